@@ -1,0 +1,231 @@
+"""Lets stock Megatron-Core train on CPU ranks: answers the questions it asks of CUDA.
+
+Megatron-Core names CUDA in four ways, and each gets one kind of answer:
+
+1. it asks for memory on a device (`device="cuda"`, `.cuda()`): it gets memory of the CPU;
+2. it orders work by streams and events: on the CPU work is done when it was issued, so there is nothing to order;
+3. it keeps random number states of the GPU: they are the CPU generator's;
+4. it compares names of tensor types (`torch.cuda.FloatTensor`): a CPU tensor answers with that name.
+
+The functions themselves are replaced, not intercepted by a `TorchFunctionMode`: such a mode is not active inside
+autograd's backward, where recompute creates attention masks with `device="cuda"`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import TracebackType
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+
+_FACTORIES = (
+    "arange as_tensor empty empty_like empty_strided eye full full_like linspace ones ones_like rand "
+    "rand_like randint randint_like randn randn_like randperm tensor zeros zeros_like"
+).split()
+
+_TENSOR_FACTORIES = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
+
+_ABSENT = object()
+"""Stands for an attribute that its owner did not have itself (`torch.Tensor.to` is inherited)."""
+
+_enabled: CpuPlatform | None = None
+
+
+def enable_cpu_platform() -> CpuPlatform:
+    """Make Megatron-Core's CUDA assumptions hold on this process's CPU, for ranks that talk over gloo.
+
+    Call it before Megatron is imported. A second call changes nothing and returns the same handle.
+
+    Returns:
+        The handle that undoes everything, by `undo()` or as a context manager.
+
+    Raises:
+        RuntimeError: If this machine has CUDA: Megatron must then use it.
+    """
+    global _enabled
+    if _enabled is None:
+        if torch.cuda.is_available():
+            raise RuntimeError(
+                "enable_cpu_platform() is for machines without CUDA, but torch.cuda.is_available() is True "
+                "here: leave the call out, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+            )
+        _enabled = CpuPlatform()
+    return _enabled
+
+
+class CpuPlatform:
+    """The replacements in force. Made by `enable_cpu_platform()`, lives until `undo()`."""
+
+    def __init__(self) -> None:
+        self._saved: list[tuple[Any, str, Any]] = []
+        self._patch_torch()
+        self._patch_megatron()
+
+    def __enter__(self) -> CpuPlatform:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+    def undo(self) -> None:
+        """Put back every replaced attribute. Harmless when called twice."""
+        global _enabled
+        while self._saved:
+            owner, name, value = self._saved.pop()
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+        if _enabled is self:
+            _enabled = None
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        self._saved.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, value)
+
+    def _patch_torch(self) -> None:
+        for name in _FACTORIES:
+            self._replace(torch, name, _device_keyword_on_cpu(getattr(torch, name)))
+        for name in _TENSOR_FACTORIES:
+            self._replace(torch.Tensor, name, _device_keyword_on_cpu(getattr(torch.Tensor, name)))
+        # Module.to and Module.cuda go through these two.
+        self._replace(torch.Tensor, "to", _any_device_on_cpu(torch.Tensor.to))
+        self._replace(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor)
+        self._replace(torch.Tensor, "type", _cuda_type_names(torch.Tensor.type))
+        self._replace(torch.Tensor, "record_stream", lambda tensor, stream: None)
+
+        current_stream = _Stream()
+        for name, value in {
+            "current_device": lambda: _CPU,
+            "set_device": lambda device: None,
+            "device_count": lambda: 1,
+            "synchronize": lambda device=None: None,
+            "empty_cache": lambda: None,
+            "Stream": _Stream,
+            "Event": _Event,
+            "current_stream": lambda device=None: current_stream,
+            "default_stream": lambda device=None: current_stream,
+            "stream": lambda stream: nullcontext(stream),
+            "get_rng_state": lambda device=None: torch.get_rng_state(),
+            "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+            "manual_seed": lambda seed: torch.manual_seed(seed),
+        }.items():
+            self._replace(torch.cuda, name, value)
+
+    def _patch_megatron(self) -> None:
+        random = importlib.import_module("megatron.core.tensor_parallel.random")
+        self._replace(
+            random, "_get_cuda_rng_state", lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
+        )
+        self._replace(
+            random,
+            "_set_cuda_rng_state",
+            lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
+        )
+
+        # Transformer Engine's matrix product needs a GPU; None selects PyTorch's. megatron-core 0.16.1 reads the
+        # name without defining it when Transformer Engine is not installed.
+        moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+        self._replace(moe_utils, "te_general_gemm", None)
+
+        # Split sizes of an all-to-all must be host integers. Megatron converts them only on their way from a GPU.
+        token_dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+        self._replace(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host)
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.partition(":")[0] == "cuda"
+
+
+def _device_keyword_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        return function(*args, **kwargs)
+
+    return on_cpu
+
+
+def _any_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        return function(*(_CPU if _is_cuda(arg) else arg for arg in args), **kwargs)
+
+    return on_cpu
+
+
+def _cuda_type_names(type_of: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(type_of)
+    def named(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return type_of(tensor, *args, **kwargs)
+        return type_of(tensor).replace("torch.", "torch.cuda.", 1)
+
+    return named
+
+
+class _Event:
+    """A point in time; everything issued before it is done."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._time_s = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._time_s = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 1e3 * (end._time_s - self._time_s)
+
+
+class _Stream:
+    """An order of work that is always already executed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = _CPU
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = event or _Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
