@@ -1,0 +1,111 @@
+"""Who holds which expert: logical and physical ids, home ranks, slots and NVLink domains.
+
+Legend: E logical experts, R ranks of the EP group, M main experts per rank (E = R * M), S slots per
+rank, P = R * (M + S) physical experts. Physical experts are numbered rank by rank, mains first,
+then slots:
+
+    R = 2, E = 4, M = 2, S = 1      rank 0 = 0:e0 1:e1 2:slot      rank 1 = 3:e2 4:e3 5:slot
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayout:
+    """The fixed places of the experts of one EP group; equal on its ranks, for all microbatches.
+
+    >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
+    >>> layout.num_physical, layout.main_physical(2), layout.slot_physical(1, 0)
+    (6, 3, 5)
+    """
+
+    num_experts: int
+    """Logical experts (E)."""
+
+    ep_size: int
+    """Ranks of the EP group (R)."""
+
+    slots: int
+    """Replicas a rank can hold at a time (S)."""
+
+    nvlink_domain: int
+    """Ranks per NVLink domain; `ep_size` if there is one. Replicas stay in their home's domain."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers against each other.
+
+        Raises:
+            ValueError: One rule is broken; the message names the field, its value and the rule.
+        """
+        for name, least in (("num_experts", 1), ("ep_size", 1), ("slots", 0), ("nvlink_domain", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be >= {least}")
+        if self.num_experts % self.ep_size:
+            raise ValueError(
+                f"num_experts ({self.num_experts}) must be a multiple of ep_size ({self.ep_size})"
+            )
+        if self.ep_size % self.nvlink_domain:
+            raise ValueError(
+                f"nvlink_domain ({self.nvlink_domain}) must divide ep_size ({self.ep_size})"
+            )
+
+    @property
+    def mains_per_rank(self) -> int:
+        """Main experts of a rank (M)."""
+        return self.num_experts // self.ep_size
+
+    @property
+    def physical_per_rank(self) -> int:
+        """Mains and slots of a rank (M + S)."""
+        return self.mains_per_rank + self.slots
+
+    @property
+    def num_physical(self) -> int:
+        """Mains and slots of all ranks (P)."""
+        return self.ep_size * self.physical_per_rank
+
+    def home_rank(self, expert: int) -> int:
+        """Rank that holds the main of a logical expert."""
+        return expert // self.mains_per_rank
+
+    def domain(self, rank: int) -> int:
+        """NVLink domain of a rank."""
+        return rank // self.nvlink_domain
+
+    def main_physical(self, expert: int) -> int:
+        """Physical id of the main of a logical expert."""
+        return self.home_rank(expert) * self.physical_per_rank + expert % self.mains_per_rank
+
+    def slot_physical(self, rank: int, slot: int) -> int:
+        """Physical id of a slot of a rank."""
+        return rank * self.physical_per_rank + self.mains_per_rank + slot
+
+
+def instance_order(num_experts: int, ep_size: int, device: torch.device | None = None) -> Tensor:
+    """List the ranks in the order in which an expert's tokens fill its instances: its home first.
+
+    Split and reroute both count along this order, so it is defined once, here.
+
+    Args:
+        num_experts: Logical experts (E).
+        ep_size: Ranks of the EP group (R); divides `num_experts`.
+        device: Where the result is made.
+
+    Returns:
+        Ranks, int64 [E, R]: row e is a permutation of the ranks that starts with e's home rank.
+
+    >>> instance_order(3, 3).tolist()
+    [[0, 1, 2], [1, 0, 2], [2, 0, 1]]
+    """
+    home = torch.arange(num_experts, device=device).div(
+        num_experts // ep_size, rounding_mode="floor"
+    )
+    place = torch.arange(ep_size, device=device).expand(num_experts, ep_size)
+    home = home[:, None]
+    others = torch.where(place <= home, place - 1, place)
+    return torch.where(place == 0, home, others)

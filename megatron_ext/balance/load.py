@@ -1,0 +1,31 @@
+"""Stage 1: the exact load of this microbatch, equal on every rank of the EP group.
+
+Needs the router's choices; gives the int64 [R, E] load to the planner. Legend: N local tokens, E
+logical experts, R ranks of the EP group.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def gather_load(routing_map_NE: Tensor, ep_group: dist.ProcessGroup) -> Tensor:
+    """Count this rank's assignments and gather the counts of all ranks: the exact load.
+
+    Args:
+        routing_map_NE: The router's choices, bool [N, E]; N may differ between ranks and be 0.
+        ep_group: The expert-parallel group; with one rank nothing is sent.
+
+    Returns:
+        Assignments from each source rank to each logical expert, int64 [R, E], on the device of
+        `routing_map_NE`.
+    """
+    counts = routing_map_NE.sum(0, dtype=torch.int64)
+    ranks = ep_group.size()
+    if ranks == 1:
+        return counts[None]
+    load = counts.new_empty(ranks * counts.numel())
+    dist.all_gather_into_tensor(load, counts, group=ep_group)
+    return load.view(ranks, -1)

@@ -1,0 +1,61 @@
+"""What the reported numbers mean. Legend: R ranks of the EP group, E logical experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_ext.balance.plan import BalancePlan
+
+
+def imbalance(rank_loads: Tensor) -> float:
+    """Busiest rank's assignments / mean: 1.0 is perfect, also when there is nothing to do.
+
+    Args:
+        rank_loads: Assignments each rank computes, int64 [R].
+
+    >>> imbalance(torch.tensor([13, 3])), imbalance(torch.tensor([0, 0]))
+    (1.625, 1.0)
+    """
+    total = int(rank_loads.sum())
+    return int(rank_loads.max()) * rank_loads.numel() / total if total else 1.0
+
+
+def home_loads(load: Tensor) -> Tensor:
+    """Assignments each rank computes without balancing, int64 [..., R], of a load [..., R, E].
+
+    >>> home_loads(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])).tolist()
+    [13, 3]
+    """
+    return load.sum(-2).unflatten(-1, (load.shape[-2], -1)).sum(-1)
+
+
+def max_fanout(plan: BalancePlan) -> int:
+    """Replicas of the expert that has most of them."""
+    return int(_replicas_per_expert(plan).max())
+
+
+def max_rank_sends(plan: BalancePlan) -> int:
+    """Replicas that the busiest sender has to fill: those of all experts of one home rank.
+
+    Source: UltraEP, Eq. 5.
+    """
+    return int(_replicas_per_expert(plan).view(plan.layout.ep_size, -1).sum(1).max())
+
+
+def remote_assignments(load: Tensor, plan: BalancePlan) -> int:
+    """Assignments computed on another rank than the token's; each costs a trip there and back.
+
+    The split serves a rank's own assignments first, so what stays is the smaller of load and quota.
+
+    >>> from megatron_ext.balance.plan import solve
+    >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
+    >>> remote_assignments(load, solve(load, ep_size=2, slots=1))
+    4
+    """
+    return int(load.sum() - torch.minimum(load, plan.quota.T).sum())
+
+
+def _replicas_per_expert(plan: BalancePlan) -> Tensor:
+    held = plan.slots[plan.slots >= 0].long()
+    return torch.bincount(held, minlength=plan.layout.num_experts)

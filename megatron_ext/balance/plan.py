@@ -1,0 +1,308 @@
+"""Stage 2: from the exact load to a plan, and from a plan to each source rank's share of it.
+
+Needs the load of `load.py`; gives a `BalancePlan` to reroute, slot buffers and backward. Integer
+arithmetic on equal
+input: every rank solves alone and gets the same bits. Legend: R ranks of the EP group, E logical
+experts, S slots per rank, B independent loads. All counts are int64.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_ext.balance import reference
+from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.config import BalanceConfig
+
+_DEFAULTS = BalanceConfig()
+
+
+@dataclass(frozen=True, eq=False)
+class BalancePlan:
+    """Where the replicas of one microbatch in one layer are, and how much every instance computes.
+
+    Made by `solve_plan`; lives from a layer's forward to the end of its backward. A batch of plans
+    (from `solve`) has a leading [B] in both tensors.
+    """
+
+    layout: ExpertLayout
+    """The places the plan speaks of."""
+
+    quota: Tensor
+    """Assignments of expert e computed on rank t, mains included: int64 [E, R]."""
+
+    slots: Tensor
+    """Logical expert in each slot of each rank, or -1: int32 [R, S]."""
+
+    def rank_loads(self) -> Tensor:
+        """Assignments each rank computes: int64 [R]."""
+        return self.quota.sum(-2)
+
+    def num_replicas(self) -> int:
+        """Slots in use (over all plans of a batch)."""
+        return int((self.slots >= 0).sum())
+
+    def physical_index(self) -> Tensor:
+        """Physical id of expert e's instance on rank t, or -1 where it has none: int64 [E, R].
+
+        >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
+        >>> solve(load, ep_size=2, slots=1).physical_index().tolist()
+        [[0, 5], [1, -1], [-1, 3], [-1, 4]]
+        """
+        layout, device = self.layout, self.quota.device
+        experts, ranks = layout.num_experts, layout.ep_size
+        # Row E takes what empty slots write, so that no entry needs a test.
+        index = torch.full((*self.quota.shape[:-2], experts + 1, ranks), -1, device=device)
+        first = torch.arange(ranks, device=device) * layout.physical_per_rank
+        for held, start in (
+            (torch.arange(experts, device=device).view(ranks, -1), 0),
+            (torch.where(self.slots < 0, experts, self.slots.long()), layout.mains_per_rank),
+        ):
+            ids = first[:, None] + start + torch.arange(held.shape[-1], device=device)
+            shape = (*index.shape[:-2], *ids.T.shape)
+            index.scatter_(-2, held.mT.expand(shape), ids.T.expand(shape))
+        return index[..., :-1, :]
+
+    def digest(self) -> int:
+        """Hash of quota and slots below 2**63, equal for equal plans on every machine."""
+        state = hashlib.blake2b(digest_size=8)
+        for tensor in (self.quota, self.slots):
+            state.update(tensor.cpu().contiguous().numpy().tobytes())
+        return int.from_bytes(state.digest(), "little") >> 1
+
+    def unbatch(self) -> list[BalancePlan]:
+        """The plans of a batch, one by one."""
+        return [
+            BalancePlan(self.layout, quota, slots)
+            for quota, slots in zip(self.quota, self.slots, strict=True)
+        ]
+
+
+def solve_plan(
+    load: Tensor,
+    layout: ExpertLayout,
+    *,
+    strategy: str = _DEFAULTS.strategy,
+    tolerance: float = _DEFAULTS.tolerance,
+    min_quota: int = _DEFAULTS.min_quota,
+) -> BalancePlan:
+    """Choose replicas and split each expert's load over its instances.
+
+    The plan is legal (see `check_plan`) and never worse than no balancing. How close to the mean it
+    comes is the strategy's affair; see `megatron_ext.balance.strategies`.
+
+    Args:
+        load: Assignments from each source rank to each logical expert, int64 [R, E] or a batch [B,
+            R, E], >= 0. Must be equal on every rank of the EP group: each rank solves alone and
+            must agree.
+        layout: Where experts and slots are.
+        strategy: A planner of `megatron_ext.balance.strategies`.
+        tolerance: How far above the mean the busiest rank may be, as a fraction of the mean;
+            resolved to 1e-6.
+        min_quota: Fewest assignments a replica may carry.
+
+    Returns:
+        The plan, on `load`'s device. `plan.quota.sum(-1)` equals `load.sum(-2)`; equal input gives
+        bit-equal output.
+
+    Raises:
+        TypeError: If `load` is not int64.
+        ValueError: If `load` does not fit the layout or holds impossible values, or a setting is
+            out of range.
+
+    >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
+    >>> plan = solve_plan(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), layout)
+    >>> plan.quota[0].tolist(), plan.slots.tolist(), plan.rank_loads().tolist()
+    ([5, 5], [[-1], [0]], [8, 8])
+    """
+    # Imported here because the strategies return the `BalancePlan` of this module.
+    from megatron_ext.balance.strategies import get_planner
+
+    _check_load(load, layout)
+    if not (math.isfinite(tolerance) and tolerance >= 0):
+        raise ValueError(f"tolerance ({tolerance}) must be a finite number >= 0")
+    if min_quota < 1:
+        raise ValueError(f"min_quota ({min_quota}) must be >= 1")
+    return get_planner(strategy)(load, layout, tolerance=tolerance, min_quota=min_quota)
+
+
+def solve(
+    load: Tensor,
+    *,
+    ep_size: int,
+    slots: int = _DEFAULTS.slots,
+    strategy: str = _DEFAULTS.strategy,
+    tolerance: float = _DEFAULTS.tolerance,
+    min_quota: int = _DEFAULTS.min_quota,
+    nvlink_domain: int | None = None,
+) -> BalancePlan:
+    """Plan one load or a batch of loads, without processes or Megatron.
+
+    Args:
+        load: Assignments, int64 [R, E] or [B, R, E], >= 0.
+        ep_size: Ranks of the EP group (R).
+        slots: Replicas a rank can hold (S).
+        strategy: A planner of `megatron_ext.balance.strategies`.
+        tolerance: How far above the mean the busiest rank may be, as a fraction of the mean.
+        min_quota: Fewest assignments a replica may carry.
+        nvlink_domain: Ranks per NVLink domain; one domain if None.
+
+    Returns:
+        The plan, or a batch of plans with a leading [B], on `load`'s device.
+
+    Raises:
+        TypeError: If `load` is not int64.
+        ValueError: If a shape, a value or a setting is out of range; the message names it.
+
+    >>> plan = solve(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), ep_size=2, slots=1)
+    >>> plan.rank_loads().tolist()
+    [8, 8]
+    """
+    if load.dim() not in (2, 3):
+        raise ValueError(f"load must be [R, E] or [B, R, E], got shape {tuple(load.shape)}")
+    layout = ExpertLayout(
+        num_experts=load.shape[-1],
+        ep_size=ep_size,
+        slots=slots,
+        nvlink_domain=ep_size if nvlink_domain is None else nvlink_domain,
+    )
+    return solve_plan(load, layout, strategy=strategy, tolerance=tolerance, min_quota=min_quota)
+
+
+def split_quota(load: Tensor, plan: BalancePlan, source_rank: int | None = None) -> Tensor:
+    """Share every quota among the source ranks: own tokens first, exact rows and columns.
+
+    Per expert, a rank that holds an instance first uses it for its own assignments. What is left of
+    the sources (in rank order) and of the quotas (in `instance_order`) is laid on one line each;
+    the lines are equally long, and a source's share of an instance is how much of their pieces
+    overlap. One rank's rows need only prefix sums, and both sums are exact: those of the paper's
+    rounded proportional shares are not (docs/decisions/001).
+
+    Args:
+        load: The load the plan was made for, int64 [R, E].
+        plan: One plan (not a batch).
+        source_rank: The rank whose rows are wanted; all of them if None.
+
+    Returns:
+        Assignments from the source rank to expert e that rank t computes: int64 [E, R], or [R, E,
+        R] for all.
+
+    Raises:
+        ValueError: If a shape does not fit, or `source_rank` is no rank.
+
+    >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
+    >>> plan = solve(load, ep_size=2, slots=1)
+    >>> split_quota(load, plan, 0)[0].tolist(), split_quota(load, plan, 1)[0].tolist()
+    ([5, 1], [0, 4])
+
+    Source: UltraEP, Algorithm 1 (SolveReroute); differs from it in how residuals meet, as said
+    above.
+    """
+    split = torch.tensor(reference.split_quota(load.tolist(), plan.quota.tolist()))
+    return split if source_rank is None else split[source_rank]
+
+
+def check_plan(load: Tensor, plan: BalancePlan, *, min_quota: int = _DEFAULTS.min_quota) -> None:
+    """Check that a plan is legal for a load; slow, for tests and debugging.
+
+    Args:
+        load: The load the plan was made for, int64 [R, E].
+        plan: One plan (not a batch).
+        min_quota: Fewest assignments a replica may carry.
+
+    Raises:
+        ValueError: A rule is broken; the message names the place, the numbers and the rule.
+    """
+    layout, quota = plan.layout, plan.quota
+    experts, ranks = layout.num_experts, layout.ep_size
+    if quota.shape != (experts, ranks) or quota.dtype != torch.int64:
+        raise ValueError(f"quota must be int64 [{experts}, {ranks}], got {_describe(quota)}")
+    if plan.slots.shape != (ranks, layout.slots) or plan.slots.dtype != torch.int32:
+        raise ValueError(
+            f"slots must be int32 [{ranks}, {layout.slots}], got {_describe(plan.slots)}"
+        )
+
+    instances = {(expert, layout.home_rank(expert)) for expert in range(experts)}
+    for rank, held in enumerate(plan.slots.tolist()):
+        for slot, expert in enumerate(held):
+            if expert == -1:
+                continue
+            what = f"slot {slot} of rank {rank} holds expert {expert}"
+            if not 0 <= expert < experts:
+                raise ValueError(f"{what}; logical experts are 0 to {experts - 1}")
+            if (expert, rank) in instances:
+                raise ValueError(f"{what}; a rank has at most one instance of an expert")
+            if layout.domain(rank) != layout.domain(layout.home_rank(expert)):
+                raise ValueError(f"{what}; replicas stay in the home rank's NVLink domain")
+            if quota[expert, rank] < min_quota:
+                raise ValueError(
+                    f"{what} for a quota of {int(quota[expert, rank])}; min_quota is {min_quota}"
+                )
+            instances.add((expert, rank))
+
+    expert_load = load.sum(0).tolist()
+    for expert, row in enumerate(quota.tolist()):
+        for rank, count in enumerate(row):
+            if count < 0:
+                raise ValueError(f"quota[{expert}, {rank}] is {count}; quotas must be >= 0")
+            if count > 0 and (expert, rank) not in instances:
+                raise ValueError(f"quota[{expert}, {rank}] is {count}; there is no instance there")
+        if sum(row) != expert_load[expert]:
+            raise ValueError(
+                f"quotas of expert {expert} sum to {sum(row)}; its load is {expert_load[expert]}"
+            )
+    before = int(load.sum(0).view(ranks, -1).sum(1).max())
+    after = int(plan.rank_loads().max())
+    if after > before:
+        raise ValueError(f"the busiest rank has {after} assignments; without balancing {before}")
+
+
+def check_split(load: Tensor, plan: BalancePlan, split: Tensor) -> None:
+    """Check that a split serves every source and fills every quota exactly; slow, for tests.
+
+    Args:
+        load: The load the plan was made for, int64 [R, E].
+        plan: One plan (not a batch).
+        split: What `split_quota` gives for all ranks, int64 [R, E, R].
+
+    Raises:
+        ValueError: A rule is broken; the message names it.
+    """
+    if (split < 0).any():
+        raise ValueError(f"split has a negative entry ({int(split.min())})")
+    if not torch.equal(split.sum(2), load):
+        raise ValueError("split rows do not sum to the load of their source rank and expert")
+    if not torch.equal(split.sum(0), plan.quota):
+        raise ValueError("split columns do not sum to the quota of their instance")
+
+
+def _check_load(load: Tensor, layout: ExpertLayout) -> None:
+    """Check at the border that a load can be planned; inside, it is trusted."""
+    ranks, experts = layout.ep_size, layout.num_experts
+    if load.dtype != torch.int64:
+        raise TypeError(f"load must be int64, got {load.dtype}")
+    if load.dim() not in (2, 3) or load.shape[-2:] != (ranks, experts):
+        raise ValueError(
+            f"load must be [R, E] = [{ranks}, {experts}] or a batch of that, "
+            f"got shape {tuple(load.shape)}"
+        )
+    if load.numel() == 0:
+        return
+    least, most = (int(value) for value in torch.aminmax(load))
+    limit = (2**63 - 1) // (ranks * experts)
+    if least < 0:
+        raise ValueError(f"load has a negative entry ({least}); assignments are counts >= 0")
+    if most > limit:
+        raise ValueError(
+            f"load has an entry of {most}; for sums to fit int64 at most {limit} "
+            f"((2**63 - 1) / (R * E)) is allowed"
+        )
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
