@@ -1,0 +1,51 @@
+"""Expert load balancing for MoE training on stock Megatron-Core.
+
+The path of one microbatch through one MoE layer, stage by stage (`mcore/moe_layer.py` runs them in this order):
+
+    1 balance/load.py       exact load: every rank's assignments to every expert
+    2 balance/plan.py       which experts to replicate where, and the quota of every instance
+    3 balance/reroute.py    each assignment to an instance, so that the quotas are met
+    4 balance/replicas.py   main weights into slots            (transport/ moves the bytes)
+    5 mcore/dispatcher.py   tokens to the instances' ranks
+    6 mcore/experts.py      experts over mains and slots
+    7 mcore/dispatcher.py   outputs back
+    8 balance/replicas.py   in backward: slot gradients into the mains
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_ext.balance.plan import BalancePlan, solve
+    from megatron_ext.config import BalanceConfig
+    from megatron_ext.cpu_platform import enable_cpu_platform
+    from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "BalanceConfig": "megatron_ext.config",
+    "BalancePlan": "megatron_ext.balance.plan",
+    "balance_spec": "megatron_ext.mcore.spec",
+    "enable_cpu_platform": "megatron_ext.cpu_platform",
+    "grouped_mm_spec": "megatron_ext.mcore.spec",
+    "solve": "megatron_ext.balance.plan",
+}
+
+__all__ = [
+    "BalanceConfig",
+    "BalancePlan",
+    "balance_spec",
+    "enable_cpu_platform",
+    "grouped_mm_spec",
+    "solve",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import public names when they are first used: `enable_cpu_platform` must run before Megatron is imported."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'megatron_ext' has no attribute {name!r}")

@@ -1,0 +1,128 @@
+"""Keeps plans from a microbatch's forward to its backward.
+
+A pipeline schedule runs several forwards of one layer before the first backward comes back, so one layer has several
+plans in flight. Each lives in fixed storage under a *virtual layer id*: (MoE layer on this rank, in-flight place).
+Autograd carries a `PlanHandle`, which names the id and the generation of what is stored there; asking with an old
+generation is an error, never another microbatch's plan. Release is by id, in any order.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.plan import BalancePlan
+
+
+@dataclass(eq=False)
+class PlanHandle:
+    """Names a stored plan. Made by `InFlightPlans.keep`, held by the autograd graph of one forward.
+
+    When the graph is dropped without a backward (an aborted step), the plan's place becomes free again.
+    """
+
+    virtual_layer_id: int
+    generation: int
+    layer_number: int
+    """1-based, as in Megatron."""
+    microbatch_idx: int
+    """How many plans this layer had kept before: counts forwards with gradients since the layer was made."""
+
+
+class InFlightPlans:
+    """The plans of one MoE layer between forward and backward: a ring of fixed tensors.
+
+    Args:
+        layout: Experts and slots of the EP group.
+        ring_size: Most plans in flight at a time.
+        layer_number: 1-based, as in Megatron; for messages.
+        first_virtual_layer_id: Ids are this and the following `ring_size - 1`.
+        device: Where the plans are stored.
+    """
+
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        *,
+        ring_size: int,
+        layer_number: int,
+        first_virtual_layer_id: int,
+        device: torch.device,
+    ) -> None:
+        self.layout = layout
+        self.ring_size = ring_size
+        self.layer_number = layer_number
+        self.first_virtual_layer_id = first_virtual_layer_id
+        shape = (ring_size, layout.num_experts, layout.ep_size)
+        self._quota = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._slots = torch.full(
+            (ring_size, layout.ep_size, layout.slots), -1, dtype=torch.int32, device=device
+        )
+        self._generation = [0] * ring_size
+        self._microbatch_idx = [-1] * ring_size
+        self._free = list(range(ring_size))
+        self._num_kept = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans kept and not yet released."""
+        return self.ring_size - len(self._free)
+
+    def keep(self, plan: BalancePlan) -> PlanHandle:
+        """Copy `plan` into a free place and return its handle.
+
+        Raises:
+            RuntimeError: Every place holds a plan whose backward has not run.
+        """
+        microbatch_idx = self._num_kept
+        if not self._free:
+            waiting = sorted(self._microbatch_idx)
+            raise RuntimeError(
+                f"layer {self.layer_number}: no place for the plan of microbatch {microbatch_idx}: all "
+                f"{self.ring_size} places hold plans that wait for their backward (microbatches {waiting}); "
+                f"set balance.max_in_flight to {self.ring_size + 1} or more (ring size now {self.ring_size})"
+            )
+        place = min(self._free)
+        self._free.remove(place)
+        self._num_kept += 1
+        self._generation[place] += 1
+        self._microbatch_idx[place] = microbatch_idx
+        self._quota[place].copy_(plan.quota)
+        self._slots[place].copy_(plan.slots)
+        handle = PlanHandle(
+            self.first_virtual_layer_id + place,
+            self._generation[place],
+            self.layer_number,
+            microbatch_idx,
+        )
+        weakref.finalize(handle, self._free_place, place, handle.generation)
+        return handle
+
+    def recall(self, handle: PlanHandle) -> BalancePlan:
+        """Return the plan that `handle` names: views of the ring, valid until it is released.
+
+        Raises:
+            RuntimeError: The place was released since, or holds another microbatch's plan.
+        """
+        place = handle.virtual_layer_id - self.first_virtual_layer_id
+        if place in self._free or self._generation[place] != handle.generation:
+            raise RuntimeError(
+                f"layer {handle.layer_number}: the plan of microbatch {handle.microbatch_idx} (virtual layer id "
+                f"{handle.virtual_layer_id}, generation {handle.generation}) is gone: that place is at generation "
+                f"{self._generation[place]} and {'free' if place in self._free else 'taken'}; one forward has one "
+                f"backward (ring size {self.ring_size}, set by balance.max_in_flight)"
+            )
+        return BalancePlan(layout=self.layout, quota=self._quota[place], slots=self._slots[place])
+
+    def release(self, handle: PlanHandle) -> None:
+        """Free the place of `handle`. Releasing twice does nothing."""
+        place = handle.virtual_layer_id - self.first_virtual_layer_id
+        self._free_place(place, handle.generation)
+
+    def _free_place(self, place: int, generation: int) -> None:
+        if self._generation[place] == generation and place not in self._free:
+            self._free.append(place)

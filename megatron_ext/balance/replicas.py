@@ -1,0 +1,318 @@
+"""Stages 4 and 8: main weights into slots, slot gradients into mains.
+
+Replication is a linear map from main weights to slots, and the gradient reduction is its adjoint. Both are one autograd
+function here (`MaterializeFunction`), so a main expert's gradient reaches Megatron's hooks as the sum of its own part
+and its replicas' part: autograd adds them before it accumulates.
+
+The slots are shared by all layers, so by the time of a layer's backward another layer's replicas are in them.
+`RematerializeFunction` stands behind the experts and, in backward, fills the slots again from the saved plan before the
+experts' backward reads them.
+
+Needs: a plan, the mains' weights. Gives: slot weights as tensors in the graph. Gradients of slots are stored and added in
+float32 (float64 for float64 weights), in rank order of the replicas, then rounded once to the weights' dtype.
+
+Legend: E logical experts, R ranks, M mains per rank, S slots per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.balance.in_flight import InFlightPlans, PlanHandle
+from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.transport import Pending, Transfer, Transport, make_transport
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One named part of an expert's state."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MainWeights:
+    """This rank's main expert weights, segment by segment.
+
+    `per_segment[g]` is either the list of M parameters [*shape], or one stacked parameter [M, *shape]: the two ways in
+    which experts keep their weights. Indexing it with m gives main m in both.
+    """
+
+    per_segment: tuple[Tensor | list[Tensor], ...]
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters in a fixed order: what autograd must see as inputs."""
+        return [
+            parameter
+            for segment in self.per_segment
+            for parameter in ([segment] if isinstance(segment, Tensor) else segment)
+        ]
+
+    def rows(self) -> list[list[Tensor]]:
+        """`rows()[g][m]`: the values of segment g of main m, without gradient."""
+        return [[row.detach() for row in segment] for segment in self.per_segment]
+
+    def gradients(self, sums: dict[int, list[Tensor]]) -> list[Tensor | None]:
+        """Gradients for `parameters()` from the sums over replicas: None where nothing was replicated."""
+        gradients: list[Tensor | None] = []
+        for segment_idx, segment in enumerate(self.per_segment):
+            if not isinstance(segment, Tensor):
+                gradients += [
+                    sums[m][segment_idx].to(parameter.dtype) if m in sums else None
+                    for m, parameter in enumerate(segment)
+                ]
+            elif sums:
+                stacked = torch.zeros_like(segment)
+                for m, total in sums.items():
+                    stacked[m].copy_(total[segment_idx])
+                gradients.append(stacked)
+            else:
+                gradients.append(None)
+        return gradients
+
+
+def list_transfers(plan: BalancePlan) -> list[Transfer]:
+    """Return the plan's replicas in rank order, then slot order: the order in which gradients are added.
+
+    >>> from megatron_ext.balance.layout import ExpertLayout
+    >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
+    >>> plan = BalancePlan(layout=layout, quota=torch.tensor([[5, 5], [2, 0], [0, 3], [0, 1]]),
+    ...                    slots=torch.tensor([[-1], [0]], dtype=torch.int32))
+    >>> list_transfers(plan)
+    [Transfer(home_rank=0, main_idx=0, replica_rank=1, slot_idx=0)]
+    """
+    layout = plan.layout
+    return [
+        Transfer(
+            home_rank=layout.home_rank(expert),
+            main_idx=expert % layout.mains_per_rank,
+            replica_rank=rank,
+            slot_idx=slot_idx,
+        )
+        for rank, experts in enumerate(plan.slots.tolist())
+        for slot_idx, expert in enumerate(experts)
+        if expert >= 0
+    ]
+
+
+class SlotBuffers:
+    """The slots of this rank: weights and gradients of S experts, shared by all layers of an EP group.
+
+    Not parameters: no optimizer state, in no gradient bucket, in no checkpoint.
+
+    Args:
+        layout: Experts and slots of the EP group.
+        segments: Parts of one expert's state.
+        dtype: Of the weights. Gradients are float32, or float64 if the weights are.
+        device: Of both.
+        ep_rank: This rank in the EP group.
+        transport: Allocates the buffers and moves bytes between ranks.
+
+    Attributes:
+        weights: One tensor a segment, [S, *shape].
+        grads: One tensor a segment, [S, *shape].
+    """
+
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        segments: Sequence[Segment],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        ep_rank: int,
+        transport: Transport,
+    ) -> None:
+        self.layout = layout
+        self.segments = tuple(segments)
+        self.ep_rank = ep_rank
+        self.transport = transport
+        grad_dtype = torch.promote_types(dtype, torch.float32)
+        shapes = [(layout.slots, *segment.shape) for segment in segments]
+        self.weights = [transport.allocate(shape, dtype, device) for shape in shapes]
+        self.grads = [transport.allocate(shape, grad_dtype, device) for shape in shapes]
+        self._resident: tuple[int, int] | None = None
+        self._num_virtual_layers = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers on this rank."""
+        return sum(buffer.nbytes for buffer in (*self.weights, *self.grads))
+
+    def reserve_virtual_layers(self, count: int) -> int:
+        """Return the first of `count` virtual layer ids that no other layer of this EP group uses."""
+        first = self._num_virtual_layers
+        self._num_virtual_layers += count
+        return first
+
+    def start_materialize(
+        self, plan: BalancePlan, mains: MainWeights, handle: PlanHandle | None
+    ) -> Materializing:
+        """Start filling this rank's slots with the replicas of `plan`; every rank of the EP group calls.
+
+        Moves nothing if the slots still hold what `handle` names: the last layer's backward follows its forward, and
+        a recomputed forward is followed by its own backward. All ranks see the same order of calls, so all decide alike.
+
+        Args:
+            plan: Where replicas go.
+            mains: This rank's mains; must not change before `wait()` returns.
+            handle: Name of the kept plan; None when no backward will come.
+
+        Returns:
+            The transfer under way; the slots may be read after its `wait()`.
+        """
+        key = (handle.virtual_layer_id, handle.generation) if handle else None
+        if key is not None and key == self._resident:
+            return Materializing(self, key, None)
+        # Until the last byte is here the slots belong to nobody: an aborted transfer must not look complete.
+        self._resident = None
+        pending = self.transport.push(list_transfers(plan), mains.rows(), self.weights)
+        return Materializing(self, key, pending)
+
+    def reduce_replica_grads(
+        self, plan: BalancePlan, slot_grads: Sequence[Tensor | None], mains: MainWeights
+    ) -> dict[int, list[Tensor]]:
+        """Add the gradients of all replicas of this rank's mains; every rank of the EP group calls.
+
+        Args:
+            plan: Of the forward that the gradients belong to.
+            slot_grads: One a segment, [S, *shape]; None on a rank whose slots computed nothing.
+            mains: This rank's mains.
+
+        Returns:
+            For each main with replicas, its segments' gradient sums in the dtype of `grads`.
+        """
+        transfers = list_transfers(plan)
+        used = [t.slot_idx for t in transfers if t.replica_rank == self.ep_rank]
+        for buffer, grad in zip(self.grads, slot_grads, strict=True):
+            for slot_idx in used:
+                assert grad is not None, f"slot {slot_idx} has a replica but no gradient"
+                buffer[slot_idx].copy_(grad[slot_idx])
+        sums = {
+            t.main_idx: [torch.empty_like(buffer[0]) for buffer in self.grads]
+            for t in transfers
+            if t.home_rank == self.ep_rank
+        }
+        self.transport.pull_add(transfers, self.grads, sums)
+        return sums
+
+
+class Materializing:
+    """Replicas on their way into the slots."""
+
+    def __init__(
+        self, buffers: SlotBuffers, key: tuple[int, int] | None, pending: Pending | None
+    ) -> None:
+        self._buffers = buffers
+        self._key = key
+        self._pending = pending
+
+    def wait(self) -> None:
+        """Return when the slots hold the replicas."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._buffers._resident = self._key
+
+
+_SHARED: WeakValueDictionary[Any, SlotBuffers] = WeakValueDictionary()
+
+
+def shared_slot_buffers(
+    layout: ExpertLayout,
+    segments: Sequence[Segment],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    ep_group: ProcessGroup,
+    transport: str,
+) -> SlotBuffers:
+    """Return the slot buffers of `ep_group` for experts of this shape; made at the first call, gone with the last user."""
+    key = (ep_group, layout, tuple(segments), dtype, device, transport)
+    buffers = _SHARED.get(key)
+    if buffers is None:
+        buffers = SlotBuffers(
+            layout,
+            segments,
+            dtype=dtype,
+            device=device,
+            ep_rank=ep_group.rank(),
+            transport=make_transport(transport, ep_group, device),
+        )
+        _SHARED[key] = buffers
+    return buffers
+
+
+@dataclass(frozen=True)
+class Replication:
+    """What one microbatch's replicas are made from; lives in the autograd graph from forward to backward.
+
+    `handle` is None when no backward will come (evaluation, first pass of recomputation).
+    """
+
+    buffers: SlotBuffers
+    in_flight: InFlightPlans
+    mains: MainWeights
+    plan: BalancePlan
+    handle: PlanHandle | None
+
+    def start_materialize(self) -> Materializing:
+        """Start filling the slots for the forward."""
+        return self.buffers.start_materialize(self.plan, self.mains, self.handle)
+
+
+class MaterializeFunction(torch.autograd.Function):
+    """(tokens, mains) -> (tokens, slot weights). Its backward reduces slot gradients into the mains.
+
+    The tokens pass through so that the backward runs on every rank, also where no slot was used: the reduction needs
+    all ranks of the group at the same place of their backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, replication: Replication, tokens: Tensor, *_parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.replication = replication
+        ctx.set_materialize_grads(False)
+        # `.data` has a version counter of its own: other layers overwrite these buffers before this layer's backward
+        # reads them, which is right, because RematerializeFunction restores them first.
+        return (tokens.view_as(tokens), *(buffer.data for buffer in replication.buffers.weights))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        replication: Replication = ctx.replication
+        handle = _required(replication.handle)
+        plan = replication.in_flight.recall(handle)
+        sums = replication.buffers.reduce_replica_grads(plan, grads[1:], replication.mains)
+        replication.in_flight.release(handle)
+        return (None, grads[0], *replication.mains.gradients(sums))
+
+
+class RematerializeFunction(torch.autograd.Function):
+    """Identity on the experts' output whose backward fills the slots again before the experts' backward runs."""
+
+    @staticmethod
+    def forward(ctx: Any, replication: Replication, output: Tensor) -> Tensor:
+        ctx.replication = replication
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        replication: Replication = ctx.replication
+        handle = _required(replication.handle)
+        plan = replication.in_flight.recall(handle)
+        replication.buffers.start_materialize(plan, replication.mains, handle).wait()
+        return None, grad
+
+
+def _required(handle: PlanHandle | None) -> PlanHandle:
+    assert handle is not None, "a backward runs for a forward that kept no plan"
+    return handle

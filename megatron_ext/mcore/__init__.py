@@ -1,0 +1,1 @@
+"""The attachment: the only room that imports Megatron. Start reading in `moe_layer.py`."""

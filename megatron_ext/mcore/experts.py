@@ -1,0 +1,276 @@
+"""Stage 6: experts over main weights and slot weights.
+
+Tokens arrive sorted by this rank's physical experts, mains first, then slots. The mains run through Megatron's own
+module, unchanged; the slots run through the same computation with slot weights in the place of parameters.
+
+Two ways to hold experts are known here: Megatron's `SequentialMLP` (a module an expert) and `GroupedExperts` below
+(stacked parameters, one grouped matrix product a layer).
+
+Legend: M mains per rank, S slots per rank, H hidden, F expert FFN width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor, nn
+from torch.nn.functional import grouped_mm
+
+from megatron_ext.balance.replicas import MainWeights, Segment
+
+
+class ExpertWeights(Protocol):
+    """How one kind of experts module keeps and uses its weights."""
+
+    segments: tuple[Segment, ...]
+
+    def mains(self) -> MainWeights:
+        """This rank's main weights as they are now (a data-parallel wrapper may have moved them)."""
+
+    def run_slots(
+        self, weights: Sequence[Tensor], tokens: Tensor, num_tokens: list[int], probs: Tensor
+    ) -> Tensor:
+        """Run the experts in the slots.
+
+        Args:
+            weights: Slot weights, one a segment, [S, *shape].
+            tokens: [sum(num_tokens), H], sorted by slot.
+            num_tokens: Tokens of each slot, S numbers.
+            probs: Router probabilities of the tokens, [sum(num_tokens)].
+
+        Returns:
+            Expert outputs, [sum(num_tokens), H].
+        """
+
+
+def expert_weights(experts: nn.Module) -> ExpertWeights:
+    """Return the view of `experts` that balancing needs.
+
+    Raises:
+        ValueError: Experts of this kind cannot be balanced.
+    """
+    if isinstance(experts, SequentialMLP):
+        return SequentialWeights(experts)
+    if isinstance(experts, GroupedExperts):
+        return GroupedWeights(experts)
+    raise ValueError(
+        f"experts of type {type(experts).__name__} cannot be balanced; use SequentialMLP "
+        "(moe_grouped_gemm=False) or GroupedExperts (megatron_ext.grouped_mm_spec)"
+    )
+
+
+def run_experts(
+    experts: nn.Module,
+    weights: ExpertWeights,
+    slot_weights: Sequence[Tensor],
+    tokens: Tensor,
+    tokens_per_expert: Tensor,
+    probs: Tensor,
+) -> Tensor:
+    """Run mains and slots on their tokens.
+
+    Args:
+        experts: Megatron's module with the M mains.
+        weights: `expert_weights(experts)`.
+        slot_weights: One a segment, [S, *shape].
+        tokens: [N', H], sorted by this rank's physical experts.
+        tokens_per_expert: [M + S].
+        probs: [N'].
+
+    Returns:
+        Expert outputs, [N', H], in the order of `tokens`.
+    """
+    num_mains = tokens_per_expert.numel() - slot_weights[0].shape[0]
+    main_counts, slot_counts = tokens_per_expert[:num_mains], tokens_per_expert[num_mains:].tolist()
+    num_slot_tokens = sum(slot_counts)
+    sizes = [tokens.shape[0] - num_slot_tokens, num_slot_tokens]
+    main_tokens, slot_tokens = tokens.split(sizes)
+    main_probs, slot_probs = probs.split(sizes)
+    main_output, bias = experts(main_tokens, main_counts, main_probs)
+    assert bias is None, "Megatron adds expert biases inside the experts"
+    if num_slot_tokens == 0:
+        return main_output
+    slot_output = weights.run_slots(slot_weights, slot_tokens, slot_counts, slot_probs)
+    return torch.cat([main_output, slot_output])
+
+
+def finish_parameter_gather(experts: nn.Module) -> None:
+    """Make sure that the mains' parameters are this step's.
+
+    With `overlap_param_gather`, Megatron's DDP finishes a parameter's all-gather in the forward pre-hook of the module
+    that owns it. Replicas read the mains before that module runs, so its hooks are asked to run now; they do nothing
+    the second time.
+    """
+    for module in experts.modules():
+        for hook in module._forward_pre_hooks.values():
+            if hook.__qualname__.startswith("DistributedDataParallel."):
+                hook(module)
+
+
+class SequentialWeights:
+    """`SequentialMLP`: M modules, each with the same named parameters."""
+
+    def __init__(self, experts: SequentialMLP) -> None:
+        self._experts = experts
+        self.segments = tuple(
+            Segment(name, tuple(parameter.shape))
+            for name, parameter in experts.local_experts[0].named_parameters()
+        )
+
+    def mains(self) -> MainWeights:
+        """See `ExpertWeights.mains`."""
+        per_expert = [dict(expert.named_parameters()) for expert in self._experts.local_experts]
+        return MainWeights(
+            tuple([weights[segment.name] for weights in per_expert] for segment in self.segments)
+        )
+
+    def run_slots(
+        self, weights: Sequence[Tensor], tokens: Tensor, num_tokens: list[int], probs: Tensor
+    ) -> Tensor:
+        """See `ExpertWeights.run_slots`. Runs main 0's module with each slot's weights in turn."""
+        if self._experts.config.moe_apply_probs_on_input:
+            tokens = (tokens * probs.unsqueeze(-1)).to(tokens.dtype)
+            probs = torch.ones_like(probs)
+        names = [segment.name for segment in self.segments]
+        rows = zip(*(segment.unbind() for segment in weights), strict=True)
+        slots = zip(rows, tokens.split(num_tokens), probs.split(num_tokens), strict=True)
+        outputs = [
+            torch.func.functional_call(
+                self._experts.local_experts[0],
+                dict(zip(names, row, strict=True)),
+                (slot_tokens, slot_probs),
+            )[0]
+            for row, slot_tokens, slot_probs in slots
+            if slot_tokens.shape[0] > 0
+        ]
+        return torch.cat(outputs)
+
+
+class GroupedExperts(MegatronModule):
+    """Experts with stacked weights, computed by `torch.nn.functional.grouped_mm` (float32 and bfloat16).
+
+    Takes the place of `SequentialMLP` in a layer spec (`megatron_ext.grouped_mm_spec`), with the same checkpoint keys, so
+    that checkpoints can be exchanged. No biases.
+
+    Attributes:
+        fc1: [M, F1, H], F1 = 2F with a gated linear unit, else F.
+        fc2: [M, H, F].
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: Any,
+        submodules: Any = None,
+        pg_collection: Any = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        if config.add_bias_linear:
+            raise ValueError(
+                "add_bias_linear (True) must be False: GroupedExperts have no biases"
+            )
+        self.num_local_experts = num_local_experts
+        self.ep_group = pg_collection.ep
+        self.dp_group = pg_collection.expt_dp
+        width = config.moe_ffn_hidden_size
+        hidden = config.moe_latent_size or config.hidden_size
+        fc1_width = 2 * width if config.gated_linear_unit else width
+        self.fc1 = self._parameter((fc1_width, hidden), config.init_method, partition_dim=1)
+        self.fc2 = self._parameter((hidden, width), config.output_layer_init_method, partition_dim=2)
+
+    def _parameter(self, shape: tuple[int, int], init_method: Any, partition_dim: int) -> nn.Parameter:
+        config = self.config
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        weight = nn.Parameter(
+            torch.empty(
+                (self.num_local_experts, *shape), device=device, dtype=config.params_dtype
+            )
+        )
+        if config.perform_initialization:
+            with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                for row in weight.data:
+                    init_method(row)
+        # As Megatron marks its own expert weights: counted once in the gradient norm, reduced over the expert DP group.
+        set_tensor_model_parallel_attributes(weight, True, partition_dim, 1)
+        weight.allreduce = config.expert_model_parallel_size == 1
+        return weight
+
+    def forward(
+        self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """Run the mains: tokens [N', H] sorted by expert, counts [M], probabilities [N'] -> [N', H]."""
+        return self.compute(self.fc1, self.fc2, tokens, tokens_per_expert, probs), None
+
+    def compute(
+        self, fc1: Tensor, fc2: Tensor, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
+    ) -> Tensor:
+        """Run experts with the given stacked weights on tokens sorted by expert."""
+        config = self.config
+        scale = probs.unsqueeze(-1)
+        if config.moe_apply_probs_on_input:
+            tokens = (tokens * scale).to(tokens.dtype)
+            scale = torch.ones_like(scale)
+        ends = tokens_per_expert.to(tokens.device).cumsum(0, dtype=torch.int32)
+        inner = grouped_mm(tokens, fc1.transpose(1, 2), offs=ends)
+        if config.gated_linear_unit:
+            gate, linear = inner.chunk(2, dim=-1)
+            if (limit := config.activation_func_clamp_value) is not None:
+                gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
+            inner = config.activation_func(gate) * (linear + config.glu_linear_offset)
+        else:
+            inner = config.activation_func(inner)
+        inner = (inner * scale).to(tokens.dtype)
+        return grouped_mm(inner, fc2.transpose(1, 2), offs=ends)
+
+    def backward_dw(self) -> None:
+        """Nothing: weight gradients are never delayed here."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Name the stacked weights as `SequentialMLP` names its experts: one global tensor [..., E, *shape] a segment."""
+        expert_axis = len(sharded_offsets)
+        offsets = (*sharded_offsets, (expert_axis, self.ep_group.rank(), self.ep_group.size()))
+        return {
+            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
+                f"{prefix}experts.linear_{name}.weight",
+                parameter,
+                *offsets,
+                replica_id=(0, 0, self.dp_group.rank()),
+                prepend_axis_num=expert_axis,
+            )
+            for name, parameter in (("fc1", self.fc1), ("fc2", self.fc2))
+        }
+
+
+class GroupedWeights:
+    """`GroupedExperts`: one stacked parameter a segment."""
+
+    def __init__(self, experts: GroupedExperts) -> None:
+        self._experts = experts
+        self.segments = tuple(
+            Segment(name, tuple(parameter.shape[1:])) for name, parameter in experts.named_parameters()
+        )
+
+    def mains(self) -> MainWeights:
+        """See `ExpertWeights.mains`."""
+        return MainWeights((self._experts.fc1, self._experts.fc2))
+
+    def run_slots(
+        self, weights: Sequence[Tensor], tokens: Tensor, num_tokens: list[int], probs: Tensor
+    ) -> Tensor:
+        """See `ExpertWeights.run_slots`."""
+        fc1, fc2 = weights
+        counts = torch.tensor(num_tokens, device=tokens.device)
+        return self._experts.compute(fc1, fc2, tokens, counts, probs)

@@ -1,0 +1,263 @@
+"""The balanced MoE layer: the stages of the method in the order a token takes. Read this first.
+
+    forward                                              backward
+    route        logical experts (Megatron)              postprocess, combine (Megatron)
+    preprocess   1 gather load                           experts:  4 materialise again from the saved plan
+                 2 solve plan                                      6 experts' backward
+                 4 start materialising replicas                    8 reduce replica gradients into mains
+                 3 reroute logical -> physical           dispatch (Megatron)
+                   wait for the replicas                 preprocess: probability gradients back to logical experts
+    dispatch     5 tokens to physical experts (Megatron) route (Megatron)
+    experts      6 mains and slots
+    combine      7 outputs back (Megatron)
+
+Replicas live for one microbatch in slots that all layers share; parameters, optimizer state and checkpoints hold logical
+experts only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from torch import Tensor
+
+from megatron_ext.balance.in_flight import InFlightPlans
+from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.load import gather_load
+from megatron_ext.balance.plan import BalancePlan, solve_plan, split_quota
+from megatron_ext.balance.replicas import (
+    MaterializeFunction,
+    RematerializeFunction,
+    Replication,
+    SlotBuffers,
+    shared_slot_buffers,
+)
+from megatron_ext.balance.reroute import reroute
+from megatron_ext.balance.strategies.ideal import force_even
+from megatron_ext.config import BalanceConfig
+from megatron_ext.mcore.dispatcher import physical_dispatcher
+from megatron_ext.mcore.experts import expert_weights, finish_parameter_gather, run_experts
+from megatron_ext.mcore.schedule import most_in_flight
+from megatron_ext.mcore.validate import validate_for_balancing
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What one layer did with one microbatch; given to the layer's observers."""
+
+    layer_number: int
+    """1-based, as in Megatron."""
+    load: Tensor
+    """Assignments from source rank r to logical expert e, int64 [R, E]."""
+    rank_loads_after: Tensor
+    """Assignments that each rank computes, int64 [R]."""
+    num_replicas: int
+
+
+Observer = Callable[[LayerReport], None]
+
+
+class BalancedMoELayer(MoELayer):
+    """Megatron's MoE layer whose EP ranks compute equally many assignments. Made by `balance_spec`.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        submodules: Of Megatron's MoELayer.
+        layer_number: 1-based, as in Megatron.
+        pg_collection: Process groups; Megatron's global ones by default.
+        balance: What the balancer may do; equal on all ranks of the EP group.
+        **kwargs: What later versions of Megatron pass to their MoELayer.
+
+    Raises:
+        ValueError: A setting of `config` excludes balancing, or the EP group's ranks disagree about `balance`.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any = None,
+        layer_number: int | None = None,
+        pg_collection: Any = None,
+        *,
+        balance: BalanceConfig,
+        **kwargs: Any,
+    ) -> None:
+        if problems := validate_for_balancing(config, balance):
+            raise ValueError("; ".join(problems))
+        if pg_collection is None:
+            pg_collection = get_default_pg_collection()
+        super().__init__(
+            config,
+            submodules=submodules,
+            layer_number=layer_number,
+            pg_collection=pg_collection,
+            **kwargs,
+        )
+        _check_equal_config(balance, self.ep_group)
+        self.balance = balance
+        self.observers: list[Observer] = []
+        ep_size = self.ep_group.size()
+        self.layout = ExpertLayout(
+            num_experts=config.num_moe_experts,
+            ep_size=ep_size,
+            # One rank has nobody to share its load with.
+            slots=balance.slots if ep_size > 1 else 0,
+            nvlink_domain=ep_size if balance.nvlink_domain == "auto" else balance.nvlink_domain,
+        )
+        self.token_dispatcher = physical_dispatcher(
+            self.token_dispatcher, self.layout, config, self.ep_group.rank(), pg_collection
+        )
+        self.expert_weights = expert_weights(self.experts)
+        # Made in the first forward: only then have wrappers settled the dtype and place of the weights.
+        self._slot_buffers: SlotBuffers | None = None
+        self._in_flight: InFlightPlans | None = None
+        # Handed from preprocess to routed_experts_compute of the same forward; never outlives it.
+        self._replication: Replication | None = None
+
+    def preprocess(
+        self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Stages 1 to 4: from logical routing to physical routing with the replicas in their slots."""
+        load = gather_load(routing_map, self.ep_group)
+        plan = solve_plan(
+            load,
+            self.layout,
+            strategy=self.balance.strategy,
+            tolerance=self.balance.tolerance,
+            min_quota=self.balance.min_quota,
+        )
+        if self.balance.check_plans:
+            _check_equal_plans(plan, self.ep_group, self.layer_number)
+        self._replication = self._replicate(plan) if self.layout.slots > 0 else None
+        materializing = (
+            self._replication.start_materialize() if self._replication is not None else None
+        )
+        probs, routing_map = reroute(
+            probs,
+            routing_map,
+            split_quota(load, plan, source_rank=self.ep_group.rank()),
+            plan.physical_index(),
+            self.layout.num_physical,
+        )
+        if materializing is not None:
+            materializing.wait()
+        if self.training and torch.is_grad_enabled():
+            self._report(load, plan)
+        return super().preprocess(hidden_states, probs, routing_map)
+
+    def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Stage 6, with the hooks of stages 4 and 8 for backward around it."""
+        replication, self._replication = self._replication, None
+        if replication is None:
+            return super().routed_experts_compute(hidden_states, probs)
+        tokens, tokens_per_expert, probs = self.token_dispatcher.dispatch_postprocess(
+            hidden_states, probs
+        )
+        tokens, *slot_weights = MaterializeFunction.apply(
+            replication, tokens, *replication.mains.parameters()
+        )
+        output = run_experts(
+            self.experts, self.expert_weights, slot_weights, tokens, tokens_per_expert, probs
+        )
+        output = RematerializeFunction.apply(replication, output)
+        return self.token_dispatcher.combine_preprocess(output), None
+
+    def _replicate(self, plan: BalancePlan) -> Replication:
+        """Gather what this microbatch's replicas need; keeps the plan if a backward will come."""
+        finish_parameter_gather(self.experts)
+        mains = self.expert_weights.mains()
+        buffers, in_flight = self._shared_state(mains.parameters()[0])
+        handle = in_flight.keep(plan) if torch.is_grad_enabled() else None
+        return Replication(buffers, in_flight, mains, plan, handle)
+
+    def _shared_state(self, example: Tensor) -> tuple[SlotBuffers, InFlightPlans]:
+        if self._slot_buffers is None or self._in_flight is None:
+            self._slot_buffers = shared_slot_buffers(
+                self.layout,
+                self.expert_weights.segments,
+                dtype=example.dtype,
+                device=example.device,
+                ep_group=self.ep_group,
+                transport=self.balance.transport,
+            )
+            ring_size = self._ring_size()
+            self._in_flight = InFlightPlans(
+                self.layout,
+                ring_size=ring_size,
+                layer_number=self.layer_number,
+                first_virtual_layer_id=self._slot_buffers.reserve_virtual_layers(ring_size),
+                device=example.device,
+            )
+        return self._slot_buffers, self._in_flight
+
+    def _ring_size(self) -> int:
+        if self.balance.max_in_flight != "auto":
+            return int(self.balance.max_in_flight)
+        config = self.config
+        return most_in_flight(
+            pp_size=config.pipeline_model_parallel_size,
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            num_chunks=config.virtual_pipeline_model_parallel_size or 1,
+            group_size=config.microbatch_group_size_per_vp_stage,
+        )
+
+    def _report(self, load: Tensor, plan: BalancePlan) -> None:
+        if self.observers:
+            report = LayerReport(
+                self.layer_number, load, plan.rank_loads(), int(plan.num_replicas())
+            )
+            for observer in self.observers:
+                observer(report)
+
+
+class EvenMoELayer(MoELayer):
+    """Megatron's MoE layer with even routing forced: the upper bound that balancing is compared with.
+
+    Not a way to train: tokens go to experts that the router did not choose.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.observers: list[Observer] = []
+
+    def route(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Route as Megatron does, then hand the choices to experts in turn."""
+        probs, routing_map = force_even(*super().route(*args, **kwargs))
+        if self.observers and self.training and torch.is_grad_enabled():
+            load = gather_load(routing_map, self.ep_group)
+            rank_loads = load.sum(0).view(self.ep_group.size(), -1).sum(1)
+            for observer in self.observers:
+                observer(LayerReport(self.layer_number, load, rank_loads, 0))
+        return probs, routing_map
+
+
+def _check_equal_config(balance: BalanceConfig, ep_group: dist.ProcessGroup) -> None:
+    """Ranks plan alone and must plan alike, so their settings must be the same."""
+    settings: list[Any] = [None] * ep_group.size()
+    dist.all_gather_object(settings, asdict(balance), group=ep_group)
+    for rank, other in enumerate(settings):
+        for name, value in settings[0].items():
+            if other[name] != value:
+                raise ValueError(
+                    f"balance.{name} must be equal on all ranks of the EP group: "
+                    f"rank 0 has {value!r}, rank {rank} has {other[name]!r}"
+                )
+
+
+def _check_equal_plans(
+    plan: BalancePlan, ep_group: dist.ProcessGroup, layer_number: int | None
+) -> None:
+    digests: list[Any] = [None] * ep_group.size()
+    dist.all_gather_object(digests, plan.digest(), group=ep_group)
+    if different := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise RuntimeError(
+            f"layer {layer_number}: EP ranks {different} solved another plan than rank 0 "
+            f"(digests {digests}); planning must be the same integer arithmetic on the same load"
+        )

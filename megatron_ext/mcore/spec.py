@@ -1,0 +1,116 @@
+"""Swaps the balanced layer into any Megatron layer spec.
+
+A spec names its MoE layer either as `ModuleSpec(module=MoELayer, ...)` (megatron-core 0.16) or as
+`functools.partial(MoELayer, ...)` (0.17 and later). Both are found wherever they stand in a layer, block or
+multi-token-prediction spec. The given spec is left as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron_ext.balance.strategies import STRATEGIES
+from megatron_ext.config import BalanceConfig
+from megatron_ext.mcore.experts import GroupedExperts
+from megatron_ext.mcore.moe_layer import BalancedMoELayer, EvenMoELayer
+
+
+def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
+    """Return `spec` with its MoE layers balanced.
+
+    Args:
+        spec: A Megatron layer spec, block spec, or anything that holds such.
+        balance: What the balancer may do. With strategy `none` the layers stay Megatron's own.
+
+    Raises:
+        ValueError: Unknown strategy, or there is no MoE layer in `spec`.
+    """
+    if balance.strategy not in STRATEGIES:
+        raise ValueError(
+            f"balance.strategy ({balance.strategy!r}) must be one of {sorted(STRATEGIES)}"
+        )
+    kind = STRATEGIES[balance.strategy].kind
+    if kind == "absent":
+        return spec
+    layer_class, params = (
+        (EvenMoELayer, {}) if kind == "force_even" else (BalancedMoELayer, {"balance": balance})
+    )
+
+    def balanced(layer: Any) -> Any:
+        if isinstance(layer, ModuleSpec):
+            return dataclasses.replace(
+                layer, module=layer_class, params={**(layer.params or {}), **params}
+            )
+        return functools.partial(layer_class, *layer.args, **layer.keywords, **params)
+
+    return _replace(spec, lambda part: _is_spec_of(part, MoELayer), balanced, "MoE layer")
+
+
+def grouped_mm_spec(spec: Any) -> Any:
+    """Return `spec` with `SequentialMLP` experts replaced by `GroupedExperts` (same checkpoint keys).
+
+    Raises:
+        ValueError: There are no `SequentialMLP` experts in `spec`.
+    """
+
+    def grouped(experts: Any) -> Any:
+        if isinstance(experts, ModuleSpec):
+            return dataclasses.replace(experts, module=GroupedExperts)
+        return functools.partial(GroupedExperts, *experts.args, **experts.keywords)
+
+    return _replace(spec, lambda part: _is_spec_of(part, SequentialMLP), grouped, "SequentialMLP")
+
+
+def _is_spec_of(part: Any, module: type) -> bool:
+    if isinstance(part, ModuleSpec):
+        return part.module is module
+    return isinstance(part, functools.partial) and part.func is module
+
+
+def _replace(
+    spec: Any, is_wanted: Callable[[Any], bool], change: Callable[[Any], Any], what: str
+) -> Any:
+    """Return a copy of `spec` with every wanted part changed; shared parts stay shared."""
+    done: dict[int, Any] = {}
+    num_changed = 0
+
+    def walk(part: Any) -> Any:
+        nonlocal num_changed
+        if id(part) not in done:
+            if is_wanted(part):
+                done[id(part)] = change(part)
+                num_changed += 1
+            else:
+                done[id(part)] = walk_inside(part)
+        return done[id(part)]
+
+    def walk_inside(part: Any) -> Any:
+        if isinstance(part, (list, tuple)) and type(part) in (list, tuple):
+            return type(part)(walk(item) for item in part)
+        if isinstance(part, functools.partial):
+            keywords = {name: walk(value) for name, value in part.keywords.items()}
+            return functools.partial(part.func, *(walk(item) for item in part.args), **keywords)
+        if isinstance(part, (ModuleSpec, MoESubmodules)) or _is_submodules(part):
+            clone = copy.copy(part)
+            for field in dataclasses.fields(part):
+                setattr(clone, field.name, walk(getattr(part, field.name)))
+            return clone
+        return part
+
+    changed = walk(spec)
+    if num_changed == 0:
+        raise ValueError(f"the spec has no {what} in it: {spec!r:.200}")
+    return changed
+
+
+def _is_submodules(part: Any) -> bool:
+    """Megatron's `...Submodules` dataclasses hold the parts of a layer, under names that vary by version."""
+    return dataclasses.is_dataclass(part) and type(part).__name__.endswith("Submodules")

@@ -1,0 +1,80 @@
+"""Transport over torch.distributed point-to-point: works wherever the EP group's backend does.
+
+The baseline: two-sided, so every transfer is matched by a send and a receive, posted in the order of the transfers on
+both sides. Received gradients are staged before they are added, one expert's worth a replica.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import P2POp, ProcessGroup, Work
+
+from megatron_ext.transport import Transfer
+
+
+class _Batch:
+    """Posted sends and receives, with what must stay alive until they are done."""
+
+    def __init__(self, ops: list[P2POp]) -> None:
+        self._ops = ops
+        self._work: list[Work] = dist.batch_isend_irecv(ops) if ops else []
+
+    def wait(self) -> None:
+        for work in self._work:
+            work.wait()
+        self._ops.clear()
+
+
+class CollectiveTransport:
+    """Moves replicas with batched sends and receives over `ep_group`."""
+
+    def __init__(self, ep_group: ProcessGroup) -> None:
+        self._group = ep_group
+        self._rank = dist.get_rank(ep_group)
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return zeroed local memory: a two-sided transport needs no more."""
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def push(
+        self, transfers: list[Transfer], mains: list[list[Tensor]], slots: list[Tensor]
+    ) -> _Batch:
+        """Start copying mains into slots; see `Transport.push`."""
+        ops = []
+        for transfer in transfers:
+            for segment_idx, slot_segment in enumerate(slots):
+                if transfer.home_rank == self._rank:
+                    main = mains[segment_idx][transfer.main_idx]
+                    ops.append(self._op(dist.isend, main, transfer.replica_rank))
+                elif transfer.replica_rank == self._rank:
+                    ops.append(self._op(dist.irecv, slot_segment[transfer.slot_idx], transfer.home_rank))
+        return _Batch(ops)
+
+    def pull_add(
+        self, transfers: list[Transfer], slot_grads: list[Tensor], sums: dict[int, list[Tensor]]
+    ) -> None:
+        """Add slot gradients at the mains' home, in the order of `transfers`; see `Transport.pull_add`."""
+        ops = []
+        additions: list[tuple[Tensor, Tensor]] = []
+        started: set[int] = set()
+        for transfer in transfers:
+            if transfer.replica_rank == self._rank:
+                for grad in slot_grads:
+                    ops.append(self._op(dist.isend, grad[transfer.slot_idx], transfer.home_rank))
+            elif transfer.home_rank == self._rank:
+                for total in sums[transfer.main_idx]:
+                    # The first replica's gradient arrives in the sum itself: nothing to zero, nothing to stage.
+                    is_first = transfer.main_idx not in started
+                    target = total if is_first else torch.empty_like(total)
+                    ops.append(self._op(dist.irecv, target, transfer.replica_rank))
+                    if not is_first:
+                        additions.append((total, target))
+                started.add(transfer.main_idx)
+        _Batch(ops).wait()
+        for total, staged in additions:
+            total.add_(staged)
+
+    def _op(self, op: object, tensor: Tensor, peer: int) -> P2POp:
+        return P2POp(op, tensor, group=self._group, group_peer=peer)

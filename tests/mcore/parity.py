@@ -1,0 +1,119 @@
+"""Runs the same tiny GPT with and without balancing and measures how far apart they are.
+
+What is compared: logits, losses and every parameter's gradient after one pipeline schedule (float64), or losses and
+parameters after several optimizer steps (float32), both against Megatron's own layers on the same ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_ext.config import BalanceConfig
+from tests.gpt import TinyGPT, build_gpt
+
+
+@dataclass
+class Difference:
+    """How far a balanced run is from the unbalanced one on this rank."""
+
+    worst: float
+    """Largest relative distance |a - b| / |b| of any compared tensor (2-norm)."""
+    where: str
+    """Name of that tensor."""
+    replicas: int
+    """Replicas made in the balanced run, all layers and microbatches: 0 means that nothing was tested."""
+
+
+def balanced(spec: Any, balance: BalanceConfig) -> Any:
+    """`balance_spec`, imported late: Megatron must not be imported before the CPU platform."""
+    from megatron_ext.mcore.spec import balance_spec
+
+    return balance_spec(spec, balance)
+
+
+def balanced_gpt(case: dict[str, Any], balance: BalanceConfig, **settings: Any) -> TinyGPT:
+    """Build the model of `case` with balanced layers, each of which counts its replicas."""
+    gpt = build_gpt(**case, **settings, spec_transform=partial(balanced, balance=balance))
+    for layer in balanced_layers(gpt):
+        layer.num_replicas = 0
+        layer.observers.append(partial(_count, layer))
+    return gpt
+
+
+def balanced_layers(gpt: TinyGPT) -> list[Any]:
+    """The balanced layers of this rank, in order."""
+    from megatron_ext.mcore.moe_layer import BalancedMoELayer
+
+    return [m for chunk in gpt.chunks for m in chunk.modules() if isinstance(m, BalancedMoELayer)]
+
+
+def _count(layer: Any, report: Any) -> None:
+    layer.num_replicas += report.num_replicas
+
+
+def gradient_difference(
+    case: dict[str, Any], *, num_microbatches: int = 1, balance: BalanceConfig | None = None
+) -> Difference:
+    """Logits, losses and gradients of one schedule in float64."""
+    balance = balance or BalanceConfig(tolerance=0.0)
+    plain = build_gpt(**case, dtype=torch.float64)
+    expected = _outcome(plain, num_microbatches)
+    gpt = balanced_gpt(case, balance, dtype=torch.float64)
+    found = _outcome(gpt, num_microbatches)
+    for layer in balanced_layers(gpt):
+        assert layer._in_flight is None or layer._in_flight.num_in_flight == 0
+    return _difference(expected, found, gpt)
+
+
+def step_difference(
+    case: dict[str, Any],
+    *,
+    num_steps: int = 3,
+    num_microbatches: int = 1,
+    balance: BalanceConfig | None = None,
+) -> Difference:
+    """Losses and parameters after several optimizer steps in float32."""
+    balance = balance or BalanceConfig(tolerance=0.0)
+    plain = build_gpt(**case)
+    expected = _train(plain, num_steps, num_microbatches)
+    gpt = balanced_gpt(case, balance)
+    return _difference(expected, _train(gpt, num_steps, num_microbatches), gpt)
+
+
+def _outcome(gpt: TinyGPT, num_microbatches: int) -> dict[str, torch.Tensor]:
+    reports = gpt.forward_backward(num_microbatches=num_microbatches)
+    return gpt.gradients() | {
+        f"{name} of microbatch {index}": value
+        for index, report in enumerate(reports)
+        for name, value in report.items()
+    }
+
+
+def _train(gpt: TinyGPT, num_steps: int, num_microbatches: int) -> dict[str, torch.Tensor]:
+    losses = [gpt.train_step(step, num_microbatches=num_microbatches) for step in range(num_steps)]
+    known = [loss for loss in losses if loss == loss]
+    return gpt.parameters() | {"losses": torch.tensor(known, dtype=torch.float64)}
+
+
+def _difference(
+    expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor], gpt: TinyGPT
+) -> Difference:
+    assert expected.keys() == found.keys()
+    assert all(value.isfinite().all() for value in found.values())
+    distances = {
+        name: _relative_distance(found[name], value) for name, value in expected.items()
+    }
+    where = max(distances, key=lambda name: distances[name])
+    replicas = sum(layer.num_replicas for layer in balanced_layers(gpt))
+    return Difference(distances[where], where, replicas)
+
+
+def _relative_distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    a, b = a.double(), b.double()
+    scale = float(b.norm())
+    distance = float((a - b).norm())
+    return distance / scale if scale > 0 else distance

@@ -1,0 +1,119 @@
+"""Training with balancing equals training without it, on every parallel layout and option that matters.
+
+Layer 2 (gloo ranks on the CPU). The cases cover every value of every option, and the pairs that interact; they are run
+in one set of processes per world size, because starting Megatron costs more than a case.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.mcore.parity import gradient_difference, step_difference
+from tests.ranks import run_ranks
+
+GRADIENT_TOLERANCE = 1e-10
+"""float64 sums in another order differ by about 1e-16 x the length of the sum; this leaves room for cancellation."""
+
+STEP_TOLERANCE = 1e-5
+"""float32 over a few steps, with an optimizer that does not amplify rounding (see `tests.gpt`)."""
+
+Case = tuple[dict[str, Any], int]
+
+GRADIENT_CASES: dict[int, list[Case]] = {
+    1: [(dict(ep=1), 1), (dict(ep=1, recompute="full", topk=1), 4)],
+    2: [
+        (dict(ep=2), 1),
+        (dict(ep=2, topk=1, overlap_grad_reduce=True), 4),
+        (dict(ep=2, recompute="selective", distributed_optimizer=True), 4),
+        (dict(ep=2, recompute="full"), 4),
+        (dict(ep=2, shared_ffn=24), 1),
+        (dict(ep=2, dispatcher="allgather"), 4),
+        (dict(ep=2, experts=2, topk=1, num_layers=3), 4),
+        (dict(ep=2, gated_linear_unit=True, bias_activation_fusion=False), 1),
+        (dict(ep=1), 4),
+    ],
+    4: [
+        (dict(ep=4), 1),
+        (dict(ep=4, topk=1, experts=8, recompute="full", shared_ffn=24), 4),
+        (dict(ep=2, distributed_optimizer=True, overlap_grad_reduce=True), 4),
+        (dict(ep=2, overlap_grad_reduce=True, recompute="selective"), 4),
+        (dict(ep=2, pp=2), 4),
+        (dict(ep=2, pp=2, recompute="full", topk=1, distributed_optimizer=True), 4),
+        (dict(ep=2, pp=2, vpp=2, num_layers=4, overlap_grad_reduce=True), 4),
+        (dict(ep=2, pp=2, vpp=2, num_layers=4, recompute="selective"), 4),
+        (dict(ep=1, pp=2), 4),
+    ],
+    8: [
+        (dict(ep=4, pp=2, vpp=2, num_layers=4, experts=8, distributed_optimizer=True), 4),
+        (dict(ep=2, pp=2, distributed_optimizer=True, overlap_grad_reduce=True, shared_ffn=24), 4),
+    ],
+}
+
+STEP_CASES: dict[int, list[Case]] = {
+    2: [
+        (dict(ep=2, optimizer="sgd"), 1),
+        (dict(ep=2, distributed_optimizer=True), 4),
+        (dict(ep=2, optimizer="sgd", recompute="full", topk=1), 4),
+    ],
+    4: [
+        (dict(ep=4, optimizer="sgd", dispatcher="allgather"), 1),
+        (
+            dict(
+                ep=2,
+                distributed_optimizer=True,
+                overlap_grad_reduce=True,
+                overlap_param_gather=True,
+            ),
+            4,
+        ),
+        (
+            dict(
+                ep=2,
+                pp=2,
+                vpp=2,
+                num_layers=4,
+                distributed_optimizer=True,
+                overlap_grad_reduce=True,
+                shared_ffn=24,
+            ),
+            4,
+        ),
+    ],
+}
+
+
+def _gradients(rank: int, cases: list[Case]) -> list[Any]:
+    return [
+        gradient_difference(case, num_microbatches=num_microbatches)
+        for case, num_microbatches in cases
+    ]
+
+
+def _steps(rank: int, cases: list[Case]) -> list[Any]:
+    return [
+        step_difference(case, num_microbatches=num_microbatches)
+        for case, num_microbatches in cases
+    ]
+
+
+@pytest.mark.parametrize("world_size", sorted(GRADIENT_CASES))
+def test_gradients_equal_unbalanced_megatron(world_size: int) -> None:
+    cases = GRADIENT_CASES[world_size]
+    _check(run_ranks(_gradients, world_size, cases, timeout_s=400), cases, GRADIENT_TOLERANCE)
+
+
+@pytest.mark.parametrize("world_size", sorted(STEP_CASES))
+def test_training_equals_unbalanced_megatron(world_size: int) -> None:
+    cases = STEP_CASES[world_size]
+    _check(run_ranks(_steps, world_size, cases, timeout_s=400), cases, STEP_TOLERANCE)
+
+
+def _check(by_rank: list[list[Any]], cases: list[Case], tolerance: float) -> None:
+    for index, (case, num_microbatches) in enumerate(cases):
+        differences = [rank[index] for rank in by_rank]
+        worst = max(differences, key=lambda difference: difference.worst)
+        assert worst.worst <= tolerance, f"{case} x {num_microbatches}: {worst}"
+        if case["ep"] > 1:
+            assert all(d.replicas > 0 for d in differences), f"{case}: no replica, nothing tested"
