@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -127,13 +128,19 @@ class CpuPlatform:
     def _patch_megatron(self) -> None:
         random = importlib.import_module("megatron.core.tensor_parallel.random")
         self._replace(
-            random, "_get_cuda_rng_state", lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
+            random,
+            "_get_cuda_rng_state",
+            lambda device=None, clone=False, graph_safe=False: torch.get_rng_state(),
         )
         self._replace(
             random,
             "_set_cuda_rng_state",
             lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
         )
+
+        # Megatron warns when the CPU's generator moves while the GPU's is in use; here they are one.
+        logger = logging.getLogger(random.__name__)
+        self._replace(logger, "filters", [*logger.filters, _is_not_shared_generator_warning])
 
         # Transformer Engine's matrix product needs a GPU; None selects PyTorch's. megatron-core 0.16.1 reads the
         # name without defining it when Transformer Engine is not installed.
@@ -147,6 +154,10 @@ class CpuPlatform:
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _is_not_shared_generator_warning(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed" not in record.getMessage()
 
 
 def _is_cuda(device: Any) -> bool:

@@ -1,0 +1,290 @@
+"""A tiny Megatron GPT with MoE layers on CPU ranks, with equal weights and data whatever the parallel layout.
+
+Parameters are named globally (`decoder.layers.3.mlp.experts.5.linear_fc1.weight`: global layer, counted from 0,
+and logical expert) and start from a random stream of that name, so runs that differ in expert or pipeline
+parallelism, or in the spec of their MoE layers, start from the same model.
+
+Import it before anything of Megatron: it enables the CPU platform.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron_ext.cpu_platform import enable_cpu_platform
+
+enable_cpu_platform()
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+
+VOCAB = 32
+SEQUENCE = 16
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+
+@dataclass
+class TinyGPT:
+    """A model on its ranks: DDP chunks, their optimizer (None in float64), and how to step them."""
+
+    chunks: list[DistributedDataParallel]
+    optimizer: Any
+    config: TransformerConfig
+    dtype: torch.dtype
+    micro_batch_size: int
+    seed: int
+
+    def tokens(self, step: int, microbatch: int) -> torch.Tensor:
+        """Tokens [B, SEQUENCE + 1] of this data-parallel rank: a function of seed, step, microbatch and rank only."""
+        dp_rank = parallel_state.get_data_parallel_rank()
+        generator = _stream(f"tokens {step} {microbatch} {dp_rank}", self.seed)
+        return torch.randint(VOCAB, (self.micro_batch_size, SEQUENCE + 1), generator=generator)
+
+    def forward_backward(
+        self, step: int = 0, *, num_microbatches: int = 1, forward_only: bool = False
+    ) -> list[dict[str, torch.Tensor]]:
+        """Run Megatron's pipeline schedule once and reduce the gradients.
+
+        Returns:
+            On the last stage, for every microbatch, its `loss` (mean over tokens) and `logits` [B, SEQUENCE, VOCAB].
+        """
+        for chunk in self.chunks:
+            chunk.train(not forward_only)
+            if not forward_only:
+                chunk.zero_grad_buffer()
+        if self.optimizer is not None and not forward_only:
+            self.optimizer.zero_grad()
+        return get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=[self._batches(step, num_microbatches) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=num_microbatches,
+            seq_length=SEQUENCE,
+            micro_batch_size=self.micro_batch_size,
+            forward_only=forward_only,
+        )
+
+    def train_step(self, step: int, *, num_microbatches: int = 1) -> float:
+        """One optimizer step. Returns the mean loss of this rank's microbatches (nan but on the last stage)."""
+        reports = self.forward_backward(step, num_microbatches=num_microbatches)
+        succeeded, _, _ = self.optimizer.step()
+        assert succeeded
+        losses = [float(report["loss"]) for report in reports]
+        return sum(losses) / len(losses) if losses else float("nan")
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """This rank's parameters under their global names."""
+        for chunk in self.chunks:
+            yield from _global_names(chunk.module)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Reduced gradients by global name. Of whole parameters only without the distributed optimizer, which
+        leaves on each data-parallel rank the reduced shard of its own."""
+        return {name: p.main_grad.detach().clone() for name, p in self.named_parameters()}
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Values by global name."""
+        return {name: p.detach().clone() for name, p in self.named_parameters()}
+
+    def _batches(self, step: int, num_microbatches: int) -> Iterator[torch.Tensor]:
+        return (self.tokens(step, microbatch) for microbatch in range(num_microbatches))
+
+
+def build_gpt(
+    *,
+    ep: int = 1,
+    pp: int = 1,
+    vpp: int = 1,
+    num_layers: int = 2,
+    hidden: int = 16,
+    ffn: int = 32,
+    experts: int = 4,
+    topk: int = 2,
+    shared_ffn: int | None = None,
+    dispatcher: str = "alltoall",
+    recompute: str = "none",
+    distributed_optimizer: bool = False,
+    overlap_grad_reduce: bool = False,
+    overlap_param_gather: bool = False,
+    optimizer: str = "adam",
+    lr: float = 0.02,
+    dtype: torch.dtype = torch.float32,
+    micro_batch_size: int = 2,
+    seed: int = 1234,
+    spec_transform: Callable[[Any], Any] | None = None,
+    **megatron: Any,
+) -> TinyGPT:
+    """Build the model on the ranks of the running process group; data parallelism takes what pp leaves.
+
+    Args:
+        shared_ffn: Width of shared experts; None has none.
+        recompute: `none`, `selective` (the MoE layer) or `full`.
+        optimizer: `sgd` or `adam`; Megatron's distributed optimizer takes only `adam`.
+        dtype: float64 gives a model without optimizer: Megatron's take none.
+        spec_transform: Applied to the block spec of every chunk, e.g. `partial(balance_spec, config=...)`.
+        megatron: Further fields of Megatron's TransformerConfig.
+    """
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=1,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    settings: dict[str, Any] = dict(
+        num_layers=num_layers,
+        hidden_size=hidden,
+        num_attention_heads=2,
+        ffn_hidden_size=ffn,
+        num_moe_experts=experts,
+        moe_ffn_hidden_size=ffn,
+        moe_router_topk=topk,
+        moe_router_pre_softmax=topk == 1,  # Megatron demands it: a softmax over one choice is constant.
+        moe_router_load_balancing_type="none",
+        moe_router_dtype="fp64" if dtype == torch.float64 else "fp32",
+        moe_token_dispatcher_type=dispatcher,
+        moe_shared_expert_intermediate_size=shared_ffn,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=1,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        add_bias_linear=False,
+        gradient_accumulation_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        **RECOMPUTE[recompute],
+    )
+    config = TransformerConfig(**(settings | megatron))
+    modules = [_build_chunk(config, chunk, vpp, spec_transform) for chunk in range(vpp)]
+    for module in modules:
+        module.to(dtype)  # Norms ignore params_dtype.
+        _initialize(module, seed)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=distributed_optimizer,
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather,
+        # Far smaller than Megatron's, so that even this model has several buckets.
+        bucket_size=4 * hidden * ffn,
+    )
+    chunks = [
+        DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
+        for index, module in enumerate(modules)
+    ]
+    config.finalize_model_grads_func = finalize_model_grads
+    if overlap_grad_reduce:
+        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
+    built = None
+    if dtype != torch.float64:
+        built = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer=optimizer,
+                lr=lr,
+                weight_decay=0.0,
+                # Large, so that Adam does not turn the rounding of a tiny gradient into a step of size lr.
+                adam_eps=1e-2,
+                params_dtype=dtype,
+                use_distributed_optimizer=distributed_optimizer,
+                overlap_param_gather=overlap_param_gather,
+            ),
+            chunks,
+        )
+    return TinyGPT(chunks, built, config, dtype, micro_batch_size, seed)
+
+
+def _build_chunk(
+    config: TransformerConfig, chunk: int, vpp: int, spec_transform: Callable[[Any], Any] | None
+) -> GPTModel:
+    vp_stage = chunk if vpp > 1 else None
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    return GPTModel(
+        config,
+        spec_transform(spec) if spec_transform else spec,
+        vocab_size=VOCAB,
+        max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        vp_stage=vp_stage,
+    )
+
+
+def _one_or_all(functions: list[Callable[..., Any]]) -> Any:
+    return functions[0] if len(functions) == 1 else functions
+
+
+def _stream(name: str, seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(name.encode()) + (seed << 32))
+
+
+def _global_names(module: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    local_experts = (
+        module.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    )
+    first_expert = local_experts * parallel_state.get_expert_model_parallel_rank()
+
+    def layer_name(match: re.Match[str]) -> str:
+        return f"layers.{module.decoder.layers[int(match[1])].layer_number - 1}."
+
+    def expert_name(match: re.Match[str]) -> str:
+        return f"experts.{first_expert + int(match[1])}."
+
+    for name, parameter in module.named_parameters():
+        name = re.sub(r"layers\.(\d+)\.", layer_name, name)
+        yield re.sub(r"experts\.local_experts\.(\d+)\.", expert_name, name), parameter
+
+
+def _initialize(module: GPTModel, seed: int) -> None:
+    with torch.no_grad():
+        for name, parameter in _global_names(module):
+            if parameter.dim() >= 2:
+                values = torch.randn(
+                    parameter.shape, generator=_stream(name, seed), dtype=torch.float64
+                )
+                parameter.copy_(values / parameter.shape[-1] ** 0.5)
+
+
+def _forward_step(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+    tokens = next(batches)
+    positions = torch.arange(SEQUENCE).expand(len(tokens), -1)
+    logits = model(tokens[:, :-1], positions, None)
+    return logits, partial(_loss, tokens[:, 1:])
+
+
+def _loss(
+    targets: torch.Tensor, logits: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    # Megatron's own cross entropy rounds to float32, which would hide a float64 comparison.
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return loss, {"loss": loss.detach(), "logits": logits.detach()}
