@@ -1,0 +1,193 @@
+"""Text files in, Megatron indexed datasets out: one per domain, and a manifest.
+
+The `.bin` and `.idx` files are written by Megatron-Core's own `IndexedDatasetBuilder`, so
+everything that reads Megatron datasets reads them. A file is a document; documents lie in
+`fair_order`, each ended by the eod.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ext.data.files import find_files, new_folder, read_text
+from megatron_ext.data.manifest import BYTES, MANIFEST, Domain, Manifest
+from megatron_ext.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+
+# Text given to the tokenizer at a time: enough to keep its threads busy, little enough to hold.
+BATCH_BYTES = 8 << 20
+# Megatron's index keeps the length of a document as int32; no tokenizer makes more tokens than
+# bytes.
+MAX_DOCUMENT_BYTES = 2**31 - 2
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A file that was left out, and why."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """What `build_dataset` made and what it left out."""
+
+    manifest: Manifest
+    skipped: list[Skipped]
+
+
+def parse_sources(sources: Sequence[str]) -> dict[str, list[Path]]:
+    """Return the files of each domain, from the words of the command line.
+
+    Args:
+        sources: Each is `NAME=PATH`, where PATH is a file, a folder or a pattern, or only a path,
+            whose last part then names the domain. A name given twice collects both.
+
+    Returns:
+        By domain name, the files in the order they will be written. No file is in it twice.
+
+    Raises:
+        FileNotFoundError: A path does not exist.
+        ValueError: A path has no files, or a domain's name is missing or unfit for a file name.
+    """
+    domains: dict[str, list[Path]] = {}
+    owners: dict[Path, str] = {}
+    for source in sources:
+        name, has_name, where = source.partition("=")
+        # A path may itself hold a `=`: it is a name only if what stands before it can be one.
+        if not has_name or "/" in name:
+            where = source
+            # Resolved, since `.` has no name; a pattern has none that makes sense.
+            path = Path(where).resolve()
+            name = path.name if path.is_dir() else path.stem
+        files = find_files(where)
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", name):
+            raise ValueError(
+                f"{source}: give the domain a name of letters, digits, _ and -, as in NAME={where}"
+            )
+        domain = domains.setdefault(name, [])
+        for file in files:
+            is_new = file.resolve() not in owners
+            owner = owners.setdefault(file.resolve(), name)
+            if owner != name:
+                raise ValueError(f"{file} is in two domains, {owner} and {name}")
+            if is_new:
+                domain.append(file)
+    return domains
+
+
+def build_dataset(
+    domains: Mapping[str, Sequence[Path]],
+    out: Path,
+    *,
+    tokenizer_file: Path | None,
+    eod_token: str | None,
+    strict: bool,
+    overwrite: bool,
+    on_bytes: Callable[[int], None],
+) -> BuildResult:
+    """Tokenize each domain's files into an indexed dataset in a new folder.
+
+    Args:
+        domains: Files by domain name, as `parse_sources` returns them.
+        out: The folder to make. It appears when everything is written, or not at all.
+        tokenizer_file: A Hugging Face `tokenizer.json`, copied into the folder; None for bytes.
+        eod_token: The token of that file that ends a document; None to take a usual one.
+        strict: Fail on a file that is not text, where otherwise it is skipped.
+        overwrite: Replace an earlier dataset at `out`.
+        on_bytes: Called with the size of each file that is done with.
+
+    Returns:
+        The manifest and the files that were skipped.
+
+    Raises:
+        FileExistsError: `out` exists.
+        ModuleNotFoundError, FileNotFoundError, ValueError: The tokenizer cannot be used, a file is
+            not text (strict), or a domain has no text at all.
+    """
+    tokenizer: Tokenizer = (
+        HuggingFaceTokenizer(tokenizer_file, eod_token) if tokenizer_file else ByteTokenizer()
+    )
+    skipped: list[Skipped] = []
+    with new_folder(out, overwrite=overwrite, marker=MANIFEST) as folder:
+        manifest = Manifest(
+            folder=folder,
+            tokenizer="tokenizer.json" if tokenizer_file else BYTES,
+            vocab_size=tokenizer.vocab_size,
+            eod=tokenizer.eod,
+            eod_token=tokenizer.eod_token,
+            domains={
+                name: _write_domain(
+                    folder, name, _read(files, strict, skipped, on_bytes), tokenizer
+                )
+                for name, files in domains.items()
+            },
+        )
+        if tokenizer_file:
+            shutil.copyfile(tokenizer_file, folder / manifest.tokenizer)
+        manifest.save()
+    return BuildResult(Manifest.load(out), skipped)
+
+
+def _read(
+    files: Sequence[Path], strict: bool, skipped: list[Skipped], on_bytes: Callable[[int], None]
+) -> Iterator[str]:
+    """Yield the text of each file that has some; note the others in `skipped`."""
+    for file in files:
+        num_bytes = file.stat().st_size
+        if num_bytes > MAX_DOCUMENT_BYTES:
+            raise ValueError(f"{file} has {num_bytes} bytes, more than a document can: split it")
+        try:
+            text = read_text(file)
+        except ValueError as error:
+            if strict:
+                raise ValueError(f"{file} is not text: {error}") from error
+            skipped.append(Skipped(file, str(error)))
+        else:
+            if text.strip():
+                yield text
+            else:
+                skipped.append(Skipped(file, "it is empty"))
+        on_bytes(num_bytes)
+
+
+def _write_domain(folder: Path, name: str, texts: Iterator[str], tokenizer: Tokenizer) -> Domain:
+    """Write one domain's `.bin` and `.idx`."""
+    # Megatron takes seconds to import, and `--help` must not wait for it.
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    prefix = folder / name
+    builder = IndexedDatasetBuilder(
+        f"{prefix}.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size)
+    )
+    documents = tokens = text_bytes = 0
+    for batch in _batched(texts):
+        for ids in tokenizer.encode(batch):
+            document = np.append(ids, tokenizer.eod)
+            builder.add_document(document, [len(document)])
+            documents += 1
+            tokens += len(document)
+        text_bytes += sum(len(text.encode()) for text in batch)
+    builder.finalize(f"{prefix}.idx")
+    if not documents:
+        raise ValueError(f"domain {name} has no text: all its files are empty or not text")
+    return Domain(prefix=name, documents=documents, tokens=tokens, text_bytes=text_bytes)
+
+
+def _batched(texts: Iterator[str]) -> Iterator[list[str]]:
+    """Collect texts into lists of at least `BATCH_BYTES` characters, but for the last."""
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,123 @@
+"""Files in, folders out: what `build.py` and `corpus.py` share.
+
+Inputs are found in an order that does not depend on the file system. An output folder appears
+complete or not at all.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def fair_order(name: str) -> bytes:
+    """Return a sort key that scatters names evenly and is the same on every machine.
+
+    Sorted by it, any head or tail of a list of files is a fair sample of the whole, so that a size
+    cap does not keep only the names with `a` and a validation split at the end is not one folder.
+
+    Args:
+        name: What identifies the file wherever the tree lies, so a relative path with `/`.
+    """
+    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+
+
+def walk(root: Path, skip: Set[str] = frozenset()) -> Iterator[Path]:
+    """Yield the files below `root`, in any order, without hidden ones and byte code.
+
+    Args:
+        root: Where to start.
+        skip: Names of folders not to look into.
+    """
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [
+            s for s in subfolders if not s.startswith(".") and s != "__pycache__" and s not in skip
+        ]
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
+
+
+def find_files(where: str) -> list[Path]:
+    """Return the files that a path or pattern stands for, in `fair_order`.
+
+    Args:
+        where: A file, a folder (everything below it, but hidden files) or a pattern with `*`, `?`,
+            `[...]` and `**`.
+
+    Raises:
+        FileNotFoundError: The path does not exist.
+        ValueError: A folder holds, or a pattern meets, no file.
+    """
+    path = Path(where)
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        root, found = path, list(walk(path))
+    elif glob.has_magic(where):
+        # The part before the first wildcard, so that the order is the same wherever the tree lies.
+        first_wildcard = min(where.find(c) for c in "*?[" if c in where)
+        root = Path(os.path.dirname(where[:first_wildcard]))
+        found = [Path(name) for name in glob.iglob(where, recursive=True) if Path(name).is_file()]
+    else:
+        raise FileNotFoundError(f"{where} does not exist")
+    if not found:
+        raise ValueError(f"{where} has no files")
+    return sorted(found, key=lambda file: fair_order(os.path.relpath(file, root)))
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text, line ends as they are.
+
+    Raises:
+        ValueError: The file is not text: not UTF-8, or with NUL bytes, as in pictures and programs.
+    """
+    content = path.read_bytes()
+    if b"\0" in content:
+        raise ValueError("it holds NUL bytes")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8") from error
+
+
+@contextmanager
+def new_folder(out: Path, *, overwrite: bool, marker: str) -> Iterator[Path]:
+    """Give a folder to fill, which becomes `out` when the block ends and vanishes when it raises.
+
+    Args:
+        out: The folder to make; its parents are made as well.
+        overwrite: Replace an `out` that was made this way before.
+        marker: A file which every complete folder of this kind has. A folder without it is never
+            replaced: it is someone's home rather than an earlier output.
+
+    Yields:
+        A folder beside `out`, hidden, on the same file system.
+
+    Raises:
+        FileExistsError: `out` exists and is not to be, or must not be, replaced.
+    """
+    out = out.absolute()
+    is_empty_folder = out.is_dir() and not any(out.iterdir())
+    if out.exists() and not is_empty_folder:
+        if not overwrite:
+            raise FileExistsError(f"{out} exists already: replace it with --overwrite")
+        if not (out / marker).is_file():
+            raise FileExistsError(
+                f"{out} exists and has no {marker}: not an earlier output, not replaced"
+            )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    replaced = out.with_name(f".{out.name}.{os.getpid()}.replaced")
+    partial.mkdir()
+    try:
+        yield partial
+        if out.exists():
+            out.rename(replaced)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)

@@ -1,0 +1,113 @@
+"""The manifest of a dataset folder: which tokenizer, which domains, how much of each.
+
+`manifest.json`:
+
+    {"tokenizer": "bytes", "vocab_size": 257, "eod": 256, "eod_token": "<eod>",
+     "domains": {"python": {"prefix": "python", "documents": 600, "tokens": 8000600,
+                            "text_bytes": 8000000}}}
+
+`tokenizer` is "bytes" or the name of a tokenizer.json in the folder. `prefix` is the path of a
+Megatron indexed dataset without `.bin` and `.idx`, relative to the folder; an absolute one may
+point to a dataset made elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+
+MANIFEST = "manifest.json"
+BYTES = "bytes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Domain:
+    """One kind of text, in a Megatron indexed dataset of its own.
+
+    Attributes:
+        prefix: Path of the `.bin` and `.idx` files without their ending, relative to the manifest's
+            folder.
+        documents: Number of documents.
+        tokens: Number of tokens, one eod per document included.
+        text_bytes: Size of the text before tokenizing, UTF-8.
+    """
+
+    prefix: str
+    documents: int
+    tokens: int
+    text_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a dataset folder holds. Written by `build_dataset`, read by training.
+
+    Attributes:
+        folder: Where the manifest lies.
+        tokenizer: "bytes" or the name of a tokenizer.json in `folder`.
+        vocab_size: Number of token ids, eod included.
+        eod: Id of the token that ends each document.
+        eod_token: The same token as the tokenizer writes it.
+        domains: By name.
+    """
+
+    folder: Path
+    tokenizer: str
+    vocab_size: int
+    eod: int
+    eod_token: str
+    domains: dict[str, Domain]
+
+    @classmethod
+    def load(cls, path: str | Path) -> Manifest:
+        """Read the manifest of a dataset folder.
+
+        Args:
+            path: The folder, or its `manifest.json`.
+
+        Raises:
+            FileNotFoundError: There is no manifest.
+            ValueError: The file is not a manifest.
+        """
+        file = Path(path)
+        if file.is_dir():
+            file = file / MANIFEST
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"no dataset at {path}: there is no {MANIFEST}. `megatron-ext data build` makes one"
+            )
+        try:
+            content: dict[str, Any] = json.loads(file.read_text())
+            domains = {name: Domain(**fields) for name, fields in content.pop("domains").items()}
+            manifest = cls(folder=file.parent, domains=domains, **content)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{file} is not the manifest of a dataset: {error}") from error
+        if not domains:
+            raise ValueError(f"{file} names no domain")
+        return manifest
+
+    def save(self) -> None:
+        """Write `manifest.json` into the folder."""
+        content = dataclasses.asdict(self)
+        del content["folder"]
+        (self.folder / MANIFEST).write_text(json.dumps(content, indent=2) + "\n")
+
+    def prefix(self, domain: str) -> str:
+        """Return the path prefix of a domain's `.bin` and `.idx`, as Megatron wants it."""
+        return str(self.folder / self.domains[domain].prefix)
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer that made the tokens.
+
+        Raises:
+            ModuleNotFoundError: It needs the `tokenizers` library, which is not installed.
+            FileNotFoundError: Its file is gone.
+        """
+        if self.tokenizer == BYTES:
+            return ByteTokenizer()
+        return HuggingFaceTokenizer(self.folder / self.tokenizer, self.eod_token)

@@ -1,0 +1,135 @@
+"""Tokenizers: bytes, which need no file, and any Hugging Face `tokenizer.json`.
+
+A tokenizer turns documents into token ids and names the id that ends a document (eod). Nothing is
+added to a document here: no begin token, no padding. `build.py` appends the eod.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Tokens that end a document in the tokenizers people publish, most specific first. A tokenizer.json
+# does not say which of its tokens it is, so the first one found is taken and reported; `--eod`
+# names another.
+COMMON_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>")
+
+
+class Tokenizer(Protocol):
+    """What `build_dataset` needs of a tokenizer.
+
+    Attributes:
+        vocab_size: Number of token ids, the eod included: every id is in [0, vocab_size).
+        eod: Id of the token that ends a document.
+        eod_token: The same token as text.
+    """
+
+    vocab_size: int
+    eod: int
+    eod_token: str
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        """Return the token ids of each text, int64 [tokens of that text], without eod."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`; an eod becomes nothing."""
+
+
+class ByteTokenizer:
+    """One token per UTF-8 byte (ids 0 to 255) and the eod (256). Knows every text, needs no file.
+
+    >>> tokenizer = ByteTokenizer()
+    >>> tokenizer.encode(["hi"])[0].tolist(), tokenizer.eod, tokenizer.vocab_size
+    ([104, 105], 256, 257)
+    """
+
+    vocab_size = 257
+    eod = 256
+    eod_token = "<eod>"
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        """Return the UTF-8 bytes of each text as int64 ids."""
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`; bytes that are not UTF-8 (a cut character) become U+FFFD."""
+        return bytes(i for i in ids if i != self.eod).decode(errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer read from a `tokenizer.json`, as the `tokenizers` library writes it.
+
+    Args:
+        path: The file.
+        eod_token: The token that ends a document, as written in the file; None takes the first of
+            `COMMON_EOD_TOKENS` that the tokenizer has.
+
+    Raises:
+        ModuleNotFoundError: The `tokenizers` library is not installed.
+        FileNotFoundError: There is no such file.
+        ValueError: The file is not a tokenizer, or it has no such eod token.
+    """
+
+    def __init__(self, path: Path, eod_token: str | None = None) -> None:
+        try:
+            import tokenizers
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"reading {path} needs the `tokenizers` library: pip install tokenizers"
+            ) from error
+        if not path.is_file():
+            raise FileNotFoundError(f"tokenizer file {path} does not exist")
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
+        # The library raises a bare Exception for whatever is wrong with the file.
+        except Exception as error:
+            raise ValueError(f"{path} is not a Hugging Face tokenizer.json: {error}") from error
+        # Settings stored in the file which would cut or fill up documents.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ValueError(f"{path} is a tokenizer without a vocabulary")
+        candidates = COMMON_EOD_TOKENS if eod_token is None else (eod_token,)
+        self.eod_token = next((token for token in candidates if token in vocabulary), "")
+        if not self.eod_token:
+            raise ValueError(
+                f"{path} has none of the tokens {', '.join(candidates)} to end a document: "
+                "name one it has with --eod"
+            )
+        self.eod = vocabulary[self.eod_token]
+        # Ids may have gaps, so the number of tokens is not enough.
+        self.vocab_size = max(vocabulary.values()) + 1
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        """Return the token ids of each text, int64, without the tokenizer's special tokens."""
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids` without special tokens."""
+        text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        return text
+
+
+def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_parallel: int) -> int:
+    """Return the rows of an embedding that holds `vocab_size` tokens and splits evenly.
+
+    Args:
+        vocab_size: Number of token ids.
+        divisible_by: Each tensor-parallel rank's rows are a multiple of it (128 keeps matrix shapes
+            fast).
+        tensor_parallel: Ranks that share the embedding.
+
+    Returns:
+        The smallest multiple of `divisible_by * tensor_parallel` that is at least `vocab_size`.
+
+    >>> padded_vocab_size(257, divisible_by=128, tensor_parallel=2)
+    512
+    """
+    multiple = divisible_by * tensor_parallel
+    return -(-vocab_size // multiple) * multiple

@@ -1,0 +1,297 @@
+"""Microbatches: which tokens arrive when, compared with the tokens on disk and with themselves.
+
+Tokens are written so that each names its domain and place: domain d holds 1000 * d + 0, 1, 2, ...
+"""
+
+import dataclasses
+import itertools
+import pickle
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from megatron_ext.data import Domain, Manifest, MixedDataset, microbatches, padded_vocab_size
+from megatron_ext.data.mixing import DRAWS_PER_PERIOD, shuffled
+
+DOMAIN_TOKENS = {"code": 201, "prose": 105, "rare": 41}
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dataset")
+    for number, (name, num_tokens) in enumerate(DOMAIN_TOKENS.items()):
+        builder = IndexedDatasetBuilder(f"{folder / name}.bin", dtype=np.uint16)
+        # Documents of 7 tokens, so that windows lie over several.
+        tokens = np.arange(num_tokens) + 1000 * number
+        for document in np.split(tokens, range(7, num_tokens, 7)):
+            builder.add_document(document, [len(document)])
+        builder.finalize(f"{folder / name}.idx")
+    manifest = Manifest(
+        folder=folder,
+        tokenizer="bytes",
+        vocab_size=4000,
+        eod=3999,
+        eod_token="",
+        domains={
+            name: Domain(prefix=name, documents=-(-n // 7), tokens=n, text_bytes=n)
+            for name, n in DOMAIN_TOKENS.items()
+        },
+    )
+    manifest.save()
+    return manifest
+
+
+def mixed(manifest, **settings):
+    defaults = dict(
+        split="train",
+        sequence_length=10,
+        micro_batch_size=2,
+        seed=1,
+        weights={},
+        mix_by="microbatch",
+        validation_fraction=0.0,
+    )
+    return MixedDataset(manifest, **(defaults | settings))
+
+
+def test_a_microbatch(manifest):
+    batch = mixed(manifest)[0]
+    for name in ("tokens", "labels", "position_ids"):
+        assert batch[name].dtype == torch.int64
+        assert batch[name].shape == (2, 10)
+        assert batch[name].is_contiguous()
+    assert torch.equal(batch["loss_mask"], torch.ones(2, 10))
+    assert torch.equal(batch["position_ids"], torch.arange(10).expand(2, 10))
+    # Consecutive tokens of one domain: windows start at multiples of the sequence length.
+    assert torch.equal(batch["labels"], batch["tokens"] + 1)
+    assert torch.equal(batch["tokens"] - batch["tokens"][:, :1], batch["position_ids"])
+    assert (batch["tokens"][:, 0] % 1000 % 10 == 0).all()
+
+
+@pytest.mark.parametrize("mix_by", ["microbatch", "sample"])
+def test_every_window_once_per_epoch(manifest, mix_by):
+    dataset = mixed(manifest, mix_by=mix_by)
+    # By domain, the first tokens of its samples in the order they come.
+    starts = {name: [] for name in DOMAIN_TOKENS}
+    for i in range(200):
+        for name, row in zip(dataset.domain_of(i), dataset[i]["tokens"].tolist(), strict=True):
+            starts[name].append(row[0])
+    orders = set()
+    for number, (name, num_tokens) in enumerate(DOMAIN_TOKENS.items()):
+        num_windows = (num_tokens - 1) // 10
+        every = [1000 * number + 10 * w for w in range(num_windows)]
+        epochs = [
+            starts[name][k : k + num_windows] for k in range(0, 10 * num_windows, num_windows)
+        ]
+        for epoch in epochs[: len(starts[name]) // num_windows]:
+            assert sorted(epoch) == every
+            orders.add(tuple(epoch))
+    # Each epoch has an order of its own.
+    assert len(orders) > 10
+
+
+def test_microbatches_of_one_domain_or_mixed(manifest):
+    by_microbatch = mixed(manifest, micro_batch_size=4)
+    assert all(len(set(by_microbatch.domain_of(i))) == 1 for i in range(100))
+    by_sample = mixed(manifest, micro_batch_size=4, mix_by="sample")
+    assert any(len(set(by_sample.domain_of(i))) > 1 for i in range(100))
+
+
+def test_weights_are_met_in_every_period(manifest):
+    dataset = mixed(manifest, weights={"code": 1, "rare": 3}, micro_batch_size=1)
+    for period in (0, 5):
+        first = period * DRAWS_PER_PERIOD
+        drawn = Counter(dataset.domain_of(i)[0] for i in range(first, first + DRAWS_PER_PERIOD))
+        assert drawn == {"code": DRAWS_PER_PERIOD // 4, "rare": DRAWS_PER_PERIOD * 3 // 4}
+
+
+def test_no_weights_means_by_tokens(manifest):
+    dataset = mixed(manifest, micro_batch_size=1)
+    drawn = Counter(dataset.domain_of(i)[0] for i in range(DRAWS_PER_PERIOD))
+    total = sum(DOMAIN_TOKENS.values())
+    for name, num_tokens in DOMAIN_TOKENS.items():
+        assert abs(drawn[name] - DRAWS_PER_PERIOD * num_tokens / total) <= 1
+
+
+def test_a_tiny_weight_is_not_never(manifest):
+    dataset = mixed(manifest, weights={"code": 1.0, "rare": 1e-9}, micro_batch_size=1)
+    assert any(dataset.domain_of(i) == ["rare"] for i in range(DRAWS_PER_PERIOD + 1))
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
+def take(iterator, number):
+    return list(itertools.islice(iterator, number))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_share_one_sequence(manifest, size):
+    """Together the ranks read microbatches 0, 1, 2, ... whatever their number."""
+    dataset = mixed(manifest)
+    per_rank = [
+        take(
+            microbatches(
+                dataset, consumed_samples=0, data_parallel_rank=rank, data_parallel_size=size
+            ),
+            3,
+        )
+        for rank in range(size)
+    ]
+    for i in range(3 * size):
+        assert same(per_rank[i % size][i // size], dataset[i])
+
+
+def test_resume_continues_exactly(manifest):
+    def run(dataset, consumed_samples):
+        return microbatches(
+            dataset,
+            consumed_samples=consumed_samples,
+            data_parallel_rank=1,
+            data_parallel_size=2,
+        )
+
+    whole = take(run(mixed(manifest), 0), 50)
+    # Ten microbatches of two ranks with two samples each, then a fresh process.
+    resumed = take(run(mixed(manifest), 10 * 2 * 2), 40)
+    assert all(map(same, whole[10:], resumed))
+    copied = take(run(pickle.loads(pickle.dumps(mixed(manifest))), 10 * 2 * 2), 40)
+    assert all(map(same, resumed, copied))
+
+
+def test_resume_needs_whole_microbatches(manifest):
+    with pytest.raises(ValueError, match=r"consumed_samples \(3\) must be a multiple of"):
+        microbatches(
+            mixed(manifest), consumed_samples=3, data_parallel_rank=0, data_parallel_size=1
+        )
+
+
+def test_reading_in_worker_processes(manifest):
+    dataset = mixed(manifest)
+    loader = torch.utils.data.DataLoader(
+        dataset, sampler=range(1, 9, 2), batch_size=None, num_workers=1
+    )
+    assert all(map(same, loader, [dataset[i] for i in range(1, 9, 2)]))
+
+
+def test_seed_changes_the_order(manifest):
+    first = [mixed(manifest, seed=1)[i]["tokens"] for i in range(8)]
+    second = [mixed(manifest, seed=2)[i]["tokens"] for i in range(8)]
+    assert not torch.equal(torch.stack(first), torch.stack(second))
+
+
+def test_order_is_pinned(manifest):
+    """Checkpoints hold a number of samples, so this order may never change."""
+    dataset = mixed(manifest, micro_batch_size=1)
+    assert [int(dataset[i]["tokens"][0, 0]) for i in range(8)] == [
+        170,
+        90,
+        190,
+        0,
+        110,
+        40,
+        1080,
+        1040,
+    ]
+    assert shuffled(np.arange(10), 10, "key").tolist() == [0, 9, 4, 6, 7, 3, 2, 5, 8, 1]
+
+
+def test_splits_share_no_token(manifest):
+    seen = {}
+    for split in ("train", "validation"):
+        dataset = mixed(manifest, split=split, validation_fraction=0.3)
+        batches = [dataset[i] for i in range(100)]
+        seen[split] = {int(t) for b in batches for k in ("tokens", "labels") for t in b[k].view(-1)}
+    assert not seen["train"] & seen["validation"]
+    for number, num_tokens in enumerate(DOMAIN_TOKENS.values()):
+        cut = 1000 * number + num_tokens - round(num_tokens * 0.3)
+        for split, inside in (
+            ("train", range(1000 * number, cut)),
+            ("validation", range(cut, 9999)),
+        ):
+            domain = {t for t in seen[split] if t // 1000 == number}
+            assert domain
+            assert all(t in inside for t in domain)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weights": {"maths": 1.0}}, "data.weights names maths; .* has code, prose, rare"),
+        ({"weights": {"code": -1.0}}, r"data.weights.code \(-1.0\) must be >= 0"),
+        ({"weights": {"code": float("nan")}}, r"data.weights.code \(nan\) must be >= 0"),
+        ({"weights": {"code": 0.0}}, "all zero"),
+        ({"mix_by": "token"}, r"data.mix_by \('token'\) must be one of microbatch, sample"),
+        ({"split": "test"}, r"data.split \('test'\) must be one of train, validation"),
+        ({"sequence_length": 0}, r"sequence_length \(0\) must be >= 1"),
+        ({"micro_batch_size": 0}, r"micro_batch_size \(0\) must be >= 1"),
+        ({"validation_fraction": 1.0}, r"validation_fraction \(1.0\)"),
+        ({"sequence_length": 41}, "domain rare has 41 train tokens, fewer than one sample"),
+        ({"split": "validation"}, "domain code has 0 validation tokens"),
+    ],
+)
+def test_settings_that_cannot_work(manifest, settings, message):
+    with pytest.raises(ValueError, match=message):
+        mixed(manifest, **settings)
+
+
+def test_a_domain_of_weight_zero_may_be_too_short(manifest):
+    dataset = mixed(manifest, sequence_length=50, weights={"code": 1, "rare": 0})
+    assert set(itertools.chain(*map(dataset.domain_of, range(20)))) == {"code"}
+
+
+def test_files_that_do_not_fit_the_manifest(manifest, tmp_path):
+    moved = dataclasses.replace(manifest, folder=tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"code\.bin or \.idx does not exist"):
+        mixed(moved)
+    for file in manifest.folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "code.bin").write_bytes((manifest.folder / "code.bin").read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"by the \.idx 201, in the \.bin 191"):
+        mixed(moved)
+
+
+def test_no_negative_microbatch(manifest):
+    with pytest.raises(IndexError, match="-1"):
+        mixed(manifest)[-1]
+
+
+@given(st.integers(1, 300), st.text(max_size=8))
+def test_shuffled_is_a_permutation(size, key):
+    assert sorted(shuffled(np.arange(size), size, key).tolist()) == list(range(size))
+
+
+def test_shuffled_at_random_access():
+    """Any part of a shuffle is what the whole would give, also of one too large to make."""
+    whole = shuffled(np.arange(5000), 5000, "a")
+    assert shuffled(np.array([4999, 7]), 5000, "a").tolist() == [whole[4999], whole[7]]
+    size = 3 * 2**40
+    far = shuffled(np.arange(size - 1000, size), size, "a")
+    assert len(set(far.tolist())) == 1000
+    assert far.min() >= 0
+    assert far.max() < size
+
+
+def test_shuffled_spreads_evenly():
+    """Over keys, each position goes everywhere: chi-squared of 16 x 16 cells, 225 degrees.
+
+    The mean of the statistic is 225 and its deviation 21, so 350 is about six deviations.
+    """
+    size, num_keys = 16, 4096
+    cells = np.zeros((size, size))
+    for number in range(num_keys):
+        cells[np.arange(size), shuffled(np.arange(size), size, str(number))] += 1
+    expected = num_keys / size
+    assert ((cells - expected) ** 2 / expected).sum() < 350
+
+
+def test_padded_vocab_size():
+    assert padded_vocab_size(257, divisible_by=128, tensor_parallel=1) == 384
+    assert padded_vocab_size(384, divisible_by=128, tensor_parallel=1) == 384
+    assert padded_vocab_size(385, divisible_by=128, tensor_parallel=2) == 512
