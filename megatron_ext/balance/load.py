@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.ops import load_library
+
 
 def gather_load(routing_map_NE: Tensor, ep_group: dist.ProcessGroup) -> Tensor:
     """Count this rank's assignments and gather the counts of all ranks: the exact load.
@@ -22,7 +24,8 @@ def gather_load(routing_map_NE: Tensor, ep_group: dist.ProcessGroup) -> Tensor:
         Assignments from each source rank to each logical expert, int64 [R, E], on the device of
         `routing_map_NE`.
     """
-    counts = routing_map_NE.sum(0, dtype=torch.int64)
+    load_library()
+    counts = torch.ops.megatron_ext.count_load(routing_map_NE)
     ranks = ep_group.size()
     if ranks == 1:
         return counts[None]

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_ext.balance import reference
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.config import BalanceConfig
+from megatron_ext.ops import load_library
 
 _DEFAULTS = BalanceConfig()
 
@@ -203,8 +203,9 @@ def split_quota(load: Tensor, plan: BalancePlan, source_rank: int | None = None)
     Source: UltraEP, Algorithm 1 (SolveReroute); differs from it in how residuals meet, as said
     above.
     """
-    split = torch.tensor(reference.split_quota(load.tolist(), plan.quota.tolist()))
-    return split if source_rank is None else split[source_rank]
+    load_library()
+    split = torch.ops.megatron_ext.split_quota(load.cpu(), plan.quota.cpu(), source_rank)
+    return split.to(load.device)
 
 
 def check_plan(load: Tensor, plan: BalancePlan, *, min_quota: int = _DEFAULTS.min_quota) -> None:

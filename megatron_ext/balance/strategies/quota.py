@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_ext.balance import reference
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.strategies.strategy import Strategy
+from megatron_ext.ops import load_library
 
 
 def solve(load: Tensor, layout: ExpertLayout, *, tolerance: float, min_quota: int) -> BalancePlan:
@@ -22,25 +22,12 @@ def solve(load: Tensor, layout: ExpertLayout, *, tolerance: float, min_quota: in
     Source: UltraEP, Algorithm 1 (SolveReplication); `reference.solve_quota`, which this equals bit
     by bit, lists the differences.
     """
-    ranks, experts = layout.ep_size, layout.num_experts
-    results = [
-        reference.solve_quota(
-            one,
-            num_slots=layout.slots,
-            nvlink_domain=layout.nvlink_domain,
-            tolerance_ppm=round(tolerance * 1e6),
-            min_quota=min_quota,
-        )
-        for one in load.reshape(-1, ranks, experts).tolist()
-    ]
-    batch = load.shape[:-2]
-    quota = torch.tensor([quota for quota, _ in results], dtype=torch.int64)
-    slots = torch.tensor([slots for _, slots in results], dtype=torch.int32)
-    return BalancePlan(
-        layout,
-        quota.view(*batch, experts, ranks).to(load.device),
-        slots.view(*batch, ranks, layout.slots).to(load.device),
+    load_library()
+    # There is no planner on the device yet: a load on a GPU is planned by the host.
+    quota, slots = torch.ops.megatron_ext.solve_quota(
+        load.cpu(), layout.slots, layout.nvlink_domain, round(tolerance * 1e6), min_quota
     )
+    return BalancePlan(layout, quota.to(load.device), slots.to(load.device))
 
 
 QUOTA = Strategy(name="quota", kind="planner", solve=solve)

@@ -1,0 +1,11 @@
+// Schemas of torch.ops.megatron_ext.*; the arguments are explained in include/megatron_ext/api.h.
+
+#include <torch/library.h>
+
+TORCH_LIBRARY(megatron_ext, m) {
+    m.def("count_load(Tensor routing_map) -> Tensor");
+    m.def(
+        "solve_quota(Tensor load, int num_slots, int nvlink_domain, int tolerance_ppm, "
+        "int min_quota) -> (Tensor quota, Tensor slots)");
+    m.def("split_quota(Tensor load, Tensor quota, int? source_rank) -> Tensor");
+}

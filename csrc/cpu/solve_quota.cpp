@@ -1,0 +1,177 @@
+// Stage 2, host build: the quota planner.
+//
+// Source: UltraEP, Algorithm 1 (SolveReplication); differences are listed at reference.solve_quota.
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "megatron_ext/api.h"
+
+namespace megatron_ext {
+namespace {
+
+constexpr int64_t kMillion = 1'000'000;
+
+struct Transfer {
+    int64_t expert;
+    int64_t target_rank;
+    int64_t amount;
+};
+
+// Busiest-rank load that is good enough. 128 bits, because the product leaves int64 first.
+int64_t target_load(const QuotaProblem& problem, int64_t total) {
+    const int64_t mean_rounded_up = total / problem.num_ranks + (total % problem.num_ranks != 0);
+    const auto allowed = static_cast<__int128>(total) * (kMillion + problem.tolerance_ppm) /
+                         (static_cast<__int128>(problem.num_ranks) * kMillion);
+    // Above the total nothing needs to move, so the cut keeps the result in int64 and its meaning.
+    return std::max(mean_rounded_up,
+                    static_cast<int64_t>(std::min<__int128>(allowed, total)));
+}
+
+class QuotaSearch {
+  public:
+    QuotaSearch(const QuotaProblem& problem, const int64_t* load)
+        : problem_(problem),
+          mains_(problem.num_experts / problem.num_ranks),
+          expert_load_(problem.num_experts, 0),
+          rank_load_(problem.num_ranks, 0),
+          slack_(problem.num_ranks),
+          num_held_(problem.num_ranks),
+          held_(problem.num_ranks * problem.num_slots) {
+        for (int64_t r = 0; r < problem.num_ranks; ++r) {
+            for (int64_t e = 0; e < problem.num_experts; ++e) {
+                expert_load_[e] += load[r * problem.num_experts + e];
+            }
+        }
+        for (int64_t e = 0; e < problem.num_experts; ++e) rank_load_[e / mains_] += expert_load_[e];
+
+        // Both orders are the same for every threshold, so they are made once. Stable: ties by index.
+        busiest_first_ = sorted_descending(0, problem.num_ranks, rank_load_);
+        hottest_first_.reserve(problem.num_experts);
+        for (int64_t r = 0; r < problem.num_ranks; ++r) {
+            const auto own = sorted_descending(r * mains_, (r + 1) * mains_, expert_load_);
+            hottest_first_.insert(hottest_first_.end(), own.begin(), own.end());
+        }
+    }
+
+    void run() {
+        const int64_t total = std::accumulate(rank_load_.begin(), rank_load_.end(), int64_t{0});
+        int64_t low = target_load(problem_, total);
+        int64_t high = rank_load_[busiest_first_[0]];
+        int64_t threshold = low;
+        while (low < high) {
+            if (drain(threshold)) {
+                best_.swap(transfers_);
+                high = threshold;
+            } else {
+                low = threshold + 1;
+            }
+            threshold = low + (high - low) / 2;
+        }
+    }
+
+    void write(int64_t* quota, int32_t* slots) {
+        const int64_t ranks = problem_.num_ranks;
+        std::fill_n(quota, problem_.num_experts * ranks, int64_t{0});
+        std::fill_n(slots, ranks * problem_.num_slots, int32_t{-1});
+        for (int64_t e = 0; e < problem_.num_experts; ++e) {
+            quota[e * ranks + e / mains_] = expert_load_[e];
+        }
+        std::fill(num_held_.begin(), num_held_.end(), 0);
+        for (const Transfer& transfer : best_) {
+            int64_t* row = quota + transfer.expert * ranks;
+            row[transfer.expert / mains_] -= transfer.amount;
+            row[transfer.target_rank] = transfer.amount;
+            const int64_t slot = num_held_[transfer.target_rank]++;
+            slots[transfer.target_rank * problem_.num_slots + slot] =
+                static_cast<int32_t>(transfer.expert);
+        }
+    }
+
+  private:
+    static std::vector<int64_t> sorted_descending(int64_t first,
+                                                  int64_t last,
+                                                  const std::vector<int64_t>& value) {
+        std::vector<int64_t> order(last - first);
+        std::iota(order.begin(), order.end(), first);
+        std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+            return value[a] > value[b];
+        });
+        return order;
+    }
+
+    // Try to bring every rank down to `threshold`; fills transfers_. Stops at the first rank that
+    // cannot be drained: the others no longer matter.
+    bool drain(int64_t threshold) {
+        transfers_.clear();
+        std::fill(num_held_.begin(), num_held_.end(), 0);
+        for (int64_t r = 0; r < problem_.num_ranks; ++r) {
+            slack_[r] = std::max<int64_t>(threshold - rank_load_[r], 0);
+        }
+        for (const int64_t home : busiest_first_) {
+            int64_t excess = rank_load_[home] - threshold;
+            if (excess <= 0) break;
+            for (int64_t i = home * mains_; i < (home + 1) * mains_ && excess > 0; ++i) {
+                excess = shed(hottest_first_[i], home, excess);
+            }
+            if (excess > 0) return false;
+        }
+        return true;
+    }
+
+    // Move as much of `expert` as fits off its home rank; returns the excess that stays.
+    int64_t shed(int64_t expert, int64_t home, int64_t excess) {
+        int64_t movable = expert_load_[expert];
+        while (excess > 0 && movable > 0) {
+            const int64_t target = roomiest_host(expert, home);
+            if (target < 0) break;
+            const int64_t amount = std::min({excess, slack_[target], movable});
+            if (amount < problem_.min_quota) break;
+            transfers_.push_back({expert, target, amount});
+            held_[target * problem_.num_slots + num_held_[target]++] = expert;
+            slack_[target] -= amount;
+            movable -= amount;
+            excess -= amount;
+        }
+        return excess;
+    }
+
+    // The rank with the most slack that may take a replica of `expert`, the lowest of equals; or -1.
+    int64_t roomiest_host(int64_t expert, int64_t home) const {
+        const int64_t first = home / problem_.nvlink_domain * problem_.nvlink_domain;
+        int64_t best = -1;
+        int64_t best_slack = 0;
+        for (int64_t t = first; t < first + problem_.nvlink_domain; ++t) {
+            if (slack_[t] <= best_slack || num_held_[t] == problem_.num_slots) continue;
+            const int64_t* held = held_.data() + t * problem_.num_slots;
+            if (std::find(held, held + num_held_[t], expert) != held + num_held_[t]) continue;
+            best = t;
+            best_slack = slack_[t];
+        }
+        return best;
+    }
+
+    const QuotaProblem problem_;
+    const int64_t mains_;
+    std::vector<int64_t> expert_load_;    // [E] all sources together
+    std::vector<int64_t> rank_load_;      // [R] of the mains, before balancing
+    std::vector<int64_t> busiest_first_;  // [R] ranks
+    std::vector<int64_t> hottest_first_;  // [R, M] experts, per home rank
+    // State of one probe.
+    std::vector<int64_t> slack_;     // [R]
+    std::vector<int64_t> num_held_;  // [R] slots in use
+    std::vector<int64_t> held_;      // [R, S] experts, the first num_held_ of a row
+    std::vector<Transfer> transfers_;
+    std::vector<Transfer> best_;  // of the last probe that succeeded
+};
+
+}  // namespace
+
+void solve_quota(const QuotaProblem& problem, const int64_t* load, int64_t* quota, int32_t* slots) {
+    QuotaSearch search(problem, load);
+    search.run();
+    search.write(quota, slots);
+}
+
+}  // namespace megatron_ext

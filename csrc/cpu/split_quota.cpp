@@ -1,0 +1,50 @@
+// Stage 2, host build: one source rank's share of every quota.
+//
+// Source: UltraEP, Algorithm 1 (SolveReroute); residuals meet as in reference.split_quota instead of
+// by rounded proportions.
+
+#include <algorithm>
+
+#include "megatron_ext/api.h"
+
+namespace megatron_ext {
+
+void split_quota(int64_t num_ranks,
+                 int64_t num_experts,
+                 const int64_t* load,
+                 const int64_t* quota,
+                 int64_t source_rank,
+                 int64_t* split) {
+    const int64_t mains = num_experts / num_ranks;
+    for (int64_t e = 0; e < num_experts; ++e) {
+        const int64_t* expert_quota = quota + e * num_ranks;
+        int64_t* share = split + e * num_ranks;
+        const int64_t home = e / mains;
+        const auto demand = [&](int64_t r) { return load[r * num_experts + e]; };
+        // What rank r's instance takes of r's own assignments.
+        const auto local = [&](int64_t r) { return std::min(demand(r), expert_quota[r]); };
+
+        std::fill_n(share, num_ranks, int64_t{0});
+        share[source_rank] = local(source_rank);
+
+        // The source's piece of the line of residual demands ...
+        int64_t begin = 0;
+        for (int64_t r = 0; r < source_rank; ++r) begin += demand(r) - local(r);
+        const int64_t end = begin + demand(source_rank) - local(source_rank);
+        if (begin == end) continue;
+
+        // ... against the instances' pieces of the equally long line of residual quotas.
+        int64_t position = 0;
+        const auto overlap = [&](int64_t t) {
+            const int64_t next = position + expert_quota[t] - local(t);
+            share[t] += std::max<int64_t>(std::min(end, next) - std::max(begin, position), 0);
+            position = next;
+        };
+        overlap(home);
+        for (int64_t t = 0; t < num_ranks && position < end; ++t) {
+            if (t != home) overlap(t);
+        }
+    }
+}
+
+}  // namespace megatron_ext

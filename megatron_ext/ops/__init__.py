@@ -1,0 +1,71 @@
+"""Loads the compiled library, after which `torch.ops.megatron_ext.*` is there.
+
+The ops are declared in `csrc/bindings/library.cpp`; what they do is said in `csrc/include/megatron_ext/api.h`.
+Importing this module loads nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_LIBRARY = "megatron_ext/ops/libmegatron_ext.so"
+_HOW_TO_BUILD = (
+    "build it in this environment from the repository's root with "
+    "`pip install --no-build-isolation -e .` (launch/setup.sh does that)"
+)
+
+
+@functools.cache
+def load_library() -> None:
+    """Load the compiled library once; later calls do nothing.
+
+    Raises:
+        RuntimeError: If the library is missing or was built for another Torch; says how to build it.
+    """
+    path = _library_path()
+    if path is None:
+        raise RuntimeError(f"the compiled library of megatron_ext is missing; {_HOW_TO_BUILD}")
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        raise RuntimeError(
+            f"{path} does not load with torch {torch.__version__} ({error}); {_HOW_TO_BUILD}"
+        ) from error
+    torch.library.register_fake("megatron_ext::count_load", _fake_count_load)
+    torch.library.register_fake("megatron_ext::solve_quota", _fake_solve_quota)
+    torch.library.register_fake("megatron_ext::split_quota", _fake_split_quota)
+
+
+def _library_path() -> Path | None:
+    # Asked of the installed distribution and not looked for beside this file: an editable install
+    # keeps the library in the environment, so that environments with different Torch can share a tree.
+    try:
+        distribution = importlib.metadata.distribution("megatron-ext")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    path = Path(str(distribution.locate_file(_LIBRARY)))
+    return path if path.is_file() else None
+
+
+def _fake_count_load(routing_map: Tensor) -> Tensor:
+    return routing_map.new_empty(routing_map.shape[1], dtype=torch.int64)
+
+
+def _fake_solve_quota(
+    load: Tensor, num_slots: int, nvlink_domain: int, tolerance_ppm: int, min_quota: int
+) -> tuple[Tensor, Tensor]:
+    *batch, ranks, experts = load.shape
+    return (
+        load.new_empty(*batch, experts, ranks),
+        load.new_empty(*batch, ranks, num_slots, dtype=torch.int32),
+    )
+
+
+def _fake_split_quota(load: Tensor, quota: Tensor, source_rank: int | None) -> Tensor:
+    ranks, experts = load.shape
+    return load.new_empty((experts, ranks) if source_rank is not None else (ranks, experts, ranks))
