@@ -36,6 +36,10 @@ def reroute(
         Probabilities [N, P] and choices, bool [N, P]. Each row keeps its number of choices. In
         backward, gradients come back over the same table of indices.
 
+    Raises:
+        RuntimeError: If the column sums are not what `source_quota` covers (on a GPU a device-side
+            assertion, seen at the next synchronization).
+
     >>> probs = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
     >>> quota, physical_index = torch.tensor([[1, 1], [0, 1]]), torch.tensor([[0, 3], [-1, 2]])
     >>> probs, routing = reroute(probs, probs > 0, quota, physical_index, 4)
@@ -47,10 +51,16 @@ def reroute(
     tokens, (experts, ranks) = routing_map_NE.shape[0], source_quota.shape
     order = instance_order(experts, ranks, source_quota.device)
     last = source_quota.gather(1, order).cumsum(1)
-    # -1 before an expert's first token: such entries are not routed and fall on the main.
-    j = routing_map_NE.long().cumsum(0) - 1
-    place = torch.searchsorted(last, j.T.contiguous(), right=True)
-    physical_NE = physical_index.gather(1, order).gather(1, place).T
+    # j per expert and token; -1 before an expert's first token, which falls on the main unrouted.
+    j = routing_map_NE.T.contiguous().cumsum(1) - 1
+    if tokens:
+        # Asked on the device, so that the host need not wait for a GPU.
+        torch._assert_async(
+            (j[:, -1] + 1 == last[:, -1]).all(),
+            "routing_map_NE and source_quota count different assignments: not the same microbatch",
+        )
+    place = torch.searchsorted(last, j, right=True)
+    physical_NE = physical_index.gather(1, order).gather(1, place).T.contiguous()
     # Experts share no instance, so a row's indices differ and a plain scatter is exact. An entry
     # that is not routed writes False and 0 into an instance of its own expert, where no other entry
     # of its row writes.
