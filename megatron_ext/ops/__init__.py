@@ -1,7 +1,7 @@
 """Loads the compiled library, after which `torch.ops.megatron_ext.*` is there.
 
-The ops are declared in `csrc/bindings/library.cpp`; what they do is said in `csrc/include/megatron_ext/api.h`.
-Importing this module loads nothing.
+The ops are declared in `csrc/bindings/library.cpp`; `csrc/include/megatron_ext/api.h` says what
+they do. Importing this module loads nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def load_library() -> None:
     """Load the compiled library once; later calls do nothing.
 
     Raises:
-        RuntimeError: If the library is missing or was built for another Torch; says how to build it.
+        RuntimeError: If the library is missing or does not load; says how to build it.
     """
     path = _library_path()
     if path is None:
@@ -33,8 +33,9 @@ def load_library() -> None:
     try:
         torch.ops.load_library(path)
     except OSError as error:
+        reason = error.__cause__ or error
         raise RuntimeError(
-            f"{path} does not load with torch {torch.__version__} ({error}); {_HOW_TO_BUILD}"
+            f"{path} does not load with torch {torch.__version__} ({reason}); {_HOW_TO_BUILD}"
         ) from error
     torch.library.register_fake("megatron_ext::count_load", _fake_count_load)
     torch.library.register_fake("megatron_ext::solve_quota", _fake_solve_quota)
@@ -43,7 +44,7 @@ def load_library() -> None:
 
 def _library_path() -> Path | None:
     # Asked of the installed distribution and not looked for beside this file: an editable install
-    # keeps the library in the environment, so that environments with different Torch can share a tree.
+    # keeps the library in the environment, so environments with different Torch can share a tree.
     try:
         distribution = importlib.metadata.distribution("megatron-ext")
     except importlib.metadata.PackageNotFoundError:

@@ -1,0 +1,44 @@
+"""Small planning instances for hypothesis: a load, a layout and settings."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_ext.balance.layout import ExpertLayout
+
+
+class Instance(NamedTuple):
+    load: Tensor  # int64 [R, E]
+    layout: ExpertLayout
+    tolerance: float
+    min_quota: int
+
+    @property
+    def settings(self) -> dict[str, float | int]:
+        return {"tolerance": self.tolerance, "min_quota": self.min_quota}
+
+
+@st.composite
+def instances(draw, max_ranks: int = 6, max_mains: int = 4) -> Instance:
+    ranks = draw(st.integers(1, max_ranks))
+    mains = draw(st.integers(1, max_mains))
+    slots = draw(st.integers(0, 4))
+    domain = draw(st.sampled_from([d for d in range(1, ranks + 1) if ranks % d == 0]))
+    experts = ranks * mains
+    # Hot beside cold experts make ranks unequal; zeros and ties are the corners.
+    scale = draw(st.lists(st.sampled_from([0, 1, 3, 50]), min_size=experts, max_size=experts))
+    counts = draw(st.lists(st.integers(0, 5), min_size=ranks * experts, max_size=ranks * experts))
+    load = torch.tensor(counts, dtype=torch.int64).view(ranks, experts) * torch.tensor(scale)
+    layout = ExpertLayout(num_experts=experts, ep_size=ranks, slots=slots, nvlink_domain=domain)
+    tolerance = draw(st.sampled_from([0.0, 0.01, 0.2, 3.0]))
+    return Instance(load, layout, tolerance, draw(st.sampled_from([1, 1, 2, 7])))
+
+
+def worked_example() -> Instance:
+    """The example of the documentation: R = 2, E = 4, M = 2, S = 1."""
+    layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
+    return Instance(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), layout, 0.01, 1)

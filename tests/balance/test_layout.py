@@ -1,0 +1,54 @@
+"""Ids and places of experts, against the numbering written out by hand."""
+
+import pytest
+import torch
+
+from megatron_ext.balance.layout import ExpertLayout, instance_order
+
+
+def make(**changes):
+    return ExpertLayout(
+        **{"num_experts": 8, "ep_size": 4, "slots": 1, "nvlink_domain": 2, **changes}
+    )
+
+
+def test_numbers_of_the_worked_example():
+    layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
+    assert (layout.mains_per_rank, layout.physical_per_rank, layout.num_physical) == (2, 3, 6)
+    assert [layout.home_rank(e) for e in range(4)] == [0, 0, 1, 1]
+    assert [layout.main_physical(e) for e in range(4)] == [0, 1, 3, 4]
+    assert [layout.slot_physical(r, 0) for r in range(2)] == [2, 5]
+
+
+def test_mains_and_slots_number_every_physical_expert_once():
+    layout = make(slots=3)
+    ids = [layout.main_physical(e) for e in range(8)]
+    ids += [layout.slot_physical(r, s) for r in range(4) for s in range(3)]
+    assert sorted(ids) == list(range(layout.num_physical))
+
+
+def test_domains_are_runs_of_ranks():
+    assert [make().domain(r) for r in range(4)] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 10}, r"num_experts \(10\) must be a multiple of ep_size \(4\)"),
+        ({"slots": -1}, r"slots \(-1\) must be >= 0"),
+        ({"ep_size": 0}, r"ep_size \(0\) must be >= 1"),
+        ({"num_experts": 0}, r"num_experts \(0\) must be >= 1"),
+        ({"nvlink_domain": 3}, r"nvlink_domain \(3\) must divide ep_size \(4\)"),
+        ({"nvlink_domain": 0}, r"nvlink_domain \(0\) must be >= 1"),
+    ],
+)
+def test_wrong_numbers(changes, message):
+    with pytest.raises(ValueError, match=message):
+        make(**changes)
+
+
+def test_instance_order_starts_at_home():
+    order = instance_order(8, 4)
+    assert order[:, 0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert order[4].tolist() == [2, 0, 1, 3]
+    assert torch.equal(order.sort(1).values, torch.arange(4).expand(8, 4))

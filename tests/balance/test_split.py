@@ -1,0 +1,92 @@
+"""The split over source ranks: exact sums, own tokens first, rows alone and all together."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from megatron_ext.balance.metrics import remote_assignments
+from megatron_ext.balance.plan import check_split, solve, solve_plan, split_quota
+from tests import workloads
+from tests.balance.instances import instances, worked_example
+
+
+@given(instance=instances())
+@settings(max_examples=150)
+def test_rows_and_columns_are_exact_and_local_comes_first(instance):
+    load = instance.load
+    plan = solve_plan(load, instance.layout, **instance.settings)
+    split = split_quota(load, plan)
+    check_split(load, plan, split)
+    local = split.diagonal(dim1=0, dim2=2)  # [E, R]: what stays on its rank
+    assert torch.equal(local, torch.minimum(load.T, plan.quota))
+    assert int(load.sum() - local.sum()) == remote_assignments(load, plan)
+    for source_rank in range(instance.layout.ep_size):
+        assert torch.equal(split_quota(load, plan, source_rank), split[source_rank])
+
+
+def test_worked_example():
+    instance = worked_example()
+    plan = solve_plan(instance.load, instance.layout)
+    split = split_quota(instance.load, plan)
+    assert split[0, 0].tolist() == [5, 1]
+    assert split[1, 0].tolist() == [0, 4]
+    assert remote_assignments(instance.load, plan) == 4
+
+
+def test_residuals_meet_in_rank_order_with_the_home_rank_first():
+    # Expert 2 lives on rank 1. Ranks 0 and 2 host replicas; only rank 3 has tokens for it.
+    load = torch.zeros(4, 8, dtype=torch.int64)
+    load[3, 2] = 12
+    plan = solve(load, ep_size=4, slots=1, tolerance=0.0)
+    assert plan.quota[2].tolist() == [3, 3, 3, 3]
+    assert split_quota(load, plan, 3)[2].tolist() == [3, 3, 3, 3]
+    load[3, 2], load[0, 2], load[2, 2] = 4, 4, 4
+    plan = solve(load, ep_size=4, slots=1, tolerance=0.0)
+    split = split_quota(load, plan)
+    # Each source keeps 3; the left-over 1 of ranks 0, 2 and 3 fills the home's 3.
+    assert split[:, 2].tolist() == [[3, 1, 0, 0], [0, 0, 0, 0], [0, 1, 3, 0], [0, 1, 0, 3]]
+
+
+def test_a_source_rank_without_tokens_and_an_empty_load():
+    load = workloads.zipf(4, 8, 100, 1.0)
+    load[2] = 0
+    plan = solve(load, ep_size=4)
+    assert not split_quota(load, plan, 2).any()
+    nothing = torch.zeros(4, 8, dtype=torch.int64)
+    assert not split_quota(nothing, solve(nothing, ep_size=4)).any()
+
+
+@pytest.mark.parametrize("source_rank", [-1, 2])
+def test_wrong_source_rank(source_rank):
+    instance = worked_example()
+    plan = solve_plan(instance.load, instance.layout)
+    with pytest.raises(
+        ValueError, match=rf"source_rank \({source_rank}\) must be a rank .* 0 to 1"
+    ):
+        split_quota(instance.load, plan, source_rank)
+
+
+def test_wrong_shapes():
+    instance = worked_example()
+    plan = solve_plan(instance.load, instance.layout)
+    with pytest.raises(ValueError, match=r"load must be \[R, E\] and quota \[E, R\], got"):
+        split_quota(instance.load[:, :2], plan)
+    with pytest.raises(ValueError, match="load must be int64, got Int"):
+        split_quota(instance.load.int(), plan)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda split: split[0, 0].copy_(torch.tensor([7, -1])), "negative entry"),
+        (lambda split: split[0, 0].copy_(torch.tensor([4, 1])), "rows do not sum"),
+        (lambda split: split[:, 0].copy_(torch.tensor([[6, 0], [0, 4]])), "columns do not sum"),
+    ],
+)
+def test_check_split_notices(change, message):
+    instance = worked_example()
+    plan = solve_plan(instance.load, instance.layout)
+    split = split_quota(instance.load, plan)
+    change(split)
+    with pytest.raises(ValueError, match=message):
+        check_split(instance.load, plan, split)

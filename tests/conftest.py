@@ -1,0 +1,22 @@
+"""What all tests share: repeatable generated examples, and the rule for tests that need a GPU."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
+settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip `gpu` tests that this machine cannot run, unless they are asked for."""
+    if os.environ.get("MEGATRON_EXT_REQUIRE_GPU") == "1":
+        return
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        if marker is not None:
+            needed = marker.kwargs.get("n", 1)
+            if torch.cuda.device_count() < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices"))

@@ -1,0 +1,166 @@
+"""The native ops against `reference.py`, bit by bit; their registration against Torch's checks."""
+
+import importlib.metadata
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from megatron_ext import ops
+from megatron_ext.balance import reference
+from tests import workloads
+from tests.balance.instances import instances, worked_example
+
+ops.load_library()
+native = torch.ops.megatron_ext
+
+
+def solve_both(load, layout, tolerance_ppm, min_quota):
+    expected = reference.solve_quota(
+        load.tolist(),
+        num_slots=layout.slots,
+        nvlink_domain=layout.nvlink_domain,
+        tolerance_ppm=tolerance_ppm,
+        min_quota=min_quota,
+    )
+    quota, slots = native.solve_quota(
+        load, layout.slots, layout.nvlink_domain, tolerance_ppm, min_quota
+    )
+    return (quota, slots), expected
+
+
+@given(instance=instances(max_ranks=8))
+@settings(max_examples=300)
+def test_solve_equals_the_reference(instance):
+    (quota, slots), expected = solve_both(
+        instance.load, instance.layout, round(instance.tolerance * 1e6), instance.min_quota
+    )
+    assert (quota.dtype, slots.dtype) == (torch.int64, torch.int32)
+    assert (quota.tolist(), slots.tolist()) == expected
+    split = native.split_quota(instance.load, quota, None)
+    assert split.tolist() == reference.split_quota(instance.load.tolist(), quota.tolist())
+
+
+LARGE = {
+    "uniform": workloads.uniform(16, 64, 4096),
+    "zipf": workloads.zipf(16, 64, 4096, 1.2),
+    "power_law": workloads.power_law(16, 64, 4096, 0.8),
+    "one_hot_expert": workloads.one_hot_expert(16, 64, 4096, expert=63),
+    "given_imbalance": workloads.given_imbalance(16, 64, 4096, 3.0),
+    "cold_ranks": workloads.cold_ranks(16, 64, 4096, cold=4),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("domain", [4, 16])
+def test_solve_equals_the_reference_on_workloads(name, slots, domain):
+    load = LARGE[name]
+    expected = reference.solve_quota(
+        load.tolist(), num_slots=slots, nvlink_domain=domain, tolerance_ppm=10_000, min_quota=16
+    )
+    quota, held = native.solve_quota(load, slots, domain, 10_000, 16)
+    assert (quota.tolist(), held.tolist()) == expected
+
+
+def test_solve_beyond_32_bits_equals_the_reference():
+    """Thresholds times a million leave int64 here; a 32-bit or unwidened product would show."""
+    load = workloads.zipf(4, 8, 1000, 1.0) * 2**45
+    (quota, slots), expected = solve_both(load, worked_like(4, 8), 10_000, 1)
+    assert (quota.tolist(), slots.tolist()) == expected
+
+
+def worked_like(ranks, experts):
+    layout = worked_example().layout
+    return type(layout)(num_experts=experts, ep_size=ranks, slots=2, nvlink_domain=ranks)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 254, 255, 256, 1000])
+def test_count_equals_the_sum(tokens):
+    routed = workloads.routing_map(tokens, 7, 3)
+    assert torch.equal(native.count_load(routed), routed.sum(0))
+    every = torch.ones(tokens, 7, dtype=torch.bool)
+    assert native.count_load(every).tolist() == [tokens] * 7
+
+
+def test_strided_inputs_are_read_as_they_are():
+    load = worked_example().load
+    strided = load.T.contiguous().T
+    assert not strided.is_contiguous()
+    quota, _ = native.solve_quota(load, 1, 2, 10_000, 1)
+    assert torch.equal(native.solve_quota(strided, 1, 2, 10_000, 1)[0], quota)
+    assert torch.equal(
+        native.split_quota(strided, quota.T.contiguous().T, None),
+        native.split_quota(load, quota, None),
+    )
+    routed = workloads.routing_map(9, 4, 2)
+    assert torch.equal(native.count_load(routed.T.contiguous().T), routed.sum(0))
+
+
+def test_opcheck():
+    load = worked_example().load
+    quota, _ = native.solve_quota(load, 1, 2, 10_000, 1)
+    batch = torch.stack([load, load])
+    for op, args in (
+        (native.count_load, (workloads.routing_map(9, 4, 2),)),
+        (native.solve_quota, (load, 1, 2, 10_000, 1)),
+        (native.solve_quota, (batch, 0, 1, 0, 3)),
+        (native.split_quota, (load, quota, None)),
+        (native.split_quota, (load, quota, 1)),
+    ):
+        torch.library.opcheck(op.default, args)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((torch.zeros(2, 4), 1, 2, 0, 1), "load must be int64, got Float"),
+        ((torch.zeros(4, dtype=torch.int64), 1, 2, 0, 1), r"load must be \[R, E\] or \[B, R, E\]"),
+        ((torch.zeros(2, 3, dtype=torch.int64), 1, 2, 0, 1), "got R = 2 and E = 3"),
+        ((torch.zeros(0, 3, dtype=torch.int64), 1, 2, 0, 1), "got R = 0 and E = 3"),
+        ((torch.zeros(2, 4, dtype=torch.int64), -1, 2, 0, 1), r"num_slots \(-1\) must be >= 0"),
+        (
+            (torch.zeros(2, 4, dtype=torch.int64), 1, 3, 0, 1),
+            r"nvlink_domain \(3\) must divide R \(2\)",
+        ),
+        ((torch.zeros(2, 4, dtype=torch.int64), 1, 2, -1, 1), r"tolerance_ppm \(-1\) must be >= 0"),
+        ((torch.zeros(2, 4, dtype=torch.int64), 1, 2, 0, 0), r"min_quota \(0\) must be >= 1"),
+    ],
+)
+def test_solve_rejects(args, message):
+    with pytest.raises(ValueError, match=message):
+        native.solve_quota(*args)
+
+
+def test_count_rejects():
+    with pytest.raises(ValueError, match=r"routing_map must be bool \[N, E\], got Int"):
+        native.count_load(torch.zeros(2, 4, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"routing_map must be bool \[N, E\], got Bool"):
+        native.count_load(torch.zeros(4, dtype=torch.bool))
+
+
+def test_a_missing_library_says_how_to_build(monkeypatch):
+    def not_installed(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", not_installed)
+    ops.load_library()  # loaded already: nothing is looked for
+    with pytest.raises(
+        RuntimeError, match=r"library of megatron_ext is missing; build it .*pip install"
+    ):
+        ops.load_library.__wrapped__()
+
+
+def test_a_library_that_does_not_load_says_how_to_build(monkeypatch, tmp_path):
+    broken = tmp_path / "libmegatron_ext.so"
+    broken.write_bytes(b"no library")
+    monkeypatch.setattr(ops, "_library_path", lambda: broken)
+    with pytest.raises(RuntimeError, match=r"does not load with torch .*pip install"):
+        ops.load_library.__wrapped__()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "experts"), [(0, 16), (1, 1), (8192, 33), (300_000, 256)])
+def test_count_on_the_device_equals_the_host(tokens, experts):
+    routed = workloads.routing_map(tokens, experts, 1)
+    assert torch.equal(native.count_load(routed.cuda()).cpu(), native.count_load(routed))

@@ -1,0 +1,91 @@
+"""Loads and routing maps to test with, made from a seed; `test_workloads.py` checks their promises.
+
+Legend: R ranks of the EP group, E logical experts, N tokens, K choices per token. A load is int64
+[R, E]; every source rank has exactly `per_rank` assignments in it, spread by the same weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def uniform(ranks: int, experts: int, per_rank: int, seed: int = 0) -> Tensor:
+    """Every assignment picks an expert with equal chance."""
+    return _draw(torch.ones(experts), ranks, per_rank, _generator(seed))
+
+
+def zipf(ranks: int, experts: int, per_rank: int, exponent: float, seed: int = 0) -> Tensor:
+    """The k-th hottest expert has weight 1 / k ** exponent; which expert is hot is random."""
+    generator = _generator(seed)
+    weights = torch.arange(1, experts + 1, dtype=torch.float64) ** -exponent
+    shuffled = weights[torch.randperm(experts, generator=generator)]
+    return _draw(shuffled, ranks, per_rank, generator)
+
+
+def power_law(ranks: int, experts: int, per_rank: int, shape: float, seed: int = 0) -> Tensor:
+    """Weights from a Pareto distribution: the smaller `shape`, the fewer and hotter the hot."""
+    generator = _generator(seed)
+    chance = 1.0 - torch.rand(experts, generator=generator, dtype=torch.float64)
+    return _draw(chance ** (-1.0 / shape), ranks, per_rank, generator)
+
+
+def one_hot_expert(ranks: int, experts: int, per_rank: int, expert: int = 0) -> Tensor:
+    """All assignments of all ranks go to one expert."""
+    load = torch.zeros(ranks, experts, dtype=torch.int64)
+    load[:, expert] = per_rank
+    return load
+
+
+def given_imbalance(
+    ranks: int, experts: int, per_rank: int, imbalance: float, seed: int = 0
+) -> Tensor:
+    """Home loads of this imbalance, up to rounding: one busy rank, the others equal among them."""
+    if not 1.0 <= imbalance <= ranks:
+        raise ValueError(f"imbalance ({imbalance}) must be from 1 to the number of ranks ({ranks})")
+    generator = _generator(seed)
+    busy = int(torch.randint(ranks, (), generator=generator))
+    share = torch.full((ranks, 1), (ranks - imbalance) / max(ranks - 1, 1), dtype=torch.float64)
+    share[busy] = imbalance
+    within = torch.rand(ranks, experts // ranks, generator=generator, dtype=torch.float64) + 0.1
+    weights = share * within / within.sum(1, keepdim=True)
+    return _apportion(weights.flatten(), per_rank).expand(ranks, experts).contiguous()
+
+
+def cold_ranks(ranks: int, experts: int, per_rank: int, cold: int) -> Tensor:
+    """The experts of the last `cold` ranks get nothing, all others the same up to rounding."""
+    weights = torch.ones(experts, dtype=torch.float64)
+    weights[(ranks - cold) * (experts // ranks) :] = 0
+    return _apportion(weights, per_rank).expand(ranks, experts).contiguous()
+
+
+def routing_map(tokens: int, experts: int, top_k: int, seed: int = 0) -> Tensor:
+    """Choices of N tokens, bool [N, E] with K per row; lower experts are chosen more often."""
+    weights = 1.0 / torch.arange(1, experts + 1, dtype=torch.float64)
+    result = torch.zeros(tokens, experts, dtype=torch.bool)
+    if tokens == 0:
+        return result
+    chosen = torch.multinomial(weights.expand(tokens, -1), top_k, generator=_generator(seed))
+    return result.scatter(1, chosen, True)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _draw(weights: Tensor, ranks: int, per_rank: int, generator: torch.Generator) -> Tensor:
+    load = torch.zeros(ranks, weights.numel(), dtype=torch.int64)
+    if per_rank == 0:
+        return load
+    chances = weights.expand(ranks, -1)
+    picks = torch.multinomial(chances, per_rank, replacement=True, generator=generator)
+    return load.scatter_add(1, picks, torch.ones_like(picks))
+
+
+def _apportion(weights: Tensor, total: int) -> Tensor:
+    """Whole numbers in proportion to the weights with this total, by largest remainder."""
+    exact = weights / weights.sum() * total
+    counts = exact.floor().long()
+    left = total - int(counts.sum())
+    counts[(exact - counts).argsort(descending=True, stable=True)[:left]] += 1
+    return counts
