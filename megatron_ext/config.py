@@ -5,7 +5,15 @@ Recipes (YAML) hold only differences from here; C++ has no defaults; no environm
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import difflib
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
+from typing import Any
+
+MISSING: Any = "???"
+"""OmegaConf's mark of a value that the user has to give."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,3 +57,438 @@ class BalanceConfig:
             value = getattr(self, name)
             if value != "auto" and not (isinstance(value, int) and value >= 1):
                 raise ValueError(f"balance.{name} ({value!r}) must be 'auto' or an integer >= 1")
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """A GPT with experts in every layer. More of Megatron's settings go into the section `megatron`."""
+
+    num_layers: int = 4
+    """Transformer layers of the whole model."""
+
+    hidden_size: int = 256
+    """Width of the residual stream (H)."""
+
+    num_attention_heads: int = 4
+    """Attention heads; must divide `hidden_size`."""
+
+    num_experts: int = 16
+    """Logical experts of a layer (E)."""
+
+    topk: int = 2
+    """Experts that a token goes to (K)."""
+
+    expert_hidden_size: int = 1024
+    """Width inside an expert (F)."""
+
+    shared_expert_hidden_size: int = 0
+    """Width of the expert that every token goes to besides its K; 0 has none."""
+
+    aux_loss: float = 0.0
+    """Weight of the load-balancing loss on the router; 0 leaves the router alone."""
+
+    experts: str = "sequential"
+    """How a rank computes its experts: `sequential` (one matrix product after the other, everywhere) or
+    `grouped_mm` (all in one call of PyTorch's grouped product; fp32 and bf16)."""
+
+    precision: str = "fp32"
+    """Type of weights and activations: `fp32` or `bf16` (with fp32 main weights and gradients)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ParallelConfig:
+    """How the model is spread over ranks. What the sizes leave of the ranks is data parallelism."""
+
+    ep_size: int = 1
+    """Ranks that share the experts of a layer (R)."""
+
+    tp_size: int = 1
+    """Ranks that share each dense matrix (tensor and sequence parallelism). Experts stay whole."""
+
+    pp_size: int = 1
+    """Pipeline stages."""
+
+    vpp_size: int = 1
+    """Model chunks on each stage (interleaved schedule); 1 is the plain 1F1B schedule."""
+
+    dispatcher: str = "alltoall"
+    """Megatron's token dispatcher: `alltoall`, `allgather` or `flex`."""
+
+    recompute: str = "none"
+    """What is computed again in backward instead of kept: `none`, `selective` (the MoE layers) or `full`."""
+
+    distributed_optimizer: bool = True
+    """Spread the optimizer's state over data-parallel ranks."""
+
+    overlap_grad_reduce: bool = False
+    """Start the data-parallel reduction of gradients during backward."""
+
+    overlap_param_gather: bool = False
+    """Gather updated weights during the next forward; needs the two settings above."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """Which text is trained on, and how much of it in a step."""
+
+    path: str = MISSING
+    """Folder made by `megatron-ext data build`."""
+
+    sequence_length: int = 256
+    """Tokens of a sample."""
+
+    micro_batch_size: int = 4
+    """Samples that a rank computes at a time."""
+
+    global_batch_size: int = 8
+    """Samples of an optimizer step, over all ranks."""
+
+    weights: dict[str, float] = field(default_factory=dict)
+    """Share of each domain; empty is in proportion to the domains' sizes."""
+
+    mix_by: str = "microbatch"
+    """Draw a domain for each `microbatch` or for each `sample`."""
+
+    validation_fraction: float = 0.02
+    """Part of every domain that is kept for evaluation."""
+
+    reverse_samples: bool = False
+    """Give the samples of a microbatch in reverse order. The step stays the same but for the order in which
+    sums are rounded: the yardstick for how far two runs differ by rounding alone."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerConfig:
+    """Adam and its schedule: linear warm-up, then decay until the last step."""
+
+    lr: float = 1e-3
+    """Highest learning rate, reached at the end of the warm-up."""
+
+    min_lr: float = 1e-4
+    """Learning rate of the last step."""
+
+    warmup_steps: int = 10
+    """Steps from learning rate 0 to `lr`."""
+
+    decay: str = "cosine"
+    """Shape of the way to `min_lr`: `constant`, `linear` or `cosine`."""
+
+    weight_decay: float = 0.01
+    """Decoupled weight decay (AdamW)."""
+
+    beta1: float = 0.9
+    """Decay of Adam's mean of gradients."""
+
+    beta2: float = 0.95
+    """Decay of Adam's mean of squared gradients."""
+
+    eps: float = 1e-8
+    """Added to Adam's denominator."""
+
+    clip_grad: float = 1.0
+    """Largest norm of all gradients together; larger ones are scaled down. 0 does not clip."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LoggingConfig:
+    """Where a run reports, besides `metrics.jsonl` and the display on rank 0."""
+
+    every: int = 1
+    """Steps between two plain progress lines, where the display is not a terminal."""
+
+    wandb: str = "off"
+    """Weights & Biases: `off`, `offline` (written to the run directory) or `online`."""
+
+    wandb_project: str = "megatron_ext"
+    """Project of the W&B run."""
+
+    wandb_name: str | None = None
+    """Name of the W&B run; by default the name of the run directory."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """When to save, and where to start from. A run continues from the newest checkpoint in its own directory."""
+
+    every: int = 0
+    """Steps between two checkpoints; 0 saves none."""
+
+    keep: int = 2
+    """Newest checkpoints that are kept."""
+
+    load: str | None = None
+    """A checkpoint (`RUN/checkpoints/step_...`) that a run without checkpoints of its own starts from."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainConfig:
+    """A training run. Together with the data, everything that determines its result."""
+
+    run_dir: str = "runs/train"
+    """Directory of the run's files: config, metrics, checkpoints."""
+
+    steps: int = 100
+    """Optimizer steps of the whole run."""
+
+    seed: int = 1234
+    """Of the initial weights and of the order of the data."""
+
+    eval_every: int = 0
+    """Steps between two evaluations; 0 makes none."""
+
+    eval_steps: int = 4
+    """Global batches of an evaluation, always the same ones."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Further fields of Megatron's TransformerConfig, by its names."""
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, one line a problem: setting, value, rule."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+_AT_LEAST: dict[str, float] = {
+    "steps": 1,
+    "eval_every": 0,
+    "eval_steps": 1,
+    "model.num_layers": 1,
+    "model.hidden_size": 1,
+    "model.num_attention_heads": 1,
+    "model.num_experts": 1,
+    "model.topk": 1,
+    "model.expert_hidden_size": 1,
+    "model.shared_expert_hidden_size": 0,
+    "model.aux_loss": 0,
+    "parallel.ep_size": 1,
+    "parallel.tp_size": 1,
+    "parallel.pp_size": 1,
+    "parallel.vpp_size": 1,
+    "data.sequence_length": 1,
+    "data.micro_batch_size": 1,
+    "data.global_batch_size": 1,
+    "optimizer.lr": 0,
+    "optimizer.min_lr": 0,
+    "optimizer.warmup_steps": 0,
+    "optimizer.weight_decay": 0,
+    "optimizer.clip_grad": 0,
+    "logging.every": 1,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+}
+
+_ONE_OF: dict[str, tuple[str, ...]] = {
+    "model.experts": ("sequential", "grouped_mm"),
+    "model.precision": ("fp32", "bf16"),
+    "parallel.dispatcher": ("alltoall", "allgather", "flex"),
+    "parallel.recompute": ("none", "selective", "full"),
+    "data.mix_by": ("microbatch", "sample"),
+    "optimizer.decay": ("constant", "linear", "cosine"),
+    "logging.wandb": ("off", "offline", "online"),
+}
+
+
+def validate(config: TrainConfig, *, num_ranks: int) -> None:
+    """Check a run's settings, against each other, Megatron, the data and the checkpoint it would start from.
+
+    Needs no process group. Imports Megatron.
+
+    Args:
+        config: The run.
+        num_ranks: Ranks that it would run on.
+
+    Raises:
+        ConfigError: With all problems.
+    """
+    problems = _check_values(config)
+    if not problems:
+        problems = _check_sizes(config, num_ranks)
+    problems += _check_megatron(config, sizes_fit=not problems)
+    problems += _check_data(config)
+    problems += _check_logging(config)
+    if not problems:
+        problems = _check_checkpoint(config)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _value(config: TrainConfig, name: str) -> Any:
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _check_values(config: TrainConfig) -> list[str]:
+    """Each field on its own."""
+    problems = [
+        f"{name} ({_value(config, name)}) must be >= {least}"
+        for name, least in _AT_LEAST.items()
+        if not _value(config, name) >= least
+    ]
+    problems += [
+        f"{name} ({_value(config, name)!r}) must be one of {', '.join(known)}"
+        for name, known in _ONE_OF.items()
+        if _value(config, name) not in known
+    ]
+    if not 0.0 <= config.data.validation_fraction < 1.0:
+        problems.append(
+            f"data.validation_fraction ({config.data.validation_fraction}) must be >= 0 and < 1"
+        )
+    return problems
+
+
+def _check_sizes(config: TrainConfig, num_ranks: int) -> list[str]:
+    """Sizes that must divide or fit each other."""
+    model, parallel, data = config.model, config.parallel, config.data
+    problems = []
+
+    def multiple(value: int, name: str, of: int, of_name: str) -> None:
+        if value % of:
+            problems.append(f"{name} ({value}) must be a multiple of {of_name} ({of})")
+
+    multiple(
+        model.hidden_size,
+        "model.hidden_size",
+        model.num_attention_heads,
+        "model.num_attention_heads",
+    )
+    multiple(model.num_experts, "model.num_experts", parallel.ep_size, "parallel.ep_size")
+    multiple(
+        model.num_layers,
+        "model.num_layers",
+        parallel.pp_size * parallel.vpp_size,
+        "parallel.pp_size * parallel.vpp_size",
+    )
+    if model.topk > model.num_experts:
+        problems.append(
+            f"model.topk ({model.topk}) must be <= model.num_experts ({model.num_experts})"
+        )
+    if parallel.vpp_size > 1 and parallel.pp_size == 1:
+        problems.append(
+            f"parallel.vpp_size ({parallel.vpp_size}) must be 1 without a pipeline (parallel.pp_size is 1)"
+        )
+    if parallel.overlap_param_gather and not (
+        parallel.distributed_optimizer and parallel.overlap_grad_reduce
+    ):
+        problems.append(
+            "parallel.overlap_param_gather (True) needs parallel.distributed_optimizer and "
+            "parallel.overlap_grad_reduce"
+        )
+    if config.optimizer.warmup_steps >= config.steps:
+        problems.append(
+            f"optimizer.warmup_steps ({config.optimizer.warmup_steps}) must be < steps ({config.steps})"
+        )
+    if config.optimizer.min_lr > config.optimizer.lr:
+        problems.append(
+            f"optimizer.min_lr ({config.optimizer.min_lr}) must be <= optimizer.lr ({config.optimizer.lr})"
+        )
+    if config.eval_every and data.validation_fraction == 0:
+        problems.append(f"eval_every ({config.eval_every}) needs data.validation_fraction > 0")
+    dense = parallel.tp_size * parallel.pp_size
+    multiple(num_ranks, "the number of ranks", dense, "parallel.tp_size * parallel.pp_size")
+    multiple(
+        num_ranks,
+        "the number of ranks",
+        parallel.ep_size * parallel.pp_size,
+        "parallel.ep_size * parallel.pp_size",
+    )
+    if num_ranks % dense == 0:
+        dp_size = num_ranks // dense
+        multiple(
+            data.global_batch_size,
+            "data.global_batch_size",
+            data.micro_batch_size * dp_size,
+            "data.micro_batch_size * data-parallel ranks",
+        )
+        num_microbatches = data.global_batch_size // (data.micro_batch_size * dp_size)
+        if parallel.vpp_size > 1:
+            multiple(
+                num_microbatches, "microbatches of a step", parallel.pp_size, "parallel.pp_size"
+            )
+    return problems
+
+
+def _check_megatron(config: TrainConfig, *, sizes_fit: bool) -> list[str]:
+    """The section `megatron`, the balancing, and what Megatron itself says."""
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_ext.mcore.build import transformer_settings
+    from megatron_ext.mcore.validate import validate_for_balancing
+
+    settings = transformer_settings(config)
+    known = {megatron.name for megatron in fields(TransformerConfig)}
+    problems = []
+    for name in config.megatron:
+        if name not in known:
+            version = importlib.metadata.version("megatron-core")
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            problems.append(
+                f"megatron.{name}: Megatron-Core {version} has no setting of this name{hint}"
+            )
+        elif name in settings:
+            problems.append(
+                f"megatron.{name} ({config.megatron[name]}) is set by another section: "
+                f"it is {settings[name]!r} by model, parallel or data"
+            )
+    settings |= config.megatron
+    # The number of experts was checked above, under its name here.
+    checked = settings | {"num_moe_experts": config.parallel.ep_size}
+    problems += validate_for_balancing(SimpleNamespace(**checked), config.balance)
+    if sizes_fit and not problems:
+        try:
+            TransformerConfig(**settings)
+        except (ValueError, AssertionError, TypeError) as error:
+            problems.append(f"Megatron: {_one_line(error)}")
+    return problems
+
+
+def _check_data(config: TrainConfig) -> list[str]:
+    if config.data.path == MISSING:
+        return ["data.path is missing: the folder made by `megatron-ext data build`"]
+    from megatron_ext.data import Manifest
+    from megatron_ext.mcore.build import dataset
+
+    try:
+        manifest = Manifest.load(config.data.path)
+        dataset(config, manifest, "train")
+        if config.eval_every:
+            dataset(config, manifest, "validation")
+    except (FileNotFoundError, ValueError) as error:
+        return [f"data.path ({config.data.path}): {_one_line(error)}"]
+    return []
+
+
+def _check_logging(config: TrainConfig) -> list[str]:
+    if config.logging.wandb != "off" and not importlib.util.find_spec("wandb"):
+        return [
+            f"logging.wandb ({config.logging.wandb!r}) needs the package wandb: "
+            "pip install 'megatron-ext[wandb]'"
+        ]
+    return []
+
+
+def _check_checkpoint(config: TrainConfig) -> list[str]:
+    from megatron_ext.mcore.checkpoint import find_checkpoint, model_differences
+
+    try:
+        checkpoint = find_checkpoint(config)
+    except FileNotFoundError as error:
+        return [str(error)]
+    return model_differences(config, checkpoint) if checkpoint else []
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

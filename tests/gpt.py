@@ -165,7 +165,8 @@ def build_gpt(
         num_moe_experts=experts,
         moe_ffn_hidden_size=ffn,
         moe_router_topk=topk,
-        moe_router_pre_softmax=topk == 1,  # Megatron demands it: a softmax over one choice is constant.
+        moe_router_pre_softmax=topk
+        == 1,  # Megatron demands it: a softmax over one choice is constant.
         moe_router_load_balancing_type="none",
         moe_router_dtype="fp64" if dtype == torch.float64 else "fp32",
         moe_token_dispatcher_type=dispatcher,
@@ -176,6 +177,7 @@ def build_gpt(
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
         pipeline_dtype=dtype,
         params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
         add_bias_linear=False,
         gradient_accumulation_fusion=False,
         hidden_dropout=0.0,
@@ -191,6 +193,7 @@ def build_gpt(
         module.to(dtype)  # Norms ignore params_dtype.
         _initialize(module, seed)
     ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=dtype == torch.bfloat16,
         use_distributed_optimizer=distributed_optimizer,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
@@ -214,6 +217,7 @@ def build_gpt(
                 # Large, so that Adam does not turn the rounding of a tiny gradient into a step of size lr.
                 adam_eps=1e-2,
                 params_dtype=dtype,
+                bf16=dtype == torch.bfloat16,
                 use_distributed_optimizer=distributed_optimizer,
                 overlap_param_gather=overlap_param_gather,
             ),

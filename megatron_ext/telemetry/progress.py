@@ -1,0 +1,67 @@
+"""What a person watching the run sees: a progress bar in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingProgress:
+    """The display of one run; a context manager.
+
+    Args:
+        title: Name of the run.
+        start_step: Steps that were done before.
+        steps: Steps of the whole run.
+        every: Steps between two plain lines.
+    """
+
+    def __init__(self, title: str, *, start_step: int, steps: int, every: int) -> None:
+        self._steps = steps
+        self._every = every
+        self._bar: Progress | None = None
+        if sys.stderr.isatty():
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[line]}"),
+                console=Console(stderr=True),
+            )
+            self._task = self._bar.add_task(title, total=steps, completed=start_step, line="")
+
+    def __enter__(self) -> TrainingProgress:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def show(self, metrics: dict[str, Any]) -> None:
+        """Show a finished step; `metrics` is its line of `metrics.jsonl`."""
+        line = (
+            f"loss {metrics['loss']:.4f}  imbalance {metrics['imbalance_before']:.2f} -> "
+            f"{metrics['imbalance_after']:.2f}  {metrics['tokens_per_s']:,.0f} tokens/s"
+        )
+        if "eval_loss" in metrics:
+            line += f"  evaluation {metrics['eval_loss']:.4f}"
+        step = metrics["step"]
+        if self._bar:
+            self._bar.update(self._task, completed=step, line=line)
+        elif step % self._every == 0 or step == self._steps:
+            logger.info("step %d/%d  %s", step, self._steps, line)

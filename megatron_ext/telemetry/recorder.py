@@ -1,0 +1,77 @@
+"""Collects what the MoE layers did in a step: how unequal the ranks' loads were, before and after balancing.
+
+Balanced and even layers report to their `observers`. Megatron's own layers know nothing of this: their router's choices
+are counted, and the counts of all ranks gathered once at the end of the step. Nothing is counted in a forward that runs
+without gradients (evaluation, the first pass of recompute), nor does counting wait for the device.
+
+Legend: C counted forwards of a step (layers x microbatches on this rank), R ranks of the EP group, E logical experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_ext.balance.metrics import home_loads, imbalance
+
+
+@dataclass(frozen=True)
+class StepLoads:
+    """Sums over this rank's counted forwards of a step; divide by `forwards` for means."""
+
+    forwards: int
+    imbalance_before: float
+    imbalance_after: float
+    replicas: int
+
+
+class LoadRecorder:
+    """Watches MoE layers from its construction until `close()`.
+
+    Args:
+        layers: The MoE layers of this rank: balanced, even or Megatron's own.
+        ep_group: The ranks that share the experts.
+    """
+
+    def __init__(self, layers: Iterable[Any], ep_group: dist.ProcessGroup) -> None:
+        self._ep_group = ep_group
+        self._reports: list[Any] = []
+        self._counts: list[Tensor] = []
+        self._hooks = []
+        for layer in layers:
+            if hasattr(layer, "observers"):
+                layer.observers.append(self._reports.append)
+            else:
+                self._hooks.append(layer.router.register_forward_hook(self._count))
+
+    def take_step(self) -> StepLoads:
+        """Return the sums since the last call. All ranks of the EP group call it together."""
+        before = [imbalance(home_loads(report.load)) for report in self._reports]
+        after = [imbalance(report.rank_loads_after) for report in self._reports]
+        replicas = sum(report.num_replicas for report in self._reports)
+        if self._counts:
+            mine = torch.stack(self._counts)
+            everyone = [torch.empty_like(mine) for _ in range(self._ep_group.size())]
+            dist.all_gather(everyone, mine, group=self._ep_group)
+            loads = torch.stack(everyone, dim=1).cpu()  # [C, R, E]
+            plain = [imbalance(rank_loads) for rank_loads in home_loads(loads)]
+            before += plain
+            after += plain
+        self._reports.clear()
+        self._counts.clear()
+        return StepLoads(len(before), sum(before), sum(after), replicas)
+
+    def close(self) -> None:
+        """Stop counting routers."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _count(self, router: nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor]) -> None:
+        if torch.is_grad_enabled() and router.training:
+            _, routing_map = outputs
+            self._counts.append(routing_map.sum(0))

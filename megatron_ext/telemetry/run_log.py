@@ -1,0 +1,79 @@
+"""The files of a run directory that rank 0 writes while training: `config.yaml`, `metrics.jsonl`, and W&B's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from megatron_ext.config import TrainConfig
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class RunLog:
+    """Writes one line a step; a context manager. What a killed run wrote after its last checkpoint is dropped.
+
+    Args:
+        config: The run; the resolved config is written beside the metrics.
+        start_step: The step of the checkpoint that the run continues from, 0 for a new run.
+    """
+
+    def __init__(self, config: TrainConfig, *, start_step: int) -> None:
+        run_dir = Path(config.run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+        kept = [metrics for metrics in read_metrics(run_dir) if metrics["step"] <= start_step]
+        self._file = (run_dir / METRICS_FILE).open("w")
+        for metrics in kept:
+            self._file.write(json.dumps(metrics) + "\n")
+        self._file.flush()
+        self._wandb = None if config.logging.wandb == "off" else _start_wandb(config, run_dir)
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=1 if error else 0)
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        """Write the metrics of a step, which is in them as `step`."""
+        self._file.write(json.dumps(metrics) + "\n")
+        self._file.flush()
+        if self._wandb is not None:
+            self._wandb.log(metrics, step=metrics["step"])
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Return a run's metrics, one object a step. A last line that a killed run left unfinished is not returned."""
+    file = run_dir / METRICS_FILE
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def _start_wandb(config: TrainConfig, run_dir: Path) -> Any:
+    import wandb
+
+    # One W&B run per run directory, so that a continued run continues its curves.
+    id_file = run_dir / "wandb_id"
+    if not id_file.exists():
+        id_file.write_text(wandb.util.generate_id())
+    return wandb.init(
+        id=id_file.read_text(),
+        resume="allow",
+        project=config.logging.wandb_project,
+        name=config.logging.wandb_name or run_dir.name,
+        dir=str(run_dir),
+        mode=config.logging.wandb,
+        config=OmegaConf.to_container(OmegaConf.structured(config)),
+    )
