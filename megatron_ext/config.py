@@ -1,6 +1,7 @@
 """Settings of a run: structured-config dataclasses, the only place with defaults.
 
-Recipes (YAML) hold only differences from here; C++ has no defaults; no environment variable changes results.
+Recipes (YAML) hold only differences from here; C++ has no defaults; no environment variable changes
+results.
 """
 
 from __future__ import annotations
@@ -18,38 +19,45 @@ MISSING: Any = "???"
 
 @dataclass(kw_only=True, slots=True)
 class BalanceConfig:
-    """What the balancer may do. Must be equal on all ranks of an EP group (compared once at start)."""
+    """What the balancer may do. Equal on all ranks of an EP group (compared once at start)."""
 
     strategy: str = "quota"
-    """Name of the balancer: a file of `megatron_ext.balance.strategies`. `none` leaves Megatron's own layer in place."""
+    """Name of the balancer: a file of `megatron_ext.balance.strategies`. `none` leaves Megatron's
+    own layer in place."""
 
     slots: int = 2
-    """Replicas a rank can hold at a time (S). Costs S x (weights + gradients) of one expert per rank, whatever the
-    number of layers. 2 is the paper's setting for 64 ranks (UltraEP, Table 3)."""
+    """Replicas a rank can hold at a time (S). Costs S x (weights + gradients) of one expert per
+    rank, whatever the number of layers. 2 is the paper's setting for 64 ranks (UltraEP, Table
+    3)."""
 
     tolerance: float = 0.01
-    """Imbalance that is good enough, as a fraction of the mean rank load: the planner stops spending replicas there."""
+    """Imbalance that is good enough, as a fraction of the mean rank load: the planner stops
+    spending replicas there."""
 
     min_quota: int = 1
     """Fewest assignments a replica must take over to be worth its transfer."""
 
     transport: str = "auto"
-    """How weights and gradients reach a peer's slot. `auto` picks by device and logs what it picked."""
+    """How weights and gradients reach a peer's slot. `auto` picks by device and logs what it
+    picked."""
 
     max_in_flight: int | str = "auto"
-    """Microbatches of one layer between forward and backward at a time. `auto` is what the pipeline schedule needs."""
+    """Microbatches of one layer between forward and backward at a time. `auto` is what the pipeline
+    schedule needs."""
 
     nvlink_domain: int | str = "auto"
-    """Ranks per NVLink domain; replicas stay in the home rank's domain. `auto` is the whole EP group."""
+    """Ranks per NVLink domain; replicas stay in the home rank's domain. `auto` is the whole EP
+    group."""
 
     check_plans: bool = False
-    """Compare plan digests over the EP group in every microbatch (slow; finds ranks that plan differently)."""
+    """Compare plan digests over the EP group in every microbatch (slow; finds ranks that plan
+    differently)."""
 
     def __post_init__(self) -> None:
-        """Check each field on its own; what depends on the model is checked where the model is known."""
+        """Check each field on its own; the rest is checked where the model is known."""
         if self.slots < 0:
             raise ValueError(f"balance.slots ({self.slots}) must be >= 0")
-        if not 0.0 <= self.tolerance:
+        if not self.tolerance >= 0.0:
             raise ValueError(f"balance.tolerance ({self.tolerance}) must be >= 0")
         if self.min_quota < 1:
             raise ValueError(f"balance.min_quota ({self.min_quota}) must be >= 1")
@@ -61,7 +69,7 @@ class BalanceConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    """A GPT with experts in every layer. More of Megatron's settings go into the section `megatron`."""
+    """A GPT with experts in every layer. The section `megatron` takes more settings."""
 
     num_layers: int = 4
     """Transformer layers of the whole model."""
@@ -88,8 +96,8 @@ class ModelConfig:
     """Weight of the load-balancing loss on the router; 0 leaves the router alone."""
 
     experts: str = "sequential"
-    """How a rank computes its experts: `sequential` (one matrix product after the other, everywhere) or
-    `grouped_mm` (all in one call of PyTorch's grouped product; fp32 and bf16)."""
+    """How a rank computes its experts: `sequential` (one matrix product after the other,
+    everywhere) or `grouped_mm` (all in one call of PyTorch's grouped product; fp32 and bf16)."""
 
     precision: str = "fp32"
     """Type of weights and activations: `fp32` or `bf16` (with fp32 main weights and gradients)."""
@@ -115,7 +123,8 @@ class ParallelConfig:
     """Megatron's token dispatcher: `alltoall`, `allgather` or `flex`."""
 
     recompute: str = "none"
-    """What is computed again in backward instead of kept: `none`, `selective` (the MoE layers) or `full`."""
+    """What is computed again in backward instead of kept: `none`, `selective` (the MoE layers) or
+    `full`."""
 
     distributed_optimizer: bool = True
     """Spread the optimizer's state over data-parallel ranks."""
@@ -153,8 +162,8 @@ class DataConfig:
     """Part of every domain that is kept for evaluation."""
 
     reverse_samples: bool = False
-    """Give the samples of a microbatch in reverse order. The step stays the same but for the order in which
-    sums are rounded: the yardstick for how far two runs differ by rounding alone."""
+    """Give the samples of a microbatch in reverse order. The step stays the same but for the order
+    in which sums are rounded: the yardstick for how far two runs differ by rounding alone."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -208,7 +217,7 @@ class LoggingConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    """When to save, and where to start from. A run continues from the newest checkpoint in its own directory."""
+    """When to save, and where to start from. A run continues from its own newest checkpoint."""
 
     every: int = 0
     """Steps between two checkpoints; 0 saves none."""
@@ -217,7 +226,8 @@ class CheckpointConfig:
     """Newest checkpoints that are kept."""
 
     load: str | None = None
-    """A checkpoint (`RUN/checkpoints/step_...`) that a run without checkpoints of its own starts from."""
+    """A checkpoint (`RUN/checkpoints/step_...`) that a run without checkpoints of its own starts
+    from."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -300,7 +310,7 @@ _ONE_OF: dict[str, tuple[str, ...]] = {
 
 
 def validate(config: TrainConfig, *, num_ranks: int) -> None:
-    """Check a run's settings, against each other, Megatron, the data and the checkpoint it would start from.
+    """Check a run's settings against each other, Megatron, the data and the checkpoint.
 
     Needs no process group. Imports Megatron.
 
@@ -377,7 +387,8 @@ def _check_sizes(config: TrainConfig, num_ranks: int) -> list[str]:
         )
     if parallel.vpp_size > 1 and parallel.pp_size == 1:
         problems.append(
-            f"parallel.vpp_size ({parallel.vpp_size}) must be 1 without a pipeline (parallel.pp_size is 1)"
+            f"parallel.vpp_size ({parallel.vpp_size}) must be 1 without a pipeline "
+            "(parallel.pp_size is 1)"
         )
     if parallel.overlap_param_gather and not (
         parallel.distributed_optimizer and parallel.overlap_grad_reduce
@@ -388,11 +399,13 @@ def _check_sizes(config: TrainConfig, num_ranks: int) -> list[str]:
         )
     if config.optimizer.warmup_steps >= config.steps:
         problems.append(
-            f"optimizer.warmup_steps ({config.optimizer.warmup_steps}) must be < steps ({config.steps})"
+            f"optimizer.warmup_steps ({config.optimizer.warmup_steps}) must be < "
+            f"steps ({config.steps})"
         )
     if config.optimizer.min_lr > config.optimizer.lr:
         problems.append(
-            f"optimizer.min_lr ({config.optimizer.min_lr}) must be <= optimizer.lr ({config.optimizer.lr})"
+            f"optimizer.min_lr ({config.optimizer.min_lr}) must be <= "
+            f"optimizer.lr ({config.optimizer.lr})"
         )
     if config.eval_every and data.validation_fraction == 0:
         problems.append(f"eval_every ({config.eval_every}) needs data.validation_fraction > 0")

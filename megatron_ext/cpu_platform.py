@@ -3,12 +3,13 @@
 Megatron-Core names CUDA in four ways, and each gets one kind of answer:
 
 1. it asks for memory on a device (`device="cuda"`, `.cuda()`): it gets memory of the CPU;
-2. it orders work by streams and events: on the CPU work is done when it was issued, so there is nothing to order;
-3. it keeps random number states of the GPU: they are the CPU generator's;
-4. it compares names of tensor types (`torch.cuda.FloatTensor`): a CPU tensor answers with that name.
+2. it orders work by streams and events: on the CPU work is done when it was issued, so there is
+nothing to order; 3. it keeps random number states of the GPU: they are the CPU generator's;
+4. it compares names of tensor types (`torch.cuda.FloatTensor`): a CPU tensor answers with that
+name.
 
-The functions themselves are replaced, not intercepted by a `TorchFunctionMode`: such a mode is not active inside
-autograd's backward, where recompute creates attention masks with `device="cuda"`.
+The functions themselves are replaced, not intercepted by a `TorchFunctionMode`: such a mode is not
+active inside autograd's backward, where recompute creates attention masks with `device="cuda"`.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ import torch
 _CPU = torch.device("cpu")
 
 _FACTORIES = (
-    "arange as_tensor empty empty_like empty_strided eye full full_like linspace ones ones_like rand "
-    "rand_like randint randint_like randn randn_like randperm tensor zeros zeros_like"
-).split()
+    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like"),
+    *("linspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn"),
+    *("randn_like", "randperm", "tensor", "zeros", "zeros_like"),
+)
 
-_TENSOR_FACTORIES = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
+_TENSOR_FACTORIES = (
+    *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros"),
+)
 
 _ABSENT = object()
 """Stands for an attribute that its owner did not have itself (`torch.Tensor.to` is inherited)."""
@@ -40,7 +44,7 @@ _enabled: CpuPlatform | None = None
 
 
 def enable_cpu_platform() -> CpuPlatform:
-    """Make Megatron-Core's CUDA assumptions hold on this process's CPU, for ranks that talk over gloo.
+    """Make Megatron-Core's CUDA assumptions hold on the CPU of this process, a rank over gloo.
 
     Call it before Megatron is imported. A second call changes nothing and returns the same handle.
 
@@ -54,8 +58,9 @@ def enable_cpu_platform() -> CpuPlatform:
     if _enabled is None:
         if torch.cuda.is_available():
             raise RuntimeError(
-                "enable_cpu_platform() is for machines without CUDA, but torch.cuda.is_available() is True "
-                "here: leave the call out, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+                "enable_cpu_platform() is for machines without CUDA, but "
+                "torch.cuda.is_available() is True here: leave the call out, or hide the GPUs with "
+                "CUDA_VISIBLE_DEVICES="
             )
         _enabled = CpuPlatform()
     return _enabled
@@ -138,16 +143,18 @@ class CpuPlatform:
             lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
         )
 
-        # Megatron warns when the CPU's generator moves while the GPU's is in use; here they are one.
+        # Megatron warns when the CPU's generator moves while the GPU's is in use; here they are
+        # one.
         logger = logging.getLogger(random.__name__)
         self._replace(logger, "filters", [*logger.filters, _is_not_shared_generator_warning])
 
-        # Transformer Engine's matrix product needs a GPU; None selects PyTorch's. megatron-core 0.16.1 reads the
-        # name without defining it when Transformer Engine is not installed.
+        # Transformer Engine's matrix product needs a GPU; None selects PyTorch's. megatron-core
+        # 0.16.1 reads the name without defining it when Transformer Engine is not installed.
         moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
         self._replace(moe_utils, "te_general_gemm", None)
 
-        # Split sizes of an all-to-all must be host integers. Megatron converts them only on their way from a GPU.
+        # Split sizes of an all-to-all must be host integers. Megatron converts them only on their
+        # way from a GPU.
         token_dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
         self._replace(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host)
 

@@ -1,11 +1,12 @@
-"""Entry point of a training run: `megatron-ext train ...`, or `torchrun ... -m megatron_ext.train ...`.
+"""Entry point of a training run: `megatron-ext train`, or `torchrun -m megatron_ext.train`.
 
-Arguments are Hydra's: `--config-dir recipes --config-name NAME` and overrides such as `balance.slots=1`. The settings
-are checked before any process group exists. Under torchrun this process is one rank; otherwise it starts the ranks on
-this machine itself.
+Arguments are Hydra's: `--config-dir recipes --config-name NAME` and overrides such as
+`balance.slots=1`. The settings are checked before any process group exists. Under torchrun this
+process is one rank; otherwise it starts the ranks on this machine itself.
 
-A step is Megatron's: its pipeline schedule, DDP, optimizer and learning-rate schedule. A run directory continues from
-its newest checkpoint, exactly: weights, optimizer, generators and the position in the data.
+A step is Megatron's: its pipeline schedule, DDP, optimizer and learning-rate schedule. A run
+directory continues from its newest checkpoint, exactly: weights, optimizer, generators and the
+position in the data.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
-from megatron_ext.config import BalanceConfig, ConfigError, TrainConfig, validate
+from megatron_ext.config import ConfigError, TrainConfig, validate
 from megatron_ext.cpu_platform import enable_cpu_platform
 
 logger = logging.getLogger(__name__)
@@ -49,10 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: By default those of the process.
 
     Raises:
-        SystemExit: With status 2 and one line a problem if the settings are wrong, with 1 if a rank failed.
+        SystemExit: With status 2 and one line a problem if the settings are wrong, with 1 if a rank
+            failed.
     """
     _quiet_megatron()
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
     try:
         config = load_config(options.overrides, options.config_dir, options.config_name)
         if options.print:
@@ -128,7 +130,7 @@ def load_config(
 
 def _section_problems(composed: DictConfig) -> list[str]:
     try:
-        BalanceConfig(**OmegaConf.to_container(composed.balance))
+        OmegaConf.to_object(composed.balance)
     except ValueError as error:
         return [str(error)]
     return []
@@ -144,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-ext train",
         description="Train an MoE model with Megatron-Core, with or without balancing.",
-        epilog="example: megatron-ext train --config-name quickstart balance.strategy=none steps=20",
+        epilog="example: megatron-ext train --config-name quickstart balance.slots=1 steps=20",
     )
     parser.add_argument(
         "--config-dir", "-cd", help="folder of recipes; by default ./recipes", metavar="DIR"
@@ -154,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
         "--ranks",
         type=int,
         metavar="N",
-        help="ranks to start on this machine; by default as many as the model needs, or one per GPU",
+        help="ranks to start here; by default as many as the model needs, or one per GPU",
     )
     parser.add_argument("--print", action="store_true", help="print the composed settings and stop")
     parser.add_argument("overrides", nargs="*", help="settings, as section.name=value")
@@ -162,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _quiet_megatron() -> None:
-    """Keep Megatron's import-time advice about optional packages from burying the run's own lines."""
+    """Keep Megatron's advice about optional packages from burying the run's own lines."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("megatron_ext").setLevel(logging.INFO)
     logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -221,7 +223,10 @@ def run_rank(config: TrainConfig) -> None:
 
 
 class Training:
-    """One rank's model, optimizer and data, from the newest checkpoint on. Made after the process group."""
+    """One rank's model, optimizer and data, from the newest checkpoint on.
+
+    Made after the process group.
+    """
 
     def __init__(self, config: TrainConfig) -> None:
         from megatron.core import parallel_state
@@ -327,7 +332,7 @@ class Training:
         }
 
     def evaluate(self) -> float:
-        """Return the mean loss over the same validation batches every time; changes nothing of the training."""
+        """Return the loss over always the same validation batches; does not touch the training."""
         from megatron_ext.mcore import build
 
         assert self._eval_data is not None, "evaluation without eval_every"

@@ -1,8 +1,9 @@
-"""A tiny Megatron GPT with MoE layers on CPU ranks, with equal weights and data whatever the parallel layout.
+"""A tiny Megatron GPT with MoE layers on CPU ranks, with equal weights and data whatever the
+parallel layout.
 
-Parameters are named globally (`decoder.layers.3.mlp.experts.5.linear_fc1.weight`: global layer, counted from 0,
-and logical expert) and start from a random stream of that name, so runs that differ in expert or pipeline
-parallelism, or in the spec of their MoE layers, start from the same model.
+Parameters are named globally (`decoder.layers.3.mlp.experts.5.linear_fc1.weight`: global layer,
+counted from 0, and logical expert) and start from a random stream of that name, so runs that differ
+in expert or pipeline parallelism, or in the spec of their MoE layers, start from the same model.
 
 Import it before anything of Megatron: it enables the CPU platform.
 """
@@ -60,7 +61,8 @@ class TinyGPT:
     seed: int
 
     def tokens(self, step: int, microbatch: int) -> torch.Tensor:
-        """Tokens [B, SEQUENCE + 1] of this data-parallel rank: a function of seed, step, microbatch and rank only."""
+        """Tokens [B, SEQUENCE + 1] of this data-parallel rank: a function of seed, step, microbatch
+        and rank only."""
         dp_rank = parallel_state.get_data_parallel_rank()
         generator = _stream(f"tokens {step} {microbatch} {dp_rank}", self.seed)
         return torch.randint(VOCAB, (self.micro_batch_size, SEQUENCE + 1), generator=generator)
@@ -71,7 +73,8 @@ class TinyGPT:
         """Run Megatron's pipeline schedule once and reduce the gradients.
 
         Returns:
-            On the last stage, for every microbatch, its `loss` (mean over tokens) and `logits` [B, SEQUENCE, VOCAB].
+            On the last stage, for every microbatch, its `loss` (mean over tokens) and `logits` [B,
+            SEQUENCE, VOCAB].
         """
         for chunk in self.chunks:
             chunk.train(not forward_only)
@@ -90,7 +93,8 @@ class TinyGPT:
         )
 
     def train_step(self, step: int, *, num_microbatches: int = 1) -> float:
-        """One optimizer step. Returns the mean loss of this rank's microbatches (nan but on the last stage)."""
+        """One optimizer step. Returns the mean loss of this rank's microbatches (nan but on the
+        last stage)."""
         reports = self.forward_backward(step, num_microbatches=num_microbatches)
         succeeded, _, _ = self.optimizer.step()
         assert succeeded
@@ -103,8 +107,8 @@ class TinyGPT:
             yield from _global_names(chunk.module)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Reduced gradients by global name. Of whole parameters only without the distributed optimizer, which
-        leaves on each data-parallel rank the reduced shard of its own."""
+        """Reduced gradients by global name. Of whole parameters only without the distributed
+        optimizer, which leaves on each data-parallel rank the reduced shard of its own."""
         return {name: p.main_grad.detach().clone() for name, p in self.named_parameters()}
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -139,14 +143,16 @@ def build_gpt(
     spec_transform: Callable[[Any], Any] | None = None,
     **megatron: Any,
 ) -> TinyGPT:
-    """Build the model on the ranks of the running process group; data parallelism takes what pp leaves.
+    """Build the model on the ranks of the running process group; data parallelism takes what pp
+    leaves.
 
     Args:
         shared_ffn: Width of shared experts; None has none.
         recompute: `none`, `selective` (the MoE layer) or `full`.
         optimizer: `sgd` or `adam`; Megatron's distributed optimizer takes only `adam`.
         dtype: float64 gives a model without optimizer: Megatron's take none.
-        spec_transform: Applied to the block spec of every chunk, e.g. `partial(balance_spec, config=...)`.
+        spec_transform: Applied to the block spec of every chunk, e.g. `partial(balance_spec,
+            config=...)`.
         megatron: Further fields of Megatron's TransformerConfig.
     """
     parallel_state.destroy_model_parallel()
@@ -214,7 +220,8 @@ def build_gpt(
                 optimizer=optimizer,
                 lr=lr,
                 weight_decay=0.0,
-                # Large, so that Adam does not turn the rounding of a tiny gradient into a step of size lr.
+                # Large, so that Adam does not turn the rounding of a tiny gradient into a step of
+                # size lr.
                 adam_eps=1e-2,
                 params_dtype=dtype,
                 bf16=dtype == torch.bfloat16,

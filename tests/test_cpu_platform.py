@@ -1,7 +1,8 @@
-"""The CPU platform restores what it replaced, refuses CUDA, and carries a training of stock Megatron-Core.
+"""The CPU platform restores what it replaced, refuses CUDA, and carries a training of stock
+Megatron-Core.
 
-Trainings run on 2 or 4 gloo ranks. They are compared with themselves under another parallel layout: the same
-weights and tokens must give the same loss wherever the experts and layers live.
+Trainings run on 2 or 4 gloo ranks. They are compared with themselves under another parallel layout:
+the same weights and tokens must give the same loss wherever the experts and layers live.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """From the sections of a run's config to Megatron's objects.
 
-Everything a training loop needs, in the order it is needed: `start_parallelism`, `build_model`, `build_optimizer`,
-`build_scheduler`; and `dataset`, which opens the text. Settings that Megatron knows keep Megatron's defaults, but for
-`OVERRIDABLE`.
+Everything a training loop needs, in the order it is needed: `start_parallelism`, `build_model`,
+`build_optimizer`, `build_scheduler`; and `dataset`, which opens the text. Settings that Megatron
+knows keep Megatron's defaults, but for `OVERRIDABLE`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def transformer_settings(config: TrainConfig) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig that the sections `model` and `parallel` decide."""
+    """Return the fields of TransformerConfig that the sections `model` and `parallel` decide."""
     model, parallel = config.model, config.parallel
     dtype = _DTYPES[model.precision]
     return {

@@ -1,10 +1,11 @@
 """Checkpoints of a run: Megatron's `dist_checkpointing`, logical experts only.
 
-A checkpoint is a folder `RUN/checkpoints/step_00000100`. It is written under another name and renamed when complete, so
-a run that dies while saving leaves nothing that would be taken for a checkpoint. It holds the model, the optimizer, the
-state of the random generators and `run.json`, what can be read without Megatron: the step, the position in the data and
-the shape of the model. Slots and replicas are in none of them, so balancing may differ between saving and loading, and
-so may the parallel sizes.
+A checkpoint is a folder `RUN/checkpoints/step_00000100`. It is written under another name and
+renamed when complete, so a run that dies while saving leaves nothing that would be taken for a
+checkpoint. It holds the model, the optimizer, the state of the random generators and `run.json`,
+what can be read without Megatron: the step, the position in the data and the shape of the model.
+Slots and replicas are in none of them, so balancing may differ between saving and loading, and so
+may the parallel sizes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _FREE_MODEL_FIELDS = ("experts", "precision", "aux_loss")
 
 
 def find_checkpoint(config: TrainConfig) -> Path | None:
-    """Return the checkpoint that the run starts from: the newest of its own, or `checkpoint.load`, or None.
+    """Return what the run starts from: its own newest checkpoint, or `checkpoint.load`, or None.
 
     Raises:
         FileNotFoundError: `checkpoint.load` is no complete checkpoint.
@@ -104,7 +105,8 @@ def load_checkpoint(
 ) -> dict[str, int]:
     """Load model, optimizer and generators. All ranks call it.
 
-    The generators continue only on as many ranks as saved them; on another number they stay as they are seeded.
+    The generators continue only on as many ranks as saved them; on another number they stay as they
+    are seeded.
 
     Returns:
         `step`, `consumed_samples` and `num_ranks` as they were when it was saved.
@@ -149,11 +151,12 @@ def _state(
 
 @contextmanager
 def _pytorch_adam_can_load(optimizer: Any) -> Iterator[None]:
-    """Help Megatron load into PyTorch's Adam, its optimizer where Transformer Engine and Apex are not installed.
+    """Help Megatron load into PyTorch's Adam.
 
-    Megatron needs state to load into, which Adam only has after a step; its distributed optimizer asks for the state
-    `step` among tensors that it left `step` out of, and gives all parameters one tensor of that name, which each of
-    them would then count up.
+    That is its optimizer where Transformer Engine and Apex are not installed. Megatron needs state
+    to load into, which Adam only has after a step; its distributed optimizer asks for the state
+    `step` among tensors that it left `step` out of, and gives all parameters one tensor of that
+    name, which each of them would then count up.
     """
     parts = [
         part

@@ -1,10 +1,12 @@
-"""Collects what the MoE layers did in a step: how unequal the ranks' loads were, before and after balancing.
+"""Collects how unequal the ranks' loads were in a step's MoE layers, before and after balancing.
 
-Balanced and even layers report to their `observers`. Megatron's own layers know nothing of this: their router's choices
-are counted, and the counts of all ranks gathered once at the end of the step. Nothing is counted in a forward that runs
-without gradients (evaluation, the first pass of recompute), nor does counting wait for the device.
+Balanced and even layers report to their `observers`. Megatron's own layers know nothing of this:
+their router's choices are counted, and the counts of all ranks gathered once at the end of the
+step. Nothing is counted in a forward that runs without gradients (evaluation, the first pass of
+recompute), nor does counting wait for the device.
 
-Legend: C counted forwards of a step (layers x microbatches on this rank), R ranks of the EP group, E logical experts.
+Legend: C counted forwards of a step (layers x microbatches on this rank), R ranks of the EP group,
+    E logical experts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""The files of a run directory that rank 0 writes while training: `config.yaml`, `metrics.jsonl`, and W&B's."""
+"""What rank 0 writes into a run directory: `config.yaml`, `metrics.jsonl`, and W&B's files."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import uuid
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,7 +17,9 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class RunLog:
-    """Writes one line a step; a context manager. What a killed run wrote after its last checkpoint is dropped.
+    """Writes one line a step; a context manager.
+
+    What a killed run wrote after its last checkpoint is dropped.
 
     Args:
         config: The run; the resolved config is written beside the metrics.
@@ -55,7 +59,7 @@ class RunLog:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return a run's metrics, one object a step. A last line that a killed run left unfinished is not returned."""
+    """Return a run's metrics, one object a step, without a last line that is not finished."""
     file = run_dir / METRICS_FILE
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return [json.loads(line) for line in lines]
@@ -67,13 +71,13 @@ def _start_wandb(config: TrainConfig, run_dir: Path) -> Any:
     # One W&B run per run directory, so that a continued run continues its curves.
     id_file = run_dir / "wandb_id"
     if not id_file.exists():
-        id_file.write_text(wandb.util.generate_id())
+        id_file.write_text(uuid.uuid4().hex)
     return wandb.init(
         id=id_file.read_text(),
         resume="allow",
         project=config.logging.wandb_project,
         name=config.logging.wandb_name or run_dir.name,
         dir=str(run_dir),
-        mode=config.logging.wandb,
-        config=OmegaConf.to_container(OmegaConf.structured(config)),
+        mode=config.logging.wandb,  # type: ignore[arg-type]
+        config=dataclasses.asdict(config),
     )
