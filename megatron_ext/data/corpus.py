@@ -104,12 +104,7 @@ def gather_corpus(
     missing: list[str] = []
     seen: set[bytes] = set()
     with new_folder(out, overwrite=overwrite, marker=MARKER) as folder:
-        for name, candidates in (
-            ("licenses", _licenses),
-            ("python", _python_sources),
-            ("c_headers", _c_headers),
-            ("prose", _prose),
-        ):
+        for name, candidates in DOMAINS.items():
             size = _gather(folder / name, candidates(), limit_bytes, seen, on_bytes)
             if size.text_bytes >= MIN_DOMAIN_BYTES:
                 domains[name] = size
@@ -249,3 +244,12 @@ def _docstrings(file: Path) -> str:
 def _description(file: Path) -> str:
     """Return the long description of a package from its METADATA, which is formed like a mail."""
     return str(HeaderParser().parsestr(read_text(file)).get_payload())
+
+
+# In the order in which they are gathered: a licence that is also in a README goes to `licenses`.
+DOMAINS: dict[str, Callable[[], Iterable[Candidate]]] = {
+    "licenses": _licenses,
+    "python": _python_sources,
+    "c_headers": _c_headers,
+    "prose": _prose,
+}

@@ -246,6 +246,31 @@ def _period(
     return domains, counts
 
 
+def open_domain(manifest: Manifest, name: str) -> Any:
+    """Return a domain's `IndexedDataset` of Megatron, after checking that it is all there.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: Manifest, `.idx` and `.bin` disagree about the number of tokens.
+    """
+    # Megatron takes seconds to import; reading a manifest must not wait for it.
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    prefix = manifest.prefix(name)
+    if not IndexedDataset.exists(prefix):
+        raise FileNotFoundError(f"domain {name}: {prefix}.bin or .idx does not exist")
+    dataset = IndexedDataset(prefix)
+    by_manifest = manifest.domains[name].tokens
+    by_index = int(dataset.sequence_lengths.sum(dtype=np.int64))
+    on_disk = Path(f"{prefix}.bin").stat().st_size // np.dtype(dataset.index.dtype).itemsize
+    if not by_manifest == by_index == on_disk:
+        raise ValueError(
+            f"domain {name}: {prefix} was changed or cut off: tokens by the manifest "
+            f"{by_manifest}, by the .idx {by_index}, in the .bin {on_disk}"
+        )
+    return dataset
+
+
 class _Stream:
     """The tokens of one domain's split, cut into windows."""
 
@@ -257,22 +282,10 @@ class _Stream:
         sequence_length: int,
         validation_fraction: float,
     ) -> None:
-        # Megatron takes seconds to import; reading a manifest must not wait for it.
-        from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-        prefix = manifest.prefix(name)
-        if not IndexedDataset.exists(prefix):
-            raise FileNotFoundError(f"domain {name}: {prefix}.bin or .idx does not exist")
         self.name = name
-        self._dataset: Any = IndexedDataset(prefix)
+        self._dataset = open_domain(manifest, name)
         self._itemsize = np.dtype(self._dataset.index.dtype).itemsize
-        num_tokens = int(self._dataset.sequence_lengths.sum(dtype=np.int64))
-        on_disk = Path(f"{prefix}.bin").stat().st_size // self._itemsize
-        if not manifest.domains[name].tokens == num_tokens == on_disk:
-            raise ValueError(
-                f"domain {name}: {prefix} was changed or cut off: tokens by the manifest "
-                f"{manifest.domains[name].tokens}, by the .idx {num_tokens}, in the .bin {on_disk}"
-            )
+        num_tokens = manifest.domains[name].tokens
         num_validation = round(num_tokens * validation_fraction)
         num_train = num_tokens - num_validation
         self._start, num_split = (0, num_train) if split == "train" else (num_train, num_validation)

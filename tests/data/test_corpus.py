@@ -44,12 +44,18 @@ def machine(monkeypatch):
     """A machine whose domains are given as `{domain: [texts]}`."""
 
     def make(texts):
-        for name in ("licenses", "python_sources", "c_headers", "prose"):
-            candidates = [
+        domains = {
+            name: [
                 Candidate(f"made/{number}.txt", text if callable(text) else lambda text=text: text)
                 for number, text in enumerate(texts.get(name, []))
             ]
-            monkeypatch.setattr(corpus, f"_{name}", lambda candidates=candidates: candidates)
+            for name in corpus.DOMAINS
+        }
+        monkeypatch.setattr(
+            corpus,
+            "DOMAINS",
+            {name: lambda found=found: found for name, found in domains.items()},
+        )
 
     return make
 
@@ -71,7 +77,7 @@ def test_order_of_the_file_system_does_not_matter(tmp_path):
 
 
 def test_one_domain_missing_is_reported(machine, tmp_path):
-    machine({"licenses": lines("a"), "python_sources": lines("b"), "prose": lines("c")})
+    machine({"licenses": lines("a"), "python": lines("b"), "prose": lines("c")})
     result = gather(tmp_path / "out")
     assert result.missing == ["c_headers"]
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
@@ -84,7 +90,7 @@ def test_one_domain_missing_is_reported(machine, tmp_path):
 
 def test_two_domains_missing_is_an_error(machine, tmp_path):
     # A little text is as good as none.
-    machine({"licenses": lines("a"), "python_sources": lines("b"), "prose": lines("c", 2)})
+    machine({"licenses": lines("a"), "python": lines("b"), "prose": lines("c", 2)})
     with pytest.raises(
         RuntimeError,
         match=r"2 domains \(licenses, python\), not for c_headers, prose; 3 are needed",
@@ -98,7 +104,7 @@ def test_each_text_once_and_not_over_the_limit(machine, tmp_path):
     machine(
         {
             "licenses": lines("a") + same_but_for_spaces,
-            "python_sources": lines("a") + lines("b", 100),
+            "python": lines("a") + lines("b", 100),
             "c_headers": lines("c", 200),
             "prose": lines("d"),
         }

@@ -1,0 +1,200 @@
+"""What a Megatron `dist_checkpointing` checkpoint holds, by its metadata; no weight is loaded.
+
+Megatron names the same tensor of all layers, or of all experts, once and puts them on axes in
+front, so the shapes below tell how many there are ([...] is left out in models whose layers differ,
+which have the layer's number in the key):
+
+    decoder.layers.mlp.router.weight                        [layers, E, H]
+    decoder.layers.mlp.experts.experts.linear_fc1.weight    [layers, E, F, H]
+
+or, with one entry per expert, `experts.experts.3.linear_fc1.weight` [layers, F, H]. The optimizer's
+state has the same names behind its own, and the same shapes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# A name that a replica or its buffer would have. Only whole words: `replica_id` is Megatron's.
+_TEMPORARY = re.compile(r"(?<![a-z])(slots?|replicas?)(?![a-z])", re.IGNORECASE)
+_ROUTER_WEIGHT = re.compile(r"\.router\.weight$")
+_EXPERT_WEIGHT = re.compile(r"\.experts\.experts\.(?:(?P<expert>\d+)\.)?linear_fc\d\.weight$")
+_OPTIMIZER = re.compile(r"(^|\.)optimizer\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One key of a checkpoint.
+
+    Attributes:
+        key: Megatron's name, the same on all ranks.
+        shape: Of the whole tensor, over all ranks; None for an object that is not a tensor.
+        dtype: As `float32`; None for an object.
+        num_shards: Pieces it is stored in.
+    """
+
+    key: str
+    shape: tuple[int, ...] | None
+    dtype: str | None
+    num_shards: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointContents:
+    """The keys of a checkpoint, and what they say about the model.
+
+    Attributes:
+        folder: Where the checkpoint lies.
+        step: The training step it was saved after; None if it does not say, or says it in a way
+            that this version of Megatron-Core cannot read.
+        num_experts: Logical experts of an MoE layer; None if the model has none.
+        num_parameters: Elements of the model's tensors, without the optimizer's.
+        entries: Sorted by key.
+    """
+
+    folder: Path
+    step: int | None
+    num_experts: int | None
+    num_parameters: int
+    entries: list[Entry]
+
+
+def read_contents(path: str | Path) -> CheckpointContents:
+    """Read what a checkpoint holds.
+
+    Args:
+        path: A checkpoint, or a folder of them, of which the one with the highest number is taken,
+            or a run directory.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint.
+        ValueError: The checkpoint is not complete or not of this kind.
+    """
+    folder = _find_checkpoint(Path(path))
+    entries = _read_entries(folder)
+    routers = [e for e in entries if _ROUTER_WEIGHT.search(e.key) and e.shape]
+    return CheckpointContents(
+        folder=folder,
+        step=_read_step(folder),
+        num_experts=max((e.shape[-2] for e in routers if e.shape), default=None),
+        num_parameters=sum(
+            math.prod(e.shape)
+            for e in entries
+            if e.shape is not None and not _OPTIMIZER.search(e.key)
+        ),
+        entries=entries,
+    )
+
+
+def find_problems(contents: CheckpointContents) -> list[str]:
+    """Return what makes a checkpoint unfit to be loaded by stock Megatron, a sentence each.
+
+    Checked: no key names a slot or a replica, and expert weights are those of the router's experts,
+    each once, so nothing that balancing made is in the checkpoint.
+    """
+    problems = [
+        f"key {entry.key} names something that exists for one microbatch only"
+        for entry in contents.entries
+        if _TEMPORARY.search(entry.key)
+    ]
+    single_experts: dict[str, set[int]] = {}
+    for entry in contents.entries:
+        match = _EXPERT_WEIGHT.search(entry.key)
+        if not match or entry.shape is None:
+            continue
+        if match["expert"] is not None:
+            together = entry.key[: match.start("expert")] + entry.key[match.end("expert") + 1 :]
+            single_experts.setdefault(together, set()).add(int(match["expert"]))
+        elif entry.shape[-3] != contents.num_experts:
+            problems.append(
+                f"key {entry.key} holds {entry.shape[-3]} experts, the router "
+                f"{contents.num_experts}"
+            )
+    for key, experts in single_experts.items():
+        if experts != set(range(contents.num_experts or 0)):
+            problems.append(
+                f"key {key} is there for experts {_ranges(experts)}, the router has "
+                f"{contents.num_experts}"
+            )
+    return problems
+
+
+def _find_checkpoint(path: Path) -> Path:
+    """Return the folder of the checkpoint that `path` means."""
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is not a folder")
+    if (path / "metadata.json").is_file() or (path / ".metadata").is_file():
+        return path
+    parent = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    numbered = [
+        (int(number[0]), folder)
+        for folder in parent.iterdir()
+        if (number := re.search(r"\d+$", folder.name)) and (folder / "metadata.json").is_file()
+    ]
+    if not numbered:
+        raise FileNotFoundError(f"no Megatron checkpoint in {path}: no folder with a metadata.json")
+    return max(numbered)[1]
+
+
+def _read_entries(folder: Path) -> list[Entry]:
+    """Return all keys with the shapes that the metadata tells, sorted."""
+    # Torch takes seconds to import, and `--help` must not wait for it.
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    try:
+        metadata = FileSystemReader(folder).read_metadata()
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{folder} has no .metadata: it was not written to the end, or not as `torch_dist`"
+        ) from error
+    entries: dict[str, Entry] = {}
+    for stored_key, stored in metadata.state_dict_metadata.items():
+        if isinstance(stored, TensorStorageMetadata):
+            entries[stored_key] = Entry(
+                key=stored_key,
+                shape=tuple(stored.size),
+                dtype=str(stored.properties.dtype).removeprefix("torch."),
+                num_shards=len(stored.chunks),
+            )
+        else:
+            # An object's shards are stored one by one, as `key/shard_<place>_<places>`.
+            key = stored_key.partition("/shard_")[0]
+            shards = entries[key].num_shards + 1 if key in entries else 1
+            entries[key] = Entry(key=key, shape=None, dtype=None, num_shards=shards)
+    return [entries[key] for key in sorted(entries)]
+
+
+def _read_step(folder: Path) -> int | None:
+    """Return the step that our `run.json` tells, or the common state of Megatron's own training."""
+    run_file = folder / "run.json"
+    if run_file.is_file():
+        return int(json.loads(run_file.read_text())["step"])
+
+    from megatron.core.dist_checkpointing import load_common_state_dict
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    try:
+        common: dict[str, Any] = load_common_state_dict(str(folder))
+    # 0.16 stumbles (AttributeError) over a checkpoint of 0.19, which keeps no common.pt.
+    except (CheckpointingException, AttributeError):
+        return None
+    iteration = common.get("iteration")
+    return None if iteration is None else int(iteration)
+
+
+def _ranges(numbers: set[int]) -> str:
+    """Write a set of numbers shortly: `0-3, 6`."""
+    parts: list[str] = []
+    for number in sorted(numbers):
+        if number - 1 in numbers:
+            first = parts.pop().partition("-")[0]
+            parts.append(f"{first}-{number}")
+        else:
+            parts.append(str(number))
+    return ", ".join(parts)

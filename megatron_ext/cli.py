@@ -1,0 +1,410 @@
+"""The `megatron-ext` command.
+
+Exit status: 0 done, 1 failed, 2 wrong usage. What is wrong with the input is said in one line.
+Results go to stdout, progress and complaints to stderr. Everything heavy is imported by the
+command that needs it, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+DONE, FAILED, WRONG_USAGE = 0, 1, 2
+_INTERRUPTED = 130  # As shells report a command that Ctrl-C ended.
+
+# What a user can put right by calling differently.
+_USAGE_ERRORS = (ValueError, FileNotFoundError, FileExistsError, ModuleNotFoundError)
+# Files named in a message; the rest is counted.
+_MOST_NAMED = 5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: Words after the command's name; None takes the process's.
+
+    Returns:
+        The exit status.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["train"]:
+        return _train(words[1:])
+    arguments = _parser().parse_args(words)
+    _silence_megatron()
+    try:
+        return int(arguments.run(arguments))
+    except _USAGE_ERRORS as error:
+        return _complain(arguments.command_name, error, WRONG_USAGE)
+    except (RuntimeError, OSError) as error:
+        return _complain(arguments.command_name, error, FAILED)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; each sets `run` and `command_name`."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-ext",
+        description="Balanced MoE training on stock Megatron-Core.",
+        epilog="example:\n  megatron-ext doctor",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    # Listed only: `main` hands its words over unread.
+    commands.add_parser("train", help="train a model as a recipe and Hydra overrides say")
+
+    data = _add_group(commands, "data", "text and datasets")
+    build = _add(
+        data,
+        "build",
+        _data_build,
+        "turn text files into Megatron indexed datasets, one per domain",
+        "megatron-ext data build code=src 'docs=manual/**/*.rst' --out runs/data",
+    )
+    build.add_argument(
+        "sources",
+        nargs="+",
+        metavar="[NAME=]PATH",
+        help="a file, a folder or a quoted pattern; NAME is the domain (default: the path's last "
+        "part)",
+    )
+    _add_out(build)
+    build.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="a Hugging Face tokenizer.json (default: one token per byte)",
+    )
+    build.add_argument(
+        "--eod", metavar="TOKEN", help="the tokenizer's token that ends a document, if unusual"
+    )
+    build.add_argument(
+        "--strict", action="store_true", help="fail on a file that is not text, instead of skipping"
+    )
+    corpus = _add(
+        data,
+        "corpus",
+        _data_corpus,
+        "gather text that this machine has, one folder per domain",
+        "megatron-ext data corpus --out runs/corpus\n"
+        "  megatron-ext data build runs/corpus/* --out runs/data",
+    )
+    _add_out(corpus)
+    corpus.add_argument(
+        "--limit-mb",
+        type=_positive,
+        default=8,
+        metavar="N",
+        help="most text of a domain, in MiB (default: %(default)s)",
+    )
+    info = _add(
+        data,
+        "info",
+        _data_info,
+        "show what a dataset holds, and check that it is complete",
+        "megatron-ext data info runs/data",
+    )
+    info.add_argument("path", metavar="DIR", help="a dataset made by `data build`")
+
+    checkpoint = _add_group(commands, "checkpoint", "Megatron checkpoints")
+    inspect = _add(
+        checkpoint,
+        "inspect",
+        _checkpoint_inspect,
+        "list a checkpoint's keys and check that it holds logical experts only",
+        "megatron-ext checkpoint inspect runs/quickstart/checkpoints",
+    )
+    inspect.add_argument("path", metavar="DIR", help="a checkpoint, or a folder of them (newest)")
+
+    _add(
+        commands,
+        "doctor",
+        _doctor,
+        "show what this machine and installation have, and what is missing",
+        "megatron-ext doctor --json",
+    )
+    return parser
+
+
+def _add_group(commands: Any, name: str, summary: str) -> Any:
+    """Add a command that only has commands below it."""
+    group = commands.add_parser(name, help=summary, description=summary.capitalize() + ".")
+    return group.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+
+def _add(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    example: str,
+) -> argparse.ArgumentParser:
+    """Add a command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run, command_name=parser.prog)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def _add_out(parser: argparse.ArgumentParser) -> None:
+    """Add the options of commands that make a folder."""
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier output at DIR")
+
+
+def _train(words: list[str]) -> int:
+    """Hand over to the entry point of training, which has its own help and its own exits."""
+    from megatron_ext.train import main as train
+
+    train(words)
+    return DONE
+
+
+def _data_build(arguments: argparse.Namespace) -> int:
+    from megatron_ext.data import build_dataset, parse_sources
+
+    domains = parse_sources(arguments.sources)
+    total = sum(file.stat().st_size for files in domains.values() for file in files)
+    with _progress("Tokenizing", total) as on_bytes:
+        result = build_dataset(
+            domains,
+            arguments.out,
+            tokenizer_file=arguments.tokenizer,
+            eod_token=arguments.eod,
+            strict=arguments.strict,
+            overwrite=arguments.overwrite,
+            on_bytes=on_bytes,
+        )
+    if result.skipped:
+        named = [f"{skipped.path} ({skipped.reason})" for skipped in result.skipped]
+        more = len(named) - _MOST_NAMED
+        _warn(
+            f"skipped {len(named)} files: {', '.join(named[:_MOST_NAMED])}"
+            + (f" and {more} more" if more > 0 else "")
+        )
+    description = _describe(result.manifest) | {
+        "skipped": [{"path": str(s.path), "reason": s.reason} for s in result.skipped]
+    }
+    return _show(arguments, description, _dataset_lines)
+
+
+def _data_corpus(arguments: argparse.Namespace) -> int:
+    from megatron_ext.data.corpus import DOMAINS, gather_corpus
+
+    limit_bytes = arguments.limit_mb << 20
+    with _progress("Gathering", limit_bytes * len(DOMAINS)) as on_bytes:
+        result = gather_corpus(
+            arguments.out,
+            limit_bytes=limit_bytes,
+            overwrite=arguments.overwrite,
+            on_bytes=on_bytes,
+        )
+    if result.missing:
+        _warn(f"this machine has no text for {', '.join(result.missing)}: left out")
+    report = {
+        "path": str(arguments.out),
+        "domains": {
+            name: {"documents": size.documents, "text_bytes": size.text_bytes}
+            for name, size in result.domains.items()
+        },
+        "missing": result.missing,
+    }
+    return _show(
+        arguments,
+        report,
+        lambda report: [
+            f"text of this machine in {report['path']}",
+            "",
+            *_columns(
+                ("domain", "documents", "MiB"),
+                *(
+                    (name, f"{size['documents']:,}", _mib(size["text_bytes"]))
+                    for name, size in report["domains"].items()
+                ),
+            ),
+        ],
+    )
+
+
+def _data_info(arguments: argparse.Namespace) -> int:
+    from megatron_ext.data import Manifest
+    from megatron_ext.data.mixing import open_domain
+
+    manifest = Manifest.load(arguments.path)
+    for name in manifest.domains:
+        open_domain(manifest, name)
+    return _show(arguments, _describe(manifest), _dataset_lines)
+
+
+def _checkpoint_inspect(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from checkpoints_tools import find_problems, read_contents
+
+    contents = read_contents(arguments.path)
+    problems = find_problems(contents)
+    report = asdict(contents) | {"folder": str(contents.folder), "problems": problems}
+    _show(arguments, report, _checkpoint_lines)
+    return FAILED if problems else DONE
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from megatron_ext.doctor import examine
+
+    report = examine()
+    _show(arguments, report, _doctor_lines)
+    return FAILED if report["problems"] else DONE
+
+
+def _describe(manifest: Any) -> dict[str, Any]:
+    """Return a dataset's manifest for people and programs."""
+    from dataclasses import asdict
+
+    return asdict(manifest) | {"folder": str(manifest.folder)}
+
+
+def _dataset_lines(report: dict[str, Any]) -> Iterator[str]:
+    yield f"dataset    {report['folder']}"
+    yield f"tokenizer  {report['tokenizer']}, {report['vocab_size']:,} tokens"
+    yield f"eod        {report['eod_token']} ({report['eod']})"
+    yield ""
+    yield from _columns(
+        ("domain", "documents", "tokens", "text MiB"),
+        *(
+            (name, f"{d['documents']:,}", f"{d['tokens']:,}", _mib(d["text_bytes"]))
+            for name, d in report["domains"].items()
+        ),
+    )
+
+
+def _checkpoint_lines(report: dict[str, Any]) -> Iterator[str]:
+    yield from _columns(
+        ("key", "shape", "dtype", "shards"),
+        *(
+            (
+                entry["key"],
+                "-" if entry["shape"] is None else "x".join(map(str, entry["shape"])) or "scalar",
+                entry["dtype"] or "object",
+                str(entry["num_shards"]),
+            )
+            for entry in report["entries"]
+        ),
+    )
+    yield ""
+    yield f"checkpoint   {report['folder']}"
+    yield f"step         {'unknown' if report['step'] is None else report['step']}"
+    yield f"parameters   {report['num_parameters']:,}"
+    yield f"experts      {'none' if report['num_experts'] is None else report['num_experts']}"
+    if report["problems"]:
+        yield "unfit for stock Megatron:"
+        yield from (f"  {problem}" for problem in report["problems"])
+    else:
+        yield "holds        logical experts only"
+
+
+def _doctor_lines(report: dict[str, Any]) -> Iterator[str]:
+    yield f"python               {report['python']} on {report['system']}, {report['cpus']} CPUs"
+    for name, version in report["versions"].items():
+        yield f"{name:<20} {version or '-'}"
+    shared = report["shared_memory"]
+    yield "shared memory        " + (
+        f"{_mib(shared['free_bytes'])} of {_mib(shared['total_bytes'])} MiB free" if shared else "-"
+    )
+    if "devices" in report:
+        yield f"CUDA of torch        {report['cuda'] or '-'}"
+        for device in report["devices"]:
+            yield (
+                f"device               {device['name']}, {_mib(device['memory_bytes'])} MiB, "
+                f"compute capability {device['capability']}"
+            )
+        if not report["devices"]:
+            yield "device               CPU only"
+        yield f"native library       {'loads' if report['native_library'] else '-'}"
+        yield (
+            f"transports           {', '.join(report['transports'])} "
+            f"(auto: {report['transport_auto']})"
+        )
+        yield f"strategies           {', '.join(report['strategies'])}"
+    yield ""
+    yield from (f"problem: {problem}" for problem in report["problems"])
+    if not report["problems"]:
+        yield "ready to train"
+
+
+def _show(
+    arguments: argparse.Namespace,
+    report: dict[str, Any],
+    lines: Callable[[dict[str, Any]], Sequence[str] | Iterator[str]],
+) -> int:
+    """Print a result, as JSON or for people."""
+    text = json.dumps(report, indent=2) if arguments.json else "\n".join(lines(report))
+    sys.stdout.write(text + "\n")
+    return DONE
+
+
+def _columns(*rows: tuple[str, ...]) -> Iterator[str]:
+    """Align cells: the first column left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        yield "  ".join([first.ljust(widths[0]), *cells])
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f}"
+
+
+def _positive(text: str) -> int:
+    """Read a whole number from 1 on, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} must be >= 1")
+    return number
+
+
+@contextmanager
+def _progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on stderr and give the function that moves it by some bytes."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    # Into a log file a bar would only put blank lines.
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(what, total=total_bytes)
+        yield lambda num_bytes: progress.advance(task, num_bytes)
+
+
+def _silence_megatron() -> None:
+    """Keep Megatron and torch from telling, at import, about what the CLI does not use."""
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)(\.|$)")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
+def _warn(message: str) -> None:
+    sys.stderr.write(f"warning: {message}\n")
+
+
+def _complain(command_name: str, error: Exception, status: int) -> int:
+    """Say in one line what went wrong; return the exit status."""
+    sys.stderr.write(f"{command_name}: error: {' '.join(str(error).split())}\n")
+    return status

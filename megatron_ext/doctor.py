@@ -1,0 +1,112 @@
+"""What this machine and this installation have, for `megatron-ext doctor`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+# Looked at besides what megatron-ext requires: absent is fine.
+_OPTIONAL = ("transformer-engine", "tokenizers", "wandb")
+# What to look for where megatron-ext is on the path only, and says no requirements.
+_ESSENTIAL = ("torch", "megatron-core", "hydra-core")
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def examine() -> dict[str, Any]:
+    """Return a report that JSON can hold.
+
+    `problems` in it names what must be repaired before a run can start, a sentence each.
+    """
+    versions, problems = _versions()
+    report: dict[str, Any] = {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "versions": versions,
+        "cpus": len(os.sched_getaffinity(0)),
+        "shared_memory": _shared_memory(),
+        "wandb": versions["wandb"] is not None,
+    }
+    if versions["torch"] is not None:
+        report |= _torch_report(problems)
+    return report | {"problems": problems}
+
+
+def _versions() -> tuple[dict[str, str | None], list[str]]:
+    """Return the versions of the packages that matter (None: absent), and which are wrong."""
+    # A requirement of hydra-core; needed here only, so `--help` does not wait for it.
+    from packaging.requirements import Requirement
+
+    required = {name: Requirement(name) for name in _ESSENTIAL}
+    try:
+        own_version: str | None = importlib.metadata.version("megatron-ext")
+        for line in importlib.metadata.requires("megatron-ext") or []:
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                required[requirement.name] = requirement
+    except importlib.metadata.PackageNotFoundError:
+        own_version = None
+
+    versions = {"megatron-ext": own_version}
+    problems = []
+    for name in sorted({*required, *_OPTIONAL}):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+            if name in required:
+                problems.append(f"{name} is not installed")
+            continue
+        if name in required and not required[name].specifier.contains(
+            versions[name] or "", prereleases=True
+        ):
+            problems.append(
+                f"{name} {versions[name]} is installed, {required[name].specifier} is needed"
+            )
+    return versions, problems
+
+
+def _torch_report(problems: list[str]) -> dict[str, Any]:
+    """Return what needs torch: devices, the compiled library, transports and strategies."""
+    import torch
+
+    from megatron_ext.balance.strategies import STRATEGIES
+    from megatron_ext.ops import load_library
+    from megatron_ext.transport import TRANSPORTS, resolve_transport
+
+    try:
+        load_library()
+        native_library = True
+    # The loader's and torch's own complaints both are of this kind.
+    except (RuntimeError, OSError) as error:
+        native_library = False
+        problems.append(str(error))
+    devices = [
+        torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())
+    ]
+    return {
+        "cuda": torch.version.cuda,
+        "devices": [
+            {
+                "name": device.name,
+                "memory_bytes": device.total_memory,
+                "capability": f"{device.major}.{device.minor}",
+            }
+            for device in devices
+        ],
+        "native_library": native_library,
+        "transports": list(TRANSPORTS),
+        "transport_auto": resolve_transport("auto"),
+        "strategies": list(STRATEGIES),
+    }
+
+
+def _shared_memory() -> dict[str, int] | None:
+    """Return size and free space of the shared memory that ranks of one machine use, in bytes."""
+    if not _SHARED_MEMORY.is_dir():
+        return None
+    usage = shutil.disk_usage(_SHARED_MEMORY)
+    return {"total_bytes": usage.total, "free_bytes": usage.free}

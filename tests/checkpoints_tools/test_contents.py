@@ -1,0 +1,134 @@
+"""What is said about a checkpoint is compared with what was saved (one gloo rank)."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from checkpoints_tools import CheckpointContents, Entry, find_problems, read_contents
+from tests.ranks import run_ranks
+
+
+def _save(rank: int, folders: list[str]) -> int:
+    from megatron.core import dist_checkpointing
+
+    from tests.gpt import build_gpt
+
+    gpt = build_gpt(num_layers=2, experts=6)
+    gpt.train_step(0)
+    # Megatron can store an expert's tensors together or each under a key of its own.
+    for folder, singleton in zip(folders, (False, True), strict=True):
+        model = gpt.chunks[0].module.sharded_state_dict(
+            metadata={"singleton_local_shards": singleton}
+        )
+        state = {"model": model, "iteration": 12}
+        if not singleton:
+            state["optimizer"] = gpt.optimizer.sharded_state_dict(model)
+        os.makedirs(folder)
+        dist_checkpointing.save(state, folder)
+    return sum(p.numel() for _, p in gpt.named_parameters())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with two checkpoints of one model, and the model's number of parameters."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    folders = [str(folder / "step_9"), str(folder / "step_12")]
+    (num_parameters,) = run_ranks(_save, 1, folders)
+    return folder, num_parameters
+
+
+@pytest.mark.parametrize("name", ["step_9", "step_12"])
+def test_a_checkpoint_of_megatron(saved, name):
+    folder, num_parameters = saved
+    contents = read_contents(folder / name)
+    assert contents.folder == folder / name
+    assert contents.step == 12
+    assert contents.num_experts == 6
+    assert contents.num_parameters == num_parameters
+    assert find_problems(contents) == []
+
+
+def test_entries(saved):
+    folder, _ = saved
+    entries = {entry.key: entry for entry in read_contents(folder / "step_9").entries}
+    weight = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+    expected = Entry(key=weight, shape=(2, 6, 32, 16), dtype="float32", num_shards=12)
+    assert entries[weight] == expected
+    moment = next(key for key in entries if key.endswith(f"exp_avg.{weight}"))
+    assert dataclasses.replace(expected, key=moment) == entries[moment]
+    extra = entries["decoder.layers.mlp.experts.experts.linear_fc1._extra_state"]
+    assert (extra.shape, extra.dtype) == (None, None)
+    assert list(entries) == sorted(entries)
+
+
+def test_the_newest_of_a_folder(saved, tmp_path):
+    folder, _ = saved
+    assert read_contents(folder).folder.name == "step_12"
+    # A run directory, of which a run died while saving.
+    (tmp_path / "checkpoints").symlink_to(folder)
+    assert read_contents(tmp_path).folder.name == "step_12"
+
+
+def test_step_of_our_own_runs(saved, tmp_path):
+    folder, _ = saved
+    own = tmp_path / "step_34"
+    own.mkdir()
+    for file in (folder / "step_9").iterdir():
+        (own / file.name).symlink_to(file)
+    (own / "run.json").write_text(json.dumps({"step": 34}))
+    assert read_contents(own).step == 34
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(FileNotFoundError, match="absent is not a folder"):
+        read_contents(tmp_path / "absent")
+    with pytest.raises(FileNotFoundError, match=r"no Megatron checkpoint in .*: no folder with"):
+        read_contents(tmp_path)
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    with pytest.raises(ValueError, match="not written to the end"):
+        read_contents(tmp_path)
+
+
+def contents_of(**shapes: tuple[int, ...]) -> CheckpointContents:
+    """A checkpoint of a model with four experts and the given keys (`__` stands for a dot)."""
+    entries = [
+        Entry(key=key.replace("__", "."), shape=shape, dtype="float32", num_shards=1)
+        for key, shape in shapes.items()
+    ]
+    return CheckpointContents(
+        folder=Path("x"), step=1, num_experts=4, num_parameters=0, entries=entries
+    )
+
+
+class TestProblems:
+    def test_slots_saved_as_experts(self):
+        contents = contents_of(
+            decoder__layers__mlp__experts__experts__linear_fc1__weight=(2, 6, 8, 4),
+            decoder__layers__mlp__experts__experts__linear_fc2__weight=(2, 4, 4, 8),
+        )
+        assert find_problems(contents) == [
+            "key decoder.layers.mlp.experts.experts.linear_fc1.weight holds 6 experts, the router 4"
+        ]
+
+    def test_single_experts(self):
+        prefix = "optimizer__exp_avg__decoder__layers__0__mlp__experts__experts"
+        keys = {f"{prefix}__{expert}__linear_fc1__weight": (8, 4) for expert in (0, 1, 2, 3)}
+        assert find_problems(contents_of(**keys)) == []
+        keys |= {f"{prefix}__{expert}__linear_fc1__weight": (8, 4) for expert in (4, 5, 7)}
+        assert find_problems(contents_of(**keys)) == [
+            "key optimizer.exp_avg.decoder.layers.0.mlp.experts.experts.linear_fc1.weight is there "
+            "for experts 0-5, 7, the router has 4"
+        ]
+
+    @pytest.mark.parametrize(
+        "key", ["mlp__experts__slot_weights", "slots__grad", "mlp__replica__weight", "Replicas"]
+    )
+    def test_names(self, key):
+        (problem,) = find_problems(contents_of(**{key: (1,)}))
+        assert problem.startswith(f"key {key.replace('__', '.')} names something")
+
+    def test_harmless_names(self):
+        assert find_problems(contents_of(slotted=(1,), my_replication=(1,))) == []

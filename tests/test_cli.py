@@ -1,0 +1,273 @@
+"""The command line: exit status, what goes to stdout and stderr, and that help needs no torch."""
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from checkpoints_tools import CheckpointContents, Entry
+from megatron_ext import cli
+from megatron_ext.cli import main
+
+
+def run(capsys, *words):
+    """Run the command in this process. Returns its status, stdout and stderr."""
+    try:
+        status = main([str(word) for word in words])
+    except SystemExit as stop:
+        status = stop.code
+    output = capsys.readouterr()
+    return status, output.out, output.err
+
+
+@pytest.fixture
+def texts(tmp_path):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "a.py").write_text("x = 1\n")
+    (tmp_path / "code" / "b.bin").write_bytes(b"\0\1")
+    return tmp_path
+
+
+def test_as_a_process(texts):
+    """Help without torch; one line for wrong input."""
+    program = (
+        "import sys\nfrom megatron_ext.cli import main\n"
+        "try: main(['data', 'build', '--help'])\n"
+        "except SystemExit as stop: assert stop.code == 0\n"
+        "heavy = {'torch', 'numpy', 'megatron', 'rich', 'hydra'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert "example:\n  megatron-ext data build" in result.stdout
+
+    result = subprocess.run(
+        [sys.executable, "-m", "megatron_ext", "data", "build", "absent", "--out", texts / "out"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr == "megatron-ext data build: error: absent does not exist\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data", "build"],
+        ["data", "corpus"],
+        ["data", "info"],
+        ["checkpoint", "inspect"],
+        ["doctor"],
+    ],
+)
+def test_help_has_an_example(capsys, words):
+    status, out, _ = run(capsys, *words, "--help")
+    assert status == 0
+    assert f"example:\n  megatron-ext {' '.join(words)}" in out
+    assert "--json" in out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["data"],
+        ["plant"],
+        ["data", "build"],
+        ["data", "corpus", "--out", "x", "--limit-mb", "0"],
+    ],
+)
+def test_wrong_usage(capsys, words):
+    status, out, err = run(capsys, *words)
+    assert (status, out) == (2, "")
+    assert "usage: megatron-ext" in err
+
+
+def test_train_gets_every_word(monkeypatch, capsys):
+    seen = []
+    fake = types.ModuleType("megatron_ext.train")
+    fake.main = seen.append
+    monkeypatch.setitem(sys.modules, "megatron_ext.train", fake)
+    words = ["--config-name", "quickstart", "balance.slots=1", "+megatron.x=[1,2]", "--help"]
+    assert main(["train", *words]) == 0
+    assert seen == [words]
+
+
+def test_build_and_info(texts, capsys):
+    out = texts / "out"
+    status, stdout, stderr = run(capsys, "data", "build", texts / "code", "--out", out)
+    assert status == 0
+    assert "code" in stdout
+    assert f"skipped 1 files: {texts}/code/b.bin (it holds NUL bytes)" in stderr
+
+    status, stdout, _ = run(capsys, "data", "info", out, "--json")
+    assert status == 0
+    assert json.loads(stdout) == {
+        "folder": str(out),
+        "tokenizer": "bytes",
+        "vocab_size": 257,
+        "eod": 256,
+        "eod_token": "<eod>",
+        "domains": {"code": {"prefix": "code", "documents": 1, "tokens": 7, "text_bytes": 6}},
+    }
+
+    status, stdout, stderr = run(capsys, "data", "build", texts / "code", "--out", out)
+    assert (status, stdout) == (2, "")
+    assert stderr == (
+        f"megatron-ext data build: error: {out} exists already: replace it with --overwrite\n"
+    )
+    command = ["data", "build", texts / "code", "--out", out, "--overwrite"]
+    assert run(capsys, *command)[0] == 0
+    assert run(capsys, *command, "--strict")[0] == 2
+
+    status, stdout, _ = run(capsys, *command, "--json")
+    assert status == 0
+    assert json.loads(stdout)["skipped"] == [
+        {"path": f"{texts}/code/b.bin", "reason": "it holds NUL bytes"}
+    ]
+
+
+def test_info_notices_a_cut_file(texts, capsys):
+    out = texts / "out"
+    run(capsys, "data", "build", texts / "code" / "a.py", "--out", out)
+    (out / "a.bin").write_bytes(b"\0\0")
+    status, stdout, stderr = run(capsys, "data", "info", out)
+    assert (status, stdout) == (2, "")
+    assert "was changed or cut off" in stderr
+
+
+def test_a_tokenizer_that_is_none(texts, capsys):
+    pytest.importorskip("tokenizers")
+    status, _, stderr = run(
+        capsys,
+        *("data", "build", texts / "code"),
+        *("--out", texts / "out", "--tokenizer", texts / "code" / "a.py"),
+    )
+    assert status == 2
+    assert "is not a Hugging Face tokenizer.json" in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_corpus(tmp_path, capsys, monkeypatch):
+    from megatron_ext.data import corpus
+
+    def texts_of(name):
+        def candidates():
+            return [
+                corpus.Candidate(f"{i}.txt", lambda i=i: f"{name} {i} ".ljust(20_000, "x"))
+                for i in range(10)
+            ]
+
+        return candidates
+
+    domains = {name: texts_of(name) for name in ("a", "b", "c")} | {"d": list}
+    monkeypatch.setattr(corpus, "DOMAINS", domains)
+    status, stdout, stderr = run(
+        capsys, "data", "corpus", "--out", tmp_path / "out", "--limit-mb", 1, "--json"
+    )
+    assert status == 0
+    assert json.loads(stdout) == {
+        "path": str(tmp_path / "out"),
+        "domains": {name: {"documents": 10, "text_bytes": 200_000} for name in ("a", "b", "c")},
+        "missing": ["d"],
+    }
+    assert "no text for d" in stderr
+
+    del domains["a"]
+    status, stdout, stderr = run(capsys, "data", "corpus", "--out", tmp_path / "less")
+    assert (status, stdout) == (1, "")
+    assert stderr.startswith("megatron-ext data corpus: error: this machine has text for 2 domains")
+    assert stderr.count("\n") == 1
+
+
+def test_checkpoint_inspect(tmp_path, capsys, monkeypatch):
+    status, stdout, stderr = run(capsys, "checkpoint", "inspect", tmp_path)
+    assert (status, stdout) == (2, "")
+    assert "no Megatron checkpoint in" in stderr
+
+    weight = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+    contents = CheckpointContents(
+        folder=Path("x"),
+        step=7,
+        num_experts=4,
+        num_parameters=1234,
+        entries=[Entry(key=weight, shape=(2, 4, 8, 4), dtype="float32", num_shards=8)],
+    )
+    monkeypatch.setattr("checkpoints_tools.read_contents", lambda path: contents)
+    status, stdout, _ = run(capsys, "checkpoint", "inspect", "x")
+    assert status == 0
+    assert f"{weight}  2x4x8x4  float32       8" in stdout
+    assert "parameters   1,234" in stdout
+    assert "logical experts only" in stdout
+    status, stdout, _ = run(capsys, "checkpoint", "inspect", "x", "--json")
+    report = json.loads(stdout)
+    assert (report["step"], report["num_experts"], report["problems"]) == (7, 4, [])
+    assert report["entries"][0]["shape"] == [2, 4, 8, 4]
+
+    contents.entries[0] = Entry(key=weight, shape=(2, 6, 8, 4), dtype="float32", num_shards=12)
+    status, stdout, _ = run(capsys, "checkpoint", "inspect", "x")
+    assert status == 1
+    assert "holds 6 experts, the router 4" in stdout
+
+
+def test_doctor(capsys):
+    import torch
+
+    status, stdout, _ = run(capsys, "doctor", "--json")
+    report = json.loads(stdout)
+    assert status == (1 if report["problems"] else 0)
+    assert report["versions"]["torch"] == importlib.metadata.version("torch")
+    assert report["versions"]["megatron-core"] == importlib.metadata.version("megatron-core")
+    assert len(report["devices"]) == torch.cuda.device_count()
+    assert "quota" in report["strategies"]
+    assert report["transport_auto"] in report["transports"]
+    assert report["shared_memory"]["free_bytes"] <= report["shared_memory"]["total_bytes"]
+
+
+def test_doctor_names_what_is_wrong(capsys, monkeypatch):
+    known = {"numpy": "2.0.1", "megatron-ext": "0.1.0", "torch": "2.13.0", "hydra-core": "1.3.8"}
+
+    def version(name):
+        if name not in known:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return known[name]
+
+    def no_library():
+        raise RuntimeError("the library is not built")
+
+    requirements = ["numpy<1", "torch>=2.10", "wandb>=1; extra == 'wandb'"]
+    monkeypatch.setattr("megatron_ext.ops.load_library", no_library)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: requirements)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    status, stdout, _ = run(capsys, "doctor")
+    assert status == 1
+    assert [line for line in stdout.splitlines() if line.startswith("problem: ")] == [
+        "problem: megatron-core is not installed",
+        "problem: numpy 2.0.1 is installed, <1 is needed",
+        "problem: the library is not built",
+    ]
+
+
+def test_interrupt(monkeypatch, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_doctor", interrupted)
+    assert run(capsys, "doctor") == (130, "", "")
+
+
+def test_an_error_of_our_own_keeps_its_traceback(monkeypatch):
+    def broken(arguments):
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(cli, "_doctor", broken)
+    with pytest.raises(TypeError, match="a bug"):
+        main(["doctor"])
