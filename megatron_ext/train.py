@@ -396,7 +396,8 @@ def _forward_step(
 
 def _mean_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     loss = (losses.float() * loss_mask).sum() / loss_mask.sum()
-    return loss, {"loss": loss.detach()}
+    # A copy: Megatron's schedule divides the loss by the number of microbatches in place.
+    return loss, {"loss": loss.detach().clone()}
 
 
 def _sum_over_ranks(*values: float) -> list[float]:

@@ -298,4 +298,5 @@ def _loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     # Megatron's own cross entropy rounds to float32, which would hide a float64 comparison.
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    return loss, {"loss": loss.detach(), "logits": logits.detach()}
+    # A copy: Megatron's schedule divides the loss by the number of microbatches in place.
+    return loss, {"loss": loss.detach().clone(), "logits": logits.detach()}
