@@ -179,6 +179,8 @@ def _train(words: list[str]) -> int:
 def _data_build(arguments: argparse.Namespace) -> int:
     from megatron_ext.data import build_dataset, parse_sources
 
+    if arguments.eod is not None and arguments.tokenizer is None:
+        raise ValueError("--eod names a token of the --tokenizer, which is not given")
     domains = parse_sources(arguments.sources)
     total = sum(file.stat().st_size for files in domains.values() for file in files)
     with _progress("Tokenizing", total) as on_bytes:
@@ -397,7 +399,8 @@ def _progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 def _silence_megatron() -> None:
     """Keep Megatron and torch from telling, at import, about what the CLI does not use."""
     warnings.filterwarnings("ignore", module=r"(megatron|torch)(\.|$)")
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    for name in ("megatron", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _warn(message: str) -> None:

@@ -155,6 +155,12 @@ def test_a_tokenizer_that_is_none(texts, capsys):
     assert "is not a Hugging Face tokenizer.json" in stderr
     assert stderr.count("\n") == 1
 
+    status, _, stderr = run(
+        capsys, "data", "build", texts / "code", "--out", texts / "out", "--eod", "x"
+    )
+    assert status == 2
+    assert "--eod names a token of the --tokenizer" in stderr
+
 
 def test_corpus(tmp_path, capsys, monkeypatch):
     from megatron_ext.data import corpus

@@ -56,7 +56,8 @@ def find_files(where: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        root, found = path, list(walk(path))
+        # Not every entry is a file: reading a pipe would wait for ever.
+        root, found = path, [file for file in walk(path) if file.is_file()]
     elif glob.has_magic(where):
         # The part before the first wildcard, so that the order is the same wherever the tree lies.
         first_wildcard = min(where.find(c) for c in "*?[" if c in where)

@@ -1,6 +1,7 @@
 """`data build`: what is on disk is compared with the input files, read by Megatron's own reader."""
 
 import json
+import os
 import sys
 
 import numpy as np
@@ -81,6 +82,12 @@ def test_what_is_not_text_is_skipped_and_named(texts, tmp_path):
     }
     assert result.manifest.domains["all"].documents == 2
     assert sum(seen) == sum(f.stat().st_size for f in sources["all"])
+
+
+def test_a_pipe_and_a_dead_link_are_no_files(texts):
+    os.mkfifo(texts / "prose" / "pipe.txt")
+    (texts / "prose" / "link.txt").symlink_to(texts / "gone.txt")
+    assert [file.name for file in parse_sources([f"{texts}/prose"])["prose"]] == ["c.txt"]
 
 
 def test_strict_fails_and_leaves_nothing(texts, tmp_path):
