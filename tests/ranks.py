@@ -1,42 +1,39 @@
-"""Runs a function on several local processes that form one gloo group; used by every multi-process test."""
+"""Runs a function on several local processes that form one gloo group; used by every multi-process test.
+
+Starting a process and importing Megatron takes longer than most tests, so processes are kept for the next call with as
+many ranks. Every call gets a new process group; after a failure the processes are ended. A function that changes
+global state must undo it.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 
 
-def _child(
-    fn: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...], store: str, reports: Any
-) -> None:
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1"
-    )
-    torch.set_num_threads(1)
-    try:
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
-        )
-        # Pickled by value: the queue itself would pass tensors as handles that die with this process.
-        result = pickle.dumps(fn(rank, *args))
-    except BaseException:
-        reports.put((rank, time.monotonic(), traceback.format_exc(), None))
-        # Peers may wait for this rank for ever, so leave at once; the parent ends them.
-        reports.close()
-        reports.join_thread()
-        os._exit(1)
-    reports.put((rank, time.monotonic(), None, result))
-    # All ranks leave together: a rank that closes its sockets early fails the others' last collective.
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+class _Rank:
+    """One kept process and the pipe to it."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        context = mp.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        # Not a daemon: Megatron's checkpoint writers are processes of their own.
+        self.process = context.Process(target=_serve, args=(rank, world_size, theirs), daemon=False)
+        self.process.start()
+        theirs.close()
+
+
+_kept: dict[int, list[_Rank]] = {}
 
 
 def run_ranks(
@@ -45,7 +42,7 @@ def run_ranks(
     """Run `fn(rank, *args)` on `world_size` local processes of one gloo group.
 
     Args:
-        fn: A module-level function (the processes are spawned).
+        fn: A module-level function.
         world_size: Number of processes.
         args: Passed on to every rank; must pickle.
         timeout_s: Limit for all ranks together.
@@ -57,62 +54,97 @@ def run_ranks(
         RuntimeError: A rank failed. Holds every rank's traceback, the first failure first.
         TimeoutError: Some rank still ran after `timeout_s` seconds. All ranks are killed.
     """
-    context = mp.get_context("spawn")
-    reports = context.Queue()
     deadline = time.monotonic() + timeout_s
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(
-                target=_child, args=(fn, rank, world_size, args, f"{folder}/store", reports), daemon=False
-            )
-            for rank in range(world_size)
-        ]
-        for process in processes:
-            process.start()
-        results: dict[int, Any] = {}
-        failures: list[tuple[float, int, str]] = []
-        try:
+    ranks = _kept.pop(world_size, None) or [_Rank(rank, world_size) for rank in range(world_size)]
+    results: dict[int, Any] = {}
+    failures: list[tuple[float, int, str]] = []
+    try:
+        # A file in a folder of its own: ranks meet without ports.
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in ranks:
+                rank.pipe.send_bytes(pickle.dumps((f"{folder}/store", fn, args)))
             while len(results) < world_size and not failures:
                 if time.monotonic() > deadline:
                     late = sorted(set(range(world_size)) - set(results))
                     raise TimeoutError(f"ranks {late} still ran after {timeout_s} s")
-                _collect(reports, results, failures, wait_s=0.2)
-                for rank, process in enumerate(processes):
-                    # A child's report can still be in the pipe when it is already dead: look once more.
-                    if process.exitcode not in (None, 0) and rank not in results:
-                        _collect(reports, results, failures, wait_s=0.5)
-                        if not any(rank == failed for _, failed, _ in failures):
-                            text = f"rank {rank} died with exit code {process.exitcode}"
-                            failures.append((time.monotonic(), rank, text))
+                _collect(ranks, results, failures, wait_s=0.2)
             if failures:
                 # Give the peers a moment to report what they saw: it often explains the first failure.
-                _collect(reports, results, failures, wait_s=1.0)
+                time.sleep(1.0)
+                _collect(ranks, results, failures, wait_s=0.0)
                 texts = [f"--- rank {rank}\n{text}" for _, rank, text in sorted(failures)]
                 raise RuntimeError("\n".join(texts))
-            for process in processes:
-                process.join(max(0.0, deadline - time.monotonic()))
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
+    except BaseException:
+        _end(ranks)
+        raise
+    _kept[world_size] = ranks
     return [results[rank] for rank in range(world_size)]
 
 
 def _collect(
-    reports: Any, results: dict[int, Any], failures: list[tuple[float, int, str]], wait_s: float
+    ranks: list[_Rank],
+    results: dict[int, Any],
+    failures: list[tuple[float, int, str]],
+    wait_s: float,
 ) -> None:
-    """Move waiting reports into `results` and `failures`; waits up to `wait_s` for the first."""
-    import queue
-
-    timeout_s = wait_s
-    while True:
+    """Move reports into `results` and `failures`; waits up to `wait_s` for the first."""
+    failed = {rank for _, rank, _ in failures}
+    waiting = {
+        ranks[rank].pipe: rank
+        for rank in range(len(ranks))
+        if rank not in results and rank not in failed
+    }
+    for pipe in wait(list(waiting), wait_s):
+        rank = waiting[pipe]  # type: ignore[index]
         try:
-            rank, when, failure, result = reports.get(timeout=timeout_s)
-        except queue.Empty:
-            return
-        timeout_s = 0.05
+            when, failure, result = pickle.loads(ranks[rank].pipe.recv_bytes())
+        except EOFError:
+            ranks[rank].process.join()
+            code = ranks[rank].process.exitcode
+            failures.append((time.monotonic(), rank, f"rank {rank} died with exit code {code}"))
+            continue
         if failure is None:
-            results[rank] = pickle.loads(result)
+            results[rank] = result
         else:
             failures.append((when, rank, failure))
+
+
+def _end(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        rank.process.kill()
+        rank.process.join()
+        rank.pipe.close()
+
+
+@atexit.register
+def _end_all() -> None:
+    while _kept:
+        _end(_kept.popitem()[1])
+
+
+def _serve(rank: int, world_size: int, pipe: Connection) -> None:
+    """Run calls until the pipe closes."""
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1"
+    )
+    torch.set_num_threads(1)
+    while True:
+        try:
+            call = pipe.recv_bytes()
+        except EOFError:
+            return
+        try:
+            store, fn, args = pickle.loads(call)
+            torch.distributed.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
+            )
+            # Plain pickle: the pipe's own would pass tensors as handles that die with this process.
+            result = fn(rank, *args)
+            pipe.send_bytes(pickle.dumps((time.monotonic(), None, result)))
+            # All ranks leave together: one that closes its sockets early fails the others' last collective.
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
+        except BaseException:
+            pipe.send_bytes(pickle.dumps((time.monotonic(), traceback.format_exc(), None)))
+            # Peers may wait for this rank for ever, so leave at once; the parent ends them.
+            os._exit(1)

@@ -1,0 +1,91 @@
+"""The parity measurement notices when the method is broken: each test breaks one thing on purpose.
+
+Layer 2. Compared with `tests.mcore.test_parity.GRADIENT_TOLERANCE`, which the intact method meets by five orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron_ext.config import BalanceConfig
+from tests.mcore.parity import gradient_difference
+from tests.ranks import run_ranks
+
+# Many small experts: no single one holds the excess of a rank, so both slots of the other rank are used.
+CASE = dict(ep=2, experts=32, topk=1)
+
+
+def _skip_reduce() -> Any:
+    from megatron_ext.balance.replicas import SlotBuffers
+
+    return mock.patch.object(SlotBuffers, "reduce_replica_grads", lambda *args: {})
+
+
+def _skip_rematerialize() -> Any:
+    from megatron_ext.balance.replicas import RematerializeFunction
+
+    return mock.patch.object(
+        RematerializeFunction, "backward", staticmethod(lambda ctx, grad: (None, grad))
+    )
+
+
+def _swap_slots() -> Any:
+    from megatron_ext.transport.collective import CollectiveTransport
+
+    push = CollectiveTransport.push
+
+    def swapped(self: Any, transfers: Any, mains: Any, slots: Any) -> Any:
+        push(self, transfers, mains, slots).wait()
+        for segment in slots:
+            segment.copy_(segment.flip(0))
+        return mock.Mock()
+
+    return mock.patch.object(CollectiveTransport, "push", swapped)
+
+
+def _reuse_plan_of_other_microbatch() -> Any:
+    from megatron_ext.balance.in_flight import InFlightPlans
+
+    recall = InFlightPlans.recall
+    first: dict[int, Any] = {}
+
+    def stale(self: Any, handle: Any) -> Any:
+        plan = recall(self, handle)
+        if id(self) not in first:
+            first[id(self)] = type(plan)(
+                layout=plan.layout, quota=plan.quota.clone(), slots=plan.slots.clone()
+            )
+        return first[id(self)]
+
+    return mock.patch.object(InFlightPlans, "recall", stale)
+
+
+def _worst(rank: int, sabotage: Callable[[], Any] | None) -> Any:
+    if sabotage is None:
+        return gradient_difference(CASE, num_microbatches=4, balance=BalanceConfig(tolerance=0.0))
+    with sabotage():
+        return gradient_difference(CASE, num_microbatches=4, balance=BalanceConfig(tolerance=0.0))
+
+
+def test_intact_method_meets_the_tolerance_with_several_slots_in_use() -> None:
+    for difference in run_ranks(_worst, 2, None):
+        assert difference.worst < 1e-14
+        assert difference.replicas > 8, "more than one replica a layer and microbatch"
+
+
+@pytest.mark.parametrize(
+    "sabotage", [_skip_reduce, _skip_rematerialize, _swap_slots, _reuse_plan_of_other_microbatch]
+)
+def test_parity_notices(sabotage: Callable[[], Any]) -> None:
+    try:
+        worst = max(difference.worst for difference in run_ranks(_worst, 2, sabotage))
+    except RuntimeError as error:
+        # A gradient for a slot that the wrong plan names does not exist: noticed as well.
+        assert "has a replica but no gradient" in str(error)
+        assert sabotage is _reuse_plan_of_other_microbatch
+    else:
+        assert worst > 1e-3

@@ -1,0 +1,357 @@
+"""The balanced layer in the corners: odd loads, odd sizes, evaluation, aborted steps, wrong settings.
+
+Layer 2 (2 to 4 gloo ranks). Outputs, input gradients and weight gradients of single layers are compared with
+Megatron's own layer in float64; counts and bytes are compared exactly.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_ext.config import BalanceConfig
+from tests.gpt import TinyGPT, TransformerConfig, build_gpt  # first: it enables the CPU platform
+from tests.mcore.parity import balanced_gpt, balanced_layers
+from tests.ranks import run_ranks
+
+from megatron_ext.mcore.validate import validate_for_balancing  # isort: skip
+
+HIDDEN = 16
+TOLERANCE = 1e-12
+EXACT = BalanceConfig(tolerance=0.0)
+
+
+def layer_outcome(gpt: TinyGPT, hidden: torch.Tensor, upstream: torch.Tensor) -> dict[str, Any]:
+    """Forward and backward of the first MoE layer alone."""
+    gpt.chunks[0].zero_grad_buffer()
+    layer = gpt.chunks[0].module.decoder.layers[0].mlp
+    hidden = hidden.clone().requires_grad_()
+    output, _ = layer(hidden)
+    output.backward(upstream)
+    gradients = {f"grad {name}": value for name, value in gpt.gradients().items() if "layers.0.mlp" in name}
+    return {"output": output.detach(), "input grad": hidden.grad, **gradients}
+
+
+def assert_close(expected: dict[str, Any], found: dict[str, Any], tolerance: float) -> None:
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        distance, scale = float((found[name] - value).norm()), float(value.norm())
+        assert distance <= tolerance * scale, f"{name}: {distance} of {scale}"
+
+
+def plain_route(layer: Any, hidden: torch.Tensor, padding_mask: Any = None) -> Any:
+    """Top-k routing without Megatron's router, which takes no rank without tokens."""
+    logits = hidden.flatten(0, 1) @ layer.router.weight.T
+    chosen = logits.topk(layer.config.moe_router_topk).indices
+    routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
+    return logits.softmax(1) * routing_map, routing_map
+
+
+def _odd_sizes(rank: int, sizes: list[int], one_expert: bool, case: dict[str, Any]) -> int:
+    plain = build_gpt(**case, dtype=torch.float64)
+    gpt = balanced_gpt(case, EXACT, dtype=torch.float64)
+    for model in (plain, gpt):
+        layer = model.chunks[0].module.decoder.layers[0].mlp
+        layer.route = partial(plain_route, layer)
+        if one_expert:
+            layer.router.weight.data[0] = 10.0
+    generator = torch.Generator().manual_seed(rank)
+    shape = (sizes[rank], 1, HIDDEN)
+    hidden = torch.randn(shape, generator=generator, dtype=torch.float64)
+    # Positive inputs and a large row of weights: the router chooses expert 0 for every token.
+    hidden = hidden.abs() if one_expert else hidden
+    upstream = torch.randn(shape, generator=generator, dtype=torch.float64)
+    for _ in range(3):
+        expected = layer_outcome(plain, hidden, upstream)
+        assert_close(expected, layer_outcome(gpt, hidden, upstream), TOLERANCE)
+    return sum(layer.num_replicas for layer in balanced_layers(gpt))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "one_expert", "case"),
+    [
+        ([0, 40], False, dict(ep=2)),
+        ([40, 0], True, dict(ep=2, topk=1)),
+        ([33, 5], False, dict(ep=2, recompute="selective")),
+        ([24, 24], True, dict(ep=2, topk=1)),
+        ([7, 50, 0, 21], True, dict(ep=4, topk=1, experts=8)),
+    ],
+)
+def test_odd_token_counts(sizes: list[int], one_expert: bool, case: dict[str, Any]) -> None:
+    replicas = run_ranks(_odd_sizes, len(sizes), sizes, one_expert, case)
+    assert len(set(replicas)) == 1
+    assert replicas[0] > 0
+
+
+def _no_tokens_at_all(rank: int) -> None:
+    gpt = balanced_gpt(dict(ep=2), EXACT, dtype=torch.float64)
+    layer = gpt.chunks[0].module.decoder.layers[0].mlp
+    layer.route = partial(plain_route, layer)
+    empty = torch.zeros(0, 1, HIDDEN, dtype=torch.float64)
+    outcome = layer_outcome(gpt, empty, empty)
+    assert outcome["output"].shape == empty.shape
+    assert all(not value.any() for value in outcome.values())
+
+
+def test_no_tokens_on_any_rank() -> None:
+    run_ranks(_no_tokens_at_all, 2)
+
+
+def _no_slots(rank: int, ep: int, slots: int) -> None:
+    case = dict(ep=ep, num_layers=2)
+    plain = build_gpt(**case)
+    gpt = balanced_gpt(case, BalanceConfig(slots=slots, tolerance=0.0))
+    for step in range(3):
+        assert plain.train_step(step) == gpt.train_step(step)
+    expected, found = plain.parameters(), gpt.parameters()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(("world_size", "ep", "slots"), [(2, 2, 0), (1, 1, 2), (2, 1, 2)])
+def test_nothing_to_replicate_is_bit_equal(world_size: int, ep: int, slots: int) -> None:
+    run_ranks(_no_slots, world_size, ep, slots)
+
+
+def _evaluate_in_between(rank: int) -> None:
+    case = dict(ep=2)
+    quiet, busy = balanced_gpt(case, EXACT), balanced_gpt(case, EXACT)
+    for step in range(4):
+        loss = quiet.train_step(step)
+        before = [layer.num_replicas for layer in balanced_layers(busy)]
+        with torch.no_grad():
+            busy.forward_backward(100 + step, forward_only=True)
+        assert [layer.num_replicas for layer in balanced_layers(busy)] == before, "evaluation was counted"
+        assert busy.train_step(step) == loss
+    for layer in balanced_layers(busy):
+        assert layer._in_flight.num_in_flight == 0
+
+
+def test_evaluation_in_the_middle_of_training_changes_nothing() -> None:
+    run_ranks(_evaluate_in_between, 2)
+
+
+def _evaluate_between_forward_and_backward(rank: int) -> None:
+    case = dict(ep=2)
+    plain, gpt = build_gpt(**case, dtype=torch.float64), balanced_gpt(case, EXACT, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(rank)
+    hidden, other, upstream = torch.randn(3, 32, 1, HIDDEN, generator=generator, dtype=torch.float64)
+    expected = layer_outcome(plain, hidden, upstream)
+
+    gpt.chunks[0].zero_grad_buffer()
+    layer = gpt.chunks[0].module.decoder.layers[0].mlp
+    hidden = hidden.clone().requires_grad_()
+    output, _ = layer(hidden)
+    with torch.no_grad():
+        layer(other)
+    for slot_weights in layer._slot_buffers.weights:
+        slot_weights.fill_(float("nan"))
+    output.backward(upstream)
+    gradients = {f"grad {n}": g for n, g in gpt.gradients().items() if "layers.0.mlp" in n}
+    assert_close(expected, {"output": output.detach(), "input grad": hidden.grad, **gradients}, TOLERANCE)
+
+
+def test_backward_reads_nothing_that_was_left_in_the_slots() -> None:
+    run_ranks(_evaluate_between_forward_and_backward, 2)
+
+
+def _abort_a_step(rank: int) -> None:
+    case = dict(ep=2)
+    clean, aborted = balanced_gpt(case, EXACT), balanced_gpt(case, EXACT)
+    generator = torch.Generator().manual_seed(rank)
+    hidden = torch.randn(32, 1, HIDDEN, generator=generator)
+    layer = aborted.chunks[0].module.decoder.layers[0].mlp
+    for _ in range(2):
+        output, _ = layer(hidden.clone().requires_grad_())
+        assert layer._in_flight.num_in_flight == 1
+        # The step ends here: no backward comes, the graph is dropped.
+        del output
+    for slot_grads in layer._slot_buffers.grads:
+        slot_grads.fill_(float("nan"))
+    for step in range(2):
+        assert clean.train_step(step) == aborted.train_step(step)
+    assert all(
+        torch.equal(aborted.parameters()[name], value) for name, value in clean.parameters().items()
+    )
+
+
+def test_a_clean_step_after_an_aborted_one_equals_a_clean_step() -> None:
+    run_ranks(_abort_a_step, 2)
+
+
+def _slot_bytes(rank: int, num_layers: int, dtype: torch.dtype) -> tuple[int, int]:
+    gpt = balanced_gpt(dict(ep=2, num_layers=num_layers), EXACT, dtype=dtype)
+    gpt.forward_backward(num_microbatches=2)
+    layers = balanced_layers(gpt)
+    buffers = {id(layer._slot_buffers): layer._slot_buffers for layer in layers}
+    assert len(layers) == num_layers
+    expert = gpt.chunks[0].module.decoder.layers[0].mlp.experts.local_experts[0]
+    return (
+        sum(buffer.num_bytes for buffer in buffers.values()),
+        sum(weight.numel() for weight in expert.parameters()),
+    )
+
+
+def test_slot_memory_does_not_grow_with_layers() -> None:
+    few, many = (run_ranks(_slot_bytes, 2, layers, torch.float32) for layers in (2, 8))
+    weight_bytes = gradient_bytes = 4
+    for num_bytes, numel in (*few, *many):
+        assert num_bytes == BalanceConfig().slots * numel * (weight_bytes + gradient_bytes)
+
+
+def _names(rank: int) -> None:
+    plain, gpt = build_gpt(ep=2), balanced_gpt(dict(ep=2), EXACT)
+    gpt.forward_backward()
+    for of in (
+        lambda model: [name for name, _ in model.chunks[0].named_parameters()],
+        lambda model: [name for name, _ in model.chunks[0].named_buffers()],
+        lambda model: list(model.chunks[0].state_dict()),
+        lambda model: [buffer.numel_unpadded for buffer in model.chunks[0].expert_parallel_buffers],
+    ):
+        assert of(plain) == of(gpt)
+
+
+def test_slots_are_in_no_parameter_buffer_bucket_or_state() -> None:
+    run_ranks(_names, 2)
+
+
+def test_a_ring_smaller_than_the_schedule_fails_before_any_wrong_gradient() -> None:
+    case = dict(ep=2, pp=2)
+    with pytest.raises(RuntimeError) as raised:
+        run_ranks(_small_ring_raises, 4, case, 1)
+    assert "layer 1: no place for the plan of microbatch 1" in str(raised.value)
+    assert "set balance.max_in_flight to 2 or more (ring size now 1)" in str(raised.value)
+
+
+def _small_ring_raises(rank: int, case: dict[str, Any], ring_size: int) -> None:
+    gpt = balanced_gpt(case, BalanceConfig(tolerance=0.0, max_in_flight=ring_size))
+    gpt.forward_backward(num_microbatches=4)
+
+
+def _peak_in_flight(rank: int, case: dict[str, Any], num_microbatches: int) -> tuple[int, int]:
+    from megatron_ext.balance.in_flight import InFlightPlans
+
+    peak = 0
+    keep = InFlightPlans.keep
+
+    def watched(self: InFlightPlans, plan: Any) -> Any:
+        nonlocal peak
+        handle = keep(self, plan)
+        peak = max(peak, self.num_in_flight)
+        return handle
+
+    gpt = balanced_gpt(case, EXACT)
+    with mock.patch.object(InFlightPlans, "keep", watched):
+        gpt.forward_backward(num_microbatches=num_microbatches)
+    return peak, max(layer._in_flight.ring_size for layer in balanced_layers(gpt))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "case", "num_microbatches", "by_rank"),
+    [
+        (4, dict(ep=2, pp=2), 6, [2, 2, 1, 1]),
+        (4, dict(ep=2, pp=2, vpp=2, num_layers=4), 8, [4, 4, 3, 3]),
+        (2, dict(ep=2), 4, [1, 1]),
+    ],
+)
+def test_the_default_ring_is_what_the_schedule_holds(
+    world_size: int, case: dict[str, Any], num_microbatches: int, by_rank: list[int]
+) -> None:
+    found = run_ranks(_peak_in_flight, world_size, case, num_microbatches)
+    assert [peak for peak, _ in found] == [ring for _, ring in found] == by_rank
+
+
+def _check_plans(rank: int, tamper: bool) -> None:
+    from megatron_ext.balance.plan import BalancePlan
+
+    digest = BalancePlan.digest
+    flip = int(tamper and rank == 1)
+    gpt = balanced_gpt(dict(ep=2), BalanceConfig(check_plans=True))
+    with mock.patch.object(BalancePlan, "digest", lambda plan: digest(plan) ^ flip):
+        gpt.forward_backward()
+
+
+def test_check_plans_passes_equal_plans_and_names_the_rank_that_differs() -> None:
+    run_ranks(_check_plans, 2, False)
+    with pytest.raises(RuntimeError, match=r"layer 1: EP ranks \[1\] solved another plan than rank 0"):
+        run_ranks(_check_plans, 2, True)
+
+
+def _disagree(rank: int) -> None:
+    balanced_gpt(dict(ep=2), BalanceConfig(slots=1 + rank))
+
+
+def test_ranks_that_disagree_about_the_config_fail_at_the_start() -> None:
+    with pytest.raises(RuntimeError, match=r"balance.slots must be equal.*rank 0 has 1, rank 1 has 2"):
+        run_ranks(_disagree, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "balance", "message"),
+    [
+        (
+            dict(moe_expert_capacity_factor=1.0, moe_router_load_balancing_type="aux_loss"),
+            {},
+            "moe_expert_capacity_factor (1.0) must be None with balance.strategy=quota: a dropped",
+        ),
+        ({}, dict(strategy="magic"), "balance.strategy ('magic') must be one of"),
+        ({}, dict(transport="rdma"), "balance.transport ('rdma') is not available here"),
+        ({}, dict(nvlink_domain=3), "balance.nvlink_domain (3) must divide"),
+        (dict(gradient_accumulation_fusion=True), {}, "gradient_accumulation_fusion (True) must"),
+        (dict(expert_tensor_parallel_size=2), {}, "expert_tensor_parallel_size (2) must be 1"),
+        (dict(num_moe_experts=None), {}, "num_moe_experts (None) must be >= 1"),
+    ],
+)
+def test_settings_that_exclude_balancing_are_named(
+    settings: dict[str, Any], balance: dict[str, Any], message: str
+) -> None:
+    defaults = dict(
+        num_layers=2,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        num_moe_experts=4,
+        add_bias_linear=False,
+        expert_model_parallel_size=2,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        expert_tensor_parallel_size=1,
+    )
+    if settings.get("num_moe_experts", 4) is None:
+        defaults["expert_model_parallel_size"] = 1
+    config = TransformerConfig(**(defaults | settings))
+    problems = validate_for_balancing(config, BalanceConfig(**balance))
+    assert len(problems) == 1
+    assert message in problems[0]
+    assert validate_for_balancing(config, BalanceConfig(strategy="none")) == []
+
+
+def _refuse(rank: int) -> None:
+    settings = dict(moe_expert_capacity_factor=1.0, moe_router_load_balancing_type="aux_loss")
+    balanced_gpt(settings, BalanceConfig())
+
+
+def test_a_layer_that_cannot_be_balanced_is_not_built() -> None:
+    with pytest.raises(RuntimeError, match=r"moe_expert_capacity_factor \(1.0\) must be None"):
+        run_ranks(_refuse, 1)
+
+
+def _bfloat16(rank: int) -> None:
+    case = dict(ep=2)
+    plain, gpt = build_gpt(**case, dtype=torch.bfloat16), balanced_gpt(case, EXACT, dtype=torch.bfloat16)
+    reference = build_gpt(ep=2)
+    exact = [reference.train_step(step) for step in range(3)]
+    errors = [
+        max(abs(model.train_step(step) - exact[step]) for step in range(3)) for model in (plain, gpt)
+    ]
+    buffers = balanced_layers(gpt)[0]._slot_buffers
+    assert {weight.dtype for weight in buffers.weights} == {torch.bfloat16}
+    assert {grad.dtype for grad in buffers.grads} == {torch.float32}
+    # Low precision by the usual rule: at most twice the error that the plain path makes against float32.
+    assert errors[1] <= 2 * errors[0], errors
+
+
+def test_bfloat16_is_as_exact_as_unbalanced_bfloat16() -> None:
+    run_ranks(_bfloat16, 2)
