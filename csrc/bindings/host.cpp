@@ -21,10 +21,8 @@ Tensor count_load_op(const Tensor& routing_map) {
                       routing_map.sizes());
     const Tensor map = routing_map.contiguous();
     Tensor counts = at::empty({map.size(1)}, map.options().dtype(at::kLong));
-    count_load(map.const_data_ptr<bool>(),
-               map.size(0),
-               map.size(1),
-               counts.mutable_data_ptr<int64_t>());
+    count_load(
+        map.const_data_ptr<bool>(), map.size(0), map.size(1), counts.mutable_data_ptr<int64_t>());
     return counts;
 }
 
@@ -47,9 +45,8 @@ std::tuple<Tensor, Tensor> solve_quota_op(const Tensor& load,
                                           int64_t tolerance_ppm,
                                           int64_t min_quota) {
     check_int64("load", load);
-    TORCH_CHECK_VALUE(load.dim() == 2 || load.dim() == 3,
-                      "load must be [R, E] or [B, R, E], got ",
-                      load.sizes());
+    TORCH_CHECK_VALUE(
+        load.dim() == 2 || load.dim() == 3, "load must be [R, E] or [B, R, E], got ", load.sizes());
     const int64_t ranks = load.size(-2);
     const int64_t experts = load.size(-1);
     check_experts(ranks, experts);

@@ -5,9 +5,10 @@
 namespace {
 
 at::Tensor count_load_op(const at::Tensor&) {
-    TORCH_CHECK(false,
-                "megatron_ext was built without its CUDA part: install the CUDA toolkit (nvcc) and a "
-                "Torch with CUDA, then build again");
+    TORCH_CHECK(
+        false,
+        "megatron_ext was built without its CUDA part: install the CUDA toolkit (nvcc) and a "
+        "Torch with CUDA, then build again");
 }
 
 }  // namespace

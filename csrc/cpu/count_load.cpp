@@ -8,7 +8,7 @@
 namespace megatron_ext {
 
 void count_load(const bool* routing_map, int64_t num_tokens, int64_t num_experts, int64_t* counts) {
-    // Counted in bytes first, which the compiler adds 16 or more at a time; a byte holds 255 tokens.
+    // Counted in bytes first, which the compiler adds many at a time; a byte holds 255 tokens.
     constexpr int64_t kTokensPerByte = 255;
     std::vector<uint8_t> partial(num_experts);
     std::fill_n(counts, num_experts, int64_t{0});

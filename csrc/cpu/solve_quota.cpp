@@ -22,11 +22,10 @@ struct Transfer {
 // Busiest-rank load that is good enough. 128 bits, because the product leaves int64 first.
 int64_t target_load(const QuotaProblem& problem, int64_t total) {
     const int64_t mean_rounded_up = total / problem.num_ranks + (total % problem.num_ranks != 0);
-    const auto allowed = static_cast<__int128>(total) * (kMillion + problem.tolerance_ppm) /
-                         (static_cast<__int128>(problem.num_ranks) * kMillion);
+    const __int128 parts = static_cast<__int128>(kMillion) + problem.tolerance_ppm;
+    const __int128 allowed = total * parts / (static_cast<__int128>(problem.num_ranks) * kMillion);
     // Above the total nothing needs to move, so the cut keeps the result in int64 and its meaning.
-    return std::max(mean_rounded_up,
-                    static_cast<int64_t>(std::min<__int128>(allowed, total)));
+    return std::max(mean_rounded_up, static_cast<int64_t>(std::min<__int128>(allowed, total)));
 }
 
 class QuotaSearch {
@@ -37,8 +36,7 @@ class QuotaSearch {
           expert_load_(problem.num_experts, 0),
           rank_load_(problem.num_ranks, 0),
           slack_(problem.num_ranks),
-          num_held_(problem.num_ranks),
-          held_(problem.num_ranks * problem.num_slots) {
+          num_held_(problem.num_ranks) {
         for (int64_t r = 0; r < problem.num_ranks; ++r) {
             for (int64_t e = 0; e < problem.num_experts; ++e) {
                 expert_load_[e] += load[r * problem.num_experts + e];
@@ -46,7 +44,7 @@ class QuotaSearch {
         }
         for (int64_t e = 0; e < problem.num_experts; ++e) rank_load_[e / mains_] += expert_load_[e];
 
-        // Both orders are the same for every threshold, so they are made once. Stable: ties by index.
+        // Both orders are the same for every threshold, so they are made once; ties by index.
         busiest_first_ = sorted_descending(0, problem.num_ranks, rank_load_);
         hottest_first_.reserve(problem.num_experts);
         for (int64_t r = 0; r < problem.num_ranks; ++r) {
@@ -95,9 +93,8 @@ class QuotaSearch {
                                                   const std::vector<int64_t>& value) {
         std::vector<int64_t> order(last - first);
         std::iota(order.begin(), order.end(), first);
-        std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-            return value[a] > value[b];
-        });
+        std::stable_sort(
+            order.begin(), order.end(), [&](int64_t a, int64_t b) { return value[a] > value[b]; });
         return order;
     }
 
@@ -124,12 +121,12 @@ class QuotaSearch {
     int64_t shed(int64_t expert, int64_t home, int64_t excess) {
         int64_t movable = expert_load_[expert];
         while (excess > 0 && movable > 0) {
-            const int64_t target = roomiest_host(expert, home);
+            const int64_t target = roomiest_host(home);
             if (target < 0) break;
             const int64_t amount = std::min({excess, slack_[target], movable});
             if (amount < problem_.min_quota) break;
             transfers_.push_back({expert, target, amount});
-            held_[target * problem_.num_slots + num_held_[target]++] = expert;
+            ++num_held_[target];
             slack_[target] -= amount;
             movable -= amount;
             excess -= amount;
@@ -137,15 +134,15 @@ class QuotaSearch {
         return excess;
     }
 
-    // The rank with the most slack that may take a replica of `expert`, the lowest of equals; or -1.
-    int64_t roomiest_host(int64_t expert, int64_t home) const {
+    // The rank with the most slack that may take a replica from `home`, the lowest of equals; or
+    // -1. It cannot hold the expert already: a transfer uses up the excess, the expert or the
+    // host's slack, so what goes on with the same expert goes to another host.
+    int64_t roomiest_host(int64_t home) const {
         const int64_t first = home / problem_.nvlink_domain * problem_.nvlink_domain;
         int64_t best = -1;
         int64_t best_slack = 0;
         for (int64_t t = first; t < first + problem_.nvlink_domain; ++t) {
             if (slack_[t] <= best_slack || num_held_[t] == problem_.num_slots) continue;
-            const int64_t* held = held_.data() + t * problem_.num_slots;
-            if (std::find(held, held + num_held_[t], expert) != held + num_held_[t]) continue;
             best = t;
             best_slack = slack_[t];
         }
@@ -161,7 +158,6 @@ class QuotaSearch {
     // State of one probe.
     std::vector<int64_t> slack_;     // [R]
     std::vector<int64_t> num_held_;  // [R] slots in use
-    std::vector<int64_t> held_;      // [R, S] experts, the first num_held_ of a row
     std::vector<Transfer> transfers_;
     std::vector<Transfer> best_;  // of the last probe that succeeded
 };

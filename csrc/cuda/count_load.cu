@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kColumns = 32;  // a warp's width
 constexpr int kRows = 8;
-constexpr int kTokensPerThread = 32;   // enough reads in flight per thread to cover memory latency
+constexpr int kTokensPerThread = 32;    // enough reads in flight to cover memory latency
 constexpr int64_t kMaxGridRows = 1024;  // beyond that blocks loop: more would only add atomics
 
 __global__ void count_load_kernel(const bool* routing_map,

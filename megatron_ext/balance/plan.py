@@ -9,7 +9,6 @@ experts, S slots per rank, B independent loads. All counts are int64.
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +19,9 @@ from megatron_ext.config import BalanceConfig
 from megatron_ext.ops import load_library
 
 _DEFAULTS = BalanceConfig()
+
+# Far beyond the number of ranks, above which it allows everything; in millionths it fits int64.
+_MAX_TOLERANCE = 1_000_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,8 +126,8 @@ def solve_plan(
     from megatron_ext.balance.strategies import get_planner
 
     _check_load(load, layout)
-    if not (math.isfinite(tolerance) and tolerance >= 0):
-        raise ValueError(f"tolerance ({tolerance}) must be a finite number >= 0")
+    if not 0 <= tolerance <= _MAX_TOLERANCE:
+        raise ValueError(f"tolerance ({tolerance}) must be from 0 to {_MAX_TOLERANCE}")
     if min_quota < 1:
         raise ValueError(f"min_quota ({min_quota}) must be >= 1")
     return get_planner(strategy)(load, layout, tolerance=tolerance, min_quota=min_quota)

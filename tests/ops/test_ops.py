@@ -41,19 +41,21 @@ def test_solve_equals_the_reference(instance):
     assert split.tolist() == reference.split_quota(instance.load.tolist(), quota.tolist())
 
 
+# More than 16 ranks: below that many equal loads, an unstable sort can pass for a stable one.
+RANKS, EXPERTS, PER_RANK = 32, 64, 4096
 LARGE = {
-    "uniform": workloads.uniform(16, 64, 4096),
-    "zipf": workloads.zipf(16, 64, 4096, 1.2),
-    "power_law": workloads.power_law(16, 64, 4096, 0.8),
-    "one_hot_expert": workloads.one_hot_expert(16, 64, 4096, expert=63),
-    "given_imbalance": workloads.given_imbalance(16, 64, 4096, 3.0),
-    "cold_ranks": workloads.cold_ranks(16, 64, 4096, cold=4),
+    "uniform": workloads.uniform(RANKS, EXPERTS, PER_RANK),
+    "zipf": workloads.zipf(RANKS, EXPERTS, PER_RANK, 1.2),
+    "power_law": workloads.power_law(RANKS, EXPERTS, PER_RANK, 0.8),
+    "one_hot_expert": workloads.one_hot_expert(RANKS, EXPERTS, PER_RANK, expert=63),
+    "given_imbalance": workloads.given_imbalance(RANKS, EXPERTS, PER_RANK, 3.0),
+    "cold_ranks": workloads.cold_ranks(RANKS, EXPERTS, PER_RANK, cold=8),
 }
 
 
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("domain", [4, 16])
+@pytest.mark.parametrize("domain", [4, 32])
 def test_solve_equals_the_reference_on_workloads(name, slots, domain):
     load = LARGE[name]
     expected = reference.solve_quota(

@@ -1,4 +1,4 @@
-// The stages as functions on raw pointers, without Torch. Checks are made by the callers in bindings/.
+// The stages as functions on raw pointers, without Torch. The callers in bindings/ do the checks.
 //
 // Legend: R ranks of the EP group, E logical experts, M = E / R main experts per rank (the main of
 // expert e lives on rank e / M), S slots per rank, N local tokens. Arrays are dense and row-major.
