@@ -4,9 +4,12 @@ A microbatch passes the files in this order (numbers as in the package's map):
 
     layout.py         who holds which expert
     load.py       1   exact load [R, E]
-    plan.py       2   replicas and quotas; strategies/ has the planners, bounds.py what none can
-    beat reroute.py    3   logical to physical routing that meets the quotas replicas.py 4 8
-    weights into slots, slot gradients back into main experts in_flight.py      plans kept from
-    forward to backward reference.py      stages 2 and 3 in slow plain Python: the specification
+    plan.py       2   replicas and quotas, and every source rank's share of them
+    strategies/       the planners, one file each
+    bounds.py         what no planner can beat
+    reroute.py    3   logical to physical routing that meets the quotas
+    replicas.py 4 8   weights into slots, slot gradients back into main experts
+    in_flight.py      plans kept from forward to backward
+    reference.py      stages 2 and 3 in slow plain Python: the specification
     metrics.py        what the reported numbers mean
 """

@@ -11,9 +11,8 @@ def lower_bound(load: Tensor, layout: ExpertLayout) -> int:
     """Assignments that the busiest rank must have in every legal plan.
 
     A replica stays in its home's NVLink domain, so the ranks of a domain share the load of their
-    experts among
-    themselves: one of them has at least the domain's mean, rounded up. Without slots every rank
-    keeps its own.
+    experts among themselves: one of them has at least the domain's mean, rounded up. Without slots
+    every rank keeps its own.
 
     Args:
         load: Assignments, int64 [R, E].

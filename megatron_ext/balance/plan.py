@@ -1,9 +1,8 @@
 """Stage 2: from the exact load to a plan, and from a plan to each source rank's share of it.
 
 Needs the load of `load.py`; gives a `BalancePlan` to reroute, slot buffers and backward. Integer
-arithmetic on equal
-input: every rank solves alone and gets the same bits. Legend: R ranks of the EP group, E logical
-experts, S slots per rank, B independent loads. All counts are int64.
+arithmetic on equal input: every rank solves alone and gets the same bits. Legend: R ranks of the EP
+group, E logical experts, S slots per rank, B independent loads. All counts are int64.
 """
 
 from __future__ import annotations
@@ -191,8 +190,8 @@ def split_quota(load: Tensor, plan: BalancePlan, source_rank: int | None = None)
         source_rank: The rank whose rows are wanted; all of them if None.
 
     Returns:
-        Assignments from the source rank to expert e that rank t computes: int64 [E, R], or [R, E,
-        R] for all.
+        Assignments from the source rank to expert e that rank t computes: int64 [E, R] for one
+        source rank, [R, E, R] for all.
 
     Raises:
         ValueError: If a shape does not fit, or `source_rank` is no rank.
@@ -202,8 +201,7 @@ def split_quota(load: Tensor, plan: BalancePlan, source_rank: int | None = None)
     >>> split_quota(load, plan, 0)[0].tolist(), split_quota(load, plan, 1)[0].tolist()
     ([5, 1], [0, 4])
 
-    Source: UltraEP, Algorithm 1 (SolveReroute); differs from it in how residuals meet, as said
-    above.
+    Source: UltraEP, Algorithm 1 (SolveReroute); differs from it in how residuals meet.
     """
     load_library()
     split = torch.ops.megatron_ext.split_quota(load.cpu(), plan.quota.cpu(), source_rank)

@@ -142,9 +142,8 @@ def split_quota(load: Matrix, quota: Matrix) -> list[Matrix]:
     t's piece.
 
     Source: UltraEP, Algorithm 1 (SolveReroute). Differs in that residual demand meets residual
-    quota by overlapping
-    intervals: the paper's proportional shares, once rounded, keep the sources' sums but not the
-    quotas.
+    quota by overlapping intervals: the paper's proportional shares, once rounded, keep the sources'
+    sums but not the quotas.
 
     Returns:
         `split` [R][E][R]: assignments from source rank r to expert e that rank t computes.
