@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
@@ -27,6 +28,10 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
 
 from megatron_ext.balance.replicas import MainWeights, Segment
+
+
+_EXTRA_STATE = "_extra_state"
+"""Name that PyTorch gives to what a module saves besides tensors."""
 
 
 class ExpertWeights(Protocol):
@@ -188,6 +193,7 @@ class GroupedExperts(MegatronModule):
         fc1_width = 2 * width if config.gated_linear_unit else width
         self.fc1 = self._parameter((fc1_width, hidden), config.init_method, partition_dim=1)
         self.fc2 = self._parameter((hidden, width), config.output_layer_init_method, partition_dim=2)
+        self.register_load_state_dict_post_hook(self._ignore_extra_states)
 
     def _parameter(self, shape: tuple[int, int], init_method: Any, partition_dim: int) -> nn.Parameter:
         config = self.config
@@ -241,17 +247,34 @@ class GroupedExperts(MegatronModule):
     ) -> dict[str, Any]:
         """Name the stacked weights as `SequentialMLP` names its experts: one global tensor [..., E, *shape] a segment."""
         expert_axis = len(sharded_offsets)
-        offsets = (*sharded_offsets, (expert_axis, self.ep_group.rank(), self.ep_group.size()))
-        return {
-            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
-                f"{prefix}experts.linear_{name}.weight",
+        ep_rank, ep_size = self.ep_group.rank(), self.ep_group.size()
+        replica_id = (0, 0, self.dp_group.rank())
+        state: dict[str, Any] = {}
+        for name, parameter in (("fc1", self.fc1), ("fc2", self.fc2)):
+            key = f"{prefix}experts.linear_{name}"
+            state[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
+                f"{key}.weight",
                 parameter,
-                *offsets,
-                replica_id=(0, 0, self.dp_group.rank()),
+                *sharded_offsets,
+                (expert_axis, ep_rank, ep_size),
+                replica_id=replica_id,
                 prepend_axis_num=expert_axis,
             )
-            for name, parameter in (("fc1", self.fc1), ("fc2", self.fc2))
-        }
+            # Megatron's linear layers each save an empty extra state, and miss it when it is not there.
+            for m in range(self.num_local_experts):
+                state[f"{prefix}{name}.{m}{_EXTRA_STATE}"] = ShardedObject(
+                    f"{key}.{_EXTRA_STATE}",
+                    None,
+                    (*(size for _, _, size in sharded_offsets), ep_size * self.num_local_experts),
+                    (*(idx for _, idx, _ in sharded_offsets), ep_rank * self.num_local_experts + m),
+                    replica_id,
+                )
+        return state
+
+    def _ignore_extra_states(self, module: nn.Module, incompatible_keys: Any) -> None:
+        """After loading: the empty extra states of `sharded_state_dict` belong to nothing here."""
+        unexpected = incompatible_keys.unexpected_keys
+        unexpected[:] = [key for key in unexpected if not key.endswith(_EXTRA_STATE)]
 
 
 class GroupedWeights:

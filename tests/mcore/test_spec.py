@@ -1,0 +1,96 @@
+"""`balance_spec` finds the MoE layers of any spec, in both of Megatron's ways to write one.
+
+Layer 1: no processes.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from megatron_ext.config import BalanceConfig
+from megatron_ext.cpu_platform import enable_cpu_platform
+
+enable_cpu_platform()
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
+from megatron.core.transformer.moe.moe_layer import MoELayer  # isort: skip
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
+from megatron_ext.mcore.experts import GroupedExperts  # isort: skip
+from megatron_ext.mcore.moe_layer import BalancedMoELayer, EvenMoELayer  # isort: skip
+from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec  # isort: skip
+
+
+def block_spec(moe_layers: tuple[bool, ...] = (True, True)) -> TransformerBlockSubmodules:
+    moe = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
+    dense = get_gpt_layer_local_spec()
+    return TransformerBlockSubmodules(layer_specs=[moe if is_moe else dense for is_moe in moe_layers])
+
+
+def layer_class(mlp: Any) -> Any:
+    return getattr(mlp, "module", None) or mlp.func
+
+
+def settings(mlp: Any) -> dict[str, Any]:
+    return mlp.params if hasattr(mlp, "params") else mlp.keywords
+
+
+def test_every_moe_layer_of_a_block_is_balanced_and_dense_ones_are_left() -> None:
+    spec = block_spec((False, True, True, False))
+    balance = BalanceConfig(slots=1)
+    found = [layer.submodules.mlp for layer in balance_spec(spec, balance).layer_specs]
+    before = [layer_class(layer.submodules.mlp) for layer in spec.layer_specs]
+    assert [layer_class(mlp) for mlp in found] == [
+        BalancedMoELayer if module is MoELayer else module for module in before
+    ]
+    assert before.count(MoELayer) == 2
+    assert all(settings(mlp)["balance"] is balance for mlp in found[1:3])
+
+
+def test_a_single_layer_spec_is_balanced() -> None:
+    spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
+    assert layer_class(balance_spec(spec, BalanceConfig()).submodules.mlp) is BalancedMoELayer
+
+
+def test_the_given_spec_stays_as_it_was() -> None:
+    spec = block_spec()
+    before = copy.deepcopy(spec)
+    balance_spec(grouped_mm_spec(spec), BalanceConfig())
+    assert repr(spec) == repr(before)
+
+
+def test_none_gives_the_very_spec_back_and_ideal_forces_even_routing() -> None:
+    spec = block_spec()
+    assert balance_spec(spec, BalanceConfig(strategy="none")) is spec
+    even = balance_spec(spec, BalanceConfig(strategy="ideal"))
+    assert {layer_class(layer.submodules.mlp) for layer in even.layer_specs} == {EvenMoELayer}
+
+
+def test_grouped_experts_replace_sequential_ones_before_or_after_balancing() -> None:
+    for transforms in ((grouped_mm_spec, _balance), (_balance, grouped_mm_spec)):
+        spec = block_spec()
+        for transform in transforms:
+            spec = transform(spec)
+        mlp = spec.layer_specs[0].submodules.mlp
+        submodules = getattr(mlp, "submodules", None) or mlp.keywords["submodules"]
+        assert layer_class(mlp) is BalancedMoELayer
+        assert layer_class(submodules.experts) is GroupedExperts
+
+
+def _balance(spec: Any) -> Any:
+    return balance_spec(spec, BalanceConfig())
+
+
+def test_a_spec_without_experts_is_refused() -> None:
+    dense = get_gpt_layer_local_spec()
+    with pytest.raises(ValueError, match="the spec has no MoE layer in it"):
+        balance_spec(dense, BalanceConfig())
+    with pytest.raises(ValueError, match="the spec has no SequentialMLP in it"):
+        grouped_mm_spec(dense)
+
+
+def test_an_unknown_strategy_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"balance.strategy \('magic'\) must be one of"):
+        balance_spec(block_spec(), BalanceConfig(strategy="magic"))
