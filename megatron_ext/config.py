@@ -322,11 +322,11 @@ def validate(config: TrainConfig, *, num_ranks: int) -> None:
         ConfigError: With all problems.
     """
     problems = _check_values(config)
-    if not problems:
+    values_fit = not problems
+    if values_fit:
         problems = _check_sizes(config, num_ranks)
-    problems += _check_megatron(config, sizes_fit=not problems)
-    problems += _check_data(config)
-    problems += _check_logging(config)
+    problems += _check_megatron(config, values_fit=values_fit, sizes_fit=not problems)
+    problems += _check_data(config, values_fit=values_fit)
     if not problems:
         problems = _check_checkpoint(config)
     if problems:
@@ -355,6 +355,11 @@ def _check_values(config: TrainConfig) -> list[str]:
     if not 0.0 <= config.data.validation_fraction < 1.0:
         problems.append(
             f"data.validation_fraction ({config.data.validation_fraction}) must be >= 0 and < 1"
+        )
+    if config.logging.wandb in ("offline", "online") and not importlib.util.find_spec("wandb"):
+        problems.append(
+            f"logging.wandb ({config.logging.wandb!r}) needs the package wandb: "
+            "pip install 'megatron-ext[wandb]'"
         )
     return problems
 
@@ -433,14 +438,14 @@ def _check_sizes(config: TrainConfig, num_ranks: int) -> list[str]:
     return problems
 
 
-def _check_megatron(config: TrainConfig, *, sizes_fit: bool) -> list[str]:
+def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -> list[str]:
     """The section `megatron`, the balancing, and what Megatron itself says."""
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_ext.mcore.build import transformer_settings
+    from megatron_ext.mcore.build import transformer_config, transformer_settings
     from megatron_ext.mcore.validate import validate_for_balancing
 
-    settings = transformer_settings(config)
+    settings = transformer_settings(config) if values_fit else {}
     known = {megatron.name for megatron in fields(TransformerConfig)}
     problems = []
     for name in config.megatron:
@@ -456,40 +461,33 @@ def _check_megatron(config: TrainConfig, *, sizes_fit: bool) -> list[str]:
                 f"megatron.{name} ({config.megatron[name]}) is set by another section: "
                 f"it is {settings[name]!r} by model, parallel or data"
             )
-    settings |= config.megatron
-    # The number of experts was checked above, under its name here.
-    checked = settings | {"num_moe_experts": config.parallel.ep_size}
-    problems += validate_for_balancing(SimpleNamespace(**checked), config.balance)
+    # The numbers of experts and ranks were checked above, under their names here.
+    ep_size = max(1, config.parallel.ep_size)
+    sizes = {"num_moe_experts": ep_size, "expert_model_parallel_size": ep_size}
+    checked = SimpleNamespace(**(settings | config.megatron | sizes))
+    problems += validate_for_balancing(checked, config.balance)
     if sizes_fit and not problems:
         try:
-            TransformerConfig(**settings)
+            transformer_config(config)
         except (ValueError, AssertionError, TypeError) as error:
             problems.append(f"Megatron: {_one_line(error)}")
     return problems
 
 
-def _check_data(config: TrainConfig) -> list[str]:
-    if config.data.path == MISSING:
-        return ["data.path is missing: the folder made by `megatron-ext data build`"]
+def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:
     from megatron_ext.data import Manifest
     from megatron_ext.mcore.build import dataset
 
     try:
         manifest = Manifest.load(config.data.path)
-        dataset(config, manifest, "train")
-        if config.eval_every:
-            dataset(config, manifest, "validation")
+        if values_fit:
+            dataset(config, manifest, "train")
+            if config.eval_every:
+                dataset(config, manifest, "validation")
     except (FileNotFoundError, ValueError) as error:
-        return [f"data.path ({config.data.path}): {_one_line(error)}"]
-    return []
-
-
-def _check_logging(config: TrainConfig) -> list[str]:
-    if config.logging.wandb != "off" and not importlib.util.find_spec("wandb"):
-        return [
-            f"logging.wandb ({config.logging.wandb!r}) needs the package wandb: "
-            "pip install 'megatron-ext[wandb]'"
-        ]
+        problem = _one_line(error)
+        known = problem.startswith("data.")
+        return [problem if known else f"data.path ({config.data.path}): {problem}"]
     return []
 
 

@@ -2,11 +2,8 @@
 
 Arguments are Hydra's: `--config-dir recipes --config-name NAME` and overrides such as
 `balance.slots=1`. The settings are checked before any process group exists. Under torchrun this
-process is one rank; otherwise it starts the ranks on this machine itself.
-
-A step is Megatron's: its pipeline schedule, DDP, optimizer and learning-rate schedule. A run
-directory continues from its newest checkpoint, exactly: weights, optimizer, generators and the
-position in the data.
+process is one rank; otherwise it starts the ranks on this machine itself. What a rank does is in
+`mcore/training.py`.
 """
 
 from __future__ import annotations
@@ -15,11 +12,9 @@ import argparse
 import logging
 import os
 import sys
-import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +23,8 @@ import torch.distributed as dist
 from hydra import compose, initialize, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from torch import Tensor
 
 from megatron_ext.config import ConfigError, TrainConfig, validate
 from megatron_ext.cpu_platform import enable_cpu_platform
@@ -53,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SystemExit: With status 2 and one line a problem if the settings are wrong, with 1 if a rank
             failed.
     """
-    _quiet_megatron()
+    quiet_megatron()
     options = _parser().parse_intermixed_args(arguments)
     try:
         config = load_config(options.overrides, options.config_dir, options.config_name)
@@ -91,7 +85,7 @@ def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     if is_rank:
         run_rank(config)
     else:
-        _launch(config, num_ranks)
+        launch_ranks(run_rank, config, num_ranks=num_ranks)
 
 
 def load_config(
@@ -118,22 +112,19 @@ def load_config(
     try:
         with setup:
             composed = compose(config_name or SCHEMA, list(overrides))
+        missing = OmegaConf.missing_keys(composed)
+        if missing:
+            raise ConfigError([f"{name} is missing: it has no default" for name in sorted(missing)])
+        config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([_hydra_problem(error)]) from None
-    problems = _section_problems(composed)
-    if problems:
-        raise ConfigError(problems)
-    config = OmegaConf.to_object(composed)
-    assert isinstance(config, TrainConfig), f"recipe {config_name} does not start from {SCHEMA}"
+    except ConfigError:
+        raise
+    except ValueError as error:  # What a section says about its own values.
+        raise ConfigError([str(error)]) from None
+    if not isinstance(config, TrainConfig):
+        raise ConfigError([f"{config_name}.yaml must have {SCHEMA} first in its defaults"])
     return config
-
-
-def _section_problems(composed: DictConfig) -> list[str]:
-    try:
-        OmegaConf.to_object(composed.balance)
-    except ValueError as error:
-        return [str(error)]
-    return []
 
 
 def _hydra_problem(error: Exception) -> str:
@@ -163,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _quiet_megatron() -> None:
+def quiet_megatron() -> None:
     """Keep Megatron's advice about optional packages from burying the run's own lines."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("megatron_ext").setLevel(logging.INFO)
@@ -175,7 +166,17 @@ def _quiet_megatron() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
-def _launch(config: TrainConfig, num_ranks: int) -> None:
+def launch_ranks(function: Callable[..., None], *args: Any, num_ranks: int) -> None:
+    """Run `function(*args)` on ranks of this machine and wait for them.
+
+    Args:
+        function: A module-level function; it begins with `join_ranks()`.
+        args: Must pickle.
+        num_ranks: How many.
+
+    Raises:
+        SystemExit: With status 1 if a rank failed; the rank has said why.
+    """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -193,16 +194,17 @@ def _launch(config: TrainConfig, num_ranks: int) -> None:
         monitor_interval=0.2,
     )
     try:
-        elastic_launch(launch, run_rank)(config)
+        elastic_launch(launch, function)(*args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         sys.stderr.write(f"error: rank {rank} failed (exit status {failure.exitcode})\n")
         raise SystemExit(1) from None
 
 
-def run_rank(config: TrainConfig) -> None:
-    """Train as one rank of a torchrun launch; its settings were checked."""
-    _quiet_megatron()
+@contextmanager
+def join_ranks() -> Iterator[None]:
+    """Make this process a rank of its launch, of which rank 0 speaks for all."""
+    quiet_megatron()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl")
@@ -214,7 +216,7 @@ def run_rank(config: TrainConfig) -> None:
     if dist.get_rank() != 0:
         logging.getLogger("megatron_ext").setLevel(logging.WARNING)
     try:
-        Training(config).run()
+        yield
     except Exception:
         # Said here, by the rank itself; the launcher only adds who fell.
         logger.exception("rank %d failed", dist.get_rank())
@@ -222,192 +224,12 @@ def run_rank(config: TrainConfig) -> None:
     dist.destroy_process_group()
 
 
-class Training:
-    """One rank's model, optimizer and data, from the newest checkpoint on.
+def run_rank(config: TrainConfig) -> None:
+    """Train as one rank of a launch; the settings were checked."""
+    with join_ranks():
+        from megatron_ext.mcore.training import Training
 
-    Made after the process group.
-    """
-
-    def __init__(self, config: TrainConfig) -> None:
-        from megatron.core import parallel_state
-
-        from megatron_ext.data import Manifest
-        from megatron_ext.mcore import build, checkpoint
-        from megatron_ext.telemetry.recorder import LoadRecorder
-
-        self.config = config
-        build.start_parallelism(config)
-        manifest = Manifest.load(config.data.path)
-        self.chunks = build.build_model(config, manifest.vocab_size)
-        self.optimizer = build.build_optimizer(config, self.chunks)
-        self.step = 0
-        start = checkpoint.find_checkpoint(config)
-        if start:
-            self.step = checkpoint.load_checkpoint(start, self.chunks, self.optimizer)["step"]
-            logger.info("continuing from %s", start)
-        self.scheduler = build.build_scheduler(config, self.optimizer, self.step)
-        self.recorder = LoadRecorder(
-            build.moe_layers(self.chunks), parallel_state.get_expert_model_parallel_group()
-        )
-        self._train_data = build.dataset(config, manifest, "train")
-        self._eval_data = (
-            build.dataset(config, manifest, "validation") if config.eval_every else None
-        )
-        data = config.data
-        self._dp_rank = parallel_state.get_data_parallel_rank()
-        self._dp_size = parallel_state.get_data_parallel_world_size()
-        self._num_microbatches = data.global_batch_size // (data.micro_batch_size * self._dp_size)
-
-    def run(self) -> None:
-        """Train to the last step, writing metrics and checkpoints."""
-        from megatron_ext.mcore import build, checkpoint
-        from megatron_ext.telemetry.progress import TrainingProgress
-        from megatron_ext.telemetry.run_log import RunLog
-
-        config = self.config
-        batches = self._batches(self._train_data, self.step * config.data.global_batch_size)
-        with ExitStack() as stack:
-            log = display = None
-            if dist.get_rank() == 0:
-                log = stack.enter_context(RunLog(config, start_step=self.step))
-                display = stack.enter_context(
-                    TrainingProgress(
-                        Path(config.run_dir).name,
-                        start_step=self.step,
-                        steps=config.steps,
-                        every=config.logging.every,
-                    )
-                )
-            while self.step < config.steps:
-                metrics = self.train_step(batches)
-                if _is_due(self.step, config.eval_every):
-                    metrics["eval_loss"] = self.evaluate()
-                if log and display:
-                    log.write(metrics)
-                    display.show(metrics)
-                if _is_due(self.step, config.checkpoint.every):
-                    with build.whole_parameters(config, self.chunks):
-                        checkpoint.save_checkpoint(config, self.chunks, self.optimizer, self.step)
-
-    def train_step(self, batches: list[Iterator[dict[str, Tensor]]]) -> dict[str, Any]:
-        """Do one optimizer step.
-
-        Args:
-            batches: The microbatches to come, one iterator per model chunk.
-
-        Returns:
-            The step's line of `metrics.jsonl`, equal on all ranks but for the times.
-        """
-        started = time.perf_counter()
-        self.scheduler.step(increment=1)
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        losses = self._forward_backward(batches, forward_only=False)
-        _, grad_norm, _ = self.optimizer.step()
-        torch.cuda.synchronize()
-        step_s = time.perf_counter() - started
-
-        self.step += 1
-        loads = self.recorder.take_step()
-        loss, num_losses, before, after, replicas, forwards = _sum_over_ranks(
-            sum(losses),
-            len(losses),
-            loads.imbalance_before,
-            loads.imbalance_after,
-            loads.replicas,
-            loads.forwards,
-        )
-        data = self.config.data
-        return {
-            "step": self.step,
-            "loss": loss / num_losses,
-            "grad_norm": float(grad_norm),
-            "lr": self.optimizer.param_groups[0]["lr"],
-            "tokens_per_s": data.global_batch_size * data.sequence_length / step_s,
-            "step_ms": 1e3 * step_s,
-            "imbalance_before": before / forwards,
-            "imbalance_after": after / forwards,
-            "replicas": replicas / forwards,
-        }
-
-    def evaluate(self) -> float:
-        """Return the loss over always the same validation batches; does not touch the training."""
-        from megatron_ext.mcore import build
-
-        assert self._eval_data is not None, "evaluation without eval_every"
-        batches = self._batches(self._eval_data, 0)
-        losses: list[float] = []
-        for chunk in self.chunks:
-            chunk.eval()
-        with torch.no_grad(), build.whole_parameters(self.config, self.chunks):
-            for _ in range(self.config.eval_steps):
-                losses += self._forward_backward(batches, forward_only=True)
-        for chunk in self.chunks:
-            chunk.train()
-        loss, num_losses = _sum_over_ranks(sum(losses), len(losses))
-        return loss / num_losses
-
-    def _batches(self, data: Any, consumed_samples: int) -> list[Iterator[dict[str, Tensor]]]:
-        from megatron_ext.data import microbatches
-
-        return [
-            microbatches(
-                data,
-                consumed_samples=consumed_samples,
-                data_parallel_rank=self._dp_rank,
-                data_parallel_size=self._dp_size,
-            )
-            for _ in self.chunks
-        ]
-
-    def _forward_backward(
-        self, batches: list[Iterator[dict[str, Tensor]]], *, forward_only: bool
-    ) -> list[float]:
-        """Run the pipeline schedule over one global batch.
-
-        Returns:
-            The loss of each of this rank's microbatches; empty but on the last pipeline stage.
-        """
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        data = self.config.data
-        reports = get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, reverse=data.reverse_samples),
-            data_iterator=batches,
-            model=self.chunks,
-            num_microbatches=self._num_microbatches,
-            seq_length=data.sequence_length,
-            micro_batch_size=data.micro_batch_size,
-            forward_only=forward_only,
-        )
-        return [float(report["loss"]) for report in reports]
-
-
-def _forward_step(
-    batches: Iterator[dict[str, Tensor]], model: Any, *, reverse: bool
-) -> tuple[Tensor, Any]:
-    batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(batches).items()}
-    if reverse:
-        batch = {name: tensor.flip(0) for name, tensor in batch.items()}
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return output, partial(_mean_loss, batch["loss_mask"])
-
-
-def _mean_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = (losses.float() * loss_mask).sum() / loss_mask.sum()
-    # A copy: Megatron's schedule divides the loss by the number of microbatches in place.
-    return loss, {"loss": loss.detach().clone()}
-
-
-def _sum_over_ranks(*values: float) -> list[float]:
-    total = torch.tensor(values, dtype=torch.float64, device="cuda")
-    dist.all_reduce(total)
-    return total.tolist()
-
-
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
+        Training(config).run()
 
 
 if __name__ == "__main__":

@@ -110,15 +110,21 @@ def dataset(config: TrainConfig, manifest: Manifest, split: str) -> MixedDataset
 
 
 def start_parallelism(config: TrainConfig) -> None:
-    """Make Megatron's process groups over the running process group, and seed every generator."""
+    """Make Megatron's process groups, if there are none yet, and seed every generator.
+
+    Several models of equal parallel sizes may live in one process.
+    """
     parallel = config.parallel
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tp_size,
-        pipeline_model_parallel_size=parallel.pp_size,
-        virtual_pipeline_model_parallel_size=parallel.vpp_size if parallel.vpp_size > 1 else None,
-        expert_model_parallel_size=parallel.ep_size,
-        expert_tensor_parallel_size=transformer_config(config).expert_tensor_parallel_size,
-    )
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tp_size,
+            pipeline_model_parallel_size=parallel.pp_size,
+            virtual_pipeline_model_parallel_size=(
+                parallel.vpp_size if parallel.vpp_size > 1 else None
+            ),
+            expert_model_parallel_size=parallel.ep_size,
+            expert_tensor_parallel_size=transformer_config(config).expert_tensor_parallel_size,
+        )
     # As in Megatron: another seed for every pipeline stage, the same for data-parallel replicas.
     seed = config.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
