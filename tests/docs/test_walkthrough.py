@@ -22,7 +22,9 @@ def python_blocks(text: str) -> str:
 
 def test_the_page_says_what_the_code_prints():
     source = python_blocks(WALKTHROUGH.read_text())
-    examples = doctest.DocTestParser().get_doctest(source, {}, WALKTHROUGH.name, str(WALKTHROUGH), 0)
+    examples = doctest.DocTestParser().get_doctest(
+        source, {}, WALKTHROUGH.name, str(WALKTHROUGH), 0
+    )
     report = io.StringIO()
     result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(examples, out=report.write)
     assert result.failed == 0, report.getvalue()

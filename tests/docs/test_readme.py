@@ -1,0 +1,220 @@
+"""What README and docs name exists: files, commands, options, recipes, words.
+
+Layer 1. Commands are not run: their words are given to the parsers, their overrides to Hydra.
+"""
+
+import ast
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron_ext
+from megatron_ext import cli
+from megatron_ext.config import TrainConfig
+from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.train import load_config
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TREE_FOLDERS = ("megatron_ext", "csrc", "checkpoints_tools", "recipes", "launch", "docs", "tests")
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"(?:[\w.-]+/)+[\w.-]*\w(?:\.(?:py|md|sh|yaml|cpp|cu|h|toml|txt))(?:::\w+)?")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [code for found, code in FENCE.findall(page.read_text()) if found == language]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of every command in the page's `sh` blocks, without comments."""
+    text = "\n".join(blocks(page, "sh")).replace("\\\n", " ")
+    return [words for line in text.splitlines() if (words := shlex.split(line, comments=True))]
+
+
+ALL_COMMANDS = [words for page in PAGES for words in commands(page)]
+
+
+def as_test_id(words: list[str]) -> str:
+    return " ".join(words)
+
+
+def read_tree() -> set[str]:
+    """Paths in README's tree. A folder with nothing under it stands for all that is in it."""
+    (tree,) = [code for code in blocks(ROOT / "README.md", "text") if "moe_layer.py" in code]
+    paths: set[str] = set()
+    above: list[tuple[int, str]] = []
+    for line in tree.splitlines():
+        indent, name = len(line) - len(line.lstrip()), line.split()[0]
+        above = [(depth, path) for depth, path in above if depth < indent]
+        path = (above[-1][1] if above else "") + name
+        if name.endswith("/"):
+            above.append((indent, path))
+        paths.add(path)
+    return paths
+
+
+def real_files() -> set[str]:
+    files = set()
+    for folder in TREE_FOLDERS:
+        for path in (ROOT / folder).rglob("*"):
+            name = path.relative_to(ROOT).as_posix()
+            is_made = "__pycache__" in name or path.suffix in (".so", ".pyc")
+            if path.is_file() and not is_made and not path.name.startswith("."):
+                files.add(name)
+    return files
+
+
+def test_file_tree_is_the_real_one():
+    listed = read_tree()
+    whole_folders = {
+        path
+        for path in listed
+        if path.endswith("/")
+        and not any(other.startswith(path) and other != path for other in listed)
+    }
+    missing = {
+        name
+        for name in real_files() - listed
+        # An `__init__.py` that says no more than its folder's line needs no line of its own.
+        if not name.endswith("/__init__.py") and not name.startswith(tuple(whole_folders))
+    }
+    gone = {path for path in listed if not (ROOT / path).exists()}
+    assert (sorted(missing), sorted(gone)) == ([], [])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_exist(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        if not target.startswith("https://"):
+            assert (page.parent / target).exists(), target
+    without_links = re.sub(r"\]\([^)]*\)", "]", FENCE.sub("", text))
+    for named in FILE.findall(without_links):
+        file, _, test = named.partition("::")
+        # Files of a run are named as examples.
+        if not file.startswith("runs/"):
+            assert (ROOT / file).is_file(), file
+            assert not test or f"def {test}(" in (ROOT / file).read_text(), named
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_absolute_paths(page):
+    assert re.findall(r"(?<![\w.:/~-])/\w+/[\w./-]*", page.read_text()) == []
+
+
+def test_there_are_commands():
+    assert {"launch/quickstart.sh", "tests/run.sh"} <= {words[0] for words in ALL_COMMANDS}
+
+
+@pytest.mark.parametrize("words", ALL_COMMANDS, ids=as_test_id)
+def test_command_is_understood(words, capsys):
+    while "=" in words[0]:  # a variable for the command
+        words = words[1:]
+    if "megatron_ext.train" in words:
+        check_training(words[words.index("megatron_ext.train") + 1 :], capsys)
+    elif words[:2] == ["megatron-ext", "train"]:
+        check_training(words[2:], capsys)
+    elif words[0] == "megatron-ext":
+        check_options(words[1:], capsys)
+    elif (ROOT / words[0]).is_file():
+        assert os.access(ROOT / words[0], os.X_OK), words[0]
+        for option in options_of(words):
+            assert option in (ROOT / words[0]).read_text(), option
+    else:
+        assert words[0] in ("pip", "ruff", "mypy", "pytest", "source"), words
+
+
+def options_of(words: list[str]) -> list[str]:
+    return [word.split("=")[0] for word in words if word.startswith("-")]
+
+
+def check_options(words: list[str], capsys) -> None:
+    """Ask the subcommand for its help, and look for the options there."""
+    subcommand = []
+    for word in words:
+        # Words of commands come first; `data build` has two, `doctor` one.
+        if not re.fullmatch(r"[a-z]+", word) or len(subcommand) == 2:
+            break
+        subcommand.append(word)
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*subcommand, "--help"])
+    output = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert "example:" in output, f"{subcommand} is no command"
+    for option in options_of(words):
+        assert option in output, option
+
+
+def check_training(words: list[str], capsys) -> None:
+    """Compose the settings; everything that is no option is an override."""
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    known = capsys.readouterr().out
+    named: dict[str, str] = {}
+    overrides = []
+    for word, before in zip(words, ["", *words[:-1]], strict=True):
+        if word.startswith("--"):
+            assert word in known, word
+        elif before.startswith("--"):
+            named[before] = word
+        else:
+            overrides.append(word)
+    folder = ROOT / named.get("--config-dir", "recipes")
+    load_config(overrides, str(folder), named.get("--config-name"))
+
+
+def test_the_lines_that_balance_a_script():
+    """They run as written, on a spec of Megatron's."""
+    if not torch.cuda.is_available():
+        enable_cpu_platform()
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    (code,) = [code for code in blocks(ROOT / "README.md", "python") if "balance_spec" in code]
+    assert len([line for line in code.splitlines() if line.strip()]) == 3
+    names = {
+        "GPTModel": lambda config, spec, *rest: spec,
+        "config": None,
+        "spec": get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False),
+    }
+    exec(code, names)
+    assert "BalancedMoELayer" in repr(names["model"])
+
+
+def test_python_blocks_parse_and_import_what_exists():
+    for page in PAGES:
+        for code in blocks(page, "python"):
+            if ">>>" in code:
+                continue  # the walkthrough is run by its own test
+            for node in ast.walk(ast.parse(code)):
+                if isinstance(node, ast.ImportFrom) and node.module == "megatron_ext":
+                    assert {alias.name for alias in node.names} <= set(megatron_ext.__all__)
+
+
+def test_settings_exist():
+    """`section.field` in back quotes is a field of the run's settings."""
+    sections = {
+        name: value for name, value in vars_of(TrainConfig()).items() if hasattr(value, "__slots__")
+    }
+    for page in PAGES:
+        for section, field in re.findall(r"`(\w+)\.(\w+)(?:=[^`]*)?`", page.read_text()):
+            if section in sections:
+                assert hasattr(sections[section], field), f"{page.name}: {section}.{field}"
+
+
+def vars_of(config: object) -> dict[str, object]:
+    return {name: getattr(config, name) for name in config.__slots__}
+
+
+def test_glossary_names_what_is_in_the_code():
+    source = "\n".join(path.read_text() for path in (ROOT / "megatron_ext").rglob("*.py"))
+    (words, *_) = (ROOT / "docs" / "glossary.md").read_text().split("## Letters")
+    rows = [line.split("|")[3] for line in words.splitlines() if line.startswith("| ")]
+    named = {name for row in rows for name in re.findall(r"`([\w.]+)`", row)}
+    assert len(named) > 20
+    for name in named:
+        assert re.search(rf"\b{name.split('.')[-1]}\b", source), name
