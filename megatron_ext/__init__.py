@@ -1,6 +1,7 @@
 """Expert load balancing for MoE training on stock Megatron-Core.
 
-The path of one microbatch through one MoE layer, stage by stage (`mcore/moe_layer.py` runs them in this order):
+The path of one microbatch through one MoE layer, stage by stage (`mcore/moe_layer.py` runs them in
+this order):
 
     1 balance/load.py       exact load: every rank's assignments to every expert
     2 balance/plan.py       which experts to replicate where, and the quota of every instance
@@ -45,7 +46,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names when they are first used: `enable_cpu_platform` must run before Megatron is imported."""
+    """Import public names at first use: the CPU platform must come before Megatron."""
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'megatron_ext' has no attribute {name!r}")

@@ -18,9 +18,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_ext.cpu_platform import enable_cpu_platform
+from tests.ranks import after_call
 
 enable_cpu_platform()
 
@@ -155,8 +157,7 @@ def build_gpt(
             config=...)`.
         megatron: Further fields of Megatron's TransformerConfig.
     """
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
+    _start_parallelism(
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
         expert_model_parallel_size=ep,
@@ -230,7 +231,43 @@ def build_gpt(
             ),
             chunks,
         )
+    _built.extend(chunks)
     return TinyGPT(chunks, built, config, dtype, micro_batch_size, seed)
+
+
+_built: list[DistributedDataParallel] = []
+"""Every model of this process that still stands."""
+
+
+def _drop_models() -> None:
+    for chunk in _built:
+        # Its hooks refer to it from inside autograd, where the garbage collector does not see.
+        chunk.grad_accs.clear()
+        for module in chunk.modules():
+            # Megatron's dispatchers keep the last microbatch's graph.
+            if hasattr(module, "token_dispatcher"):
+                module.token_dispatcher = None
+    _built.clear()
+    parallel_state.destroy_model_parallel()
+
+
+after_call.append(_drop_models)
+
+_parallelism: tuple[Any, dict[str, Any]] | None = None
+"""The world group and the sizes for which Megatron's process groups stand."""
+
+
+def _start_parallelism(**sizes: Any) -> None:
+    """Make Megatron's process groups, unless they stand already: each costs several threads."""
+    global _parallelism
+    if _parallelism == (dist.group.WORLD, sizes):
+        return
+    parallel_state.destroy_model_parallel()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    parallel_state.initialize_model_parallel(**sizes)
+    _parallelism = (dist.group.WORLD, sizes)
 
 
 def _build_chunk(

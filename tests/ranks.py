@@ -1,13 +1,14 @@
-"""Runs a function on several local processes that form one gloo group; used by every multi-process test.
+"""Runs a function on several local processes that form one gloo group.
 
-Starting a process and importing Megatron takes longer than most tests, so processes are kept for the next call with as
-many ranks. Every call gets a new process group; after a failure the processes are ended. A function that changes
-global state must undo it.
+Starting a process and importing Megatron takes longer than most tests, so processes are kept for
+the next call with as many ranks. Every call gets a new process group; after a failure the processes
+are ended. A function that changes global state must undo it.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import pickle
 import tempfile
@@ -34,6 +35,9 @@ class _Rank:
 
 
 _kept: dict[int, list[_Rank]] = {}
+
+after_call: list[Callable[[], None]] = []
+"""What a rank runs after each call; for modules that keep state of a process group."""
 
 
 def run_ranks(
@@ -69,7 +73,8 @@ def run_ranks(
                     raise TimeoutError(f"ranks {late} still ran after {timeout_s} s")
                 _collect(ranks, results, failures, wait_s=0.2)
             if failures:
-                # Give the peers a moment to report what they saw: it often explains the first failure.
+                # Give the peers a moment to report what they saw: it often explains the first
+                # failure.
                 time.sleep(1.0)
                 _collect(ranks, results, failures, wait_s=0.0)
                 texts = [f"--- rank {rank}\n{text}" for _, rank, text in sorted(failures)]
@@ -141,9 +146,15 @@ def _serve(rank: int, world_size: int, pipe: Connection) -> None:
             # Plain pickle: the pipe's own would pass tensors as handles that die with this process.
             result = fn(rank, *args)
             pipe.send_bytes(pickle.dumps((time.monotonic(), None, result)))
-            # All ranks leave together: one that closes its sockets early fails the others' last collective.
+            # All ranks leave together: one that closes its sockets early fails the others' last
+            # collective.
             torch.distributed.barrier()
             torch.distributed.destroy_process_group()
+            # What still refers to groups of this call keeps their threads alive.
+            result = None
+            for clean_up in after_call:
+                clean_up()
+            gc.collect()
         except BaseException:
             pipe.send_bytes(pickle.dumps((time.monotonic(), traceback.format_exc(), None)))
             # Peers may wait for this rank for ever, so leave at once; the parent ends them.

@@ -1,4 +1,4 @@
-"""The multi-process helper reports what happened: results, the first failure, a silent death, a hang."""
+"""The multi-process helper reports results, the first failure, a silent death and a hang."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Keeps plans from a microbatch's forward to its backward.
 
-A pipeline schedule runs several forwards of one layer before the first backward comes back, so one layer has several
-plans in flight. Each lives in fixed storage under a *virtual layer id*: (MoE layer on this rank, in-flight place).
-Autograd carries a `PlanHandle`, which names the id and the generation of what is stored there; asking with an old
-generation is an error, never another microbatch's plan. Release is by id, in any order.
+A pipeline schedule runs several forwards of one layer before the first backward comes back, so one
+layer has several plans in flight. Each lives in fixed storage under a *virtual layer id*: (MoE
+layer on this rank, in-flight place). Autograd carries a `PlanHandle`, which names the id and the
+generation of what is stored there; asking with an old generation is an error, never another
+microbatch's plan. Release is by id, in any order.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import weakref
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan
@@ -22,7 +22,8 @@ from megatron_ext.balance.plan import BalancePlan
 class PlanHandle:
     """Names a stored plan. Made by `InFlightPlans.keep`, held by the autograd graph of one forward.
 
-    When the graph is dropped without a backward (an aborted step), the plan's place becomes free again.
+    When the graph is dropped without a backward (an aborted step), the plan's place becomes free
+    again.
     """
 
     virtual_layer_id: int
@@ -30,7 +31,7 @@ class PlanHandle:
     layer_number: int
     """1-based, as in Megatron."""
     microbatch_idx: int
-    """How many plans this layer had kept before: counts forwards with gradients since the layer was made."""
+    """Plans that this layer had kept before: forwards with gradients since it was made."""
 
 
 class InFlightPlans:
@@ -82,9 +83,10 @@ class InFlightPlans:
         if not self._free:
             waiting = sorted(self._microbatch_idx)
             raise RuntimeError(
-                f"layer {self.layer_number}: no place for the plan of microbatch {microbatch_idx}: all "
-                f"{self.ring_size} places hold plans that wait for their backward (microbatches {waiting}); "
-                f"set balance.max_in_flight to {self.ring_size + 1} or more (ring size now {self.ring_size})"
+                f"layer {self.layer_number}: no place for the plan of microbatch {microbatch_idx}: "
+                f"all {self.ring_size} places hold plans that wait for their backward "
+                f"(microbatches {waiting}); set balance.max_in_flight to {self.ring_size + 1} "
+                f"or more (ring size now {self.ring_size})"
             )
         place = min(self._free)
         self._free.remove(place)
@@ -111,10 +113,11 @@ class InFlightPlans:
         place = handle.virtual_layer_id - self.first_virtual_layer_id
         if place in self._free or self._generation[place] != handle.generation:
             raise RuntimeError(
-                f"layer {handle.layer_number}: the plan of microbatch {handle.microbatch_idx} (virtual layer id "
-                f"{handle.virtual_layer_id}, generation {handle.generation}) is gone: that place is at generation "
-                f"{self._generation[place]} and {'free' if place in self._free else 'taken'}; one forward has one "
-                f"backward (ring size {self.ring_size}, set by balance.max_in_flight)"
+                f"layer {handle.layer_number}: the plan of microbatch {handle.microbatch_idx} "
+                f"(virtual layer id {handle.virtual_layer_id}, generation {handle.generation}) is "
+                f"gone: that place is at generation {self._generation[place]} and "
+                f"{'free' if place in self._free else 'taken'}; one forward has one backward "
+                f"(ring size {self.ring_size}, set by balance.max_in_flight)"
             )
         return BalancePlan(layout=self.layout, quota=self._quota[place], slots=self._slots[place])
 

@@ -1,15 +1,17 @@
 """Stages 4 and 8: main weights into slots, slot gradients into mains.
 
-Replication is a linear map from main weights to slots, and the gradient reduction is its adjoint. Both are one autograd
-function here (`MaterializeFunction`), so a main expert's gradient reaches Megatron's hooks as the sum of its own part
-and its replicas' part: autograd adds them before it accumulates.
+Replication is a linear map from main weights to slots, and the gradient reduction is its adjoint.
+Both are one autograd function here (`MaterializeFunction`), so a main expert's gradient reaches
+Megatron's hooks as the sum of its own part and its replicas' part: autograd adds them before it
+accumulates.
 
-The slots are shared by all layers, so by the time of a layer's backward another layer's replicas are in them.
-`RematerializeFunction` stands behind the experts and, in backward, fills the slots again from the saved plan before the
-experts' backward reads them.
+The slots are shared by all layers, so by the time of a layer's backward another layer's replicas
+are in them. `RematerializeFunction` stands behind the experts and, in backward, fills the slots
+again from the saved plan before the experts' backward reads them.
 
-Needs: a plan, the mains' weights. Gives: slot weights as tensors in the graph. Gradients of slots are stored and added in
-float32 (float64 for float64 weights), in rank order of the replicas, then rounded once to the weights' dtype.
+Needs: a plan, the mains' weights. Gives: slot weights as tensors in the graph. Gradients of slots
+    are stored and added in float32 (float64 for float64 weights), in rank order of the replicas,
+    then rounded once to the weights' dtype.
 
 Legend: E logical experts, R ranks, M mains per rank, S slots per rank.
 """
@@ -43,8 +45,9 @@ class Segment:
 class MainWeights:
     """This rank's main expert weights, segment by segment.
 
-    `per_segment[g]` is either the list of M parameters [*shape], or one stacked parameter [M, *shape]: the two ways in
-    which experts keep their weights. Indexing it with m gives main m in both.
+    `per_segment[g]` is either the list of M parameters [*shape], or one stacked parameter [M,
+    *shape]: the two ways in which experts keep their weights. Indexing it with m gives main m in
+    both.
     """
 
     per_segment: tuple[Tensor | list[Tensor], ...]
@@ -62,7 +65,7 @@ class MainWeights:
         return [[row.detach() for row in segment] for segment in self.per_segment]
 
     def gradients(self, sums: dict[int, list[Tensor]]) -> list[Tensor | None]:
-        """Gradients for `parameters()` from the sums over replicas: None where nothing was replicated."""
+        """Gradients of `parameters()` from the sums over replicas; None where none was made."""
         gradients: list[Tensor | None] = []
         for segment_idx, segment in enumerate(self.per_segment):
             if not isinstance(segment, Tensor):
@@ -81,12 +84,12 @@ class MainWeights:
 
 
 def list_transfers(plan: BalancePlan) -> list[Transfer]:
-    """Return the plan's replicas in rank order, then slot order: the order in which gradients are added.
+    """Return the plan's replicas by rank, then slot: the order in which gradients are added.
 
     >>> from megatron_ext.balance.layout import ExpertLayout
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
-    >>> plan = BalancePlan(layout=layout, quota=torch.tensor([[5, 5], [2, 0], [0, 3], [0, 1]]),
-    ...                    slots=torch.tensor([[-1], [0]], dtype=torch.int32))
+    >>> quota = torch.tensor([[5, 5], [2, 0], [0, 3], [0, 1]])
+    >>> plan = BalancePlan(layout, quota, slots=torch.tensor([[-1], [0]], dtype=torch.int32))
     >>> list_transfers(plan)
     [Transfer(home_rank=0, main_idx=0, replica_rank=1, slot_idx=0)]
     """
@@ -105,7 +108,7 @@ def list_transfers(plan: BalancePlan) -> list[Transfer]:
 
 
 class SlotBuffers:
-    """The slots of this rank: weights and gradients of S experts, shared by all layers of an EP group.
+    """The slots of this rank: weights and gradients of S experts, shared by all layers.
 
     Not parameters: no optimizer state, in no gradient bucket, in no checkpoint.
 
@@ -149,7 +152,7 @@ class SlotBuffers:
         return sum(buffer.nbytes for buffer in (*self.weights, *self.grads))
 
     def reserve_virtual_layers(self, count: int) -> int:
-        """Return the first of `count` virtual layer ids that no other layer of this EP group uses."""
+        """Return the first of `count` virtual layer ids that no other layer uses."""
         first = self._num_virtual_layers
         self._num_virtual_layers += count
         return first
@@ -157,10 +160,11 @@ class SlotBuffers:
     def start_materialize(
         self, plan: BalancePlan, mains: MainWeights, handle: PlanHandle | None
     ) -> Materializing:
-        """Start filling this rank's slots with the replicas of `plan`; every rank of the EP group calls.
+        """Start filling this rank's slots as `plan` says; every rank of the EP group calls.
 
-        Moves nothing if the slots still hold what `handle` names: the last layer's backward follows its forward, and
-        a recomputed forward is followed by its own backward. All ranks see the same order of calls, so all decide alike.
+        Moves nothing if the slots still hold what `handle` names: the last layer's backward follows
+        its forward, and a recomputed forward is followed by its own backward. All ranks see the
+        same order of calls, so all decide alike.
 
         Args:
             plan: Where replicas go.
@@ -173,20 +177,20 @@ class SlotBuffers:
         key = (handle.virtual_layer_id, handle.generation) if handle else None
         if key is not None and key == self._resident:
             return Materializing(self, key, None)
-        # Until the last byte is here the slots belong to nobody: an aborted transfer must not look complete.
+        # Until the last byte is here the slots belong to nobody: an aborted transfer must not look
+        # complete.
         self._resident = None
         pending = self.transport.push(list_transfers(plan), mains.rows(), self.weights)
         return Materializing(self, key, pending)
 
     def reduce_replica_grads(
-        self, plan: BalancePlan, slot_grads: Sequence[Tensor | None], mains: MainWeights
+        self, plan: BalancePlan, slot_grads: Sequence[Tensor | None]
     ) -> dict[int, list[Tensor]]:
         """Add the gradients of all replicas of this rank's mains; every rank of the EP group calls.
 
         Args:
             plan: Of the forward that the gradients belong to.
             slot_grads: One a segment, [S, *shape]; None on a rank whose slots computed nothing.
-            mains: This rank's mains.
 
         Returns:
             For each main with replicas, its segments' gradient sums in the dtype of `grads`.
@@ -235,7 +239,7 @@ def shared_slot_buffers(
     ep_group: ProcessGroup,
     transport: str,
 ) -> SlotBuffers:
-    """Return the slot buffers of `ep_group` for experts of this shape; made at the first call, gone with the last user."""
+    """Return `ep_group`'s slot buffers for such experts: made once, gone with the last user."""
     key = (ep_group, layout, tuple(segments), dtype, device, transport)
     buffers = _SHARED.get(key)
     if buffers is None:
@@ -253,7 +257,7 @@ def shared_slot_buffers(
 
 @dataclass(frozen=True)
 class Replication:
-    """What one microbatch's replicas are made from; lives in the autograd graph from forward to backward.
+    """What one microbatch's replicas are made from; lives in the autograd graph until backward.
 
     `handle` is None when no backward will come (evaluation, first pass of recomputation).
     """
@@ -270,42 +274,47 @@ class Replication:
 
 
 class MaterializeFunction(torch.autograd.Function):
-    """(tokens, mains) -> (tokens, slot weights). Its backward reduces slot gradients into the mains.
+    """(tokens, mains) -> (tokens, slot weights); its backward reduces slot gradients into mains.
 
-    The tokens pass through so that the backward runs on every rank, also where no slot was used: the reduction needs
-    all ranks of the group at the same place of their backward.
+    The tokens pass through so that the backward runs on every rank, also where no slot was used:
+    the reduction needs all ranks of the group at the same place of their backward.
     """
 
     @staticmethod
     def forward(
         ctx: Any, replication: Replication, tokens: Tensor, *_parameters: Tensor
     ) -> tuple[Tensor, ...]:
+        """Return the tokens and, one a segment, the slots' weights [S, *shape]."""
         ctx.replication = replication
         ctx.set_materialize_grads(False)
-        # `.data` has a version counter of its own: other layers overwrite these buffers before this layer's backward
-        # reads them, which is right, because RematerializeFunction restores them first.
+        # `.data` has a version counter of its own: other layers overwrite these buffers before this
+        # layer's backward reads them, which is right, because RematerializeFunction restores them
+        # first.
         return (tokens.view_as(tokens), *(buffer.data for buffer in replication.buffers.weights))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Reduce the slots' gradients into the mains and release the plan."""
         replication: Replication = ctx.replication
         handle = _required(replication.handle)
         plan = replication.in_flight.recall(handle)
-        sums = replication.buffers.reduce_replica_grads(plan, grads[1:], replication.mains)
+        sums = replication.buffers.reduce_replica_grads(plan, grads[1:])
         replication.in_flight.release(handle)
         return (None, grads[0], *replication.mains.gradients(sums))
 
 
 class RematerializeFunction(torch.autograd.Function):
-    """Identity on the experts' output whose backward fills the slots again before the experts' backward runs."""
+    """Identity behind the experts; its backward fills the slots again before theirs reads them."""
 
     @staticmethod
     def forward(ctx: Any, replication: Replication, output: Tensor) -> Tensor:
+        """Return the output unchanged."""
         ctx.replication = replication
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        """Fill the slots as they were in the forward."""
         replication: Replication = ctx.replication
         handle = _required(replication.handle)
         plan = replication.in_flight.recall(handle)

@@ -1,13 +1,16 @@
 """Stages 5 and 7: token dispatch and combine over physical experts, by Megatron's own dispatchers.
 
-A dispatcher sends each token to the ranks that hold its experts and knows nothing else of them. Given M + S experts a
-rank instead of M and a routing map over physical experts, Megatron's dispatchers do all that is needed as they are.
+A dispatcher sends each token to the ranks that hold its experts and knows nothing else of them.
+Given M + S experts a rank instead of M and a routing map over physical experts, Megatron's
+dispatchers do all that is needed as they are.
 """
 
 from __future__ import annotations
 
 import copy
 from typing import Any
+
+import torch
 
 from megatron_ext.balance.layout import ExpertLayout
 
@@ -26,7 +29,8 @@ def physical_dispatcher(
     """
     per_rank = layout.physical_per_rank
     local_experts = list(range(ep_rank * per_rank, (ep_rank + 1) * per_rank))
-    # A shallow copy keeps every other setting; __post_init__ must not run again on a finished config.
+    # A shallow copy keeps every other setting; __post_init__ must not run again on a finished
+    # config.
     physical_config = copy.copy(config)
     physical_config.num_moe_experts = layout.num_physical
     physical = type(dispatcher)(
@@ -35,3 +39,15 @@ def physical_dispatcher(
     if dispatcher.shared_experts is not None:
         physical.set_shared_experts(dispatcher.shared_experts)
     return physical
+
+
+def release_graph(dispatcher: Any) -> None:
+    """Let go of the autograd graph that a dispatcher holds through the probabilities it remembers.
+
+    Megatron's dispatchers keep them until the next microbatch, only to look at their dtype. Of a
+    step that was aborted, this would keep the graph alive, and with it the plans of earlier layers.
+    """
+    for name in ("probs", "local_probs"):
+        remembered = getattr(dispatcher, name, None)
+        if isinstance(remembered, torch.Tensor):
+            setattr(dispatcher, name, remembered.detach())

@@ -1,10 +1,11 @@
 """Stage 6: experts over main weights and slot weights.
 
-Tokens arrive sorted by this rank's physical experts, mains first, then slots. The mains run through Megatron's own
-module, unchanged; the slots run through the same computation with slot weights in the place of parameters.
+Tokens arrive sorted by this rank's physical experts, mains first, then slots. The mains run through
+Megatron's own module, unchanged; the slots run through the same computation with slot weights in
+the place of parameters.
 
-Two ways to hold experts are known here: Megatron's `SequentialMLP` (a module an expert) and `GroupedExperts` below
-(stacked parameters, one grouped matrix product a layer).
+Two ways to hold experts are known here: Megatron's `SequentialMLP` (a module an expert) and
+`GroupedExperts` below (stacked parameters, one grouped matrix product a layer).
 
 Legend: M mains per rank, S slots per rank, H hidden, F expert FFN width.
 """
@@ -29,7 +30,6 @@ from torch.nn.functional import grouped_mm
 
 from megatron_ext.balance.replicas import MainWeights, Segment
 
-
 _EXTRA_STATE = "_extra_state"
 """Name that PyTorch gives to what a module saves besides tensors."""
 
@@ -40,7 +40,7 @@ class ExpertWeights(Protocol):
     segments: tuple[Segment, ...]
 
     def mains(self) -> MainWeights:
-        """This rank's main weights as they are now (a data-parallel wrapper may have moved them)."""
+        """This rank's main weights as they are now: wrappers may have moved them."""
 
     def run_slots(
         self, weights: Sequence[Tensor], tokens: Tensor, num_tokens: list[int], probs: Tensor
@@ -112,9 +112,9 @@ def run_experts(
 def finish_parameter_gather(experts: nn.Module) -> None:
     """Make sure that the mains' parameters are this step's.
 
-    With `overlap_param_gather`, Megatron's DDP finishes a parameter's all-gather in the forward pre-hook of the module
-    that owns it. Replicas read the mains before that module runs, so its hooks are asked to run now; they do nothing
-    the second time.
+    With `overlap_param_gather`, Megatron's DDP finishes a parameter's all-gather in the forward
+    pre-hook of the module that owns it. Replicas read the mains before that module runs, so its
+    hooks are asked to run now; they do nothing the second time.
     """
     for module in experts.modules():
         for hook in module._forward_pre_hooks.values():
@@ -162,10 +162,10 @@ class SequentialWeights:
 
 
 class GroupedExperts(MegatronModule):
-    """Experts with stacked weights, computed by `torch.nn.functional.grouped_mm` (float32 and bfloat16).
+    """Experts with stacked weights, computed by PyTorch's `grouped_mm` (float32 and bfloat16).
 
-    Takes the place of `SequentialMLP` in a layer spec (`megatron_ext.grouped_mm_spec`), with the same checkpoint keys, so
-    that checkpoints can be exchanged. No biases.
+    Takes the place of `SequentialMLP` in a layer spec (`megatron_ext.grouped_mm_spec`), with the
+    same checkpoint keys, so that checkpoints can be exchanged. No biases.
 
     Attributes:
         fc1: [M, F1, H], F1 = 2F with a gated linear unit, else F.
@@ -182,9 +182,7 @@ class GroupedExperts(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         if config.add_bias_linear:
-            raise ValueError(
-                "add_bias_linear (True) must be False: GroupedExperts have no biases"
-            )
+            raise ValueError("add_bias_linear (True) must be False: GroupedExperts have no biases")
         self.num_local_experts = num_local_experts
         self.ep_group = pg_collection.ep
         self.dp_group = pg_collection.expt_dp
@@ -192,30 +190,33 @@ class GroupedExperts(MegatronModule):
         hidden = config.moe_latent_size or config.hidden_size
         fc1_width = 2 * width if config.gated_linear_unit else width
         self.fc1 = self._parameter((fc1_width, hidden), config.init_method, partition_dim=1)
-        self.fc2 = self._parameter((hidden, width), config.output_layer_init_method, partition_dim=2)
+        self.fc2 = self._parameter(
+            (hidden, width), config.output_layer_init_method, partition_dim=2
+        )
         self.register_load_state_dict_post_hook(self._ignore_extra_states)
 
-    def _parameter(self, shape: tuple[int, int], init_method: Any, partition_dim: int) -> nn.Parameter:
+    def _parameter(
+        self, shape: tuple[int, int], init_method: Any, partition_dim: int
+    ) -> nn.Parameter:
         config = self.config
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         weight = nn.Parameter(
-            torch.empty(
-                (self.num_local_experts, *shape), device=device, dtype=config.params_dtype
-            )
+            torch.empty((self.num_local_experts, *shape), device=device, dtype=config.params_dtype)
         )
         if config.perform_initialization:
             with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                 for row in weight.data:
                     init_method(row)
-        # As Megatron marks its own expert weights: counted once in the gradient norm, reduced over the expert DP group.
+        # As Megatron marks its own expert weights: counted once in the gradient norm, reduced over
+        # the expert DP group.
         set_tensor_model_parallel_attributes(weight, True, partition_dim, 1)
-        weight.allreduce = config.expert_model_parallel_size == 1
+        setattr(weight, "allreduce", config.expert_model_parallel_size == 1)  # noqa: B010
         return weight
 
     def forward(
         self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Run the mains: tokens [N', H] sorted by expert, counts [M], probabilities [N'] -> [N', H]."""
+        """Run the mains: tokens [N', H] sorted by expert, counts [M], probabilities [N']."""
         return self.compute(self.fc1, self.fc2, tokens, tokens_per_expert, probs), None
 
     def compute(
@@ -243,9 +244,12 @@ class GroupedExperts(MegatronModule):
         """Nothing: weight gradients are never delayed here."""
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Name the stacked weights as `SequentialMLP` names its experts: one global tensor [..., E, *shape] a segment."""
+        """Name the weights as `SequentialMLP` does: a global tensor [..., E, *shape] a segment."""
         expert_axis = len(sharded_offsets)
         ep_rank, ep_size = self.ep_group.rank(), self.ep_group.size()
         replica_id = (0, 0, self.dp_group.rank())
@@ -260,7 +264,8 @@ class GroupedExperts(MegatronModule):
                 replica_id=replica_id,
                 prepend_axis_num=expert_axis,
             )
-            # Megatron's linear layers each save an empty extra state, and miss it when it is not there.
+            # Megatron's linear layers each save an empty extra state, and miss it when it is not
+            # there.
             for m in range(self.num_local_experts):
                 state[f"{prefix}{name}.{m}{_EXTRA_STATE}"] = ShardedObject(
                     f"{key}.{_EXTRA_STATE}",
@@ -283,7 +288,8 @@ class GroupedWeights:
     def __init__(self, experts: GroupedExperts) -> None:
         self._experts = experts
         self.segments = tuple(
-            Segment(name, tuple(parameter.shape[1:])) for name, parameter in experts.named_parameters()
+            Segment(name, tuple(parameter.shape[1:]))
+            for name, parameter in experts.named_parameters()
         )
 
     def mains(self) -> MainWeights:

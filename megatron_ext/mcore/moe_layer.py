@@ -1,18 +1,19 @@
 """The balanced MoE layer: the stages of the method in the order a token takes. Read this first.
 
-    forward                                              backward
-    route        logical experts (Megatron)              postprocess, combine (Megatron)
-    preprocess   1 gather load                           experts:  4 materialise again from the saved plan
-                 2 solve plan                                      6 experts' backward
-                 4 start materialising replicas                    8 reduce replica gradients into mains
-                 3 reroute logical -> physical           dispatch (Megatron)
-                   wait for the replicas                 preprocess: probability gradients back to logical experts
+    forward                                              backward route        logical experts
+    (Megatron)              postprocess, combine (Megatron) preprocess   1 gather load
+    experts:  4 materialise again from the saved plan
+                 2 solve plan                                      6 experts' backward 4 start
+                 materialising replicas                    8 reduce replica gradients into mains 3
+                 reroute logical -> physical           dispatch (Megatron)
+                   wait for the replicas                 preprocess: probability gradients back to
+                   logical experts
     dispatch     5 tokens to physical experts (Megatron) route (Megatron)
     experts      6 mains and slots
     combine      7 outputs back (Megatron)
 
-Replicas live for one microbatch in slots that all layers share; parameters, optimizer state and checkpoints hold logical
-experts only.
+Replicas live for one microbatch in slots that all layers share; parameters, optimizer state and
+checkpoints hold logical experts only.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from megatron_ext.balance.replicas import (
 from megatron_ext.balance.reroute import reroute
 from megatron_ext.balance.strategies.ideal import force_even
 from megatron_ext.config import BalanceConfig
-from megatron_ext.mcore.dispatcher import physical_dispatcher
+from megatron_ext.mcore.dispatcher import physical_dispatcher, release_graph
 from megatron_ext.mcore.experts import expert_weights, finish_parameter_gather, run_experts
 from megatron_ext.mcore.schedule import most_in_flight
 from megatron_ext.mcore.validate import validate_for_balancing
@@ -76,7 +77,8 @@ class BalancedMoELayer(MoELayer):
         **kwargs: What later versions of Megatron pass to their MoELayer.
 
     Raises:
-        ValueError: A setting of `config` excludes balancing, or the EP group's ranks disagree about `balance`.
+        ValueError: A setting of `config` excludes balancing, or the EP group's ranks disagree about
+            `balance`.
     """
 
     def __init__(
@@ -109,13 +111,17 @@ class BalancedMoELayer(MoELayer):
             ep_size=ep_size,
             # One rank has nobody to share its load with.
             slots=balance.slots if ep_size > 1 else 0,
-            nvlink_domain=ep_size if balance.nvlink_domain == "auto" else balance.nvlink_domain,
+            nvlink_domain=ep_size
+            if balance.nvlink_domain == "auto"
+            else int(balance.nvlink_domain),
         )
+        logical_dispatcher: Any = self.token_dispatcher
         self.token_dispatcher = physical_dispatcher(
-            self.token_dispatcher, self.layout, config, self.ep_group.rank(), pg_collection
+            logical_dispatcher, self.layout, config, self.ep_group.rank(), pg_collection
         )
         self.expert_weights = expert_weights(self.experts)
-        # Made in the first forward: only then have wrappers settled the dtype and place of the weights.
+        # Made in the first forward: only then have wrappers settled the dtype and place of the
+        # weights.
         self._slot_buffers: SlotBuffers | None = None
         self._in_flight: InFlightPlans | None = None
         # Handed from preprocess to routed_experts_compute of the same forward; never outlives it.
@@ -124,7 +130,7 @@ class BalancedMoELayer(MoELayer):
     def preprocess(
         self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Stages 1 to 4: from logical routing to physical routing with the replicas in their slots."""
+        """Stages 1 to 4: from logical to physical routing, with the replicas in their slots."""
         load = gather_load(routing_map, self.ep_group)
         plan = solve_plan(
             load,
@@ -150,7 +156,9 @@ class BalancedMoELayer(MoELayer):
             materializing.wait()
         if self.training and torch.is_grad_enabled():
             self._report(load, plan)
-        return super().preprocess(hidden_states, probs, routing_map)
+        hidden_states, probs = super().preprocess(hidden_states, probs, routing_map)
+        release_graph(self.token_dispatcher)
+        return hidden_states, probs
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Stage 6, with the hooks of stages 4 and 8 for backward around it."""
@@ -160,6 +168,7 @@ class BalancedMoELayer(MoELayer):
         tokens, tokens_per_expert, probs = self.token_dispatcher.dispatch_postprocess(
             hidden_states, probs
         )
+        release_graph(self.token_dispatcher)
         tokens, *slot_weights = MaterializeFunction.apply(
             replication, tokens, *replication.mains.parameters()
         )
@@ -218,7 +227,7 @@ class BalancedMoELayer(MoELayer):
 
 
 class EvenMoELayer(MoELayer):
-    """Megatron's MoE layer with even routing forced: the upper bound that balancing is compared with.
+    """Megatron's MoE layer with even routing forced: the upper bound of what balancing can do.
 
     Not a way to train: tokens go to experts that the router did not choose.
     """

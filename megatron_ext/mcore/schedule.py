@@ -6,16 +6,18 @@ from __future__ import annotations
 def most_in_flight(
     *, pp_size: int, pp_rank: int, num_chunks: int = 1, group_size: int | None = None
 ) -> int:
-    """Return the most plans of one layer in flight on a pipeline stage, for any number of microbatches.
+    """Return the most plans of one layer in flight on a pipeline stage.
 
-    Walks Megatron's schedules: warm-up forwards, then one forward and one backward in turn, the chunks taken in groups
-    of microbatches (interleaved schedule). The number is the largest over the stage's chunks.
+    Holds for any number of microbatches. Walks Megatron's schedules: warm-up forwards, then one
+    forward and one backward in turn, the chunks taken in groups of microbatches (interleaved
+    schedule). The number is the largest over the stage's chunks.
 
     Args:
         pp_size: Pipeline stages.
         pp_rank: This stage.
         num_chunks: Model chunks on this stage (VPP size).
-        group_size: Microbatches that a chunk takes in a row; the interleaved schedule's default is `pp_size`.
+        group_size: Microbatches that a chunk takes in a row; the interleaved schedule's default is
+            `pp_size`.
 
     >>> [most_in_flight(pp_size=4, pp_rank=rank) for rank in range(4)]
     [4, 3, 2, 1]

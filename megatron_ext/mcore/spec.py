@@ -1,8 +1,8 @@
 """Swaps the balanced layer into any Megatron layer spec.
 
 A spec names its MoE layer either as `ModuleSpec(module=MoELayer, ...)` (megatron-core 0.16) or as
-`functools.partial(MoELayer, ...)` (0.17 and later). Both are found wherever they stand in a layer, block or
-multi-token-prediction spec. The given spec is left as it was.
+`functools.partial(MoELayer, ...)` (0.17 and later). Both are found wherever they stand in a layer,
+block or multi-token-prediction spec. The given spec is left as it was.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron_ext.balance.strategies import STRATEGIES
+from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.config import BalanceConfig
 from megatron_ext.mcore.experts import GroupedExperts
 from megatron_ext.mcore.moe_layer import BalancedMoELayer, EvenMoELayer
@@ -33,16 +33,11 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
     Raises:
         ValueError: Unknown strategy, or there is no MoE layer in `spec`.
     """
-    if balance.strategy not in STRATEGIES:
-        raise ValueError(
-            f"balance.strategy ({balance.strategy!r}) must be one of {sorted(STRATEGIES)}"
-        )
-    kind = STRATEGIES[balance.strategy].kind
+    kind = get_strategy(balance.strategy).kind
     if kind == "absent":
         return spec
-    layer_class, params = (
-        (EvenMoELayer, {}) if kind == "force_even" else (BalancedMoELayer, {"balance": balance})
-    )
+    layer_class: Any = EvenMoELayer if kind == "force_even" else BalancedMoELayer
+    params = {} if kind == "force_even" else {"balance": balance}
 
     def balanced(layer: Any) -> Any:
         if isinstance(layer, ModuleSpec):
@@ -55,7 +50,7 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
 
 
 def grouped_mm_spec(spec: Any) -> Any:
-    """Return `spec` with `SequentialMLP` experts replaced by `GroupedExperts` (same checkpoint keys).
+    """Return `spec` with `GroupedExperts` for its `SequentialMLP` (same checkpoint keys).
 
     Raises:
         ValueError: There are no `SequentialMLP` experts in `spec`.
@@ -112,5 +107,5 @@ def _replace(
 
 
 def _is_submodules(part: Any) -> bool:
-    """Megatron's `...Submodules` dataclasses hold the parts of a layer, under names that vary by version."""
+    """Megatron's `...Submodules` dataclasses hold a layer's parts; their names vary by version."""
     return dataclasses.is_dataclass(part) and type(part).__name__.endswith("Submodules")

@@ -1,46 +1,46 @@
-"""What in a Megatron configuration excludes balancing. Checked before training starts, all problems at once."""
+"""What in a Megatron configuration excludes balancing; all problems at once, before training."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megatron_ext.balance.strategies import STRATEGIES
+from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.config import BalanceConfig
 from megatron_ext.transport import resolve_transport
 
 
 def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
-    """Return every reason why layers of `config` cannot be balanced as `balance` says; empty if they can.
+    """Return every reason why layers of `config` cannot be balanced as `balance` says.
 
     Args:
         config: Megatron's TransformerConfig.
         balance: What the balancer may do.
     """
-    problems = []
-    if balance.strategy not in STRATEGIES:
-        problems.append(
-            f"balance.strategy ({balance.strategy!r}) must be one of {sorted(STRATEGIES)}"
-        )
-    elif balance.strategy == "none":
+    if balance.strategy == "none":
         return []
-    try:
-        resolve_transport(balance.transport)
-    except ValueError as error:
-        problems.append(str(error))
+    problems = []
+    for check, name in ((get_strategy, balance.strategy), (resolve_transport, balance.transport)):
+        try:
+            check(name)
+        except ValueError as error:
+            problems.append(str(error))
     ep_size = config.expert_model_parallel_size
     num_experts = config.num_moe_experts
     if not num_experts:
         problems.append(f"num_moe_experts ({num_experts}) must be >= 1 to balance experts")
     elif num_experts % ep_size:
         problems.append(
-            f"num_moe_experts ({num_experts}) must be a multiple of expert_model_parallel_size ({ep_size})"
+            f"num_moe_experts ({num_experts}) must be a multiple of "
+            f"expert_model_parallel_size ({ep_size})"
         )
     if balance.nvlink_domain != "auto" and ep_size % int(balance.nvlink_domain):
         problems.append(
-            f"balance.nvlink_domain ({balance.nvlink_domain}) must divide expert_model_parallel_size ({ep_size})"
+            f"balance.nvlink_domain ({balance.nvlink_domain}) must divide "
+            f"expert_model_parallel_size ({ep_size})"
         )
     problems += [
-        f"{name} ({getattr(config, name)!r}) must be {allowed!r} with balance.strategy={balance.strategy}: {reason}"
+        f"{name} ({getattr(config, name)!r}) must be {allowed!r} "
+        f"with balance.strategy={balance.strategy}: {reason}"
         for name, allowed, reason in _MUST_BE
         if getattr(config, name, allowed) not in (allowed, None, False)
     ]
@@ -53,10 +53,14 @@ _MUST_BE = (
     ("expert_tensor_parallel_size", 1, "replicas of sharded experts are not supported"),
     ("gradient_accumulation_fusion", False, "it would bypass the replicas' share of the gradient"),
     ("overlap_moe_expert_parallel_comm", False, "two layers would use the shared slots at once"),
-    ("delay_wgrad_compute", False, "slot gradients must be complete when the experts' backward ends"),
+    (
+        "delay_wgrad_compute",
+        False,
+        "slot gradients must be complete when the experts' backward ends",
+    ),
     ("overlap_dispatch_backward_with_experts_wgrad", False, "slot gradients must not be delayed"),
     ("fp8", None, "quantised experts are not supported"),
     ("fp4", None, "quantised experts are not supported"),
     ("cuda_graph_impl", "none", "plans are read on the host"),
 )
-"""(field of TransformerConfig, value it must have, why). A field that a version of Megatron lacks is as it must be."""
+"""(field of TransformerConfig, value it must have, why). A field that Megatron lacks is fine."""

@@ -1,7 +1,8 @@
-"""How bytes reach a peer's slot. One class a file; adding a transport is one file and one line here.
+"""How bytes reach a peer's slot. One class a file; a new transport is a file and a line here.
 
-A transport allocates the slot buffers (a symmetric heap must own them), pushes main weights into peers' slots and adds
-peers' slot gradients into the mains' sums. It knows transfers, not plans: what to replicate is decided elsewhere.
+A transport allocates the slot buffers (a symmetric heap must own them), pushes main weights into
+peers' slots and adds peers' slot gradients into the mains' sums. It knows transfers, not plans:
+what to replicate is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Transfer:
-    """One replica: which main of which rank goes into which slot of which rank. Ranks are EP-group ranks."""
+    """One replica: a main of one rank into a slot of another. Ranks count within the EP group."""
 
     home_rank: int
     main_idx: int
@@ -35,10 +36,10 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """Moves expert state between the ranks of one EP group. All ranks call with the same transfers, in the same order."""
+    """Moves expert state between the ranks of an EP group; all call alike, in the same order."""
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a zeroed buffer that peers can reach; every rank of the group calls with the same arguments."""
+        """Return a zeroed buffer that peers can reach; every rank calls with the same arguments."""
 
     def push(
         self, transfers: list[Transfer], mains: list[list[Tensor]], slots: list[Tensor]
@@ -54,13 +55,14 @@ class Transport(Protocol):
     def pull_add(
         self, transfers: list[Transfer], slot_grads: list[Tensor], sums: dict[int, list[Tensor]]
     ) -> None:
-        """Add slot gradients at the mains' home, in the order of `transfers`; returns when `sums` are complete.
+        """Add slot gradients at the mains' home, in the order of `transfers`; returns when done.
 
         Args:
             transfers: As for `push`.
-            slot_grads: `slot_grads[g]` is segment g of all slot gradients of this rank, [S, *segment shape].
-            sums: For each main m of this rank that has replicas, one tensor a segment, overwritten with the sum of
-                its replicas' gradients. Same dtype as `slot_grads`.
+            slot_grads: `slot_grads[g]` is segment g of all slot gradients of this rank, [S,
+                *segment shape].
+            sums: For each main m of this rank that has replicas, one tensor a segment, overwritten
+                with the sum of its replicas' gradients. Same dtype as `slot_grads`.
         """
 
 
@@ -89,7 +91,8 @@ def resolve_transport(name: str) -> str:
     if name in ("auto", *TRANSPORTS):
         return "collective" if name == "auto" else name
     raise ValueError(
-        f"balance.transport ({name!r}) is not available here; use 'auto' or one of {list(TRANSPORTS)}"
+        f"balance.transport ({name!r}) is not available here; "
+        f"use 'auto' or one of {list(TRANSPORTS)}"
     )
 
 

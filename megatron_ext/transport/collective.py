@@ -1,10 +1,13 @@
 """Transport over torch.distributed point-to-point: works wherever the EP group's backend does.
 
-The baseline: two-sided, so every transfer is matched by a send and a receive, posted in the order of the transfers on
-both sides. Received gradients are staged before they are added, one expert's worth a replica.
+The baseline: two-sided, so every transfer is matched by a send and a receive, posted in the order
+of the transfers on both sides. Received gradients are staged before they are added, one expert's
+worth a replica.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,13 +52,15 @@ class CollectiveTransport:
                     main = mains[segment_idx][transfer.main_idx]
                     ops.append(self._op(dist.isend, main, transfer.replica_rank))
                 elif transfer.replica_rank == self._rank:
-                    ops.append(self._op(dist.irecv, slot_segment[transfer.slot_idx], transfer.home_rank))
+                    ops.append(
+                        self._op(dist.irecv, slot_segment[transfer.slot_idx], transfer.home_rank)
+                    )
         return _Batch(ops)
 
     def pull_add(
         self, transfers: list[Transfer], slot_grads: list[Tensor], sums: dict[int, list[Tensor]]
     ) -> None:
-        """Add slot gradients at the mains' home, in the order of `transfers`; see `Transport.pull_add`."""
+        """Add slot gradients at the mains' home; see `Transport.pull_add`."""
         ops = []
         additions: list[tuple[Tensor, Tensor]] = []
         started: set[int] = set()
@@ -65,7 +70,8 @@ class CollectiveTransport:
                     ops.append(self._op(dist.isend, grad[transfer.slot_idx], transfer.home_rank))
             elif transfer.home_rank == self._rank:
                 for total in sums[transfer.main_idx]:
-                    # The first replica's gradient arrives in the sum itself: nothing to zero, nothing to stage.
+                    # The first replica's gradient arrives in the sum itself: nothing to zero,
+                    # nothing to stage.
                     is_first = transfer.main_idx not in started
                     target = total if is_first else torch.empty_like(total)
                     ops.append(self._op(dist.irecv, target, transfer.replica_rank))
@@ -76,5 +82,5 @@ class CollectiveTransport:
         for total, staged in additions:
             total.add_(staged)
 
-    def _op(self, op: object, tensor: Tensor, peer: int) -> P2POp:
+    def _op(self, op: Any, tensor: Tensor, peer: int) -> P2POp:
         return P2POp(op, tensor, group=self._group, group_peer=peer)

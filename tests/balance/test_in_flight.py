@@ -1,4 +1,4 @@
-"""Plans survive from forward to backward under their virtual layer id, and no other plan is ever given out.
+"""Plans survive from forward to backward under their id, and no other plan is given out.
 
 Layer 1. Stored plans are compared with `torch.equal`.
 """
@@ -65,7 +65,10 @@ def test_a_released_place_is_used_again_under_a_new_generation() -> None:
 def test_a_full_ring_refuses_and_names_the_setting() -> None:
     ring = make_ring(2)
     handles = [ring.keep(make_plan(0)), ring.keep(make_plan(1))]
-    message = r"layer 3: no place for the plan of microbatch 2.*microbatches \[0, 1\].*balance.max_in_flight to 3"
+    message = (
+        r"layer 3: no place for the plan of microbatch 2.*microbatches \[0, 1\].*"
+        r"balance.max_in_flight to 3"
+    )
     with pytest.raises(RuntimeError, match=message):
         ring.keep(make_plan(2))
     assert torch.equal(ring.recall(handles[1]).quota, make_plan(1).quota)
@@ -77,7 +80,9 @@ def test_a_dropped_graph_frees_its_place() -> None:
     del handle
     gc.collect()
     assert ring.num_in_flight == 0
-    assert torch.equal(ring.recall(ring_handle := ring.keep(make_plan(1))).quota, make_plan(1).quota)
+    assert torch.equal(
+        ring.recall(ring_handle := ring.keep(make_plan(1))).quota, make_plan(1).quota
+    )
     assert ring_handle.generation == 2
 
 

@@ -1,7 +1,8 @@
 """Runs the same tiny GPT with and without balancing and measures how far apart they are.
 
-What is compared: logits, losses and every parameter's gradient after one pipeline schedule (float64), or losses and
-parameters after several optimizer steps (float32), both against Megatron's own layers on the same ranks.
+What is compared: logits, losses and every parameter's gradient after one pipeline schedule
+(float64), or losses and parameters after several optimizer steps (float32), both against Megatron's
+own layers on the same ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Difference:
     where: str
     """Name of that tensor."""
     replicas: int
-    """Replicas made in the balanced run, all layers and microbatches: 0 means that nothing was tested."""
+    """Replicas made in the balanced run; 0 means that nothing was tested."""
 
 
 def balanced(spec: Any, balance: BalanceConfig) -> Any:
@@ -104,9 +105,7 @@ def _difference(
 ) -> Difference:
     assert expected.keys() == found.keys()
     assert all(value.isfinite().all() for value in found.values())
-    distances = {
-        name: _relative_distance(found[name], value) for name, value in expected.items()
-    }
+    distances = {name: _relative_distance(found[name], value) for name, value in expected.items()}
     where = max(distances, key=lambda name: distances[name])
     replicas = sum(layer.num_replicas for layer in balanced_layers(gpt))
     return Difference(distances[where], where, replicas)

@@ -1,6 +1,7 @@
 """The parity measurement notices when the method is broken: each test breaks one thing on purpose.
 
-Layer 2. Compared with `tests.mcore.test_parity.GRADIENT_TOLERANCE`, which the intact method meets by five orders.
+Layer 2. Compared with `tests.mcore.test_parity.GRADIENT_TOLERANCE`, which the intact method meets
+by five orders.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from megatron_ext.config import BalanceConfig
 from tests.mcore.parity import gradient_difference
 from tests.ranks import run_ranks
 
-# Many small experts: no single one holds the excess of a rank, so both slots of the other rank are used.
+# Many small experts: no single one holds the excess of a rank, so both slots of the other rank are
+# used.
 CASE = dict(ep=2, experts=32, topk=1)
 
 
 def _skip_reduce() -> Any:
     from megatron_ext.balance.replicas import SlotBuffers
 
-    return mock.patch.object(SlotBuffers, "reduce_replica_grads", lambda *args: {})
+    return mock.patch.object(SlotBuffers, "reduce_replica_grads", return_value={})
 
 
 def _skip_rematerialize() -> Any:
@@ -81,11 +83,4 @@ def test_intact_method_meets_the_tolerance_with_several_slots_in_use() -> None:
     "sabotage", [_skip_reduce, _skip_rematerialize, _swap_slots, _reuse_plan_of_other_microbatch]
 )
 def test_parity_notices(sabotage: Callable[[], Any]) -> None:
-    try:
-        worst = max(difference.worst for difference in run_ranks(_worst, 2, sabotage))
-    except RuntimeError as error:
-        # A gradient for a slot that the wrong plan names does not exist: noticed as well.
-        assert "has a replica but no gradient" in str(error)
-        assert sabotage is _reuse_plan_of_other_microbatch
-    else:
-        assert worst > 1e-3
+    assert max(difference.worst for difference in run_ranks(_worst, 2, sabotage)) > 1e-3

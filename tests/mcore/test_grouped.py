@@ -1,6 +1,7 @@
-"""`GroupedExperts` compute what `SequentialMLP` computes, alone and balanced, under the same checkpoint keys.
+"""`GroupedExperts` compute what `SequentialMLP` computes, under the same checkpoint keys.
 
-Layer 2. float32 (grouped products take no float64): both paths sum the same products in another order.
+Layer 2. float32 (grouped products take no float64): both paths sum the same products in another
+order.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def grouped(spec: Any, balance: BalanceConfig | None = None) -> Any:
 
 
 def copy_experts(source: TinyGPT, target: TinyGPT) -> None:
-    """Stack the sequential experts' weights into the grouped ones, and give the optimizer its copies."""
+    """Stack the sequential experts' weights into the grouped ones, and tell the optimizer."""
     with torch.no_grad():
         for name, weight in per_expert(source).items():
             layer, expert, segment = name
@@ -104,7 +105,8 @@ def test_checkpoint_keys_are_those_of_sequential_experts() -> None:
 
 def _initial(rank: int) -> tuple[float, float]:
     gpt = build_gpt(ep=2, hidden=64, ffn=64, spec_transform=grouped, init_method_std=0.5)
-    # `build_gpt` names and fills parameters itself; here Megatron's own initialisation is looked at.
+    # `build_gpt` names and fills parameters itself; here Megatron's own initialisation is looked
+    # at.
     from megatron_ext.mcore.experts import GroupedExperts
 
     experts = GroupedExperts(2, gpt.config, pg_collection=_groups())

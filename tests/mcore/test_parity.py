@@ -1,7 +1,8 @@
-"""Training with balancing equals training without it, on every parallel layout and option that matters.
+"""Training with balancing equals training without it, in every layout and option that matters.
 
-Layer 2 (gloo ranks on the CPU). The cases cover every value of every option, and the pairs that interact; they are run
-in one set of processes per world size, because starting Megatron costs more than a case.
+Layer 2 (gloo ranks on the CPU). The cases cover every value of every option, and the pairs that
+interact; they are run in one set of processes per world size, because starting Megatron costs more
+than a case.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tests.mcore.parity import gradient_difference, step_difference
 from tests.ranks import run_ranks
 
 GRADIENT_TOLERANCE = 1e-10
-"""float64 sums in another order differ by about 1e-16 x the length of the sum; this leaves room for cancellation."""
+"""float64 sums in another order differ by about 1e-16 x their length; the rest is cancellation."""
 
 STEP_TOLERANCE = 1e-5
 """float32 over a few steps, with an optimizer that does not amplify rounding (see `tests.gpt`)."""
@@ -93,8 +94,7 @@ def _gradients(rank: int, cases: list[Case]) -> list[Any]:
 
 def _steps(rank: int, cases: list[Case]) -> list[Any]:
     return [
-        step_difference(case, num_microbatches=num_microbatches)
-        for case, num_microbatches in cases
+        step_difference(case, num_microbatches=num_microbatches) for case, num_microbatches in cases
     ]
 
 

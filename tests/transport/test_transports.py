@@ -1,7 +1,7 @@
-"""Replicas and gradients arrive where the transfers say, bit for bit. Every transport runs these same tests.
+"""Replicas and gradients arrive where the transfers say, bit for bit, on every transport.
 
-Layer 2 (2 and 4 gloo ranks). Slots are filled with NaN before each push, so a missing copy shows; gradients are small
-integers, so their sums are exact in any order.
+Layer 2 (2 and 4 gloo ranks). Slots are filled with NaN before each push, so a missing copy shows;
+gradients are small integers, so their sums are exact in any order.
 """
 
 from __future__ import annotations
