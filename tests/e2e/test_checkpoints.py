@@ -1,0 +1,76 @@
+"""Checkpoints hold logical experts only, so balancing may be switched, resized or moved between runs.
+
+Layer 2 (2 and 4 gloo ranks). A run that continues from another setting's checkpoint is compared with
+the run that wrote it: losses equal but for float32 rounding.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpoints_tools.contents import find_problems, read_contents
+
+from megatron_ext.telemetry.run_log import read_metrics
+from tests.ranks import run_ranks
+from tests.train.dataset import build, overrides
+from tests.train.test_run import _train
+
+# A large epsilon keeps Adam from turning the rounding of a tiny gradient into a step of its own.
+SETTINGS = ["steps=4", "optimizer.eps=1e-3"]
+
+QUOTA = ["balance.strategy=quota", "balance.tolerance=0.0"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small dataset."""
+    return build(tmp_path_factory.mktemp("text"))
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(run_dir)]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "num_ranks"),
+    [
+        (QUOTA, ["balance.strategy=none"], 2),
+        (["balance.strategy=none"], QUOTA, 2),
+        (QUOTA, [*QUOTA, "balance.slots=1"], 2),
+        ([*QUOTA, "balance.slots=1"], [*QUOTA, "balance.slots=3"], 2),
+        (QUOTA, [*QUOTA, "parallel.ep_size=4"], 4),
+        ([*QUOTA, "parallel.ep_size=1"], QUOTA, 2),
+    ],
+)
+def test_training_goes_on_under_other_balancing(
+    saved: list[str], loaded: list[str], num_ranks: int, data: Path, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    run_ranks(_train, 2, [*overrides(data, first), *SETTINGS, *saved, "checkpoint.every=2"])
+    checkpoint = first / "checkpoints" / "step_00000002"
+    start = f"checkpoint.load={checkpoint}"
+    run_ranks(_train, num_ranks, [*overrides(data, second), *SETTINGS, *loaded, start])
+    assert losses(second) == pytest.approx(losses(first)[2:], rel=1e-5)
+    balanced = first if saved is QUOTA else second
+    assert sum(line["replicas"] for line in read_metrics(balanced)) > 0
+
+    contents = read_contents(checkpoint)
+    assert find_problems(contents) == []
+    names = [entry.key for entry in contents.entries]
+    assert any("experts" in name for name in names)
+    assert not [name for name in names if "slot" in name or "replica" in name]
+
+
+def test_a_checkpoint_of_another_model_is_refused(data: Path, tmp_path: Path) -> None:
+    from megatron_ext.config import ConfigError, validate
+    from megatron_ext.train import load_config
+
+    first = tmp_path / "first"
+    run_ranks(_train, 2, [*overrides(data, first), "steps=3", "checkpoint.every=2"])
+    start = f"checkpoint.load={first}/checkpoints/step_00000002"
+    other = [*overrides(data, tmp_path / "second"), start, "model.expert_hidden_size=48"]
+    with pytest.raises(ConfigError) as raised:
+        validate(load_config(other), num_ranks=2)
+    assert len(raised.value.problems) == 1
+    assert "model.expert_hidden_size (48) must be 32" in raised.value.problems[0]
