@@ -22,7 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import merge
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -83,7 +85,8 @@ def save_checkpoint(
             shutil.rmtree(old, ignore_errors=True)
         unfinished.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_state(chunks, optimizer, is_loading=False), str(unfinished))
+    state, _ = _sharded_state(chunks, optimizer, is_loading=False)
+    dist_checkpointing.save(state, str(unfinished))
     dist.barrier()
     if dist.get_rank() == 0:
         run = {
@@ -112,14 +115,14 @@ def load_checkpoint(
         `step`, `consumed_samples` and `num_ranks` as they were when it was saved.
     """
     run = json.loads((checkpoint / RUN_FILE).read_text())
-    with _pytorch_adam_can_load(optimizer):
-        wanted = _state(chunks, optimizer, is_loading=True)
+    with _adam_can_load(optimizer, run["step"]):
+        wanted, optimizer_settings = _sharded_state(chunks, optimizer, is_loading=True)
         if run["num_ranks"] != dist.get_world_size():
             del wanted["generators"]
         state = dist_checkpointing.load(wanted, str(checkpoint))
         for index, chunk in enumerate(chunks):
             chunk.module.load_state_dict(state[_model_key(index, chunks)])
-        optimizer.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict(merge(optimizer_settings, state["optimizer"]))
     if "generators" in state:
         generators = state["generators"]
         torch.set_rng_state(generators["cpu"])
@@ -128,15 +131,20 @@ def load_checkpoint(
     return {name: run[name] for name in ("step", "consumed_samples", "num_ranks")}
 
 
-def _state(
+def _sharded_state(
     chunks: list[DistributedDataParallel], optimizer: Any, *, is_loading: bool
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what is stored by logical parameter or rank, and the optimizer's other values.
+
+    The others are settings and the number of steps, which come from the config and `run.json`.
+    Megatron arranges them by parallel sizes, so a checkpoint that held them would fit only its own.
+    """
     state: dict[str, Any] = {
         _model_key(index, chunks): chunk.module.sharded_state_dict(metadata=_METADATA)
         for index, chunk in enumerate(chunks)
     }
-    state["optimizer"] = optimizer.sharded_state_dict(
-        state, is_loading=is_loading, metadata=_METADATA
+    state["optimizer"], optimizer_settings = extract_sharded_base(
+        optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_METADATA)
     )
     generators = {
         "cpu": torch.get_rng_state(),
@@ -146,38 +154,38 @@ def _state(
     state["generators"] = ShardedObject(
         "generators", generators, (dist.get_world_size(),), (dist.get_rank(),)
     )
-    return state
+    return state, optimizer_settings
 
 
 @contextmanager
-def _pytorch_adam_can_load(optimizer: Any) -> Iterator[None]:
-    """Help Megatron load into PyTorch's Adam.
+def _adam_can_load(optimizer: Any, step: int) -> Iterator[None]:
+    """Tell Adam how many steps were made, and help Megatron load into PyTorch's.
 
-    That is its optimizer where Transformer Engine and Apex are not installed. Megatron needs state
-    to load into, which Adam only has after a step; its distributed optimizer asks for the state
+    PyTorch's is Megatron's Adam where Transformer Engine and Apex are not installed. Megatron needs
+    state to load into, which it only has after a step; the distributed optimizer asks for the state
     `step` among tensors that it left `step` out of, and gives all parameters one tensor of that
     name, which each of them would then count up.
     """
-    parts = [
-        part
-        for part in getattr(optimizer, "chained_optimizers", [optimizer])
-        if isinstance(part.optimizer, torch.optim.Adam)
-    ]
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    pytorch = [part for part in parts if isinstance(part.optimizer, torch.optim.Adam)]
     for part in parts:
         for group in part.optimizer.param_groups:
+            if part not in pytorch:
+                group["step"] = step
+                continue
             for parameter in group["params"]:
                 part.optimizer.state[parameter] = {
-                    "step": torch.zeros(()),
+                    "step": torch.tensor(float(step)),
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
-    sharded = [part for part in parts if hasattr(part, "_set_main_param_and_optimizer_states")]
+    sharded = [part for part in pytorch if hasattr(part, "_set_main_param_and_optimizer_states")]
     for part in sharded:
         part._set_main_param_and_optimizer_states = partial(_set_state_but_step, part)
     yield
     for part in sharded:
         del part._set_main_param_and_optimizer_states
-    for part in parts:
+    for part in pytorch:
         for state in part.optimizer.state.values():
             state["step"] = state["step"].clone()
 

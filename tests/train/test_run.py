@@ -1,0 +1,126 @@
+"""Runs of 8 steps on 2 ranks: what they write, and that stopping or evaluating changes nothing.
+
+Losses are compared exactly: a continued run does the same arithmetic as one that never stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config import TrainConfig
+from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.telemetry.run_log import RunLog, read_metrics
+from megatron_ext.train import load_config
+from tests.ranks import run_ranks
+from tests.train.dataset import overrides
+
+
+def _train(rank: int, arguments: list[str]) -> None:
+    enable_cpu_platform()
+    from megatron.core import parallel_state
+
+    from megatron_ext.mcore.training import Training
+
+    parallel_state.destroy_model_parallel()
+    Training(load_config(arguments)).run()
+
+
+def _losses(run_dir: Path) -> list[float]:
+    metrics = read_metrics(run_dir)
+    assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
+    return [line["loss"] for line in metrics]
+
+
+def test_killed_run_continues_exactly(data: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_ranks(_train, 2, overrides(data, whole))
+
+    command = [sys.executable, "-m", "megatron_ext.train", *overrides(data, killed)]
+    command += ["checkpoint.every=3", "checkpoint.keep=1", "eval_every=2", "eval_steps=1"]
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment
+    ) as process:
+        assert process.stderr is not None
+        seen = []
+        for line in process.stderr:
+            seen.append(line)
+            if line.startswith("step 5/"):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert seen[-1].startswith("step 5/"), "".join(seen)
+    assert [path.name for path in (killed / "checkpoints").iterdir()] == ["step_00000003"]
+    # What a run leaves that is killed while saving, or while writing a line.
+    (killed / "checkpoints" / ".step_00000006.unfinished").mkdir()
+    with (killed / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+    assert _losses(killed) == _losses(whole)
+    assert [path.name for path in (killed / "checkpoints").iterdir()] == ["step_00000006"]
+    evaluated = [line["step"] for line in read_metrics(killed) if "eval_loss" in line]
+    assert evaluated == [2, 4, 6, 8]
+
+
+def test_pipeline_run_continues_exactly(data: Path, tmp_path: Path) -> None:
+    settings = [
+        "steps=4",
+        "model.num_layers=4",
+        "parallel.pp_size=2",
+        "parallel.vpp_size=2",
+        "parallel.overlap_grad_reduce=true",
+        "parallel.overlap_param_gather=true",
+        "parallel.recompute=selective",
+        "balance.strategy=quota",
+    ]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    run_ranks(_train, 4, [*overrides(data, whole), *settings, "checkpoint.every=2"])
+    start = f"checkpoint.load={whole}/checkpoints/step_00000002"
+    run_ranks(_train, 4, [*overrides(data, stopped), *settings, start])
+    assert [line["loss"] for line in read_metrics(stopped)] == _losses(whole)[2:]
+
+
+def test_other_parallel_sizes_and_no_balancing_continue_the_same_model(
+    data: Path, tmp_path: Path
+) -> None:
+    settings = ["steps=4", "optimizer.eps=1e-3"]
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    run_ranks(_train, 2, [*overrides(data, whole), *settings, "checkpoint.every=2"])
+    start = f"checkpoint.load={whole}/checkpoints/step_00000002"
+    changed = ["parallel.ep_size=1", "balance.strategy=none", "model.experts=grouped_mm"]
+    run_ranks(_train, 2, [*overrides(data, moved), *settings, *changed, start])
+    continued = [line["loss"] for line in read_metrics(moved)]
+    assert continued == pytest.approx(_losses(whole)[2:], rel=1e-5)
+
+
+def test_run_directory(data: Path, tmp_path: Path) -> None:
+    run_ranks(_train, 2, [*overrides(data, tmp_path), "steps=3"])
+    for line in read_metrics(tmp_path):
+        assert line.keys() == {
+            *("step", "loss", "grad_norm", "lr", "tokens_per_s", "step_ms"),
+            *("imbalance_before", "imbalance_after", "replicas"),
+        }
+        assert line["imbalance_before"] >= line["imbalance_after"] >= 1.0
+        assert line["step_ms"] * line["tokens_per_s"] == pytest.approx(8 * 16 * 1e3)
+    # A run is reproduced by its config file alone.
+    recipe = (tmp_path / "config.yaml").read_text()
+    (tmp_path / "again.yaml").write_text(f"defaults: [train, _self_]\n{recipe}")
+    assert load_config((), str(tmp_path), "again") == load_config(
+        [*overrides(data, tmp_path), "steps=3"]
+    )
+
+
+def test_wandb_offline(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    config = TrainConfig(run_dir=str(tmp_path))
+    config.data.path = "somewhere"
+    config.logging.wandb = "offline"
+    with RunLog(config, start_step=0) as log:
+        log.write({"step": 1, "loss": 2.0})
+    assert list(tmp_path.glob("wandb/offline-run-*"))
+    assert (tmp_path / "wandb_id").read_text()
