@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Sets up, then trains one model without balancing, with it, and with ideal routing, and compares them.
+# Arguments are overrides of recipes/quickstart.yaml, e.g. steps=100.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+launch/setup.sh
+# One thread a rank: the ranks share the machine's cores.
+export OMP_NUM_THREADS=1
+exec .venv/bin/python -m megatron_ext.quickstart "$@"
