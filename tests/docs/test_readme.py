@@ -119,6 +119,8 @@ def test_command_is_understood(words, capsys):
         check_training(words[words.index("megatron_ext.train") + 1 :], capsys)
     elif words[:2] == ["megatron-ext", "train"]:
         check_training(words[2:], capsys)
+    elif words[0] == "launch/train.sh":
+        check_training(words[1:], capsys)
     elif words[0] == "megatron-ext":
         check_options(words[1:], capsys)
     elif (ROOT / words[0]).is_file():
