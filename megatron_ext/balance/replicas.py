@@ -10,8 +10,8 @@ are in them. `RematerializeFunction` stands behind the experts and, in backward,
 again from the saved plan before the experts' backward reads them.
 
 Needs: a plan, the mains' weights. Gives: slot weights as tensors in the graph. Gradients of slots
-    are stored and added in float32 (float64 for float64 weights), in rank order of the replicas,
-    then rounded once to the weights' dtype.
+are stored and added in float32 (float64 for float64 weights), in rank order of the replicas, then
+rounded once to the weights' dtype.
 
 Legend: E logical experts, R ranks, M mains per rank, S slots per rank.
 """

@@ -1,16 +1,15 @@
 """The balanced MoE layer: the stages of the method in the order a token takes. Read this first.
 
-    forward                                              backward route        logical experts
-    (Megatron)              postprocess, combine (Megatron) preprocess   1 gather load
-    experts:  4 materialise again from the saved plan
-                 2 solve plan                                      6 experts' backward 4 start
-                 materialising replicas                    8 reduce replica gradients into mains 3
-                 reroute logical -> physical           dispatch (Megatron)
-                   wait for the replicas                 preprocess: probability gradients back to
-                   logical experts
-    dispatch     5 tokens to physical experts (Megatron) route (Megatron)
-    experts      6 mains and slots
-    combine      7 outputs back (Megatron)
+    forward                                           backward
+    route       choose logical experts (Megatron)     postprocess, combine (Megatron)
+    preprocess  1 gather load                         experts  4 materialize from the saved plan
+                2 solve plan                                   6 experts' backward
+                4 start materializing replicas                 8 reduce replica gradients into mains
+                3 reroute: logical -> physical        dispatch (Megatron)
+                  wait for the replicas               preprocess  3 gradients of probabilities back
+    dispatch    5 tokens to physical experts          route (Megatron)
+    experts     6 mains and slots
+    combine     7 outputs back
 
 Replicas live for one microbatch in slots that all layers share; parameters, optimizer state and
 checkpoints hold logical experts only.

@@ -59,8 +59,8 @@ _MUST_BE = (
         "slot gradients must be complete when the experts' backward ends",
     ),
     ("overlap_dispatch_backward_with_experts_wgrad", False, "slot gradients must not be delayed"),
-    ("fp8", None, "quantised experts are not supported"),
-    ("fp4", None, "quantised experts are not supported"),
+    ("fp8", None, "quantized experts are not supported"),
+    ("fp4", None, "quantized experts are not supported"),
     ("cuda_graph_impl", "none", "plans are read on the host"),
 )
 """(field of TransformerConfig, value it must have, why). A field that Megatron lacks is fine."""
