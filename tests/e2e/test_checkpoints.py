@@ -1,7 +1,7 @@
-"""Checkpoints hold logical experts only, so balancing may be switched, resized or moved between runs.
+"""Checkpoints hold logical experts only, so balancing may change from run to run.
 
-Layer 2 (2 and 4 gloo ranks). A run that continues from another setting's checkpoint is compared with
-the run that wrote it: losses equal but for float32 rounding.
+Layer 2 (2 and 4 gloo ranks). A run that continues from another setting's checkpoint is compared
+with the run that wrote it: losses equal but for float32 rounding.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checkpoints_tools.contents import find_problems, read_contents
 
+from checkpoints_tools.contents import find_problems, read_contents
 from megatron_ext.telemetry.run_log import read_metrics
 from tests.ranks import run_ranks
 from tests.train.dataset import build, overrides
