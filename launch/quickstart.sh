@@ -5,6 +5,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 launch/setup.sh
+# The ranks compared are CPU ranks, also on a machine with GPUs.
+export CUDA_VISIBLE_DEVICES=
 # One thread a rank: the ranks share the machine's cores.
 export OMP_NUM_THREADS=1
 exec .venv/bin/python -m megatron_ext.quickstart "$@"
