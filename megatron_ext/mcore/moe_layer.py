@@ -80,6 +80,8 @@ class BalancedMoELayer(MoELayer):
             `balance`.
     """
 
+    token_dispatcher: Any
+
     def __init__(
         self,
         config: Any,
@@ -114,9 +116,8 @@ class BalancedMoELayer(MoELayer):
             if balance.nvlink_domain == "auto"
             else int(balance.nvlink_domain),
         )
-        logical_dispatcher: Any = self.token_dispatcher
         self.token_dispatcher = physical_dispatcher(
-            logical_dispatcher, self.layout, config, self.ep_group.rank(), pg_collection
+            self.token_dispatcher, self.layout, config, self.ep_group.rank(), pg_collection
         )
         self.expert_weights = expert_weights(self.experts)
         # Made in the first forward: only then have wrappers settled the dtype and place of the
