@@ -85,7 +85,8 @@ def _torch_report(problems: list[str]) -> dict[str, Any]:
         native_library = False
         problems.append(str(error))
     devices = [
-        torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())
+        torch.cuda.get_device_properties(index)
+        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     ]
     return {
         "cuda": torch.version.cuda,

@@ -11,10 +11,12 @@ import atexit
 import gc
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -116,6 +118,9 @@ def _collect(
 
 def _end(ranks: list[_Rank]) -> None:
     for rank in ranks:
+        # With the processes that it started itself: Megatron's checkpoint writers would stay.
+        with suppress(ProcessLookupError):
+            os.killpg(rank.process.pid, signal.SIGKILL)
         rank.process.kill()
         rank.process.join()
         rank.pipe.close()
@@ -128,7 +133,8 @@ def _end_all() -> None:
 
 
 def _serve(rank: int, world_size: int, pipe: Connection) -> None:
-    """Run calls until the pipe closes."""
+    """Run calls until the pipe closes. Leads a process group of its own (see `_end`)."""
+    os.setsid()
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1"
     )

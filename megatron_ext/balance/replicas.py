@@ -64,6 +64,29 @@ class MainWeights:
         """`rows()[g][m]`: the values of segment g of main m, without gradient."""
         return [[row.detach() for row in segment] for segment in self.per_segment]
 
+    def slot_views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Slot weights as autograd outputs, held as the parameters are: slot by slot, or stacked.
+
+        Slot by slot, an unused slot costs no gradient.
+        """
+        # `.data` has a version counter of its own: other layers overwrite these buffers before this
+        # layer's backward reads them, which is right, because RematerializeFunction restores them.
+        return [
+            view
+            for segment, buffer in zip(self.per_segment, buffers, strict=True)
+            for view in ([buffer.data] if isinstance(segment, Tensor) else buffer.data.unbind())
+        ]
+
+    def by_segment(self, flat: Sequence[Any], num_slots: int) -> list[Any]:
+        """Group what goes with `slot_views` again: for each segment, indexed by slot."""
+        values = iter(flat)
+        return [
+            next(values)
+            if isinstance(segment, Tensor)
+            else [next(values) for _ in range(num_slots)]
+            for segment in self.per_segment
+        ]
+
     def gradients(self, sums: dict[int, list[Tensor]]) -> list[Tensor | None]:
         """Gradients of `parameters()` from the sums over replicas; None where none was made."""
         gradients: list[Tensor | None] = []
@@ -184,13 +207,14 @@ class SlotBuffers:
         return Materializing(self, key, pending)
 
     def reduce_replica_grads(
-        self, plan: BalancePlan, slot_grads: Sequence[Tensor | None]
+        self, plan: BalancePlan, slot_grads: Sequence[Any]
     ) -> dict[int, list[Tensor]]:
         """Add the gradients of all replicas of this rank's mains; every rank of the EP group calls.
 
         Args:
             plan: Of the forward that the gradients belong to.
-            slot_grads: One a segment, [S, *shape]; None on a rank whose slots computed nothing.
+            slot_grads: One a segment, which slot s indexes; None, whole or for a slot, where
+                nothing was computed.
 
         Returns:
             For each main with replicas, its segments' gradient sums in the dtype of `grads`.
@@ -200,6 +224,7 @@ class SlotBuffers:
         for buffer, grad in zip(self.grads, slot_grads, strict=True):
             for slot_idx in used:
                 assert grad is not None, f"slot {slot_idx} has a replica but no gradient"
+                assert grad[slot_idx] is not None, f"slot {slot_idx} has a replica but no gradient"
                 buffer[slot_idx].copy_(grad[slot_idx])
         sums = {
             t.main_idx: [torch.empty_like(buffer[0]) for buffer in self.grads]
@@ -284,13 +309,11 @@ class MaterializeFunction(torch.autograd.Function):
     def forward(
         ctx: Any, replication: Replication, tokens: Tensor, *_parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the tokens and, one a segment, the slots' weights [S, *shape]."""
+        """Return the tokens and the slots' weights (`MainWeights.slot_views`)."""
         ctx.replication = replication
         ctx.set_materialize_grads(False)
-        # `.data` has a version counter of its own: other layers overwrite these buffers before this
-        # layer's backward reads them, which is right, because RematerializeFunction restores them
-        # first.
-        return (tokens.view_as(tokens), *(buffer.data for buffer in replication.buffers.weights))
+        views = replication.mains.slot_views(replication.buffers.weights)
+        return (tokens.view_as(tokens), *views)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -298,7 +321,8 @@ class MaterializeFunction(torch.autograd.Function):
         replication: Replication = ctx.replication
         handle = _required(replication.handle)
         plan = replication.in_flight.recall(handle)
-        sums = replication.buffers.reduce_replica_grads(plan, grads[1:])
+        slot_grads = replication.mains.by_segment(grads[1:], plan.layout.slots)
+        sums = replication.buffers.reduce_replica_grads(plan, slot_grads)
         replication.in_flight.release(handle)
         return (None, grads[0], *replication.mains.gradients(sums))
 

@@ -43,12 +43,12 @@ class ExpertWeights(Protocol):
         """This rank's main weights as they are now: wrappers may have moved them."""
 
     def run_slots(
-        self, weights: Sequence[Tensor], tokens: Tensor, num_tokens: list[int], probs: Tensor
+        self, weights: Sequence[Any], tokens: Tensor, num_tokens: list[int], probs: Tensor
     ) -> Tensor:
         """Run the experts in the slots.
 
         Args:
-            weights: Slot weights, one a segment, [S, *shape].
+            weights: Slot weights, one a segment: [S, *shape] or a list of S, as the mains are.
             tokens: [sum(num_tokens), H], sorted by slot.
             num_tokens: Tokens of each slot, S numbers.
             probs: Router probabilities of the tokens, [sum(num_tokens)].
@@ -77,7 +77,7 @@ def expert_weights(experts: nn.Module) -> ExpertWeights:
 def run_experts(
     experts: nn.Module,
     weights: ExpertWeights,
-    slot_weights: Sequence[Tensor],
+    slot_weights: Sequence[Any],
     tokens: Tensor,
     tokens_per_expert: Tensor,
     probs: Tensor,
@@ -87,7 +87,7 @@ def run_experts(
     Args:
         experts: Megatron's module with the M mains.
         weights: `expert_weights(experts)`.
-        slot_weights: One a segment, [S, *shape].
+        slot_weights: One a segment, which slot s indexes: [S, *shape], or a list of S.
         tokens: [N', H], sorted by this rank's physical experts.
         tokens_per_expert: [M + S].
         probs: [N'].
@@ -95,7 +95,7 @@ def run_experts(
     Returns:
         Expert outputs, [N', H], in the order of `tokens`.
     """
-    num_mains = tokens_per_expert.numel() - slot_weights[0].shape[0]
+    num_mains = tokens_per_expert.numel() - len(slot_weights[0])
     main_counts, slot_counts = tokens_per_expert[:num_mains], tokens_per_expert[num_mains:].tolist()
     num_slot_tokens = sum(slot_counts)
     sizes = [tokens.shape[0] - num_slot_tokens, num_slot_tokens]
@@ -140,14 +140,14 @@ class SequentialWeights:
         )
 
     def run_slots(
-        self, weights: Sequence[Tensor], tokens: Tensor, num_tokens: list[int], probs: Tensor
+        self, weights: Sequence[Any], tokens: Tensor, num_tokens: list[int], probs: Tensor
     ) -> Tensor:
         """See `ExpertWeights.run_slots`. Runs main 0's module with each slot's weights in turn."""
         if self._experts.config.moe_apply_probs_on_input:
             tokens = (tokens * probs.unsqueeze(-1)).to(tokens.dtype)
             probs = torch.ones_like(probs)
         names = [segment.name for segment in self.segments]
-        rows = zip(*(segment.unbind() for segment in weights), strict=True)
+        rows = zip(*weights, strict=True)
         slots = zip(rows, tokens.split(num_tokens), probs.split(num_tokens), strict=True)
         outputs = [
             torch.func.functional_call(
@@ -297,7 +297,7 @@ class GroupedWeights:
         return MainWeights((self._experts.fc1, self._experts.fc2))
 
     def run_slots(
-        self, weights: Sequence[Tensor], tokens: Tensor, num_tokens: list[int], probs: Tensor
+        self, weights: Sequence[Any], tokens: Tensor, num_tokens: list[int], probs: Tensor
     ) -> Tensor:
         """See `ExpertWeights.run_slots`."""
         fc1, fc2 = weights

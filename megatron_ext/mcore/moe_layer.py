@@ -169,9 +169,10 @@ class BalancedMoELayer(MoELayer):
             hidden_states, probs
         )
         release_graph(self.token_dispatcher)
-        tokens, *slot_weights = MaterializeFunction.apply(
+        tokens, *views = MaterializeFunction.apply(
             replication, tokens, *replication.mains.parameters()
         )
+        slot_weights = replication.mains.by_segment(views, self.layout.slots)
         output = run_experts(
             self.experts, self.expert_weights, slot_weights, tokens, tokens_per_expert, probs
         )
