@@ -114,8 +114,10 @@ def train_in_turn(runs: dict[str, TrainConfig]) -> None:
                     "quota", start_step=0, steps=steps, every=runs["quota"].logging.every
                 )
             )
-        for _ in range(steps):
+        for step in range(steps):
             for name, training in trainings.items():
+                if name == YARDSTICK and step >= COMPARED_STEPS:
+                    continue
                 metrics = training.train_step()
                 if name in logs:
                     logs[name].write(metrics)

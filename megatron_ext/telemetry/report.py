@@ -43,7 +43,7 @@ def largest_loss_difference(losses: Sequence[float], others: Sequence[float], st
     >>> largest_loss_difference([4.0, 2.0, 1.0], [4.0, 2.1, 9.0], steps=2)
     0.05
     """
-    pairs = list(zip(losses, others, strict=True))[:steps]
+    pairs = list(zip(losses[:steps], others[:steps], strict=True))
     return round(max(abs(other - loss) / loss for loss, other in pairs), 12)
 
 
