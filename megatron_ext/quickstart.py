@@ -48,12 +48,13 @@ def main(overrides: Sequence[str] | None = None) -> None:
         overrides: Of the recipe; by default the arguments of the process.
 
     Raises:
-        SystemExit: With status 2 if a setting is wrong, 1 if a rank failed.
+        SystemExit: With status 2 if a setting is wrong, 1 if a rank failed or the machine has too
+            little text.
     """
     quiet_megatron()
-    enable_cpu_platform()
     overrides = list(sys.argv[1:] if overrides is None else overrides)
     try:
+        enable_cpu_platform()
         runs = {
             name: load_config([f"balance={name}", *overrides], config_name="quickstart")
             for name in ("none", "quota", "ideal")
@@ -70,6 +71,8 @@ def main(overrides: Sequence[str] | None = None) -> None:
     except ConfigError as error:
         sys.stderr.write("".join(f"error: {problem}\n" for problem in error.problems))
         raise SystemExit(2) from None
+    except RuntimeError as error:
+        raise SystemExit(f"error: {error}") from None
     launch_ranks(train_in_turn, runs, num_ranks=num_ranks)
     sys.stdout.write(write_report(runs, folder))
 

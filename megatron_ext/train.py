@@ -56,8 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         train(config, num_ranks=options.ranks)
     except ConfigError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            sys.stderr.write("".join(f"error: {problem}\n" for problem in error.problems))
+        if int(os.environ.get("RANK", 0)) != 0:
+            # torchrun ends all ranks when one fails: only the one that speaks may.
+            raise SystemExit(0) from None
+        sys.stderr.write("".join(f"error: {problem}\n" for problem in error.problems))
         raise SystemExit(2) from None
 
 
