@@ -110,9 +110,6 @@ class ParallelConfig:
     ep_size: int = 1
     """Ranks that share the experts of a layer (R)."""
 
-    tp_size: int = 1
-    """Ranks that share each dense matrix (tensor and sequence parallelism). Experts stay whole."""
-
     pp_size: int = 1
     """Pipeline stages."""
 
@@ -282,7 +279,6 @@ _AT_LEAST: dict[str, float] = {
     "model.shared_expert_hidden_size": 0,
     "model.aux_loss": 0,
     "parallel.ep_size": 1,
-    "parallel.tp_size": 1,
     "parallel.pp_size": 1,
     "parallel.vpp_size": 1,
     "data.sequence_length": 1,
@@ -414,16 +410,14 @@ def _check_sizes(config: TrainConfig, num_ranks: int) -> list[str]:
         )
     if config.eval_every and data.validation_fraction == 0:
         problems.append(f"eval_every ({config.eval_every}) needs data.validation_fraction > 0")
-    dense = parallel.tp_size * parallel.pp_size
-    multiple(num_ranks, "the number of ranks", dense, "parallel.tp_size * parallel.pp_size")
     multiple(
         num_ranks,
         "the number of ranks",
         parallel.ep_size * parallel.pp_size,
         "parallel.ep_size * parallel.pp_size",
     )
-    if num_ranks % dense == 0:
-        dp_size = num_ranks // dense
+    if num_ranks % parallel.pp_size == 0:
+        dp_size = num_ranks // parallel.pp_size
         multiple(
             data.global_batch_size,
             "data.global_batch_size",
@@ -458,8 +452,8 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
             )
         elif name in settings:
             problems.append(
-                f"megatron.{name} ({config.megatron[name]}) is set by another section: "
-                f"it is {settings[name]!r} by model, parallel or data"
+                f"megatron.{name} ({config.megatron[name]}) cannot be set there: "
+                f"it is {settings[name]!r} by the other sections"
             )
     # The numbers of experts and ranks were checked above, under their names here.
     ep_size = max(1, config.parallel.ep_size)

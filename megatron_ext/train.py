@@ -80,8 +80,7 @@ def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     if is_rank:
         num_ranks = int(os.environ["WORLD_SIZE"])
     elif num_ranks is None:
-        parallel = config.parallel
-        needed = parallel.pp_size * max(parallel.ep_size, parallel.tp_size)
+        needed = config.parallel.pp_size * config.parallel.ep_size
         num_ranks = max(needed, torch.cuda.device_count() if torch.cuda.is_available() else 1)
     validate(config, num_ranks=num_ranks)
     if is_rank:

@@ -72,8 +72,9 @@ def transformer_settings(config: TrainConfig) -> dict[str, Any]:
         "moe_aux_loss_coeff": model.aux_loss,
         "moe_token_dispatcher_type": parallel.dispatcher,
         "expert_model_parallel_size": parallel.ep_size,
-        "tensor_model_parallel_size": parallel.tp_size,
-        "sequence_parallel": parallel.tp_size > 1,
+        # MoE layers need sequence parallelism with it, which the norms of PyTorch cannot.
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
         "pipeline_model_parallel_size": parallel.pp_size,
         "virtual_pipeline_model_parallel_size": parallel.vpp_size
         if parallel.vpp_size > 1
@@ -117,7 +118,6 @@ def start_parallelism(config: TrainConfig) -> None:
     parallel = config.parallel
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=parallel.tp_size,
             pipeline_model_parallel_size=parallel.pp_size,
             virtual_pipeline_model_parallel_size=(
                 parallel.vpp_size if parallel.vpp_size > 1 else None
@@ -141,7 +141,7 @@ def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataPar
     """
     megatron = transformer_config(config)
     parallel = config.parallel
-    padded = padded_vocab_size(vocab_size, divisible_by=128, tensor_parallel=parallel.tp_size)
+    padded = padded_vocab_size(vocab_size, divisible_by=128, tensor_parallel=1)
     modules = []
     for chunk in range(parallel.vpp_size):
         vp_stage = chunk if parallel.vpp_size > 1 else None
