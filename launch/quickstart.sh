@@ -5,8 +5,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 launch/setup.sh
-# The ranks compared are CPU ranks, also on a machine with GPUs.
-export CUDA_VISIBLE_DEVICES=
 # On the CPU also where there are GPUs, one thread a rank: the ranks share the machine's cores.
 export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1
 exec .venv/bin/python -m megatron_ext.quickstart "$@"

@@ -183,6 +183,8 @@ def launch_ranks(function: Callable[..., None], *args: Any, num_ranks: int) -> N
 
     if not torch.cuda.is_available():
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        # Activations come and go every step; in huge pages the kernel's share of that is small.
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
