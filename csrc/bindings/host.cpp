@@ -39,11 +39,11 @@ void check_experts(int64_t ranks, int64_t experts) {
                       experts);
 }
 
-std::tuple<Tensor, Tensor> solve_quota_op(const Tensor& load,
-                                          int64_t num_slots,
-                                          int64_t nvlink_domain,
-                                          int64_t tolerance_ppm,
-                                          int64_t min_quota) {
+QuotaProblem quota_problem(const Tensor& load,
+                           int64_t num_slots,
+                           int64_t nvlink_domain,
+                           int64_t tolerance_ppm,
+                           int64_t min_quota) {
     check_int64("load", load);
     TORCH_CHECK_VALUE(
         load.dim() == 2 || load.dim() == 3, "load must be [R, E] or [B, R, E], got ", load.sizes());
@@ -59,28 +59,47 @@ std::tuple<Tensor, Tensor> solve_quota_op(const Tensor& load,
                       ")");
     TORCH_CHECK_VALUE(tolerance_ppm >= 0, "tolerance_ppm (", tolerance_ppm, ") must be >= 0");
     TORCH_CHECK_VALUE(min_quota >= 1, "min_quota (", min_quota, ") must be >= 1");
+    return {ranks, experts, num_slots, nvlink_domain, tolerance_ppm, min_quota};
+}
 
-    const QuotaProblem problem{ranks, experts, num_slots, nvlink_domain, tolerance_ppm, min_quota};
+// A solver of api.h as an op.
+template <void (*solver)(const QuotaProblem&, const int64_t*, int64_t*, int32_t*)>
+std::tuple<Tensor, Tensor> solve_op(const Tensor& load,
+                                    int64_t num_slots,
+                                    int64_t nvlink_domain,
+                                    int64_t tolerance_ppm,
+                                    int64_t min_quota) {
+    const QuotaProblem problem =
+        quota_problem(load, num_slots, nvlink_domain, tolerance_ppm, min_quota);
     const Tensor loads = load.contiguous();
     auto quota_shape = load.sizes().vec();
     auto slots_shape = quota_shape;
-    quota_shape.end()[-2] = experts;
-    quota_shape.end()[-1] = ranks;
+    quota_shape.end()[-2] = problem.num_experts;
+    quota_shape.end()[-1] = problem.num_ranks;
     slots_shape.end()[-1] = num_slots;
     Tensor quota = at::empty(quota_shape, load.options());
     Tensor slots = at::empty(slots_shape, load.options().dtype(at::kInt));
 
     const int64_t batch = load.dim() == 3 ? load.size(0) : 1;
-    const int64_t* load_ptr = loads.const_data_ptr<int64_t>();
-    int64_t* quota_ptr = quota.mutable_data_ptr<int64_t>();
-    int32_t* slots_ptr = slots.mutable_data_ptr<int32_t>();
+    const int64_t pairs = problem.num_ranks * problem.num_experts;
     for (int64_t b = 0; b < batch; ++b) {
-        solve_quota(problem,
-                    load_ptr + b * ranks * experts,
-                    quota_ptr + b * experts * ranks,
-                    slots_ptr + b * ranks * num_slots);
+        solver(problem,
+               loads.const_data_ptr<int64_t>() + b * pairs,
+               quota.mutable_data_ptr<int64_t>() + b * pairs,
+               slots.mutable_data_ptr<int32_t>() + b * problem.num_ranks * num_slots);
     }
     return {quota, slots};
+}
+
+Tensor lower_bound_op(const Tensor& load, int64_t num_slots, int64_t nvlink_domain) {
+    const QuotaProblem problem = quota_problem(load, num_slots, nvlink_domain, 0, 1);
+    const Tensor loads = load.contiguous();
+    Tensor bounds = at::empty(load.sizes().slice(0, load.dim() - 2), load.options());
+    for (int64_t b = 0; b < bounds.numel(); ++b) {
+        bounds.mutable_data_ptr<int64_t>()[b] = lower_bound(
+            problem, loads.const_data_ptr<int64_t>() + b * problem.num_ranks * problem.num_experts);
+    }
+    return bounds;
 }
 
 Tensor split_quota_op(const Tensor& load, const Tensor& quota, std::optional<int64_t> source_rank) {
@@ -128,6 +147,8 @@ Tensor split_quota_op(const Tensor& load, const Tensor& quota, std::optional<int
 
 TORCH_LIBRARY_IMPL(megatron_ext, CPU, m) {
     m.impl("count_load", &megatron_ext::count_load_op);
-    m.impl("solve_quota", &megatron_ext::solve_quota_op);
+    m.impl("solve_quota", &megatron_ext::solve_op<megatron_ext::solve_quota>);
+    m.impl("solve_paper", &megatron_ext::solve_op<megatron_ext::solve_paper>);
+    m.impl("lower_bound", &megatron_ext::lower_bound_op);
     m.impl("split_quota", &megatron_ext::split_quota_op);
 }

@@ -1,173 +1,145 @@
-// Stage 2, host build: the quota planner.
-//
-// Source: UltraEP, Algorithm 1 (SolveReplication); differences are listed at reference.solve_quota.
+// Stage 2, host build: the quota planner. What it does is in domain_attempt.h and quota_search.h;
+// here is the memory and the loop over domains, thresholds and methods.
 
 #include <algorithm>
-#include <numeric>
+#include <utility>
 #include <vector>
 
 #include "megatron_ext/api.h"
+#include "megatron_ext/domain_attempt.h"
+#include "megatron_ext/quota_search.h"
 
 namespace megatron_ext {
 namespace {
 
-constexpr int64_t kMillion = 1'000'000;
-
-struct Transfer {
-    int64_t expert;
-    int64_t target_rank;
-    int64_t amount;
-};
-
-// Busiest-rank load that is good enough. 128 bits, because the product leaves int64 first.
-int64_t target_load(const QuotaProblem& problem, int64_t total) {
-    const int64_t mean_rounded_up = total / problem.num_ranks + (total % problem.num_ranks != 0);
-    const __int128 parts = static_cast<__int128>(kMillion) + problem.tolerance_ppm;
-    const __int128 allowed = total * parts / (static_cast<__int128>(problem.num_ranks) * kMillion);
-    // Above the total nothing needs to move, so the cut keeps the result in int64 and its meaning.
-    return std::max(mean_rounded_up, static_cast<int64_t>(std::min<__int128>(allowed, total)));
-}
-
-class QuotaSearch {
+class QuotaPlanner {
   public:
-    QuotaSearch(const QuotaProblem& problem, const int64_t* load)
+    QuotaPlanner(const QuotaProblem& problem, const int64_t* load)
         : problem_(problem),
-          mains_(problem.num_experts / problem.num_ranks),
+          ranks_(static_cast<int>(problem.nvlink_domain)),
+          mains_(static_cast<int>(problem.num_experts / problem.num_ranks)),
+          slots_(static_cast<int>(problem.num_slots)),
           expert_load_(problem.num_experts, 0),
-          rank_load_(problem.num_ranks, 0),
-          slack_(problem.num_ranks),
-          num_held_(problem.num_ranks) {
+          home_load_(problem.num_ranks, 0),
+          busiest_first_(problem.num_ranks) {
         for (int64_t r = 0; r < problem.num_ranks; ++r) {
-            for (int64_t e = 0; e < problem.num_experts; ++e) {
-                expert_load_[e] += load[r * problem.num_experts + e];
-            }
+            const int64_t* row = load + r * problem.num_experts;
+            for (int64_t e = 0; e < problem.num_experts; ++e) expert_load_[e] += row[e];
         }
-        for (int64_t e = 0; e < problem.num_experts; ++e) rank_load_[e / mains_] += expert_load_[e];
-
-        // Both orders are the same for every threshold, so they are made once; ties by index.
-        busiest_first_ = sorted_descending(0, problem.num_ranks, rank_load_);
-        hottest_first_.reserve(problem.num_experts);
-        for (int64_t r = 0; r < problem.num_ranks; ++r) {
-            const auto own = sorted_descending(r * mains_, (r + 1) * mains_, expert_load_);
-            hottest_first_.insert(hottest_first_.end(), own.begin(), own.end());
+        for (int64_t e = 0; e < problem.num_experts; ++e) home_load_[e / mains_] += expert_load_[e];
+        for (int d = 0; d < num_domains(); ++d) {
+            sort_ranks(warp_, ranks_, &home_load_[d * ranks_], &busiest_first_[d * ranks_]);
+        }
+        const int64_t bytes = AttemptState::bytes(ranks_, mains_, slots_);
+        memory_.resize((kMethods + 1) * bytes);
+        best_.place(memory_.data(), ranks_, mains_, slots_);
+        for (int m = 0; m < kMethods; ++m) {
+            tries_[m].place(memory_.data() + (m + 1) * bytes, ranks_, mains_, slots_);
         }
     }
 
-    void run() {
-        const int64_t total = std::accumulate(rank_load_.begin(), rank_load_.end(), int64_t{0});
-        int64_t low = target_load(problem_, total);
-        int64_t high = rank_load_[busiest_first_[0]];
-        int64_t threshold = low;
-        while (low < high) {
-            if (drain(threshold)) {
-                best_.swap(transfers_);
-                high = threshold;
-            } else {
-                low = threshold + 1;
-            }
-            threshold = low + (high - low) / 2;
-        }
+    // What the busiest rank has at least in every plan.
+    int64_t bound() const {
+        int64_t bound = 0;
+        for (int d = 0; d < num_domains(); ++d)
+            bound = larger(bound, domain_bound(warp_, domain(d)));
+        return bound;
     }
 
-    void write(int64_t* quota, int32_t* slots) {
+    void solve(int64_t* quota, int32_t* slots) {
         const int64_t ranks = problem_.num_ranks;
         std::fill_n(quota, problem_.num_experts * ranks, int64_t{0});
-        std::fill_n(slots, ranks * problem_.num_slots, int32_t{-1});
+        std::fill_n(slots, ranks * slots_, int32_t{-1});
         for (int64_t e = 0; e < problem_.num_experts; ++e) {
             quota[e * ranks + e / mains_] = expert_load_[e];
         }
-        std::fill(num_held_.begin(), num_held_.end(), 0);
-        for (const Transfer& transfer : best_) {
-            int64_t* row = quota + transfer.expert * ranks;
-            row[transfer.expert / mains_] -= transfer.amount;
-            row[transfer.target_rank] = transfer.amount;
-            const int64_t slot = num_held_[transfer.target_rank]++;
-            slots[transfer.target_rank * problem_.num_slots + slot] =
-                static_cast<int32_t>(transfer.expert);
+        if (slots_ == 0) return;
+        const int64_t start = start_threshold(
+            warp_, num_domains(), problem_.tolerance_ppm, [&](int d) { return domain(d); });
+        for (int d = 0; d < num_domains(); ++d) {
+            if (search(domain(d), start)) write_best(d, quota, slots);
         }
     }
 
   private:
-    static std::vector<int64_t> sorted_descending(int64_t first,
-                                                  int64_t last,
-                                                  const std::vector<int64_t>& value) {
-        std::vector<int64_t> order(last - first);
-        std::iota(order.begin(), order.end(), first);
-        std::stable_sort(
-            order.begin(), order.end(), [&](int64_t a, int64_t b) { return value[a] > value[b]; });
-        return order;
+    int num_domains() const { return static_cast<int>(problem_.num_ranks) / ranks_; }
+
+    Domain domain(int d) const {
+        const int first = d * ranks_;
+        return {ranks_,
+                mains_,
+                slots_,
+                problem_.min_quota,
+                problem_.tolerance_ppm == 0,
+                expert_load_.data() + first * mains_,
+                home_load_.data() + first,
+                busiest_first_.data() + first};
     }
 
-    // Try to bring every rank down to `threshold`; fills transfers_. Stops at the first rank that
-    // cannot be drained: the others no longer matter.
-    bool drain(int64_t threshold) {
-        transfers_.clear();
-        std::fill(num_held_.begin(), num_held_.end(), 0);
-        for (int64_t r = 0; r < problem_.num_ranks; ++r) {
-            slack_[r] = std::max<int64_t>(threshold - rank_load_[r], 0);
-        }
-        for (const int64_t home : busiest_first_) {
-            int64_t excess = rank_load_[home] - threshold;
-            if (excess <= 0) break;
-            for (int64_t i = home * mains_; i < (home + 1) * mains_ && excess > 0; ++i) {
-                excess = shed(hottest_first_[i], home, excess);
+    // Leaves the plan in best_; false if there is none better than no balancing.
+    bool search(const Domain& domain, int64_t start) {
+        bool found = false;
+        for (ThresholdSearch search(start, domain.home_load[domain.busiest_first[0]]);
+             !search.done();) {
+            int lowest = -1;
+            for (int probe = 0; probe < ThresholdSearch::kProbes && lowest < 0; ++probe) {
+                if (!search.nothing_to_do(probe) && reach(domain, search.threshold(probe))) {
+                    lowest = probe;
+                }
             }
-            if (excess > 0) return false;
+            found = found || lowest >= 0;
+            search.narrow(lowest);
         }
+        return found;
+    }
+
+    bool reach(const Domain& domain, int64_t threshold) {
+        Verdict verdicts[kMethods];
+        for (int m = 0; m < kMethods; ++m) {
+            DomainAttempt<HostWarp> attempt(domain, tries_[m], warp_);
+            verdicts[m] = attempt.run(threshold, static_cast<Method>(m));
+        }
+        const int chosen = choose_plan(verdicts);
+        if (chosen < 0) return false;
+        std::swap(best_, tries_[chosen]);
         return true;
     }
 
-    // Move as much of `expert` as fits off its home rank; returns the excess that stays.
-    int64_t shed(int64_t expert, int64_t home, int64_t excess) {
-        int64_t movable = expert_load_[expert];
-        while (excess > 0 && movable > 0) {
-            const int64_t target = roomiest_host(home);
-            if (target < 0) break;
-            const int64_t amount = std::min({excess, slack_[target], movable});
-            if (amount < problem_.min_quota) break;
-            transfers_.push_back({expert, target, amount});
-            ++num_held_[target];
-            slack_[target] -= amount;
-            movable -= amount;
-            excess -= amount;
+    void write_best(int d, int64_t* quota, int32_t* slots) const {
+        const int first = d * ranks_;
+        for (int r = 0; r < ranks_; ++r) {
+            for (int k = 0; k < best_.held[r]; ++k) {
+                const int expert = first * mains_ + best_.expert[r * slots_ + k];
+                const int64_t amount = best_.amount[r * slots_ + k];
+                int64_t* row = quota + expert * problem_.num_ranks;
+                row[expert / mains_] -= amount;
+                row[first + r] = amount;
+                slots[(first + r) * slots_ + k] = expert;
+            }
         }
-        return excess;
-    }
-
-    // The rank with the most slack that may take a replica from `home`, the lowest of equals; or
-    // -1. It cannot hold the expert already: a transfer uses up the excess, the expert or the
-    // host's slack, so what goes on with the same expert goes to another host.
-    int64_t roomiest_host(int64_t home) const {
-        const int64_t first = home / problem_.nvlink_domain * problem_.nvlink_domain;
-        int64_t best = -1;
-        int64_t best_slack = 0;
-        for (int64_t t = first; t < first + problem_.nvlink_domain; ++t) {
-            if (slack_[t] <= best_slack || num_held_[t] == problem_.num_slots) continue;
-            best = t;
-            best_slack = slack_[t];
-        }
-        return best;
     }
 
     const QuotaProblem problem_;
-    const int64_t mains_;
-    std::vector<int64_t> expert_load_;    // [E] all sources together
-    std::vector<int64_t> rank_load_;      // [R] of the mains, before balancing
-    std::vector<int64_t> busiest_first_;  // [R] ranks
-    std::vector<int64_t> hottest_first_;  // [R, M] experts, per home rank
-    // State of one probe.
-    std::vector<int64_t> slack_;     // [R]
-    std::vector<int64_t> num_held_;  // [R] slots in use
-    std::vector<Transfer> transfers_;
-    std::vector<Transfer> best_;  // of the last probe that succeeded
+    const int ranks_;  // of a domain
+    const int mains_;
+    const int slots_;
+    const HostWarp warp_{};
+    std::vector<int64_t> expert_load_;
+    std::vector<int64_t> home_load_;
+    std::vector<int32_t> busiest_first_;  // [R], counted within the domain
+    std::vector<char> memory_;
+    AttemptState best_;
+    AttemptState tries_[kMethods];
 };
 
 }  // namespace
 
 void solve_quota(const QuotaProblem& problem, const int64_t* load, int64_t* quota, int32_t* slots) {
-    QuotaSearch search(problem, load);
-    search.run();
-    search.write(quota, slots);
+    QuotaPlanner(problem, load).solve(quota, slots);
+}
+
+int64_t lower_bound(const QuotaProblem& problem, const int64_t* load) {
+    return QuotaPlanner(problem, load).bound();
 }
 
 }  // namespace megatron_ext

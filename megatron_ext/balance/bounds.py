@@ -1,28 +1,77 @@
-"""Proven lower bounds: what no legal plan can beat, whatever its strategy."""
+"""Proven lower bounds: what no legal plan can beat, whatever its strategy.
+
+Legend: R ranks, E logical experts, M mains per rank, S slots per rank.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.metrics import home_loads
+from megatron_ext.ops import load_library
 
 
-def lower_bound(load: Tensor, layout: ExpertLayout) -> int:
+def lower_bound(load: Tensor, layout: ExpertLayout) -> Tensor:
     """Assignments that the busiest rank must have in every legal plan.
 
-    A replica stays in its home's NVLink domain, so the ranks of a domain share the load of their
-    experts among themselves: one of them has at least the domain's mean, rounded up. Without slots
-    every rank keeps its own.
+    Three arguments, for each NVLink domain, of which the worst counts. Replicas stay in the domain,
+    so its ranks share the load of their mains: one has at least the mean, rounded up. A rank
+    computes at most its own load and what the domain's S hottest experts bring into its slots, so
+    if the busiest rank has T, all ranks together compute at most `sum(min(T, own + brought))`,
+    which must be the whole load. Without slots every rank keeps its own.
+
+    Args:
+        load: Assignments, int64 [R, E] or [B, R, E].
+        layout: Where experts and slots are.
+
+    Returns:
+        int64 [] or [B], on the CPU.
+
+    >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
+    >>> int(lower_bound(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), layout))
+    8
+    """
+    load_library()
+    bound: Tensor = torch.ops.megatron_ext.lower_bound(
+        load.cpu(), layout.slots, layout.nvlink_domain
+    )
+    return bound
+
+
+def replicas_lower_bound(load: Tensor, layout: ExpertLayout, busiest: int) -> int:
+    """Replicas of every legal plan whose busiest rank has at most `busiest` assignments.
+
+    Counting, for each NVLink domain. Take replicas as edges between ranks. A connected part with
+    `n` ranks has at least `n - 1` edges, and the room of its ranks below `busiest` covers the
+    excess of those above. So there are at least
+
+    - as many replicas as ranks with excess;
+    - as many as ranks with room are needed to cover all excess, the roomiest first;
+    - `sum(ceil(excess / most room))`: in one part, `ceil` over the ranks with excess adds less than
+      one for each of them, so the sum is at most the number of ranks with room needed, plus the
+      number of ranks with excess, minus one.
 
     Args:
         load: Assignments, int64 [R, E].
         layout: Where experts and slots are.
+        busiest: A busiest rank's load that some legal plan reaches.
 
-    >>> import torch
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
-    >>> lower_bound(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), layout)
-    8
+    >>> replicas_lower_bound(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), layout, busiest=8)
+    1
     """
-    sharers = layout.nvlink_domain if layout.slots else 1
-    groups = load.sum(0).view(layout.ep_size // sharers, -1).sum(1)
-    return -(-int(groups.max()) // sharers)
+    bound = 0
+    for loads in home_loads(load).view(-1, layout.nvlink_domain).tolist():
+        excess = [own - busiest for own in loads if own > busiest]
+        if not excess:
+            continue
+        rooms = sorted((busiest - own for own in loads if own < busiest), reverse=True)
+        left, hosts = sum(excess), 0
+        while left > 0 and hosts < len(rooms):
+            left -= rooms[hosts]
+            hosts += 1
+        most_room = rooms[0] if rooms else 1
+        bound += max(len(excess), hosts, sum(-(-x // most_room) for x in excess))
+    return bound

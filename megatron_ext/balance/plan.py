@@ -147,7 +147,7 @@ def solve(
     Args:
         load: Assignments, int64 [R, E] or [B, R, E], >= 0.
         ep_size: Ranks of the EP group (R).
-        slots: Replicas a rank can hold (S).
+        slots: Replicas a rank can hold (S); strategy `exact` takes E / R instead.
         strategy: A planner of `megatron_ext.balance.strategies`.
         tolerance: How far above the mean the busiest rank may be, as a fraction of the mean.
         min_quota: Fewest assignments a replica may carry.
@@ -164,12 +164,14 @@ def solve(
     >>> plan.rank_loads().tolist()
     [8, 8]
     """
+    from megatron_ext.balance.strategies import get_strategy
+
     if load.dim() not in (2, 3):
         raise ValueError(f"load must be [R, E] or [B, R, E], got shape {tuple(load.shape)}")
     layout = ExpertLayout(
         num_experts=load.shape[-1],
         ep_size=ep_size,
-        slots=slots,
+        slots=get_strategy(strategy).num_slots(slots, load.shape[-1] // max(ep_size, 1)),
         nvlink_domain=ep_size if nvlink_domain is None else nvlink_domain,
     )
     return solve_plan(load, layout, strategy=strategy, tolerance=tolerance, min_quota=min_quota)

@@ -33,7 +33,428 @@ def target_load(total: int, ranks: int, tolerance_ppm: int) -> int:
 def solve_quota(
     load: Matrix, *, num_slots: int, nvlink_domain: int, tolerance_ppm: int, min_quota: int
 ) -> tuple[Matrix, Matrix]:
-    """Choose replicas and quotas by a search over the busiest rank's load with a greedy test.
+    """Choose replicas and quotas: the busiest rank within the tolerance, then few replicas.
+
+    Every NVLink domain is planned for itself, from one threshold for all, by several greedy methods
+    (`_Attempt`); `_choose` takes one of their plans.
+
+    Args:
+        load: Assignments, [R][E], >= 0.
+        num_slots: Replicas a rank can hold (S).
+        nvlink_domain: Ranks per NVLink domain; divides R.
+        tolerance_ppm: Tolerance in millionths of the mean rank load. 0 asks for an even plan:
+            busiest - idlest <= 1.
+        min_quota: Fewest assignments a replica may carry, >= 1.
+
+    Returns:
+        `quota` [E][R] and `slots` [R][S] (logical expert or -1, filled from slot 0).
+
+    >>> quota, slots = solve_quota([[6, 1, 1, 0], [4, 2, 1, 1]],
+    ...                            num_slots=1, nvlink_domain=2, tolerance_ppm=10_000, min_quota=1)
+    >>> quota, slots
+    ([[5, 5], [3, 0], [0, 2], [0, 1]], [[-1], [0]])
+    """
+    ranks, experts = len(load), len(load[0])
+    mains = experts // ranks
+    expert_load = [sum(row[e] for row in load) for e in range(experts)]
+    domains = [
+        _Domain(
+            expert_load[first * mains : (first + nvlink_domain) * mains],
+            nvlink_domain,
+            num_slots,
+            min_quota,
+            even=tolerance_ppm == 0,
+        )
+        for first in range(0, ranks, nvlink_domain)
+    ]
+    quota = [[0] * ranks for _ in range(experts)]
+    for e in range(experts):
+        quota[e][e // mains] = expert_load[e]
+    slots = [[-1] * num_slots for _ in range(ranks)]
+    start = _start_threshold(domains, tolerance_ppm)
+    for idx, domain in enumerate(domains):
+        first = idx * nvlink_domain
+        for rank, replicas in enumerate(_search(domain, start) if num_slots else []):
+            for slot, (expert, amount) in enumerate(replicas):
+                e = first * mains + expert
+                quota[e][e // mains] -= amount
+                quota[e][first + rank] = amount
+                slots[first + rank][slot] = e
+    return quota, slots
+
+
+def lower_bound(load: Matrix, *, num_slots: int, nvlink_domain: int) -> int:
+    """Assignments of the busiest rank in every legal plan; `bounds.lower_bound` has the argument.
+
+    >>> lower_bound([[6, 1, 1, 0], [4, 2, 1, 1]], num_slots=1, nvlink_domain=2)
+    8
+    """
+    mains = len(load[0]) // len(load)
+    expert_load = [sum(column) for column in zip(*load, strict=True)]
+    size = nvlink_domain * mains
+    return max(
+        _Domain(expert_load[first : first + size], nvlink_domain, num_slots, 1, even=True).bound()
+        for first in range(0, len(expert_load), size)
+    )
+
+
+class _Domain:
+    """One NVLink domain. Ranks and experts are counted from its first."""
+
+    def __init__(
+        self, expert_load: list[int], ranks: int, slots: int, min_quota: int, *, even: bool
+    ) -> None:
+        self.expert_load = expert_load
+        self.ranks = ranks
+        self.slots = slots
+        self.min_quota = min_quota
+        self.even = even
+        self.mains = len(expert_load) // ranks
+        self.home_load = [sum(expert_load[e] for e in self.mains_of(r)) for r in range(ranks)]
+        self.busiest_first = sorted(range(ranks), key=lambda r: -self.home_load[r])
+
+    def mains_of(self, rank: int) -> range:
+        return range(rank * self.mains, (rank + 1) * self.mains)
+
+    def bound(self) -> int:
+        """What the busiest rank has at least."""
+        total = sum(self.home_load)
+        brought = sum(sorted(self.expert_load, reverse=True)[: self.slots])
+        bound = target_load(total, self.ranks, 0)
+        while sum(min(own + brought, bound) for own in self.home_load) < total:
+            bound += 1
+        return bound
+
+
+def _start_threshold(domains: list[_Domain], tolerance_ppm: int) -> int:
+    """Where the search starts: what the worst domain cannot get below, the others need not."""
+    loads = [sum(domain.home_load) for domain in domains]
+    target = target_load(sum(loads), sum(domain.ranks for domain in domains), tolerance_ppm)
+    start = target
+    for domain, own in zip(domains, loads, strict=True):
+        if target_load(own, domain.ranks, 0) > target:
+            start = max(start, target_load(own, domain.ranks, tolerance_ppm))
+        start = max(start, domain.bound())
+    return start
+
+
+_PROBES = 4  # thresholds of a round
+_METHODS = ("best fit", "pair fit", "pair fit rising", "roomiest", "fill")
+_BASELINES = ("roomiest", "fill")
+
+Replicas = list[list[tuple[int, int]]]
+"""(expert, assignments) in each slot in use of each rank."""
+
+
+def _search(domain: _Domain, start: int) -> Replicas:
+    """The plan for the lowest threshold found, rounds of rising probes narrowing it down."""
+    best: Replicas = []  # without any replica every rank keeps its own load
+    below, reached = start - 1, max(domain.home_load)
+    resolution = reached // 1024 + 1
+    is_first = True
+    while reached - below > (1 if is_first else resolution):
+        if is_first:
+            step = (reached - below) // _PROBES
+            probes = [start, *(below + step * p if step > 1 else reached for p in range(1, 4))]
+        else:
+            step = max((reached - below) // (_PROBES + 1), 1)
+            probes = [below + step * (p + 1) for p in range(_PROBES)]
+        is_first = False
+        for threshold in probes:
+            if threshold >= reached:
+                continue
+            plan = _choose([_Attempt(domain, threshold, method) for method in _METHODS])
+            if plan is not None:
+                best, reached = plan, threshold
+                break
+            below = threshold
+    return best
+
+
+def _choose(attempts: list[_Attempt]) -> Replicas | None:
+    """The plan that asks least of the busiest sender, then has the fewest replicas.
+
+    Of those that need no more replicas than the published greedies, where these got through.
+    """
+    reached = [attempt for attempt in attempts if attempt.reached]
+    allowed = min(
+        (attempt.num_replicas() for attempt in reached if attempt.method in _BASELINES),
+        default=None,
+    )
+    plans = [a for a in reached if allowed is None or a.num_replicas() <= allowed]
+    chosen = min(plans, key=lambda a: (max(a.sends), a.num_replicas()), default=None)
+    return chosen.replicas() if chosen is not None else None
+
+
+class _Attempt:
+    """One try to bring every rank of a domain down to a threshold.
+
+    The steps are described in `csrc/include/megatron_ext/domain_attempt.h`.
+    """
+
+    def __init__(self, domain: _Domain, threshold: int, method: str) -> None:
+        self.domain = domain
+        self.method = method
+        self.limit = self._limits(threshold)
+        order = self._order()
+        for _ in range(9):  # the first try and 8 that start over
+            self._reset()
+            stuck = next((i for i, r in enumerate(order) if not self._relieve(r)), None)
+            self.reached = stuck is None
+            if not stuck or method in _BASELINES:
+                break
+            order.insert(0, order.pop(stuck))
+
+    def num_replicas(self) -> int:
+        return sum(len(held) for held in self.experts)
+
+    def replicas(self) -> Replicas:
+        return [
+            list(zip(*held, strict=True)) for held in zip(self.experts, self.amounts, strict=True)
+        ]
+
+    def _limits(self, threshold: int) -> list[int]:
+        """The threshold; for an even plan without spare assignments the coldest get one less."""
+        domain = self.domain
+        spare = threshold * domain.ranks - sum(domain.home_load)
+        limit = [threshold] * domain.ranks
+        if domain.even and 0 < spare < domain.ranks:
+            for rank in domain.busiest_first[-spare:]:
+                limit[rank] -= 1
+        return limit
+
+    def _order(self) -> list[int]:
+        order = list(self.domain.busiest_first)
+        if self.method == "pair fit rising":
+            excess = [self.domain.home_load[r] - self.limit[r] for r in order]
+            # What one host can take is ordered from small to large.
+            large = sum(x > -excess[-1] for x in excess)
+            overloaded = sum(x > 0 for x in excess)
+            order[large:overloaded] = order[large:overloaded][::-1]
+        return order
+
+    def _reset(self) -> None:
+        domain = self.domain
+        self.kept = list(domain.expert_load)
+        self.load = list(domain.home_load)
+        self.sends = [0] * domain.ranks
+        self.experts: Matrix = [[] for _ in range(domain.ranks)]
+        self.amounts: Matrix = [[] for _ in range(domain.ranks)]
+
+    def _room(self, rank: int) -> int:
+        return self.limit[rank] - self.load[rank]
+
+    def _can_host(self, rank: int, t: int) -> bool:
+        return t != rank and len(self.experts[t]) < self.domain.slots
+
+    def _hottest(self, rank: int) -> int:
+        return max(self.domain.mains_of(rank), key=lambda e: self.kept[e])
+
+    def _main_for(self, rank: int, t: int) -> int | None:
+        """The main of `rank` that keeps most and is not on rank t."""
+        free = [e for e in self.domain.mains_of(rank) if e not in self.experts[t]]
+        hottest = self._hottest(rank)
+        if hottest in free:
+            return hottest
+        return max(free, key=lambda e: self.kept[e], default=None)
+
+    def _add(self, expert: int, t: int, amount: int) -> None:
+        self._place(expert, t, amount)
+        self.load[expert // self.domain.mains] -= amount
+        self.load[t] += amount
+
+    def _place(self, expert: int, t: int, amount: int) -> None:
+        self.experts[t].append(expert)
+        self.amounts[t].append(amount)
+        self.kept[expert] -= amount
+        self.sends[expert // self.domain.mains] += 1
+
+    def _relieve(self, rank: int) -> bool:
+        if self.method == "fill":
+            return self._fill()
+        if self.method == "roomiest":
+            return self._shed_to_roomiest(rank)
+        return self._shed(rank)
+
+    def _shed(self, rank: int) -> bool:
+        while self._room(rank) < 0:
+            whole = -self._room(rank)
+            needed = max(whole, self.domain.min_quota)
+            hosts = [t for t in range(self.domain.ranks) if self._can_host(rank, t)]
+            mains = {t: e for t in hosts if (e := self._main_for(rank, t)) is not None}
+
+            fitting = [t for t, e in mains.items() if min(self._room(t), self.kept[e]) >= needed]
+            if fitting:
+                tightest = min(fitting, key=self._room)
+                self._add(mains[tightest], tightest, needed)
+                continue
+            hot = self._hottest(rank)
+            if self.method != "best fit" and self.kept[hot] >= whole:
+                first = self._larger_of_tightest_pair(hosts, hot, whole)
+                if first is not None:
+                    self._add(hot, first, self._room(first))
+                    continue
+            pieces = {t: min(self.kept[e], self._room(t), whole) for t, e in mains.items()}
+            pieces = {t: piece for t, piece in pieces.items() if piece >= self.domain.min_quota}
+            largest = max(pieces, key=lambda t: (pieces[t], -self._room(t)), default=None)
+            piece = 0 if largest is None else pieces[largest]
+            most_room = max(self._room(t) for t in range(self.domain.ranks))
+            if piece < min(whole, most_room) and self._chain(rank, whole, at_least=piece):
+                continue
+            if largest is None:
+                return False
+            self._add(mains[largest], largest, piece)
+        return True
+
+    def _larger_of_tightest_pair(self, hosts: list[int], hot: int, whole: int) -> int | None:
+        room = {
+            t: self._room(t)
+            for t in hosts
+            if self.domain.min_quota <= self._room(t) < whole and hot not in self.experts[t]
+        }
+        left_over = {}
+        for a in room:
+            both = [room[a] + room[b] for b in room if b != a and room[b] <= room[a]]
+            if enough := [sum_ab - whole for sum_ab in both if sum_ab >= whole]:
+                left_over[a] = min(enough)
+        return max(left_over, key=lambda a: (-left_over[a], room[a]), default=None)
+
+    def _chain(self, rank: int, whole: int, at_least: int) -> bool:
+        """Move assignments off `rank` along the widest chain if that is more than `at_least`."""
+        ranks = range(self.domain.ranks)
+        hottest = [self._hottest(v) for v in ranks]
+        # chains[t]: (what it carries, its steps (kind, from, to, expert)), the widest to rank t.
+        chains: dict[int, tuple[int, list[tuple[str, int, int, int]]]] = {rank: (whole, [])}
+        carried, found = at_least, None
+        for _ in range(5):
+            longer = {}
+            for t in ranks:
+                best: tuple[int, list[tuple[str, int, int, int]]] = (0, [])
+                for v in sorted(chains):
+                    width, steps = chains[v]
+                    if v == t or any(t == step[1] for step in steps):
+                        continue
+                    for most, step in self._steps(v, t, hottest[v], width):
+                        if min(most, width) > best[0]:
+                            best = (min(most, width), [*steps, step])
+                if best[0] > 0:
+                    longer[t] = best
+            chains = longer
+            ends = {t: min(chain[0], self._room(t)) for t, chain in chains.items()}
+            end = max(ends, key=lambda t: (ends[t], self._room(t)), default=None)
+            if end is not None and ends[end] > carried:
+                carried, found = ends[end], chains[end][1]
+            if carried >= whole:
+                break
+        if found is None:
+            return False
+        carried = self._whole_replicas_only(found, carried)
+        if carried <= at_least:
+            return False
+        for step in reversed(found):
+            self._take(step, carried)
+        self._drop_empty()
+        return True
+
+    def _steps(
+        self, v: int, t: int, hottest: int, width: int
+    ) -> list[tuple[int, tuple[str, int, int, int]]]:
+        """What one step from rank v to rank t can carry, and the step."""
+        mains, min_quota = self.domain.mains, self.domain.min_quota
+        steps = [(self.kept[e], ("grow", v, t, e)) for e in self.experts[t] if e // mains == v]
+        steps += [
+            (amount, ("return", v, t, e))
+            for e, amount in zip(self.experts[v], self.amounts[v], strict=True)
+            if e // mains == t
+        ]
+        if self._can_host(v, t):
+            new = self._main_for(v, t)
+            if new is not None and min(self.kept[new], width) >= min_quota:
+                steps.append((self.kept[new], ("add", v, t, new)))
+        return steps
+
+    def _whole_replicas_only(self, steps: list[tuple[str, int, int, int]], carried: int) -> int:
+        """What the chain may carry so that each replica has `min_quota` assignments or none."""
+        min_quota = self.domain.min_quota
+        changed = min_quota > 1
+        while changed and carried > 0:
+            changed = False
+            for kind, v, _, e in reversed(steps):
+                if kind == "add" and carried < min_quota:
+                    return 0
+                if kind == "return":
+                    amount = self.amounts[v][self.experts[v].index(e)]
+                    if carried < amount and amount - carried < min_quota:
+                        carried = amount - min_quota
+                        changed = True
+        return carried
+
+    def _take(self, step: tuple[str, int, int, int], carried: int) -> None:
+        kind, v, t, e = step
+        if kind == "grow":
+            self.amounts[t][self.experts[t].index(e)] += carried
+            self.kept[e] -= carried
+        elif kind == "return":
+            self.amounts[v][self.experts[v].index(e)] -= carried
+            self.kept[e] += carried
+        else:
+            self._place(e, t, carried)
+        self.load[v] -= carried
+        self.load[t] += carried
+
+    def _drop_empty(self) -> None:
+        for experts, amounts in zip(self.experts, self.amounts, strict=True):
+            slot = 0
+            while slot < len(experts):
+                if amounts[slot] > 0:
+                    slot += 1
+                    continue
+                self.sends[experts[slot] // self.domain.mains] -= 1
+                experts[slot], amounts[slot] = experts[-1], amounts[-1]
+                experts.pop()
+                amounts.pop()
+
+    def _shed_to_roomiest(self, rank: int) -> bool:
+        """UltraEP, Algorithm 1."""
+        domain = self.domain
+        by_load = sorted(domain.mains_of(rank), key=lambda e: -domain.expert_load[e])
+        for expert in by_load:
+            while self._room(rank) < 0 and self.kept[expert] > 0:
+                hosts = [t for t in range(domain.ranks) if self._can_host(rank, t)]
+                hosts = [t for t in hosts if self._room(t) > 0]
+                if not hosts:
+                    break
+                host = max(hosts, key=self._room)
+                piece = min(-self._room(rank), self._room(host), self.kept[expert])
+                if piece < domain.min_quota:
+                    break
+                self._add(expert, host, piece)
+        return self._room(rank) >= 0
+
+    def _fill(self) -> bool:
+        """MoonEP's exact fill: the busiest rank gives the roomiest one all that it lacks."""
+        ranks = range(self.domain.ranks)
+        while True:
+            rank = min(ranks, key=self._room)
+            if self._room(rank) >= 0:
+                return True
+            free = [t for t in ranks if self._can_host(rank, t) and not self.experts[t]]
+            free = [t for t in free if self._room(t) > 0]
+            if not free:
+                return False
+            t = max(free, key=self._room)
+            while self._room(t) > 0:
+                hot = self._main_for(rank, t)
+                piece = 0 if hot is None else min(self._room(t), self.kept[hot])
+                if hot is None or piece < self.domain.min_quota or not self._can_host(rank, t):
+                    return False
+                self._add(hot, t, piece)
+
+
+def solve_paper(
+    load: Matrix, *, num_slots: int, nvlink_domain: int, tolerance_ppm: int, min_quota: int
+) -> tuple[Matrix, Matrix]:
+    """Choose replicas and quotas by UltraEP's Algorithm 1, to compare with.
 
     Source: UltraEP, Algorithm 1 (SolveReplication). Differs in that the search starts from the
     target instead of the mean, tests the target itself first (with enough slots that one probe is
@@ -49,7 +470,7 @@ def solve_quota(
     Returns:
         `quota` [E][R] and `slots` [R][S] (logical expert or -1, filled from slot 0).
 
-    >>> quota, slots = solve_quota([[6, 1, 1, 0], [4, 2, 1, 1]],
+    >>> quota, slots = solve_paper([[6, 1, 1, 0], [4, 2, 1, 1]],
     ...                            num_slots=1, nvlink_domain=2, tolerance_ppm=10_000, min_quota=1)
     >>> quota, slots
     ([[5, 5], [3, 0], [0, 2], [0, 1]], [[-1], [0]])

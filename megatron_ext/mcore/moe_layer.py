@@ -40,6 +40,7 @@ from megatron_ext.balance.replicas import (
     shared_slot_buffers,
 )
 from megatron_ext.balance.reroute import reroute
+from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.balance.strategies.ideal import force_even
 from megatron_ext.config import BalanceConfig
 from megatron_ext.mcore.dispatcher import physical_dispatcher, release_graph
@@ -111,7 +112,11 @@ class BalancedMoELayer(MoELayer):
             num_experts=config.num_moe_experts,
             ep_size=ep_size,
             # One rank has nobody to share its load with.
-            slots=balance.slots if ep_size > 1 else 0,
+            slots=get_strategy(balance.strategy).num_slots(
+                balance.slots, config.num_moe_experts // ep_size
+            )
+            if ep_size > 1
+            else 0,
             nvlink_domain=ep_size
             if balance.nvlink_domain == "auto"
             else int(balance.nvlink_domain),

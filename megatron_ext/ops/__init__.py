@@ -38,7 +38,9 @@ def load_library() -> None:
             f"{path} does not load with torch {torch.__version__} ({reason}); {_HOW_TO_BUILD}"
         ) from error
     torch.library.register_fake("megatron_ext::count_load", _fake_count_load)
-    torch.library.register_fake("megatron_ext::solve_quota", _fake_solve_quota)
+    torch.library.register_fake("megatron_ext::solve_quota", _fake_solve)
+    torch.library.register_fake("megatron_ext::solve_paper", _fake_solve)
+    torch.library.register_fake("megatron_ext::lower_bound", _fake_lower_bound)
     torch.library.register_fake("megatron_ext::split_quota", _fake_split_quota)
 
 
@@ -57,7 +59,7 @@ def _fake_count_load(routing_map: Tensor) -> Tensor:
     return routing_map.new_empty(routing_map.shape[1], dtype=torch.int64)
 
 
-def _fake_solve_quota(
+def _fake_solve(
     load: Tensor, num_slots: int, nvlink_domain: int, tolerance_ppm: int, min_quota: int
 ) -> tuple[Tensor, Tensor]:
     *batch, ranks, experts = load.shape
@@ -65,6 +67,10 @@ def _fake_solve_quota(
         load.new_empty(*batch, experts, ranks),
         load.new_empty(*batch, ranks, num_slots, dtype=torch.int32),
     )
+
+
+def _fake_lower_bound(load: Tensor, num_slots: int, nvlink_domain: int) -> Tensor:
+    return load.new_empty(load.shape[:-2])
 
 
 def _fake_split_quota(load: Tensor, quota: Tensor, source_rank: int | None) -> Tensor:

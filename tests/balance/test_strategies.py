@@ -14,6 +14,8 @@ def test_registry():
     assert {name: strategy.kind for name, strategy in STRATEGIES.items()} == {
         "none": "absent",
         "quota": "planner",
+        "exact": "planner",
+        "quota_paper": "planner",
         "ideal": "force_even",
     }
     assert all(name == strategy.name for name, strategy in STRATEGIES.items())
@@ -21,7 +23,9 @@ def test_registry():
 
 
 def test_unknown_name_lists_the_known():
-    with pytest.raises(ValueError, match="unknown strategy 'quotas'; known: ideal, none, quota"):
+    with pytest.raises(
+        ValueError, match="unknown strategy 'quotas'; known: exact, ideal, none, quota"
+    ):
         get_strategy("quotas")
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 
 from megatron_ext import ops
 from megatron_ext.balance import reference
+from megatron_ext.balance.layout import ExpertLayout
 from tests import workloads
 from tests.balance.instances import instances, worked_example
 
@@ -15,25 +16,29 @@ ops.load_library()
 native = torch.ops.megatron_ext
 
 
-def solve_both(load, layout, tolerance_ppm, min_quota):
-    expected = reference.solve_quota(
+SOLVERS = ("solve_quota", "solve_paper")
+
+
+def solve_both(solver, load, layout, tolerance_ppm, min_quota):
+    expected = getattr(reference, solver)(
         load.tolist(),
         num_slots=layout.slots,
         nvlink_domain=layout.nvlink_domain,
         tolerance_ppm=tolerance_ppm,
         min_quota=min_quota,
     )
-    quota, slots = native.solve_quota(
+    quota, slots = getattr(native, solver)(
         load, layout.slots, layout.nvlink_domain, tolerance_ppm, min_quota
     )
     return (quota, slots), expected
 
 
+@pytest.mark.parametrize("solver", SOLVERS)
 @given(instance=instances(max_ranks=8))
 @settings(max_examples=300)
-def test_solve_equals_the_reference(instance):
+def test_solve_equals_the_reference(solver, instance):
     (quota, slots), expected = solve_both(
-        instance.load, instance.layout, round(instance.tolerance * 1e6), instance.min_quota
+        solver, instance.load, instance.layout, round(instance.tolerance * 1e6), instance.min_quota
     )
     assert (quota.dtype, slots.dtype) == (torch.int64, torch.int32)
     assert (quota.tolist(), slots.tolist()) == expected
@@ -53,22 +58,40 @@ LARGE = {
 }
 
 
+@pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("domain", [4, 32])
-def test_solve_equals_the_reference_on_workloads(name, slots, domain):
-    load = LARGE[name]
-    expected = reference.solve_quota(
-        load.tolist(), num_slots=slots, nvlink_domain=domain, tolerance_ppm=10_000, min_quota=16
-    )
-    quota, held = native.solve_quota(load, slots, domain, 10_000, 16)
+def test_solve_equals_the_reference_on_workloads(solver, name, slots, domain):
+    layout = ExpertLayout(num_experts=EXPERTS, ep_size=RANKS, slots=slots, nvlink_domain=domain)
+    (quota, held), expected = solve_both(solver, LARGE[name], layout, 10_000, 16)
     assert (quota.tolist(), held.tolist()) == expected
 
 
-def test_solve_beyond_32_bits_equals_the_reference():
+@pytest.mark.parametrize("seed", range(12))
+def test_chains_equal_the_reference(seed):
+    """One slot, no tolerance, sizes that do not fit: where most of the planner's code runs."""
+    load = workloads.zipf(12, 48, 400, 1.1, seed)
+    layout = ExpertLayout(num_experts=48, ep_size=12, slots=1, nvlink_domain=12)
+    for tolerance_ppm, min_quota in ((0, 1), (10_000, 1), (2_000, 9)):
+        (quota, slots), expected = solve_both("solve_quota", load, layout, tolerance_ppm, min_quota)
+        assert (quota.tolist(), slots.tolist()) == expected
+
+
+@given(instance=instances(max_ranks=8))
+def test_lower_bound_equals_the_reference(instance):
+    layout = instance.layout
+    bound = native.lower_bound(instance.load, layout.slots, layout.nvlink_domain)
+    assert int(bound) == reference.lower_bound(
+        instance.load.tolist(), num_slots=layout.slots, nvlink_domain=layout.nvlink_domain
+    )
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_solve_beyond_32_bits_equals_the_reference(solver):
     """Thresholds times a million leave int64 here; a 32-bit or unwidened product would show."""
     load = workloads.zipf(4, 8, 1000, 1.0) * 2**45
-    (quota, slots), expected = solve_both(load, worked_like(4, 8), 10_000, 1)
+    (quota, slots), expected = solve_both(solver, load, worked_like(4, 8), 10_000, 1)
     assert (quota.tolist(), slots.tolist()) == expected
 
 
@@ -107,6 +130,9 @@ def test_opcheck():
         (native.count_load, (workloads.routing_map(9, 4, 2),)),
         (native.solve_quota, (load, 1, 2, 10_000, 1)),
         (native.solve_quota, (batch, 0, 1, 0, 3)),
+        (native.solve_paper, (batch, 1, 2, 10_000, 1)),
+        (native.lower_bound, (load, 1, 2)),
+        (native.lower_bound, (batch, 1, 2)),
         (native.split_quota, (load, quota, None)),
         (native.split_quota, (load, quota, 1)),
     ):
@@ -130,8 +156,9 @@ def test_opcheck():
     ],
 )
 def test_solve_rejects(args, message):
-    with pytest.raises(ValueError, match=message):
-        native.solve_quota(*args)
+    for solver in SOLVERS:
+        with pytest.raises(ValueError, match=message):
+            getattr(native, solver)(*args)
 
 
 def test_count_rejects():

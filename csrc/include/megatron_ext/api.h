@@ -25,6 +25,12 @@ struct QuotaProblem {
 // Deterministic; equals reference.solve_quota bit by bit.
 void solve_quota(const QuotaProblem& problem, const int64_t* load, int64_t* quota, int32_t* slots);
 
+// The same by UltraEP's Algorithm 1, to compare with; equals reference.solve_paper bit by bit.
+void solve_paper(const QuotaProblem& problem, const int64_t* load, int64_t* quota, int32_t* slots);
+
+// Assignments that the busiest rank has at least in every legal plan; load as above.
+int64_t lower_bound(const QuotaProblem& problem, const int64_t* load);
+
 // Share every quota among the source ranks; one source's rows.
 //   load   [R, E], quota [E, R]: equal row and column sums per expert
 //   split  [E, R] out, every entry written: assignments of `source_rank` that rank t computes

@@ -5,12 +5,16 @@ Adding one is one file with a `Strategy` and one line here.
 
 from __future__ import annotations
 
+from megatron_ext.balance.strategies.exact import EXACT
 from megatron_ext.balance.strategies.ideal import IDEAL
 from megatron_ext.balance.strategies.none import NONE
 from megatron_ext.balance.strategies.quota import QUOTA
+from megatron_ext.balance.strategies.quota_paper import QUOTA_PAPER
 from megatron_ext.balance.strategies.strategy import Planner, Strategy
 
-STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy in (NONE, QUOTA, IDEAL)}
+STRATEGIES: dict[str, Strategy] = {
+    strategy.name: strategy for strategy in (NONE, QUOTA, EXACT, QUOTA_PAPER, IDEAL)
+}
 
 
 def get_strategy(name: str) -> Strategy:

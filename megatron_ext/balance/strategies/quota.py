@@ -1,8 +1,8 @@
-"""The quota planner: a search over the busiest rank's load with a greedy test, all in integers.
+"""The quota planner: as even as asked for whenever it can, with few replicas and calm senders.
 
-It promises a legal plan that is never worse than no balancing. Whether it gets within the tolerance
-depends on the greedy test, which is a heuristic: with one or two slots it can stop a few percent
-above what is possible.
+How it plans is in `csrc/include/megatron_ext/domain_attempt.h`; what it must give, bit by bit, in
+`reference.solve_quota`. It promises a legal plan that is never worse than no balancing, and that at
+an equal load of the busiest rank needs no more replicas than Algorithm 1 of UltraEP.
 """
 
 from __future__ import annotations
@@ -17,11 +17,7 @@ from megatron_ext.ops import load_library
 
 
 def solve(load: Tensor, layout: ExpertLayout, *, tolerance: float, min_quota: int) -> BalancePlan:
-    """Plan for the lowest busiest-rank load, from the tolerance up, that the greedy test reaches.
-
-    Source: UltraEP, Algorithm 1 (SolveReplication); `reference.solve_quota`, which this equals bit
-    by bit, lists the differences.
-    """
+    """Plan for a busiest rank within the tolerance, else for the least found."""
     load_library()
     # There is no planner on the device yet: a load on a GPU is planned by the host.
     quota, slots = torch.ops.megatron_ext.solve_quota(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -33,3 +34,6 @@ class Strategy:
 
     solve: Planner | None
     """Its planner; None if it makes no plans."""
+
+    num_slots: Callable[[int, int], int] = lambda asked, mains_per_rank: asked
+    """Slots per rank that it plans for, given those asked for and the mains per rank."""

@@ -1,0 +1,38 @@
+// Which instance takes the j-th of an expert's local assignments.
+//
+// The instances' shares lie on one line, in instance order. Assignment j falls on place
+// `j * stride mod count` of it. The stride has no factor in common with the count, so every place
+// is met once and the shares are exact; it is near the golden section of the count, so assignments
+// that follow each other fall far apart, and no instance gets one run of consecutive tokens.
+#pragma once
+
+#include <cstdint>
+
+#include "megatron_ext/warp.h"
+
+namespace megatron_ext {
+
+MEGATRON_EXT_HOST_DEVICE inline int64_t common_factor(int64_t a, int64_t b) {
+    while (b != 0) {
+        const int64_t rest = a % b;
+        a = b;
+        b = rest;
+    }
+    return a;
+}
+
+// The stride for `count` assignments, 1 <= count < 2^31.
+MEGATRON_EXT_HOST_DEVICE inline int64_t interleave_stride(int64_t count) {
+    int64_t stride = count * 618'034 / 1'000'000;
+    while (stride > 1 && common_factor(count, stride) != 1) --stride;
+    return stride > 1 ? stride : 1;
+}
+
+// The place on the line of assignment j of `count`, 0 <= j < count.
+MEGATRON_EXT_HOST_DEVICE inline int64_t interleaved_place(int64_t j,
+                                                          int64_t count,
+                                                          int64_t stride) {
+    return j * stride % count;
+}
+
+}  // namespace megatron_ext

@@ -1,0 +1,32 @@
+"""The quota planner without any slack: every rank computes the mean, rounded down or up.
+
+With as many slots as mains on every rank that is always possible: an overloaded rank fills another
+one completely from its own mains, of which there are no more than slots, and so on.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.strategies import quota
+from megatron_ext.balance.strategies.strategy import Strategy
+
+
+def solve(load: Tensor, layout: ExpertLayout, *, tolerance: float, min_quota: int) -> BalancePlan:
+    """Plan for busiest - idlest <= 1 in every NVLink domain, whatever the tolerance.
+
+    `min_quota` above 1 can make that impossible; then the plan comes as close as it can.
+
+    Source: MoonEP, for the slots that suffice.
+    """
+    return quota.solve(load, layout, tolerance=0.0, min_quota=min_quota)
+
+
+EXACT = Strategy(
+    name="exact",
+    kind="planner",
+    solve=solve,
+    num_slots=lambda asked, mains_per_rank: mains_per_rank,
+)
