@@ -6,60 +6,19 @@
 #include <optional>
 #include <tuple>
 
+#include "checks.h"
 #include "megatron_ext/api.h"
 
 namespace megatron_ext {
 namespace {
 
-using at::Tensor;
-
 Tensor count_load_op(const Tensor& routing_map) {
-    TORCH_CHECK_VALUE(routing_map.dim() == 2 && routing_map.scalar_type() == at::kBool,
-                      "routing_map must be bool [N, E], got ",
-                      routing_map.scalar_type(),
-                      " ",
-                      routing_map.sizes());
+    check_routing_map(routing_map);
     const Tensor map = routing_map.contiguous();
     Tensor counts = at::empty({map.size(1)}, map.options().dtype(at::kLong));
     count_load(
         map.const_data_ptr<bool>(), map.size(0), map.size(1), counts.mutable_data_ptr<int64_t>());
     return counts;
-}
-
-void check_int64(const char* name, const Tensor& tensor) {
-    TORCH_CHECK_VALUE(
-        tensor.scalar_type() == at::kLong, name, " must be int64, got ", tensor.scalar_type());
-}
-
-void check_experts(int64_t ranks, int64_t experts) {
-    TORCH_CHECK_VALUE(ranks >= 1 && experts >= ranks && experts % ranks == 0,
-                      "load must have a multiple of R >= 1 experts, got R = ",
-                      ranks,
-                      " and E = ",
-                      experts);
-}
-
-QuotaProblem quota_problem(const Tensor& load,
-                           int64_t num_slots,
-                           int64_t nvlink_domain,
-                           int64_t tolerance_ppm,
-                           int64_t min_quota) {
-    check_int64("load", load);
-    TORCH_CHECK_VALUE(
-        load.dim() == 2 || load.dim() == 3, "load must be [R, E] or [B, R, E], got ", load.sizes());
-    const int64_t ranks = load.size(-2);
-    const int64_t experts = load.size(-1);
-    check_experts(ranks, experts);
-    TORCH_CHECK_VALUE(num_slots >= 0, "num_slots (", num_slots, ") must be >= 0");
-    TORCH_CHECK_VALUE(nvlink_domain >= 1 && ranks % nvlink_domain == 0,
-                      "nvlink_domain (",
-                      nvlink_domain,
-                      ") must divide R (",
-                      ranks,
-                      ")");
-    TORCH_CHECK_VALUE(tolerance_ppm >= 0, "tolerance_ppm (", tolerance_ppm, ") must be >= 0");
-    TORCH_CHECK_VALUE(min_quota >= 1, "min_quota (", min_quota, ") must be >= 1");
-    return {ranks, experts, num_slots, nvlink_domain, tolerance_ppm, min_quota};
 }
 
 // A solver of api.h as an op.
@@ -72,14 +31,7 @@ std::tuple<Tensor, Tensor> solve_op(const Tensor& load,
     const QuotaProblem problem =
         quota_problem(load, num_slots, nvlink_domain, tolerance_ppm, min_quota);
     const Tensor loads = load.contiguous();
-    auto quota_shape = load.sizes().vec();
-    auto slots_shape = quota_shape;
-    quota_shape.end()[-2] = problem.num_experts;
-    quota_shape.end()[-1] = problem.num_ranks;
-    slots_shape.end()[-1] = num_slots;
-    Tensor quota = at::empty(quota_shape, load.options());
-    Tensor slots = at::empty(slots_shape, load.options().dtype(at::kInt));
-
+    auto [quota, slots] = empty_plan(load, problem);
     const int64_t batch = load.dim() == 3 ? load.size(0) : 1;
     const int64_t pairs = problem.num_ranks * problem.num_experts;
     for (int64_t b = 0; b < batch; ++b) {
@@ -95,25 +47,18 @@ Tensor lower_bound_op(const Tensor& load, int64_t num_slots, int64_t nvlink_doma
     const QuotaProblem problem = quota_problem(load, num_slots, nvlink_domain, 0, 1);
     const Tensor loads = load.contiguous();
     Tensor bounds = at::empty(load.sizes().slice(0, load.dim() - 2), load.options());
+    const int64_t pairs = problem.num_ranks * problem.num_experts;
     for (int64_t b = 0; b < bounds.numel(); ++b) {
-        bounds.mutable_data_ptr<int64_t>()[b] = lower_bound(
-            problem, loads.const_data_ptr<int64_t>() + b * problem.num_ranks * problem.num_experts);
+        bounds.mutable_data_ptr<int64_t>()[b] =
+            lower_bound(problem, loads.const_data_ptr<int64_t>() + b * pairs);
     }
     return bounds;
 }
 
 Tensor split_quota_op(const Tensor& load, const Tensor& quota, std::optional<int64_t> source_rank) {
-    check_int64("load", load);
-    check_int64("quota", quota);
-    TORCH_CHECK_VALUE(load.dim() == 2 && quota.dim() == 2 && quota.size(0) == load.size(1) &&
-                          quota.size(1) == load.size(0),
-                      "load must be [R, E] and quota [E, R], got ",
-                      load.sizes(),
-                      " and ",
-                      quota.sizes());
+    check_split(load, quota, source_rank);
     const int64_t ranks = load.size(0);
     const int64_t experts = load.size(1);
-    check_experts(ranks, experts);
     const Tensor loads = load.contiguous();
     const Tensor quotas = quota.contiguous();
     const auto fill = [&](int64_t source, int64_t* split) {
@@ -126,11 +71,6 @@ Tensor split_quota_op(const Tensor& load, const Tensor& quota, std::optional<int
     };
 
     if (source_rank.has_value()) {
-        TORCH_CHECK_VALUE(*source_rank >= 0 && *source_rank < ranks,
-                          "source_rank (",
-                          *source_rank,
-                          ") must be a rank of the EP group, 0 to ",
-                          ranks - 1);
         Tensor split = at::empty({experts, ranks}, load.options());
         fill(*source_rank, split.mutable_data_ptr<int64_t>());
         return split;
@@ -142,6 +82,81 @@ Tensor split_quota_op(const Tensor& load, const Tensor& quota, std::optional<int
     return split;
 }
 
+std::tuple<Tensor, Tensor> assign_op(const Tensor& routing_map,
+                                     const Tensor& source_quota,
+                                     const Tensor& physical_index,
+                                     int64_t top_k) {
+    const AssignProblem problem = assign_problem(routing_map, source_quota, physical_index, top_k);
+    const Tensor map = routing_map.contiguous();
+    const Tensor quotas = source_quota.contiguous();
+    const Tensor ids = physical_index.contiguous();
+    const auto options = map.options().dtype(at::kInt);
+    Tensor logical = at::empty({problem.num_tokens, top_k}, options);
+    Tensor physical = at::empty({problem.num_tokens, top_k}, options);
+    const bool agree = assign(problem,
+                              map.const_data_ptr<bool>(),
+                              quotas.const_data_ptr<int64_t>(),
+                              ids.const_data_ptr<int64_t>(),
+                              logical.mutable_data_ptr<int32_t>(),
+                              physical.mutable_data_ptr<int32_t>());
+    TORCH_CHECK(agree,
+                "routing_map and source_quota count different assignments: not the same "
+                "microbatch, or a token has more than top_k (",
+                top_k,
+                ") choices");
+    return {logical, physical};
+}
+
+// Values from the places that `from_index` names to those of `to_index`, `width` wide.
+Tensor copied(const Tensor& values,
+              const Tensor& from_index,
+              const Tensor& to_index,
+              int64_t width) {
+    const Tensor from = values.contiguous();
+    Tensor to = at::empty({values.size(0), width}, values.options());
+    const bool inside = copy_choices(static_cast<const char*>(from.const_data_ptr()),
+                                     from_index.const_data_ptr<int32_t>(),
+                                     from.size(1),
+                                     static_cast<char*>(to.mutable_data_ptr()),
+                                     to_index.const_data_ptr<int32_t>(),
+                                     width,
+                                     from.size(0),
+                                     from_index.size(1),
+                                     from.element_size());
+    TORCH_CHECK_INDEX(inside,
+                      "logical and physical must be below ",
+                      from.size(1),
+                      " and ",
+                      width,
+                      ", or the other way round in backward");
+    return to;
+}
+
+std::tuple<Tensor, Tensor> place_op(const Tensor& probs,
+                                    const Tensor& logical,
+                                    const Tensor& physical,
+                                    int64_t num_physical) {
+    check_place(probs, logical, physical);
+    const Tensor from = logical.contiguous();
+    const Tensor to = physical.contiguous();
+    Tensor routing_map = at::empty({probs.size(0), num_physical}, probs.options().dtype(at::kBool));
+    Tensor placed = copied(probs, from, to, num_physical);
+    mark_choices(to.const_data_ptr<int32_t>(),
+                 num_physical,
+                 to.size(0),
+                 to.size(1),
+                 routing_map.mutable_data_ptr<bool>());
+    return {placed, routing_map};
+}
+
+Tensor place_back_op(const Tensor& grad,
+                     const Tensor& logical,
+                     const Tensor& physical,
+                     int64_t num_experts) {
+    check_place(grad, logical, physical);
+    return copied(grad, physical.contiguous(), logical.contiguous(), num_experts);
+}
+
 }  // namespace
 }  // namespace megatron_ext
 
@@ -151,4 +166,7 @@ TORCH_LIBRARY_IMPL(megatron_ext, CPU, m) {
     m.impl("solve_paper", &megatron_ext::solve_op<megatron_ext::solve_paper>);
     m.impl("lower_bound", &megatron_ext::lower_bound_op);
     m.impl("split_quota", &megatron_ext::split_quota_op);
+    m.impl("assign", &megatron_ext::assign_op);
+    m.impl("place", &megatron_ext::place_op);
+    m.impl("place_back", &megatron_ext::place_back_op);
 }

@@ -12,4 +12,12 @@ TORCH_LIBRARY(megatron_ext, m) {
         "int min_quota) -> (Tensor quota, Tensor slots)");
     m.def("lower_bound(Tensor load, int num_slots, int nvlink_domain) -> Tensor");
     m.def("split_quota(Tensor load, Tensor quota, int? source_rank) -> Tensor");
+    m.def(
+        "assign(Tensor routing_map, Tensor source_quota, Tensor physical_index, int top_k) -> "
+        "(Tensor logical, Tensor physical)");
+    m.def(
+        "place(Tensor probs, Tensor logical, Tensor physical, int num_physical) -> "
+        "(Tensor probs, Tensor routing_map)");
+    m.def(
+        "place_back(Tensor grad, Tensor logical, Tensor physical, int num_experts) -> Tensor");
 }

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayout:
@@ -84,28 +81,3 @@ class ExpertLayout:
     def slot_physical(self, rank: int, slot: int) -> int:
         """Physical id of a slot of a rank."""
         return rank * self.physical_per_rank + self.mains_per_rank + slot
-
-
-def instance_order(num_experts: int, ep_size: int, device: torch.device | None = None) -> Tensor:
-    """List the ranks in the order in which an expert's tokens fill its instances: its home first.
-
-    Split and reroute both count along this order, so it is defined once, here.
-
-    Args:
-        num_experts: Logical experts (E).
-        ep_size: Ranks of the EP group (R); divides `num_experts`.
-        device: Where the result is made.
-
-    Returns:
-        Ranks, int64 [E, R]: row e is a permutation of the ranks that starts with e's home rank.
-
-    >>> instance_order(3, 3).tolist()
-    [[0, 1, 2], [1, 0, 2], [2, 0, 1]]
-    """
-    home = torch.arange(num_experts, device=device).div(
-        num_experts // ep_size, rounding_mode="floor"
-    )
-    place = torch.arange(ep_size, device=device).expand(num_experts, ep_size)
-    home = home[:, None]
-    others = torch.where(place <= home, place - 1, place)
-    return torch.where(place == 0, home, others)

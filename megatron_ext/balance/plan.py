@@ -181,7 +181,7 @@ def split_quota(load: Tensor, plan: BalancePlan, source_rank: int | None = None)
     """Share every quota among the source ranks: own tokens first, exact rows and columns.
 
     Per expert, a rank that holds an instance first uses it for its own assignments. What is left of
-    the sources (in rank order) and of the quotas (in `instance_order`) is laid on one line each;
+    the sources (in rank order) and of the quotas (the home rank's first) is laid on one line each;
     the lines are equally long, and a source's share of an instance is how much of their pieces
     overlap. One rank's rows need only prefix sums, and both sums are exact: those of the paper's
     rounded proportional shares are not (docs/decisions/001).

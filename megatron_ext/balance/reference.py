@@ -9,6 +9,8 @@ assignments from rank r to expert e, `quota[e][t]` assignments of expert e compu
 
 from __future__ import annotations
 
+from math import gcd
+
 Matrix = list[list[int]]
 
 
@@ -589,32 +591,41 @@ def split_quota(load: Matrix, quota: Matrix) -> list[Matrix]:
     return split
 
 
-def reroute(
-    routing: Matrix, source_quota: Matrix, physical_index: Matrix, num_physical: int
-) -> Matrix:
-    """Give every routed token an instance, one token at a time, filling instances in order.
+def assign(routing: Matrix, source_quota: Matrix, physical_index: Matrix) -> tuple[Matrix, Matrix]:
+    """Give every routed token an instance of its expert.
+
+    The instances lie on a line, as long as their shares; the j-th token of an expert with n tokens
+    goes to place `j * stride mod n`. Neighbors fall far apart: the stride is the largest number up
+    to 0.618034 n (the golden section) that has no factor in common with n.
 
     Args:
         routing: [N][E], 1 where the token goes to the logical expert.
         source_quota: This rank's row of the split, [E][R].
         physical_index: Physical id of the instance of expert e on rank t, [E][R], or -1.
-        num_physical: Physical experts (P).
 
     Returns:
-        [N][P], 1 where the token goes to the physical expert.
+        For each token its experts, rising, and the instances that take them.
 
-    >>> reroute([[1, 0], [1, 0], [1, 1]], [[2, 1], [0, 1]], [[0, 3], [-1, 2]], 4)
-    [[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 1]]
+    >>> assign([[1, 0], [1, 0], [1, 1]], [[2, 1], [0, 1]], [[0, 3], [-1, 2]])
+    ([[0], [0], [0, 1]], [[0], [0], [3, 2]])
     """
     ranks, experts = len(source_quota[0]), len(source_quota)
-    left = [list(row) for row in source_quota]
-    result = [[0] * num_physical for _ in routing]
-    for n, row in enumerate(routing):
-        for e in range(experts):
-            if row[e]:
-                home = e // (experts // ranks)
-                order = [home, *(t for t in range(ranks) if t != home)]
-                rank = next(t for t in order if left[e][t] > 0)
-                left[e][rank] -= 1
-                result[n][physical_index[e][rank]] = 1
-    return result
+    lines = []
+    for e in range(experts):
+        home = e // (experts // ranks)
+        order = [home, *(t for t in range(ranks) if t != home)]
+        lines.append([physical_index[e][t] for t in order for _ in range(source_quota[e][t])])
+    strides = [
+        next((s for s in range(n * 618_034 // 1_000_000, 1, -1) if gcd(s, n) == 1), 1)
+        for n in map(len, lines)
+    ]
+    seen = [0] * experts
+    logical: Matrix = []
+    physical: Matrix = []
+    for row in routing:
+        chosen = [e for e in range(experts) if row[e]]
+        logical.append(chosen)
+        physical.append([lines[e][seen[e] * strides[e] % len(lines[e])] for e in chosen])
+        for e in chosen:
+            seen[e] += 1
+    return logical, physical

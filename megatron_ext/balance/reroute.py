@@ -1,71 +1,108 @@
 """Stage 3: from logical to physical routing, so that every instance gets exactly its quota.
 
 Needs this rank's row of the split and the plan's physical ids; gives the routing map that the
-dispatcher sends by. Probabilities keep the router's dtype: they are moved, never computed with.
-Legend: N local tokens, E logical experts, R ranks of the EP group, P physical experts.
+dispatcher sends by. In between, choices are [N, K] tables of indices, which is all that backward
+needs of them. Probabilities keep the router's dtype: they are moved, never computed with. Legend: N
+local tokens, E logical experts, K choices per token, R ranks of the EP group, P physical experts.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from megatron_ext.balance.layout import instance_order
+from megatron_ext.ops import load_library
 
 
-def reroute(
-    probs_NE: Tensor,
-    routing_map_NE: Tensor,
-    source_quota: Tensor,
-    physical_index: Tensor,
-    num_physical: int,
-) -> tuple[Tensor, Tensor]:
-    """Send the j-th local token of an expert to the first instance whose cumulative quota covers j.
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """Which instance takes each of the tokens' choices."""
+
+    logical: Tensor
+    """The tokens' experts, rising, then -1: int32 [N, K]."""
+
+    physical: Tensor
+    """The instances that take them, then -1: int32 [N, K]."""
+
+
+def assign(
+    routing_map_NE: Tensor, source_quota: Tensor, physical_index: Tensor, top_k: int
+) -> Assignment:
+    """Give each of this rank's assignments an instance, so that each takes exactly its share.
+
+    The j-th of an expert's n local assignments goes to place `j * stride mod n` of the line of its
+    instances, the main first and then by rank, each as long as its share. The stride has no factor
+    in common with n, so the shares are exact, and is near its golden section, so tokens that follow
+    each other go to different instances.
 
     Args:
-        probs_NE: Probabilities, float [N, E], 0 where not routed; differentiable.
         routing_map_NE: Logical choices, bool [N, E]. Its column sums must be the row sums of
             `source_quota`.
         source_quota: Assignments of this rank that each instance takes, int64 [E, R] (`split_quota`
             of this rank).
         physical_index: Physical id of expert e's instance on rank t, int64 [E, R], or -1
             (`plan.physical_index()`).
+        top_k: Most choices of a token (K).
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+        RuntimeError: The column sums are not what `source_quota` covers, or a token has more than K
+            choices (on a GPU such choices get no instance instead).
+
+    >>> routing = torch.tensor([[True, False], [True, True]])
+    >>> quota, physical_index = torch.tensor([[1, 1], [0, 1]]), torch.tensor([[0, 3], [-1, 2]])
+    >>> assign(routing, quota, physical_index, top_k=2).physical.tolist()
+    [[0, -1], [3, 2]]
+
+    Source: UltraEP, section 5.2 (token assignment by cumulative quotas), without the interleaving.
+    """
+    load_library()
+    return Assignment(
+        *torch.ops.megatron_ext.assign(routing_map_NE, source_quota, physical_index, top_k)
+    )
+
+
+def reroute(probs_NE: Tensor, assignment: Assignment, num_physical: int) -> tuple[Tensor, Tensor]:
+    """Move the probabilities of the choices to the instances that take them.
+
+    Args:
+        probs_NE: Probabilities, float [N, E]; differentiable.
+        assignment: `assign` of these tokens.
         num_physical: Physical experts (P).
 
     Returns:
         Probabilities [N, P] and choices, bool [N, P]. Each row keeps its number of choices. In
-        backward, gradients come back over the same table of indices.
-
-    Raises:
-        RuntimeError: If the column sums are not what `source_quota` covers (on a GPU a device-side
-            assertion, seen at the next synchronization).
+        backward, gradients come back over the same table; places without a choice get none.
 
     >>> probs = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
     >>> quota, physical_index = torch.tensor([[1, 1], [0, 1]]), torch.tensor([[0, 3], [-1, 2]])
-    >>> probs, routing = reroute(probs, probs > 0, quota, physical_index, 4)
+    >>> probs, routing = reroute(probs, assign(probs > 0, quota, physical_index, 2), 4)
     >>> probs.tolist()
     [[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]]
-
-    Source: UltraEP, section 5.2 (token assignment by cumulative quotas).
     """
-    tokens, (experts, ranks) = routing_map_NE.shape[0], source_quota.shape
-    order = instance_order(experts, ranks, source_quota.device)
-    last = source_quota.gather(1, order).cumsum(1)
-    # j per expert and token; -1 before an expert's first token, which falls on the main unrouted.
-    j = routing_map_NE.T.contiguous().cumsum(1) - 1
-    if tokens:
-        # Asked on the device, so that the host need not wait for a GPU.
-        torch._assert_async(
-            (j[:, -1] + 1 == last[:, -1]).all(),
-            "routing_map_NE and source_quota count different assignments: not the same microbatch",
-        )
-    place = torch.searchsorted(last, j, right=True)
-    physical_NE = physical_index.gather(1, order).gather(1, place).T.contiguous()
-    # Experts share no instance, so a row's indices differ and a plain scatter is exact. An entry
-    # that is not routed writes False and 0 into an instance of its own expert, where no other entry
-    # of its row writes.
-    probs_NP = probs_NE.new_zeros(tokens, num_physical).scatter(1, physical_NE, probs_NE)
-    routing_map_NP = routing_map_NE.new_zeros(tokens, num_physical).scatter(
-        1, physical_NE, routing_map_NE
+    probs_NP, routing_map_NP = _Reroute.apply(
+        probs_NE, assignment.logical, assignment.physical, num_physical
     )
     return probs_NP, routing_map_NP
+
+
+class _Reroute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, probs_NE: Tensor, logical: Tensor, physical: Tensor, num_physical: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(logical, physical)
+        ctx.num_experts = probs_NE.shape[1]
+        probs_NP, routing_map_NP = torch.ops.megatron_ext.place(
+            probs_NE, logical, physical, num_physical
+        )
+        ctx.mark_non_differentiable(routing_map_NP)
+        return probs_NP, routing_map_NP
+
+    @staticmethod
+    def backward(ctx: Any, grad_NP: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+        grad_NE = torch.ops.megatron_ext.place_back(grad_NP, *ctx.saved_tensors, ctx.num_experts)
+        return grad_NE, None, None, None

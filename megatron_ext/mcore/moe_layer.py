@@ -39,7 +39,7 @@ from megatron_ext.balance.replicas import (
     SlotBuffers,
     shared_slot_buffers,
 )
-from megatron_ext.balance.reroute import reroute
+from megatron_ext.balance.reroute import assign, reroute
 from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.balance.strategies.ideal import force_even
 from megatron_ext.config import BalanceConfig
@@ -150,13 +150,13 @@ class BalancedMoELayer(MoELayer):
         materializing = (
             self._replication.start_materialize() if self._replication is not None else None
         )
-        probs, routing_map = reroute(
-            probs,
+        assignment = assign(
             routing_map,
             split_quota(load, plan, source_rank=self.ep_group.rank()),
             plan.physical_index(),
-            self.layout.num_physical,
+            self.config.moe_router_topk,
         )
+        probs, routing_map = reroute(probs, assignment, self.layout.num_physical)
         if materializing is not None:
             materializing.wait()
         if self.training and torch.is_grad_enabled():

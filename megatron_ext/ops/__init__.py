@@ -42,6 +42,9 @@ def load_library() -> None:
     torch.library.register_fake("megatron_ext::solve_paper", _fake_solve)
     torch.library.register_fake("megatron_ext::lower_bound", _fake_lower_bound)
     torch.library.register_fake("megatron_ext::split_quota", _fake_split_quota)
+    torch.library.register_fake("megatron_ext::assign", _fake_assign)
+    torch.library.register_fake("megatron_ext::place", _fake_place)
+    torch.library.register_fake("megatron_ext::place_back", _fake_place_back)
 
 
 def _library_path() -> Path | None:
@@ -76,3 +79,21 @@ def _fake_lower_bound(load: Tensor, num_slots: int, nvlink_domain: int) -> Tenso
 def _fake_split_quota(load: Tensor, quota: Tensor, source_rank: int | None) -> Tensor:
     ranks, experts = load.shape
     return load.new_empty((experts, ranks) if source_rank is not None else (ranks, experts, ranks))
+
+
+def _fake_assign(
+    routing_map: Tensor, source_quota: Tensor, physical_index: Tensor, top_k: int
+) -> tuple[Tensor, Tensor]:
+    logical = routing_map.new_empty((routing_map.shape[0], top_k), dtype=torch.int32)
+    return logical, torch.empty_like(logical)
+
+
+def _fake_place(
+    probs: Tensor, logical: Tensor, physical: Tensor, num_physical: int
+) -> tuple[Tensor, Tensor]:
+    placed = probs.new_empty((probs.shape[0], num_physical))
+    return placed, torch.empty_like(placed, dtype=torch.bool)
+
+
+def _fake_place_back(grad: Tensor, logical: Tensor, physical: Tensor, num_experts: int) -> Tensor:
+    return grad.new_empty((grad.shape[0], num_experts))

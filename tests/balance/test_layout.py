@@ -1,9 +1,8 @@
 """Ids and places of experts, against the numbering written out by hand."""
 
 import pytest
-import torch
 
-from megatron_ext.balance.layout import ExpertLayout, instance_order
+from megatron_ext.balance.layout import ExpertLayout
 
 
 def make(**changes):
@@ -45,10 +44,3 @@ def test_domains_are_runs_of_ranks():
 def test_wrong_numbers(changes, message):
     with pytest.raises(ValueError, match=message):
         make(**changes)
-
-
-def test_instance_order_starts_at_home():
-    order = instance_order(8, 4)
-    assert order[:, 0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert order[4].tolist() == [2, 0, 1, 3]
-    assert torch.equal(order.sort(1).values, torch.arange(4).expand(8, 4))

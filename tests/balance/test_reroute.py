@@ -1,4 +1,4 @@
-"""Reroute against `reference.reroute`, token by token; gradients against the routing itself."""
+"""Assignment against `reference.assign`, token by token; gradients against the routing itself."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron_ext.balance import reference
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import solve_plan, split_quota
-from megatron_ext.balance.reroute import reroute
+from megatron_ext.balance.reroute import assign, reroute
 from tests import workloads
 
 
@@ -24,14 +24,12 @@ def make_case(ranks=3, mains=2, slots=2, tokens=(20, 0, 13), top_k=2, seed=0, dt
     return maps, probs, load, plan
 
 
-def run(plan, load, rank, probs, routed):
-    return reroute(
-        probs,
-        routed,
-        split_quota(load, plan, rank),
-        plan.physical_index(),
-        plan.layout.num_physical,
-    )
+def assigned(plan, load, rank, routed, top_k=2):
+    return assign(routed, split_quota(load, plan, rank), plan.physical_index(), top_k)
+
+
+def run(plan, load, rank, probs, routed, top_k=2):
+    return reroute(probs, assigned(plan, load, rank, routed, top_k), plan.layout.num_physical)
 
 
 @given(
@@ -49,15 +47,15 @@ def test_equals_the_reference_and_meets_the_quotas(ranks, mains, slots, tokens, 
     physical_index = plan.physical_index()
     arrived = torch.zeros(plan.layout.num_physical, dtype=torch.int64)
     for rank, (routed, prob) in enumerate(zip(maps, probs, strict=True)):
-        probs_NP, routing_NP = run(plan, load, rank, prob, routed)
-        expected = reference.reroute(
-            routed.int().tolist(),
-            split_quota(load, plan, rank).tolist(),
-            physical_index.tolist(),
-            plan.layout.num_physical,
+        assignment = assigned(plan, load, rank, routed, top_k)
+        logical, physical = reference.assign(
+            routed.int().tolist(), split_quota(load, plan, rank).tolist(), physical_index.tolist()
         )
+        for table, expected in ((assignment.logical, logical), (assignment.physical, physical)):
+            assert table.dtype == torch.int32
+            assert table.tolist() == [row + [-1] * (top_k - len(row)) for row in expected]
+        probs_NP, routing_NP = reroute(prob, assignment, plan.layout.num_physical)
         assert routing_NP.dtype == torch.bool
-        assert routing_NP.int().tolist() == expected
         # Rows keep their number of choices and their probabilities, bit by bit.
         assert torch.equal(routing_NP.sum(1), routed.sum(1))
         assert torch.equal(probs_NP.sort(1).values[:, -top_k:], prob.sort(1).values[:, -top_k:])
@@ -99,9 +97,9 @@ def test_gradients_come_back_over_the_same_table(dtype):
 
 def test_gradcheck():
     maps, probs, load, plan = make_case(tokens=(5, 3, 4))
-    source_quota, physical_index = split_quota(load, plan, 0), plan.physical_index()
+    assignment = assigned(plan, load, 0, maps[0])
     assert torch.autograd.gradcheck(
-        lambda p: reroute(p, maps[0], source_quota, physical_index, plan.layout.num_physical)[0],
+        lambda p: reroute(p, assignment, plan.layout.num_physical)[0],
         probs[0].requires_grad_(),
     )
 
@@ -121,3 +119,29 @@ def test_a_plan_of_another_microbatch_is_noticed():
     assert not torch.equal(load[0], other_load[0])
     with pytest.raises(RuntimeError, match="not the same microbatch"):
         run(plan, load, 0, other_probs[0], other_maps[0])
+    # Fewer tokens than the plan was made for, which only the sums show.
+    with pytest.raises(RuntimeError, match="not the same microbatch"):
+        assigned(plan, load, 0, torch.zeros_like(other_maps[0]))
+
+
+def test_more_choices_than_top_k_are_noticed():
+    maps, _, load, plan = make_case(top_k=2)
+    with pytest.raises(RuntimeError, match=r"more than top_k \(1\) choices"):
+        assigned(plan, load, 0, maps[0], top_k=1)
+
+
+@pytest.mark.parametrize("shares", [(50, 50), (70, 30), (34, 33, 33), (97, 1, 1, 1)])
+def test_consecutive_tokens_are_spread_over_the_instances(shares):
+    """In every stretch of tokens an instance has its share, give or take a few."""
+    ranks, tokens = len(shares), sum(shares)
+    routed = torch.zeros(tokens, ranks, dtype=torch.bool)
+    routed[:, 0] = True
+    quota = torch.zeros(ranks, ranks, dtype=torch.int64)
+    quota[0] = torch.tensor(shares)
+    physical_index = torch.arange(ranks * ranks).view(ranks, ranks)
+    physical = assign(routed, quota, physical_index, top_k=1).physical[:, 0]
+    for instance, share in enumerate(shares):
+        taken = (physical == instance).cumsum(0)
+        assert int(taken[-1]) == share
+        even = torch.arange(1, tokens + 1) * share / tokens
+        assert float((taken - even).abs().max()) <= 4

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from megatron_ext import ops
 from megatron_ext.balance import reference
 from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.plan import solve, split_quota
 from tests import workloads
 from tests.balance.instances import instances, worked_example
 
@@ -133,6 +134,9 @@ def test_opcheck():
         (native.solve_paper, (batch, 1, 2, 10_000, 1)),
         (native.lower_bound, (load, 1, 2)),
         (native.lower_bound, (batch, 1, 2)),
+        (native.assign, assign_arguments()),
+        (native.place, place_arguments()),
+        (native.place_back, (torch.rand(9, 6), *place_arguments()[1:3], 4)),
         (native.split_quota, (load, quota, None)),
         (native.split_quota, (load, quota, 1)),
     ):
@@ -159,6 +163,67 @@ def test_solve_rejects(args, message):
     for solver in SOLVERS:
         with pytest.raises(ValueError, match=message):
             getattr(native, solver)(*args)
+
+
+def assign_arguments():
+    routed = workloads.routing_map(9, 4, 2)
+    load = torch.stack([routed.sum(0), torch.zeros(4, dtype=torch.int64)])
+    plan = solve(load, ep_size=2, slots=1)
+    return routed, split_quota(load, plan, 0), plan.physical_index(), 2
+
+
+def place_arguments():
+    routed = assign_arguments()[0]
+    return (torch.rand(9, 4) * routed, *native.assign(*assign_arguments()), 6)
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong", "message"),
+    [
+        (0, torch.zeros(9, 4), r"routing_map must be bool \[N, E\], got Float"),
+        (0, torch.zeros(9, dtype=torch.bool), r"routing_map must be bool \[N, E\], got Bool"),
+        (1, torch.zeros(4, 2), "source_quota must be int64, got Float"),
+        (1, torch.zeros(3, 2, dtype=torch.int64), r"must be \[E, R\] with E = 4"),
+        (2, torch.zeros(4, 1, dtype=torch.int64), r"must be \[E, R\] with E = 4"),
+        (2, torch.zeros(4, 2), "physical_index must be int64, got Float"),
+        (3, 0, r"top_k \(0\) must be from 1 to the number of experts, 4"),
+        (3, 5, r"top_k \(5\) must be from 1"),
+    ],
+)
+def test_assign_rejects(place, wrong, message):
+    arguments = list(assign_arguments())
+    arguments[place] = wrong
+    with pytest.raises(ValueError, match=message):
+        native.assign(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong", "message"),
+    [
+        (0, torch.zeros(9, 4, dtype=torch.int64), "must be floating point .* got Long"),
+        (0, torch.zeros(8, 4), r"must be int32 \[N, K\] with N = 8"),
+        (1, torch.zeros(9, 2), r"must be int32 \[N, K\] with N = 9, got Float"),
+        (2, torch.zeros(9, 1, dtype=torch.int32), "must have the same shape"),
+    ],
+)
+def test_place_rejects(place, wrong, message):
+    arguments = list(place_arguments())
+    arguments[place] = wrong
+    with pytest.raises(ValueError, match=message):
+        native.place(*arguments)
+
+
+@pytest.mark.parametrize("place", [1, 2])
+@pytest.mark.parametrize("value", [100, -1])
+def test_indices_outside_are_rejected(place, value):
+    arguments = list(place_arguments())
+    arguments[place] = arguments[place].clone()
+    arguments[place][3, 0] = value
+    if (place, value) == (2, -1):  # the end of a row: nothing is placed
+        assert not native.place(*arguments)[1][3].any()
+        return
+    with pytest.raises(IndexError, match="logical and physical must be below 4 and 6"):
+        native.place(*arguments)
 
 
 def test_count_rejects():

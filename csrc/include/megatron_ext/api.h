@@ -47,4 +47,46 @@ void split_quota(int64_t num_ranks,
 //   counts       [E] out, every entry written
 void count_load(const bool* routing_map, int64_t num_tokens, int64_t num_experts, int64_t* counts);
 
+struct AssignProblem {
+    int64_t num_tokens;   // N
+    int64_t num_experts;  // E, a multiple of R
+    int64_t num_ranks;    // R
+    int64_t top_k;        // K, most choices of a token
+};
+
+// Give every assignment of this rank an instance, so that each takes exactly its share. The j-th
+// assignment of an expert goes to the place on the line of its instances that interleave.h says.
+//   routing_map     [N, E], true where the token goes to the expert
+//   source_quota    [E, R] assignments of this rank that the instance on rank t takes
+//   physical_index  [E, R] physical id of the instance on rank t; read where source_quota is not 0
+//   logical         [N, K] out, every entry written: the token's experts, rising, then -1
+//   physical        [N, K] out, every entry written: the instances that take them, then -1
+// Returns false, with nothing useful written, if a token has more than K choices or the column sums
+// of routing_map are not the row sums of source_quota. Deterministic; equals reference.assign.
+bool assign(const AssignProblem& problem,
+            const bool* routing_map,
+            const int64_t* source_quota,
+            const int64_t* physical_index,
+            int32_t* logical,
+            int32_t* physical);
+
+// Copy to[n, to_index[n, k]] = from[n, from_index[n, k]]; everything else in `to` becomes 0.
+//   from [N, from_width], to [N, to_width] elements of 2, 4 or 8 bytes
+//   from_index, to_index [N, K], a row's entries different; -1 from where the row ends
+// Returns false, with nothing useful written, if an index is outside its width.
+bool copy_choices(const char* from,
+                  const int32_t* from_index,
+                  int64_t from_width,
+                  char* to,
+                  const int32_t* to_index,
+                  int64_t to_width,
+                  int64_t num_tokens,
+                  int64_t top_k,
+                  int64_t element_size);
+
+// Set map[n, index[n, k]], and clear the rest.
+//   index [N, K] below `width`, or -1 from where the row ends; map [N, width] out
+void mark_choices(
+    const int32_t* index, int64_t width, int64_t num_tokens, int64_t top_k, bool* map);
+
 }  // namespace megatron_ext

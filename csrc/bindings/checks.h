@@ -1,0 +1,141 @@
+// What the ops demand of their arguments, for host and device alike. Each failed check is a
+// ValueError that names the argument, its value and the rule.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "megatron_ext/api.h"
+
+namespace megatron_ext {
+
+using at::Tensor;
+
+inline void check_int64(const char* name, const Tensor& tensor) {
+    TORCH_CHECK_VALUE(
+        tensor.scalar_type() == at::kLong, name, " must be int64, got ", tensor.scalar_type());
+}
+
+inline void check_routing_map(const Tensor& routing_map) {
+    TORCH_CHECK_VALUE(routing_map.dim() == 2 && routing_map.scalar_type() == at::kBool,
+                      "routing_map must be bool [N, E], got ",
+                      routing_map.scalar_type(),
+                      " ",
+                      routing_map.sizes());
+}
+
+inline void check_experts(int64_t ranks, int64_t experts) {
+    TORCH_CHECK_VALUE(ranks >= 1 && experts >= ranks && experts % ranks == 0,
+                      "load must have a multiple of R >= 1 experts, got R = ",
+                      ranks,
+                      " and E = ",
+                      experts);
+}
+
+inline QuotaProblem quota_problem(const Tensor& load,
+                                  int64_t num_slots,
+                                  int64_t nvlink_domain,
+                                  int64_t tolerance_ppm,
+                                  int64_t min_quota) {
+    check_int64("load", load);
+    TORCH_CHECK_VALUE(
+        load.dim() == 2 || load.dim() == 3, "load must be [R, E] or [B, R, E], got ", load.sizes());
+    const int64_t ranks = load.size(-2);
+    const int64_t experts = load.size(-1);
+    check_experts(ranks, experts);
+    TORCH_CHECK_VALUE(num_slots >= 0, "num_slots (", num_slots, ") must be >= 0");
+    TORCH_CHECK_VALUE(nvlink_domain >= 1 && ranks % nvlink_domain == 0,
+                      "nvlink_domain (",
+                      nvlink_domain,
+                      ") must divide R (",
+                      ranks,
+                      ")");
+    TORCH_CHECK_VALUE(tolerance_ppm >= 0, "tolerance_ppm (", tolerance_ppm, ") must be >= 0");
+    TORCH_CHECK_VALUE(min_quota >= 1, "min_quota (", min_quota, ") must be >= 1");
+    return {ranks, experts, num_slots, nvlink_domain, tolerance_ppm, min_quota};
+}
+
+// Empty quota and slots for the loads, a batch or one.
+inline std::tuple<Tensor, Tensor> empty_plan(const Tensor& load, const QuotaProblem& problem) {
+    auto quota_shape = load.sizes().vec();
+    auto slots_shape = quota_shape;
+    quota_shape.end()[-2] = problem.num_experts;
+    quota_shape.end()[-1] = problem.num_ranks;
+    slots_shape.end()[-1] = problem.num_slots;
+    return {at::empty(quota_shape, load.options()),
+            at::empty(slots_shape, load.options().dtype(at::kInt))};
+}
+
+inline void check_split(const Tensor& load,
+                        const Tensor& quota,
+                        std::optional<int64_t> source_rank) {
+    check_int64("load", load);
+    check_int64("quota", quota);
+    TORCH_CHECK_VALUE(load.dim() == 2 && quota.dim() == 2 && quota.size(0) == load.size(1) &&
+                          quota.size(1) == load.size(0),
+                      "load must be [R, E] and quota [E, R], got ",
+                      load.sizes(),
+                      " and ",
+                      quota.sizes());
+    check_experts(load.size(0), load.size(1));
+    TORCH_CHECK_VALUE(
+        !source_rank.has_value() || (*source_rank >= 0 && *source_rank < load.size(0)),
+        "source_rank (",
+        source_rank.value_or(0),
+        ") must be a rank of the EP group, 0 to ",
+        load.size(0) - 1);
+}
+
+inline AssignProblem assign_problem(const Tensor& routing_map,
+                                    const Tensor& source_quota,
+                                    const Tensor& physical_index,
+                                    int64_t top_k) {
+    check_routing_map(routing_map);
+    check_int64("source_quota", source_quota);
+    check_int64("physical_index", physical_index);
+    TORCH_CHECK_VALUE(source_quota.dim() == 2 && source_quota.size(0) == routing_map.size(1) &&
+                          physical_index.sizes() == source_quota.sizes(),
+                      "source_quota and physical_index must be [E, R] with E = ",
+                      routing_map.size(1),
+                      ", got ",
+                      source_quota.sizes(),
+                      " and ",
+                      physical_index.sizes());
+    check_experts(source_quota.size(1), source_quota.size(0));
+    TORCH_CHECK_VALUE(top_k >= 1 && top_k <= routing_map.size(1),
+                      "top_k (",
+                      top_k,
+                      ") must be from 1 to the number of experts, ",
+                      routing_map.size(1));
+    return {routing_map.size(0), routing_map.size(1), source_quota.size(1), top_k};
+}
+
+// `values` [N, width] go to or come from the places that `logical` and `physical` [N, K] name.
+inline void check_place(const Tensor& values, const Tensor& logical, const Tensor& physical) {
+    TORCH_CHECK_VALUE(values.dim() == 2 && values.is_floating_point() &&
+                          (values.element_size() == 2 || values.element_size() == 4 ||
+                           values.element_size() == 8),
+                      "probabilities must be floating point [N, E] of 2, 4 or 8 bytes, got ",
+                      values.scalar_type(),
+                      " ",
+                      values.sizes());
+    for (const Tensor& index : {logical, physical}) {
+        TORCH_CHECK_VALUE(
+            index.dim() == 2 && index.scalar_type() == at::kInt && index.size(0) == values.size(0),
+            "logical and physical must be int32 [N, K] with N = ",
+            values.size(0),
+            ", got ",
+            index.scalar_type(),
+            " ",
+            index.sizes());
+    }
+    TORCH_CHECK_VALUE(logical.sizes() == physical.sizes(),
+                      "logical and physical must have the same shape, got ",
+                      logical.sizes(),
+                      " and ",
+                      physical.sizes());
+}
+
+}  // namespace megatron_ext
