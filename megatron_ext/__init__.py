@@ -19,6 +19,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron_ext.balance.costs import LayerCosts
     from megatron_ext.balance.plan import BalancePlan, solve
     from megatron_ext.config import BalanceConfig
     from megatron_ext.cpu_platform import enable_cpu_platform
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "BalanceConfig": "megatron_ext.config",
     "BalancePlan": "megatron_ext.balance.plan",
+    "LayerCosts": "megatron_ext.balance.costs",
     "balance_spec": "megatron_ext.mcore.spec",
     "enable_cpu_platform": "megatron_ext.cpu_platform",
     "grouped_mm_spec": "megatron_ext.mcore.spec",
@@ -38,6 +40,7 @@ _HOMES = {
 __all__ = [
     "BalanceConfig",
     "BalancePlan",
+    "LayerCosts",
     "balance_spec",
     "enable_cpu_platform",
     "grouped_mm_spec",

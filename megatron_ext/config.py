@@ -34,6 +34,16 @@ class BalanceConfig:
     """Imbalance that is good enough, as a fraction of the mean rank load: the planner stops
     spending replicas there."""
 
+    objective: str = "tolerance"
+    """`tolerance`: within `tolerance` at least cost. `time`: every load gets the tolerance at which
+    the modelled time of the layer is least; needs the two settings below."""
+
+    link_bandwidth: float = 0.0
+    """Bytes per second that a rank sends to its peers. For objective `time`."""
+
+    assignment_time: float = 0.0
+    """Seconds of expert computation per assignment. For objective `time`."""
+
     min_quota: int = 1
     """Fewest assignments a replica must take over to be worth its transfer."""
 
@@ -59,6 +69,16 @@ class BalanceConfig:
             raise ValueError(f"balance.slots ({self.slots}) must be >= 0")
         if not self.tolerance >= 0.0:
             raise ValueError(f"balance.tolerance ({self.tolerance}) must be >= 0")
+        if self.objective not in ("tolerance", "time"):
+            raise ValueError(
+                f"balance.objective ({self.objective!r}) must be 'tolerance' or 'time'"
+            )
+        for name in ("link_bandwidth", "assignment_time"):
+            if self.objective == "time" and not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(
+                    f"balance.{name} ({getattr(self, name)}) must be > 0 and finite with "
+                    "balance.objective=time"
+                )
         if self.min_quota < 1:
             raise ValueError(f"balance.min_quota ({self.min_quota}) must be >= 1")
         for name in ("max_in_flight", "nvlink_domain"):

@@ -35,12 +35,20 @@ def max_fanout(plan: BalancePlan) -> int:
     return int(_replicas_per_expert(plan).max())
 
 
-def max_rank_sends(plan: BalancePlan) -> int:
-    """Replicas that the busiest sender has to fill: those of all experts of one home rank.
+def rank_sends(plan: BalancePlan) -> Tensor:
+    """Replicas that each rank has to fill, those of all its mains: int64 [..., R].
 
     Source: UltraEP, Eq. 5.
     """
-    return int(_replicas_per_expert(plan).view(plan.layout.ep_size, -1).sum(1).max())
+    mains = plan.layout.mains_per_rank
+    ranks = torch.arange(plan.layout.ep_size, device=plan.slots.device)
+    home = torch.where(plan.slots >= 0, plan.slots // mains, -1).flatten(-2)
+    return (home[..., None] == ranks).sum(-2)
+
+
+def max_rank_sends(plan: BalancePlan) -> int:
+    """Replicas that the busiest sender has to fill."""
+    return int(rank_sends(plan).max())
 
 
 def remote_assignments(load: Tensor, plan: BalancePlan) -> int:

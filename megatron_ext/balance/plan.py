@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from torch import Tensor
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.config import BalanceConfig
 from megatron_ext.ops import load_library
+
+if TYPE_CHECKING:
+    from megatron_ext.balance.costs import LayerCosts
 
 _DEFAULTS = BalanceConfig()
 
@@ -141,6 +145,7 @@ def solve(
     tolerance: float = _DEFAULTS.tolerance,
     min_quota: int = _DEFAULTS.min_quota,
     nvlink_domain: int | None = None,
+    costs: LayerCosts | None = None,
 ) -> BalancePlan:
     """Plan one load or a batch of loads, without processes or Megatron.
 
@@ -152,6 +157,8 @@ def solve(
         tolerance: How far above the mean the busiest rank may be, as a fraction of the mean.
         min_quota: Fewest assignments a replica may carry.
         nvlink_domain: Ranks per NVLink domain; one domain if None.
+        costs: Of the layer. With them the objective is time: each load gets the tolerance at which
+            the modelled layer is fastest, and `tolerance` counts for nothing.
 
     Returns:
         The plan, or a batch of plans with a leading [B], on `load`'s device.
@@ -164,6 +171,8 @@ def solve(
     >>> plan.rank_loads().tolist()
     [8, 8]
     """
+    # Imported here because both plan with this module's `solve_plan` and `BalancePlan`.
+    from megatron_ext.balance.costs import fastest_plan
     from megatron_ext.balance.strategies import get_strategy
 
     if load.dim() not in (2, 3):
@@ -174,6 +183,8 @@ def solve(
         slots=get_strategy(strategy).num_slots(slots, load.shape[-1] // max(ep_size, 1)),
         nvlink_domain=ep_size if nvlink_domain is None else nvlink_domain,
     )
+    if costs is not None:
+        return fastest_plan(load, layout, costs, strategy=strategy, min_quota=min_quota)
     return solve_plan(load, layout, strategy=strategy, tolerance=tolerance, min_quota=min_quota)
 
 

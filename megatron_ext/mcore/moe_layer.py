@@ -17,6 +17,7 @@ checkpoints hold logical experts only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor
 
+from megatron_ext.balance.costs import LayerCosts, fastest_plan
 from megatron_ext.balance.in_flight import InFlightPlans
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.load import gather_load
@@ -137,13 +139,7 @@ class BalancedMoELayer(MoELayer):
     ) -> tuple[Tensor, Tensor]:
         """Stages 1 to 4: from logical to physical routing, with the replicas in their slots."""
         load = gather_load(routing_map, self.ep_group)
-        plan = solve_plan(
-            load,
-            self.layout,
-            strategy=self.balance.strategy,
-            tolerance=self.balance.tolerance,
-            min_quota=self.balance.min_quota,
-        )
+        plan = self._solve(load)
         if self.balance.check_plans:
             _check_equal_plans(plan, self.ep_group, self.layer_number)
         self._replication = self._replicate(plan) if self.layout.slots > 0 else None
@@ -183,6 +179,34 @@ class BalancedMoELayer(MoELayer):
         )
         output = RematerializeFunction.apply(replication, output)
         return self.token_dispatcher.combine_preprocess(output), None
+
+    def _solve(self, load: Tensor) -> BalancePlan:
+        balance = self.balance
+        if balance.objective == "time":
+            return fastest_plan(
+                load,
+                self.layout,
+                self._costs(),
+                strategy=balance.strategy,
+                min_quota=balance.min_quota,
+            )
+        return solve_plan(
+            load,
+            self.layout,
+            strategy=balance.strategy,
+            tolerance=balance.tolerance,
+            min_quota=balance.min_quota,
+        )
+
+    def _costs(self) -> LayerCosts:
+        element_size = next(self.experts.parameters()).element_size()
+        return LayerCosts(
+            expert_bytes=element_size
+            * sum(math.prod(segment.shape) for segment in self.expert_weights.segments),
+            link_bandwidth=self.balance.link_bandwidth,
+            assignment_time=self.balance.assignment_time,
+            token_bytes=element_size * (self.config.moe_latent_size or self.config.hidden_size),
+        )
 
     def _replicate(self, plan: BalancePlan) -> Replication:
         """Gather what this microbatch's replicas need; keeps the plan if a backward will come."""

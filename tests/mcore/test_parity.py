@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config import BalanceConfig
 from tests.mcore.parity import gradient_difference, step_difference
 from tests.ranks import run_ranks
 
@@ -108,6 +109,21 @@ def test_gradients_equal_unbalanced_megatron(world_size: int) -> None:
 def test_training_equals_unbalanced_megatron(world_size: int) -> None:
     cases = STEP_CASES[world_size]
     _check(run_ranks(_steps, world_size, cases, timeout_s=400), cases, STEP_TOLERANCE)
+
+
+PLANNERS = (
+    dict(strategy="exact", slots=0),  # takes as many slots as there are mains
+    dict(strategy="quota_paper", tolerance=0.0),
+    dict(objective="time", link_bandwidth=1e12, assignment_time=1e-6),
+)
+
+
+def _planners(rank: int) -> list[Any]:
+    return [gradient_difference(dict(ep=2), balance=BalanceConfig(**p)) for p in PLANNERS]
+
+
+def test_every_planner_equals_unbalanced_megatron() -> None:
+    _check(run_ranks(_planners, 2), [(dict(ep=2, **p), 1) for p in PLANNERS], GRADIENT_TOLERANCE)
 
 
 def _check(by_rank: list[list[Any]], cases: list[Case], tolerance: float) -> None:

@@ -1,0 +1,96 @@
+"""The modelled time of a layer by hand, and that the fastest plan is the fastest of all tried."""
+
+import pytest
+import torch
+
+from megatron_ext.balance.costs import TOLERANCES, LayerCosts
+from megatron_ext.balance.metrics import home_loads
+from megatron_ext.balance.plan import check_plan, solve
+from megatron_ext.config import BalanceConfig
+from tests import workloads
+
+
+def costs(**changes):
+    return LayerCosts(
+        **{
+            "expert_bytes": 50_000_000,
+            "link_bandwidth": 4e11,
+            "assignment_time": 1e-7,
+            "token_bytes": 8192,
+            **changes,
+        }
+    )
+
+
+def test_time_by_hand():
+    load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
+    numbers = costs(expert_bytes=30, link_bandwidth=10.0, assignment_time=2.0, token_bytes=5)
+    # Nothing moves: rank 0 has 13 assignments and receives 6 of them.
+    none = solve(load, ep_size=2, slots=1, strategy="none")
+    assert int(numbers.layer_time(load, none)) == (6 * 2 * 5 // 10 + 13 * 2) * 10**12
+    # One replica from rank 0; 8 assignments each; rank 0 receives 2, rank 1 receives 2.
+    plan = solve(load, ep_size=2, slots=1)
+    assert int(numbers.layer_time(load, plan)) == (30 // 10 + 2 * 2 * 5 // 10 + 8 * 2) * 10**12
+
+
+@pytest.mark.parametrize("expert_bytes", [0, 10_000_000, 100_000_000, 10**12])
+def test_no_tolerance_is_faster(expert_bytes):
+    loads = torch.stack([workloads.zipf(16, 64, 4096, 0.8, seed) for seed in range(3)])
+    numbers = costs(expert_bytes=expert_bytes)
+    chosen = numbers.layer_time(loads, solve(loads, ep_size=16, costs=numbers))
+    times = [
+        numbers.layer_time(loads, solve(loads, ep_size=16, tolerance=tolerance))
+        for tolerance in TOLERANCES
+    ]
+    times.append(numbers.layer_time(loads, solve(loads, ep_size=16, strategy="none")))
+    assert torch.equal(chosen, torch.stack(times).amin(0))
+
+
+def test_dear_weights_stay_and_free_weights_go():
+    load = workloads.zipf(16, 64, 4096, 0.8)
+    dear = solve(load, ep_size=16, costs=costs(expert_bytes=10**12))
+    free = solve(load, ep_size=16, costs=costs(expert_bytes=0, token_bytes=0))
+    between = solve(load, ep_size=16, costs=costs())
+    assert dear.num_replicas() == 0
+    assert int(free.rank_loads().max()) == -(-int(load.sum()) // 16)
+    assert 0 < between.num_replicas() < free.num_replicas()
+    for plan in (dear, free, between):
+        check_plan(load, plan)
+
+
+def test_a_batch_is_its_loads_one_by_one():
+    loads = torch.stack([workloads.zipf(8, 32, 4096, exponent) for exponent in (0.2, 0.8, 1.4)])
+    together = solve(loads, ep_size=8, costs=costs()).unbatch()
+    for load, plan in zip(loads, together, strict=True):
+        assert plan.digest() == solve(load, ep_size=8, costs=costs()).digest()
+
+
+def test_min_quota_holds():
+    load = workloads.zipf(8, 32, 4096, 0.9)
+    plan = solve(load, ep_size=8, min_quota=500, costs=costs())
+    check_plan(load, plan, min_quota=500)
+    assert int(plan.rank_loads().max()) < int(home_loads(load).max())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("expert_bytes", -1, ">= 0"),
+        ("token_bytes", -1, ">= 0"),
+        ("link_bandwidth", 0.0, "> 0 and finite"),
+        ("link_bandwidth", float("nan"), "> 0 and finite"),
+        ("assignment_time", float("inf"), "> 0 and finite"),
+    ],
+)
+def test_wrong_costs(name, value, rule):
+    with pytest.raises(ValueError, match=rf"{name} \({value}\) must be {rule}"):
+        costs(**{name: value})
+
+
+def test_settings_of_the_objective():
+    with pytest.raises(ValueError, match=r"objective \('speed'\) must be 'tolerance' or 'time'"):
+        BalanceConfig(objective="speed")
+    with pytest.raises(ValueError, match=r"balance.link_bandwidth \(0.0\) must be > 0"):
+        BalanceConfig(objective="time", assignment_time=1e-7)
+    with pytest.raises(ValueError, match=r"balance.assignment_time \(0.0\) must be > 0"):
+        BalanceConfig(objective="time", link_bandwidth=4e11)
