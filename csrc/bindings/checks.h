@@ -138,4 +138,26 @@ inline void check_place(const Tensor& values, const Tensor& logical, const Tenso
                       physical.sizes());
 }
 
+// `placed` and `routing_map` [N, P] are written whole.
+inline void check_placed(const Tensor& probs, const Tensor& placed, const Tensor& routing_map) {
+    TORCH_CHECK_VALUE(placed.dim() == 2 && placed.size(0) == probs.size(0) &&
+                          placed.scalar_type() == probs.scalar_type() && placed.is_contiguous(),
+                      "placed must be contiguous [N, P] with N = ",
+                      probs.size(0),
+                      " and of the probabilities' dtype, ",
+                      probs.scalar_type(),
+                      ", got ",
+                      placed.scalar_type(),
+                      " ",
+                      placed.sizes());
+    TORCH_CHECK_VALUE(routing_map.sizes() == placed.sizes() &&
+                          routing_map.scalar_type() == at::kBool && routing_map.is_contiguous(),
+                      "routing_map must be contiguous bool ",
+                      placed.sizes(),
+                      ", got ",
+                      routing_map.scalar_type(),
+                      " ",
+                      routing_map.sizes());
+}
+
 }  // namespace megatron_ext

@@ -107,19 +107,18 @@ std::tuple<Tensor, Tensor> assign_op(const Tensor& routing_map,
     return {logical, physical};
 }
 
-// Values from the places that `from_index` names to those of `to_index`, `width` wide.
-Tensor copied(const Tensor& values,
+// Values from the places that `from_index` names to those of `to_index`.
+void copy_all(const Tensor& values,
               const Tensor& from_index,
               const Tensor& to_index,
-              int64_t width) {
+              const Tensor& to) {
     const Tensor from = values.contiguous();
-    Tensor to = at::empty({values.size(0), width}, values.options());
     const bool inside = copy_choices(static_cast<const char*>(from.const_data_ptr()),
                                      from_index.const_data_ptr<int32_t>(),
                                      from.size(1),
                                      static_cast<char*>(to.mutable_data_ptr()),
                                      to_index.const_data_ptr<int32_t>(),
-                                     width,
+                                     to.size(1),
                                      from.size(0),
                                      from_index.size(1),
                                      from.element_size());
@@ -127,26 +126,24 @@ Tensor copied(const Tensor& values,
                       "logical and physical must be below ",
                       from.size(1),
                       " and ",
-                      width,
+                      to.size(1),
                       ", or the other way round in backward");
-    return to;
 }
 
-std::tuple<Tensor, Tensor> place_op(const Tensor& probs,
-                                    const Tensor& logical,
-                                    const Tensor& physical,
-                                    int64_t num_physical) {
+void place_op(const Tensor& probs,
+              const Tensor& logical,
+              const Tensor& physical,
+              const Tensor& placed,
+              const Tensor& routing_map) {
     check_place(probs, logical, physical);
-    const Tensor from = logical.contiguous();
+    check_placed(probs, placed, routing_map);
     const Tensor to = physical.contiguous();
-    Tensor routing_map = at::empty({probs.size(0), num_physical}, probs.options().dtype(at::kBool));
-    Tensor placed = copied(probs, from, to, num_physical);
+    copy_all(probs, logical.contiguous(), to, placed);
     mark_choices(to.const_data_ptr<int32_t>(),
-                 num_physical,
+                 placed.size(1),
                  to.size(0),
                  to.size(1),
                  routing_map.mutable_data_ptr<bool>());
-    return {placed, routing_map};
 }
 
 Tensor place_back_op(const Tensor& grad,
@@ -154,7 +151,9 @@ Tensor place_back_op(const Tensor& grad,
                      const Tensor& physical,
                      int64_t num_experts) {
     check_place(grad, logical, physical);
-    return copied(grad, physical.contiguous(), logical.contiguous(), num_experts);
+    Tensor back = at::empty({grad.size(0), num_experts}, grad.options());
+    copy_all(grad, physical.contiguous(), logical.contiguous(), back);
+    return back;
 }
 
 }  // namespace

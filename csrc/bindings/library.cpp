@@ -16,8 +16,8 @@ TORCH_LIBRARY(megatron_ext, m) {
         "assign(Tensor routing_map, Tensor source_quota, Tensor physical_index, int top_k) -> "
         "(Tensor logical, Tensor physical)");
     m.def(
-        "place(Tensor probs, Tensor logical, Tensor physical, int num_physical) -> "
-        "(Tensor probs, Tensor routing_map)");
+        "place(Tensor probs, Tensor logical, Tensor physical, Tensor(a!) placed, "
+        "Tensor(b!) routing_map) -> ()");
     m.def(
         "place_back(Tensor grad, Tensor logical, Tensor physical, int num_experts) -> Tensor");
 }

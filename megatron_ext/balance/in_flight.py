@@ -16,6 +16,7 @@ import torch
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.reroute import RoutingMaps
 
 
 @dataclass(eq=False)
@@ -63,6 +64,7 @@ class InFlightPlans:
         self._slots = torch.full(
             (ring_size, layout.ep_size, layout.slots), -1, dtype=torch.int32, device=device
         )
+        self._maps = [RoutingMaps() for _ in range(ring_size)]
         self._generation = [0] * ring_size
         self._microbatch_idx = [-1] * ring_size
         self._free = list(range(ring_size))
@@ -120,6 +122,10 @@ class InFlightPlans:
                 f"(ring size {self.ring_size}, set by balance.max_in_flight)"
             )
         return BalancePlan(layout=self.layout, quota=self._quota[place], slots=self._slots[place])
+
+    def routing_maps(self, handle: PlanHandle) -> RoutingMaps:
+        """Return the memory that lives as long as the plan that `handle` names."""
+        return self._maps[handle.virtual_layer_id - self.first_virtual_layer_id]
 
     def release(self, handle: PlanHandle) -> None:
         """Free the place of `handle`. Releasing twice does nothing."""

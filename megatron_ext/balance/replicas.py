@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup
 from megatron_ext.balance.in_flight import InFlightPlans, PlanHandle
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.reroute import RoutingMaps
 from megatron_ext.transport import Pending, Transfer, Transport, make_transport
 
 
@@ -296,6 +297,10 @@ class Replication:
     def start_materialize(self) -> Materializing:
         """Start filling the slots for the forward."""
         return self.buffers.start_materialize(self.plan, self.mains, self.handle)
+
+    def routing_maps(self) -> RoutingMaps | None:
+        """Memory for this microbatch's routing maps; None where no backward will come."""
+        return self.in_flight.routing_maps(self.handle) if self.handle is not None else None
 
 
 class MaterializeFunction(torch.autograd.Function):

@@ -65,13 +65,46 @@ def assign(
     )
 
 
-def reroute(probs_NE: Tensor, assignment: Assignment, num_physical: int) -> tuple[Tensor, Tensor]:
+class RoutingMaps:
+    """Memory for one microbatch's dense maps; the next microbatch in its place writes them anew.
+
+    Dispatchers keep the maps until the end of the layer's backward, so two microbatches between
+    their forward and their backward need two.
+    """
+
+    def __init__(self) -> None:
+        self._probs: Tensor | None = None
+        self._routing: Tensor | None = None
+
+    def take(self, probs_NE: Tensor, num_physical: int) -> tuple[Tensor, Tensor]:
+        """Return memory for [N, P] probabilities and choices; allocates when it has to grow."""
+        size = probs_NE.shape[0] * num_physical
+        if (
+            self._probs is None
+            or self._routing is None
+            or self._probs.numel() < size
+            or (self._probs.dtype, self._probs.device) != (probs_NE.dtype, probs_NE.device)
+        ):
+            self._probs = probs_NE.new_empty(size)
+            self._routing = probs_NE.new_empty(size, dtype=torch.bool)
+        # `.data` has a version counter of its own: the last microbatch's graph may still exist, but
+        # its backward is over.
+        return (
+            self._probs.data[:size].view(-1, num_physical),
+            self._routing.data[:size].view(-1, num_physical),
+        )
+
+
+def reroute(
+    probs_NE: Tensor, assignment: Assignment, num_physical: int, maps: RoutingMaps | None = None
+) -> tuple[Tensor, Tensor]:
     """Move the probabilities of the choices to the instances that take them.
 
     Args:
         probs_NE: Probabilities, float [N, E]; differentiable.
         assignment: `assign` of these tokens.
         num_physical: Physical experts (P).
+        maps: Memory for the result; new memory if None.
 
     Returns:
         Probabilities [N, P] and choices, bool [N, P]. Each row keeps its number of choices. In
@@ -84,7 +117,7 @@ def reroute(probs_NE: Tensor, assignment: Assignment, num_physical: int) -> tupl
     [[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]]
     """
     probs_NP, routing_map_NP = _Reroute.apply(
-        probs_NE, assignment.logical, assignment.physical, num_physical
+        probs_NE, assignment, num_physical, maps or RoutingMaps()
     )
     return probs_NP, routing_map_NP
 
@@ -92,17 +125,21 @@ def reroute(probs_NE: Tensor, assignment: Assignment, num_physical: int) -> tupl
 class _Reroute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, probs_NE: Tensor, logical: Tensor, physical: Tensor, num_physical: int
+        ctx: Any, probs_NE: Tensor, assignment: Assignment, num_physical: int, maps: RoutingMaps
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(logical, physical)
+        ctx.assignment = assignment
         ctx.num_experts = probs_NE.shape[1]
-        probs_NP, routing_map_NP = torch.ops.megatron_ext.place(
-            probs_NE, logical, physical, num_physical
+        probs_NP, routing_map_NP = maps.take(probs_NE, num_physical)
+        torch.ops.megatron_ext.place(
+            probs_NE, assignment.logical, assignment.physical, probs_NP, routing_map_NP
         )
         ctx.mark_non_differentiable(routing_map_NP)
         return probs_NP, routing_map_NP
 
     @staticmethod
     def backward(ctx: Any, grad_NP: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
-        grad_NE = torch.ops.megatron_ext.place_back(grad_NP, *ctx.saved_tensors, ctx.num_experts)
+        assignment: Assignment = ctx.assignment
+        grad_NE = torch.ops.megatron_ext.place_back(
+            grad_NP, assignment.logical, assignment.physical, ctx.num_experts
+        )
         return grad_NE, None, None, None

@@ -152,7 +152,8 @@ class BalancedMoELayer(MoELayer):
             plan.physical_index(),
             self.config.moe_router_topk,
         )
-        probs, routing_map = reroute(probs, assignment, self.layout.num_physical)
+        maps = self._replication.routing_maps() if self._replication is not None else None
+        probs, routing_map = reroute(probs, assignment, self.layout.num_physical, maps)
         if materializing is not None:
             materializing.wait()
         if self.training and torch.is_grad_enabled():

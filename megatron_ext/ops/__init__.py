@@ -89,10 +89,9 @@ def _fake_assign(
 
 
 def _fake_place(
-    probs: Tensor, logical: Tensor, physical: Tensor, num_physical: int
-) -> tuple[Tensor, Tensor]:
-    placed = probs.new_empty((probs.shape[0], num_physical))
-    return placed, torch.empty_like(placed, dtype=torch.bool)
+    probs: Tensor, logical: Tensor, physical: Tensor, placed: Tensor, routing_map: Tensor
+) -> None:
+    pass
 
 
 def _fake_place_back(grad: Tensor, logical: Tensor, physical: Tensor, num_experts: int) -> Tensor:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron_ext.balance import reference
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import solve_plan, split_quota
-from megatron_ext.balance.reroute import assign, reroute
+from megatron_ext.balance.reroute import RoutingMaps, assign, reroute
 from tests import workloads
 
 
@@ -28,8 +28,12 @@ def assigned(plan, load, rank, routed, top_k=2):
     return assign(routed, split_quota(load, plan, rank), plan.physical_index(), top_k)
 
 
-def run(plan, load, rank, probs, routed, top_k=2):
-    return reroute(probs, assigned(plan, load, rank, routed, top_k), plan.layout.num_physical)
+def rerouted(plan, load, rank, probs, routed, maps):
+    return reroute(probs, assigned(plan, load, rank, routed), plan.layout.num_physical, maps)
+
+
+def run(plan, load, rank, probs, routed):
+    return rerouted(plan, load, rank, probs, routed, None)
 
 
 @given(
@@ -145,3 +149,40 @@ def test_consecutive_tokens_are_spread_over_the_instances(shares):
         assert int(taken[-1]) == share
         even = torch.arange(1, tokens + 1) * share / tokens
         assert float((taken - even).abs().max()) <= 4
+
+
+class TestRoutingMaps:
+    def test_the_same_memory_is_written_again(self):
+        maps, probs, load, plan = make_case()
+        memory = RoutingMaps()
+        first, _ = rerouted(plan, load, 0, probs[0], maps[0], memory)
+        place, kept = first.data_ptr(), first.clone()
+        again, routing = rerouted(plan, load, 0, probs[0], maps[0], memory)
+        assert again.data_ptr() == place
+        assert torch.equal(again, kept)
+        fewer, routing = rerouted(plan, load, 2, probs[2], maps[2], memory)
+        assert fewer.data_ptr() == place
+        expected, expected_routing = run(plan, load, 2, probs[2], maps[2])
+        assert torch.equal(fewer, expected)
+        assert torch.equal(routing, expected_routing)
+
+    def test_it_grows_and_follows_the_dtype(self):
+        maps, probs, load, plan = make_case()
+        memory = RoutingMaps()
+        for rank in (1, 2, 0):
+            expected, _ = run(plan, load, rank, probs[rank], maps[rank])
+            assert torch.equal(
+                rerouted(plan, load, rank, probs[rank], maps[rank], memory)[0], expected
+            )
+        single = rerouted(plan, load, 0, probs[0].float(), maps[0], memory)[0]
+        assert single.dtype == torch.float32
+
+    def test_gradients_of_successive_microbatches(self):
+        """What an earlier microbatch saved of its own is not what is overwritten."""
+        maps, probs, load, plan = make_case()
+        memory = RoutingMaps()
+        for _ in range(2):
+            prob = probs[0].clone().requires_grad_()
+            placed, _ = rerouted(plan, load, 0, prob, maps[0], memory)
+            (placed * placed).sum().backward()
+            assert torch.equal(prob.grad, 2 * probs[0] * maps[0])

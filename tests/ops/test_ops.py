@@ -174,7 +174,8 @@ def assign_arguments():
 
 def place_arguments():
     routed = assign_arguments()[0]
-    return (torch.rand(9, 4) * routed, *native.assign(*assign_arguments()), 6)
+    tables = native.assign(*assign_arguments())
+    return (torch.rand(9, 4) * routed, *tables, torch.zeros(9, 6), torch.zeros(9, 6).bool())
 
 
 @pytest.mark.parametrize(
@@ -204,6 +205,11 @@ def test_assign_rejects(place, wrong, message):
         (0, torch.zeros(8, 4), r"must be int32 \[N, K\] with N = 8"),
         (1, torch.zeros(9, 2), r"must be int32 \[N, K\] with N = 9, got Float"),
         (2, torch.zeros(9, 1, dtype=torch.int32), "must have the same shape"),
+        (3, torch.zeros(8, 6), r"placed must be contiguous \[N, P\] with N = 9"),
+        (3, torch.zeros(9, 6).double(), "the probabilities' dtype, Float, got Double"),
+        (3, torch.zeros(6, 9).T, "placed must be contiguous"),
+        (4, torch.zeros(9, 6), r"routing_map must be contiguous bool \[9, 6\], got Float"),
+        (4, torch.zeros(9, 5).bool(), r"routing_map must be contiguous bool \[9, 6\]"),
     ],
 )
 def test_place_rejects(place, wrong, message):
@@ -220,7 +226,8 @@ def test_indices_outside_are_rejected(place, value):
     arguments[place] = arguments[place].clone()
     arguments[place][3, 0] = value
     if (place, value) == (2, -1):  # the end of a row: nothing is placed
-        assert not native.place(*arguments)[1][3].any()
+        native.place(*arguments)
+        assert not arguments[4][3].any()
         return
     with pytest.raises(IndexError, match="logical and physical must be below 4 and 6"):
         native.place(*arguments)
