@@ -84,3 +84,12 @@ def test_routing_map_rows():
     assert chosen.dtype == torch.bool
     assert chosen.sum(1).tolist() == [3] * 50
     assert workloads.routing_map(0, 8, 3).shape == (0, 8)
+
+
+def test_zipf_top_k_chooses_different_experts():
+    load = workloads.zipf_top_k(4, 16, 300, 3, 1.2, seed=1)
+    assert load.sum(1).tolist() == [900] * 4
+    assert int(load.max()) <= 300
+    assert torch.equal(load, workloads.zipf_top_k(4, 16, 300, 3, 1.2, seed=1))
+    counts = load.sum(0).sort(descending=True).values
+    assert int(counts[0]) > 3 * int(counts[-1])

@@ -23,6 +23,21 @@ def zipf(ranks: int, experts: int, per_rank: int, exponent: float, seed: int = 0
     return _draw(shuffled, ranks, per_rank, generator)
 
 
+def zipf_top_k(
+    ranks: int, experts: int, tokens: int, top_k: int, exponent: float, seed: int = 0
+) -> Tensor:
+    """As `zipf`, but the K choices of a token are different experts, as a router's are."""
+    generator = _generator(seed)
+    weights = torch.arange(1, experts + 1, dtype=torch.float32) ** -exponent
+    shuffled = weights[torch.randperm(experts, generator=generator)]
+    # The K largest of weights with Gumbel noise are a draw without replacement.
+    uniform = torch.rand(ranks, tokens, experts, generator=generator)
+    noisy = shuffled.log() - (-uniform.log()).log()
+    picks = noisy.topk(top_k).indices.flatten(1)
+    load = torch.zeros(ranks, experts, dtype=torch.int64)
+    return load.scatter_add(1, picks, torch.ones_like(picks))
+
+
 def power_law(ranks: int, experts: int, per_rank: int, shape: float, seed: int = 0) -> Tensor:
     """Weights from a Pareto distribution: the smaller `shape`, the fewer and hotter the hot."""
     generator = _generator(seed)

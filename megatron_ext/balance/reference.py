@@ -141,7 +141,16 @@ def _start_threshold(domains: list[_Domain], tolerance_ppm: int) -> int:
 
 
 _PROBES = 4  # thresholds of a round
-_METHODS = ("best fit", "pair fit", "pair fit rising", "roomiest", "fill")
+_METHODS = (
+    "best fit",
+    "pair fit",
+    "frugal",
+    "rising",
+    "remainder",
+    "remainder rising",
+    "roomiest",
+    "fill",
+)
 _BASELINES = ("roomiest", "fill")
 
 Replicas = list[list[tuple[int, int]]]
@@ -199,13 +208,18 @@ class _Attempt:
         self.method = method
         self.limit = self._limits(threshold)
         order = self._order()
-        for _ in range(9):  # the first try and 8 that start over
+        for restart in range(1, 10 + 256 // domain.ranks):
             self._reset()
             stuck = next((i for i, r in enumerate(order) if not self._relieve(r)), None)
             self.reached = stuck is None
-            if not stuck or method in _BASELINES:
+            if stuck is None or method in _BASELINES:
                 break
-            order.insert(0, order.pop(stuck))
+            if method == "frugal":
+                order = self._shuffled(restart)
+            elif stuck == 0:
+                break
+            else:
+                order.insert(0, order.pop(stuck))
 
     def num_replicas(self) -> int:
         return sum(len(held) for held in self.experts)
@@ -226,14 +240,29 @@ class _Attempt:
         return limit
 
     def _order(self) -> list[int]:
-        order = list(self.domain.busiest_first)
-        if self.method == "pair fit rising":
-            excess = [self.domain.home_load[r] - self.limit[r] for r in order]
-            # What one host can take is ordered from small to large.
-            large = sum(x > -excess[-1] for x in excess)
-            overloaded = sum(x > 0 for x in excess)
-            order[large:overloaded] = order[large:overloaded][::-1]
-        return order
+        """Overloaded ranks in the method's order, then the others."""
+        busiest_first = self.domain.busiest_first
+        excess = [self.domain.home_load[r] - self.limit[r] for r in range(self.domain.ranks)]
+        overloaded = [r for r in busiest_first if excess[r] > 0]
+        most_room = max(-excess[busiest_first[-1]], 1)
+        first = overloaded[:1]
+        if self.method == "rising":
+            overloaded = first + sorted(overloaded[1:], key=lambda r: excess[r])
+        elif self.method == "remainder":
+            overloaded = sorted(overloaded, key=lambda r: -(excess[r] % most_room))
+        elif self.method == "remainder rising":
+            overloaded = first + sorted(overloaded[1:], key=lambda r: excess[r] % most_room)
+        return overloaded + [r for r in busiest_first if excess[r] <= 0]
+
+    def _shuffled(self, restart: int) -> list[int]:
+        """Overloaded ranks in an order that looks random; see `shuffled` in the header."""
+
+        def number(rank: int) -> int:
+            x = (rank * 2_654_435_761 + restart) % 2**32
+            x = (x ^ x >> 15) * 2_246_822_519 % 2**32
+            return (x ^ x >> 13) >> 16
+
+        return sorted(self._order(), key=lambda r: -number(r))
 
     def _reset(self) -> None:
         domain = self.domain
@@ -276,15 +305,15 @@ class _Attempt:
             return self._fill()
         if self.method == "roomiest":
             return self._shed_to_roomiest(rank)
+        if self.method == "frugal":
+            return self._shed_frugally(rank)
         return self._shed(rank)
 
     def _shed(self, rank: int) -> bool:
         while self._room(rank) < 0:
             whole = -self._room(rank)
             needed = max(whole, self.domain.min_quota)
-            hosts = [t for t in range(self.domain.ranks) if self._can_host(rank, t)]
-            mains = {t: e for t in hosts if (e := self._main_for(rank, t)) is not None}
-
+            mains = self._mains_for_hosts(rank)
             fitting = [t for t, e in mains.items() if min(self._room(t), self.kept[e]) >= needed]
             if fitting:
                 tightest = min(fitting, key=self._room)
@@ -292,12 +321,11 @@ class _Attempt:
                 continue
             hot = self._hottest(rank)
             if self.method != "best fit" and self.kept[hot] >= whole:
-                first = self._larger_of_tightest_pair(hosts, hot, whole)
+                first = self._larger_of_tightest_pair(rank, hot, whole)
                 if first is not None:
                     self._add(hot, first, self._room(first))
                     continue
-            pieces = {t: min(self.kept[e], self._room(t), whole) for t, e in mains.items()}
-            pieces = {t: piece for t, piece in pieces.items() if piece >= self.domain.min_quota}
+            pieces = self._pieces(mains, whole)
             largest = max(pieces, key=lambda t: (pieces[t], -self._room(t)), default=None)
             piece = 0 if largest is None else pieces[largest]
             most_room = max(self._room(t) for t in range(self.domain.ranks))
@@ -308,11 +336,41 @@ class _Attempt:
             self._add(mains[largest], largest, piece)
         return True
 
-    def _larger_of_tightest_pair(self, hosts: list[int], hot: int, whole: int) -> int | None:
+    def _shed_frugally(self, rank: int) -> bool:
+        """Shed by the pieces that lose least room behind full slots."""
+        while self._room(rank) < 0:
+            whole = -self._room(rank)
+            mains = self._mains_for_hosts(rank)
+            pieces = self._pieces(mains, whole)
+            lost = {
+                t: max(self._room(t) - self.kept[mains[t]], 0)
+                if len(self.experts[t]) + 1 == self.domain.slots
+                else 0
+                for t in pieces
+            }
+            best = max(pieces, key=lambda t: (pieces[t] - lost[t], -self._room(t)), default=None)
+            if best is not None:
+                self._add(mains[best], best, pieces[best])
+            elif not self._chain(rank, whole, at_least=0):
+                return False
+        return True
+
+    def _mains_for_hosts(self, rank: int) -> dict[int, int]:
+        hosts = [t for t in range(self.domain.ranks) if self._can_host(rank, t)]
+        return {t: e for t in hosts if (e := self._main_for(rank, t)) is not None}
+
+    def _pieces(self, mains: dict[int, int], whole: int) -> dict[int, int]:
+        """What new replicas of these mains can take of `whole`, by host."""
+        pieces = {t: min(self.kept[e], self._room(t), whole) for t, e in mains.items()}
+        return {t: piece for t, piece in pieces.items() if piece >= self.domain.min_quota}
+
+    def _larger_of_tightest_pair(self, rank: int, hot: int, whole: int) -> int | None:
         room = {
             t: self._room(t)
-            for t in hosts
-            if self.domain.min_quota <= self._room(t) < whole and hot not in self.experts[t]
+            for t in range(self.domain.ranks)
+            if self._can_host(rank, t)
+            and self.domain.min_quota <= self._room(t) < whole
+            and hot not in self.experts[t]
         }
         left_over = {}
         for a in room:

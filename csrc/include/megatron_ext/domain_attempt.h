@@ -6,7 +6,7 @@
 //   3. the largest piece any host takes, unless a chain carries more: a chain moves assignments
 //      from rank to rank, by replicas there are and by new ones, until a rank with room is reached.
 //      It gets to room behind full slots, and through warm ranks to cold ones.
-// A rank that no step relieves goes to the front of the order, and the try starts over.
+// A rank that no step relieves goes to the front of the order, and the try starts over, some times.
 //
 // Integers only, and a warp's collectives only, so host and device give equal plans (warp.h).
 //
@@ -35,15 +35,18 @@ struct Domain {
     MEGATRON_EXT_HOST_DEVICE int home(int expert) const { return expert / mains; }
 };
 
-// How a try goes about it.
+// How a try goes about it. Where nothing else is said, overloaded ranks come by falling excess.
 enum class Method : int32_t {
-    kBestFit,        // steps 1 and 3, largest excess first
-    kPairFit,        // steps 1, 2 and 3, largest excess first
-    kPairFitRising,  // as kPairFit; excesses that one host can take follow from small to large
-    kRoomiest,       // UltraEP, Algorithm 1 (SolveReplication): always the roomiest host
-    kFill,           // MoonEP's exact fill: the busiest rank fills the roomiest one completely
+    kBestFit,          // steps 1 and 3
+    kPairFit,          // steps 1, 2 and 3, as all that follow
+    kFrugal,           // pieces that lose least room; chains only when stuck; starts over shuffled
+    kRising,           // after the busiest rank, by rising excess
+    kRemainder,        // by what is left over when the roomiest hosts are filled
+    kRemainderRising,  // after the busiest rank, by that, rising
+    kRoomiest,         // UltraEP, Algorithm 1 (SolveReplication): always the roomiest host
+    kFill,             // MoonEP's exact fill: the busiest rank fills the roomiest one completely
 };
-constexpr int kMethods = 5;
+constexpr int kMethods = 8;
 
 struct Verdict {
     bool reached = false;  // every rank is within its limit
@@ -116,26 +119,28 @@ class DomainAttempt {
     // Try to bring every rank down to `threshold`. The plan is in the state if that was reached.
     MEGATRON_EXT_HOST_DEVICE Verdict run(int64_t threshold, Method method) {
         set_limits(threshold);
-        set_order(method);
-        bool reached = false;
-        for (int restart = 0; restart <= kRestarts && !reached; ++restart) {
+        set_order(method, 0);
+        // A small domain is tried more often: the fewer ranks, the less room for error, and the
+        // cheaper.
+        const int restarts = 8 + 256 / domain_.ranks;
+        for (int restart = 1;; ++restart) {
             reset();
-            int stuck = -1;
-            if (method == Method::kFill) {
-                reached = fill();
+            if (method == Method::kFill) return verdict(fill());
+            const int stuck = relieve_all(method);
+            if (stuck < 0) return verdict(true);
+            if (restart > restarts || method == Method::kRoomiest) return verdict(false);
+            if (method == Method::kFrugal) {
+                set_order(method, restart);
+            } else if (stuck > 0) {
+                move_to_front(stuck);
             } else {
-                stuck = relieve_all(method);
-                reached = stuck < 0;
+                return verdict(false);
             }
-            if (stuck <= 0 || method == Method::kRoomiest) break;
-            move_to_front(stuck);
         }
-        return verdict(reached);
     }
 
   private:
     using Step = AttemptState::Step;
-    static constexpr int kRestarts = 8;
     enum Kind : int32_t {
         kGrow,    // an existing replica takes more from its main
         kReturn,  // a replica gives back to its main
@@ -154,22 +159,42 @@ class DomainAttempt {
         });
     }
 
-    MEGATRON_EXT_HOST_DEVICE void set_order(Method method) {
+    MEGATRON_EXT_HOST_DEVICE void set_order(Method method, int restart) {
         const int ranks = domain_.ranks;
-        int large = 0;
-        int overloaded = 0;
-        if (method == Method::kPairFitRising) {
-            const int coldest = domain_.busiest_first[ranks - 1];
-            const int64_t most_room = state_.limit[coldest] - domain_.home_load[coldest];
-            const auto excess = [&](int r) { return domain_.home_load[r] - state_.limit[r]; };
-            large =
-                static_cast<int>(warp_.sum(ranks, [&](int r) { return excess(r) > most_room; }));
-            overloaded = static_cast<int>(warp_.sum(ranks, [&](int r) { return excess(r) > 0; }));
-        }
+        const int coldest = domain_.busiest_first[ranks - 1];
+        const int64_t room_there = state_.limit[coldest] - domain_.home_load[coldest];
+        const int64_t most_room = room_there > 0 ? room_there : 1;
+        // The higher, the earlier.
+        const auto key = [&](int i) -> int64_t {
+            const int rank = domain_.busiest_first[i];
+            const int64_t excess = domain_.home_load[rank] - state_.limit[rank];
+            if (excess <= 0) return -1;
+            switch (method) {
+                case Method::kFrugal:
+                    return restart == 0 ? 0 : shuffled(rank, restart);
+                case Method::kRising:
+                    return i == 0 ? kHuge : kHuge - 1 - excess;
+                case Method::kRemainder:
+                    return excess % most_room;
+                case Method::kRemainderRising:
+                    return i == 0 ? kHuge : kHuge - 1 - excess % most_room;
+                default:
+                    return 0;
+            }
+        };
         warp_.for_each(ranks, [&](int i) {
-            const bool rising = i >= large && i < overloaded;
-            state_.order[i] = domain_.busiest_first[rising ? large + overloaded - 1 - i : i];
+            const int64_t own = key(i);
+            int place = 0;
+            for (int j = 0; j < ranks; ++j) place += key(j) > own || (key(j) == own && j < i);
+            state_.order[place] = domain_.busiest_first[i];
         });
+    }
+
+    // A number below 2^16 that looks random (two multiplications by odd numbers near 2^31).
+    MEGATRON_EXT_HOST_DEVICE static int64_t shuffled(int rank, int restart) {
+        uint32_t x = static_cast<uint32_t>(rank) * 2'654'435'761u + static_cast<uint32_t>(restart);
+        x = (x ^ (x >> 15)) * 2'246'822'519u;
+        return (x ^ (x >> 13)) >> 16;
     }
 
     // Nothing has moved.
@@ -187,11 +212,20 @@ class DomainAttempt {
         for (int i = 0; i < domain_.ranks; ++i) {
             const int rank = state_.order[i];
             if (excess(rank) <= 0) continue;
-            const bool relieved =
-                method == Method::kRoomiest ? shed_to_roomiest(rank) : shed(rank, method);
-            if (!relieved) return i;
+            if (!relieve(rank, method)) return i;
         }
         return -1;
+    }
+
+    MEGATRON_EXT_HOST_DEVICE bool relieve(int rank, Method method) {
+        switch (method) {
+            case Method::kRoomiest:
+                return shed_to_roomiest(rank);
+            case Method::kFrugal:
+                return shed_frugally(rank);
+            default:
+                return shed(rank, method != Method::kBestFit);
+        }
     }
 
     MEGATRON_EXT_HOST_DEVICE void move_to_front(int place) {
@@ -202,8 +236,7 @@ class DomainAttempt {
         });
     }
 
-    MEGATRON_EXT_HOST_DEVICE bool shed(int rank, Method method) {
-        const bool pairs = method != Method::kBestFit;
+    MEGATRON_EXT_HOST_DEVICE bool shed(int rank, bool pairs) {
         while (excess(rank) > 0) {
             const int64_t whole = excess(rank);
             // A replica that must carry more than the excess may: nobody is hurt by room.
@@ -228,22 +261,51 @@ class DomainAttempt {
                 }
             }
             const Best largest = warp_.best(domain_.ranks, [&](int t) {
-                const int64_t space = room(t);
-                if (!can_host(rank, t) || space <= 0) return Score{};
-                const int expert = main_for(rank, hot, t);
-                if (expert < 0) return Score{};
-                const int64_t piece = least(state_.kept[expert], space, whole);
-                return piece < domain_.min_quota ? Score{} : Score{piece, -space};
+                const int64_t piece = piece_for(rank, hot, t, whole);
+                return Score{piece, -room(t)};
             });
             const Best roomiest =
                 warp_.best(domain_.ranks, [&](int t) { return Score{room(t), 0}; });
-            const int64_t reachable = least(whole, roomiest.score.first, kHuge);
-            if (largest.score.first < reachable && chain(rank, whole, largest.score.first))
+            const int64_t piece = largest.score.first;
+            if (piece < least(whole, roomiest.score.first, kHuge) && chain(rank, whole, piece)) {
                 continue;
+            }
             if (largest.index < 0) return false;
-            add(main_for(rank, hot, largest.index), largest.index, largest.score.first);
+            add(main_for(rank, hot, largest.index), largest.index, piece);
         }
         return true;
+    }
+
+    // Shed by the pieces that lose least room. Room is lost behind a host's last slot, as far as
+    // the replica there cannot grow. Chains only when there is no piece.
+    MEGATRON_EXT_HOST_DEVICE bool shed_frugally(int rank) {
+        while (excess(rank) > 0) {
+            const int64_t whole = excess(rank);
+            const int hot = hottest_main(rank);
+            const Best best = warp_.best(domain_.ranks, [&](int t) {
+                const int64_t piece = piece_for(rank, hot, t, whole);
+                if (piece == 0) return Score{};
+                const bool last_slot = state_.held[t] + 1 == domain_.slots;
+                const int64_t grows_to = state_.kept[main_for(rank, hot, t)];
+                const int64_t lost = last_slot && room(t) > grows_to ? room(t) - grows_to : 0;
+                return Score{kHuge / 2 + piece - lost, -room(t)};
+            });
+            if (best.index >= 0) {
+                const int64_t piece = piece_for(rank, hot, best.index, whole);
+                add(main_for(rank, hot, best.index), best.index, piece);
+            } else if (!chain(rank, whole, 0)) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    // What a new replica on rank t can take of `whole`; 0 if there can be none.
+    MEGATRON_EXT_HOST_DEVICE int64_t piece_for(int rank, int hot, int t, int64_t whole) const {
+        if (!can_host(rank, t) || room(t) <= 0) return 0;
+        const int expert = main_for(rank, hot, t);
+        const int64_t piece = expert < 0 ? 0 : least(state_.kept[expert], room(t), whole);
+        return piece < domain_.min_quota ? 0 : piece;
     }
 
     // Hosts a and b, neither of which takes `whole` of expert `hot`, but both together do with the
