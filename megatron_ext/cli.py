@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.config import BalanceConfig
+
 DONE, FAILED, WRONG_USAGE = 0, 1, 2
 _INTERRUPTED = 130  # As shells report a command that Ctrl-C ended.
 
@@ -62,6 +64,9 @@ def _parser() -> argparse.ArgumentParser:
 
     # Listed only: `main` hands its words over unread.
     commands.add_parser("train", help="train a model as a recipe and Hydra overrides say")
+
+    _add_plan(commands)
+    _add_synth(commands)
 
     data = _add_group(commands, "data", "text and datasets")
     build = _add(
@@ -136,6 +141,64 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_plan(commands: Any) -> None:
+    defaults = BalanceConfig()
+    plan = _add(
+        commands,
+        "plan",
+        _plan,
+        "plan loads of a file, and show how even the plans are",
+        "megatron-ext plan loads.npz --slots 2 --out plans.npz",
+    )
+    plan.add_argument("loads", type=Path, metavar="LOADS.npz", help="loads, int64 [B, R, E]")
+    plan.add_argument("--slots", type=int, default=defaults.slots, metavar="S")
+    plan.add_argument("--strategy", default=defaults.strategy, metavar="NAME")
+    plan.add_argument("--tolerance", type=float, default=defaults.tolerance, metavar="T")
+    plan.add_argument("--min-quota", type=int, default=defaults.min_quota, metavar="N")
+    plan.add_argument("--nvlink-domain", type=int, metavar="D", help="ranks per NVLink domain")
+    plan.add_argument(
+        "--objective", default=defaults.objective, metavar="NAME", help="tolerance or time"
+    )
+    time = plan.add_argument_group("for --objective time")
+    time.add_argument("--expert-bytes", type=int, metavar="N", help="weights of one expert")
+    time.add_argument(
+        "--link-bandwidth", type=float, metavar="X", help="bytes per second of a rank"
+    )
+    time.add_argument("--assignment-time", type=float, metavar="X", help="seconds per assignment")
+    time.add_argument("--token-bytes", type=int, default=0, metavar="N", help="of a hidden state")
+    plan.add_argument("--out", type=Path, metavar="PLAN.npz", help="where to write the plans")
+    plan.add_argument("--split", action="store_true", help="write the quotas by source rank too")
+    plan.add_argument("--overwrite", action="store_true", help="replace an existing PLAN.npz")
+
+
+def _add_synth(commands: Any) -> None:
+    synth = _add(
+        commands,
+        "synth",
+        _synth,
+        "generate loads of a kind: zipf, power-law, drift, domain-shift, cold-ranks, hot-rank, "
+        "few-tokens, dead-experts",
+        "megatron-ext synth zipf --ranks 64 --experts 256 --imbalance 2 --out loads.npz",
+    )
+    synth.add_argument("kind", metavar="KIND")
+    synth.add_argument("--ranks", type=_positive, required=True, metavar="R")
+    synth.add_argument("--experts", type=_positive, required=True, metavar="E")
+    synth.add_argument("--tokens", type=_positive, metavar="N", help="tokens of a rank")
+    synth.add_argument("--top-k", type=_positive, metavar="K", help="experts a token chooses")
+    synth.add_argument("--batch", type=_positive, metavar="B", help="loads to generate")
+    synth.add_argument("--seed", type=int, metavar="N")
+    degree = synth.add_mutually_exclusive_group()
+    degree.add_argument(
+        "--imbalance", type=float, metavar="X", help="busiest rank / mean that is wanted"
+    )
+    degree.add_argument("--exponent", type=float, metavar="A", help="of the law of popularity")
+    synth.add_argument(
+        "--share", type=float, metavar="X", help="of ranks that are cold, of experts that are dead"
+    )
+    synth.add_argument("--out", type=Path, required=True, metavar="LOADS.npz")
+    synth.add_argument("--overwrite", action="store_true", help="replace an existing LOADS.npz")
+
+
 def _add_group(commands: Any, name: str, summary: str) -> Any:
     """Add a command that only has commands below it."""
     group = commands.add_parser(name, help=summary, description=summary.capitalize() + ".")
@@ -176,6 +239,112 @@ def _train(words: list[str]) -> int:
     return DONE
 
 
+def _plan(arguments: argparse.Namespace) -> int:
+    from megatron_ext.offline.loads import check_free, read_loads, write_plans
+    from megatron_ext.offline.planning import plan_loads, summarize
+
+    if arguments.split and arguments.out is None:
+        raise ValueError("--split adds to the file of --out, which is not given")
+    if arguments.out is not None:
+        check_free(arguments.out, overwrite=arguments.overwrite)
+    loads = read_loads(arguments.loads)
+    settings = {
+        "strategy": arguments.strategy,
+        "slots": arguments.slots,
+        "tolerance": arguments.tolerance,
+        "min_quota": arguments.min_quota,
+        "nvlink_domain": arguments.nvlink_domain,
+    }
+    with _progress("Planning", len(loads)) as on_load:
+        planned = plan_loads(loads.load, settings, _costs(arguments), on_load=on_load)
+    if arguments.out is not None:
+        write_plans(
+            arguments.out,
+            loads.load,
+            [one.plan for one in planned],
+            with_split=arguments.split,
+            overwrite=arguments.overwrite,
+        )
+    report = {
+        "instances": [one.measured for one in planned],
+        "summary": summarize(planned) | settings,
+    }
+    return _show(arguments, report, _plan_lines)
+
+
+def _costs(arguments: argparse.Namespace) -> Any:
+    """What the options of `--objective time` say; None for the other objective."""
+    from megatron_ext.balance.costs import LayerCosts
+
+    names = ("expert_bytes", "link_bandwidth", "assignment_time")
+    given = {name: getattr(arguments, name) for name in names}
+    options = {name: "--" + name.replace("_", "-") for name in names}
+    if arguments.objective == "tolerance":
+        if useless := [options[name] for name in names if given[name] is not None]:
+            raise ValueError(f"{useless[0]} is for --objective time")
+        return None
+    if arguments.objective != "time":
+        raise ValueError(f"--objective ({arguments.objective}) must be tolerance or time")
+    if missing := [options[name] for name in names if given[name] is None]:
+        raise ValueError(f"--objective time needs {', '.join(missing)}")
+    return LayerCosts(**given, token_bytes=arguments.token_bytes)
+
+
+def _plan_lines(report: dict[str, Any]) -> Iterator[str]:
+    summary = report["summary"]
+    yield f"{summary['instances']} loads, strategy {summary['strategy']}"
+    yield ""
+    rows = (
+        ("imbalance before", "imbalance_before", ".3f"),
+        ("imbalance after", "imbalance_after", ".4f"),
+        ("lower bound", "lower_bound", ".4f"),
+        ("gap to the bound", "gap", ".4f"),
+        ("replicas", "replicas", ".1f"),
+        ("replicas of an expert, most", "max_fanout", ".1f"),
+        ("sends of a rank, most", "max_rank_sends", ".1f"),
+        ("solve, microseconds", "solve_us", ".0f"),
+    )
+    yield from _columns(
+        ("", "mean", "worst"),
+        *(
+            (title, format(summary[name]["mean"], form), format(summary[name]["worst"], form))
+            for title, name, form in rows
+        ),
+    )
+
+
+def _synth(arguments: argparse.Namespace) -> int:
+    from megatron_ext.balance.metrics import home_loads, imbalance
+    from megatron_ext.offline.loads import check_free, write_loads
+    from megatron_ext.offline.synthetic import KINDS, LoadSpec, generate
+
+    check_free(arguments.out, overwrite=arguments.overwrite)
+    names = ("tokens", "top_k", "batch", "seed", "imbalance", "exponent", "share")
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    if arguments.kind in KINDS:
+        given.setdefault("tokens", KINDS[arguments.kind].tokens)
+    spec = LoadSpec(ranks=arguments.ranks, experts=arguments.experts, **given)
+    loads = generate(arguments.kind, spec)
+    write_loads(arguments.out, loads, overwrite=arguments.overwrite)
+    before = [imbalance(home_loads(load)) for load in loads.load]
+    report = {
+        "path": str(arguments.out),
+        "kind": arguments.kind,
+        "shape": list(loads.load.shape),
+        "imbalance": before,
+    }
+    return _show(
+        arguments,
+        report,
+        lambda report: [
+            f"loads      {report['path']}",
+            f"kind       {report['kind']}: {KINDS[report['kind']].summary}",
+            f"shape      {' x '.join(map(str, report['shape']))} (loads, ranks, experts)",
+            f"imbalance  {min(before):.3f} to {max(before):.3f}",
+        ],
+    )
+
+
 def _data_build(arguments: argparse.Namespace) -> int:
     from megatron_ext.data import build_dataset, parse_sources
 
@@ -183,7 +352,7 @@ def _data_build(arguments: argparse.Namespace) -> int:
         raise ValueError("--eod names a token of the --tokenizer, which is not given")
     domains = parse_sources(arguments.sources)
     total = sum(file.stat().st_size for files in domains.values() for file in files)
-    with _progress("Tokenizing", total) as on_bytes:
+    with _progress("Tokenizing", total, in_bytes=True) as on_bytes:
         result = build_dataset(
             domains,
             arguments.out,
@@ -210,7 +379,7 @@ def _data_corpus(arguments: argparse.Namespace) -> int:
     from megatron_ext.data.corpus import DOMAINS, gather_corpus
 
     limit_bytes = arguments.limit_mb << 20
-    with _progress("Gathering", limit_bytes * len(DOMAINS)) as on_bytes:
+    with _progress("Gathering", limit_bytes * len(DOMAINS), in_bytes=True) as on_bytes:
         result = gather_corpus(
             arguments.out,
             limit_bytes=limit_bytes,
@@ -381,19 +550,31 @@ def _positive(text: str) -> int:
 
 
 @contextmanager
-def _progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr and give the function that moves it by some bytes."""
+def _progress(what: str, total: int, *, in_bytes: bool = False) -> Iterator[Callable[[int], None]]:
+    """Show a bar on stderr and give the function that moves it on."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
 
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn() if in_bytes else MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     # Into a log file a bar would only put blank lines.
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as progress:
-        task = progress.add_task(what, total=total_bytes)
-        yield lambda num_bytes: progress.advance(task, num_bytes)
+        task = progress.add_task(what, total=total)
+        yield lambda steps: progress.advance(task, steps)
 
 
 def _silence_megatron() -> None:

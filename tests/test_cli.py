@@ -66,6 +66,8 @@ def test_as_a_process(texts):
         ["data", "info"],
         ["checkpoint", "inspect"],
         ["doctor"],
+        ["plan"],
+        ["synth"],
     ],
 )
 def test_help_has_an_example(capsys, words):
@@ -277,3 +279,139 @@ def test_an_error_of_our_own_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(cli, "_doctor", broken)
     with pytest.raises(TypeError, match="a bug"):
         main(["doctor"])
+
+
+@pytest.fixture
+def loads(tmp_path, capsys):
+    path = tmp_path / "loads.npz"
+    words = [
+        "zipf",
+        "--ranks",
+        "8",
+        "--experts",
+        "32",
+        "--tokens",
+        "1024",
+        "--top-k",
+        "4",
+        "--batch",
+        "3",
+        "--imbalance",
+        "1.5",
+    ]
+    assert run(capsys, "synth", *words, "--out", path)[0] == 0
+    return path
+
+
+def test_synth_says_what_it_made(loads, capsys):
+    words = ["cold-ranks", "--ranks", 8, "--experts", 32, "--share", 0.25, "--seed", 5]
+    out = loads.parent / "cold.npz"
+    status, stdout, stderr = run(capsys, "synth", *words, "--out", out, "--json")
+    assert (status, stderr) == (0, "")
+    report = json.loads(stdout)
+    assert report["shape"] == [1, 8, 32]
+    assert report["imbalance"][0] > 8 / 6
+    status, stdout, _ = run(capsys, "synth", *words, "--out", out, "--overwrite")
+    assert status == 0
+    assert "cold-ranks: a share of the ranks gets nothing" in stdout
+
+
+def test_plan_prints_the_contract(loads, capsys):
+    status, stdout, _ = run(capsys, "plan", loads, "--slots", 2, "--json")
+    assert status == 0
+    report = json.loads(stdout)
+    assert len(report["instances"]) == 3
+    for instance in report["instances"]:
+        assert set(instance) == {
+            "imbalance_before",
+            "imbalance_after",
+            "lower_bound",
+            "replicas",
+            "max_fanout",
+            "max_rank_sends",
+            "solve_us",
+        }
+        assert 1.0 <= instance["lower_bound"] <= instance["imbalance_after"] <= 1.01
+        assert instance["imbalance_before"] == pytest.approx(1.5, rel=0.05)
+        assert 0 < instance["max_fanout"] <= instance["max_rank_sends"] <= instance["replicas"]
+        assert instance["solve_us"] > 0
+    summary = report["summary"]
+    assert (summary["instances"], summary["strategy"], summary["slots"]) == (3, "quota", 2)
+    worst = max(one["imbalance_after"] for one in report["instances"])
+    assert summary["imbalance_after"]["worst"] == worst
+    assert summary["gap"]["mean"] >= 1.0
+    assert {"mean", "worst", "p50", "p99"} == set(summary["solve_us"])
+    status, stdout, _ = run(capsys, "plan", loads)
+    assert status == 0
+    assert "3 loads, strategy quota" in stdout
+    assert "gap to the bound" in stdout
+
+
+def test_plan_writes_plans(loads, capsys):
+    import numpy as np
+
+    out = loads.parent / "plans.npz"
+    assert run(capsys, "plan", loads, "--slots", 1, "--out", out, "--split")[0] == 0
+    with np.load(out) as archive, np.load(loads) as given:
+        assert (archive["quota"].sum(2) == given["load"].sum(1)).all()
+        assert (archive["split"].sum(3) == given["load"]).all()
+        assert (archive["split"].sum(1) == archive["quota"]).all()
+        assert archive["slots"].shape == (3, 8, 1)
+    # `exact` plans for as many slots as a rank has mains.
+    words = ["--strategy", "exact", "--out", out, "--overwrite"]
+    assert run(capsys, "plan", loads, *words)[0] == 0
+    with np.load(out) as archive:
+        loads_after = archive["quota"].sum(1)
+        assert (loads_after.max(1) - loads_after.min(1)).max() <= 1
+        assert archive["slots"].shape == (3, 8, 4)
+
+
+def test_plan_for_the_least_time(loads, capsys):
+    words = ["--objective", "time", "--link-bandwidth", "4e11", "--assignment-time", "1e-7"]
+    replicas = []
+    for expert_bytes in (10**3, 10**12):
+        status, stdout, _ = run(
+            capsys, "plan", loads, *words, "--expert-bytes", expert_bytes, "--json"
+        )
+        assert status == 0
+        replicas.append(json.loads(stdout)["summary"]["replicas"]["mean"])
+    assert replicas[0] > replicas[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--slots", -1], "slots (-1) must be >= 0"),
+        (["--tolerance", -0.5], "tolerance (-0.5) must be from 0"),
+        (["--min-quota", 0], "min_quota (0) must be >= 1"),
+        (["--nvlink-domain", 3], "nvlink_domain (3) must divide ep_size (8)"),
+        (["--strategy", "best"], "unknown strategy 'best'; known: exact"),
+        (["--strategy", "ideal"], "strategy 'ideal' makes no plans"),
+        (["--split"], "--split adds to the file of --out, which is not given"),
+        (["--out", "."], ". is a folder"),
+        (["--objective", "speed"], "--objective (speed) must be tolerance or time"),
+        (["--objective", "time"], "--objective time needs --expert-bytes, --link-bandwidth"),
+        (["--expert-bytes", 5], "--expert-bytes is for --objective time"),
+    ],
+)
+def test_plan_with_wrong_settings(loads, capsys, words, message):
+    status, stdout, stderr = run(capsys, "plan", loads, *words)
+    assert (status, stdout) == (2, "")
+    assert stderr.startswith("megatron-ext plan: error: ")
+    assert message in stderr
+    assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["heap", "--ranks", 8, "--experts", 32], "unknown kind 'heap'"),
+        (["zipf", "--ranks", 8, "--experts", 30], "must be a multiple of ranks (8)"),
+        (["zipf", "--ranks", 8, "--experts", 32, "--imbalance", 9], "imbalance (9.0) must be from"),
+    ],
+)
+def test_synth_with_wrong_settings(tmp_path, capsys, words, message):
+    status, stdout, stderr = run(capsys, "synth", *words, "--out", tmp_path / "loads.npz")
+    assert (status, stdout) == (2, "")
+    assert message in stderr
+    assert not list(tmp_path.iterdir())
