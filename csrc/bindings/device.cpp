@@ -6,19 +6,24 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <optional>
+#include <tuple>
+
+#include "checks.h"
 #include "megatron_ext/cuda_api.h"
 
 namespace megatron_ext {
 namespace {
 
-using at::Tensor;
+// Scratch memory of a launch; Torch's allocator keeps it until the stream is past it.
+Tensor workspace_of(int64_t bytes, const Tensor& like) {
+    return at::empty({bytes}, like.options().dtype(at::kByte));
+}
+
+cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 
 Tensor count_load_op(const Tensor& routing_map) {
-    TORCH_CHECK_VALUE(routing_map.dim() == 2 && routing_map.scalar_type() == at::kBool,
-                      "routing_map must be bool [N, E], got ",
-                      routing_map.scalar_type(),
-                      " ",
-                      routing_map.sizes());
+    check_routing_map(routing_map);
     const c10::cuda::CUDAGuard guard(routing_map.device());
     const Tensor map = routing_map.contiguous();
     Tensor counts = at::empty({map.size(1)}, map.options().dtype(at::kLong));
@@ -26,11 +31,127 @@ Tensor count_load_op(const Tensor& routing_map) {
                                    map.size(0),
                                    map.size(1),
                                    counts.mutable_data_ptr<int64_t>(),
-                                   c10::cuda::getCurrentCUDAStream()));
+                                   current_stream()));
     return counts;
+}
+
+std::tuple<Tensor, Tensor> solve_quota_op(const Tensor& load,
+                                          int64_t num_slots,
+                                          int64_t nvlink_domain,
+                                          int64_t tolerance_ppm,
+                                          int64_t min_quota) {
+    const QuotaProblem problem =
+        quota_problem(load, num_slots, nvlink_domain, tolerance_ppm, min_quota);
+    const c10::cuda::CUDAGuard guard(load.device());
+    const Tensor loads = load.contiguous();
+    auto [quota, slots] = empty_plan(load, problem);
+    const int64_t batch = load.dim() == 3 ? load.size(0) : 1;
+    const Tensor workspace = workspace_of(solve_quota_cuda_bytes(problem, batch), load);
+    C10_CUDA_CHECK(solve_quota_cuda(problem,
+                                    loads.const_data_ptr<int64_t>(),
+                                    batch,
+                                    workspace.mutable_data_ptr(),
+                                    quota.mutable_data_ptr<int64_t>(),
+                                    slots.mutable_data_ptr<int32_t>(),
+                                    current_stream()));
+    return {quota, slots};
+}
+
+Tensor split_quota_op(const Tensor& load, const Tensor& quota, std::optional<int64_t> source_rank) {
+    check_split(load, quota, source_rank);
+    const c10::cuda::CUDAGuard guard(load.device());
+    const int64_t ranks = load.size(0);
+    const int64_t experts = load.size(1);
+    const Tensor loads = load.contiguous();
+    const Tensor quotas = quota.contiguous();
+    Tensor split = source_rank.has_value() ? at::empty({experts, ranks}, load.options())
+                                           : at::empty({ranks, experts, ranks}, load.options());
+    C10_CUDA_CHECK(split_quota_cuda(ranks,
+                                    experts,
+                                    loads.const_data_ptr<int64_t>(),
+                                    quotas.const_data_ptr<int64_t>(),
+                                    source_rank.value_or(0),
+                                    source_rank.has_value() ? 1 : ranks,
+                                    split.mutable_data_ptr<int64_t>(),
+                                    current_stream()));
+    return split;
+}
+
+std::tuple<Tensor, Tensor> assign_op(const Tensor& routing_map,
+                                     const Tensor& source_quota,
+                                     const Tensor& physical_index,
+                                     int64_t top_k) {
+    const AssignProblem problem = assign_problem(routing_map, source_quota, physical_index, top_k);
+    const c10::cuda::CUDAGuard guard(routing_map.device());
+    const Tensor map = routing_map.contiguous();
+    const Tensor quotas = source_quota.contiguous();
+    const Tensor ids = physical_index.contiguous();
+    const auto options = map.options().dtype(at::kInt);
+    Tensor logical = at::empty({problem.num_tokens, top_k}, options);
+    Tensor physical = at::empty({problem.num_tokens, top_k}, options);
+    const Tensor workspace = workspace_of(assign_cuda_bytes(problem), map);
+    C10_CUDA_CHECK(assign_cuda(problem,
+                               map.const_data_ptr<bool>(),
+                               quotas.const_data_ptr<int64_t>(),
+                               ids.const_data_ptr<int64_t>(),
+                               workspace.mutable_data_ptr(),
+                               logical.mutable_data_ptr<int32_t>(),
+                               physical.mutable_data_ptr<int32_t>(),
+                               current_stream()));
+    return {logical, physical};
+}
+
+// Values from the places that `from_index` names to those of `to_index`; marks them in `map`.
+void copy_all(const Tensor& values,
+              const Tensor& from_index,
+              const Tensor& to_index,
+              const Tensor& to,
+              bool* map) {
+    const c10::cuda::CUDAGuard guard(values.device());
+    const Tensor from = values.contiguous();
+    const Tensor from_places = from_index.contiguous();
+    const Tensor to_places = to_index.contiguous();
+    C10_CUDA_CHECK(copy_choices_cuda(from.const_data_ptr(),
+                                     from_places.const_data_ptr<int32_t>(),
+                                     from.size(1),
+                                     to.mutable_data_ptr(),
+                                     to_places.const_data_ptr<int32_t>(),
+                                     to.size(1),
+                                     from.size(0),
+                                     from_places.size(1),
+                                     from.element_size(),
+                                     map,
+                                     current_stream()));
+}
+
+void place_op(const Tensor& probs,
+              const Tensor& logical,
+              const Tensor& physical,
+              const Tensor& placed,
+              const Tensor& routing_map) {
+    check_place(probs, logical, physical);
+    check_placed(probs, placed, routing_map);
+    copy_all(probs, logical, physical, placed, routing_map.mutable_data_ptr<bool>());
+}
+
+Tensor place_back_op(const Tensor& grad,
+                     const Tensor& logical,
+                     const Tensor& physical,
+                     int64_t num_experts) {
+    check_place(grad, logical, physical);
+    Tensor back = at::empty({grad.size(0), num_experts}, grad.options());
+    copy_all(grad, physical, logical, back, nullptr);
+    return back;
 }
 
 }  // namespace
 }  // namespace megatron_ext
 
-TORCH_LIBRARY_IMPL(megatron_ext, CUDA, m) { m.impl("count_load", &megatron_ext::count_load_op); }
+TORCH_LIBRARY_IMPL(megatron_ext, CUDA, m) {
+    m.impl("count_load", &megatron_ext::count_load_op);
+    m.impl("solve_quota", &megatron_ext::solve_quota_op);
+    m.impl("split_quota", &megatron_ext::split_quota_op);
+    m.impl("assign", &megatron_ext::assign_op);
+    m.impl("place", &megatron_ext::place_op);
+    m.impl("place_back", &megatron_ext::place_back_op);
+}

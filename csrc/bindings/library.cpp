@@ -18,6 +18,5 @@ TORCH_LIBRARY(megatron_ext, m) {
     m.def(
         "place(Tensor probs, Tensor logical, Tensor physical, Tensor(a!) placed, "
         "Tensor(b!) routing_map) -> ()");
-    m.def(
-        "place_back(Tensor grad, Tensor logical, Tensor physical, int num_experts) -> Tensor");
+    m.def("place_back(Tensor grad, Tensor logical, Tensor physical, int num_experts) -> Tensor");
 }

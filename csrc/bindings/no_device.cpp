@@ -1,16 +1,21 @@
-// What a CUDA tensor meets in a library without the CUDA part.
+// What CUDA tensors meet in a library without the CUDA part.
 
 #include <torch/library.h>
 
 namespace {
 
-at::Tensor count_load_op(const at::Tensor&) {
-    TORCH_CHECK(
-        false,
-        "megatron_ext was built without its CUDA part: install the CUDA toolkit (nvcc) and a "
-        "Torch with CUDA, then build again");
+void no_cuda_part(const c10::OperatorHandle& op, torch::jit::Stack*) {
+    TORCH_CHECK(false,
+                op.schema().name(),
+                ": megatron_ext was built without its CUDA part: install the CUDA toolkit (nvcc) "
+                "and a Torch with CUDA, then build again");
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(megatron_ext, CUDA, m) { m.impl("count_load", &count_load_op); }
+TORCH_LIBRARY_IMPL(megatron_ext, CUDA, m) {
+    for (const char* name :
+         {"count_load", "solve_quota", "split_quota", "assign", "place", "place_back"}) {
+        m.impl(name, torch::CppFunction::makeFromBoxedFunction<&no_cuda_part>());
+    }
+}

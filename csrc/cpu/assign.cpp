@@ -97,7 +97,7 @@ bool copy_choices(const char* from,
                   int64_t num_tokens,
                   int64_t top_k,
                   int64_t element_size) {
-    std::memset(to, 0, num_tokens * to_width * element_size);
+    std::fill_n(to, num_tokens * to_width * element_size, char{0});
     // The bits are moved, whatever number they are.
     const auto copy = [&](auto element) {
         const auto* source = reinterpret_cast<const decltype(element)*>(from);
@@ -124,7 +124,7 @@ bool copy_choices(const char* from,
 
 void mark_choices(
     const int32_t* index, int64_t width, int64_t num_tokens, int64_t top_k, bool* map) {
-    std::memset(map, 0, num_tokens * width);
+    std::fill_n(map, num_tokens * width, false);
     for (int64_t n = 0; n < num_tokens; ++n) {
         for (int64_t i = n * top_k; i < (n + 1) * top_k && index[i] >= 0; ++i) {
             map[n * width + index[i]] = true;

@@ -117,8 +117,8 @@ def solve_plan(
 
     Raises:
         TypeError: If `load` is not int64.
-        ValueError: If `load` does not fit the layout or holds impossible values, or a setting is
-            out of range.
+        ValueError: If `load` does not fit the layout or, on a CPU, holds impossible values, or a
+            setting is out of range.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> plan = solve_plan(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), layout)
@@ -217,8 +217,8 @@ def split_quota(load: Tensor, plan: BalancePlan, source_rank: int | None = None)
     Source: UltraEP, Algorithm 1 (SolveReroute); differs from it in how residuals meet.
     """
     load_library()
-    split = torch.ops.megatron_ext.split_quota(load.cpu(), plan.quota.cpu(), source_rank)
-    return split.to(load.device)
+    split: Tensor = torch.ops.megatron_ext.split_quota(load, plan.quota, source_rank)
+    return split
 
 
 def check_plan(load: Tensor, plan: BalancePlan, *, min_quota: int = _DEFAULTS.min_quota) -> None:
@@ -305,7 +305,8 @@ def _check_load(load: Tensor, layout: ExpertLayout) -> None:
             f"load must be [R, E] = [{ranks}, {experts}] or a batch of that, "
             f"got shape {tuple(load.shape)}"
         )
-    if load.numel() == 0:
+    # Of a load on a GPU the values are trusted: to look at them, the host would have to wait.
+    if load.numel() == 0 or load.is_cuda:
         return
     least, most = (int(value) for value in torch.aminmax(load))
     limit = (2**63 - 1) // (ranks * experts)

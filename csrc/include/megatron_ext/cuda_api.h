@@ -1,20 +1,75 @@
-// Launchers of the CUDA kernels, without Torch. Each returns the error of its launch.
+// Launchers of the CUDA kernels, without Torch. Each returns the error of its launches.
+//
+// All pointers are device memory. Nothing is allocated, the host is asked for nothing, and all work
+// is on `stream`: every launcher can be captured in a CUDA graph. Legend and meanings: api.h.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 
+#include "megatron_ext/api.h"
+
 namespace megatron_ext {
 
-// Count the assignments of each expert, as count_load() of api.h does, on device memory.
+// Count the assignments of each expert, as count_load() does.
 //   routing_map  [N, E] bool; counts [E] out, zeroed here
-// Runs on `stream`, asks the host for nothing, needs no scratch. Deterministic (integers).
 // Moves N * E + 8 * E bytes.
 cudaError_t count_load_cuda(const bool* routing_map,
                             int64_t num_tokens,
                             int64_t num_experts,
                             int64_t* counts,
                             cudaStream_t stream);
+
+// Choose replicas and quotas for `batch` loads, bit by bit as solve_quota() does.
+//   load [batch, R, E]; quota [batch, E, R] and slots [batch, R, S] out
+//   workspace  of solve_quota_cuda_bytes(), aligned to 16
+int64_t solve_quota_cuda_bytes(const QuotaProblem& problem, int64_t batch);
+cudaError_t solve_quota_cuda(const QuotaProblem& problem,
+                             const int64_t* load,
+                             int64_t batch,
+                             void* workspace,
+                             int64_t* quota,
+                             int32_t* slots,
+                             cudaStream_t stream);
+
+// Share every quota among the source ranks, as split_quota() does.
+//   split  [num_sources, E, R] out: the rows of the sources from `first_source` on
+cudaError_t split_quota_cuda(int64_t num_ranks,
+                             int64_t num_experts,
+                             const int64_t* load,
+                             const int64_t* quota,
+                             int64_t first_source,
+                             int64_t num_sources,
+                             int64_t* split,
+                             cudaStream_t stream);
+
+// Give every assignment an instance, as assign() does, except that nobody is told of a routing map
+// and a source_quota that disagree: a choice beyond the shares, or beyond K, is left out of its
+// row.
+//   workspace  of assign_cuda_bytes(), aligned to 16
+int64_t assign_cuda_bytes(const AssignProblem& problem);
+cudaError_t assign_cuda(const AssignProblem& problem,
+                        const bool* routing_map,
+                        const int64_t* source_quota,
+                        const int64_t* physical_index,
+                        void* workspace,
+                        int32_t* logical,
+                        int32_t* physical,
+                        cudaStream_t stream);
+
+// Copy choices, as copy_choices() and mark_choices() do; indices outside their width are left out.
+//   map  [N, to_width] out, or null
+cudaError_t copy_choices_cuda(const void* from,
+                              const int32_t* from_index,
+                              int64_t from_width,
+                              void* to,
+                              const int32_t* to_index,
+                              int64_t to_width,
+                              int64_t num_tokens,
+                              int64_t top_k,
+                              int64_t element_size,
+                              bool* map,
+                              cudaStream_t stream);
 
 }  // namespace megatron_ext

@@ -103,7 +103,7 @@ struct AttemptState {
   private:
     template <class T>
     MEGATRON_EXT_HOST_DEVICE static void put(T*& array, char* memory, int64_t& offset, int64_t n) {
-        array = reinterpret_cast<T*>(memory + offset);
+        if (memory != nullptr) array = reinterpret_cast<T*>(memory + offset);
         offset += n * static_cast<int64_t>(sizeof(T));
     }
 };
@@ -594,8 +594,10 @@ class DomainAttempt {
 
     static constexpr int64_t kHuge = INT64_MAX;
 
-    const Domain domain_;
-    const AttemptState state_;
+    // Not copies: on a GPU they lie in shared memory, and all their pointers in registers would
+    // spill.
+    const Domain& domain_;
+    const AttemptState& state_;
     const Warp warp_;
 };
 

@@ -74,6 +74,7 @@ struct DeviceWarp {
 
     template <class Function>
     __device__ void for_each(int count, Function function) const {
+        __syncwarp();  // What other lanes still read must not change under them.
         for (int i = lane(); i < count; i += kLanes) function(i);
         __syncwarp();
     }
@@ -108,7 +109,7 @@ struct DeviceWarp {
 
     template <class Function>
     __device__ void once(Function function) const {
-        __syncwarp();  // What other lanes still read must not change under them.
+        __syncwarp();
         if (lane() == 0) function();
         __syncwarp();
     }

@@ -19,11 +19,10 @@ from megatron_ext.ops import load_library
 def solve(load: Tensor, layout: ExpertLayout, *, tolerance: float, min_quota: int) -> BalancePlan:
     """Plan for a busiest rank within the tolerance, else for the least found."""
     load_library()
-    # There is no planner on the device yet: a load on a GPU is planned by the host.
     quota, slots = torch.ops.megatron_ext.solve_quota(
-        load.cpu(), layout.slots, layout.nvlink_domain, round(tolerance * 1e6), min_quota
+        load, layout.slots, layout.nvlink_domain, round(tolerance * 1e6), min_quota
     )
-    return BalancePlan(layout, quota.to(load.device), slots.to(load.device))
+    return BalancePlan(layout, quota, slots)
 
 
 QUOTA = Strategy(name="quota", kind="planner", solve=solve)

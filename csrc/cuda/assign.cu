@@ -1,0 +1,248 @@
+// Stage 3 on the device: an instance for every assignment, and routing over instances.
+//
+// 1. assign: [N, E] choices to [N, K] tables. copy_choices: values along these tables.
+// 2. assign is three kernels. marks: a thread for one expert and 32 tokens makes a mask of who
+// chose
+//    it. lines: a warp for one expert sums the masks before each tile and lays its instances out.
+//    tokens: a warp for one token. copy_choices: a warp for one token.
+// 3. Kernels, because j, the rank of a token among those of its expert, is a prefix sum over
+// tokens.
+// 4. Kernels meet in the workspace.
+// 5. Deterministic: integers; values are moved, not computed with.
+// 6. assign reads N * E bytes twice and 4 * N * E / 32 a few times: 5 MB at 8192 tokens, 256
+// experts.
+
+#include "megatron_ext/cuda_api.h"
+#include "megatron_ext/interleave.h"
+#include "megatron_ext/warp.h"
+
+namespace megatron_ext {
+namespace {
+
+constexpr int kLanes = DeviceWarp::kLanes;
+constexpr int kThreads = 256;
+constexpr int kTile = 32;  // tokens, one a bit of a mask
+
+// The workspace of assign, array after array.
+struct Work {
+    int64_t* count;          // [E] assignments of the expert on this rank
+    int64_t* stride;         // [E] of their interleaving
+    int64_t* end;            // [E, R] where an instance's piece of the line ends
+    int32_t* instance;       // [E, R] its physical id
+    int32_t* num_instances;  // [E]
+    uint32_t* mask;          // [tiles, E] tokens of the tile that chose the expert
+    int32_t* before;         // [tiles, E] tokens of earlier tiles that chose it
+};
+
+__host__ __device__ int64_t num_tiles(const AssignProblem& problem) {
+    return (problem.num_tokens + kTile - 1) / kTile;
+}
+
+__host__ __device__ Work work_in(char* memory, const AssignProblem& problem) {
+    const int64_t experts = problem.num_experts;
+    const int64_t pairs = experts * problem.num_ranks;
+    Work work;
+    work.count = reinterpret_cast<int64_t*>(memory);
+    work.stride = work.count + experts;
+    work.end = work.stride + experts;
+    work.instance = reinterpret_cast<int32_t*>(work.end + pairs);
+    work.num_instances = work.instance + pairs;
+    work.mask = reinterpret_cast<uint32_t*>(work.num_instances + experts);
+    work.before = reinterpret_cast<int32_t*>(work.mask + num_tiles(problem) * experts);
+    return work;
+}
+
+__global__ void mark_kernel(AssignProblem problem, const bool* routing_map, Work work) {
+    const int64_t e = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+    if (e >= problem.num_experts) return;
+    const int64_t tile = blockIdx.y;
+    const int64_t first = tile * kTile;
+    const int64_t left = problem.num_tokens - first;
+    uint32_t mask = 0;
+    for (int bit = 0; bit < kTile && bit < left; ++bit) {
+        const uint32_t chosen = routing_map[(first + bit) * problem.num_experts + e];
+        mask |= chosen << bit;
+    }
+    work.mask[tile * problem.num_experts + e] = mask;
+}
+
+__global__ void line_kernel(AssignProblem problem,
+                            const int64_t* source_quota,
+                            const int64_t* physical_index,
+                            Work work) {
+    const int64_t e = static_cast<int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
+    if (e >= problem.num_experts) return;  // whole warps
+    const int lane = static_cast<int>(threadIdx.x) % kLanes;
+    const int64_t experts = problem.num_experts;
+    const int64_t ranks = problem.num_ranks;
+    const int64_t tiles = num_tiles(problem);
+
+    int total = 0;
+    for (int64_t first = 0; first < tiles; first += kLanes) {
+        const int64_t tile = first + lane;
+        const int own = tile < tiles ? __popc(work.mask[tile * experts + e]) : 0;
+        int sum = own;
+        for (int distance = 1; distance < kLanes; distance *= 2) {
+            const int other = __shfl_up_sync(DeviceWarp::kAll, sum, distance);
+            if (lane >= distance) sum += other;
+        }
+        if (tile < tiles) work.before[tile * experts + e] = total + sum - own;
+        total += __shfl_sync(DeviceWarp::kAll, sum, kLanes - 1);
+    }
+    if (lane != 0) return;
+
+    int64_t count = 0;
+    int pieces = 0;
+    const auto lay = [&](int64_t t) {
+        const int64_t share = source_quota[e * ranks + t];
+        if (share == 0) return;
+        count += share;
+        work.end[e * ranks + pieces] = count;
+        work.instance[e * ranks + pieces] = static_cast<int32_t>(physical_index[e * ranks + t]);
+        ++pieces;
+    };
+    const int64_t home = e / (experts / ranks);
+    lay(home);
+    for (int64_t t = 0; t < ranks; ++t) {
+        if (t != home) lay(t);
+    }
+    work.count[e] = count;
+    work.stride[e] = count > 0 ? interleave_stride(count) : 1;
+    work.num_instances[e] = pieces;
+}
+
+__global__ void token_kernel(AssignProblem problem,
+                             Work work,
+                             int32_t* logical,
+                             int32_t* physical) {
+    const int64_t n = static_cast<int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
+    if (n >= problem.num_tokens) return;  // whole warps
+    const int lane = static_cast<int>(threadIdx.x) % kLanes;
+    const int64_t experts = problem.num_experts;
+    const int64_t tile = n / kTile;
+    const int bit = static_cast<int>(n % kTile);
+
+    int64_t k = 0;
+    for (int64_t first = 0; first < experts; first += kLanes) {
+        const int64_t e = first + lane;
+        const uint32_t mask = e < experts ? work.mask[tile * experts + e] : 0;
+        const bool chosen = mask >> bit & 1;
+        const int64_t j =
+            chosen ? work.before[tile * experts + e] + __popc(mask & ((1u << bit) - 1)) : 0;
+        const bool fits = chosen && j < work.count[e];
+        const unsigned choices = __ballot_sync(DeviceWarp::kAll, fits);
+        const int64_t place_k = k + __popc(choices & ((1u << lane) - 1));
+        if (fits && place_k < problem.top_k) {
+            const int64_t place = interleaved_place(j, work.count[e], work.stride[e]);
+            const int64_t* end = work.end + e * problem.num_ranks;
+            int piece = 0;
+            while (piece + 1 < work.num_instances[e] && end[piece] <= place) ++piece;
+            logical[n * problem.top_k + place_k] = static_cast<int32_t>(e);
+            physical[n * problem.top_k + place_k] = work.instance[e * problem.num_ranks + piece];
+        }
+        k += __popc(choices);
+    }
+    for (int64_t i = k + lane; i < problem.top_k; i += kLanes) {
+        logical[n * problem.top_k + i] = -1;
+        physical[n * problem.top_k + i] = -1;
+    }
+}
+
+template <class Element>
+__global__ void copy_kernel(const Element* from,
+                            const int32_t* from_index,
+                            int64_t from_width,
+                            Element* to,
+                            const int32_t* to_index,
+                            int64_t to_width,
+                            int64_t num_tokens,
+                            int64_t top_k,
+                            bool* map) {
+    const int64_t n = static_cast<int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
+    if (n >= num_tokens) return;  // whole warps
+    const int lane = static_cast<int>(threadIdx.x) % kLanes;
+    for (int64_t i = lane; i < to_width; i += kLanes) {
+        to[n * to_width + i] = 0;
+        if (map != nullptr) map[n * to_width + i] = false;
+    }
+    __syncwarp();  // Another lane cleared what this lane writes.
+    for (int64_t k = lane; k < top_k; k += kLanes) {
+        const int64_t source = from_index[n * top_k + k];
+        const int64_t target = to_index[n * top_k + k];
+        if (source < 0 || source >= from_width || target < 0 || target >= to_width) continue;
+        to[n * to_width + target] = from[n * from_width + source];
+        if (map != nullptr) map[n * to_width + target] = true;
+    }
+}
+
+unsigned blocks_for_warps(int64_t warps) {
+    constexpr int64_t kPerBlock = kThreads / kLanes;
+    return static_cast<unsigned>((warps + kPerBlock - 1) / kPerBlock);
+}
+
+}  // namespace
+
+int64_t assign_cuda_bytes(const AssignProblem& problem) {
+    const Work work = work_in(nullptr, problem);
+    const int64_t tail = num_tiles(problem) * problem.num_experts;
+    return reinterpret_cast<char*>(work.before + tail) - static_cast<char*>(nullptr);
+}
+
+cudaError_t assign_cuda(const AssignProblem& problem,
+                        const bool* routing_map,
+                        const int64_t* source_quota,
+                        const int64_t* physical_index,
+                        void* workspace,
+                        int32_t* logical,
+                        int32_t* physical,
+                        cudaStream_t stream) {
+    if (problem.num_tokens == 0) return cudaSuccess;
+    const Work work = work_in(static_cast<char*>(workspace), problem);
+    const dim3 marks(static_cast<unsigned>((problem.num_experts + kThreads - 1) / kThreads),
+                     static_cast<unsigned>(num_tiles(problem)));
+    mark_kernel<<<marks, kThreads, 0, stream>>>(problem, routing_map, work);
+    line_kernel<<<blocks_for_warps(problem.num_experts), kThreads, 0, stream>>>(
+        problem, source_quota, physical_index, work);
+    token_kernel<<<blocks_for_warps(problem.num_tokens), kThreads, 0, stream>>>(
+        problem, work, logical, physical);
+    return cudaGetLastError();
+}
+
+cudaError_t copy_choices_cuda(const void* from,
+                              const int32_t* from_index,
+                              int64_t from_width,
+                              void* to,
+                              const int32_t* to_index,
+                              int64_t to_width,
+                              int64_t num_tokens,
+                              int64_t top_k,
+                              int64_t element_size,
+                              bool* map,
+                              cudaStream_t stream) {
+    if (num_tokens == 0) return cudaSuccess;
+    // The bits are moved, whatever number they are.
+    const auto copy = [&](auto element) {
+        using Element = decltype(element);
+        copy_kernel<<<blocks_for_warps(num_tokens), kThreads, 0, stream>>>(
+            static_cast<const Element*>(from),
+            from_index,
+            from_width,
+            static_cast<Element*>(to),
+            to_index,
+            to_width,
+            num_tokens,
+            top_k,
+            map);
+        return cudaGetLastError();
+    };
+    switch (element_size) {
+        case 2:
+            return copy(uint16_t{});
+        case 4:
+            return copy(uint32_t{});
+        default:
+            return copy(uint64_t{});
+    }
+}
+
+}  // namespace megatron_ext

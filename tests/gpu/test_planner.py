@@ -1,0 +1,125 @@
+"""The planner and the assignment on a GPU: bit by bit as on the host, and replayed from a graph."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from megatron_ext import ops
+from megatron_ext.balance.plan import solve, solve_plan, split_quota
+from megatron_ext.balance.reroute import assign, reroute
+from tests import workloads
+from tests.balance.instances import instances
+
+pytestmark = pytest.mark.gpu
+
+SIZES = [
+    # ranks, experts, slots, domain
+    (1, 4, 2, 1),
+    (8, 64, 1, 8),
+    (16, 64, 2, 4),
+    (32, 256, 4, 32),
+    (64, 256, 2, 64),
+    (64, 256, 2, 8),
+    (128, 1024, 16, 128),
+]
+
+
+def assert_equal_plans(host, device):
+    assert torch.equal(host.quota, device.quota.cpu())
+    assert torch.equal(host.slots, device.slots.cpu())
+
+
+@pytest.mark.parametrize(("ranks", "experts", "slots", "domain"), SIZES)
+@pytest.mark.parametrize("tolerance", [0.0, 0.01, 0.2])
+@pytest.mark.parametrize("min_quota", [1, 40])
+def test_plans_equal_the_host(ranks, experts, slots, domain, tolerance, min_quota):
+    load = torch.stack(
+        [workloads.zipf(ranks, experts, 2000, exponent) for exponent in (0.3, 0.8, 1.3)]
+        + [workloads.cold_ranks(ranks, experts, 2000, cold=ranks // 3)]
+    )
+    options = {"slots": slots, "nvlink_domain": domain, "tolerance": tolerance}
+    host, device = (
+        solve(where, ep_size=ranks, min_quota=min_quota, **options) for where in (load, load.cuda())
+    )
+    assert_equal_plans(host, device)
+
+
+@given(instance=instances(max_ranks=8))
+@settings(max_examples=100)
+def test_small_plans_equal_the_host(instance):
+    host, device = (
+        solve_plan(load, instance.layout, **instance.settings)
+        for load in (instance.load, instance.load.cuda())
+    )
+    assert_equal_plans(host, device)
+    assert torch.equal(
+        split_quota(instance.load, host), split_quota(instance.load.cuda(), device).cpu()
+    )
+
+
+def test_loads_beyond_32_bits():
+    load = workloads.zipf(64, 256, 4096, 1.0) * 2**33
+    assert_equal_plans(solve(load, ep_size=64), solve(load.cuda(), ep_size=64))
+
+
+def case(tokens, experts, ranks, top_k, seed=0):
+    maps = [workloads.routing_map(tokens, experts, top_k, seed + r) for r in range(ranks)]
+    load = torch.stack([routed.sum(0) for routed in maps])
+    return maps[0], load, solve(load, ep_size=ranks, slots=2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "ranks", "top_k"),
+    [(0, 8, 2, 2), (1, 8, 2, 1), (33, 24, 4, 3), (1000, 256, 8, 8), (8192, 256, 8, 8)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_tokens_go_where_the_host_sends_them(tokens, experts, ranks, top_k, dtype):
+    routed, load, plan = case(tokens, experts, ranks, top_k)
+    outcomes = []
+    for device in ("cpu", "cuda"):
+        shares = split_quota(load, plan, 0).to(device)
+        assignment = assign(routed.to(device), shares, plan.physical_index().to(device), top_k)
+        probs = (
+            torch.rand(routed.shape, generator=torch.Generator().manual_seed(1)) + 0.1
+        ) * routed
+        probs = probs.to(device, dtype).requires_grad_()
+        placed, routing = reroute(probs, assignment, plan.layout.num_physical)
+        (placed * placed).sum().backward()
+        values = (assignment.logical, assignment.physical, placed.detach(), routing, probs.grad)
+        outcomes.append([value.cpu() for value in values])
+    for host, device in zip(*outcomes, strict=True):
+        assert torch.equal(host, device)
+
+
+def test_replay_of_a_graph_follows_the_load():
+    ops.load_library()
+    native = torch.ops.megatron_ext
+    maps = [[workloads.routing_map(2048, 64, 4, 8 * s + r) for r in range(8)] for s in range(3)]
+    routed = maps[0][0].cuda()
+    others = torch.stack([one.sum(0) for one in maps[0]]).cuda()
+
+    def plan_and_assign():
+        load = others.clone()
+        load[0] = native.count_load(routed)
+        plan = solve(load, ep_size=8, slots=2)
+        shares = split_quota(load, plan, 0)
+        assignment = assign(routed, shares, plan.physical_index(), 4)
+        return plan, assignment
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        plan_and_assign()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan, assignment = plan_and_assign()
+    for step in maps:
+        routed.copy_(step[0])
+        others.copy_(torch.stack([one.sum(0) for one in step]))
+        graph.replay()
+        torch.cuda.synchronize()
+        load = torch.stack([one.sum(0) for one in step])
+        expected = solve(load, ep_size=8, slots=2)
+        assert_equal_plans(expected, plan)
+        on_host = assign(step[0], split_quota(load, expected, 0), expected.physical_index(), 4)
+        assert torch.equal(on_host.physical, assignment.physical.cpu())

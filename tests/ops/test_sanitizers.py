@@ -1,0 +1,36 @@
+"""The host build under AddressSanitizer and UndefinedBehaviorSanitizer."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).parents[2] / "csrc"
+ROUNDS = 1500
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_random_problems_under_sanitizers(tmp_path):
+    program = tmp_path / "sanitized"
+    build = subprocess.run(
+        [
+            "g++",
+            "-std=c++20",
+            "-O1",
+            "-g",
+            "-fsanitize=address,undefined",
+            "-fno-sanitize-recover=all",
+            f"-I{CSRC / 'include'}",
+            str(Path(__file__).with_name("sanitized.cpp")),
+            *map(str, sorted((CSRC / "cpu").glob("*.cpp"))),
+            "-o",
+            str(program),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert build.returncode == 0, build.stderr
+    run = subprocess.run([str(program), str(ROUNDS)], capture_output=True, text=True, timeout=300)
+    assert (run.returncode, run.stdout) == (0, f"{ROUNDS} rounds\n"), run.stderr
