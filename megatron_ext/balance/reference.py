@@ -208,14 +208,15 @@ class _Attempt:
         self.method = method
         self.limit = self._limits(threshold)
         order = self._order()
-        for restart in range(1, 10 + 256 // domain.ranks):
+        for tries in range(1, 10 + 256 // domain.ranks):
             self._reset()
+            self.tight = tries % 2 == 1  # how `frugal` chooses mains
             stuck = next((i for i, r in enumerate(order) if not self._relieve(r)), None)
             self.reached = stuck is None
             if stuck is None or method in _BASELINES:
                 break
             if method == "frugal":
-                order = self._shuffled(restart)
+                order = self._shuffled(tries)
             elif stuck == 0:
                 break
             else:
@@ -341,6 +342,8 @@ class _Attempt:
         while self._room(rank) < 0:
             whole = -self._room(rank)
             mains = self._mains_for_hosts(rank)
+            if self.tight:
+                mains = {t: self._coolest(rank, t, e, whole) for t, e in mains.items()}
             pieces = self._pieces(mains, whole)
             lost = {
                 t: max(self._room(t) - self.kept[mains[t]], 0)
@@ -354,6 +357,18 @@ class _Attempt:
             elif not self._chain(rank, whole, at_least=0):
                 return False
         return True
+
+    def _coolest(self, rank: int, t: int, hottest: int, whole: int) -> int:
+        """The coolest main that fills a replica on rank t; the hottest if none does."""
+        enough = min(self._room(t), whole)
+        filling = [
+            e
+            for e in self.domain.mains_of(rank)
+            if e not in self.experts[t] and self.kept[e] >= enough
+        ]
+        # Of equals the hottest itself, then the lowest.
+        coolest = min(filling, key=lambda e: (self.kept[e], e != hottest), default=hottest)
+        return coolest if self._room(t) > 0 else hottest
 
     def _mains_for_hosts(self, rank: int) -> dict[int, int]:
         hosts = [t for t in range(self.domain.ranks) if self._can_host(rank, t)]

@@ -123,14 +123,14 @@ class DomainAttempt {
         // A small domain is tried more often: the fewer ranks, the less room for error, and the
         // cheaper.
         const int restarts = 8 + 256 / domain_.ranks;
-        for (int restart = 1;; ++restart) {
+        for (int tries = 1;; ++tries) {
             reset();
             if (method == Method::kFill) return verdict(fill());
-            const int stuck = relieve_all(method);
+            const int stuck = relieve_all(method, tries);
             if (stuck < 0) return verdict(true);
-            if (restart > restarts || method == Method::kRoomiest) return verdict(false);
+            if (tries > restarts || method == Method::kRoomiest) return verdict(false);
             if (method == Method::kFrugal) {
-                set_order(method, restart);
+                set_order(method, tries);
             } else if (stuck > 0) {
                 move_to_front(stuck);
             } else {
@@ -208,21 +208,21 @@ class DomainAttempt {
     }
 
     // Returns the place in the order of the first rank that could not be relieved, or -1.
-    MEGATRON_EXT_HOST_DEVICE int relieve_all(Method method) {
+    MEGATRON_EXT_HOST_DEVICE int relieve_all(Method method, int tries) {
         for (int i = 0; i < domain_.ranks; ++i) {
             const int rank = state_.order[i];
             if (excess(rank) <= 0) continue;
-            if (!relieve(rank, method)) return i;
+            if (!relieve(rank, method, tries)) return i;
         }
         return -1;
     }
 
-    MEGATRON_EXT_HOST_DEVICE bool relieve(int rank, Method method) {
+    MEGATRON_EXT_HOST_DEVICE bool relieve(int rank, Method method, int tries) {
         switch (method) {
             case Method::kRoomiest:
                 return shed_to_roomiest(rank);
             case Method::kFrugal:
-                return shed_frugally(rank);
+                return shed_frugally(rank, tries % 2 == 1);
             default:
                 return shed(rank, method != Method::kBestFit);
         }
@@ -278,26 +278,47 @@ class DomainAttempt {
 
     // Shed by the pieces that lose least room. Room is lost behind a host's last slot, as far as
     // the replica there cannot grow. Chains only when there is no piece.
-    MEGATRON_EXT_HOST_DEVICE bool shed_frugally(int rank) {
+    //   tight  whether a replica is of the coolest main that fills it, so that hotter ones fill
+    //   more
+    MEGATRON_EXT_HOST_DEVICE bool shed_frugally(int rank, bool tight) {
         while (excess(rank) > 0) {
             const int64_t whole = excess(rank);
             const int hot = hottest_main(rank);
+            const auto main_of = [&](int t) {
+                return tight ? coolest_main_for(rank, hot, t, least(room(t), whole, kHuge))
+                             : main_for(rank, hot, t);
+            };
             const Best best = warp_.best(domain_.ranks, [&](int t) {
-                const int64_t piece = piece_for(rank, hot, t, whole);
-                if (piece == 0) return Score{};
+                if (!can_host(rank, t) || room(t) <= 0) return Score{};
+                const int expert = main_of(t);
+                const int64_t grows_to = expert < 0 ? 0 : state_.kept[expert];
+                const int64_t piece = least(grows_to, room(t), whole);
+                if (piece < domain_.min_quota) return Score{};
                 const bool last_slot = state_.held[t] + 1 == domain_.slots;
-                const int64_t grows_to = state_.kept[main_for(rank, hot, t)];
                 const int64_t lost = last_slot && room(t) > grows_to ? room(t) - grows_to : 0;
                 return Score{kHuge / 2 + piece - lost, -room(t)};
             });
             if (best.index >= 0) {
-                const int64_t piece = piece_for(rank, hot, best.index, whole);
-                add(main_for(rank, hot, best.index), best.index, piece);
+                const int expert = main_of(best.index);
+                add(expert, best.index, least(state_.kept[expert], room(best.index), whole));
             } else if (!chain(rank, whole, 0)) {
                 return false;
             }
         }
         return true;
+    }
+
+    // The main of `rank` not yet on rank t that keeps least but at least `enough`; if there is
+    // none, the one that keeps most.
+    MEGATRON_EXT_HOST_DEVICE int coolest_main_for(int rank, int hot, int t, int64_t enough) const {
+        int best = main_for(rank, hot, t);
+        if (best < 0 || state_.kept[best] < enough) return best;
+        for (int e = rank * domain_.mains; e < (rank + 1) * domain_.mains; ++e) {
+            if (state_.kept[e] >= enough && state_.kept[e] < state_.kept[best] && !holds(t, e)) {
+                best = e;
+            }
+        }
+        return best;
     }
 
     // What a new replica on rank t can take of `whole`; 0 if there can be none.
