@@ -99,7 +99,7 @@ class QuotaPlanner {
             DomainAttempt<HostWarp> attempt(domain, tries_[m], warp_);
             verdicts[m] = attempt.run(threshold, static_cast<Method>(m));
         }
-        const int chosen = choose_plan(verdicts);
+        const int chosen = choose_plan(verdicts, domain.even);
         if (chosen < 0) return false;
         std::swap(best_, tries_[chosen]);
         return true;

@@ -157,7 +157,7 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(
                 for (int p = pass * kWarps / kMethods;
                      p < (pass + 1) * kWarps / kMethods && lowest < 0;
                      ++p) {
-                    const int chosen = choose_plan(verdicts + p * kMethods);
+                    const int chosen = choose_plan(verdicts + p * kMethods, domain.even);
                     if (chosen < 0) continue;
                     lowest = p;
                     const int kept = best_state;

@@ -130,14 +130,9 @@ class _Domain:
 
 def _start_threshold(domains: list[_Domain], tolerance_ppm: int) -> int:
     """Where the search starts: what the worst domain cannot get below, the others need not."""
-    loads = [sum(domain.home_load) for domain in domains]
-    target = target_load(sum(loads), sum(domain.ranks for domain in domains), tolerance_ppm)
-    start = target
-    for domain, own in zip(domains, loads, strict=True):
-        if target_load(own, domain.ranks, 0) > target:
-            start = max(start, target_load(own, domain.ranks, tolerance_ppm))
-        start = max(start, domain.bound())
-    return start
+    total = sum(sum(domain.home_load) for domain in domains)
+    target = target_load(total, sum(domain.ranks for domain in domains), tolerance_ppm)
+    return max(target, *(domain.bound() for domain in domains))
 
 
 _PROBES = 4  # thresholds of a round
@@ -161,7 +156,7 @@ def _search(domain: _Domain, start: int) -> Replicas:
     """The plan for the lowest threshold found, rounds of rising probes narrowing it down."""
     best: Replicas = []  # without any replica every rank keeps its own load
     below, reached = start - 1, max(domain.home_load)
-    resolution = reached // 1024 + 1
+    resolution = reached // 4096 + 1
     is_first = True
     while reached - below > (1 if is_first else resolution):
         if is_first:
@@ -174,7 +169,8 @@ def _search(domain: _Domain, start: int) -> Replicas:
         for threshold in probes:
             if threshold >= reached:
                 continue
-            plan = _choose([_Attempt(domain, threshold, method) for method in _METHODS])
+            attempts = [_Attempt(domain, threshold, method) for method in _METHODS]
+            plan = _choose(attempts, "fill" if domain.even else "roomiest")
             if plan is not None:
                 best, reached = plan, threshold
                 break
@@ -182,16 +178,13 @@ def _search(domain: _Domain, start: int) -> Replicas:
     return best
 
 
-def _choose(attempts: list[_Attempt]) -> Replicas | None:
+def _choose(attempts: list[_Attempt], published: str) -> Replicas | None:
     """The plan that asks least of the busiest sender, then has the fewest replicas.
 
-    Of those that need no more replicas than the published greedies, where these got through.
+    Of those that need no more replicas than the published method, where that got through.
     """
     reached = [attempt for attempt in attempts if attempt.reached]
-    allowed = min(
-        (attempt.num_replicas() for attempt in reached if attempt.method in _BASELINES),
-        default=None,
-    )
+    allowed = next((a.num_replicas() for a in reached if a.method == published), None)
     plans = [a for a in reached if allowed is None or a.num_replicas() <= allowed]
     chosen = min(plans, key=lambda a: (max(a.sends), a.num_replicas()), default=None)
     return chosen.replicas() if chosen is not None else None

@@ -80,33 +80,22 @@ MEGATRON_EXT_HOST_DEVICE int64_t domain_bound(Warp warp, const Domain& domain) {
     return low;
 }
 
-// Where the search starts: within the tolerance of the mean, or, where a domain cannot come down to
-// that, within the tolerance of that domain's mean or at its bound. The same for all domains: what
-// the worst of them cannot get below, the others need not.
+// Where the search starts: within the tolerance of the mean, or at the bound of the worst domain.
+// The same for all domains: what the worst of them cannot get below, the others need not.
 //   domain_at(d)  the Domain d of `num_domains`
 template <class Warp, class DomainAt>
 MEGATRON_EXT_HOST_DEVICE int64_t
 start_threshold(Warp warp, int num_domains, int64_t tolerance_ppm, DomainAt domain_at) {
-    const auto load_of = [&](const Domain& domain) {
-        return warp.sum(domain.ranks, [&](int r) { return domain.home_load[r]; });
-    };
     int64_t total = 0;
     int64_t ranks = 0;
-    for (int d = 0; d < num_domains; ++d) {
-        total += load_of(domain_at(d));
-        ranks += domain_at(d).ranks;
-    }
-    const int64_t target = target_load(total, ranks, tolerance_ppm);
-    int64_t start = target;
+    int64_t bound = 0;
     for (int d = 0; d < num_domains; ++d) {
         const Domain domain = domain_at(d);
-        const int64_t own = load_of(domain);
-        if (target_load(own, domain.ranks, 0) > target) {
-            start = larger(start, target_load(own, domain.ranks, tolerance_ppm));
-        }
-        start = larger(start, domain_bound(warp, domain));
+        total += warp.sum(domain.ranks, [&](int r) { return domain.home_load[r]; });
+        ranks += domain.ranks;
+        bound = larger(bound, domain_bound(warp, domain));
     }
-    return start;
+    return larger(bound, target_load(total, ranks, tolerance_ppm));
 }
 
 // The thresholds still worth a try, round by round. The first round starts at what is asked for,
@@ -119,8 +108,8 @@ class ThresholdSearch {
     MEGATRON_EXT_HOST_DEVICE ThresholdSearch(int64_t start, int64_t before)
         : below_(start - 1),
           reached_(before),
-          // To a thousandth of the load: another percent of a percent is not worth a round.
-          resolution_(before / 1024 + 1) {}
+          // Another fortieth of a percent is not worth a round.
+          resolution_(before / 4096 + 1) {}
 
     MEGATRON_EXT_HOST_DEVICE bool done() const {
         return reached_ - below_ <= (first_round_ ? 1 : resolution_);
@@ -162,14 +151,11 @@ class ThresholdSearch {
 };
 
 // Which of the methods' plans for one threshold is taken: least work for the busiest sender, then
-// fewest replicas, among those that need no more replicas than the published greedies do. -1 if
-// none reached it.
-MEGATRON_EXT_HOST_DEVICE inline int choose_plan(const Verdict* verdicts) {
-    int32_t allowed = INT32_MAX;
-    for (const Method method : {Method::kRoomiest, Method::kFill}) {
-        const Verdict& verdict = verdicts[static_cast<int>(method)];
-        if (verdict.reached && verdict.replicas < allowed) allowed = verdict.replicas;
-    }
+// fewest replicas, among those that need no more replicas than the published planner for such plans
+// does. -1 if none reached it.
+MEGATRON_EXT_HOST_DEVICE inline int choose_plan(const Verdict* verdicts, bool even) {
+    const Verdict& published = verdicts[static_cast<int>(even ? Method::kFill : Method::kRoomiest)];
+    const int32_t allowed = published.reached ? published.replicas : INT32_MAX;
     int chosen = -1;
     for (int m = 0; m < kMethods; ++m) {
         const Verdict& verdict = verdicts[m];
