@@ -6,6 +6,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <initializer_list>
 #include <optional>
 #include <tuple>
 
@@ -14,6 +15,18 @@
 
 namespace megatron_ext {
 namespace {
+
+// An op comes here when any of its tensors is on a GPU; the kernels read all of them there.
+void check_one_device(std::initializer_list<Tensor> tensors) {
+    const at::Device device = tensors.begin()->device();
+    for (const Tensor& tensor : tensors) {
+        TORCH_CHECK_VALUE(tensor.device() == device,
+                          "all tensors must be on one device, got ",
+                          device,
+                          " and ",
+                          tensor.device());
+    }
+}
 
 // Scratch memory of a launch; Torch's allocator keeps it until the stream is past it.
 Tensor workspace_of(int64_t bytes, const Tensor& like) {
@@ -59,6 +72,7 @@ std::tuple<Tensor, Tensor> solve_quota_op(const Tensor& load,
 
 Tensor split_quota_op(const Tensor& load, const Tensor& quota, std::optional<int64_t> source_rank) {
     check_split(load, quota, source_rank);
+    check_one_device({load, quota});
     const c10::cuda::CUDAGuard guard(load.device());
     const int64_t ranks = load.size(0);
     const int64_t experts = load.size(1);
@@ -82,6 +96,7 @@ std::tuple<Tensor, Tensor> assign_op(const Tensor& routing_map,
                                      const Tensor& physical_index,
                                      int64_t top_k) {
     const AssignProblem problem = assign_problem(routing_map, source_quota, physical_index, top_k);
+    check_one_device({routing_map, source_quota, physical_index});
     const c10::cuda::CUDAGuard guard(routing_map.device());
     const Tensor map = routing_map.contiguous();
     const Tensor quotas = source_quota.contiguous();
@@ -131,6 +146,7 @@ void place_op(const Tensor& probs,
               const Tensor& routing_map) {
     check_place(probs, logical, physical);
     check_placed(probs, placed, routing_map);
+    check_one_device({probs, logical, physical, placed, routing_map});
     copy_all(probs, logical, physical, placed, routing_map.mutable_data_ptr<bool>());
 }
 
@@ -139,6 +155,7 @@ Tensor place_back_op(const Tensor& grad,
                      const Tensor& physical,
                      int64_t num_experts) {
     check_place(grad, logical, physical);
+    check_one_device({grad, logical, physical});
     Tensor back = at::empty({grad.size(0), num_experts}, grad.options());
     copy_all(grad, physical, logical, back, nullptr);
     return back;

@@ -1,17 +1,18 @@
 // Stage 3 on the device: an instance for every assignment, and routing over instances.
 //
 // 1. assign: [N, E] choices to [N, K] tables. copy_choices: values along these tables.
-// 2. assign is three kernels. marks: a thread for one expert and 32 tokens makes a mask of who
-// chose
-//    it. lines: a warp for one expert sums the masks before each tile and lays its instances out.
-//    tokens: a warp for one token. copy_choices: a warp for one token.
+// 2. assign is three kernels. mark: a thread for one expert and 32 tokens makes a mask of who chose
+//    it. line: a warp for one expert sums the masks before each tile and lays its instances out.
+//    token: a warp for one token. copy_choices: a warp for one token.
 // 3. Kernels, because j, the rank of a token among those of its expert, is a prefix sum over
 // tokens.
 // 4. Kernels meet in the workspace.
 // 5. Deterministic: integers; values are moved, not computed with.
-// 6. assign reads N * E bytes twice and 4 * N * E / 32 a few times: 5 MB at 8192 tokens, 256
-// experts.
+// 6. assign reads N * E bytes once, and a quarter of that a few times: 4 MB at 8192 tokens and 256
+//    experts, 1 us at 4 TB/s, so launches and latency dominate. copy_choices writes its outputs:
+//    element size + 1 bytes a place, 7 MB for bfloat16 and 272 places.
 
+#include "lines.cuh"
 #include "megatron_ext/cuda_api.h"
 #include "megatron_ext/interleave.h"
 #include "megatron_ext/warp.h"
@@ -53,15 +54,16 @@ __host__ __device__ Work work_in(char* memory, const AssignProblem& problem) {
 }
 
 __global__ void mark_kernel(AssignProblem problem, const bool* routing_map, Work work) {
-    const int64_t e = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+    const int64_t e = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
     if (e >= problem.num_experts) return;
-    const int64_t tile = blockIdx.y;
+    const int64_t tile = blockIdx.x;
     const int64_t first = tile * kTile;
     const int64_t left = problem.num_tokens - first;
     uint32_t mask = 0;
-    for (int bit = 0; bit < kTile && bit < left; ++bit) {
-        const uint32_t chosen = routing_map[(first + bit) * problem.num_experts + e];
-        mask |= chosen << bit;
+#pragma unroll  // all reads in flight at once
+    for (int bit = 0; bit < kTile; ++bit) {
+        const bool chosen = bit < left && routing_map[(first + bit) * problem.num_experts + e];
+        mask |= static_cast<uint32_t>(chosen) << bit;
     }
     work.mask[tile * problem.num_experts + e] = mask;
 }
@@ -81,31 +83,28 @@ __global__ void line_kernel(AssignProblem problem,
     for (int64_t first = 0; first < tiles; first += kLanes) {
         const int64_t tile = first + lane;
         const int own = tile < tiles ? __popc(work.mask[tile * experts + e]) : 0;
-        int sum = own;
-        for (int distance = 1; distance < kLanes; distance *= 2) {
-            const int other = __shfl_up_sync(DeviceWarp::kAll, sum, distance);
-            if (lane >= distance) sum += other;
-        }
-        if (tile < tiles) work.before[tile * experts + e] = total + sum - own;
-        total += __shfl_sync(DeviceWarp::kAll, sum, kLanes - 1);
+        const int sum = total + sum_up_to_lane(own);
+        if (tile < tiles) work.before[tile * experts + e] = sum - own;
+        total = of_last_lane(sum);
     }
-    if (lane != 0) return;
 
     int64_t count = 0;
     int pieces = 0;
-    const auto lay = [&](int64_t t) {
-        const int64_t share = source_quota[e * ranks + t];
-        if (share == 0) return;
-        count += share;
-        work.end[e * ranks + pieces] = count;
-        work.instance[e * ranks + pieces] = static_cast<int32_t>(physical_index[e * ranks + t]);
-        ++pieces;
-    };
-    const int64_t home = e / (experts / ranks);
-    lay(home);
-    for (int64_t t = 0; t < ranks; ++t) {
-        if (t != home) lay(t);
+    for (int64_t first = 0; first < ranks; first += kLanes) {
+        const int64_t i = first + lane;
+        const int64_t t = rank_at(i, e / (experts / ranks));
+        const int64_t share = i < ranks ? source_quota[e * ranks + t] : 0;
+        const int64_t end = count + sum_up_to_lane(share);
+        const unsigned used = __ballot_sync(DeviceWarp::kAll, share != 0);
+        if (share != 0) {
+            const int64_t piece = e * ranks + pieces + count_before_lane(used);
+            work.end[piece] = end;
+            work.instance[piece] = static_cast<int32_t>(physical_index[e * ranks + t]);
+        }
+        count = of_last_lane(end);
+        pieces += __popc(used);
     }
+    if (lane != 0) return;
     work.count[e] = count;
     work.stride[e] = count > 0 ? interleave_stride(count) : 1;
     work.num_instances[e] = pieces;
@@ -131,7 +130,7 @@ __global__ void token_kernel(AssignProblem problem,
             chosen ? work.before[tile * experts + e] + __popc(mask & ((1u << bit) - 1)) : 0;
         const bool fits = chosen && j < work.count[e];
         const unsigned choices = __ballot_sync(DeviceWarp::kAll, fits);
-        const int64_t place_k = k + __popc(choices & ((1u << lane) - 1));
+        const int64_t place_k = k + count_before_lane(choices);
         if (fits && place_k < problem.top_k) {
             const int64_t place = interleaved_place(j, work.count[e], work.stride[e]);
             const int64_t* end = work.end + e * problem.num_ranks;
@@ -198,8 +197,8 @@ cudaError_t assign_cuda(const AssignProblem& problem,
                         cudaStream_t stream) {
     if (problem.num_tokens == 0) return cudaSuccess;
     const Work work = work_in(static_cast<char*>(workspace), problem);
-    const dim3 marks(static_cast<unsigned>((problem.num_experts + kThreads - 1) / kThreads),
-                     static_cast<unsigned>(num_tiles(problem)));
+    const dim3 marks(static_cast<unsigned>(num_tiles(problem)),
+                     static_cast<unsigned>((problem.num_experts + kThreads - 1) / kThreads));
     mark_kernel<<<marks, kThreads, 0, stream>>>(problem, routing_map, work);
     line_kernel<<<blocks_for_warps(problem.num_experts), kThreads, 0, stream>>>(
         problem, source_quota, physical_index, work);

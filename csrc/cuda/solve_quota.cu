@@ -1,14 +1,15 @@
 // Stage 2 on the device: the quota planner.
 //
-// 1. Plans every load of a batch, every NVLink domain for itself: the same tries and the same
-// search
-//    as on the host (domain_attempt.h, quota_search.h), so the same bits.
+// 1. Plans every load of a batch, every NVLink domain for itself: the same tries and search as on
+//    the host (domain_attempt.h, quota_search.h), so the same bits.
 // 2. One block: one domain of one load. One warp: one try (threshold, method) at a time.
 // 3. A kernel, because the plan is needed on the device without a host sync.
 // 4. Warps share only their verdicts; thread 0 chooses between two barriers of the block.
 // 5. Deterministic: integers; which warp ran a try does not matter.
 // 6. The time is that of the slowest try, mostly dependent reductions over the ranks. States are in
 //    global memory, small enough for the L1 cache at 64 ranks and 256 experts (12 KB each).
+
+#include <algorithm>
 
 #include "megatron_ext/cuda_api.h"
 #include "megatron_ext/domain_attempt.h"
@@ -89,6 +90,7 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(
     // Sums of all domains: where the search starts depends on the worst of them.
     for (int64_t e = thread; e < experts; e += kThreads) {
         int64_t sum = 0;
+#pragma unroll 16  // reads in flight at once
         for (int64_t r = 0; r < ranks; ++r) sum += load[r * experts + e];
         sums.expert_load[e] = sum;
     }
@@ -188,10 +190,20 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(
     }
 }
 
+int64_t num_domains(const QuotaProblem& problem) {
+    return problem.num_ranks / problem.nvlink_domain;
+}
+
+// A few blocks for every multiprocessor. Larger batches go in parts, in the same workspace.
+int64_t loads_at_once(const QuotaProblem& problem) {
+    constexpr int64_t kBlocks = 512;
+    return std::max<int64_t>(kBlocks / num_domains(problem), 1);
+}
+
 }  // namespace
 
 int64_t solve_quota_cuda_bytes(const QuotaProblem& problem, int64_t batch) {
-    return batch * (problem.num_ranks / problem.nvlink_domain) * block_bytes(problem);
+    return std::min(batch, loads_at_once(problem)) * num_domains(problem) * block_bytes(problem);
 }
 
 cudaError_t solve_quota_cuda(const QuotaProblem& problem,
@@ -201,12 +213,20 @@ cudaError_t solve_quota_cuda(const QuotaProblem& problem,
                              int64_t* quota,
                              int32_t* slots,
                              cudaStream_t stream) {
-    if (batch == 0) return cudaSuccess;
-    const dim3 grid(static_cast<unsigned>(problem.num_ranks / problem.nvlink_domain),
-                    static_cast<unsigned>(batch));
-    solve_quota_kernel<<<grid, kThreads, 0, stream>>>(
-        problem, load, static_cast<char*>(workspace), quota, slots);
-    return cudaGetLastError();
+    const int64_t pairs = problem.num_ranks * problem.num_experts;
+    for (int64_t first = 0; first < batch; first += loads_at_once(problem)) {
+        const int64_t loads = std::min(batch - first, loads_at_once(problem));
+        const dim3 grid(static_cast<unsigned>(num_domains(problem)), static_cast<unsigned>(loads));
+        solve_quota_kernel<<<grid, kThreads, 0, stream>>>(
+            problem,
+            load + first * pairs,
+            static_cast<char*>(workspace),
+            quota + first * pairs,
+            slots + first * problem.num_ranks * problem.num_slots);
+        const cudaError_t launched = cudaGetLastError();
+        if (launched != cudaSuccess) return launched;
+    }
+    return cudaSuccess;
 }
 
 }  // namespace megatron_ext

@@ -1,19 +1,21 @@
 // Stage 2 on the device: shares of every quota by source rank.
 //
 // 1. One row [E, R] of the split for each source rank asked for.
-// 2. One thread: one expert of one source, over the ranks in turn.
+// 2. One warp: one expert of one source. One lane: one instance at a time.
 // 3. A kernel, because the quotas are on the device.
-// 4. Threads share nothing.
+// 4. Lanes meet in prefix sums.
 // 5. Deterministic: integers.
 // 6. Reads 2 * E * R quotas and loads, writes E * R shares: 0.4 MB for one source at EP64 and 256
-//    experts, so latency over R dependent steps is what it takes.
+//    experts, so the latency of a few rounds of reads and shuffles is what it takes.
 
+#include "lines.cuh"
 #include "megatron_ext/cuda_api.h"
 
 namespace megatron_ext {
 namespace {
 
-constexpr int kThreads = 64;
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * DeviceWarp::kLanes;
 
 __device__ int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 __device__ int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -24,8 +26,9 @@ __global__ void split_quota_kernel(int64_t ranks,
                                    const int64_t* quota,
                                    int64_t first_source,
                                    int64_t* split) {
-    const int64_t e = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-    if (e >= experts) return;
+    const DeviceWarp warp;
+    const int64_t e = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / DeviceWarp::kLanes;
+    if (e >= experts) return;  // whole warps
     const int64_t source = first_source + blockIdx.y;
     const int64_t home = e / (experts / ranks);
     const int64_t* expert_quota = quota + e * ranks;
@@ -35,20 +38,21 @@ __global__ void split_quota_kernel(int64_t ranks,
     const auto local = [&](int64_t r) { return smaller(demand(r), expert_quota[r]); };
 
     // The source's piece of the line of residual demands ...
-    int64_t begin = 0;
-    for (int64_t r = 0; r < source; ++r) begin += demand(r) - local(r);
+    const int64_t begin =
+        warp.sum(static_cast<int>(source), [&](int r) { return demand(r) - local(r); });
     const int64_t end = begin + demand(source) - local(source);
     // ... against the instances' pieces of the equally long line of residual quotas.
     int64_t position = 0;
-    const auto overlap = [&](int64_t t) {
-        const int64_t next = position + expert_quota[t] - local(t);
-        const int64_t shared = greater(smaller(end, next) - greater(begin, position), 0);
-        share[t] = shared + (t == source ? local(t) : 0);
-        position = next;
-    };
-    overlap(home);
-    for (int64_t t = 0; t < ranks; ++t) {
-        if (t != home) overlap(t);
+    for (int64_t first = 0; first < ranks; first += DeviceWarp::kLanes) {
+        const int64_t i = first + warp.lane();
+        const int64_t t = rank_at(i, home);
+        const int64_t length = i < ranks ? expert_quota[t] - local(t) : 0;
+        const int64_t next = position + sum_up_to_lane(length);
+        if (i < ranks) {
+            const int64_t shared = greater(smaller(end, next) - greater(begin, next - length), 0);
+            share[t] = shared + (t == source ? local(t) : 0);
+        }
+        position = of_last_lane(next);
     }
 }
 
@@ -62,7 +66,7 @@ cudaError_t split_quota_cuda(int64_t num_ranks,
                              int64_t num_sources,
                              int64_t* split,
                              cudaStream_t stream) {
-    const dim3 grid(static_cast<unsigned>((num_experts + kThreads - 1) / kThreads),
+    const dim3 grid(static_cast<unsigned>((num_experts + kWarps - 1) / kWarps),
                     static_cast<unsigned>(num_sources));
     split_quota_kernel<<<grid, kThreads, 0, stream>>>(
         num_ranks, num_experts, load, quota, first_source, split);

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 
 from megatron_ext import ops
-from megatron_ext.balance.plan import solve, solve_plan, split_quota
+from megatron_ext.balance.plan import BalancePlan, solve, solve_plan, split_quota
 from megatron_ext.balance.reroute import assign, reroute
 from tests import workloads
 from tests.balance.instances import instances
@@ -44,6 +44,16 @@ def test_plans_equal_the_host(ranks, experts, slots, domain, tolerance, min_quot
     assert_equal_plans(host, device)
 
 
+@pytest.mark.parametrize(("ranks", "experts", "slots", "domain"), SIZES)
+def test_splits_equal_the_host(ranks, experts, slots, domain):
+    load = workloads.zipf(ranks, experts, 2000, 1.0)
+    plan = solve(load, ep_size=ranks, slots=slots, nvlink_domain=domain)
+    there = BalancePlan(plan.layout, plan.quota.cuda(), plan.slots.cuda())
+    for source in (None, 0, ranks // 2, ranks - 1):
+        host, device = split_quota(load, plan, source), split_quota(load.cuda(), there, source)
+        assert torch.equal(host, device.cpu())
+
+
 @given(instance=instances(max_ranks=8))
 @settings(max_examples=100)
 def test_small_plans_equal_the_host(instance):
@@ -60,6 +70,13 @@ def test_small_plans_equal_the_host(instance):
 def test_loads_beyond_32_bits():
     load = workloads.zipf(64, 256, 4096, 1.0) * 2**33
     assert_equal_plans(solve(load, ep_size=64), solve(load.cuda(), ep_size=64))
+
+
+@pytest.mark.parametrize("domain", [1, 2])
+def test_more_loads_than_a_launch_takes(domain):
+    load = torch.stack([workloads.zipf(2, 4, 50, 1.0, seed) for seed in range(1200)])
+    options = {"ep_size": 2, "slots": 1, "nvlink_domain": domain}
+    assert_equal_plans(solve(load, **options), solve(load.cuda(), **options))
 
 
 def case(tokens, experts, ranks, top_k, seed=0):
@@ -91,6 +108,34 @@ def test_tokens_go_where_the_host_sends_them(tokens, experts, ranks, top_k, dtyp
         assert torch.equal(host, device)
 
 
+def test_choices_beyond_shares_or_rows_are_left_out():
+    routed, load, plan = case(1000, 24, 4, 3)
+    shares, ids = split_quota(load, plan, 0), plan.physical_index()
+    whole = assign(routed, shares, ids, 3)
+    narrow = assign(routed.cuda(), shares.cuda(), ids.cuda(), 2)
+    assert torch.equal(narrow.logical.cpu(), whole.logical[:, :2])
+    assert torch.equal(narrow.physical.cpu(), whole.physical[:, :2])
+
+    fewer = (shares - 1).clamp(min=0)
+    some = assign(routed.cuda(), fewer.cuda(), ids.cuda(), 3)
+    assert torch.equal(some.logical < 0, some.physical < 0)
+    taken = torch.bincount(
+        some.physical[some.physical >= 0].cpu(), minlength=plan.layout.num_physical
+    )
+    expected = torch.zeros_like(taken)
+    expected[ids[fewer > 0]] = fewer[fewer > 0]
+    assert torch.equal(taken, expected)
+
+
+def test_tensors_on_two_devices_are_rejected():
+    routed, load, plan = case(8, 8, 2, 2)
+    shares = split_quota(load, plan, 0)
+    with pytest.raises(ValueError, match="all tensors must be on one device, got cuda:0 and cpu"):
+        assign(routed.cuda(), shares, plan.physical_index(), 2)
+    with pytest.raises(ValueError, match="all tensors must be on one device, got cpu and cuda:0"):
+        split_quota(load, BalancePlan(plan.layout, plan.quota.cuda(), plan.slots.cuda()))
+
+
 def test_replay_of_a_graph_follows_the_load():
     ops.load_library()
     native = torch.ops.megatron_ext
@@ -107,6 +152,7 @@ def test_replay_of_a_graph_follows_the_load():
         return plan, assignment
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         plan_and_assign()
     torch.cuda.synchronize()

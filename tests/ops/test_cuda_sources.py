@@ -1,5 +1,6 @@
 """Every CUDA source compiles for the two architectures, without Torch and without a GPU."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -36,5 +37,6 @@ def test_compiles(source, architecture, tmp_path):
         timeout=300,
     )
     assert result.returncode == 0, result.stderr
-    # A spilled register is traffic nobody planned for.
-    assert "0 bytes spill stores, 0 bytes spill loads" in result.stderr
+    # A spilled register is traffic nobody planned for; there is one line for each kernel.
+    spills = re.findall(r"\d+ bytes spill stores, \d+ bytes spill loads", result.stderr)
+    assert set(spills) == {"0 bytes spill stores, 0 bytes spill loads"}

@@ -1,0 +1,277 @@
+// Runs the CUDA kernels on the host (cuda_on_host/) against the host stages, on random problems;
+// built by test_kernels_on_host.py. Exits with 1 and a line on stderr at a difference.
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "megatron_ext/api.h"
+#include "megatron_ext/cuda_api.h"
+
+using namespace megatron_ext;
+
+namespace {
+
+std::mt19937_64 random_numbers(11);
+
+void require(bool holds, const char* what) {
+    if (holds) return;
+    std::fprintf(stderr, "broken: %s\n", what);
+    std::exit(1);
+}
+
+int64_t pick(int64_t low, int64_t high) {
+    const auto choices = static_cast<uint64_t>(high - low) + 1;
+    return low + static_cast<int64_t>(random_numbers() % choices);
+}
+
+template <class T>
+T one_of(std::initializer_list<T> choices) {
+    return *(choices.begin() + pick(0, static_cast<int64_t>(choices.size()) - 1));
+}
+
+// Memory full of other values than 0, with a margin that must stay as it is.
+template <class T>
+class Guarded {
+  public:
+    explicit Guarded(int64_t size) : size_(size), bytes_(size * sizeof(T) + kMargin, kGarbage) {}
+
+    T* data() { return reinterpret_cast<T*>(bytes_.data()); }
+
+    // The values; to be asked when all is written.
+    std::vector<T> values() {
+        require(std::all_of(bytes_.begin() + size_ * sizeof(T),
+                            bytes_.end(),
+                            [](char byte) { return byte == kGarbage; }),
+                "nothing is written behind the end");
+        return std::vector<T>(data(), data() + size_);
+    }
+
+  private:
+    static constexpr int64_t kMargin = 256;
+    static constexpr char kGarbage = 0x55;
+    int64_t size_;
+    std::vector<char> bytes_;
+};
+
+QuotaProblem random_problem() {
+    const int64_t ranks = one_of<int64_t>({2, 4, 6, 8, 8, 8, 40});
+    int64_t domain = pick(1, 3) == 1 ? pick(1, ranks) : ranks;
+    while (ranks % domain != 0) --domain;
+    return {ranks,
+            ranks * one_of<int64_t>({1, 2, 3, 8}),
+            one_of<int64_t>({1, 1, 2, 3, 8}),
+            domain,
+            one_of<int64_t>({0, 0, 10'000, 10'000, 200'000}),
+            one_of<int64_t>({1, 1, 1, 7})};
+}
+
+// Of hot and cold experts, and of some ranks that have only cold ones: such loads take the planner
+// more than one threshold. Small ones are full of ties.
+std::vector<int64_t> random_loads(const QuotaProblem& problem, int64_t batch) {
+    const int64_t ranks = problem.num_ranks;
+    const int64_t experts = problem.num_experts;
+    const int64_t scale =
+        one_of<int64_t>({1, 3, 50, 4000, int64_t{1} << 33, INT64_MAX / (ranks * experts)});
+    std::vector<int64_t> load(batch * ranks * experts);
+    for (int64_t b = 0; b < batch; ++b) {
+        const int64_t cold = pick(0, ranks - 1);
+        for (int64_t e = 0; e < experts; ++e) {
+            const int64_t heat = e * ranks / experts < cold ? 40 : pick(1, 10);
+            for (int64_t r = 0; r < ranks; ++r) {
+                load[(b * ranks + r) * experts + e] = pick(0, scale) / heat;
+            }
+        }
+    }
+    return load;
+}
+
+void plan_and_split(const QuotaProblem& problem, int64_t batch) {
+    const int64_t ranks = problem.num_ranks;
+    const int64_t experts = problem.num_experts;
+    const std::vector<int64_t> load = random_loads(problem, batch);
+    std::vector<int64_t> quota(batch * experts * ranks);
+    std::vector<int32_t> slots(batch * ranks * problem.num_slots);
+    Guarded<int64_t> quota_there(quota.size());
+    Guarded<int32_t> slots_there(slots.size());
+    Guarded<char> workspace(solve_quota_cuda_bytes(problem, batch));
+    solve_quota_cuda(problem,
+                     load.data(),
+                     batch,
+                     workspace.data(),
+                     quota_there.data(),
+                     slots_there.data(),
+                     nullptr);
+    workspace.values();
+    for (int64_t b = 0; b < batch; ++b) {
+        solve_quota(problem,
+                    load.data() + b * ranks * experts,
+                    quota.data() + b * experts * ranks,
+                    slots.data() + b * ranks * problem.num_slots);
+    }
+    require(quota_there.values() == quota, "the quotas equal the host's");
+    require(slots_there.values() == slots, "the slots equal the host's");
+    if (batch == 0) return;
+
+    const int64_t first = pick(0, ranks - 1);
+    const int64_t sources = pick(1, ranks - first);
+    std::vector<int64_t> split(sources * experts * ranks);
+    Guarded<int64_t> split_there(split.size());
+    for (int64_t s = 0; s < sources; ++s) {
+        split_quota(ranks,
+                    experts,
+                    load.data(),
+                    quota.data(),
+                    first + s,
+                    split.data() + s * experts * ranks);
+    }
+    split_quota_cuda(
+        ranks, experts, load.data(), quota.data(), first, sources, split_there.data(), nullptr);
+    require(split_there.values() == split, "the split equals the host's");
+}
+
+// What the host stage refuses, the kernels leave out.
+void check_left_out(const AssignProblem& problem,
+                    const bool* map,
+                    const std::vector<int64_t>& shares,
+                    const std::vector<int32_t>& logical,
+                    const std::vector<int32_t>& physical) {
+    std::vector<int64_t> taken(shares.size(), 0);
+    for (int64_t n = 0; n < problem.num_tokens; ++n) {
+        int64_t last = -1;
+        bool ended = false;
+        for (int64_t i = n * problem.top_k; i < (n + 1) * problem.top_k; ++i) {
+            require((logical[i] < 0) == (physical[i] < 0), "both tables end a row together");
+            require(logical[i] < 0 || !ended, "a row has no gaps");
+            ended = ended || logical[i] < 0;
+            if (ended) continue;
+            require(logical[i] > last, "a row rises");
+            require(map[n * problem.num_experts + logical[i]], "only choices are assigned");
+            require(physical[i] / problem.num_ranks == logical[i], "an instance of the expert");
+            ++taken[physical[i]];
+            last = logical[i];
+        }
+    }
+    for (size_t i = 0; i < taken.size(); ++i) {
+        require(taken[i] <= shares[i], "no instance takes more than its share");
+    }
+}
+
+void route() {
+    const int64_t ranks = one_of<int64_t>({1, 2, 4, 40});
+    const int64_t experts = ranks * one_of<int64_t>({1, 3, 8});
+    const int64_t top_k = pick(1, std::min<int64_t>(experts, 40));
+    const AssignProblem problem{pick(0, 1) * pick(0, 2000), experts, ranks, top_k};
+    const auto map = std::make_unique<bool[]>(problem.num_tokens * experts);
+    const int64_t hot = pick(1, experts);
+    for (int64_t n = 0; n < problem.num_tokens; ++n) {
+        for (int64_t k = pick(0, top_k); k > 0; --k) map[n * experts + pick(0, hot - 1)] = true;
+    }
+    std::vector<int64_t> counts(experts);
+    Guarded<int64_t> counts_there(experts);
+    count_load(map.get(), problem.num_tokens, experts, counts.data());
+    count_load_cuda(map.get(), problem.num_tokens, experts, counts_there.data(), nullptr);
+    require(counts_there.values() == counts, "the counts equal the host's");
+
+    std::vector<int64_t> shares(experts * ranks, 0), ids(experts * ranks);
+    for (int64_t i = 0; i < experts * ranks; ++i) ids[i] = i;
+    for (int64_t e = 0; e < experts; ++e) {
+        for (int64_t left = counts[e]; left > 0;) {
+            const int64_t part = pick(1, left);
+            shares[e * ranks + pick(0, ranks - 1)] += part;
+            left -= part;
+        }
+    }
+    const auto assign_there = [&](const AssignProblem& asked) {
+        Guarded<int32_t> logical(asked.num_tokens * asked.top_k);
+        Guarded<int32_t> physical(asked.num_tokens * asked.top_k);
+        Guarded<char> workspace(assign_cuda_bytes(asked));
+        assign_cuda(asked,
+                    map.get(),
+                    shares.data(),
+                    ids.data(),
+                    workspace.data(),
+                    logical.data(),
+                    physical.data(),
+                    nullptr);
+        workspace.values();
+        return std::pair{logical.values(), physical.values()};
+    };
+    std::vector<int32_t> logical(problem.num_tokens * top_k), physical(logical.size());
+    require(assign(problem, map.get(), shares.data(), ids.data(), logical.data(), physical.data()),
+            "the host assigns all");
+    const auto [logical_there, physical_there] = assign_there(problem);
+    require(logical_there == logical, "the experts equal the host's");
+    require(physical_there == physical, "the instances equal the host's");
+
+    const int64_t width = experts * ranks;
+    std::vector<uint16_t> probs(problem.num_tokens * experts);
+    for (uint16_t& prob : probs) prob = static_cast<uint16_t>(random_numbers());
+    std::vector<uint16_t> placed(problem.num_tokens * width);
+    const auto marks = std::make_unique<bool[]>(placed.size());
+    Guarded<uint16_t> placed_there(placed.size());
+    Guarded<bool> marks_there(placed.size());
+    copy_choices(reinterpret_cast<const char*>(probs.data()),
+                 logical.data(),
+                 experts,
+                 reinterpret_cast<char*>(placed.data()),
+                 physical.data(),
+                 width,
+                 problem.num_tokens,
+                 top_k,
+                 sizeof(uint16_t));
+    mark_choices(physical.data(), width, problem.num_tokens, top_k, marks.get());
+    copy_choices_cuda(probs.data(),
+                      logical.data(),
+                      experts,
+                      placed_there.data(),
+                      physical.data(),
+                      width,
+                      problem.num_tokens,
+                      top_k,
+                      sizeof(uint16_t),
+                      marks_there.data(),
+                      nullptr);
+    require(placed_there.values() == placed, "the placed values equal the host's");
+    const std::vector<bool> marked = marks_there.values();
+    require(std::equal(marked.begin(), marked.end(), marks.get()), "the marks equal the host's");
+
+    // Too few shares, too many, too short rows.
+    for (int64_t& share : shares) share = std::max<int64_t>(0, share + pick(-2, 2));
+    const AssignProblem narrow{problem.num_tokens, experts, ranks, pick(1, top_k)};
+    const auto [some_logical, some_physical] = assign_there(narrow);
+    check_left_out(narrow, map.get(), shares, some_logical, some_physical);
+    Guarded<uint16_t> inside(problem.num_tokens * (width / 2));
+    copy_choices_cuda(probs.data(),
+                      some_logical.data(),
+                      experts / 2,
+                      inside.data(),
+                      some_physical.data(),
+                      width / 2,
+                      problem.num_tokens,
+                      narrow.top_k,
+                      sizeof(uint16_t),
+                      nullptr,
+                      nullptr);
+    inside.values();
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+    const int rounds = std::atoi(arguments[1]);
+    plan_and_split({1, 4, 2, 1, 0, 1}, 2);   // one rank
+    plan_and_split({8, 64, 0, 8, 0, 1}, 1);  // no slots
+    plan_and_split({8, 8, 1, 8, 0, 1}, 0);   // no loads
+    plan_and_split({8, 8, 1, 1, 0, 1}, 70);  // more blocks than are launched at once
+    plan_and_split({64, 256, 2, 64, 10'000, 1}, 1);
+    for (int i = 0; i < rounds; ++i) {
+        const QuotaProblem problem = random_problem();
+        plan_and_split(problem, problem.num_ranks > 8 ? 1 : pick(1, 3));
+        route();
+    }
+    std::printf("%d rounds\n", rounds);
+}
