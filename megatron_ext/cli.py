@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments))
     except _USAGE_ERRORS as error:
         return _complain(arguments.command_name, error, WRONG_USAGE)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, MemoryError) as error:
         return _complain(arguments.command_name, error, FAILED)
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -151,13 +151,18 @@ def _add_plan(commands: Any) -> None:
         "megatron-ext plan loads.npz --slots 2 --out plans.npz",
     )
     plan.add_argument("loads", type=Path, metavar="LOADS.npz", help="loads, int64 [B, R, E]")
-    plan.add_argument("--slots", type=int, default=defaults.slots, metavar="S")
-    plan.add_argument("--strategy", default=defaults.strategy, metavar="NAME")
-    plan.add_argument("--tolerance", type=float, default=defaults.tolerance, metavar="T")
-    plan.add_argument("--min-quota", type=int, default=defaults.min_quota, metavar="N")
-    plan.add_argument("--nvlink-domain", type=int, metavar="D", help="ranks per NVLink domain")
+    for option, kind, default, metavar, text in (
+        ("--slots", int, defaults.slots, "S", "replicas that a rank can hold"),
+        ("--strategy", str, defaults.strategy, "NAME", "the planner"),
+        ("--tolerance", float, defaults.tolerance, "T", "imbalance - 1 that is good enough"),
+        ("--min-quota", int, defaults.min_quota, "N", "fewest assignments of a replica"),
+        ("--objective", str, defaults.objective, "NAME", "tolerance or time"),
+    ):
+        plan.add_argument(
+            option, type=kind, default=default, metavar=metavar, help=f"{text} (%(default)s)"
+        )
     plan.add_argument(
-        "--objective", default=defaults.objective, metavar="NAME", help="tolerance or time"
+        "--nvlink-domain", type=int, metavar="D", help="ranks per NVLink domain (all ranks)"
     )
     time = plan.add_argument_group("for --objective time")
     time.add_argument("--expert-bytes", type=int, metavar="N", help="weights of one expert")
@@ -165,7 +170,7 @@ def _add_plan(commands: Any) -> None:
         "--link-bandwidth", type=float, metavar="X", help="bytes per second of a rank"
     )
     time.add_argument("--assignment-time", type=float, metavar="X", help="seconds per assignment")
-    time.add_argument("--token-bytes", type=int, default=0, metavar="N", help="of a hidden state")
+    time.add_argument("--token-bytes", type=int, metavar="N", help="of a hidden state")
     plan.add_argument("--out", type=Path, metavar="PLAN.npz", help="where to write the plans")
     plan.add_argument("--split", action="store_true", help="write the quotas by source rank too")
     plan.add_argument("--overwrite", action="store_true", help="replace an existing PLAN.npz")
@@ -180,7 +185,7 @@ def _add_synth(commands: Any) -> None:
         "few-tokens, dead-experts",
         "megatron-ext synth zipf --ranks 64 --experts 256 --imbalance 2 --out loads.npz",
     )
-    synth.add_argument("kind", metavar="KIND")
+    synth.add_argument("kind", metavar="KIND", help="one of those above")
     synth.add_argument("--ranks", type=_positive, required=True, metavar="R")
     synth.add_argument("--experts", type=_positive, required=True, metavar="E")
     synth.add_argument("--tokens", type=_positive, metavar="N", help="tokens of a rank")
@@ -240,6 +245,8 @@ def _train(words: list[str]) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
     from megatron_ext.offline.loads import check_free, read_loads, write_plans
     from megatron_ext.offline.planning import plan_loads, summarize
 
@@ -255,8 +262,9 @@ def _plan(arguments: argparse.Namespace) -> int:
         "min_quota": arguments.min_quota,
         "nvlink_domain": arguments.nvlink_domain,
     }
+    costs = _costs(arguments)
     with _progress("Planning", len(loads)) as on_load:
-        planned = plan_loads(loads.load, settings, _costs(arguments), on_load=on_load)
+        planned = plan_loads(loads.load, settings, costs, on_load=on_load)
     if arguments.out is not None:
         write_plans(
             arguments.out,
@@ -265,9 +273,14 @@ def _plan(arguments: argparse.Namespace) -> int:
             with_split=arguments.split,
             overwrite=arguments.overwrite,
         )
+    layout = planned[0].plan.layout
+    used = {"objective": arguments.objective, "slots": layout.slots}
+    used["nvlink_domain"] = layout.nvlink_domain
+    if costs is not None:
+        used |= asdict(costs) | {"tolerance": None}
     report = {
         "instances": [one.measured for one in planned],
-        "summary": summarize(planned) | settings,
+        "summary": summarize(planned) | settings | used,
     }
     return _show(arguments, report, _plan_lines)
 
@@ -276,18 +289,19 @@ def _costs(arguments: argparse.Namespace) -> Any:
     """What the options of `--objective time` say; None for the other objective."""
     from megatron_ext.balance.costs import LayerCosts
 
-    names = ("expert_bytes", "link_bandwidth", "assignment_time")
-    given = {name: getattr(arguments, name) for name in names}
+    needed = ("expert_bytes", "link_bandwidth", "assignment_time")
+    names = (*needed, "token_bytes")
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     options = {name: "--" + name.replace("_", "-") for name in names}
     if arguments.objective == "tolerance":
-        if useless := [options[name] for name in names if given[name] is not None]:
-            raise ValueError(f"{useless[0]} is for --objective time")
+        if given:
+            raise ValueError(f"{options[next(iter(given))]} is for --objective time")
         return None
     if arguments.objective != "time":
         raise ValueError(f"--objective ({arguments.objective}) must be tolerance or time")
-    if missing := [options[name] for name in names if given[name] is None]:
+    if missing := [options[name] for name in needed if name not in given]:
         raise ValueError(f"--objective time needs {', '.join(missing)}")
-    return LayerCosts(**given, token_bytes=arguments.token_bytes)
+    return LayerCosts(**given)
 
 
 def _plan_lines(report: dict[str, Any]) -> Iterator[str]:
@@ -316,15 +330,15 @@ def _plan_lines(report: dict[str, Any]) -> Iterator[str]:
 def _synth(arguments: argparse.Namespace) -> int:
     from megatron_ext.balance.metrics import home_loads, imbalance
     from megatron_ext.offline.loads import check_free, write_loads
-    from megatron_ext.offline.synthetic import KINDS, LoadSpec, generate
+    from megatron_ext.offline.synthetic import KINDS, generate, make_spec
 
     check_free(arguments.out, overwrite=arguments.overwrite)
-    names = ("tokens", "top_k", "batch", "seed", "imbalance", "exponent", "share")
+    sizes = ("ranks", "experts", "tokens", "top_k", "batch", "seed")
+    names = (*sizes, "imbalance", "exponent", "share")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    if arguments.kind in KINDS:
-        given.setdefault("tokens", KINDS[arguments.kind].tokens)
-    spec = LoadSpec(ranks=arguments.ranks, experts=arguments.experts, **given)
-    loads = generate(arguments.kind, spec)
+    spec = make_spec(arguments.kind, **given)
+    with _progress("Drawing", spec.batch) as on_load:
+        loads = generate(arguments.kind, spec, on_load=on_load)
     write_loads(arguments.out, loads, overwrite=arguments.overwrite)
     before = [imbalance(home_loads(load)) for load in loads.load]
     report = {

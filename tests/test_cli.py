@@ -332,7 +332,7 @@ def test_plan_prints_the_contract(loads, capsys):
             "solve_us",
         }
         assert 1.0 <= instance["lower_bound"] <= instance["imbalance_after"] <= 1.01
-        assert instance["imbalance_before"] == pytest.approx(1.5, rel=0.05)
+        assert instance["imbalance_before"] == pytest.approx(1.5, rel=0.01)
         assert 0 < instance["max_fanout"] <= instance["max_rank_sends"] <= instance["replicas"]
         assert instance["solve_us"] > 0
     summary = report["summary"]
@@ -358,8 +358,10 @@ def test_plan_writes_plans(loads, capsys):
         assert (archive["split"].sum(1) == archive["quota"]).all()
         assert archive["slots"].shape == (3, 8, 1)
     # `exact` plans for as many slots as a rank has mains.
-    words = ["--strategy", "exact", "--out", out, "--overwrite"]
-    assert run(capsys, "plan", loads, *words)[0] == 0
+    words = ["--strategy", "exact", "--out", out, "--overwrite", "--json"]
+    status, stdout, _ = run(capsys, "plan", loads, *words)
+    assert status == 0
+    assert json.loads(stdout)["summary"]["slots"] == 4
     with np.load(out) as archive:
         loads_after = archive["quota"].sum(1)
         assert (loads_after.max(1) - loads_after.min(1)).max() <= 1
@@ -408,10 +410,47 @@ def test_plan_with_wrong_settings(loads, capsys, words, message):
         (["heap", "--ranks", 8, "--experts", 32], "unknown kind 'heap'"),
         (["zipf", "--ranks", 8, "--experts", 30], "must be a multiple of ranks (8)"),
         (["zipf", "--ranks", 8, "--experts", 32, "--imbalance", 9], "imbalance (9.0) must be from"),
+        (["zipf", "--ranks", 8, "--experts", 32, "--imbalance", 7], "cannot be had within 1%"),
+        (["zipf", "--ranks", 8, "--experts", 32, "--share", 0.5], "share is no setting of zipf"),
+        (
+            ["drift", "--ranks", 8, "--experts", 32, "--batch", 1],
+            "batch (1) must be >= 2 for drift",
+        ),
     ],
 )
 def test_synth_with_wrong_settings(tmp_path, capsys, words, message):
     status, stdout, stderr = run(capsys, "synth", *words, "--out", tmp_path / "loads.npz")
     assert (status, stdout) == (2, "")
+    assert stderr.startswith("megatron-ext synth: error: ")
     assert message in stderr
+    assert stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_synth_of_more_than_fits_into_memory(tmp_path, capsys):
+    words = ["zipf", "--ranks", 8, "--experts", 32, "--tokens", 10**14]
+    status, stdout, stderr = run(capsys, "synth", *words, "--out", tmp_path / "loads.npz")
+    assert (status, stdout) == (1, "")
+    assert stderr.startswith("megatron-ext synth: error: Unable to allocate")
+    assert stderr.count("\n") == 1
+
+
+def test_plan_of_wrong_files(tmp_path, capsys):
+    import numpy as np
+
+    np.savez(tmp_path / "floats.npz", load=np.ones((4, 8)))
+    np.savez(tmp_path / "overflow.npz", load=np.full((4, 8), 2**62))
+    (tmp_path / "text.npz").write_text("load")
+    for name, message in {
+        "floats.npz": "floats.npz: load must be int64, got float64: convert it with",
+        "overflow.npz": "for sums to fit int64 at most",
+        "text.npz": "text.npz is no .npz file",
+        "absent.npz": "absent.npz does not exist",
+    }.items():
+        out = tmp_path / "plans.npz"
+        status, stdout, stderr = run(capsys, "plan", tmp_path / name, "--out", out)
+        assert (status, stdout) == (2, "")
+        assert stderr.startswith("megatron-ext plan: error: ")
+        assert message in stderr
+        assert stderr.count("\n") == 1
+        assert not out.exists()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import zipfile
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,18 @@ from torch import Tensor
 from megatron_ext.balance.plan import BalancePlan, split_quota
 
 TRACE_FIELDS = ("step", "microbatch", "layer")
+
+# What NumPy raises on a file that is cut, damaged, or holds pickled objects: damage can ask for a
+# password, for any amount of memory, for a place before the file's beginning.
+_DAMAGES = (
+    ValueError,
+    EOFError,
+    zipfile.BadZipFile,
+    zlib.error,
+    RuntimeError,
+    MemoryError,
+    OSError,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +50,21 @@ class Loads:
         return self.load.shape[0]
 
 
+@dataclass(frozen=True, eq=False)
+class Plans:
+    """Plans of a file. The NVLink domain they keep to is not in it."""
+
+    quota: Tensor
+    """int64 [B, E, R]."""
+    slots: Tensor
+    """int32 [B, R, S]."""
+    split: Tensor | None = None
+    """int64 [B, R, E, R]."""
+
+    def __len__(self) -> int:
+        return self.quota.shape[0]
+
+
 def read_loads(path: Path) -> Loads:
     """Read and check a file of loads.
 
@@ -44,14 +72,9 @@ def read_loads(path: Path) -> Loads:
         FileNotFoundError: There is no such file.
         ValueError: It is no file of loads; the message names file, value and rule.
     """
-    arrays = _read_arrays(path)
-    if "load" not in arrays:
-        raise ValueError(
-            f"{path} has no array 'load'; it has {', '.join(sorted(arrays)) or 'none'}"
-        )
+    arrays = _read_arrays(path, required=("load",), optional=TRACE_FIELDS)
     load = arrays["load"]
-    if load.dtype != np.int64:
-        raise ValueError(f"{path}: load must be int64, got {load.dtype}; load.astype('int64') is")
+    _check_dtype(path, "load", load, np.int64)
     if load.ndim == 2:
         load = load[None]
     if load.ndim != 3 or 0 in load.shape:
@@ -61,7 +84,7 @@ def read_loads(path: Path) -> Loads:
     batch, ranks, experts = load.shape
     if experts % ranks:
         raise ValueError(f"{path}: experts ({experts}) must be a multiple of ranks ({ranks})")
-    if load.size and int(load.min()) < 0:
+    if int(load.min()) < 0:
         raise ValueError(f"{path}: load has a negative entry ({int(load.min())})")
     trace = {}
     for name in TRACE_FIELDS:
@@ -74,6 +97,35 @@ def read_loads(path: Path) -> Loads:
             )
         trace[name] = torch.from_numpy(values.astype(np.int64))
     return Loads(torch.from_numpy(np.ascontiguousarray(load)), trace)
+
+
+def read_plans(path: Path) -> Plans:
+    """Read a file of plans and check that types and sizes fit each other.
+
+    Whether the plans are legal is a question to `check_plan`, which needs the loads.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is no file of plans; the message names file, value and rule.
+    """
+    arrays = _read_arrays(path, required=("quota", "slots"), optional=("split",))
+    quota, slots = arrays["quota"], arrays["slots"]
+    if quota.ndim != 3 or 0 in quota.shape:
+        raise ValueError(f"{path}: quota must be [B, E, R] and not empty, got shape {quota.shape}")
+    batch, experts, ranks = quota.shape
+    shapes = {
+        "quota": quota.shape,
+        "slots": (batch, ranks, slots.shape[-1] if slots.ndim else 0),
+        "split": (batch, ranks, experts, ranks),
+    }
+    for name, values in arrays.items():
+        _check_dtype(path, name, values, np.int32 if name == "slots" else np.int64)
+        if values.shape != shapes[name]:
+            raise ValueError(
+                f"{path}: {name} must be {list(shapes[name])} beside a quota of "
+                f"{list(quota.shape)}, got {list(values.shape)}"
+            )
+    return Plans(**{name: torch.from_numpy(values) for name, values in arrays.items()})
 
 
 def write_loads(path: Path, loads: Loads, *, overwrite: bool = False) -> None:
@@ -123,23 +175,52 @@ def check_free(path: Path, *, overwrite: bool) -> None:
         raise FileExistsError(f"{path} exists already: replace it with --overwrite")
 
 
-def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+def _read_arrays(
+    path: Path, *, required: tuple[str, ...], optional: tuple[str, ...]
+) -> dict[str, np.ndarray]:
+    """Read the arrays of these names; what else the file holds stays unread."""
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} does not exist" if not path.exists() else f"{path} is a folder"
         )
-    try:
-        archive = np.load(path, allow_pickle=False)
+    arrays = {}
+    with path.open("rb") as file:
+        try:
+            archive = np.load(file, allow_pickle=False)
+        except _DAMAGES as error:
+            raise ValueError(f"{path} is no .npz file ({error})") from error
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise ValueError(f"{path} holds one array, not an archive: write it with numpy.savez")
-        with archive:
-            return {name: archive[name] for name in archive.files}
-    except (zipfile.BadZipFile, EOFError) as error:
-        raise ValueError(f"{path} is no .npz file ({error})") from error
-    except ValueError as error:
-        if str(path) in str(error):
-            raise
-        raise ValueError(f"{path} is no .npz file of plain arrays ({error})") from error
+        for name in (*required, *optional):
+            if name in archive.files:
+                arrays[name] = _read_array(path, archive, name)
+            elif name in required:
+                has = ", ".join(sorted(archive.files)) or "none"
+                raise ValueError(f"{path} has no array {name!r}; it has {has}")
+    return arrays
+
+
+def _read_array(path: Path, archive: np.lib.npyio.NpzFile, name: str) -> np.ndarray:
+    try:
+        values = archive[name]
+    except _DAMAGES as error:
+        raise ValueError(f"{path}: {name} cannot be read ({error})") from error
+    # What lacks the header of an array comes as bytes.
+    if not isinstance(values, np.ndarray):
+        raise ValueError(f"{path}: {name} is no array")
+    return values
+
+
+def _check_dtype(path: Path, name: str, values: np.ndarray, dtype: type[np.integer[Any]]) -> None:
+    if values.dtype == dtype:
+        return
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        raise ValueError(f"{path}: {name} has NaN or infinite entries; it must be counts")
+    wanted = np.dtype(dtype)
+    raise ValueError(
+        f"{path}: {name} must be {wanted}, got {values.dtype}: "
+        f"convert it with {name}.astype('{wanted}')"
+    )
 
 
 def _write_arrays(path: Path, arrays: dict[str, Tensor], *, overwrite: bool) -> None:

@@ -1,11 +1,20 @@
 """What every kind of generated load promises."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 
 from megatron_ext.balance.metrics import home_loads, imbalance
-from megatron_ext.offline.synthetic import KINDS, LoadSpec, chances, generate
+from megatron_ext.offline.synthetic import (
+    KINDS,
+    LoadSpec,
+    chances,
+    generate,
+    make_spec,
+    place_on_line,
+)
 
 
 def spec(**changes):
@@ -33,21 +42,55 @@ def test_seeds(kind):
     assert not torch.equal(first, other)
 
 
-@pytest.mark.parametrize("kind", ["zipf", "power-law", "domain-shift", "dead-experts"])
+@pytest.mark.parametrize(
+    "kind", sorted(name for name, kind in KINDS.items() if "imbalance" in kind.settings)
+)
 @pytest.mark.parametrize("wanted", [1.5, 1.8])
-def test_target_imbalance(kind, wanted):
-    loads = generate(kind, spec(tokens=65536, imbalance=wanted, seed=3)).load
+@pytest.mark.parametrize("tokens", [256, 8192])
+def test_target_imbalance(kind, wanted, tokens):
+    """Each load has it, chance included: of 256 tokens that alone would be several percent."""
+    loads = generate(kind, spec(tokens=tokens, imbalance=wanted, seed=3)).load
     for load in loads:
         assert imbalance(home_loads(load)) == pytest.approx(wanted, rel=0.01)
+        assert load.sum(1).tolist() == [tokens * 4] * 8
 
 
 def test_unreachable_imbalance_names_the_range():
-    with pytest.raises(ValueError, match=r"imbalance \(7.9\) must be from 1.000 to [0-9.]+ for"):
-        generate("zipf", spec(imbalance=7.9))
-    with pytest.raises(ValueError, match="give an exponent"):
+    with pytest.raises(ValueError, match=r"imbalance \(7.9\) cannot be had within 1%") as caught:
+        generate("zipf", spec(imbalance=7.9, batch=1))
+    low, high = map(float, re.search(r"give (.*) to (.*), nearest", str(caught.value)).groups())
+    for wanted in (low, high):
+        load = generate("zipf", spec(imbalance=wanted, batch=1)).load[0]
+        assert imbalance(home_loads(load)) == pytest.approx(wanted, rel=0.01)
+    with pytest.raises(ValueError, match="cannot be had"):
+        generate("zipf", spec(imbalance=high * 1.02, batch=1))
+    # So few tokens are never as even as that.
+    with pytest.raises(ValueError, match=r"give 1\.0[0-9]+ to [0-9.]+, nearest 1\.0") as caught:
+        generate("zipf", spec(imbalance=1.0, tokens=64))
+    nearest = float(str(caught.value).split()[-1])
+    load = generate("zipf", spec(imbalance=nearest, tokens=64, batch=1)).load[0]
+    assert imbalance(home_loads(load)) == pytest.approx(nearest, rel=0.01)
+    # The steepest: every token chooses all experts of the hot rank.
+    hottest = generate("hot-rank", spec(imbalance=8.0, batch=1)).load[0]
+    assert imbalance(home_loads(hottest)) == pytest.approx(8.0, rel=0.01)
+
+
+def test_settings_that_mean_nothing_are_refused():
+    with pytest.raises(ValueError, match="imbalance is no setting of drift; it has exponent"):
         generate("drift", spec(imbalance=2.0))
-    with pytest.raises(ValueError, match=r"imbalance \(9.0\) of a hot rank must be from 1 to 8"):
-        generate("hot-rank", spec(imbalance=9.0))
+    with pytest.raises(ValueError, match="imbalance is no setting of drift"):
+        make_spec("drift", ranks=8, experts=32, imbalance=2.0)
+    with pytest.raises(ValueError, match="share is no setting of zipf; it has exponent, imbalance"):
+        make_spec("zipf", ranks=8, experts=32, share=0.5)
+    with pytest.raises(ValueError, match=r"batch \(1\) must be >= 2 for domain-shift"):
+        generate("domain-shift", spec(batch=1))
+
+
+def test_kinds_have_defaults():
+    assert make_spec("few-tokens", ranks=8, experts=32).tokens == 256
+    assert make_spec("few-tokens", ranks=8, experts=32, tokens=1024).tokens == 1024
+    assert make_spec("drift", ranks=8, experts=32).batch > 1
+    assert make_spec("zipf", ranks=8, experts=32) == LoadSpec(ranks=8, experts=32)
 
 
 def test_steeper_is_more_uneven():
@@ -66,6 +109,16 @@ def test_hot_rank():
 def test_cold_ranks_get_nothing():
     for load in generate("cold-ranks", spec(share=0.25)).load:
         assert int((home_loads(load) == 0).sum()) == 2
+
+
+def test_dead_experts_get_nothing_of_rounding():
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        is_dead = np.arange(20) % 3 == 1
+        is_dead[-4:] = True
+        line = place_on_line(np.where(is_dead, 0.0, generator.random(20)), 7)
+        assert line[-1] == 7
+        assert ((np.diff(line) == 0) == is_dead).all()
 
 
 def test_dead_experts_get_nothing():
@@ -112,6 +165,10 @@ def test_large_sizes():
         ({"top_k": 33}, r"top_k \(33\) must be <= experts \(32\)"),
         ({"tokens": 0}, r"tokens \(0\) must be >= 1"),
         ({"exponent": -1.0}, r"exponent \(-1.0\) must be from 0"),
+        ({"seed": -1}, r"seed \(-1\) must be >= 0"),
+        ({"imbalance": 0.9}, r"imbalance \(0.9\) must be from 1 to the number of ranks \(8\)"),
+        ({"imbalance": float("inf")}, r"imbalance \(inf\) must be from 1"),
+        ({"imbalance": float("nan")}, r"imbalance \(nan\) must be from 1"),
         ({"share": 1.0}, r"share \(1.0\) must be between 0 and 1"),
     ],
 )
