@@ -139,10 +139,10 @@ _PROBES = 4  # thresholds of a round
 _METHODS = (
     "best fit",
     "pair fit",
-    "frugal",
     "rising",
     "remainder",
     "remainder rising",
+    "refill",
     "roomiest",
     "fill",
 )
@@ -203,17 +203,16 @@ class _Attempt:
         order = self._order()
         for tries in range(1, 10 + 256 // domain.ranks):
             self._reset()
-            self.tight = tries % 2 == 1  # how `frugal` chooses mains
+            if method == "refill":
+                self.reached = domain.slots == 1 and self._refill(detour=tries - 2)
+                if self.reached or domain.slots != 1 or tries > domain.ranks:
+                    break
+                continue
             stuck = next((i for i, r in enumerate(order) if not self._relieve(r)), None)
             self.reached = stuck is None
-            if stuck is None or method in _BASELINES:
+            if stuck is None or stuck == 0 or method in _BASELINES:
                 break
-            if method == "frugal":
-                order = self._shuffled(tries)
-            elif stuck == 0:
-                break
-            else:
-                order.insert(0, order.pop(stuck))
+            order.insert(0, order.pop(stuck))
 
     def num_replicas(self) -> int:
         return sum(len(held) for held in self.experts)
@@ -247,16 +246,6 @@ class _Attempt:
         elif self.method == "remainder rising":
             overloaded = first + sorted(overloaded[1:], key=lambda r: excess[r] % most_room)
         return overloaded + [r for r in busiest_first if excess[r] <= 0]
-
-    def _shuffled(self, restart: int) -> list[int]:
-        """Overloaded ranks in an order that looks random; see `shuffled` in the header."""
-
-        def number(rank: int) -> int:
-            x = (rank * 2_654_435_761 + restart) % 2**32
-            x = (x ^ x >> 15) * 2_246_822_519 % 2**32
-            return (x ^ x >> 13) >> 16
-
-        return sorted(self._order(), key=lambda r: -number(r))
 
     def _reset(self) -> None:
         domain = self.domain
@@ -299,8 +288,6 @@ class _Attempt:
             return self._fill()
         if self.method == "roomiest":
             return self._shed_to_roomiest(rank)
-        if self.method == "frugal":
-            return self._shed_frugally(rank)
         return self._shed(rank)
 
     def _shed(self, rank: int) -> bool:
@@ -329,39 +316,6 @@ class _Attempt:
                 return False
             self._add(mains[largest], largest, piece)
         return True
-
-    def _shed_frugally(self, rank: int) -> bool:
-        """Shed by the pieces that lose least room behind full slots."""
-        while self._room(rank) < 0:
-            whole = -self._room(rank)
-            mains = self._mains_for_hosts(rank)
-            if self.tight:
-                mains = {t: self._coolest(rank, t, e, whole) for t, e in mains.items()}
-            pieces = self._pieces(mains, whole)
-            lost = {
-                t: max(self._room(t) - self.kept[mains[t]], 0)
-                if len(self.experts[t]) + 1 == self.domain.slots
-                else 0
-                for t in pieces
-            }
-            best = max(pieces, key=lambda t: (pieces[t] - lost[t], -self._room(t)), default=None)
-            if best is not None:
-                self._add(mains[best], best, pieces[best])
-            elif not self._chain(rank, whole, at_least=0):
-                return False
-        return True
-
-    def _coolest(self, rank: int, t: int, hottest: int, whole: int) -> int:
-        """The coolest main that fills a replica on rank t; the hottest if none does."""
-        enough = min(self._room(t), whole)
-        filling = [
-            e
-            for e in self.domain.mains_of(rank)
-            if e not in self.experts[t] and self.kept[e] >= enough
-        ]
-        # Of equals the hottest itself, then the lowest.
-        coolest = min(filling, key=lambda e: (self.kept[e], e != hottest), default=hottest)
-        return coolest if self._room(t) > 0 else hottest
 
     def _mains_for_hosts(self, rank: int) -> dict[int, int]:
         hosts = [t for t in range(self.domain.ranks) if self._can_host(rank, t)]
@@ -517,6 +471,35 @@ class _Attempt:
                 if hot is None or piece < self.domain.min_quota or not self._can_host(rank, t):
                     return False
                 self._add(hot, t, piece)
+
+    def _refill(self, detour: int) -> bool:
+        """For one slot: fill host after host, the roomiest first; ranks that gave are hosts too."""
+        domain, ranks = self.domain, range(self.domain.ranks)
+        spare = sum(self._room(r) for r in ranks)
+        step = 0
+        while min(self._room(r) for r in ranks) < 0:
+            hosts = [t for t in ranks if not self.experts[t] and self._room(t) >= domain.min_quota]
+            if not hosts:
+                return False
+            t = max(hosts, key=self._room)
+            enough = max(self._room(t) - spare, domain.min_quota)
+            mains = [
+                e
+                for r in ranks
+                if r != t and not self.experts[r]
+                for e in domain.mains_of(r)
+                if self.kept[e] >= enough
+            ]
+            # The busiest rank's coolest.
+            mains.sort(key=lambda e: (-self.load[e // domain.mains], self.kept[e]))
+            place = 1 if step == detour else 0
+            if len(mains) <= place:
+                return False
+            piece = min(self._room(t), self.kept[mains[place]])
+            spare -= self._room(t) - piece
+            self._add(mains[place], t, piece)
+            step += 1
+        return True
 
 
 def solve_paper(

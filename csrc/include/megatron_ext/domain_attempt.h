@@ -8,6 +8,8 @@
 //      It gets to room behind full slots, and through warm ranks to cold ones.
 // A rank that no step relieves goes to the front of the order, and the try starts over, some times.
 //
+// Some methods go about it otherwise; they are described where they are.
+//
 // Integers only, and a warp's collectives only, so host and device give equal plans (warp.h).
 //
 // Legend: D ranks of the domain, M mains per rank, S slots per rank. Ranks and experts are counted
@@ -39,10 +41,10 @@ struct Domain {
 enum class Method : int32_t {
     kBestFit,          // steps 1 and 3
     kPairFit,          // steps 1, 2 and 3, as all that follow
-    kFrugal,           // pieces that lose least room; chains only when stuck; starts over shuffled
     kRising,           // after the busiest rank, by rising excess
     kRemainder,        // by what is left over when the roomiest hosts are filled
     kRemainderRising,  // after the busiest rank, by that, rising
+    kRefill,           // for one slot: fills hosts, not empties senders; starts over with a detour
     kRoomiest,         // UltraEP, Algorithm 1 (SolveReplication): always the roomiest host
     kFill,             // MoonEP's exact fill: the busiest rank fills the roomiest one completely
 };
@@ -119,23 +121,25 @@ class DomainAttempt {
     // Try to bring every rank down to `threshold`. The plan is in the state if that was reached.
     MEGATRON_EXT_HOST_DEVICE Verdict run(int64_t threshold, Method method) {
         set_limits(threshold);
-        set_order(method, 0);
+        set_order(method);
         // A small domain is tried more often: the fewer ranks, the less room for error, and the
         // cheaper.
         const int restarts = 8 + 256 / domain_.ranks;
         for (int tries = 1;; ++tries) {
             reset();
             if (method == Method::kFill) return verdict(fill());
-            const int stuck = relieve_all(method, tries);
-            if (stuck < 0) return verdict(true);
-            if (tries > restarts || method == Method::kRoomiest) return verdict(false);
-            if (method == Method::kFrugal) {
-                set_order(method, tries);
-            } else if (stuck > 0) {
-                move_to_front(stuck);
-            } else {
+            if (method == Method::kRefill) {
+                const int detour = tries - 2;  // none in the first try
+                if (domain_.slots == 1 && refill(detour)) return verdict(true);
+                if (domain_.slots == 1 && tries <= restarts && tries <= domain_.ranks) continue;
                 return verdict(false);
             }
+            const int stuck = relieve_all(method);
+            if (stuck < 0) return verdict(true);
+            if (stuck == 0 || tries > restarts || method == Method::kRoomiest) {
+                return verdict(false);
+            }
+            move_to_front(stuck);
         }
     }
 
@@ -159,7 +163,7 @@ class DomainAttempt {
         });
     }
 
-    MEGATRON_EXT_HOST_DEVICE void set_order(Method method, int restart) {
+    MEGATRON_EXT_HOST_DEVICE void set_order(Method method) {
         const int ranks = domain_.ranks;
         const int coldest = domain_.busiest_first[ranks - 1];
         const int64_t room_there = state_.limit[coldest] - domain_.home_load[coldest];
@@ -170,8 +174,6 @@ class DomainAttempt {
             const int64_t excess = domain_.home_load[rank] - state_.limit[rank];
             if (excess <= 0) return -1;
             switch (method) {
-                case Method::kFrugal:
-                    return restart == 0 ? 0 : shuffled(rank, restart);
                 case Method::kRising:
                     return i == 0 ? kHuge : kHuge - 1 - excess;
                 case Method::kRemainder:
@@ -190,13 +192,6 @@ class DomainAttempt {
         });
     }
 
-    // A number below 2^16 that looks random (two multiplications by odd numbers near 2^31).
-    MEGATRON_EXT_HOST_DEVICE static int64_t shuffled(int rank, int restart) {
-        uint32_t x = static_cast<uint32_t>(rank) * 2'654'435'761u + static_cast<uint32_t>(restart);
-        x = (x ^ (x >> 15)) * 2'246'822'519u;
-        return (x ^ (x >> 13)) >> 16;
-    }
-
     // Nothing has moved.
     MEGATRON_EXT_HOST_DEVICE void reset() {
         warp_.for_each(domain_.experts(), [&](int e) { state_.kept[e] = domain_.expert_load[e]; });
@@ -208,24 +203,18 @@ class DomainAttempt {
     }
 
     // Returns the place in the order of the first rank that could not be relieved, or -1.
-    MEGATRON_EXT_HOST_DEVICE int relieve_all(Method method, int tries) {
+    MEGATRON_EXT_HOST_DEVICE int relieve_all(Method method) {
         for (int i = 0; i < domain_.ranks; ++i) {
             const int rank = state_.order[i];
             if (excess(rank) <= 0) continue;
-            if (!relieve(rank, method, tries)) return i;
+            if (!relieve(rank, method)) return i;
         }
         return -1;
     }
 
-    MEGATRON_EXT_HOST_DEVICE bool relieve(int rank, Method method, int tries) {
-        switch (method) {
-            case Method::kRoomiest:
-                return shed_to_roomiest(rank);
-            case Method::kFrugal:
-                return shed_frugally(rank, tries % 2 == 1);
-            default:
-                return shed(rank, method != Method::kBestFit);
-        }
+    MEGATRON_EXT_HOST_DEVICE bool relieve(int rank, Method method) {
+        return method == Method::kRoomiest ? shed_to_roomiest(rank)
+                                           : shed(rank, method != Method::kBestFit);
     }
 
     MEGATRON_EXT_HOST_DEVICE void move_to_front(int place) {
@@ -274,51 +263,6 @@ class DomainAttempt {
             add(main_for(rank, hot, largest.index), largest.index, piece);
         }
         return true;
-    }
-
-    // Shed by the pieces that lose least room. Room is lost behind a host's last slot, as far as
-    // the replica there cannot grow. Chains only when there is no piece.
-    //   tight  whether a replica is of the coolest main that fills it, so that hotter ones fill
-    //   more
-    MEGATRON_EXT_HOST_DEVICE bool shed_frugally(int rank, bool tight) {
-        while (excess(rank) > 0) {
-            const int64_t whole = excess(rank);
-            const int hot = hottest_main(rank);
-            const auto main_of = [&](int t) {
-                return tight ? coolest_main_for(rank, hot, t, least(room(t), whole, kHuge))
-                             : main_for(rank, hot, t);
-            };
-            const Best best = warp_.best(domain_.ranks, [&](int t) {
-                if (!can_host(rank, t) || room(t) <= 0) return Score{};
-                const int expert = main_of(t);
-                const int64_t grows_to = expert < 0 ? 0 : state_.kept[expert];
-                const int64_t piece = least(grows_to, room(t), whole);
-                if (piece < domain_.min_quota) return Score{};
-                const bool last_slot = state_.held[t] + 1 == domain_.slots;
-                const int64_t lost = last_slot && room(t) > grows_to ? room(t) - grows_to : 0;
-                return Score{kHuge / 2 + piece - lost, -room(t)};
-            });
-            if (best.index >= 0) {
-                const int expert = main_of(best.index);
-                add(expert, best.index, least(state_.kept[expert], room(best.index), whole));
-            } else if (!chain(rank, whole, 0)) {
-                return false;
-            }
-        }
-        return true;
-    }
-
-    // The main of `rank` not yet on rank t that keeps least but at least `enough`; if there is
-    // none, the one that keeps most.
-    MEGATRON_EXT_HOST_DEVICE int coolest_main_for(int rank, int hot, int t, int64_t enough) const {
-        int best = main_for(rank, hot, t);
-        if (best < 0 || state_.kept[best] < enough) return best;
-        for (int e = rank * domain_.mains; e < (rank + 1) * domain_.mains; ++e) {
-            if (state_.kept[e] >= enough && state_.kept[e] < state_.kept[best] && !holds(t, e)) {
-                best = e;
-            }
-        }
-        return best;
     }
 
     // What a new replica on rank t can take of `whole`; 0 if there can be none.
@@ -547,6 +491,46 @@ class DomainAttempt {
         }
     }
 
+    // With one slot a rank receives once, so a plan is a forest, and it is found from the leaves:
+    // the roomiest host is filled by the busiest rank that can, from its coolest main that does.
+    // Then the host is done, and the rank that gave is a host itself if it now has room. Room may
+    // be lost only as far as the domain has room to spare. This gets through where ranks must both
+    // give and receive, but needs more replicas than shedding.
+    //   detour  the step that takes the second best main; limited discrepancy search (Harvey and
+    //           Ginsberg, 1995) with one discrepancy
+    MEGATRON_EXT_HOST_DEVICE bool refill(int detour) {
+        int64_t spare = warp_.sum(domain_.ranks, [&](int r) { return room(r); });
+        for (int step = 0;; ++step) {
+            const Best busiest =
+                warp_.best(domain_.ranks, [&](int r) { return Score{excess(r), 0}; });
+            if (busiest.index < 0) return true;
+            const Best roomiest = warp_.best(domain_.ranks, [&](int t) {
+                return state_.held[t] == 0 && room(t) >= domain_.min_quota ? Score{room(t), 0}
+                                                                           : Score{};
+            });
+            const int t = roomiest.index;
+            if (t < 0) return false;
+            const int64_t enough = larger_of(room(t) - spare, domain_.min_quota);
+            const auto score = [&](int e) {
+                const int home = domain_.home(e);
+                if (home == t || state_.held[home] > 0 || state_.kept[e] < enough) return Score{};
+                return Score{state_.load[home], -state_.kept[e]};
+            };
+            int main = warp_.best(domain_.experts(), score).index;
+            if (step == detour) {
+                const int passed = main;
+                main = warp_
+                           .best(domain_.experts(),
+                                 [&](int e) { return e == passed ? Score{} : score(e); })
+                           .index;
+            }
+            if (main < 0) return false;
+            const int64_t piece = least(room(t), state_.kept[main], kHuge);
+            spare -= room(t) - piece;
+            add(main, t, piece);
+        }
+    }
+
     MEGATRON_EXT_HOST_DEVICE Verdict verdict(bool reached) const {
         const Best busiest =
             warp_.best(domain_.ranks, [&](int r) { return Score{state_.sends[r], 0}; });
@@ -611,6 +595,10 @@ class DomainAttempt {
     MEGATRON_EXT_HOST_DEVICE static int64_t least(int64_t a, int64_t b, int64_t c) {
         const int64_t ab = a < b ? a : b;
         return ab < c ? ab : c;
+    }
+
+    MEGATRON_EXT_HOST_DEVICE static int64_t larger_of(int64_t a, int64_t b) {
+        return a > b ? a : b;
     }
 
     static constexpr int64_t kHuge = INT64_MAX;
