@@ -201,11 +201,11 @@ class _Attempt:
         self.method = method
         self.limit = self._limits(threshold)
         order = self._order()
-        for tries in range(1, 10 + 256 // domain.ranks):
+        for restart in range(9):
             self._reset()
             if method == "refill":
-                self.reached = domain.slots == 1 and self._refill(detour=tries - 2)
-                if self.reached or domain.slots != 1 or tries > domain.ranks:
+                self.reached = domain.slots == 1 and self._refill(detour=restart - 1)
+                if self.reached:
                     break
                 continue
             stuck = next((i for i, r in enumerate(order) if not self._relieve(r)), None)

@@ -7,20 +7,24 @@ which are then counted 16 times.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import statistics
 import subprocess
 import sys
 
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import Tensor
 
 from megatron_ext.balance.bounds import lower_bound, replicas_lower_bound
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads, imbalance, max_rank_sends
-from megatron_ext.balance.plan import BalancePlan, check_plan, solve
+from megatron_ext.balance.plan import BalancePlan, check_plan, solve, solve_plan
 from tests import workloads
-from tests.balance.milp import least_busiest, least_replicas
+from tests.balance.instances import Instance, instances
+from tests.balance.milp import least_busiest, least_replicas, least_sends
 
 PER_RANK = 8192 * 8
 EP_SIZES = (8, 16, 32, 64)
@@ -36,39 +40,86 @@ def busiest(plan: BalancePlan) -> int:
     return int(plan.rank_loads().max())
 
 
+@functools.cache
 def grid(ranks: int) -> list[Tensor]:
     return [workloads.zipf(ranks, experts, PER_RANK, a, seed) for experts, a, seed in GRID] + [
         16 * workloads.zipf_top_k(ranks, experts, 512, 8, a, seed) for experts, a, seed in GRID
     ]
 
 
+@functools.cache
+def planned(ranks: int) -> list[tuple[Tensor, BalancePlan]]:
+    """The grid with 1, 2 and 4 slots."""
+    return [
+        (load, solve(load, ep_size=ranks, slots=slots))
+        for load, slots in itertools.product(grid(ranks), (1, 2, 4))
+    ]
+
+
+def within_a_percent(load: Tensor) -> int:
+    return int(1.01 * int(load.sum()) / load.shape[0])
+
+
+def assert_within_a_percent_or_impossible(load: Tensor, plan: BalancePlan) -> None:
+    allowed = within_a_percent(load)
+    if busiest(plan) <= allowed or int(lower_bound(load, plan.layout)) > allowed:
+        return
+    fewest = least_replicas(load, plan.layout, allowed, time_limit_s=30)
+    # What is not None is a plan, or, should the time have run out, not known to be impossible.
+    assert fewest is None, (
+        f"imbalance {imbalance(plan.rank_loads()):.4f}; within a percent: {fewest}"
+    )
+
+
 @pytest.mark.parametrize("ranks", EP_SIZES)
-def test_figures_of_the_grid(ranks: int) -> None:
-    """Within 1 %, with few replicas, and in nothing behind Algorithm 1 of UltraEP."""
-    ratios, plain_ratios, missed = [], [], []
-    for load, slots in itertools.product(grid(ranks), (1, 2, 4)):
-        layout = one_domain(ranks, load.shape[1], slots)
-        plan = solve(load, ep_size=ranks, slots=slots)
-        mean = int(load.sum()) / ranks
-        if imbalance(plan.rank_loads()) > 1.01:
-            missed.append((slots, imbalance(plan.rank_loads())))
-        paper = solve(load, ep_size=ranks, slots=slots, strategy="quota_paper")
-        assert busiest(plan) <= max(busiest(paper), 1.01 * mean)
-        if busiest(paper) <= busiest(plan):
+def test_balance_is_within_a_percent_wherever_that_is_possible(ranks: int) -> None:
+    for load, plan in planned(ranks):
+        assert_within_a_percent_or_impossible(load, plan)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        workloads.zipf(4, 256, PER_RANK, 0.8, seed=0),
+        16 * workloads.zipf_top_k(4, 128, 512, 8, 1.2, seed=1),
+        workloads.zipf(8, 256, PER_RANK, 0.8, seed=7),
+        16 * workloads.zipf_top_k(8, 256, 512, 8, 0.4, seed=7),
+        16 * workloads.zipf_top_k(8, 256, 512, 8, 0.8, seed=7),
+    ],
+)
+def test_one_slot_and_few_ranks_leave_hardly_any_choice(load: Tensor) -> None:
+    """Where a search over many seeds found plans that are hard to find, or just not there."""
+    assert_within_a_percent_or_impossible(load, solve(load, ep_size=load.shape[0], slots=1))
+
+
+@pytest.mark.parametrize("ranks", EP_SIZES)
+def test_nothing_is_worse_than_with_the_published_planner(ranks: int) -> None:
+    """Algorithm 1 of UltraEP, as `quota_paper`: busiest rank, replicas, busiest sender."""
+    for load, plan in planned(ranks):
+        paper = solve_plan(load, plan.layout, strategy="quota_paper")
+        allowed = within_a_percent(load)
+        assert busiest(plan) <= max(busiest(paper), allowed)
+        if busiest(paper) <= max(busiest(plan), allowed):
             assert plan.num_replicas() <= paper.num_replicas()
             assert max_rank_sends(plan) <= max_rank_sends(paper)
-        if slots == 2:
-            bound = replicas_lower_bound(load, layout, int(1.01 * mean))
-            assert plan.num_replicas() >= bound
-            ratios.append(plan.num_replicas() / bound)
-            plain_ratios.append(plan.num_replicas() / counted_hosts(load, int(1.01 * mean)))
-    # With one slot and 8 ranks there is one load with a plan within 1 % that is not found.
-    assert len(missed) <= (1 if ranks == 8 else 0)
-    assert all(slots == 1 and after <= 1.016 for slots, after in missed)
-    limit = 1.15 if ranks >= 32 else 1.20
-    assert sum(ratios) / len(ratios) <= limit
-    # A weaker bound gives larger ratios; they stay near.
-    assert sum(plain_ratios) / len(plain_ratios) <= limit + 0.06
+
+
+def test_replicas_are_near_what_counting_says_is_needed() -> None:
+    """With two slots and 1 %, also against the plainest of bounds."""
+    ratios = {ranks: [] for ranks in EP_SIZES}
+    for ranks in EP_SIZES:
+        for load, plan in planned(ranks):
+            if plan.layout.slots != 2:
+                continue
+            allowed = within_a_percent(load)
+            assert busiest(plan) <= allowed
+            counted = counted_hosts(load, allowed)
+            proven = replicas_lower_bound(load, plan.layout, allowed)
+            assert 0 < counted <= proven <= plan.num_replicas()
+            ratios[ranks].append(plan.num_replicas() / counted)
+    means = {ranks: statistics.fmean(each) for ranks, each in ratios.items()}
+    assert statistics.fmean(means.values()) <= 1.20, means
+    assert statistics.fmean([means[32], means[64]]) <= 1.15, means
 
 
 def counted_hosts(load: Tensor, busiest: int) -> int:
@@ -131,9 +182,8 @@ def test_cold_ranks_come_within_two_percent_of_the_optimum(
     ):
         plan = solve(load, ep_size=ranks, slots=2)
         check_plan(load, plan)
-        optimum = least_busiest(load, plan.layout, time_limit_s=4)
-        target = int(1.01 * int(load.sum()) / ranks)
-        assert busiest(plan) <= max(1.02 * optimum, target)
+        # Should the time run out, what is proven is below the optimum, and the demand stricter.
+        assert busiest(plan) <= 1.02 * least_busiest(load, plan.layout, time_limit_s=4).value
 
 
 @pytest.mark.parametrize("share", [1 / 8, 1 / 4, 3 / 8])
@@ -145,53 +195,91 @@ def test_many_cold_ranks_are_filled_where_the_slots_allow_it(share: float, mains
         nearly_cold(ranks, mains, int(share * ranks), seed=2),
     ):
         plan = solve(load, ep_size=ranks, slots=2)
-        bound = int(lower_bound(load, plan.layout))
-        mean = int(load.sum()) / ranks
-        # What cold ranks cannot hold stays where it is: that is the bound.
-        assert busiest(plan) <= 1.02 * max(bound, mean)
+        # The bound is the mean, or what stays on warm ranks because cold ones cannot hold it.
+        assert busiest(plan) <= 1.02 * int(lower_bound(load, plan.layout))
 
 
-SMALL = [
-    (workloads.zipf(ranks, ranks * mains, 300, exponent, seed), slots, domain)
-    for seed, (ranks, mains, slots, domain, exponent) in enumerate(
-        [
-            (4, 2, 1, 4, 1.0),
-            (4, 3, 1, 2, 1.3),
-            (6, 2, 1, 3, 0.8),
-            (6, 1, 1, 6, 1.2),
-            (6, 3, 2, 6, 1.5),
-            (8, 2, 1, 8, 0.6),
-            (8, 2, 2, 4, 1.0),
-            (5, 2, 0, 5, 1.0),
+@given(instances(max_ranks=5, max_mains=3))
+@settings(max_examples=100)
+def test_bounds_are_below_the_optimum(instance: Instance) -> None:
+    load, layout, _, min_quota = instance
+    plan = solve_plan(load, layout, **instance.settings)
+    most = busiest(plan)
+    optimum = least_busiest(load, layout, min_quota=min_quota)
+    replicas = least_replicas(load, layout, most, min_quota=min_quota)
+    sends = least_sends(load, layout, most, min_quota=min_quota)
+    assert replicas is not None
+    assert sends is not None
+    assert optimum.is_optimal
+    assert replicas.is_optimal
+    assert sends.is_optimal
+    assert int(lower_bound(load, layout)) <= optimum.value <= most
+    assert replicas_lower_bound(load, layout, most) <= replicas.value <= plan.num_replicas()
+    assert sends.value <= max_rank_sends(plan)
+
+
+def small_problems() -> list[tuple[Tensor, ExpertLayout]]:
+    found = []
+    for seed, (ranks, mains, slots) in enumerate(
+        itertools.product((3, 4, 6, 8), (1, 2, 3), (0, 1, 2))
+    ):
+        load = (
+            workloads.zipf(ranks, ranks * mains, 300, (0.6, 1.0, 1.4)[seed % 3], seed)
+            if seed % 2
+            else workloads.power_law(ranks, ranks * mains, 4096, 1.0, seed)
+        )
+        domains = (ranks, ranks // 2) if ranks % 2 == 0 else (ranks,)
+        found += [
+            (
+                load,
+                ExpertLayout(
+                    num_experts=ranks * mains, ep_size=ranks, slots=slots, nvlink_domain=domain
+                ),
+            )
+            for domain in domains
         ]
-    )
-]
+    return found
 
 
-@pytest.mark.parametrize(("load", "slots", "domain"), SMALL)
-def test_bounds_are_below_the_optimum_and_plans_close_above(
-    load: Tensor, slots: int, domain: int
-) -> None:
-    ranks = load.shape[0]
-    plan = solve(load, ep_size=ranks, slots=slots, nvlink_domain=domain, tolerance=0.0)
-    optimum = least_busiest(load, plan.layout)
-    assert int(lower_bound(load, plan.layout)) <= optimum <= busiest(plan)
-    assert busiest(plan) <= 1.02 * optimum
-    loose = solve(load, ep_size=ranks, slots=slots, nvlink_domain=domain, tolerance=0.05)
-    fewest = least_replicas(load, plan.layout, busiest(loose))
-    assert fewest is not None
-    bound = replicas_lower_bound(load, plan.layout, busiest(loose))
-    assert bound <= fewest <= loose.num_replicas() <= fewest + 1
+@pytest.mark.parametrize("ranks", [3, 4, 6, 8])
+def test_plans_of_small_problems_are_near_the_optimum(ranks: int) -> None:
+    for load, layout in small_problems():
+        if layout.ep_size != ranks:
+            continue
+        optimum = least_busiest(load, layout)
+        assert optimum.is_optimal
+        assert busiest(solve_plan(load, layout, tolerance=0.0)) <= 1.02 * optimum.value
+        loose = solve_plan(load, layout, tolerance=0.05)
+        fewest = least_replicas(load, layout, busiest(loose))
+        assert fewest is not None
+        assert fewest.is_optimal
+        assert loose.num_replicas() <= fewest.value + 1
 
 
 def test_the_judge_knows_what_cannot_be() -> None:
     """The judge itself, on a case that can be done by hand."""
     load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
     layout = one_domain(2, 4, 1)
-    assert least_busiest(load, layout) == 8
-    assert least_replicas(load, layout, 8) == 1
+    assert least_busiest(load, layout) == (8, True)
+    assert least_replicas(load, layout, 8) == (1, True)
+    assert least_sends(load, layout, 8) == (1, True)
     assert least_replicas(load, layout, 7) is None
-    assert least_busiest(load, one_domain(2, 4, 0)) == 13
+    assert least_sends(load, layout, 7) is None
+    assert least_replicas(load, layout, 13) == (0, True)
+    # A replica of 6 or more leaves at most 7 on rank 0 and makes rank 1 the busiest.
+    assert least_busiest(load, layout, min_quota=6) == (9, True)
+    assert least_replicas(load, layout, 8, min_quota=6) is None
+    assert least_busiest(load, one_domain(2, 4, 0)) == (13, True)
+    alone = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=1)
+    assert least_busiest(load, alone) == (13, True)
+    assert least_replicas(load, alone, 12) is None
+
+
+def test_the_judge_says_when_time_ran_out() -> None:
+    load = workloads.zipf(16, 128, PER_RANK, 0.8)
+    value, is_optimal = least_busiest(load, one_domain(16, 128, 1), time_limit_s=0.05)
+    assert not is_optimal
+    assert value <= busiest(solve(load, ep_size=16, slots=1, tolerance=0.0))
 
 
 @pytest.mark.parametrize("tokens", [256, 512, 1024])
@@ -210,6 +298,8 @@ def test_small_domains_come_close_to_what_they_allow() -> None:
         bound = int(lower_bound(load, plan.layout))
         assert bound > 1.1 * int(load.sum()) / 64  # the domains are the limit here
         assert busiest(plan) <= 1.01 * bound
+        paper = solve(load, ep_size=64, slots=2, nvlink_domain=8, strategy="quota_paper")
+        assert busiest(plan) <= max(busiest(paper), bound)
 
 
 @pytest.mark.parametrize("min_quota", [16, 1024])
@@ -217,7 +307,7 @@ def test_min_quota_is_honoured_and_costs_little(min_quota: int) -> None:
     for load in grid(16):
         plan = solve(load, ep_size=16, slots=2, min_quota=min_quota)
         check_plan(load, plan, min_quota=min_quota)
-        assert imbalance(plan.rank_loads()) <= 1.03
+        assert imbalance(plan.rank_loads()) <= 1.01
 
 
 def test_the_largest_sizes() -> None:
@@ -228,9 +318,12 @@ def test_the_largest_sizes() -> None:
     assert torch.equal(plan.quota.sum(1), load.sum(0))
     assert int(plan.quota.min()) >= 0
     assert imbalance(plan.rank_loads()) <= 1.01
-    instances = plan.physical_index() >= 0
-    assert not bool(plan.quota[~instances].any())
-    assert int(instances.sum()) == 4096 + plan.num_replicas()
+    has_instance = plan.physical_index() >= 0
+    assert not bool(plan.quota[~has_instance].any())
+    # Two instances of an expert on one rank would be one place here.
+    assert int(has_instance.sum()) == 4096 + plan.num_replicas()
+    is_home = torch.arange(4096)[:, None] // 8 == torch.arange(512)
+    assert int(plan.quota[has_instance & ~is_home].min()) >= 1
     assert int(home_loads(load).max()) > 1.3 * int(load.sum()) / 512
 
 

@@ -20,6 +20,9 @@ void require(bool holds, const char* what) {
     std::exit(1);
 }
 
+// The largest that Python lets through (megatron_ext/balance/plan.py).
+constexpr int64_t kMostTolerancePpm = 1'000'000'000'000;
+
 int64_t pick(std::mt19937_64& random, int64_t low, int64_t high) {
     return low + static_cast<int64_t>(random() % (static_cast<uint64_t>(high - low) + 1));
 }
@@ -67,24 +70,30 @@ void check_plan(const QuotaProblem& problem,
 }
 
 void plan_split_assign(std::mt19937_64& random) {
-    const int64_t ranks = one_of<int64_t>(random, {1, 2, 3, 4, 6, 8, 16});
+    const int64_t ranks = one_of<int64_t>(random, {1, 2, 3, 4, 6, 8, 16, 33});
     const int64_t mains = one_of<int64_t>(random, {1, 2, 3, 8});
     const int64_t experts = ranks * mains;
     int64_t domain = pick(random, 1, ranks);
     while (ranks % domain != 0) --domain;
-    const QuotaProblem problem{ranks,
-                               experts,
-                               one_of<int64_t>(random, {0, 1, 1, 2, 3, 16}),
-                               domain,
-                               one_of<int64_t>(random, {0, 1, 10'000, 200'000, 3'000'000}),
-                               one_of<int64_t>(random, {1, 1, 1, 7, 1000})};
+    const QuotaProblem problem{
+        ranks,
+        experts,
+        one_of<int64_t>(random, {0, 1, 1, 2, 3, 16}),
+        domain,
+        one_of<int64_t>(random, {0, 1, 10'000, 3'000'000, kMostTolerancePpm}),
+        one_of<int64_t>(random, {1, 1, 1, 7, 1000, INT64_MAX})};
     // From nothing at all to the largest sums that fit.
     const int64_t scale =
         one_of<int64_t>(random, {0, 1, 3, 50, 1 << 20, INT64_MAX / (ranks * experts)});
     std::vector<int64_t> load(ranks * experts);
+    const int64_t silent = pick(random, 0, ranks - 1);  // a rank whose experts get nothing
+    const bool flat = pick(random, 0, 9) == 0;          // all entries as large as they may be
     for (int64_t e = 0; e < experts; ++e) {
         const int64_t heat = pick(random, 1, 40);
-        for (int64_t r = 0; r < ranks; ++r) load[r * experts + e] = pick(random, 0, scale) / heat;
+        for (int64_t r = 0; r < ranks; ++r) {
+            const int64_t count = flat ? scale : pick(random, 0, scale) / heat;
+            load[r * experts + e] = e / mains == silent && !flat ? 0 : count;
+        }
     }
 
     std::vector<int64_t> quota(experts * ranks);
@@ -122,6 +131,11 @@ void route(std::mt19937_64& random) {
         }
     }
     count_load(map.get(), problem.num_tokens, experts, counts.data());
+    for (int64_t e = 0; e < experts; ++e) {
+        int64_t count = 0;
+        for (int64_t n = 0; n < problem.num_tokens; ++n) count += map[n * experts + e];
+        require(counts[e] == count, "the load is counted");
+    }
     std::vector<int64_t> shares(experts * ranks, 0), ids(experts * ranks);
     for (int64_t i = 0; i < experts * ranks; ++i) ids[i] = i;
     for (int64_t e = 0; e < experts; ++e) {
@@ -135,8 +149,11 @@ void route(std::mt19937_64& random) {
     require(assign(problem, map.get(), shares.data(), ids.data(), logical.data(), physical.data()),
             "shares that fit are filled");
     std::vector<int64_t> taken(experts * ranks, 0);
-    for (const int32_t instance : physical) {
-        if (instance >= 0) ++taken[instance];
+    for (size_t i = 0; i < physical.size(); ++i) {
+        require((physical[i] < 0) == (logical[i] < 0), "rows end together");
+        if (physical[i] < 0) continue;
+        require(physical[i] / ranks == logical[i], "an instance of the expert chosen");
+        ++taken[physical[i]];
     }
     require(taken == shares, "every instance takes its share");
 
@@ -164,7 +181,13 @@ void route(std::mt19937_64& random) {
     require(copy(probs, logical, experts, placed, physical, width), "all indices are inside");
     require(copy(placed, physical, width, back, logical, experts), "all indices are inside");
     require(back == probs, "there and back again");
-    if (problem.num_tokens > 0 && counts[0] > 0) {
+
+    const auto marked = std::make_unique<bool[]>(problem.num_tokens * experts);
+    std::fill_n(marked.get(), problem.num_tokens * experts, true);
+    mark_choices(logical.data(), experts, problem.num_tokens, top_k, marked.get());
+    require(std::equal(map.get(), map.get() + problem.num_tokens * experts, marked.get()),
+            "the choices are those of the map");
+    if (counts[0] > 0) {
         shares[0] += 1;
         require(
             !assign(problem, map.get(), shares.data(), ids.data(), logical.data(), physical.data()),

@@ -122,28 +122,28 @@ class DomainAttempt {
     MEGATRON_EXT_HOST_DEVICE Verdict run(int64_t threshold, Method method) {
         set_limits(threshold);
         set_order(method);
-        // A small domain is tried more often: the fewer ranks, the less room for error, and the
-        // cheaper.
-        const int restarts = 8 + 256 / domain_.ranks;
-        for (int tries = 1;; ++tries) {
+        for (int restart = 0; restart <= kRestarts; ++restart) {
             reset();
-            if (method == Method::kFill) return verdict(fill());
-            if (method == Method::kRefill) {
-                const int detour = tries - 2;  // none in the first try
-                if (domain_.slots == 1 && refill(detour)) return verdict(true);
-                if (domain_.slots == 1 && tries <= restarts && tries <= domain_.ranks) continue;
-                return verdict(false);
+            int stuck = 0;
+            switch (method) {
+                case Method::kFill:
+                    return verdict(fill());
+                case Method::kRefill:
+                    if (domain_.slots != 1) return verdict(false);
+                    if (refill(restart - 1)) return verdict(true);
+                    break;
+                default:
+                    stuck = relieve_all(method);
+                    if (stuck < 0) return verdict(true);
+                    if (stuck == 0 || method == Method::kRoomiest) return verdict(false);
+                    move_to_front(stuck);
             }
-            const int stuck = relieve_all(method);
-            if (stuck < 0) return verdict(true);
-            if (stuck == 0 || tries > restarts || method == Method::kRoomiest) {
-                return verdict(false);
-            }
-            move_to_front(stuck);
         }
+        return verdict(false);
     }
 
   private:
+    static constexpr int kRestarts = 8;  // more of them found nothing more
     using Step = AttemptState::Step;
     enum Kind : int32_t {
         kGrow,    // an existing replica takes more from its main
@@ -496,8 +496,8 @@ class DomainAttempt {
     // Then the host is done, and the rank that gave is a host itself if it now has room. Room may
     // be lost only as far as the domain has room to spare. This gets through where ranks must both
     // give and receive, but needs more replicas than shedding.
-    //   detour  the step that takes the second best main; limited discrepancy search (Harvey and
-    //           Ginsberg, 1995) with one discrepancy
+    //   detour  the step that takes the second best main, or -1: a limited discrepancy search
+    //           (Harvey and Ginsberg, 1995) with one discrepancy
     MEGATRON_EXT_HOST_DEVICE bool refill(int detour) {
         int64_t spare = warp_.sum(domain_.ranks, [&](int r) { return room(r); });
         for (int step = 0;; ++step) {
