@@ -49,15 +49,18 @@ class QuotaPlanner {
     void solve(int64_t* quota, int32_t* slots) {
         const int64_t ranks = problem_.num_ranks;
         std::fill_n(quota, problem_.num_experts * ranks, int64_t{0});
-        std::fill_n(slots, ranks * slots_, int32_t{-1});
-        for (int64_t e = 0; e < problem_.num_experts; ++e) {
-            quota[e * ranks + e / mains_] = expert_load_[e];
-        }
-        if (slots_ == 0) return;
         const int64_t start = start_threshold(
             warp_, num_domains(), problem_.tolerance_ppm, [&](int d) { return domain(d); });
+        std::vector<int64_t> reached(num_domains());
         for (int d = 0; d < num_domains(); ++d) {
-            if (search(domain(d), start)) write_best(d, quota, slots);
+            const bool found = search(domain(d), start, &reached[d]);
+            write(d, found, quota, slots);
+        }
+        const int64_t worst = *std::max_element(reached.begin(), reached.end());
+        for (int d = 0; d < num_domains(); ++d) {
+            if (reached[d] == worst) continue;
+            const bool found = before(domain(d)) > worst;
+            if (!found || reach(domain(d), worst)) write(d, found, quota, slots);
         }
     }
 
@@ -76,11 +79,16 @@ class QuotaPlanner {
                 busiest_first_.data() + first};
     }
 
+    // The busiest rank's load without balancing.
+    static int64_t before(const Domain& domain) {
+        return domain.home_load[domain.busiest_first[0]];
+    }
+
     // Leaves the plan in best_; false if there is none better than no balancing.
-    bool search(const Domain& domain, int64_t start) {
+    bool search(const Domain& domain, int64_t start, int64_t* reached) {
         bool found = false;
-        for (ThresholdSearch search(start, domain.home_load[domain.busiest_first[0]]);
-             !search.done();) {
+        ThresholdSearch search(slots_ > 0 ? start : before(domain), before(domain));
+        while (!search.done()) {
             int lowest = -1;
             for (int probe = 0; probe < ThresholdSearch::kProbes && lowest < 0; ++probe) {
                 if (!search.nothing_to_do(probe) && reach(domain, search.threshold(probe))) {
@@ -90,6 +98,7 @@ class QuotaPlanner {
             found = found || lowest >= 0;
             search.narrow(lowest);
         }
+        *reached = search.reached();
         return found;
     }
 
@@ -105,16 +114,24 @@ class QuotaPlanner {
         return true;
     }
 
-    void write_best(int d, int64_t* quota, int32_t* slots) const {
-        const int first = d * ranks_;
+    // Write a domain's plan: best_, or, if none was found, no replicas.
+    void write(int d, bool found, int64_t* quota, int32_t* slots) const {
+        const int64_t first = static_cast<int64_t>(d) * ranks_;
+        std::fill_n(slots + first * slots_, ranks_ * slots_, int32_t{-1});
+        for (int64_t e = first * mains_; e < (first + ranks_) * mains_; ++e) {
+            int64_t* row = quota + e * problem_.num_ranks;
+            std::fill_n(row + first, ranks_, int64_t{0});
+            row[e / mains_] = expert_load_[e];
+        }
+        if (!found) return;
         for (int r = 0; r < ranks_; ++r) {
             for (int k = 0; k < best_.held[r]; ++k) {
-                const int expert = first * mains_ + best_.expert[r * slots_ + k];
+                const int64_t expert = first * mains_ + best_.expert[r * slots_ + k];
                 const int64_t amount = best_.amount[r * slots_ + k];
                 int64_t* row = quota + expert * problem_.num_ranks;
                 row[expert / mains_] -= amount;
                 row[first + r] = amount;
-                slots[(first + r) * slots_ + k] = expert;
+                slots[(first + r) * slots_ + k] = static_cast<int32_t>(expert);
             }
         }
     }

@@ -2,7 +2,9 @@
 //
 // 1. Plans every load of a batch, every NVLink domain for itself: the same tries and search as on
 //    the host (domain_attempt.h, quota_search.h), so the same bits.
-// 2. One block: one domain of one load. One warp: one try (threshold, method) at a time.
+// 2. One block: one domain of one load. One warp: one try (threshold, method) at a time. With more
+//    domains than one the kernel is launched again, because what the worst domain reached, which
+//    the others need not get below, is known only when all blocks are done.
 // 3. A kernel, because the plan is needed on the device without a host sync.
 // 4. Warps share only their verdicts; thread 0 chooses between two barriers of the block.
 // 5. Deterministic: integers; which warp ran a try does not matter.
@@ -23,15 +25,16 @@ constexpr int kThreads = kWarps * DeviceWarp::kLanes;
 constexpr int kAttempts = ThresholdSearch::kProbes * kMethods;
 static_assert(kAttempts % kWarps == 0 && kWarps % kMethods == 0, "a pass is whole probes");
 
-// What the blocks of one load sum up before they plan.
+// What a block sums up of all domains before it plans, and what it reached.
 struct Sums {
+    int64_t* reached;        // [1] the threshold of its plan
     int64_t* expert_load;    // [E]
     int64_t* home_load;      // [R]
     int32_t* busiest_first;  // [R], counted within the domain
 };
 
 __host__ __device__ int64_t sums_bytes(const QuotaProblem& problem) {
-    const int64_t bytes = 8 * (problem.num_experts + problem.num_ranks) + 4 * problem.num_ranks;
+    const int64_t bytes = 8 * (1 + problem.num_experts + problem.num_ranks) + 4 * problem.num_ranks;
     return (bytes + 15) / 16 * 16;
 }
 
@@ -58,8 +61,12 @@ __device__ Domain domain_of(const QuotaProblem& problem, const Sums& sums, int d
             sums.busiest_first + d * ranks};
 }
 
-__global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(
-    QuotaProblem problem, const int64_t* loads, char* workspace, int64_t* quotas, int32_t* slots) {
+__global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem problem,
+                                                                  bool again,
+                                                                  const int64_t* loads,
+                                                                  char* workspace,
+                                                                  int64_t* quotas,
+                                                                  int32_t* slots) {
     __shared__ Verdict verdicts[kAttempts];
     __shared__ int state_of[kAttempts];  // which state in memory a try works on
     __shared__ int best_state;
@@ -78,11 +85,15 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(
     const int64_t* load = loads + blockIdx.y * ranks * experts;
     int64_t* quota = quotas + blockIdx.y * experts * ranks;
     int32_t* held_experts = slots + blockIdx.y * ranks * problem.num_slots;
-    char* memory =
-        workspace + (static_cast<int64_t>(blockIdx.y) * num_domains + own) * block_bytes(problem);
+    const auto memory_of = [&](int d) {
+        return workspace +
+               (static_cast<int64_t>(blockIdx.y) * num_domains + d) * block_bytes(problem);
+    };
+    char* memory = memory_of(own);
 
     Sums sums;
-    sums.expert_load = reinterpret_cast<int64_t*>(memory);
+    sums.reached = reinterpret_cast<int64_t*>(memory);
+    sums.expert_load = sums.reached + 1;
     sums.home_load = sums.expert_load + experts;
     sums.busiest_first = reinterpret_cast<int32_t*>(sums.home_load + ranks);
     char* states = memory + sums_bytes(problem);
@@ -119,18 +130,15 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(
             });
         if (thread == 0) start = threshold;
     }
-    // Meanwhile: no replica yet, every expert at home.
-    const int64_t first_rank = static_cast<int64_t>(own) * domain.ranks;
-    const int64_t first_expert = first_rank * mains;
-    for (int64_t i = thread; i < domain.experts() * ranks; i += kThreads) {
-        const int64_t e = first_expert + i / ranks;
-        quota[e * ranks + i % ranks] = i % ranks == e / mains ? sums.expert_load[e] : 0;
-    }
-    for (int64_t i = thread; i < domain.ranks * problem.num_slots; i += kThreads) {
-        held_experts[first_rank * problem.num_slots + i] = -1;
-    }
     __syncthreads();
-    if (problem.num_slots == 0) return;
+    const int64_t before = domain.home_load[domain.busiest_first[0]];
+    int64_t worst = 0;
+    if (again) {
+        for (int d = 0; d < num_domains; ++d) {
+            worst = larger(worst, *reinterpret_cast<const int64_t*>(memory_of(d)));
+        }
+        if (*sums.reached == worst) return;
+    }
 
     const auto state_at = [&](int index) {
         AttemptState state;
@@ -139,7 +147,10 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(
         return state;
     };
     bool found = false;
-    ThresholdSearch search(start, domain.home_load[domain.busiest_first[0]]);
+    // Again: only for `worst`.
+    ThresholdSearch search = again                   ? ThresholdSearch(worst, worst + 1)
+                             : problem.num_slots > 0 ? ThresholdSearch(start, before)
+                                                     : ThresholdSearch(before, before);
     while (!search.done()) {
         if (thread == 0) lowest = -1;
         __syncthreads();
@@ -173,7 +184,21 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(
         search.narrow(lowest);
         __syncthreads();  // `lowest` is read before it is reset.
     }
-    if (!found) return;
+    if (again && !found && before > worst) return;
+    // Of the first launch only: blocks of the second read it, at any time.
+    if (!again && thread == 0) *sums.reached = search.reached();
+
+    const int64_t first_rank = static_cast<int64_t>(own) * domain.ranks;
+    const int64_t first_expert = first_rank * mains;
+    for (int64_t i = thread; i < domain.experts() * ranks; i += kThreads) {
+        const int64_t e = first_expert + i / ranks;
+        quota[e * ranks + i % ranks] = i % ranks == e / mains ? sums.expert_load[e] : 0;
+    }
+    for (int64_t i = thread; i < domain.ranks * problem.num_slots; i += kThreads) {
+        held_experts[first_rank * problem.num_slots + i] = -1;
+    }
+    __syncthreads();
+    if (!found || (again && before <= worst)) return;
 
     const AttemptState best = state_at(best_state);
     for (int r = thread; r < domain.ranks; r += kThreads) {
@@ -217,14 +242,17 @@ cudaError_t solve_quota_cuda(const QuotaProblem& problem,
     for (int64_t first = 0; first < batch; first += loads_at_once(problem)) {
         const int64_t loads = std::min(batch - first, loads_at_once(problem));
         const dim3 grid(static_cast<unsigned>(num_domains(problem)), static_cast<unsigned>(loads));
-        solve_quota_kernel<<<grid, kThreads, 0, stream>>>(
-            problem,
-            load + first * pairs,
-            static_cast<char*>(workspace),
-            quota + first * pairs,
-            slots + first * problem.num_ranks * problem.num_slots);
-        const cudaError_t launched = cudaGetLastError();
-        if (launched != cudaSuccess) return launched;
+        for (int launch = 0; launch < (num_domains(problem) > 1 ? 2 : 1); ++launch) {
+            solve_quota_kernel<<<grid, kThreads, 0, stream>>>(
+                problem,
+                launch > 0,
+                load + first * pairs,
+                static_cast<char*>(workspace),
+                quota + first * pairs,
+                slots + first * problem.num_ranks * problem.num_slots);
+            const cudaError_t launched = cudaGetLastError();
+            if (launched != cudaSuccess) return launched;
+        }
     }
     return cudaSuccess;
 }

@@ -45,7 +45,8 @@ def solve_quota(
         num_slots: Replicas a rank can hold (S).
         nvlink_domain: Ranks per NVLink domain; divides R.
         tolerance_ppm: Tolerance in millionths of the mean rank load. 0 asks for an even plan:
-            busiest - idlest <= 1.
+            busiest - idlest <= 1 where one NVLink domain spans all ranks; where more do, in the
+            hottest, and the others come down to it.
         min_quota: Fewest assignments a replica may carry, >= 1.
 
     Returns:
@@ -74,9 +75,14 @@ def solve_quota(
         quota[e][e // mains] = expert_load[e]
     slots = [[-1] * num_slots for _ in range(ranks)]
     start = _start_threshold(domains, tolerance_ppm)
-    for idx, domain in enumerate(domains):
+    plans = [_search(domain, start) for domain in domains]
+    worst = max(reached for _, reached in plans)
+    for idx, (domain, (plan, reached)) in enumerate(zip(domains, plans, strict=True)):
         first = idx * nvlink_domain
-        for rank, replicas in enumerate(_search(domain, start) if num_slots else []):
+        if reached < worst:  # what the worst domain cannot get below, the others need not
+            relaxed = _reach(domain, worst) if max(domain.home_load) > worst else []
+            plan = plan if relaxed is None else relaxed
+        for rank, replicas in enumerate(plan):
             for slot, (expert, amount) in enumerate(replicas):
                 e = first * mains + expert
                 quota[e][e // mains] -= amount
@@ -152,10 +158,12 @@ Replicas = list[list[tuple[int, int]]]
 """(expert, assignments) in each slot in use of each rank."""
 
 
-def _search(domain: _Domain, start: int) -> Replicas:
+def _search(domain: _Domain, start: int) -> tuple[Replicas, int]:
     """The plan for the lowest threshold found, rounds of rising probes narrowing it down."""
     best: Replicas = []  # without any replica every rank keeps its own load
     below, reached = start - 1, max(domain.home_load)
+    if domain.slots == 0:
+        return best, reached
     resolution = reached // 4096 + 1
     is_first = True
     while reached - below > (1 if is_first else resolution):
@@ -169,13 +177,17 @@ def _search(domain: _Domain, start: int) -> Replicas:
         for threshold in probes:
             if threshold >= reached:
                 continue
-            attempts = [_Attempt(domain, threshold, method) for method in _METHODS]
-            plan = _choose(attempts, "fill" if domain.even else "roomiest")
+            plan = _reach(domain, threshold)
             if plan is not None:
                 best, reached = plan, threshold
                 break
             below = threshold
-    return best
+    return best, reached
+
+
+def _reach(domain: _Domain, threshold: int) -> Replicas | None:
+    attempts = [_Attempt(domain, threshold, method) for method in _METHODS]
+    return _choose(attempts, "fill" if domain.even else "roomiest")
 
 
 def _choose(attempts: list[_Attempt], published: str) -> Replicas | None:

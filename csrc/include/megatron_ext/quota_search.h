@@ -81,7 +81,8 @@ MEGATRON_EXT_HOST_DEVICE int64_t domain_bound(Warp warp, const Domain& domain) {
 }
 
 // Where the search starts: within the tolerance of the mean, or at the bound of the worst domain.
-// The same for all domains: what the worst of them cannot get below, the others need not.
+// The same for all domains: what the worst of them cannot get below, the others need not. (Where
+// the worst ends above its bound, the others are planned once more, for what it reached.)
 //   domain_at(d)  the Domain d of `num_domains`
 template <class Warp, class DomainAt>
 MEGATRON_EXT_HOST_DEVICE int64_t
@@ -114,6 +115,9 @@ class ThresholdSearch {
     MEGATRON_EXT_HOST_DEVICE bool done() const {
         return reached_ - below_ <= (first_round_ ? 1 : resolution_);
     }
+
+    // What the best plan so far comes down to.
+    MEGATRON_EXT_HOST_DEVICE int64_t reached() const { return reached_; }
 
     // The threshold of probe 0 to kProbes - 1, rising; probes that need none get `nothing_to_do`.
     MEGATRON_EXT_HOST_DEVICE int64_t threshold(int probe) const {

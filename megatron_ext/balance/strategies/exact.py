@@ -15,9 +15,10 @@ from megatron_ext.balance.strategies.strategy import Strategy
 
 
 def solve(load: Tensor, layout: ExpertLayout, *, tolerance: float, min_quota: int) -> BalancePlan:
-    """Plan for busiest - idlest <= 1 in every NVLink domain, whatever the tolerance.
+    """Plan for busiest - idlest <= 1, whatever the tolerance.
 
-    `min_quota` above 1 can make that impossible; then the plan comes as close as it can.
+    With several NVLink domains that holds in the hottest, and the others come down to it.
+    `min_quota` above 1 can make it impossible; then the plan comes as close as it can.
 
     Source: MoonEP, for the slots that suffice.
     """
