@@ -48,8 +48,9 @@ class BalanceConfig:
     """Fewest assignments a replica must take over to be worth its transfer."""
 
     transport: str = "auto"
-    """How weights and gradients reach a peer's slot. `auto` picks by device and logs what it
-    picked."""
+    """How weights and gradients reach a peer's slot: `shared_memory` (CPU ranks of one machine),
+    `collective` (torch.distributed: everywhere), or `auto`, which takes the first that all ranks of
+    the EP group can use and logs which."""
 
     max_in_flight: int | str = "auto"
     """Microbatches of one layer between forward and backward at a time. `auto` is what the pipeline

@@ -100,7 +100,9 @@ def _torch_report(problems: list[str]) -> dict[str, Any]:
         ],
         "native_library": native_library,
         "transports": list(TRANSPORTS),
-        "transport_auto": resolve_transport("auto"),
+        "transport_auto": resolve_transport(
+            "auto", device_type="cuda" if torch.cuda.is_available() else "cpu"
+        ),
         "strategies": list(STRATEGIES),
     }
 

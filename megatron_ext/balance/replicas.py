@@ -204,11 +204,13 @@ class SlotBuffers:
         # Until the last byte is here the slots belong to nobody: an aborted transfer must not look
         # complete.
         self._resident = None
-        pending = self.transport.push(list_transfers(plan), mains.rows(), self.weights)
+        pending = self.transport.push(
+            list_transfers(plan), mains.rows(), self.weights, _label(handle)
+        )
         return Materializing(self, key, pending)
 
     def reduce_replica_grads(
-        self, plan: BalancePlan, slot_grads: Sequence[Any]
+        self, plan: BalancePlan, slot_grads: Sequence[Any], handle: PlanHandle | None = None
     ) -> dict[int, list[Tensor]]:
         """Add the gradients of all replicas of this rank's mains; every rank of the EP group calls.
 
@@ -216,6 +218,7 @@ class SlotBuffers:
             plan: Of the forward that the gradients belong to.
             slot_grads: One a segment, which slot s indexes; None, whole or for a slot, where
                 nothing was computed.
+            handle: Name of the kept plan, for messages.
 
         Returns:
             For each main with replicas, its segments' gradient sums in the dtype of `grads`.
@@ -232,8 +235,19 @@ class SlotBuffers:
             for t in transfers
             if t.home_rank == self.ep_rank
         }
-        self.transport.pull_add(transfers, self.grads, sums)
+        self.transport.pull_add(transfers, self.grads, sums, _label(handle))
         return sums
+
+    def reset(self) -> None:
+        """Forget an aborted step; every rank of the EP group calls before the next one."""
+        self._resident = None
+        self.transport.reset()
+
+
+def _label(handle: PlanHandle | None) -> str:
+    if handle is None:
+        return "a forward without backward"
+    return f"layer {handle.layer_number}, virtual layer {handle.virtual_layer_id}"
 
 
 class Materializing:
@@ -327,7 +341,7 @@ class MaterializeFunction(torch.autograd.Function):
         handle = _required(replication.handle)
         plan = replication.in_flight.recall(handle)
         slot_grads = replication.mains.by_segment(grads[1:], plan.layout.slots)
-        sums = replication.buffers.reduce_replica_grads(plan, slot_grads)
+        sums = replication.buffers.reduce_replica_grads(plan, slot_grads, handle)
         replication.in_flight.release(handle)
         return (None, grads[0], *replication.mains.gradients(sums))
 

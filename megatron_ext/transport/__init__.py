@@ -42,59 +42,100 @@ class Transport(Protocol):
         """Return a zeroed buffer that peers can reach; every rank calls with the same arguments."""
 
     def push(
-        self, transfers: list[Transfer], mains: list[list[Tensor]], slots: list[Tensor]
+        self,
+        transfers: list[Transfer],
+        mains: list[list[Tensor]],
+        slots: list[Tensor],
+        label: str = "",
     ) -> Pending:
-        """Start copying mains into slots.
+        """Start copying mains into slots. The caller does not read their old content any more.
 
         Args:
             transfers: Every replica of the group, in an order that is the same on all ranks.
             mains: `mains[g][m]` is segment g of this rank's main m.
             slots: `slots[g]` is segment g of all slots of this rank, [S, *segment shape].
+            label: Which layer this is for, to be named in errors.
         """
 
     def pull_add(
-        self, transfers: list[Transfer], slot_grads: list[Tensor], sums: dict[int, list[Tensor]]
+        self,
+        transfers: list[Transfer],
+        slot_grads: list[Tensor],
+        sums: dict[int, list[Tensor]],
+        label: str = "",
     ) -> None:
-        """Add slot gradients at the mains' home, in the order of `transfers`; returns when done.
+        """Add slot gradients at the mains' home, in the order of `transfers`.
+
+        Returns when the sums are there and this rank may overwrite its slot gradients.
 
         Args:
             transfers: As for `push`.
             slot_grads: `slot_grads[g]` is segment g of all slot gradients of this rank, [S,
                 *segment shape].
             sums: For each main m of this rank that has replicas, one tensor a segment, overwritten
-                with the sum of its replicas' gradients. Same dtype as `slot_grads`.
+                with the sum of its replicas' gradients. Of the dtype of `slot_grads`, but float32
+                for gradients stored in bfloat16.
+            label: Which layer this is for, to be named in errors.
+        """
+
+    def reset(self) -> None:
+        """Forget an aborted step, so that the next call is a first one; every rank calls.
+
+        After an error on any rank the ranks may have made different calls. Once all have left the
+        step and called this, they go on alike; slots and slot gradients then hold nothing useful.
         """
 
 
 def make_transport(name: str, ep_group: ProcessGroup, device: torch.device) -> Transport:
-    """Return the transport called `name` for this EP group.
+    """Return the transport called `name` for this EP group; every rank calls.
 
     Raises:
-        ValueError: No such transport, or not on this machine.
+        ValueError: No such transport, or not for this device.
+        RuntimeError: The group's ranks are not where the transport needs them.
     """
-    chosen = resolve_transport(name)
+    # Not to be imported before the config is checked: the shared-memory transport has native parts.
     from megatron_ext.transport.collective import CollectiveTransport
+    from megatron_ext.transport.shared_heap import is_on_one_machine
+    from megatron_ext.transport.shared_memory import SharedMemoryTransport
 
+    one_machine = name != "auto" or device.type != "cpu" or is_on_one_machine(ep_group)
+    chosen = resolve_transport(name, device_type=device.type, one_machine=one_machine)
     logger.info("balance.transport=%s uses %s on %s", name, chosen, device.type)
+    if chosen == "shared_memory":
+        return SharedMemoryTransport(ep_group)
     return CollectiveTransport(ep_group)
 
 
-def resolve_transport(name: str) -> str:
-    """Return the transport that `name` stands for on this machine (`auto` picks one).
+def resolve_transport(name: str, *, device_type: str = "cpu", one_machine: bool = True) -> str:
+    """Return the transport that `name` stands for.
+
+    Args:
+        name: Of a transport, or `auto`.
+        device_type: Where the experts are.
+        one_machine: Whether all ranks of the EP group can map each other's memory.
 
     >>> resolve_transport("auto")
+    'shared_memory'
+    >>> resolve_transport("auto", one_machine=False)
     'collective'
 
     Raises:
-        ValueError: No such transport.
+        ValueError: No such transport, or not for this device.
     """
-    if name in ("auto", *TRANSPORTS):
-        return "collective" if name == "auto" else name
-    raise ValueError(
-        f"balance.transport ({name!r}) is not available here; "
-        f"use 'auto' or one of {list(TRANSPORTS)}"
-    )
+    if name == "auto":
+        return "shared_memory" if device_type == "cpu" and one_machine else "collective"
+    if name not in TRANSPORTS:
+        raise ValueError(
+            f"balance.transport ({name!r}) is not available here; "
+            f"use 'auto' or one of {list(TRANSPORTS)}"
+        )
+    if name == "shared_memory" and device_type != "cpu":
+        raise ValueError(
+            f"balance.transport ({name!r}) moves experts of CPU ranks only, these are on "
+            f"{device_type}; use 'auto' or 'collective'"
+        )
+    return name
 
 
-TRANSPORTS = ("collective",)
+TRANSPORTS = ("collective", "shared_memory")
 """Names of the transports that this installation has."""

@@ -42,7 +42,11 @@ class CollectiveTransport:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def push(
-        self, transfers: list[Transfer], mains: list[list[Tensor]], slots: list[Tensor]
+        self,
+        transfers: list[Transfer],
+        mains: list[list[Tensor]],
+        slots: list[Tensor],
+        label: str = "",
     ) -> _Batch:
         """Start copying mains into slots; see `Transport.push`."""
         ops = []
@@ -58,29 +62,43 @@ class CollectiveTransport:
         return _Batch(ops)
 
     def pull_add(
-        self, transfers: list[Transfer], slot_grads: list[Tensor], sums: dict[int, list[Tensor]]
+        self,
+        transfers: list[Transfer],
+        slot_grads: list[Tensor],
+        sums: dict[int, list[Tensor]],
+        label: str = "",
     ) -> None:
         """Add slot gradients at the mains' home; see `Transport.pull_add`."""
         ops = []
-        additions: list[tuple[Tensor, Tensor]] = []
+        additions: list[tuple[bool, Tensor, Tensor]] = []
         started: set[int] = set()
         for transfer in transfers:
             if transfer.replica_rank == self._rank:
                 for grad in slot_grads:
                     ops.append(self._op(dist.isend, grad[transfer.slot_idx], transfer.home_rank))
             elif transfer.home_rank == self._rank:
-                for total in sums[transfer.main_idx]:
+                is_first = transfer.main_idx not in started
+                started.add(transfer.main_idx)
+                for total, grad in zip(sums[transfer.main_idx], slot_grads, strict=True):
                     # The first replica's gradient arrives in the sum itself: nothing to zero,
                     # nothing to stage.
-                    is_first = transfer.main_idx not in started
-                    target = total if is_first else torch.empty_like(total)
+                    is_staged = not is_first or total.dtype != grad.dtype
+                    target = torch.empty_like(total, dtype=grad.dtype) if is_staged else total
                     ops.append(self._op(dist.irecv, target, transfer.replica_rank))
-                    if not is_first:
-                        additions.append((total, target))
-                started.add(transfer.main_idx)
+                    if is_staged:
+                        additions.append((is_first, total, target))
         _Batch(ops).wait()
-        for total, staged in additions:
-            total.add_(staged)
+        for is_first, total, staged in additions:
+            if is_first:
+                total.copy_(staged)
+            else:
+                total.add_(staged)
+
+    def reset(self) -> None:
+        """Do nothing: there is no way to take back what an aborted step has posted.
+
+        A next step is right if all ranks aborted between the same two calls.
+        """
 
     def _op(self, op: Any, tensor: Tensor, peer: int) -> P2POp:
         return P2POp(op, tensor, group=self._group, group_peer=peer)

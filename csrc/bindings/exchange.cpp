@@ -1,0 +1,215 @@
+// torch.classes.megatron_ext.Exchange: exchange.h over tensors.
+
+#include "megatron_ext/exchange.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/custom_class.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace megatron_ext {
+namespace {
+
+using at::Tensor;
+
+// What lists of integers of a fixed width hold, row by row.
+std::vector<Place> places(const std::vector<int64_t>& flat) {
+    std::vector<Place> found;
+    for (size_t i = 0; i + 1 < flat.size(); i += 2) found.push_back({flat[i], flat[i + 1]});
+    return found;
+}
+
+GradType grad_type(const Tensor& grads) {
+    switch (grads.scalar_type()) {
+        case at::kFloat:
+            return GradType::kFloat32;
+        case at::kDouble:
+            return GradType::kFloat64;
+        case at::kBFloat16:
+            return GradType::kBFloat16;
+        default:
+            TORCH_CHECK_VALUE(false,
+                              "slot_grads must be float32, float64 or bfloat16, got ",
+                              grads.scalar_type());
+    }
+}
+
+// Checks what the caller's tensors must be, and keeps alive what is used after a call.
+class TensorExchange : public torch::CustomClassHolder {
+  public:
+    TensorExchange(int64_t rank, double timeout_s, int64_t max_delay_us)
+        : exchange_(std::make_unique<Exchange>(rank, timeout_s, max_delay_us)) {}
+
+    // `by_rank`: the ranks' regions as bytes, zeroed.
+    void set_flags(std::vector<Tensor> by_rank) {
+        max_slots_ = by_rank.front().nbytes() / sizeof(SlotFlags);
+        std::vector<SlotFlags*> flags;
+        for (const Tensor& bytes : by_rank) {
+            flags.push_back(static_cast<SlotFlags*>(bytes.mutable_data_ptr()));
+        }
+        exchange().set_flags(std::move(flags));
+        keep(std::move(by_rank));
+    }
+
+    // `by_rank`: each rank's [S, *shape] buffer of one segment.
+    int64_t add_segment(std::vector<Tensor> by_rank) {
+        const Tensor& like = by_rank.front();
+        TORCH_CHECK_VALUE(like.dim() >= 1 && like.size(0) >= 1 && like.size(0) <= max_slots_,
+                          "a slot buffer must have 1 to ",
+                          max_slots_,
+                          " slots, got ",
+                          like.sizes());
+        std::vector<std::byte*> bases;
+        for (const Tensor& buffer : by_rank) {
+            bases.push_back(static_cast<std::byte*>(buffer.mutable_data_ptr()));
+        }
+        const int64_t segment = exchange().add_segment(
+            std::move(bases), static_cast<int64_t>(like.nbytes()) / like.size(0));
+        buffers_.push_back(like);
+        keep(std::move(by_rank));
+        return segment;
+    }
+
+    // Start a push; see `PushTask`.
+    //   segments    ids of the segments
+    //   mains       the mains' segments, main after main, in the order of the copies from mains
+    //   copies      for each copy: rank and slot where it comes from if it is relayed, else -1 -1;
+    //               then the number of destinations, then rank and slot of each
+    //   expected    rank that fills and slot, for each used slot of this rank
+    int64_t start_push(const std::vector<int64_t>& segments,
+                       std::vector<Tensor> mains,
+                       const std::vector<int64_t>& copies,
+                       const std::vector<int64_t>& expected,
+                       std::string label) {
+        PushTask task{segments, {}, slots_of(segments), places(expected), std::move(label)};
+        size_t used = 0;
+        for (size_t i = 0; i + 2 < copies.size();) {
+            CopyTask copy{{}, {copies[i], copies[i + 1]}, {}};
+            const int64_t end = static_cast<int64_t>(i) + 3 + 2 * copies[i + 2];
+            copy.destinations =
+                places({copies.begin() + static_cast<int64_t>(i) + 3, copies.begin() + end});
+            if (copy.relayed.rank < 0) {
+                for (const int64_t segment : segments) {
+                    copy.main_segments.push_back(bytes_of("main", mains.at(used++), segment));
+                }
+            }
+            task.copies.push_back(std::move(copy));
+            i = static_cast<size_t>(end);
+        }
+        const uint64_t generation = exchange().start_push(std::move(task));
+        mains_ = std::move(mains);  // the last push has ended, so its mains are free
+        return static_cast<int64_t>(generation);
+    }
+
+    void finish_push(int64_t generation) {
+        exchange().finish_push(static_cast<uint64_t>(generation));
+    }
+
+    // Add gradients; see `PullTask`.
+    //   sums      for each main with replicas, its segments' sums
+    //   replicas  for each such main: the number of replicas, then rank and slot of each
+    //   computed  rank of the main and slot, for each used slot of this rank
+    void pull_add(const std::vector<int64_t>& segments,
+                  const std::vector<Tensor>& sums,
+                  const std::vector<int64_t>& replicas,
+                  const std::vector<int64_t>& computed,
+                  std::string label) {
+        PullTask task{segments, {}, {}, places(computed), std::move(label)};
+        for (const int64_t segment : segments) {
+            task.types.push_back(grad_type(buffers_.at(segment)));
+        }
+        size_t used = 0;
+        for (size_t i = 0; i < replicas.size();) {
+            const int64_t end = static_cast<int64_t>(i) + 1 + 2 * replicas[i];
+            SumTask sum{
+                places({replicas.begin() + static_cast<int64_t>(i) + 1, replicas.begin() + end}),
+                {}};
+            for (const int64_t segment : segments)
+                sum.sums.push_back(sum_of(sums.at(used++), segment));
+            task.sums.push_back(std::move(sum));
+            i = static_cast<size_t>(end);
+        }
+        exchange().pull_add(task);
+    }
+
+    int64_t abort() { return static_cast<int64_t>(exchange().abort()); }
+    void restart(int64_t generation) { exchange().restart(static_cast<uint64_t>(generation)); }
+    int64_t bytes_sent() { return exchange().bytes_sent(); }
+
+    // End the thread and let the memory go.
+    void close() {
+        exchange_.reset();
+        kept_.clear();
+        buffers_.clear();
+        mains_.clear();
+    }
+
+  private:
+    Exchange& exchange() {
+        TORCH_CHECK(exchange_ != nullptr, "this transport is closed");
+        return *exchange_;
+    }
+
+    void keep(std::vector<Tensor> tensors) {
+        kept_.insert(kept_.end(), tensors.begin(), tensors.end());
+    }
+
+    int64_t slots_of(const std::vector<int64_t>& segments) const {
+        return segments.empty() ? 0 : buffers_.at(segments.front()).size(0);
+    }
+
+    void check(const char* name, const Tensor& tensor, int64_t segment, at::ScalarType type) const {
+        const Tensor slot = buffers_.at(segment).select(0, 0);
+        TORCH_CHECK_VALUE(tensor.sizes() == slot.sizes() && tensor.scalar_type() == type &&
+                              tensor.is_contiguous() && tensor.device().is_cpu(),
+                          name,
+                          " must be contiguous ",
+                          type,
+                          " ",
+                          slot.sizes(),
+                          " on the CPU, as its slot is, got ",
+                          tensor.is_contiguous() ? "" : "non-contiguous ",
+                          tensor.scalar_type(),
+                          " ",
+                          tensor.sizes(),
+                          " on ",
+                          tensor.device());
+    }
+
+    const std::byte* bytes_of(const char* name, const Tensor& main, int64_t segment) const {
+        check(name, main, segment, buffers_.at(segment).scalar_type());
+        return static_cast<const std::byte*>(main.const_data_ptr());
+    }
+
+    void* sum_of(const Tensor& sum, int64_t segment) const {
+        const auto type = buffers_.at(segment).scalar_type();
+        check("sum", sum, segment, type == at::kDouble ? at::kDouble : at::kFloat);
+        return sum.mutable_data_ptr();
+    }
+
+    int64_t max_slots_ = 0;
+    std::vector<Tensor> kept_;     // all ranks' regions: their mappings live as long as these
+    std::vector<Tensor> buffers_;  // for each segment, one rank's: shape and dtype
+    std::vector<Tensor> mains_;    // of the push under way
+    std::unique_ptr<Exchange> exchange_;  // goes first: its thread uses the memory above
+};
+
+}  // namespace
+}  // namespace megatron_ext
+
+TORCH_LIBRARY_FRAGMENT(megatron_ext, m) {
+    m.class_<megatron_ext::TensorExchange>("Exchange")
+        .def(torch::init<int64_t, double, int64_t>())
+        .def("set_flags", &megatron_ext::TensorExchange::set_flags)
+        .def("add_segment", &megatron_ext::TensorExchange::add_segment)
+        .def("start_push", &megatron_ext::TensorExchange::start_push)
+        .def("finish_push", &megatron_ext::TensorExchange::finish_push)
+        .def("pull_add", &megatron_ext::TensorExchange::pull_add)
+        .def("abort", &megatron_ext::TensorExchange::abort)
+        .def("restart", &megatron_ext::TensorExchange::restart)
+        .def("bytes_sent", &megatron_ext::TensorExchange::bytes_sent)
+        .def("close", &megatron_ext::TensorExchange::close);
+}

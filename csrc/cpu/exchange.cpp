@@ -1,0 +1,336 @@
+// Pushes and pulls over memory that the ranks share: see exchange.h for the ordering.
+
+#include "megatron_ext/exchange.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <stdexcept>
+#include <utility>
+
+namespace megatron_ext {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A hand-over between running ranks takes well under a microsecond; with more ranks than cores the
+// peer needs this core; and a peer that is a layer behind is worth no core at all.
+constexpr int kSpins = 200;
+constexpr auto kYield = std::chrono::microseconds(200);
+constexpr auto kNap = std::chrono::microseconds(50);
+
+void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+// So many elements of every replica are added before the next ones: sum and sources stay in the
+// first-level cache, so each gradient is read from memory once.
+constexpr int64_t kTile = 2048;
+
+float widen(float value) { return value; }
+double widen(double value) { return value; }
+struct BFloat16 {
+    uint16_t bits;
+};
+float widen(BFloat16 value) { return std::bit_cast<float>(uint32_t{value.bits} << 16); }
+
+// sum = sources[0] + sources[1] + ..., in this order.
+template <class Sum, class Grad>
+void add_all(void* sum, const std::vector<const std::byte*>& sources, int64_t bytes) {
+    const int64_t count = bytes / static_cast<int64_t>(sizeof(Grad));
+    for (int64_t first = 0; first < count; first += kTile) {
+        const int64_t size = std::min(kTile, count - first);
+        Sum* const __restrict total = static_cast<Sum*>(sum) + first;
+        const auto tile_of = [&](size_t i) {
+            return reinterpret_cast<const Grad*>(sources[i]) + first;
+        };
+        const Grad* const __restrict copied = tile_of(0);
+        for (int64_t i = 0; i < size; ++i) total[i] = widen(copied[i]);
+        for (size_t s = 1; s < sources.size(); ++s) {
+            const Grad* const __restrict added = tile_of(s);
+            for (int64_t i = 0; i < size; ++i) total[i] += widen(added[i]);
+        }
+    }
+}
+
+std::string behind_label(const std::string& label) { return label.empty() ? "" : ", " + label; }
+
+}  // namespace
+
+Exchange::Exchange(int64_t rank, double timeout_s, int64_t max_delay_us)
+    : rank_(rank), timeout_(timeout_s), max_delay_us_(max_delay_us), process_(getpid()) {}
+
+Exchange::~Exchange() {
+    // A forked child has a copy of this, but no such thread, and waiting for it would never end.
+    if (getpid() != process_) {
+        static_cast<void>(worker_.release());
+        return;
+    }
+    cancelled_.store(true, std::memory_order_relaxed);
+}
+
+int64_t Exchange::add_segment(std::vector<std::byte*> by_rank, int64_t slot_bytes) {
+    finish_push(push_generation_);
+    segments_.push_back({std::move(by_rank), slot_bytes});
+    return static_cast<int64_t>(segments_.size()) - 1;
+}
+
+uint64_t Exchange::start_push(PushTask task) {
+    // The last push must be over before a slot is offered again: whoever fills it may be another
+    // rank now, and two must never write the same flag at a time.
+    finish_push(push_generation_);
+    const uint64_t generation = ++push_generation_;
+    // The caller's order of calls is why this is true: it does not read the slots any more.
+    for (int64_t slot = 0; slot < task.num_slots; ++slot) {
+        publish(&SlotFlags::freed, {rank_, slot}, generation);
+    }
+    worker_->start([this, generation, task = std::move(task)] { run_push(task, generation); });
+    return generation;
+}
+
+void Exchange::finish_push(uint64_t generation) {
+    if (generation == push_generation_) worker_->join();  // else a later push has ended it
+}
+
+void Exchange::run_push(const PushTask& task, uint64_t generation) {
+    for (const CopyTask& each : task.copies) copy(task, each, generation);
+    uint64_t chunks = 0;
+    for (const int64_t segment : task.segments) {
+        chunks += (segments_[segment].slot_bytes + kChunkBytes - 1) / kChunkBytes;
+    }
+    for (const Place& slot : task.expected) {
+        wait_for(&SlotFlags::filled,
+                 {rank_, slot.slot},
+                 generation << kChunkBits | chunks,
+                 kChunkBits,
+                 slot.rank,
+                 "fill",
+                 task.label);
+    }
+}
+
+void Exchange::copy(const PushTask& task, const CopyTask& copy, uint64_t generation) {
+    // The slot's rank has stored `freed` after its last read, so writing is safe from here on.
+    for (const Place& place : copy.destinations) {
+        wait_for(&SlotFlags::freed, place, generation, 0, place.rank, "free", task.label);
+    }
+    const bool is_relay = copy.main_segments.empty();
+    uint64_t progress = generation << kChunkBits;
+    for (size_t g = 0; g < task.segments.size(); ++g) {
+        const int64_t segment = task.segments[g];
+        const int64_t size = segments_[segment].slot_bytes;
+        const std::byte* source =
+            is_relay ? address(segment, {rank_, copy.relayed.slot}) : copy.main_segments[g];
+        for (int64_t first = 0; first < size; first += kChunkBytes) {
+            const int64_t bytes = std::min(kChunkBytes, size - first);
+            ++progress;
+            if (is_relay) {
+                wait_for(&SlotFlags::filled,
+                         {rank_, copy.relayed.slot},
+                         progress,
+                         kChunkBits,
+                         copy.relayed.rank,
+                         "fill",
+                         task.label);
+            }
+            for (const Place& place : copy.destinations) {
+                std::memcpy(address(segment, place) + first, source + first, bytes);
+                publish(&SlotFlags::filled, place, progress);
+            }
+            bytes_sent_.fetch_add(bytes * static_cast<int64_t>(copy.destinations.size()),
+                                  std::memory_order_relaxed);
+        }
+    }
+}
+
+void Exchange::pull_add(const PullTask& task) {
+    const uint64_t generation = ++pull_generation_;
+    for (const Place& slot : task.computed) {
+        publish(&SlotFlags::grad_ready, {rank_, slot.slot}, generation);
+    }
+    for (const SumTask& sum : task.sums) {
+        for (const Place& place : sum.replicas) {
+            wait_for(&SlotFlags::grad_ready,
+                     place,
+                     generation,
+                     0,
+                     place.rank,
+                     "offer the gradient of",
+                     task.label);
+        }
+        add(task, sum);
+        for (const Place& place : sum.replicas) {
+            publish(&SlotFlags::grad_taken, place, generation);
+        }
+    }
+    // The caller overwrites its slot gradients next, so they must have been read.
+    for (const Place& slot : task.computed) {
+        wait_for(&SlotFlags::grad_taken,
+                 {rank_, slot.slot},
+                 generation,
+                 0,
+                 slot.rank,
+                 "take the gradient of",
+                 task.label);
+    }
+}
+
+void Exchange::add(const PullTask& task, const SumTask& sum) {
+    std::vector<const std::byte*> sources(sum.replicas.size());
+    for (size_t g = 0; g < task.segments.size(); ++g) {
+        const int64_t segment = task.segments[g];
+        for (size_t i = 0; i < sources.size(); ++i) sources[i] = address(segment, sum.replicas[i]);
+        const int64_t bytes = segments_[segment].slot_bytes;
+        switch (task.types[g]) {
+            case GradType::kFloat32:
+                add_all<float, float>(sum.sums[g], sources, bytes);
+                break;
+            case GradType::kFloat64:
+                add_all<double, double>(sum.sums[g], sources, bytes);
+                break;
+            case GradType::kBFloat16:
+                add_all<float, BFloat16>(sum.sums[g], sources, bytes);
+                break;
+        }
+    }
+}
+
+uint64_t Exchange::abort() {
+    cancelled_.store(true, std::memory_order_relaxed);
+    try {
+        worker_->join();
+    } catch (const std::exception&) {
+        // The step has failed already: what its push says about it is no news.
+    }
+    return std::max(push_generation_, pull_generation_);
+}
+
+void Exchange::restart(uint64_t generation) {
+    // Every flag was stored with a generation of some rank, so none is above the highest: nothing
+    // that an aborted step left can be taken for what comes now.
+    push_generation_ = generation;
+    pull_generation_ = generation;
+    cancelled_.store(false, std::memory_order_relaxed);
+}
+
+std::byte* Exchange::address(int64_t segment, const Place& place) const {
+    return segments_[segment].by_rank[place.rank] + place.slot * segments_[segment].slot_bytes;
+}
+
+void Exchange::publish(FlagOf flag, const Place& place, uint64_t value) {
+    delay();
+    std::atomic_ref((flags_[place.rank][place.slot].*flag).value)
+        .store(value, std::memory_order_release);
+}
+
+void Exchange::wait_for(FlagOf flag,
+                        const Place& place,
+                        uint64_t value,
+                        int shift,
+                        int64_t peer,
+                        const char* deed,
+                        const std::string& label) {
+    delay();
+    const std::atomic_ref word((flags_[place.rank][place.slot].*flag).value);
+    Clock::time_point start{};
+    for (int tries = 0;; ++tries) {
+        const uint64_t seen = word.load(std::memory_order_acquire);
+        if (seen >> shift > value >> shift) {
+            throw std::runtime_error(
+                "rank " + std::to_string(rank_) + " is at generation " +
+                std::to_string(value >> shift) + ", but rank " + std::to_string(peer) +
+                " is at generation " + std::to_string(seen >> shift) + " of slot " +
+                std::to_string(place.slot) +
+                ": they did not make the same calls; after an aborted step every rank of the EP "
+                "group must call reset()" +
+                behind_label(label));
+        }
+        if (seen >= value) return;
+        if (tries < kSpins) {
+            relax();
+            continue;
+        }
+        if (cancelled_.load(std::memory_order_relaxed)) {
+            throw std::runtime_error("rank " + std::to_string(rank_) + " gave up waiting: reset" +
+                                     behind_label(label));
+        }
+        const Clock::time_point now = Clock::now();
+        if (tries == kSpins) start = now;
+        if (now - start >= timeout_) {
+            char seconds[32];
+            std::snprintf(seconds, sizeof seconds, "%.1f", timeout_.count());
+            throw std::runtime_error("rank " + std::to_string(rank_) + " waited " + seconds +
+                                     " s for rank " + std::to_string(peer) + " to " + deed +
+                                     " slot " + std::to_string(place.slot) + " (generation " +
+                                     std::to_string(value >> shift) + ", seen " +
+                                     std::to_string(seen >> shift) + ")" + behind_label(label));
+        }
+        if (now - start < kYield) {
+            sched_yield();
+        } else {
+            std::this_thread::sleep_for(kNap);
+        }
+    }
+}
+
+void Exchange::delay() {
+    if (max_delay_us_ == 0) return;
+    thread_local std::minstd_rand random(static_cast<unsigned>(rank_ + 1));
+    if (random() % 4 == 0) {
+        std::this_thread::sleep_for(std::chrono::microseconds(random() % max_delay_us_));
+    }
+}
+
+Worker::~Worker() {
+    if (!thread_.joinable()) return;
+    {
+        const std::lock_guard lock(mutex_);
+        ending_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+}
+
+void Worker::start(std::function<void()> job) {
+    {
+        const std::lock_guard lock(mutex_);
+        job_ = std::move(job);
+    }
+    if (!thread_.joinable()) thread_ = std::thread([this] { work(); });
+    changed_.notify_all();
+}
+
+void Worker::join() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return !job_; });
+    if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+}
+
+void Worker::work() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+        changed_.wait(lock, [this] { return job_ || ending_; });
+        if (!job_) return;
+        // Not under the lock: until the job is empty again, others only look whether it is.
+        lock.unlock();
+        std::exception_ptr failure;
+        try {
+            job_();
+        } catch (...) {
+            failure = std::current_exception();
+        }
+        lock.lock();
+        failure_ = failure;
+        job_ = nullptr;
+        changed_.notify_all();
+    }
+}
+
+}  // namespace megatron_ext

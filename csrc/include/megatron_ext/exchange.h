@@ -1,0 +1,187 @@
+// Moves replicas between ranks that map the same memory. No Torch, and nothing about how the memory
+// came to be shared: ranks may be processes or, in a test, threads.
+//
+// Ordering. Every rank counts its pushes and its pulls; all ranks call alike, so the counts
+// (*generations*) agree without a message. Four flags a slot, in the memory of the slot's rank, say
+// how far that slot is:
+//
+//   freed       by the slot's rank    nobody here reads the last generation's weights any more
+//   filled      by whoever fills it   so many chunks of this generation are in the slot
+//   grad_ready  by the slot's rank    the gradient of this generation is in the slot
+//   grad_taken  by the main's rank    that gradient has been added and may be overwritten
+//
+// A flag only grows, and it is stored with release after what it speaks of and read with acquire
+// before. A rank publishes all that peers can wait for before it waits itself, and copies from
+// mains wait for no other copy, so ranks that all make the call always finish. Nothing here is a
+// barrier: a rank without transfers goes on at once.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace megatron_ext {
+
+// On a cache line of its own: a rank spins on it while others store beside it.
+struct alignas(64) Flag {
+    uint64_t value;
+};
+static_assert(std::atomic_ref<uint64_t>::is_always_lock_free, "flags are shared by processes");
+
+struct SlotFlags {
+    Flag freed;
+    Flag filled;  // generation << kChunkBits | chunks
+    Flag grad_ready;
+    Flag grad_taken;
+};
+
+// A slot is filled chunk by chunk, segment after segment, and a relay passes chunks on as they
+// come. One chunk is read from memory once and written to all destinations while it is in cache.
+constexpr int64_t kChunkBytes = 1 << 20;
+constexpr int kChunkBits = 24;
+
+// A slot of a rank of the EP group.
+struct Place {
+    int64_t rank;
+    int64_t slot;
+};
+
+// One source to all its destinations. The source is a main, segment by segment, or, where
+// `main_segments` is empty, what arrives in this rank's slot `relayed.slot`, filled by
+// `relayed.rank`.
+struct CopyTask {
+    std::vector<const std::byte*> main_segments;
+    Place relayed;
+    std::vector<Place> destinations;
+};
+
+struct PushTask {
+    std::vector<int64_t> segments;  // what `add_segment` returned, for each part of an expert
+    std::vector<CopyTask> copies;   // by this rank; copies from mains first
+    int64_t num_slots;              // of every rank
+    std::vector<Place> expected;    // this rank's used slots; `rank` is who fills them
+    std::string label;              // for messages: which layer
+};
+
+enum class GradType { kFloat32, kFloat64, kBFloat16 };
+
+// The sum over the replicas of one main, in the order of `replicas`.
+struct SumTask {
+    std::vector<Place> replicas;
+    std::vector<void*> sums;  // for each segment; float32, or float64 if the gradients are
+};
+
+struct PullTask {
+    std::vector<int64_t> segments;
+    std::vector<GradType> types;  // of each segment's slot gradients
+    std::vector<SumTask> sums;
+    std::vector<Place> computed;  // this rank's used slots; `rank` is the main's rank
+    std::string label;
+};
+
+// One thread for one job at a time, started with the first.
+class Worker {
+  public:
+    ~Worker();
+
+    // Run `job`; the last one must have been joined.
+    void start(std::function<void()> job);
+
+    // Return when the job is done; throws what it threw, once.
+    void join();
+
+  private:
+    void work();
+
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::thread thread_;
+    std::function<void()> job_;  // empty when there is nothing to do
+    bool ending_ = false;
+    std::exception_ptr failure_;
+};
+
+// One rank's end. All calls come from one thread; copies of a push run in a thread of their own.
+// A wait longer than the time limit, or a flag from the future, is a std::runtime_error.
+class Exchange {
+  public:
+    // `max_delay_us`: before flags are read or stored, sometimes sleep up to so long. For tests of
+    // the ordering; 0 otherwise.
+    Exchange(int64_t rank, double timeout_s, int64_t max_delay_us);
+    ~Exchange();
+    Exchange(const Exchange&) = delete;
+    Exchange& operator=(const Exchange&) = delete;
+
+    // Flags of each rank's slots, zero before the first use.
+    void set_flags(std::vector<SlotFlags*> by_rank) { flags_ = std::move(by_rank); }
+
+    // Each rank's slots of one segment, `slot_bytes` apart.
+    int64_t add_segment(std::vector<std::byte*> by_rank, int64_t slot_bytes);
+
+    // Start a push and return its generation; first ends the one before it. All that `task` points
+    // to must stay until `finish_push`.
+    uint64_t start_push(PushTask task);
+
+    // Return when this rank's slots are filled and its mains may be changed. Throws what went
+    // wrong.
+    void finish_push(uint64_t generation);
+
+    // Return when the sums are there and this rank's slot gradients may be overwritten.
+    void pull_add(const PullTask& task);
+
+    // End what is under way without waiting for peers; returns the highest generation used here.
+    uint64_t abort();
+
+    // Go on behind `generation`: the highest of all ranks, after all have aborted.
+    void restart(uint64_t generation);
+
+    // Bytes copied into peers' slots by this rank since it was made.
+    int64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }
+
+  private:
+    struct Segment {
+        std::vector<std::byte*> by_rank;
+        int64_t slot_bytes;
+    };
+    using FlagOf = Flag SlotFlags::*;
+
+    void run_push(const PushTask& task, uint64_t generation);
+    void copy(const PushTask& task, const CopyTask& copy, uint64_t generation);
+    void add(const PullTask& task, const SumTask& sum);
+    std::byte* address(int64_t segment, const Place& place) const;
+
+    void publish(FlagOf flag, const Place& place, uint64_t value);
+    // Wait until `flag` of `place` is at least `value`; `shift` takes it to a generation.
+    void wait_for(FlagOf flag,
+                  const Place& place,
+                  uint64_t value,
+                  int shift,
+                  int64_t peer,
+                  const char* deed,
+                  const std::string& label);
+    void delay();
+
+    const int64_t rank_;
+    const std::chrono::duration<double> timeout_;
+    const int64_t max_delay_us_;
+    std::vector<SlotFlags*> flags_;
+    std::vector<Segment> segments_;
+    uint64_t push_generation_ = 0;
+    uint64_t pull_generation_ = 0;
+    std::atomic<int64_t> bytes_sent_ = 0;
+    std::atomic<bool> cancelled_ = false;
+
+    const int64_t process_;
+    std::unique_ptr<Worker> worker_ = std::make_unique<Worker>();
+};
+
+}  // namespace megatron_ext

@@ -1,0 +1,91 @@
+"""Who copies what to whom: transfers compiled into each rank's copies, with relays for busy ranks.
+
+A rank that sends to many would be done long after all others. Above a threshold it sends each of
+its experts to a few relays only, which pass it on from their own slots, chunk by chunk as it
+arrives. A rank counts as one sender, whatever the number of its replicated experts.
+
+With n sends of a rank and f of them of one expert, the expert gets ceil(f / sqrt(n)) relays: the
+rank itself then sends about sqrt(n) times, and so does a relay, against n times without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_ext.transport import Transfer
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One source, read once, to all its destinations.
+
+    The source is a main of the rank that makes the copy or, for a relay, its own slot
+    `relay_slot_idx`, which the home rank fills. `destinations` are (rank, slot).
+    """
+
+    home_rank: int
+    main_idx: int
+    relay_slot_idx: int | None
+    destinations: tuple[tuple[int, int], ...]
+
+
+def compile_copies(
+    transfers: Sequence[Transfer], num_ranks: int, relay_threshold: int
+) -> list[list[Copy]]:
+    """Return every rank's copies, those from mains first; the same on all ranks.
+
+    Args:
+        transfers: Every replica of the group, in an order that is the same on all ranks.
+        num_ranks: Ranks of the EP group.
+        relay_threshold: Most sends of a rank, all its experts together, without relays.
+
+    >>> everywhere = [Transfer(0, 0, rank, slot_idx=0) for rank in range(1, 8)]
+    >>> for rank, copies in enumerate(compile_copies(everywhere, 8, relay_threshold=4)):
+    ...     print(rank, [copy.destinations for copy in copies])
+    0 [((1, 0), (2, 0), (3, 0))]
+    1 [((4, 0), (7, 0))]
+    2 [((5, 0),)]
+    3 [((6, 0),)]
+    4 []
+    5 []
+    6 []
+    7 []
+    """
+    by_main: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+    num_sends = [0] * num_ranks
+    for transfer in transfers:
+        by_main[transfer.home_rank, transfer.main_idx].append(transfer)
+        num_sends[transfer.home_rank] += 1
+    # What each rank sends by the plan made so far. All experts are of one size, so copies count.
+    planned = [sends if sends <= relay_threshold else 0 for sends in num_sends]
+    copies: list[list[Copy]] = [[] for _ in range(num_ranks)]
+    relayed: list[list[Copy]] = [[] for _ in range(num_ranks)]
+    # The busiest rank chooses its relays first.
+    for (home, main_idx), replicas in sorted(
+        by_main.items(), key=lambda item: (-num_sends[item[0][0]], item[0])
+    ):
+        if num_sends[home] <= relay_threshold:
+            direct = tuple((t.replica_rank, t.slot_idx) for t in replicas)
+            copies[home].append(Copy(home, main_idx, None, direct))
+            continue
+        num_relays = math.ceil(len(replicas) / math.sqrt(num_sends[home]))
+        order = sorted(replicas, key=lambda t: (planned[t.replica_rank], t.replica_rank))
+        relays, others = order[:num_relays], order[num_relays:]
+        planned[home] += num_relays
+        passed_on: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for other in others:
+            relay = min(relays, key=lambda t: (planned[t.replica_rank], t.replica_rank))
+            planned[relay.replica_rank] += 1
+            passed_on[relay.replica_rank].append((other.replica_rank, other.slot_idx))
+        first = tuple((t.replica_rank, t.slot_idx) for t in relays)
+        copies[home].append(Copy(home, main_idx, None, first))
+        for relay in relays:
+            if onward := passed_on[relay.replica_rank]:
+                relayed[relay.replica_rank].append(
+                    Copy(home, main_idx, relay.slot_idx, tuple(onward))
+                )
+    # A copy from a main waits for no other copy, so with these first no rank waits in a circle.
+    return [own + onward for own, onward in zip(copies, relayed, strict=True)]
