@@ -36,17 +36,17 @@ def _skip_rematerialize() -> Any:
 
 
 def _swap_slots() -> Any:
-    from megatron_ext.transport.collective import CollectiveTransport
+    from megatron_ext.transport.shared_memory import SharedMemoryTransport
 
-    push = CollectiveTransport.push
+    push = SharedMemoryTransport.push
 
-    def swapped(self: Any, transfers: Any, mains: Any, slots: Any) -> Any:
-        push(self, transfers, mains, slots).wait()
+    def swapped(self: Any, transfers: Any, mains: Any, slots: Any, label: str) -> Any:
+        push(self, transfers, mains, slots, label).wait()
         for segment in slots:
             segment.copy_(segment.flip(0))
         return mock.Mock()
 
-    return mock.patch.object(CollectiveTransport, "push", swapped)
+    return mock.patch.object(SharedMemoryTransport, "push", swapped)
 
 
 def _reuse_plan_of_other_microbatch() -> Any:
