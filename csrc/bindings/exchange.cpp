@@ -50,7 +50,7 @@ class TensorExchange : public torch::CustomClassHolder {
         for (const Tensor& bytes : by_rank) {
             flags.push_back(static_cast<SlotFlags*>(bytes.mutable_data_ptr()));
         }
-        exchange().set_flags(std::move(flags));
+        open().set_flags(std::move(flags));
         keep(std::move(by_rank));
     }
 
@@ -66,7 +66,7 @@ class TensorExchange : public torch::CustomClassHolder {
         for (const Tensor& buffer : by_rank) {
             bases.push_back(static_cast<std::byte*>(buffer.mutable_data_ptr()));
         }
-        const int64_t segment = exchange().add_segment(
+        const int64_t segment = open().add_segment(
             std::move(bases), static_cast<int64_t>(like.nbytes()) / like.size(0));
         buffers_.push_back(like);
         keep(std::move(by_rank));
@@ -84,6 +84,7 @@ class TensorExchange : public torch::CustomClassHolder {
                        const std::vector<int64_t>& copies,
                        const std::vector<int64_t>& expected,
                        std::string label) {
+        Exchange& exchange = open();
         PushTask task{segments, {}, slots_of(segments), places(expected), std::move(label)};
         size_t used = 0;
         for (size_t i = 0; i + 2 < copies.size();) {
@@ -99,14 +100,12 @@ class TensorExchange : public torch::CustomClassHolder {
             task.copies.push_back(std::move(copy));
             i = static_cast<size_t>(end);
         }
-        const uint64_t generation = exchange().start_push(std::move(task));
+        const uint64_t generation = exchange.start_push(std::move(task));
         mains_ = std::move(mains);  // the last push has ended, so its mains are free
         return static_cast<int64_t>(generation);
     }
 
-    void finish_push(int64_t generation) {
-        exchange().finish_push(static_cast<uint64_t>(generation));
-    }
+    void finish_push(int64_t generation) { open().finish_push(static_cast<uint64_t>(generation)); }
 
     // Add gradients; see `PullTask`.
     //   sums      for each main with replicas, its segments' sums
@@ -117,6 +116,7 @@ class TensorExchange : public torch::CustomClassHolder {
                   const std::vector<int64_t>& replicas,
                   const std::vector<int64_t>& computed,
                   std::string label) {
+        Exchange& exchange = open();
         PullTask task{segments, {}, {}, places(computed), std::move(label)};
         for (const int64_t segment : segments) {
             task.types.push_back(grad_type(buffers_.at(segment)));
@@ -132,12 +132,12 @@ class TensorExchange : public torch::CustomClassHolder {
             task.sums.push_back(std::move(sum));
             i = static_cast<size_t>(end);
         }
-        exchange().pull_add(task);
+        exchange.pull_add(task);
     }
 
-    int64_t abort() { return static_cast<int64_t>(exchange().abort()); }
-    void restart(int64_t generation) { exchange().restart(static_cast<uint64_t>(generation)); }
-    int64_t bytes_sent() { return exchange().bytes_sent(); }
+    int64_t abort() { return static_cast<int64_t>(open().abort()); }
+    void restart(int64_t generation) { open().restart(static_cast<uint64_t>(generation)); }
+    int64_t bytes_sent() { return open().bytes_sent(); }
 
     // End the thread and let the memory go.
     void close() {
@@ -148,7 +148,7 @@ class TensorExchange : public torch::CustomClassHolder {
     }
 
   private:
-    Exchange& exchange() {
+    Exchange& open() {
         TORCH_CHECK(exchange_ != nullptr, "this transport is closed");
         return *exchange_;
     }
@@ -162,14 +162,14 @@ class TensorExchange : public torch::CustomClassHolder {
     }
 
     void check(const char* name, const Tensor& tensor, int64_t segment, at::ScalarType type) const {
-        const Tensor slot = buffers_.at(segment).select(0, 0);
-        TORCH_CHECK_VALUE(tensor.sizes() == slot.sizes() && tensor.scalar_type() == type &&
+        const at::IntArrayRef shape = buffers_.at(segment).sizes().slice(1);
+        TORCH_CHECK_VALUE(tensor.sizes() == shape && tensor.scalar_type() == type &&
                               tensor.is_contiguous() && tensor.device().is_cpu(),
                           name,
                           " must be contiguous ",
                           type,
                           " ",
-                          slot.sizes(),
+                          shape,
                           " on the CPU, as its slot is, got ",
                           tensor.is_contiguous() ? "" : "non-contiguous ",
                           tensor.scalar_type(),

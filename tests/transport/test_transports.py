@@ -1,22 +1,37 @@
 """Replicas and gradients arrive where the transfers say, bit for bit, on every transport.
 
-Layer 2 (2 and 4 gloo ranks). Slots are filled with NaN before each push, so a missing copy shows;
+Layer 2 (2 to 8 gloo ranks). Slots are filled with NaN before each push, so a missing copy shows;
 gradients are small integers, so their sums are exact in any order.
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
-from megatron_ext.transport import TRANSPORTS, Transfer, make_transport, resolve_transport
+from megatron_ext.transport import (
+    TRANSPORTS,
+    Pending,
+    Transfer,
+    Transport,
+    make_transport,
+    resolve_transport,
+)
+from megatron_ext.transport.collective import CollectiveTransport
+from megatron_ext.transport.shared_memory import SharedMemoryTransport
 from tests.ranks import run_ranks
 
+CPU = torch.device("cpu")
 MAINS, SLOTS = 3, 2
-SHAPES = [(4, 3), (3, 4), (5,)]
+SHAPES = ((4, 3), (3, 4), (5,))
+LARGE = ((700, 1001), (3,))
+"""The first is three chunks of the shared-memory transport."""
 
 
 def random_transfers(generator: random.Random, world_size: int) -> list[Transfer]:
@@ -29,80 +44,166 @@ def random_transfers(generator: random.Random, world_size: int) -> list[Transfer
     return transfers
 
 
-def weight(home: int, main_idx: int, segment: int, round_idx: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(hash((home, main_idx, segment, round_idx)) % 2**31)
-    return torch.randn(SHAPES[segment], generator=generator)
+def build(name: str, group: ProcessGroup, **options: Any) -> Transport:
+    if name == "collective":
+        return CollectiveTransport(group)
+    return SharedMemoryTransport(group, **options)
 
 
-def gradient(rank: int, slot: int, segment: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * rank + 10 * slot + segment)
-    return torch.randint(-8, 9, SHAPES[segment], generator=generator).float()
+@dataclass
+class Side:
+    """One rank's buffers, and what its peers' must hold."""
 
+    transport: Transport
+    group: ProcessGroup
+    shapes: tuple[tuple[int, ...], ...] = SHAPES
+    grad_dtype: torch.dtype = torch.float32
 
-def _move(rank: int, name: str) -> None:
-    world_size = dist.get_world_size()
-    cpu = torch.device("cpu")
-    transport = make_transport(name, dist.group.WORLD, cpu)
-    slots = [transport.allocate((SLOTS, *shape), torch.float32, cpu) for shape in SHAPES]
-    grads = [transport.allocate((SLOTS, *shape), torch.float32, cpu) for shape in SHAPES]
-    generator = random.Random(5)
-    for round_idx in range(30):
-        transfers = random_transfers(generator, world_size)
-        for segment in slots:
+    def __post_init__(self) -> None:
+        self.rank = self.group.rank()
+        self.slots = self._allocate(torch.float32)
+        self.grads = self._allocate(self.grad_dtype)
+        # Everybody knows everybody's values: [home][main][segment], [rank][slot][segment].
+        generator = torch.Generator().manual_seed(1)
+        ranks = range(self.group.size())
+        self.weights = [
+            [
+                [torch.randn(shape, generator=generator) for shape in self.shapes]
+                for _ in range(MAINS)
+            ]
+            for _ in ranks
+        ]
+        self.gradients = [
+            [
+                [torch.randint(-8, 9, shape, generator=generator).float() for shape in self.shapes]
+                for _ in range(SLOTS)
+            ]
+            for _ in ranks
+        ]
+
+    def _allocate(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        return [self.transport.allocate((SLOTS, *shape), dtype, CPU) for shape in self.shapes]
+
+    def push(
+        self, transfers: list[Transfer], step: int, label: str = "", fill: bool = True
+    ) -> Pending:
+        for segment in self.slots if fill else ():
             segment.fill_(float("nan"))
         mains = [
-            [weight(rank, m, segment, round_idx) for m in range(MAINS)]
-            for segment in range(len(SHAPES))
+            [self.weights[self.rank][m][g] + step for m in range(MAINS)]
+            for g in range(len(self.shapes))
         ]
-        transport.push(transfers, mains, slots).wait()
-        mine = {t.slot_idx: t for t in transfers if t.replica_rank == rank}
-        for slot in range(SLOTS):
-            for segment, values in enumerate(slots):
+        return self.transport.push(transfers, mains, self.slots, label)
+
+    def check_slots(self, transfers: list[Transfer], step: int, filled: bool = True) -> None:
+        mine = {t.slot_idx: t for t in transfers if t.replica_rank == self.rank}
+        for g, values in enumerate(self.slots):
+            for slot in range(SLOTS):
                 if slot in mine:
-                    source = mine[slot]
-                    expected = weight(source.home_rank, source.main_idx, segment, round_idx)
-                    assert torch.equal(values[slot], expected)
-                else:
+                    source = self.weights[mine[slot].home_rank][mine[slot].main_idx][g]
+                    assert torch.equal(values[slot], source + step)
+                elif filled:
                     assert values[slot].isnan().all(), "an unused slot was written"
 
-        for segment, values in enumerate(grads):
+    def pull_add_and_check(self, transfers: list[Transfer], step: int, label: str = "") -> None:
+        for g, values in enumerate(self.grads):
             for slot in range(SLOTS):
-                values[slot].copy_(gradient(rank, slot, segment))
-        homes = {t.main_idx for t in transfers if t.home_rank == rank}
-        sums = {m: [torch.full(shape, float("nan")) for shape in SHAPES] for m in homes}
-        transport.pull_add(transfers, grads, sums)
+                values[slot].copy_(self.gradients[self.rank][slot][g] + step % 7)
+        homes = {t.main_idx for t in transfers if t.home_rank == self.rank}
+        dtype = torch.promote_types(self.grad_dtype, torch.float32)
+        sums = {
+            m: [torch.full(shape, float("nan"), dtype=dtype) for shape in self.shapes]
+            for m in homes
+        }
+        self.transport.pull_add(transfers, self.grads, sums, label)
+        for values in self.grads:
+            values.fill_(float("nan"))  # they belong to this rank again
         for m, totals in sums.items():
-            for segment, total in enumerate(totals):
+            for g, total in enumerate(totals):
                 parts = [
-                    gradient(t.replica_rank, t.slot_idx, segment)
+                    self.gradients[t.replica_rank][t.slot_idx][g] + step % 7
                     for t in transfers
-                    if (t.home_rank, t.main_idx) == (rank, m)
+                    if (t.home_rank, t.main_idx) == (self.rank, m)
                 ]
-                assert torch.equal(total, torch.stack(parts).sum(0))
+                assert torch.equal(total, torch.stack(parts).sum(0).to(dtype))
+
+    def step(self, transfers: list[Transfer], step: int) -> None:
+        self.push(transfers, step).wait()
+        self.check_slots(transfers, step)
+        self.pull_add_and_check(transfers, step)
+
+
+def _move(
+    rank: int,
+    name: str,
+    num_steps: int,
+    shapes: tuple[tuple[int, ...], ...] = SHAPES,
+    grad_dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> None:
+    transport = build(name, dist.group.WORLD, **options)
+    side = Side(transport, dist.group.WORLD, shapes, grad_dtype)
+    generator = random.Random(5)
+    for step in range(num_steps):
+        side.step(random_transfers(generator, dist.get_world_size()), step)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_random_transfers_back_to_back(name: str, world_size: int) -> None:
-    run_ranks(_move, world_size, name)
+    run_ranks(_move, world_size, name, 30)
 
 
-def _move_in_subgroups(rank: int) -> None:
-    """Two EP groups at once: group ranks are not global ranks."""
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    group = groups[rank % 2]
-    transport = make_transport("auto", group, torch.device("cpu"))
-    slots = [transport.allocate((1, 2), torch.float32, torch.device("cpu"))]
-    main = torch.full((2,), float(rank))
-    transport.push([Transfer(0, 0, 1, 0)], [[main]], slots).wait()
-    if group.rank() == 1:
-        assert slots[0].tolist() == [[float(rank - 2)] * 2]
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_segments_of_several_chunks(name: str) -> None:
+    run_ranks(_move, 4, name, 3, LARGE)
 
 
-def test_ranks_are_those_of_the_group() -> None:
-    run_ranks(_move_in_subgroups, 4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_gradients_of_other_dtypes(name: str, dtype: torch.dtype) -> None:
+    run_ranks(_move, 2, name, 5, SHAPES, dtype)
+
+
+def _add_256_and_1(rank: int, name: str) -> None:
+    transport = build(name, dist.group.WORLD)
+    grads = [transport.allocate((1, 2), torch.bfloat16, CPU)]
+    grads[0].fill_({1: 256.0, 2: 1.0}.get(rank, 0.0))
+    sums = {0: [torch.empty(2)]} if rank == 0 else {}
+    transport.pull_add([Transfer(0, 0, 1, 0), Transfer(0, 0, 2, 0)], grads, sums)
+    if rank == 0:
+        assert sums[0][0].tolist() == [257.0, 257.0], "bfloat16 has no 257"
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_bfloat16_gradients_add_in_float32(name: str) -> None:
+    run_ranks(_add_256_and_1, 4, name)
+
+
+def _move_in_groups(rank: int, name: str) -> None:
+    """Each rank is in two EP groups: group ranks are not global ranks."""
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    sides = [
+        Side(make_transport(name, group, CPU), group)
+        for group in (dist.group.WORLD, pairs[rank % 2])
+    ]
+    generators = [random.Random(5) for _ in sides]
+    for step in range(20):
+        for side, generator in zip(sides, generators, strict=True):
+            side.step(random_transfers(generator, side.group.size()), step)
+
+
+@pytest.mark.parametrize("name", ["auto", *TRANSPORTS])
+def test_several_groups_in_one_process(name: str) -> None:
+    run_ranks(_move_in_groups, 4, name)
 
 
 def test_unknown_transport_is_refused() -> None:
     with pytest.raises(ValueError, match=r"balance.transport \('rdma'\).*'auto' or one of"):
         resolve_transport("rdma")
+
+
+def test_shared_memory_is_refused_for_gpus() -> None:
+    assert resolve_transport("auto", device_type="cuda") == "collective"
+    with pytest.raises(ValueError, match=r"CPU ranks only, these are on cuda; use 'auto'"):
+        resolve_transport("shared_memory", device_type="cuda")

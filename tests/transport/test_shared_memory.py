@@ -1,0 +1,298 @@
+"""What only the shared-memory transport promises: its own ordering, its errors, no leftovers.
+
+Layer 2 (2 to 8 gloo ranks). Values are checked as in `test_transports.py`, bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_ext.transport import Transfer, make_transport
+from megatron_ext.transport.collective import CollectiveTransport
+from megatron_ext.transport.shared_memory import SharedMemoryTransport
+from tests.ranks import run_ranks
+from tests.transport.test_transports import CPU, LARGE, SHAPES, Side, random_transfers
+
+
+def side_of(shapes: Any = SHAPES, **options: Any) -> Side:
+    return Side(SharedMemoryTransport(dist.group.WORLD, **options), dist.group.WORLD, shapes)
+
+
+def _race(rank: int, num_steps: int, max_delay_us: int) -> int:
+    """Calls as they may follow each other, with nothing that orders the ranks in between."""
+    world_size = dist.get_world_size()
+    side = side_of(relay_threshold=2, max_delay_us=max_delay_us)
+    generator = random.Random(7)
+    moved = 0
+    is_dropped = False
+    for step in range(num_steps):
+        transfers = random_transfers(generator, world_size)
+        moved += len(transfers)
+        order = generator.randrange(5)
+        # Slots of a push that nobody waited for are not ours to fill with NaN.
+        pending = side.push(transfers, step, fill=not is_dropped)
+        if order == 0:  # the push goes on during another layer's reduction
+            side.pull_add_and_check(random_transfers(generator, world_size), step)
+        was_dropped, is_dropped = is_dropped, order == 1
+        if is_dropped:  # the next push ends it
+            continue
+        pending.wait()
+        side.check_slots(transfers, step, filled=not was_dropped)
+        if order == 2:
+            side.pull_add_and_check(transfers, step)
+    return moved
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_steps", "max_delay_us"), [(2, 800, 0), (2, 300, 300), (4, 300, 300)]
+)
+def test_no_call_needs_a_barrier(world_size: int, num_steps: int, max_delay_us: int) -> None:
+    moved = run_ranks(_race, world_size, num_steps, max_delay_us)
+    assert moved[0] > num_steps
+
+
+def _fan_out(rank: int, relay_threshold: int) -> tuple[list[torch.Tensor], int]:
+    side = side_of(LARGE, relay_threshold=relay_threshold, max_delay_us=100)
+    transfers = [Transfer(0, 1, other, 0) for other in range(1, dist.get_world_size())]
+    for step in range(2):
+        side.push(transfers, step).wait()
+        side.check_slots(transfers, step)
+    per_push = side.transport.bytes_sent // 2
+    return per_push // sum(segment[0].nbytes for segment in side.slots)
+
+
+def test_relays_spread_the_sending_of_one_rank_over_eight() -> None:
+    assert run_ranks(_fan_out, 8, 7) == [7, 0, 0, 0, 0, 0, 0, 0]
+    assert run_ranks(_fan_out, 8, 4) == [3, 2, 1, 1, 0, 0, 0, 0]
+
+
+class _NoTensors(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} in a step")
+
+
+@contextmanager
+def _nothing_new() -> Iterator[None]:
+    before = _mappings()
+    with mock.patch.object(dist, "all_gather_object", side_effect=AssertionError), _NoTensors():
+        yield
+    assert _mappings() == before
+
+
+def _mappings() -> list[str]:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in maps if "megatron_ext" in line and ".so" not in line]
+
+
+def _step_in_steady_state(rank: int) -> None:
+    side = side_of()
+    transfers = [Transfer(0, 1, 1, 0), Transfer(1, 0, 0, 1)]
+    side.step(transfers, 0)
+    mains = [
+        [segment.clone() for segment in main] for main in zip(*side.weights[rank], strict=True)
+    ]
+    sums = {1 - rank: [torch.empty(shape) for shape in SHAPES]}
+    with _nothing_new():
+        for _ in range(3):
+            side.transport.push(transfers, mains, side.slots).wait()
+            side.transport.pull_add(transfers, side.grads, sums)
+    assert len(_mappings()) == 2 * (1 + 2 * len(SHAPES)), "one region a rank and buffer, and flags"
+    assert all("memfd:megatron_ext (deleted)" in line for line in _mappings())
+    side.transport.close()
+    with pytest.raises(RuntimeError, match="this transport is closed"):
+        side.push(transfers, 0)
+    side.slots.clear()
+    side.grads.clear()
+    assert not _mappings(), "memory stays mapped"
+
+
+def test_a_step_allocates_nothing_and_closing_lets_all_go() -> None:
+    run_ranks(_step_in_steady_state, 2)
+
+
+def _copy_while_python_runs(rank: int, gate: str) -> None:
+    side = side_of()
+    transfers = [Transfer(1, 0, 0, 0)]
+    if rank == 0:
+        opener = threading.Thread(target=lambda: (time.sleep(0.05), Path(gate).touch()))
+        opener.start()
+        side.push(transfers, 0).wait()  # blocks until the other thread of this process has run
+        opener.join()
+    else:
+        while not Path(gate).exists():
+            time.sleep(0.01)
+        side.push(transfers, 0).wait()
+    side.check_slots(transfers, 0)
+
+
+def test_waiting_lets_other_threads_of_python_run(tmp_path: Path) -> None:
+    run_ranks(_copy_while_python_runs, 2, str(tmp_path / "gate"))
+
+
+def _lose_a_peer(rank: int, call: str) -> None:
+    side = side_of(timeout_s=0.3)
+    side.step([Transfer(0, 0, 1, 0), Transfer(2, 0, 0, 0)], 0)
+    # Both others need rank 2: one to give, one to take.
+    transfers = [Transfer(0, 1, 2, 0), Transfer(2, 0, 1, 1)]
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if call == "push":
+        side.push(transfers, 1, "layer 3, virtual layer 12").wait()
+    else:
+        side.pull_add_and_check(transfers, 1, "layer 3, virtual layer 12")
+
+
+@pytest.mark.parametrize(
+    ("call", "seen", "deeds"),
+    [
+        ("push", (1, 0), ("free slot 0", "fill slot 1")),
+        ("pull_add", (0, 0), ("offer the gradient of slot 0", "take the gradient of slot 1")),
+    ],
+)
+def test_a_killed_peer_is_named_by_all_others_and_leaves_nothing(
+    call: str, seen: tuple[int, int], deeds: tuple[str, str]
+) -> None:
+    with pytest.raises(RuntimeError, match="died with exit code -9") as caught:
+        run_ranks(_lose_a_peer, 3, call)
+    for rank in (0, 1):
+        assert (
+            f"rank {rank} waited 0.3 s for rank 2 to {deeds[rank]} "
+            f"(generation 2, seen {seen[rank]}), layer 3, virtual layer 12"
+        ) in str(caught.value)
+    assert not [name for name in os.listdir("/dev/shm") if "megatron_ext" in name]
+
+
+def _abort(rank: int, where: str) -> None:
+    """Rank 1 fails at some place of a step, the others where they miss it, then a clean step."""
+    world_size = dist.get_world_size()
+    side = side_of(timeout_s=0.2, relay_threshold=1)
+    generator = random.Random(11)
+    everything = [
+        Transfer(home, home % 3, (home + hop) % world_size, hop - 1)
+        for home in range(world_size)
+        for hop in (1, 2)
+    ]
+    for attempt in range(2):
+        for step in range(3):
+            side.step(random_transfers(generator, world_size), step)
+        failure = ""
+        try:
+            if (where, rank) == ("before the push", 1):
+                raise ArithmeticError
+            pending = side.push(everything, 90 + attempt)
+            if (where, rank) == ("during the push", 1) or where == "everywhere during the push":
+                raise ArithmeticError
+            pending.wait()
+            if (where, rank) == ("before the reduction", 1):
+                raise ArithmeticError
+            side.pull_add_and_check(everything, 5)
+            side.push(everything, 80)
+            side.pull_add_and_check(everything, 5)
+        except (ArithmeticError, RuntimeError) as error:
+            failure = str(error) or "mine"
+        assert failure == "mine" or " waited 0.2 s for rank " in failure
+        side.transport.reset()
+        for step in range(3):
+            side.step(random_transfers(generator, world_size), step)
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["before the push", "during the push", "everywhere during the push", "before the reduction"],
+)
+def test_a_step_after_an_aborted_one_is_clean(where: str) -> None:
+    run_ranks(_abort, 3, where)
+
+
+def _run_ahead(rank: int) -> None:
+    side = side_of(timeout_s=5.0)
+    transfers = [Transfer(0, 0, 1, 0)]
+    if rank == 1:
+        for step in range(2):
+            side.push([], step).wait()
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(
+            RuntimeError,
+            match=r"rank 0 is at generation 1, but rank 1 is at generation 2 of slot 0: .*reset",
+        ):
+            side.push(transfers, 0).wait()
+    side.transport.reset()
+    side.step(transfers, 3)
+
+
+def test_a_rank_that_is_ahead_is_refused() -> None:
+    run_ranks(_run_ahead, 2)
+
+
+def _ask_for_different_memory(rank: int) -> None:
+    transport = SharedMemoryTransport(dist.group.WORLD)
+    with pytest.raises(ValueError, match="all ranks must share the same, but one asks for"):
+        transport.allocate((1, 2 + rank), torch.float32, CPU)
+    with pytest.raises(ValueError, match=r"must have 1 to 256 slots, got \[257, 1\]"):
+        transport.allocate((257, 1), torch.float32, CPU)
+    with pytest.raises(ValueError, match="memory of the CPU only, not of meta"):
+        transport.allocate((1, 1), torch.float32, torch.device("meta"))
+    assert transport.allocate((0, 4), torch.float32, CPU).shape == (0, 4)
+
+
+def test_memory_that_cannot_be_shared_is_refused() -> None:
+    run_ranks(_ask_for_different_memory, 2)
+
+
+def _give_the_wrong_tensors(rank: int) -> None:
+    side = side_of()
+    with pytest.raises(ValueError, match="must be buffers that this transport's allocate"):
+        side.transport.push([], [], [torch.zeros(2, *shape) for shape in SHAPES])
+    mains = [[torch.zeros(shape)] for shape in SHAPES]
+    mains[0] = [torch.zeros(3, 4).T]
+    if rank == 0:
+        with pytest.raises(ValueError, match=r"main must be contiguous Float .* got non-"):
+            side.transport.push([Transfer(0, 0, 1, 0)], mains, side.slots)
+        sums = {0: [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]}
+        with pytest.raises(ValueError, match=r"sum must be contiguous Float .* got Double"):
+            side.transport.pull_add([Transfer(0, 0, 1, 0)], side.grads, sums)
+    half = SharedMemoryTransport(dist.group.WORLD)
+    grads = [half.allocate((1, 2), torch.float16, CPU)]
+    with pytest.raises(ValueError, match="slot_grads must be float32, float64 or bfloat16"):
+        half.pull_add([], grads, {})
+    side.step([Transfer(0, 0, 1, 0)], 0)  # refused calls did not count
+
+
+def test_wrong_tensors_are_refused_before_anything_moves() -> None:
+    run_ranks(_give_the_wrong_tensors, 2)
+
+
+def _live_on_two_machines(rank: int) -> None:
+    from megatron_ext.transport import shared_heap
+
+    elsewhere = shared_heap._Machine("node7", "another boot", "pid:[1]")
+    here = shared_heap._this_machine()
+    with mock.patch.object(
+        shared_heap, "_this_machine", return_value=elsewhere if rank == 1 else here
+    ):
+        assert isinstance(make_transport("auto", dist.group.WORLD, CPU), CollectiveTransport)
+        with pytest.raises(
+            RuntimeError,
+            match=r"process \d+ on .* cannot map memory of process \d+ on .*another "
+            r"machine or in another container\); use balance.transport=collective",
+        ):
+            make_transport("shared_memory", dist.group.WORLD, CPU)
+
+
+def test_ranks_of_several_machines_take_the_collective_transport() -> None:
+    run_ranks(_live_on_two_machines, 2)
