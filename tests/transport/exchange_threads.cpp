@@ -1,0 +1,231 @@
+// Ranks as threads over one Exchange each, in ordinary memory; built with a thread sanitizer by
+// test_exchange_threads.py, which then sees every access that a flag does not order.
+// Exits with 1 and a line on stderr when something else than the right value arrives.
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "megatron_ext/exchange.h"
+
+using namespace megatron_ext;
+
+namespace {
+
+constexpr int64_t kRanks = 4;
+constexpr int64_t kMains = 2;
+constexpr int64_t kSlots = 2;
+// The first segment is two chunks.
+constexpr int64_t kSizes[] = {kChunkBytes / 4 + 5, 7};
+
+void require(bool holds, const char* what) {
+    if (holds) return;
+    std::fprintf(stderr, "broken: %s\n", what);
+    std::exit(1);
+}
+
+struct Transfer {
+    int64_t home, main, replica, slot;
+};
+
+// Different for every expert and round, and exact as a float.
+float value_of(int64_t home, int64_t main, int round) {
+    return static_cast<float>(1000 * round + 10 * home + main);
+}
+float gradient_of(int64_t rank, int64_t slot, int round) {
+    return static_cast<float>(round % 50 + 5 * rank + slot);
+}
+
+std::vector<Transfer> pick_transfers(std::mt19937_64& random) {
+    std::vector<Transfer> transfers;
+    for (int64_t rank = 0; rank < kRanks; ++rank) {
+        std::vector<int64_t> foreign;
+        for (int64_t e = 0; e < kRanks * kMains; ++e) {
+            if (e / kMains != rank) foreign.push_back(e);
+        }
+        std::shuffle(foreign.begin(), foreign.end(), random);
+        const int64_t count = static_cast<int64_t>(random() % (kSlots + 1));
+        for (int64_t s = 0; s < count; ++s) {
+            transfers.push_back({foreign[s] / kMains, foreign[s] % kMains, rank, s});
+        }
+    }
+    return transfers;
+}
+
+// What all ranks share.
+struct Memory {
+    std::vector<std::vector<SlotFlags>> flags;
+    std::vector<std::vector<float>> slots[2];
+    std::vector<std::vector<float>> grads[2];
+    Memory() : flags(kRanks, std::vector<SlotFlags>(kSlots)) {
+        for (int g = 0; g < 2; ++g) {
+            slots[g].assign(kRanks, std::vector<float>(kSlots * kSizes[g]));
+            grads[g].assign(kRanks, std::vector<float>(kSlots * kSizes[g]));
+        }
+    }
+};
+
+class Rank {
+  public:
+    Rank(int64_t rank, Memory& memory) : rank_(rank), memory_(memory), exchange_(rank, 60.0, 100) {
+        std::vector<SlotFlags*> flags;
+        for (auto& each : memory.flags) flags.push_back(each.data());
+        exchange_.set_flags(std::move(flags));
+        for (int g = 0; g < 2; ++g) slot_ids_.push_back(add(memory.slots[g], kSizes[g]));
+        for (int g = 0; g < 2; ++g) grad_ids_.push_back(add(memory.grads[g], kSizes[g]));
+    }
+
+    void run(int rounds, unsigned seed) {
+        std::mt19937_64 random(seed);  // the same choices on all ranks
+        for (int round = 0; round < rounds; ++round) {
+            const auto transfers = pick_transfers(random);
+            const bool is_relayed = random() % 2;
+            const bool is_reset = random() % 16 == 0;
+            push(transfers, is_relayed, round);
+            pull(transfers, round);
+            if (is_reset) {
+                // All generations are equal here, so the highest is one's own.
+                exchange_.restart(exchange_.abort() + 3);
+            }
+        }
+    }
+
+  private:
+    int64_t add(std::vector<std::vector<float>>& by_rank, int64_t size) {
+        std::vector<std::byte*> bases;
+        for (auto& each : by_rank) bases.push_back(reinterpret_cast<std::byte*>(each.data()));
+        return exchange_.add_segment(std::move(bases), size * static_cast<int64_t>(sizeof(float)));
+    }
+
+    void push(const std::vector<Transfer>& transfers, bool is_relayed, int round) {
+        // The mains change from push to push, which is right as the last one has ended.
+        for (int64_t m = 0; m < kMains; ++m) {
+            for (int g = 0; g < 2; ++g) mains_[m][g].assign(kSizes[g], value_of(rank_, m, round));
+        }
+        PushTask task{slot_ids_, {}, kSlots, {}, "a round"};
+        std::vector<CopyTask> onward;
+        for (int64_t e = 0; e < kRanks * kMains; ++e) {
+            const int64_t home = e / kMains;
+            std::vector<Place> to;
+            for (const Transfer& t : transfers) {
+                if (t.home * kMains + t.main == e) to.push_back({t.replica, t.slot});
+            }
+            if (to.empty()) continue;
+            // The first destination passes on to all others, or nobody does.
+            const size_t direct = is_relayed ? 1 : to.size();
+            const std::vector<Place> rest(to.begin() + static_cast<int64_t>(direct), to.end());
+            const Place relay = to.front();
+            to.resize(direct);
+            if (home == rank_) {
+                const auto& main = mains_[e % kMains];
+                task.copies.push_back({{reinterpret_cast<const std::byte*>(main[0].data()),
+                                        reinterpret_cast<const std::byte*>(main[1].data())},
+                                       {},
+                                       to});
+            }
+            if (!rest.empty() && relay.rank == rank_) {
+                onward.push_back({{}, {home, relay.slot}, rest});
+            }
+            for (const Place& place : to) {
+                if (place.rank == rank_) task.expected.push_back({home, place.slot});
+            }
+            for (const Place& place : rest) {
+                if (place.rank == rank_) task.expected.push_back({relay.rank, place.slot});
+            }
+        }
+        task.copies.insert(task.copies.end(), onward.begin(), onward.end());
+        exchange_.finish_push(exchange_.start_push(std::move(task)));
+        for (const Transfer& t : transfers) {
+            if (t.replica != rank_) continue;
+            for (int g = 0; g < 2; ++g) {
+                const float* slot = memory_.slots[g][rank_].data() + t.slot * kSizes[g];
+                const float expected = value_of(t.home, t.main, round);
+                require(std::all_of(slot, slot + kSizes[g], [&](float v) { return v == expected; }),
+                        "a slot holds its expert");
+            }
+        }
+    }
+
+    void pull(const std::vector<Transfer>& transfers, int round) {
+        PullTask task{grad_ids_, {GradType::kFloat32, GradType::kFloat32}, {}, {}, "a round"};
+        for (const Transfer& t : transfers) {
+            if (t.replica != rank_) continue;
+            task.computed.push_back({t.home, t.slot});
+            for (int g = 0; g < 2; ++g) {
+                std::fill_n(memory_.grads[g][rank_].data() + t.slot * kSizes[g],
+                            kSizes[g],
+                            gradient_of(rank_, t.slot, round));
+            }
+        }
+        std::vector<float> sums[kMains][2];
+        float expected[kMains] = {};
+        for (int64_t m = 0; m < kMains; ++m) {
+            SumTask sum;
+            for (const Transfer& t : transfers) {
+                if (t.home != rank_ || t.main != m) continue;
+                sum.replicas.push_back({t.replica, t.slot});
+                expected[m] += gradient_of(t.replica, t.slot, round);
+            }
+            if (sum.replicas.empty()) continue;
+            for (int g = 0; g < 2; ++g) {
+                sums[m][g].resize(kSizes[g]);
+                sum.sums.push_back(sums[m][g].data());
+            }
+            task.sums.push_back(std::move(sum));
+        }
+        exchange_.pull_add(task);
+        for (int64_t m = 0; m < kMains; ++m) {
+            for (const auto& sum : sums[m]) {
+                require(
+                    std::all_of(sum.begin(), sum.end(), [&](float v) { return v == expected[m]; }),
+                    "a sum is that of its replicas");
+            }
+        }
+    }
+
+    const int64_t rank_;
+    Memory& memory_;
+    std::vector<float> mains_[kMains][2];
+    std::vector<int64_t> slot_ids_, grad_ids_;
+    Exchange exchange_;  // goes first: its thread uses what is above
+};
+
+// A peer that never calls: the wait ends with an error, and so does what is under way at the end.
+void wait_for_nobody() {
+    Memory memory;
+    Exchange exchange(0, 0.05, 0);
+    std::vector<SlotFlags*> flags;
+    for (auto& each : memory.flags) flags.push_back(each.data());
+    exchange.set_flags(std::move(flags));
+    for (int i = 0; i < 2; ++i) {
+        bool has_failed = false;
+        const uint64_t generation = exchange.start_push({{}, {}, kSlots, {{1, 0}}, "nothing"});
+        try {
+            exchange.finish_push(generation);
+        } catch (const std::runtime_error&) {
+            has_failed = true;
+        }
+        require(i == 1 || has_failed, "a silent peer is an error");
+        exchange.restart(exchange.abort());
+    }
+    exchange.start_push({{}, {}, kSlots, {{1, 0}}, "nothing"});
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+    const int rounds = std::atoi(arguments[1]);
+    Memory memory;
+    std::vector<std::unique_ptr<Rank>> ranks;
+    for (int64_t r = 0; r < kRanks; ++r) ranks.push_back(std::make_unique<Rank>(r, memory));
+    std::vector<std::thread> threads;
+    for (auto& rank : ranks) threads.emplace_back([&rank, rounds] { rank->run(rounds, 3); });
+    for (auto& thread : threads) thread.join();
+    wait_for_nobody();
+    std::printf("%d rounds\n", rounds);
+}
