@@ -51,9 +51,14 @@ void add_all(void* sum, const std::vector<const std::byte*>& sources, int64_t by
         const auto tile_of = [&](size_t i) {
             return reinterpret_cast<const Grad*>(sources[i]) + first;
         };
-        const Grad* const __restrict copied = tile_of(0);
-        for (int64_t i = 0; i < size; ++i) total[i] = widen(copied[i]);
-        for (size_t s = 1; s < sources.size(); ++s) {
+        const Grad* const __restrict one = tile_of(0);
+        if (sources.size() == 1) {
+            for (int64_t i = 0; i < size; ++i) total[i] = widen(one[i]);
+            continue;
+        }
+        const Grad* const __restrict two = tile_of(1);
+        for (int64_t i = 0; i < size; ++i) total[i] = widen(one[i]) + widen(two[i]);
+        for (size_t s = 2; s < sources.size(); ++s) {
             const Grad* const __restrict added = tile_of(s);
             for (int64_t i = 0; i < size; ++i) total[i] += widen(added[i]);
         }
@@ -91,16 +96,34 @@ uint64_t Exchange::start_push(PushTask task) {
     for (int64_t slot = 0; slot < task.num_slots; ++slot) {
         publish(&SlotFlags::freed, {rank_, slot}, generation);
     }
-    worker_->start([this, generation, task = std::move(task)] { run_push(task, generation); });
+    push_ = std::move(task);
+    is_pushing_ = true;
+    int64_t bytes = 0;
+    bool is_relay = false;
+    for (const CopyTask& copy : push_.copies) {
+        is_relay |= copy.main_segments.empty();
+        bytes += expert_bytes(push_) * static_cast<int64_t>(copy.destinations.size());
+    }
+    if (bytes <= kInlineBytes && !is_relay) {
+        send(push_, generation);
+    } else {
+        worker_->start([this, generation] { send(push_, generation); });
+    }
     return generation;
 }
 
 void Exchange::finish_push(uint64_t generation) {
-    if (generation == push_generation_) worker_->join();  // else a later push has ended it
+    if (generation != push_generation_) return;  // a later push has ended it
+    if (!std::exchange(is_pushing_, false)) return;
+    worker_->join();
+    receive(push_, generation);
 }
 
-void Exchange::run_push(const PushTask& task, uint64_t generation) {
+void Exchange::send(const PushTask& task, uint64_t generation) {
     for (const CopyTask& each : task.copies) copy(task, each, generation);
+}
+
+void Exchange::receive(const PushTask& task, uint64_t generation) {
     uint64_t chunks = 0;
     for (const int64_t segment : task.segments) {
         chunks += (segments_[segment].slot_bytes + kChunkBytes - 1) / kChunkBytes;
@@ -204,6 +227,7 @@ void Exchange::add(const PullTask& task, const SumTask& sum) {
 
 uint64_t Exchange::abort() {
     cancelled_.store(true, std::memory_order_relaxed);
+    is_pushing_ = false;
     try {
         worker_->join();
     } catch (const std::exception&) {
@@ -222,6 +246,12 @@ void Exchange::restart(uint64_t generation) {
 
 std::byte* Exchange::address(int64_t segment, const Place& place) const {
     return segments_[segment].by_rank[place.rank] + place.slot * segments_[segment].slot_bytes;
+}
+
+int64_t Exchange::expert_bytes(const PushTask& task) const {
+    int64_t bytes = 0;
+    for (const int64_t segment : task.segments) bytes += segments_[segment].slot_bytes;
+    return bytes;
 }
 
 void Exchange::publish(FlagOf flag, const Place& place, uint64_t value) {

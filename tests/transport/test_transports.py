@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 MAINS, SLOTS = 3, 2
 SHAPES = ((4, 3), (3, 4), (5,))
 LARGE = ((700, 1001), (3,))
-"""The first is three chunks of the shared-memory transport."""
+"""The first is many chunks of the shared-memory transport."""
 
 
 def random_transfers(generator: random.Random, world_size: int) -> list[Transfer]:

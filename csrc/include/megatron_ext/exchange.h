@@ -46,7 +46,7 @@ struct SlotFlags {
 
 // A slot is filled chunk by chunk, segment after segment, and a relay passes chunks on as they
 // come. One chunk is read from memory once and written to all destinations while it is in cache.
-constexpr int64_t kChunkBytes = 1 << 20;
+constexpr int64_t kChunkBytes = 1 << 18;
 constexpr int kChunkBits = 24;
 
 // A slot of a rank of the EP group.
@@ -110,6 +110,9 @@ class Worker {
     std::exception_ptr failure_;
 };
 
+// A push of so little is copied before `start_push` returns: waking a thread takes as long.
+constexpr int64_t kInlineBytes = 1 << 18;
+
 // One rank's end. All calls come from one thread; copies of a push run in a thread of their own.
 // A wait longer than the time limit, or a flag from the future, is a std::runtime_error.
 class Exchange {
@@ -154,9 +157,12 @@ class Exchange {
     };
     using FlagOf = Flag SlotFlags::*;
 
-    void run_push(const PushTask& task, uint64_t generation);
+    // The pushes' parts: what others wait for, and what this rank waits for.
+    void send(const PushTask& task, uint64_t generation);
+    void receive(const PushTask& task, uint64_t generation);
     void copy(const PushTask& task, const CopyTask& copy, uint64_t generation);
     void add(const PullTask& task, const SumTask& sum);
+    int64_t expert_bytes(const PushTask& task) const;
     std::byte* address(int64_t segment, const Place& place) const;
 
     void publish(FlagOf flag, const Place& place, uint64_t value);
@@ -177,6 +183,8 @@ class Exchange {
     std::vector<Segment> segments_;
     uint64_t push_generation_ = 0;
     uint64_t pull_generation_ = 0;
+    PushTask push_;  // of the last generation; the worker reads it
+    bool is_pushing_ = false;
     std::atomic<int64_t> bytes_sent_ = 0;
     std::atomic<bool> cancelled_ = false;
 

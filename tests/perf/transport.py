@@ -1,0 +1,223 @@
+"""Transports on the same transfers in one run, beside plain copies and sums of the same bytes.
+
+    python tests/perf/transport.py [--rounds N] [--json FILE]
+
+A time is from the first rank's call to the last rank's return, one of several calls in a row, the
+median of rounds in which all that is compared takes turns, after a warm-up. `x` is how many times
+faster a line is than what it is compared with; plain copies and sums run on one thread of rank 0
+while the others sleep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from megatron_ext.transport import Transfer, Transport  # noqa: E402
+from megatron_ext.transport.collective import CollectiveTransport  # noqa: E402
+from megatron_ext.transport.shared_memory import SharedMemoryTransport  # noqa: E402
+from tests.perf.planner import describe_machine  # noqa: E402
+from tests.ranks import run_ranks  # noqa: E402
+
+CPU = torch.device("cpu")
+MIB = 2**20
+COLUMNS = ("what", "ranks", "MiB", "ms", "GB/s", "compared with", "ms there", "x", "most sends")
+
+
+class Setup:
+    """A transport's buffers on one rank: experts of two segments, as fc1 and fc2 are."""
+
+    def __init__(self, transport: Transport, num_bytes: int, slots: int) -> None:
+        self.transport = transport
+        self.shapes = [(num_bytes // 6,), (num_bytes // 12,)]  # float32, two to one
+        shapes = [(slots, *shape) for shape in self.shapes]
+        self.slots = [transport.allocate(shape, torch.float32, CPU) for shape in shapes]
+        self.grads = [transport.allocate(shape, torch.float32, CPU) for shape in shapes]
+        self.mains = [[torch.ones(shape) for _ in range(slots)] for shape in self.shapes]
+        self.sums = {m: [torch.ones(shape) for shape in self.shapes] for m in range(slots)}
+
+    def push(self, transfers: list[Transfer]) -> None:
+        self.transport.push(transfers, self.mains, self.slots).wait()
+
+    def pull_add(self, transfers: list[Transfer]) -> None:
+        self.transport.pull_add(transfers, self.grads, self.sums)
+
+
+Times = dict[str, list[tuple[float, float]]]
+"""Start and end of each round of one rank, by what ran."""
+
+
+def _time(calls: dict[str, Callable[[], None]], rounds: int, num_bytes: int) -> Times:
+    """Time `calls` of this rank by the machine's clock; so many in a row that a barrier's is lost.
+
+    Times are those of one call.
+    """
+    repeats = max(2, min(200, 8 * MIB // num_bytes))
+    times: Times = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            call()
+            dist.barrier()
+            start = time.monotonic()
+            for _ in range(repeats):
+                call()
+            times[name].append((start / repeats, time.monotonic() / repeats))
+    return {name: each[1:] for name, each in times.items()}
+
+
+def _copy(rank: int, num_bytes: int, slots: int, rounds: int) -> Any:
+    """Rank 0 fills all slots of rank 1; plain copy of as much on rank 0."""
+    shared = Setup(SharedMemoryTransport(dist.group.WORLD), num_bytes, slots)
+    gloo = Setup(CollectiveTransport(dist.group.WORLD), num_bytes, slots)
+    transfers = [Transfer(0, m, 1, m) for m in range(slots)]
+
+    def memcpy() -> None:
+        for mains, copies in zip(shared.mains, gloo.slots, strict=True):
+            for main, copy in zip(mains, copies, strict=True):
+                copy.copy_(main)
+
+    return _time(
+        {
+            "shared_memory": lambda: shared.push(transfers),
+            "memcpy": memcpy if rank == 0 else _nothing,
+            "gloo": lambda: gloo.push(transfers),
+        },
+        rounds,
+        slots * num_bytes,
+    )
+
+
+def _add(rank: int, num_bytes: int, slots: int, rounds: int) -> Any:
+    """Rank 0 adds the slot gradients of two others; a fused add of as much on rank 0."""
+    shared = Setup(SharedMemoryTransport(dist.group.WORLD), num_bytes, slots)
+    gloo = Setup(CollectiveTransport(dist.group.WORLD), num_bytes, slots)
+    transfers = [Transfer(0, m, other, m) for other in (1, 2) for m in range(slots)]
+
+    def add() -> None:
+        for m in range(slots):
+            for g, total in enumerate(shared.sums[m]):
+                torch.add(gloo.slots[g][m], gloo.grads[g][m], out=total)
+
+    return _time(
+        {
+            "shared_memory": lambda: shared.pull_add(transfers),
+            "fused add": add if rank == 0 else _nothing,
+            "gloo": lambda: gloo.pull_add(transfers),
+        },
+        rounds,
+        2 * slots * num_bytes,
+    )
+
+
+def _fan_out(rank: int, num_bytes: int, rounds: int) -> Any:
+    """One expert of rank 0 to all others, with and without relays; also slots sent by this rank."""
+    num_ranks = dist.get_world_size()
+    transfers = [Transfer(0, 0, other, 0) for other in range(1, num_ranks)]
+    calls: dict[str, Callable[[], None]] = {}
+    sends = {}
+    for name, threshold in (("direct", num_ranks), ("relays", 1)):
+        transport = SharedMemoryTransport(dist.group.WORLD, relay_threshold=threshold)
+        setup = Setup(transport, num_bytes, slots=1)
+        setup.push(transfers)
+        sends[name] = transport.bytes_sent
+        calls[name] = partial(setup.push, transfers)
+    return _time(calls, rounds, num_bytes), sends
+
+
+def _nothing() -> None:
+    pass
+
+
+def _median_ms(by_rank: list[Times], name: str) -> float:
+    rounds = zip(*(times[name] for times in by_rank), strict=True)
+    return 1e3 * statistics.median(
+        max(end for _, end in each) - min(start for start, _ in each) for each in rounds
+    )
+
+
+def _compare(what: str, by_rank: list[Any], baseline: str, num_bytes: int) -> list[dict[str, Any]]:
+    ms = _median_ms(by_rank, "shared_memory")
+    rows = []
+    for other in (baseline, "gloo"):
+        # Only rank 0 works there, and another's early return from the barrier is not its time.
+        there = _median_ms(by_rank[:1] if other == baseline else by_rank, other)
+        rows.append(
+            {
+                "what": what,
+                "ranks": len(by_rank),
+                "MiB": num_bytes / MIB,
+                "ms": ms,
+                "GB/s": num_bytes / ms / 1e6,
+                "compared with": other,
+                "ms there": there,
+                "x": there / ms,
+                "most sends": None,
+            }
+        )
+    return rows
+
+
+def measure(rounds: int) -> list[dict[str, Any]]:
+    """All lines of the table."""
+    rows = []
+    for num_bytes, slots in ((48 * MIB, 2), (48 * 1024, 2)):
+        found = run_ranks(_copy, 2, num_bytes, slots, rounds)
+        rows += _compare("push", found, "memcpy", slots * num_bytes)
+        found = run_ranks(_add, 3, num_bytes, slots, rounds)
+        rows += _compare("pull_add", found, "fused add", 2 * slots * num_bytes)
+    num_bytes = 12 * MIB
+    found = run_ranks(_fan_out, 8, num_bytes, rounds)
+    ms = {name: _median_ms([times for times, _ in found], name) for name in ("direct", "relays")}
+    for name, other in (("direct", "relays"), ("relays", "direct")):
+        rows.append(
+            {
+                "what": f"1 to 7, {name}",
+                "ranks": 8,
+                "MiB": 7 * num_bytes / MIB,
+                "ms": ms[name],
+                "GB/s": 7 * num_bytes / ms[name] / 1e6,
+                "compared with": other,
+                "ms there": ms[other],
+                "x": ms[other] / ms[name],
+                "most sends": round(max(sends[name] for _, sends in found) / num_bytes),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure, print the table, and write it as JSON if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=11, help="rounds (default: 11)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the table")
+    options = parser.parse_args()
+    print(describe_machine())
+    print(" ".join(f"{name:>14}" for name in COLUMNS))
+    rows = measure(options.rounds)
+    for row in rows:
+        print(" ".join(f"{_text(row[name]):>14}" for name in COLUMNS))
+    if options.json:
+        options.json.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1))
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()
