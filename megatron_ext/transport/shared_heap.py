@@ -67,12 +67,14 @@ def share(num_bytes: int, purpose: str, ep_group: ProcessGroup) -> list[Tensor]:
     fd = os.memfd_create("megatron_ext", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, num_bytes)
+        # Before anyone else can: a page lies in the memory nearest to who touches it first.
+        mine = _map(fd, num_bytes)
         offer = _Offer(_this_machine(), os.getpid(), fd, _inode(fd), num_bytes, purpose)
         offers = _gather(offer, ep_group)
         regions: list[Tensor] = []
         failure = None
         try:
-            regions = [_open(other, offer) for other in offers]
+            regions = [mine if other == offer else _open(other, offer) for other in offers]
         except (ValueError, RuntimeError) as error:
             failure = error
         # Also what keeps the file open until the last peer has opened it.

@@ -23,11 +23,11 @@ from megatron_ext.transport.relay import compile_copies
 from megatron_ext.transport.shared_heap import share
 
 TIMEOUT_S = 60.0
-"""Longest wait for a peer. Ranks of one step are milliseconds apart; a checkpoint or an evaluation
-of one rank alone would be seconds."""
+"""Longest wait for a peer, in seconds. A rank that is late by more (a checkpoint, say) is late for
+the gathering of loads before each plan too, and the others wait for it there."""
 
 RELAY_THRESHOLD = 4
-"""Most sends of a rank without relays."""
+"""Most sends of a rank without relays: with five, three ranks send two or less each."""
 
 _FLAGS_BYTES = 1 << 16
 """Flags of 256 slots of a rank, 256 bytes each."""

@@ -21,6 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_ext.balance.in_flight import PlanHandle
+from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.replicas import MainWeights, Segment, SlotBuffers
 from megatron_ext.transport import Transfer, make_transport
 from megatron_ext.transport.collective import CollectiveTransport
 from megatron_ext.transport.shared_memory import SharedMemoryTransport
@@ -58,7 +62,8 @@ def _race(rank: int, num_steps: int, max_delay_us: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "num_steps", "max_delay_us"), [(2, 800, 0), (2, 300, 300), (4, 300, 300)]
+    ("world_size", "num_steps", "max_delay_us"),
+    [(2, 2000, 0), (2, 300, 300), (4, 300, 300), (8, 300, 100)],
 )
 def test_no_call_needs_a_barrier(world_size: int, num_steps: int, max_delay_us: int) -> None:
     moved = run_ranks(_race, world_size, num_steps, max_delay_us)
@@ -99,6 +104,11 @@ def _mappings() -> list[str]:
 
 
 def _step_in_steady_state(rank: int) -> None:
+    large = side_of(LARGE)  # starts the thread
+    large.step([Transfer(0, 0, 1, 0)], 0)
+    large.transport.close()
+    large.slots.clear()
+    large.grads.clear()
     side = side_of()
     transfers = [Transfer(0, 1, 1, 0), Transfer(1, 0, 0, 1)]
     side.step(transfers, 0)
@@ -112,6 +122,12 @@ def _step_in_steady_state(rank: int) -> None:
             side.transport.pull_add(transfers, side.grads, sums)
     assert len(_mappings()) == 2 * (1 + 2 * len(SHAPES)), "one region a rank and buffer, and flags"
     assert all("memfd:megatron_ext (deleted)" in line for line in _mappings())
+    child = os.fork()
+    if child == 0:  # has the transport, but not its thread
+        signal.alarm(10)
+        side.transport.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, "closing in a forked process hangs"
     side.transport.close()
     with pytest.raises(RuntimeError, match="this transport is closed"):
         side.push(transfers, 0)
@@ -216,6 +232,36 @@ def _abort(rank: int, where: str) -> None:
 )
 def test_a_step_after_an_aborted_one_is_clean(where: str) -> None:
     run_ranks(_abort, 3, where)
+
+
+def _reset_slots(rank: int) -> None:
+    """Slots that hold what the plan says are not filled again, except after an aborted step."""
+    layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
+    quota = torch.tensor([[5, 5], [2, 0], [0, 3], [0, 1]])
+    plan = BalancePlan(layout, quota, slots=torch.tensor([[-1], [0]], dtype=torch.int32))
+    transport = SharedMemoryTransport(dist.group.WORLD)
+    buffers = SlotBuffers(
+        layout,
+        [Segment("w", (2,))],
+        dtype=torch.float32,
+        device=CPU,
+        ep_rank=rank,
+        transport=transport,
+    )
+    handle = PlanHandle(virtual_layer_id=7, generation=1, layer_number=3, microbatch_idx=0)
+    for is_reset, expected in ((False, 1.0), (False, 1.0), (True, 3.0)):
+        value = 3.0 if is_reset else 1.0
+        if is_reset:
+            buffers.reset()
+        mains = MainWeights((torch.full((2, 2), value),))
+        buffers.start_materialize(plan, mains, handle).wait()
+        if rank == 1:
+            assert buffers.weights[0].tolist() == [[expected, expected]]
+    assert transport.bytes_sent == (16 if rank == 0 else 0)
+
+
+def test_resetting_slots_forgets_what_they_hold() -> None:
+    run_ranks(_reset_slots, 2)
 
 
 def _run_ahead(rank: int) -> None:
