@@ -101,21 +101,21 @@ class TensorExchange : public torch::CustomClassHolder {
             i = static_cast<size_t>(end);
         }
         const uint64_t generation = exchange.start_push(std::move(task));
-        mains_ = std::move(mains);  // the last push has ended, so its mains are free
+        in_use_ = std::move(mains);  // what was under way has ended, so its tensors are free
         return static_cast<int64_t>(generation);
     }
 
     void finish_push(int64_t generation) { open().finish_push(static_cast<uint64_t>(generation)); }
 
-    // Add gradients; see `PullTask`.
+    // Start adding gradients; see `PullTask`.
     //   sums      for each main with replicas, its segments' sums
     //   replicas  for each such main: the number of replicas, then rank and slot of each
     //   computed  rank of the main and slot, for each used slot of this rank
-    void pull_add(const std::vector<int64_t>& segments,
-                  const std::vector<Tensor>& sums,
-                  const std::vector<int64_t>& replicas,
-                  const std::vector<int64_t>& computed,
-                  std::string label) {
+    int64_t start_pull(const std::vector<int64_t>& segments,
+                       std::vector<Tensor> sums,
+                       const std::vector<int64_t>& replicas,
+                       const std::vector<int64_t>& computed,
+                       std::string label) {
         Exchange& exchange = open();
         PullTask task{segments, {}, {}, places(computed), std::move(label)};
         for (const int64_t segment : segments) {
@@ -132,8 +132,12 @@ class TensorExchange : public torch::CustomClassHolder {
             task.sums.push_back(std::move(sum));
             i = static_cast<size_t>(end);
         }
-        exchange.pull_add(task);
+        const uint64_t generation = exchange.start_pull(std::move(task));
+        in_use_ = std::move(sums);
+        return static_cast<int64_t>(generation);
     }
+
+    void finish_pull(int64_t generation) { open().finish_pull(static_cast<uint64_t>(generation)); }
 
     int64_t abort() { return static_cast<int64_t>(open().abort()); }
     void restart(int64_t generation) { open().restart(static_cast<uint64_t>(generation)); }
@@ -144,7 +148,7 @@ class TensorExchange : public torch::CustomClassHolder {
         exchange_.reset();
         kept_.clear();
         buffers_.clear();
-        mains_.clear();
+        in_use_.clear();
     }
 
   private:
@@ -193,7 +197,7 @@ class TensorExchange : public torch::CustomClassHolder {
     int64_t max_slots_ = 0;
     std::vector<Tensor> kept_;     // all ranks' regions: their mappings live as long as these
     std::vector<Tensor> buffers_;  // for each segment, one rank's: shape and dtype
-    std::vector<Tensor> mains_;    // of the push under way
+    std::vector<Tensor> in_use_;   // mains or sums of what is under way
     std::unique_ptr<Exchange> exchange_;  // goes first: its thread uses the memory above
 };
 
@@ -207,7 +211,8 @@ TORCH_LIBRARY_FRAGMENT(megatron_ext, m) {
         .def("add_segment", &megatron_ext::TensorExchange::add_segment)
         .def("start_push", &megatron_ext::TensorExchange::start_push)
         .def("finish_push", &megatron_ext::TensorExchange::finish_push)
-        .def("pull_add", &megatron_ext::TensorExchange::pull_add)
+        .def("start_pull", &megatron_ext::TensorExchange::start_pull)
+        .def("finish_pull", &megatron_ext::TensorExchange::finish_pull)
         .def("abort", &megatron_ext::TensorExchange::abort)
         .def("restart", &megatron_ext::TensorExchange::restart)
         .def("bytes_sent", &megatron_ext::TensorExchange::bytes_sent)

@@ -82,7 +82,7 @@ Exchange::~Exchange() {
 }
 
 int64_t Exchange::add_segment(std::vector<std::byte*> by_rank, int64_t slot_bytes) {
-    finish_push(push_generation_);
+    finish();
     segments_.push_back({std::move(by_rank), slot_bytes});
     return static_cast<int64_t>(segments_.size()) - 1;
 }
@@ -90,19 +90,19 @@ int64_t Exchange::add_segment(std::vector<std::byte*> by_rank, int64_t slot_byte
 uint64_t Exchange::start_push(PushTask task) {
     // The last push must be over before a slot is offered again: whoever fills it may be another
     // rank now, and two must never write the same flag at a time.
-    finish_push(push_generation_);
+    finish();
     const uint64_t generation = ++push_generation_;
     // The caller's order of calls is why this is true: it does not read the slots any more.
     for (int64_t slot = 0; slot < task.num_slots; ++slot) {
         publish(&SlotFlags::freed, {rank_, slot}, generation);
     }
     push_ = std::move(task);
-    is_pushing_ = true;
+    under_way_ = UnderWay::kPush;
     int64_t bytes = 0;
     bool is_relay = false;
     for (const CopyTask& copy : push_.copies) {
         is_relay |= copy.main_segments.empty();
-        bytes += expert_bytes(push_) * static_cast<int64_t>(copy.destinations.size());
+        bytes += expert_bytes(push_.segments) * static_cast<int64_t>(copy.destinations.size());
     }
     if (bytes <= kInlineBytes && !is_relay) {
         send(push_, generation);
@@ -113,10 +113,32 @@ uint64_t Exchange::start_push(PushTask task) {
 }
 
 void Exchange::finish_push(uint64_t generation) {
-    if (generation != push_generation_) return;  // a later push has ended it
-    if (!std::exchange(is_pushing_, false)) return;
+    // Else something later has ended it.
+    if (under_way_ == UnderWay::kPush && generation == push_generation_) finish();
+}
+
+uint64_t Exchange::start_pull(PullTask task) {
+    finish();
+    const uint64_t generation = ++pull_generation_;
+    for (const Place& slot : task.computed) {
+        publish(&SlotFlags::grad_ready, {rank_, slot.slot}, generation);
+    }
+    pull_ = std::move(task);
+    under_way_ = UnderWay::kPull;
+    // Unlike a push, a pull waits for peers that have yet to compute, so it never runs at once.
+    if (!pull_.sums.empty()) worker_->start([this, generation] { sum_up(pull_, generation); });
+    return generation;
+}
+
+void Exchange::finish_pull(uint64_t generation) {
+    if (under_way_ == UnderWay::kPull && generation == pull_generation_) finish();
+}
+
+void Exchange::finish() {
+    const UnderWay what = std::exchange(under_way_, UnderWay::kNothing);
     worker_->join();
-    receive(push_, generation);
+    if (what == UnderWay::kPush) receive(push_, push_generation_);
+    if (what == UnderWay::kPull) wait_until_taken(pull_, pull_generation_);
 }
 
 void Exchange::send(const PushTask& task, uint64_t generation) {
@@ -173,11 +195,7 @@ void Exchange::copy(const PushTask& task, const CopyTask& copy, uint64_t generat
     }
 }
 
-void Exchange::pull_add(const PullTask& task) {
-    const uint64_t generation = ++pull_generation_;
-    for (const Place& slot : task.computed) {
-        publish(&SlotFlags::grad_ready, {rank_, slot.slot}, generation);
-    }
+void Exchange::sum_up(const PullTask& task, uint64_t generation) {
     for (const SumTask& sum : task.sums) {
         for (const Place& place : sum.replicas) {
             wait_for(&SlotFlags::grad_ready,
@@ -193,6 +211,9 @@ void Exchange::pull_add(const PullTask& task) {
             publish(&SlotFlags::grad_taken, place, generation);
         }
     }
+}
+
+void Exchange::wait_until_taken(const PullTask& task, uint64_t generation) {
     // The caller overwrites its slot gradients next, so they must have been read.
     for (const Place& slot : task.computed) {
         wait_for(&SlotFlags::grad_taken,
@@ -227,11 +248,11 @@ void Exchange::add(const PullTask& task, const SumTask& sum) {
 
 uint64_t Exchange::abort() {
     cancelled_.store(true, std::memory_order_relaxed);
-    is_pushing_ = false;
+    under_way_ = UnderWay::kNothing;
     try {
         worker_->join();
     } catch (const std::exception&) {
-        // The step has failed already: what its push says about it is no news.
+        // The step has failed already: what its copies say about it is no news.
     }
     return std::max(push_generation_, pull_generation_);
 }
@@ -248,9 +269,9 @@ std::byte* Exchange::address(int64_t segment, const Place& place) const {
     return segments_[segment].by_rank[place.rank] + place.slot * segments_[segment].slot_bytes;
 }
 
-int64_t Exchange::expert_bytes(const PushTask& task) const {
+int64_t Exchange::expert_bytes(const std::vector<int64_t>& segments) const {
     int64_t bytes = 0;
-    for (const int64_t segment : task.segments) bytes += segments_[segment].slot_bytes;
+    for (const int64_t segment : segments) bytes += segments_[segment].slot_bytes;
     return bytes;
 }
 

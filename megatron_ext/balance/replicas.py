@@ -1,9 +1,11 @@
 """Stages 4 and 8: main weights into slots, slot gradients into mains.
 
 Replication is a linear map from main weights to slots, and the gradient reduction is its adjoint.
-Both are one autograd function here (`MaterializeFunction`), so a main expert's gradient reaches
-Megatron's hooks as the sum of its own part and its replicas' part: autograd adds them before it
-accumulates.
+Autograd sees both (`MaterializeFunction`), so a main expert's gradient reaches Megatron's hooks as
+the sum of its own part and its replicas' part: autograd adds them before it accumulates. The
+reduction is started where the slots' gradients are complete and joined where its sums are handed to
+the mains, which `JoinFunction` does further down the backward, so that router and attention run
+meanwhile.
 
 The slots are shared by all layers, so by the time of a layer's backward another layer's replicas
 are in them. `RematerializeFunction` stands behind the experts and, in backward, fills the slots
@@ -168,6 +170,7 @@ class SlotBuffers:
         self.weights = [transport.allocate(shape, dtype, device) for shape in shapes]
         self.grads = [transport.allocate(shape, grad_dtype, device) for shape in shapes]
         self._resident: tuple[int, int] | None = None
+        self._reducing: Reducing | None = None
         self._num_virtual_layers = 0
 
     @property
@@ -211,8 +214,10 @@ class SlotBuffers:
 
     def reduce_replica_grads(
         self, plan: BalancePlan, slot_grads: Sequence[Any], handle: PlanHandle | None = None
-    ) -> dict[int, list[Tensor]]:
-        """Add the gradients of all replicas of this rank's mains; every rank of the EP group calls.
+    ) -> Reducing:
+        """Start adding the gradients of all replicas; every rank of the EP group calls.
+
+        The gradient slots are shared by all layers: a reduction under way is ended first.
 
         Args:
             plan: Of the forward that the gradients belong to.
@@ -221,8 +226,10 @@ class SlotBuffers:
             handle: Name of the kept plan, for messages.
 
         Returns:
-            For each main with replicas, its segments' gradient sums in the dtype of `grads`.
+            The reduction under way.
         """
+        if self._reducing is not None:
+            self._reducing.wait()
         transfers = list_transfers(plan)
         used = [t.slot_idx for t in transfers if t.replica_rank == self.ep_rank]
         for buffer, grad in zip(self.grads, slot_grads, strict=True):
@@ -235,12 +242,14 @@ class SlotBuffers:
             for t in transfers
             if t.home_rank == self.ep_rank
         }
-        self.transport.pull_add(transfers, self.grads, sums, _label(handle))
-        return sums
+        pending = self.transport.pull_add(transfers, self.grads, sums, _label(handle))
+        self._reducing = Reducing(sums, pending)
+        return self._reducing
 
     def reset(self) -> None:
         """Forget an aborted step; every rank of the EP group calls before the next one."""
         self._resident = None
+        self._reducing = None
         self.transport.reset()
 
 
@@ -265,6 +274,36 @@ class Materializing:
         if self._pending is not None:
             self._pending.wait()
             self._buffers._resident = self._key
+
+
+class Reducing:
+    """Replica gradients on their way into the mains' sums."""
+
+    def __init__(self, sums: dict[int, list[Tensor]], pending: Pending) -> None:
+        self._sums = sums
+        self._pending: Pending | None = pending
+
+    def wait(self) -> dict[int, list[Tensor]]:
+        """Return, when they are complete, the sums of each main with replicas, segment by segment.
+
+        In the dtype of `SlotBuffers.grads`. May be called again.
+        """
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        return self._sums
+
+
+class Joint:
+    """Where a layer's backward hands the replicas' gradients to the mains: made by `join_later`.
+
+    Lives in the autograd graph of one forward. A reduction is put in when the slots' gradients are
+    complete, and taken out where the backward has come to the layer's input.
+    """
+
+    def __init__(self, mains: MainWeights) -> None:
+        self.mains = mains
+        self.reducing: Reducing | None = None
 
 
 _SHARED: WeakValueDictionary[Any, SlotBuffers] = WeakValueDictionary()
@@ -299,7 +338,8 @@ def shared_slot_buffers(
 class Replication:
     """What one microbatch's replicas are made from; lives in the autograd graph until backward.
 
-    `handle` is None when no backward will come (evaluation, first pass of recomputation).
+    `handle` is None when no backward will come (evaluation, first pass of recomputation). `joint`
+    is None where the reduction is to be waited for at once.
     """
 
     buffers: SlotBuffers
@@ -307,10 +347,18 @@ class Replication:
     mains: MainWeights
     plan: BalancePlan
     handle: PlanHandle | None
+    joint: Joint | None = None
 
     def start_materialize(self) -> Materializing:
         """Start filling the slots for the forward."""
         return self.buffers.start_materialize(self.plan, self.mains, self.handle)
+
+    def materialized(self, tokens: Tensor) -> tuple[Tensor, list[Any]]:
+        """Return the tokens and, by segment, the slots' weights, as parts of the autograd graph."""
+        # With a joint the mains get these gradients there, and must not wait for them here.
+        parameters = self.mains.parameters() if self.joint is None else ()
+        tokens, *views = MaterializeFunction.apply(self, tokens, *parameters)
+        return tokens, self.mains.by_segment(views, self.plan.layout.slots)
 
     def routing_maps(self) -> RoutingMaps | None:
         """Memory for this microbatch's routing maps; None where no backward will come."""
@@ -321,7 +369,8 @@ class MaterializeFunction(torch.autograd.Function):
     """(tokens, mains) -> (tokens, slot weights); its backward reduces slot gradients into mains.
 
     The tokens pass through so that the backward runs on every rank, also where no slot was used:
-    the reduction needs all ranks of the group at the same place of their backward.
+    the reduction needs all ranks of the group at the same place of their backward. Where the
+    replication has a joint, the mains are not among the inputs.
     """
 
     @staticmethod
@@ -336,14 +385,54 @@ class MaterializeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Reduce the slots' gradients into the mains and release the plan."""
+        """Start the reduction, wait for it unless there is a joint, and release the plan."""
         replication: Replication = ctx.replication
         handle = _required(replication.handle)
         plan = replication.in_flight.recall(handle)
         slot_grads = replication.mains.by_segment(grads[1:], plan.layout.slots)
-        sums = replication.buffers.reduce_replica_grads(plan, slot_grads, handle)
+        reducing = replication.buffers.reduce_replica_grads(plan, slot_grads, handle)
         replication.in_flight.release(handle)
-        return (None, grads[0], *replication.mains.gradients(sums))
+        if replication.joint is not None:
+            replication.joint.reducing = reducing
+            return None, grads[0]
+        return (None, grads[0], *replication.mains.gradients(reducing.wait()))
+
+
+def join_later(hidden: Tensor, mains: MainWeights) -> tuple[Tensor, Joint]:
+    """Make the place where a backward joins a reduction that it started before.
+
+    Args:
+        hidden: What the layer starts from; all that shall run beside the reduction comes after it.
+        mains: The layer's mains.
+
+    Returns:
+        `hidden`, to go on with, and the joint to put into the layer's `Replication`.
+    """
+    joint = Joint(mains)
+    return JoinFunction.apply(joint, hidden, *mains.parameters()), joint
+
+
+class JoinFunction(torch.autograd.Function):
+    """(hidden, mains) -> hidden; its backward waits for the reduction and hands the sums over.
+
+    The mains are inputs here, so autograd accumulates a main's gradient, and calls the hooks of
+    data-parallel reduction, only after this.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, joint: Joint, hidden: Tensor, *_parameters: Tensor) -> Tensor:
+        """Return `hidden` unchanged."""
+        ctx.joint = joint
+        ctx.set_materialize_grads(False)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Join."""
+        joint: Joint = ctx.joint
+        sums = joint.reducing.wait() if joint.reducing is not None else {}
+        joint.reducing = None
+        return (None, grad, *joint.mains.gradients(sums))
 
 
 class RematerializeFunction(torch.autograd.Function):

@@ -4,12 +4,13 @@
     route       choose logical experts (Megatron)     postprocess, combine (Megatron)
     preprocess  1 gather load                         experts  4 materialize from the saved plan
                 2 solve plan                                   6 experts' backward
-                4 start materializing replicas                 8 reduce replica gradients into mains
+                4 start materializing replicas                 8 start reducing replica gradients
                 3 reroute: logical -> physical        dispatch (Megatron)
                   wait for the replicas               preprocess  3 gradients of probabilities back
     dispatch    5 tokens to physical experts          route (Megatron)
     experts     6 mains and slots
-    combine     7 outputs back
+    combine     7 outputs back                        layer's input (backward.py)
+                                                               8 sums into the mains
 
 Replicas live for one microbatch in slots that all layers share; parameters, optimizer state and
 checkpoints hold logical experts only.
@@ -35,10 +36,11 @@ from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.load import gather_load
 from megatron_ext.balance.plan import BalancePlan, solve_plan, split_quota
 from megatron_ext.balance.replicas import (
-    MaterializeFunction,
+    Joint,
     RematerializeFunction,
     Replication,
     SlotBuffers,
+    join_later,
     shared_slot_buffers,
 )
 from megatron_ext.balance.reroute import assign, reroute
@@ -131,8 +133,21 @@ class BalancedMoELayer(MoELayer):
         # weights.
         self._slot_buffers: SlotBuffers | None = None
         self._in_flight: InFlightPlans | None = None
-        # Handed from preprocess to routed_experts_compute of the same forward; never outlives it.
+        # Handed from stage to stage of the same forward; never outlive it.
+        self._joint: Joint | None = None
         self._replication: Replication | None = None
+
+    def join_reduction(self, hidden_states: Tensor) -> Tensor:
+        """Let the coming forward's reduction of replica gradients end where this one's input is.
+
+        To be called by the transformer layer with what it starts from, so that the reduction runs
+        beside the backward of router and attention. Without it, it is waited for where it starts.
+        """
+        # A recomputed MoE layer has a backward of its own inside the layer's: parameters must get
+        # all of their gradient in one of the two.
+        if self.layout.slots > 0 and torch.is_grad_enabled() and not self.moe_layer_recompute:
+            hidden_states, self._joint = join_later(hidden_states, self.expert_weights.mains())
+        return hidden_states
 
     def preprocess(
         self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor
@@ -171,10 +186,7 @@ class BalancedMoELayer(MoELayer):
             hidden_states, probs
         )
         release_graph(self.token_dispatcher)
-        tokens, *views = MaterializeFunction.apply(
-            replication, tokens, *replication.mains.parameters()
-        )
-        slot_weights = replication.mains.by_segment(views, self.layout.slots)
+        tokens, slot_weights = replication.materialized(tokens)
         output = run_experts(
             self.experts, self.expert_weights, slot_weights, tokens, tokens_per_expert, probs
         )
@@ -215,7 +227,8 @@ class BalancedMoELayer(MoELayer):
         mains = self.expert_weights.mains()
         buffers, in_flight = self._shared_state(mains.parameters()[0])
         handle = in_flight.keep(plan) if torch.is_grad_enabled() else None
-        return Replication(buffers, in_flight, mains, plan, handle)
+        joint, self._joint = self._joint, None
+        return Replication(buffers, in_flight, mains, plan, handle, joint)
 
     def _shared_state(self, example: Tensor) -> tuple[SlotBuffers, InFlightPlans]:
         if self._slot_buffers is None or self._in_flight is None:

@@ -16,15 +16,20 @@ from typing import Any
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.config import BalanceConfig
+from megatron_ext.mcore.backward import JoiningTransformerLayer
 from megatron_ext.mcore.experts import GroupedExperts
 from megatron_ext.mcore.moe_layer import BalancedMoELayer, EvenMoELayer
 
 
 def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
     """Return `spec` with its MoE layers balanced.
+
+    Megatron's transformer layers around them become `JoiningTransformerLayer`s; in a transformer
+    layer of another class the MoE layer does without.
 
     Args:
         spec: A Megatron layer spec, block spec, or anything that holds such.
@@ -46,7 +51,17 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
             )
         return functools.partial(layer_class, *layer.args, **layer.keywords, **params)
 
-    return _replace(spec, lambda part: _is_spec_of(part, MoELayer), balanced, "MoE layer")
+    spec = _replace(spec, lambda part: _is_spec_of(part, MoELayer), balanced, "MoE layer")
+    if layer_class is not BalancedMoELayer:
+        return spec
+    return _replace(
+        spec,
+        lambda part: (
+            _is_spec_of(part, TransformerLayer)
+            and _is_spec_of(part.submodules.mlp, BalancedMoELayer)
+        ),
+        lambda layer: dataclasses.replace(layer, module=JoiningTransformerLayer),
+    )
 
 
 def grouped_mm_spec(spec: Any) -> Any:
@@ -71,9 +86,16 @@ def _is_spec_of(part: Any, module: type) -> bool:
 
 
 def _replace(
-    spec: Any, is_wanted: Callable[[Any], bool], change: Callable[[Any], Any], what: str
+    spec: Any,
+    is_wanted: Callable[[Any], bool],
+    change: Callable[[Any], Any],
+    what: str | None = None,
 ) -> Any:
-    """Return a copy of `spec` with every wanted part changed; shared parts stay shared."""
+    """Return a copy of `spec` with every wanted part changed; shared parts stay shared.
+
+    Raises:
+        ValueError: There is no wanted part, and `what` names it.
+    """
     done: dict[int, Any] = {}
     num_changed = 0
 
@@ -101,7 +123,7 @@ def _replace(
         return part
 
     changed = walk(spec)
-    if num_changed == 0:
+    if num_changed == 0 and what is not None:
         raise ValueError(f"the spec has no {what} in it: {spec!r:.200}")
     return changed
 

@@ -29,10 +29,10 @@ class Transfer:
 
 
 class Pending(Protocol):
-    """A push under way."""
+    """A push or a pull under way."""
 
     def wait(self) -> None:
-        """Return when this rank's slots are filled and its mains may be changed."""
+        """Return when it is done; see `Transport`."""
 
 
 class Transport(Protocol):
@@ -50,6 +50,8 @@ class Transport(Protocol):
     ) -> Pending:
         """Start copying mains into slots. The caller does not read their old content any more.
 
+        `wait()` returns when this rank's slots are filled and its mains may be changed.
+
         Args:
             transfers: Every replica of the group, in an order that is the same on all ranks.
             mains: `mains[g][m]` is segment g of this rank's main m.
@@ -63,10 +65,10 @@ class Transport(Protocol):
         slot_grads: list[Tensor],
         sums: dict[int, list[Tensor]],
         label: str = "",
-    ) -> None:
-        """Add slot gradients at the mains' home, in the order of `transfers`.
+    ) -> Pending:
+        """Start adding slot gradients at the mains' home, in the order of `transfers`.
 
-        Returns when the sums are there and this rank may overwrite its slot gradients.
+        `wait()` returns when the sums are there and this rank may overwrite its slot gradients.
 
         Args:
             transfers: As for `push`.

@@ -30,6 +30,23 @@ class _Batch:
         self._ops.clear()
 
 
+class _Sum:
+    """Gradients under way, and what is to be added when they are there."""
+
+    def __init__(self, batch: _Batch, additions: list[tuple[bool, Tensor, Tensor]]) -> None:
+        self._batch = batch
+        self._additions = additions  # (whether the sum starts with this, sum, gradient)
+
+    def wait(self) -> None:
+        self._batch.wait()
+        for is_first, total, staged in self._additions:
+            if is_first:
+                total.copy_(staged)
+            else:
+                total.add_(staged)
+        self._additions.clear()
+
+
 class CollectiveTransport:
     """Moves replicas with batched sends and receives over `ep_group`."""
 
@@ -67,8 +84,8 @@ class CollectiveTransport:
         slot_grads: list[Tensor],
         sums: dict[int, list[Tensor]],
         label: str = "",
-    ) -> None:
-        """Add slot gradients at the mains' home; see `Transport.pull_add`."""
+    ) -> _Sum:
+        """Start adding slot gradients at the mains' home; see `Transport.pull_add`."""
         ops = []
         additions: list[tuple[bool, Tensor, Tensor]] = []
         started: set[int] = set()
@@ -87,12 +104,7 @@ class CollectiveTransport:
                     ops.append(self._op(dist.irecv, target, transfer.replica_rank))
                     if is_staged:
                         additions.append((is_first, total, target))
-        _Batch(ops).wait()
-        for is_first, total, staged in additions:
-            if is_first:
-                total.copy_(staged)
-            else:
-                total.add_(staged)
+        return _Sum(_Batch(ops), additions)
 
     def reset(self) -> None:
         """Do nothing: there is no way to take back what an aborted step has posted.

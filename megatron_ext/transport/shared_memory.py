@@ -2,15 +2,15 @@
 
 One-sided: the home rank writes into a peer's slot and reads a peer's slot gradients. Who may do so
 when is said by generation counters in the shared memory (`csrc/include/megatron_ext/exchange.h`),
-never by a barrier. A push is copied by a thread of its own, beside what the caller does meanwhile.
+never by a barrier. Copies and sums are made by a thread of its own, beside what the caller does
+meanwhile.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,15 +33,15 @@ _FLAGS_BYTES = 1 << 16
 """Flags of 256 slots of a rank, 256 bytes each."""
 
 
-class _Push:
-    """A push under way; also when dropped, it ends before the next one starts."""
+class _UnderWay:
+    """A push or a pull; also when dropped, it ends before the next one starts."""
 
-    def __init__(self, exchange: Any, generation: int) -> None:
-        self._exchange = exchange
+    def __init__(self, finish: Callable[[int], None], generation: int) -> None:
+        self._finish = finish
         self._generation = generation
 
     def wait(self) -> None:
-        self._exchange.finish_push(self._generation)
+        self._finish(self._generation)
 
 
 class SharedMemoryTransport:
@@ -100,7 +100,7 @@ class SharedMemoryTransport:
         mains: list[list[Tensor]],
         slots: list[Tensor],
         label: str = "",
-    ) -> _Push:
+    ) -> _UnderWay:
         """Start copying mains into slots; see `Transport.push`."""
         copies = compile_copies(transfers, self._num_ranks, self._relay_threshold)
         sources: list[Tensor] = []
@@ -125,7 +125,7 @@ class SharedMemoryTransport:
         generation = self._exchange.start_push(
             self._segments(slots), sources, flat, expected, label
         )
-        return _Push(self._exchange, generation)
+        return _UnderWay(self._exchange.finish_push, generation)
 
     def pull_add(
         self,
@@ -133,8 +133,8 @@ class SharedMemoryTransport:
         slot_grads: list[Tensor],
         sums: dict[int, list[Tensor]],
         label: str = "",
-    ) -> None:
-        """Add slot gradients at the mains' home; see `Transport.pull_add`."""
+    ) -> _UnderWay:
+        """Start adding slot gradients at the mains' home; see `Transport.pull_add`."""
         replicas: dict[int, list[int]] = defaultdict(list)
         computed: list[int] = []
         for transfer in transfers:
@@ -144,7 +144,10 @@ class SharedMemoryTransport:
                 computed += (transfer.home_rank, transfer.slot_idx)
         flat = [value for each in replicas.values() for value in (len(each) // 2, *each)]
         totals = [total for main_idx in replicas for total in sums[main_idx]]
-        self._exchange.pull_add(self._segments(slot_grads), totals, flat, computed, label)
+        generation = self._exchange.start_pull(
+            self._segments(slot_grads), totals, flat, computed, label
+        )
+        return _UnderWay(self._exchange.finish_pull, generation)
 
     def reset(self) -> None:
         """Forget an aborted step; see `Transport.reset`."""

@@ -53,7 +53,7 @@ class Setup:
         self.transport.push(transfers, self.mains, self.slots).wait()
 
     def pull_add(self, transfers: list[Transfer]) -> None:
-        self.transport.pull_add(transfers, self.grads, self.sums)
+        self.transport.pull_add(transfers, self.grads, self.sums).wait()
 
 
 Times = dict[str, list[tuple[float, float]]]

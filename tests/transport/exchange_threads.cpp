@@ -178,7 +178,7 @@ class Rank {
             }
             task.sums.push_back(std::move(sum));
         }
-        exchange_.pull_add(task);
+        exchange_.finish_pull(exchange_.start_pull(std::move(task)));
         for (int64_t m = 0; m < kMains; ++m) {
             for (const auto& sum : sums[m]) {
                 require(

@@ -119,7 +119,7 @@ def _step_in_steady_state(rank: int) -> None:
     with _nothing_new():
         for _ in range(3):
             side.transport.push(transfers, mains, side.slots).wait()
-            side.transport.pull_add(transfers, side.grads, sums)
+            side.transport.pull_add(transfers, side.grads, sums).wait()
     assert len(_mappings()) == 2 * (1 + 2 * len(SHAPES)), "one region a rank and buffer, and flags"
     assert all("memfd:megatron_ext (deleted)" in line for line in _mappings())
     child = os.fork()

@@ -115,7 +115,7 @@ class Side:
             m: [torch.full(shape, float("nan"), dtype=dtype) for shape in self.shapes]
             for m in homes
         }
-        self.transport.pull_add(transfers, self.grads, sums, label)
+        self.transport.pull_add(transfers, self.grads, sums, label).wait()
         for values in self.grads:
             values.fill_(float("nan"))  # they belong to this rank again
         for m, totals in sums.items():
@@ -170,7 +170,7 @@ def _add_256_and_1(rank: int, name: str) -> None:
     grads = [transport.allocate((1, 2), torch.bfloat16, CPU)]
     grads[0].fill_({1: 256.0, 2: 1.0}.get(rank, 0.0))
     sums = {0: [torch.empty(2)]} if rank == 0 else {}
-    transport.pull_add([Transfer(0, 0, 1, 0), Transfer(0, 0, 2, 0)], grads, sums)
+    transport.pull_add([Transfer(0, 0, 1, 0), Transfer(0, 0, 2, 0)], grads, sums).wait()
     if rank == 0:
         assert sums[0][0].tolist() == [257.0, 257.0], "bfloat16 has no 257"
 

@@ -113,8 +113,9 @@ class Worker {
 // A push of so little is copied before `start_push` returns: waking a thread takes as long.
 constexpr int64_t kInlineBytes = 1 << 18;
 
-// One rank's end. All calls come from one thread; copies of a push run in a thread of their own.
-// A wait longer than the time limit, or a flag from the future, is a std::runtime_error.
+// One rank's end. All calls come from one thread; copies and sums run in a thread of their own, one
+// push or pull at a time: starting another first ends the one before. A wait longer than the time
+// limit, or a flag from the future, is a std::runtime_error.
 class Exchange {
   public:
     // `max_delay_us`: before flags are read or stored, sometimes sleep up to so long. For tests of
@@ -130,16 +131,20 @@ class Exchange {
     // Each rank's slots of one segment, `slot_bytes` apart.
     int64_t add_segment(std::vector<std::byte*> by_rank, int64_t slot_bytes);
 
-    // Start a push and return its generation; first ends the one before it. All that `task` points
-    // to must stay until `finish_push`.
+    // Start a push and return its generation. All that `task` points to must stay until it is
+    // ended.
     uint64_t start_push(PushTask task);
 
     // Return when this rank's slots are filled and its mains may be changed. Throws what went
     // wrong.
     void finish_push(uint64_t generation);
 
-    // Return when the sums are there and this rank's slot gradients may be overwritten.
-    void pull_add(const PullTask& task);
+    // Start a pull and return its generation; as for a push.
+    uint64_t start_pull(PullTask task);
+
+    // Return when the sums are there and this rank's slot gradients may be overwritten. Throws what
+    // went wrong.
+    void finish_pull(uint64_t generation);
 
     // End what is under way without waiting for peers; returns the highest generation used here.
     uint64_t abort();
@@ -157,12 +162,18 @@ class Exchange {
     };
     using FlagOf = Flag SlotFlags::*;
 
-    // The pushes' parts: what others wait for, and what this rank waits for.
+    enum class UnderWay { kNothing, kPush, kPull };
+
+    // End what is under way.
+    void finish();
+    // Their parts: what others wait for, and what this rank waits for.
     void send(const PushTask& task, uint64_t generation);
     void receive(const PushTask& task, uint64_t generation);
+    void sum_up(const PullTask& task, uint64_t generation);
+    void wait_until_taken(const PullTask& task, uint64_t generation);
     void copy(const PushTask& task, const CopyTask& copy, uint64_t generation);
     void add(const PullTask& task, const SumTask& sum);
-    int64_t expert_bytes(const PushTask& task) const;
+    int64_t expert_bytes(const std::vector<int64_t>& segments) const;
     std::byte* address(int64_t segment, const Place& place) const;
 
     void publish(FlagOf flag, const Place& place, uint64_t value);
@@ -184,7 +195,8 @@ class Exchange {
     uint64_t push_generation_ = 0;
     uint64_t pull_generation_ = 0;
     PushTask push_;  // of the last generation; the worker reads it
-    bool is_pushing_ = false;
+    PullTask pull_;  // likewise
+    UnderWay under_way_ = UnderWay::kNothing;
     std::atomic<int64_t> bytes_sent_ = 0;
     std::atomic<bool> cancelled_ = false;
 

@@ -1,0 +1,28 @@
+"""The transformer layer around a balanced MoE layer: what its backward does besides Megatron's.
+
+backward of the layer
+    MoE layer    8 start reducing replica gradients, once the experts' backward is done
+    router, attention (Megatron), beside the reduction
+    input        8 join the reduction: the mains' gradients are complete
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_ext.mcore.moe_layer import BalancedMoELayer
+
+
+class JoiningTransformerLayer(TransformerLayer):
+    """Megatron's transformer layer, at whose input the reduction of replica gradients is joined."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run Megatron's forward behind the place where the backward will join the reduction."""
+        if isinstance(self.mlp, BalancedMoELayer):
+            if "hidden_states" in kwargs:
+                kwargs["hidden_states"] = self.mlp.join_reduction(kwargs["hidden_states"])
+            else:
+                args = (self.mlp.join_reduction(args[0]), *args[1:])
+        return super().forward(*args, **kwargs)

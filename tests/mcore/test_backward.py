@@ -1,0 +1,95 @@
+"""When the reduction of replica gradients starts and ends in a layer's backward.
+
+Layer 2 (2 gloo ranks). Events are noted in the order in which they happen; that the gradients are
+right is tested by `test_parity.py`, which runs the same layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron_ext.config import BalanceConfig
+from tests.gpt import TinyGPT, build_gpt  # first: it enables the CPU platform
+from tests.mcore.parity import balanced_layers
+from tests.ranks import run_ranks
+
+from megatron.core.transformer.transformer_layer import (  # isort: skip
+    TransformerLayer,
+)
+
+CASE = dict(ep=2, num_layers=2)
+
+
+class OtherTransformerLayer(TransformerLayer):
+    """A class that `balance_spec` does not know."""
+
+
+@contextmanager
+def noted(gpt: TinyGPT, events: list[str]) -> Iterator[None]:
+    """Note the start and end of reductions, attention's backward, and the mains' gradients."""
+    from megatron_ext.balance.replicas import Reducing, SlotBuffers
+
+    start, wait = SlotBuffers.reduce_replica_grads, Reducing.wait
+
+    def noted_start(self: Any, *arguments: Any) -> Any:
+        reducing = start(self, *arguments)
+        events.append("start")
+        return reducing
+
+    def noted_wait(self: Any) -> Any:
+        if self._pending is not None:
+            events.append("end")
+        return wait(self)
+
+    for layer in gpt.chunks[0].module.decoder.layers:
+        layer.self_attention.register_full_backward_hook(lambda *_: events.append("attention"))
+        main = next(layer.mlp.experts.parameters())
+        main.register_post_accumulate_grad_hook(lambda _: events.append("main"))
+    with (
+        mock.patch.object(SlotBuffers, "reduce_replica_grads", noted_start),
+        mock.patch.object(Reducing, "wait", noted_wait),
+    ):
+        yield
+
+
+def _events(rank: int, transform: Any, case: dict[str, Any]) -> list[str]:
+    from megatron_ext.mcore.spec import balance_spec
+
+    def balanced(spec: Any) -> Any:
+        if transform is not None:
+            spec = transform(spec)
+        return balance_spec(spec, BalanceConfig(tolerance=0.0))
+
+    gpt = build_gpt(**CASE, **case, spec_transform=balanced)
+    assert len(balanced_layers(gpt)) == 2
+    events: list[str] = []
+    with noted(gpt, events):
+        gpt.forward_backward(num_microbatches=2)
+    return events
+
+
+def _of_another_class(spec: Any) -> Any:
+    for layer in spec.layer_specs:
+        layer.module = OtherTransformerLayer
+    return spec
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_attention_runs_beside_the_reduction(recompute: str) -> None:
+    for events in run_ranks(_events, 2, None, dict(recompute=recompute)):
+        # Two layers, two microbatches. A main's gradient is accumulated once, and complete.
+        assert events == ["start", "attention", "end", "main"] * 4
+
+
+@pytest.mark.parametrize(
+    ("transform", "case"),
+    [(None, dict(recompute="selective")), (_of_another_class, {})],
+)
+def test_elsewhere_the_reduction_is_waited_for_at_once(transform: Any, case: Any) -> None:
+    for events in run_ranks(_events, 2, transform, case):
+        assert events == ["start", "end", "main", "attention"] * 4
