@@ -97,7 +97,6 @@ uint64_t Exchange::start_push(PushTask task) {
         publish(&SlotFlags::freed, {rank_, slot}, generation);
     }
     push_ = std::move(task);
-    under_way_ = UnderWay::kPush;
     int64_t bytes = 0;
     bool is_relay = false;
     for (const CopyTask& copy : push_.copies) {
@@ -109,6 +108,7 @@ uint64_t Exchange::start_push(PushTask task) {
     } else {
         worker_->start([this, generation] { send(push_, generation); });
     }
+    under_way_ = UnderWay::kPush;
     return generation;
 }
 

@@ -95,7 +95,7 @@ def make_transport(name: str, ep_group: ProcessGroup, device: torch.device) -> T
         ValueError: No such transport, or not for this device.
         RuntimeError: The group's ranks are not where the transport needs them.
     """
-    # Not to be imported before the config is checked: the shared-memory transport has native parts.
+    # Here because they import this module.
     from megatron_ext.transport.collective import CollectiveTransport
     from megatron_ext.transport.shared_heap import is_on_one_machine
     from megatron_ext.transport.shared_memory import SharedMemoryTransport
