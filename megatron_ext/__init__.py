@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatron_ext.balance.plan import BalancePlan, solve
     from megatron_ext.config import BalanceConfig
     from megatron_ext.cpu_platform import enable_cpu_platform
+    from megatron_ext.mcore.moe_layer import reset_after_abort
     from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ _HOMES = {
     "balance_spec": "megatron_ext.mcore.spec",
     "enable_cpu_platform": "megatron_ext.cpu_platform",
     "grouped_mm_spec": "megatron_ext.mcore.spec",
+    "reset_after_abort": "megatron_ext.mcore.moe_layer",
     "solve": "megatron_ext.balance.plan",
 }
 
@@ -44,6 +46,7 @@ __all__ = [
     "balance_spec",
     "enable_cpu_platform",
     "grouped_mm_spec",
+    "reset_after_abort",
     "solve",
 ]
 

@@ -132,6 +132,10 @@ class InFlightPlans:
         place = handle.virtual_layer_id - self.first_virtual_layer_id
         self._free_place(place, handle.generation)
 
+    def clear(self) -> None:
+        """Release every plan: no backward will come any more."""
+        self._free = list(range(self.ring_size))
+
     def _free_place(self, place: int, generation: int) -> None:
         if self._generation[place] == generation and place not in self._free:
             self._free.append(place)

@@ -8,8 +8,9 @@ the mains, which `JoinFunction` does further down the backward, so that router a
 meanwhile.
 
 The slots are shared by all layers, so by the time of a layer's backward another layer's replicas
-are in them. `RematerializeFunction` stands behind the experts and, in backward, fills the slots
-again from the saved plan before the experts' backward reads them.
+are in them. `RematerializeFunction` stands behind the experts: in backward the slots are filled
+again from the saved plan before the experts' backward reads them. `StartRematerializeFunction`
+stands behind the combine and starts that, beside the combine's backward.
 
 Needs: a plan, the mains' weights. Gives: slot weights as tensors in the graph. Gradients of slots
 are stored and added in float32 (float64 for float64 weights), in rank order of the replicas, then
@@ -334,7 +335,7 @@ def shared_slot_buffers(
     return buffers
 
 
-@dataclass(frozen=True)
+@dataclass
 class Replication:
     """What one microbatch's replicas are made from; lives in the autograd graph until backward.
 
@@ -348,10 +349,20 @@ class Replication:
     plan: BalancePlan
     handle: PlanHandle | None
     joint: Joint | None = None
+    rematerializing: Materializing | None = None
+    """Under way between the backward of combine and that of the experts."""
 
     def start_materialize(self) -> Materializing:
         """Start filling the slots for the forward."""
         return self.buffers.start_materialize(self.plan, self.mains, self.handle)
+
+    def start_rematerialize(self) -> Materializing:
+        """Start filling the slots for the backward, once; return what is under way."""
+        if self.rematerializing is None:
+            handle = _required(self.handle)
+            plan = self.in_flight.recall(handle)
+            self.rematerializing = self.buffers.start_materialize(plan, self.mains, handle)
+        return self.rematerializing
 
     def materialized(self, tokens: Tensor) -> tuple[Tensor, list[Any]]:
         """Return the tokens and, by segment, the slots' weights, as parts of the autograd graph."""
@@ -435,8 +446,8 @@ class JoinFunction(torch.autograd.Function):
         return (None, grad, *joint.mains.gradients(sums))
 
 
-class RematerializeFunction(torch.autograd.Function):
-    """Identity behind the experts; its backward fills the slots again before theirs reads them."""
+class StartRematerializeFunction(torch.autograd.Function):
+    """Identity behind the combine; its backward starts to fill the slots as in the forward."""
 
     @staticmethod
     def forward(ctx: Any, replication: Replication, output: Tensor) -> Tensor:
@@ -446,11 +457,26 @@ class RematerializeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        """Fill the slots as they were in the forward."""
+        """Start."""
+        ctx.replication.start_rematerialize()
+        return None, grad
+
+
+class RematerializeFunction(torch.autograd.Function):
+    """Identity behind the experts; before their backward the slots are as in the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, replication: Replication, output: Tensor) -> Tensor:
+        """Return the output unchanged."""
+        ctx.replication = replication
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        """Wait for the slots, which are filled now unless that has been started."""
         replication: Replication = ctx.replication
-        handle = _required(replication.handle)
-        plan = replication.in_flight.recall(handle)
-        replication.buffers.start_materialize(plan, replication.mains, handle).wait()
+        replication.start_rematerialize().wait()
+        replication.rematerializing = None
         return None, grad
 
 

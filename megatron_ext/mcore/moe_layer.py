@@ -1,9 +1,9 @@
 """The balanced MoE layer: the stages of the method in the order a token takes. Read this first.
 
     forward                                           backward
-    route       choose logical experts (Megatron)     postprocess, combine (Megatron)
-    preprocess  1 gather load                         experts  4 materialize from the saved plan
-                2 solve plan                                   6 experts' backward
+    route       choose logical experts (Megatron)     postprocess (Megatron)
+    preprocess  1 gather load                         combine  4 start materializing from the plan
+                2 solve plan                          experts  6 experts' backward
                 4 start materializing replicas                 8 start reducing replica gradients
                 3 reroute: logical -> physical        dispatch (Megatron)
                   wait for the replicas               preprocess  3 gradients of probabilities back
@@ -19,7 +19,7 @@ checkpoints hold logical experts only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_ext.balance.costs import LayerCosts, fastest_plan
 from megatron_ext.balance.in_flight import InFlightPlans
@@ -40,6 +40,7 @@ from megatron_ext.balance.replicas import (
     RematerializeFunction,
     Replication,
     SlotBuffers,
+    StartRematerializeFunction,
     join_later,
     shared_slot_buffers,
 )
@@ -179,7 +180,7 @@ class BalancedMoELayer(MoELayer):
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Stage 6, with the hooks of stages 4 and 8 for backward around it."""
-        replication, self._replication = self._replication, None
+        replication = self._replication
         if replication is None:
             return super().routed_experts_compute(hidden_states, probs)
         tokens, tokens_per_expert, probs = self.token_dispatcher.dispatch_postprocess(
@@ -192,6 +193,20 @@ class BalancedMoELayer(MoELayer):
         )
         output = RematerializeFunction.apply(replication, output)
         return self.token_dispatcher.combine_preprocess(output), None
+
+    def combine(self, output: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Stage 7; in backward, stage 4 starts before it."""
+        replication, self._replication = self._replication, None
+        output = super().combine(output, *args, **kwargs)
+        if replication is None:
+            return output
+        return StartRematerializeFunction.apply(replication, output)
+
+    def forget_step(self) -> None:
+        """Drop what an aborted step left in this layer."""
+        self._joint = self._replication = None
+        if self._in_flight is not None:
+            self._in_flight.clear()
 
     def _solve(self, load: Tensor) -> BalancePlan:
         balance = self.balance
@@ -268,6 +283,25 @@ class BalancedMoELayer(MoELayer):
             )
             for observer in self.observers:
                 observer(report)
+
+
+def reset_after_abort(model: Iterable[nn.Module]) -> None:
+    """Make the balanced layers ready for a next step after one that ended with an error.
+
+    An error may leave the ranks of an EP group in different places of a step, with plans in flight
+    and replicas half moved. Every rank of the group calls this once it has left the step, before
+    the next one. Megatron's own collectives must have ended, or a rank still waits in one.
+
+    Args:
+        model: The model's chunks on this rank.
+    """
+    layers = [m for chunk in model for m in chunk.modules() if isinstance(m, BalancedMoELayer)]
+    for layer in layers:
+        layer.forget_step()
+    # Slots are shared, and their reset is collective: once each, in the layers' order.
+    for buffers in dict.fromkeys(layer._slot_buffers for layer in layers):
+        if buffers is not None:
+            buffers.reset()
 
 
 class EvenMoELayer(MoELayer):

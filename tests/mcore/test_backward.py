@@ -12,10 +12,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron_ext.config import BalanceConfig
-from tests.gpt import TinyGPT, build_gpt  # first: it enables the CPU platform
-from tests.mcore.parity import balanced_layers
+from tests.gpt import SEQUENCE, VOCAB, TinyGPT, build_gpt  # first: it enables the CPU platform
+from tests.mcore.parity import balanced_gpt, balanced_layers
 from tests.ranks import run_ranks
 
 from megatron.core.transformer.transformer_layer import (  # isort: skip
@@ -71,6 +72,51 @@ def _events(rank: int, transform: Any, case: dict[str, Any]) -> list[str]:
     with noted(gpt, events):
         gpt.forward_backward(num_microbatches=2)
     return events
+
+
+def _restoring(rank: int, dispatcher: str) -> list[str]:
+    from megatron.core.tensor_parallel.mappings import _AllToAll
+
+    from megatron_ext.balance.replicas import Materializing, Replication
+
+    gpt = balanced_gpt({**CASE, "dispatcher": dispatcher}, BalanceConfig(tolerance=0.0))
+    events: list[str] = []
+    start, exchange = Replication.start_rematerialize, _AllToAll.backward
+    wait = Materializing.wait
+
+    def noted_start(self: Any) -> Any:
+        if self.rematerializing is None:
+            events.append("start")
+        return start(self)
+
+    def noted_wait(self: Any) -> None:
+        events.append("end")
+        wait(self)
+
+    def noted_exchange(ctx: Any, *grads: Any) -> Any:
+        events.append("exchange")
+        return exchange(ctx, *grads)
+
+    loss = gpt.chunks[0].module(*_inputs())
+    with (
+        mock.patch.object(Replication, "start_rematerialize", noted_start),
+        mock.patch.object(Materializing, "wait", noted_wait),
+        mock.patch.object(_AllToAll, "backward", staticmethod(noted_exchange)),
+    ):
+        loss.sum().backward()
+    return events
+
+
+def _inputs() -> tuple[torch.Tensor, ...]:
+    tokens = torch.arange(SEQUENCE).expand(2, -1) % VOCAB
+    return tokens, tokens, None
+
+
+def test_slots_are_restored_beside_the_backward_of_combine() -> None:
+    for events in run_ranks(_restoring, 2, "alltoall"):
+        # Tokens and probabilities go back one by one.
+        layer = ["start", "exchange", "end", "exchange", "exchange"]
+        assert events == layer * 2
 
 
 def _of_another_class(spec: Any) -> Any:

@@ -29,11 +29,9 @@ def _skip_reduce() -> Any:
 
 
 def _skip_rematerialize() -> Any:
-    from megatron_ext.balance.replicas import RematerializeFunction
+    from megatron_ext.balance.replicas import Replication
 
-    return mock.patch.object(
-        RematerializeFunction, "backward", staticmethod(lambda ctx, grad: (None, grad))
-    )
+    return mock.patch.object(Replication, "start_rematerialize")
 
 
 def _swap_slots() -> Any:

@@ -103,6 +103,41 @@ def test_no_tokens_on_any_rank() -> None:
     run_ranks(_no_tokens_at_all, 2)
 
 
+def _abort_in_different_places(rank: int) -> None:
+    """Rank 0 has started to push when it fails, rank 1 has not offered its slots."""
+    from megatron_ext import reset_after_abort
+    from megatron_ext.balance import replicas
+    from megatron_ext.mcore import moe_layer
+
+    case = dict(ep=2)
+    clean, aborted = balanced_gpt(case, EXACT), balanced_gpt(case, EXACT)
+    assert clean.train_step(0) == aborted.train_step(0)
+    place = (
+        mock.patch.object(moe_layer, "reroute", side_effect=ArithmeticError)
+        if rank == 0
+        else mock.patch.object(
+            replicas.SlotBuffers, "start_materialize", side_effect=ArithmeticError
+        )
+    )
+    failures = []
+    for _ in range(3):
+        with place:
+            try:
+                aborted.forward_backward()
+            except ArithmeticError as error:
+                failures.append(error)  # and with it the graph: its plans stay in flight
+        reset_after_abort(aborted.chunks)
+    assert len(failures) == 3
+    for step in range(1, 3):
+        assert clean.train_step(step) == aborted.train_step(step)
+    for name, value in clean.parameters().items():
+        assert torch.equal(aborted.parameters()[name], value)
+
+
+def test_ranks_that_failed_in_different_places_go_on_after_a_reset() -> None:
+    run_ranks(_abort_in_different_places, 2)
+
+
 def _no_slots(rank: int, ep: int, slots: int) -> None:
     case = dict(ep=ep, num_layers=2)
     plain = build_gpt(**case)
