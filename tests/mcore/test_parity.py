@@ -86,9 +86,10 @@ STEP_CASES: dict[int, list[Case]] = {
 }
 
 
-def _gradients(rank: int, cases: list[Case]) -> list[Any]:
+def _gradients(rank: int, cases: list[Case], transport: str) -> list[Any]:
+    balance = BalanceConfig(tolerance=0.0, transport=transport)
     return [
-        gradient_difference(case, num_microbatches=num_microbatches)
+        gradient_difference(case, num_microbatches=num_microbatches, balance=balance)
         for case, num_microbatches in cases
     ]
 
@@ -100,9 +101,11 @@ def _steps(rank: int, cases: list[Case]) -> list[Any]:
 
 
 @pytest.mark.parametrize("world_size", sorted(GRADIENT_CASES))
-def test_gradients_equal_unbalanced_megatron(world_size: int) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", "collective"])
+def test_gradients_equal_unbalanced_megatron(transport: str, world_size: int) -> None:
     cases = GRADIENT_CASES[world_size]
-    _check(run_ranks(_gradients, world_size, cases, timeout_s=400), cases, GRADIENT_TOLERANCE)
+    differences = run_ranks(_gradients, world_size, cases, transport, timeout_s=400)
+    _check(differences, cases, GRADIENT_TOLERANCE)
 
 
 @pytest.mark.parametrize("world_size", sorted(STEP_CASES))
@@ -112,7 +115,6 @@ def test_training_equals_unbalanced_megatron(world_size: int) -> None:
 
 
 SETTINGS = (
-    dict(transport="collective", tolerance=0.0),  # elsewhere it is `shared_memory`, by `auto`
     dict(strategy="exact", slots=0),  # takes as many slots as there are mains
     dict(strategy="quota_paper", tolerance=0.0),
     dict(objective="time", link_bandwidth=1e12, assignment_time=1e-6),
@@ -123,7 +125,7 @@ def _settings(rank: int) -> list[Any]:
     return [gradient_difference(dict(ep=2), balance=BalanceConfig(**p)) for p in SETTINGS]
 
 
-def test_other_planners_and_transports_equal_unbalanced_megatron() -> None:
+def test_other_planners_equal_unbalanced_megatron() -> None:
     _check(run_ranks(_settings, 2), [(dict(ep=2, **p), 1) for p in SETTINGS], GRADIENT_TOLERANCE)
 
 
