@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.config import BalanceConfig
 from tests.mcore.parity import gradient_difference, step_difference
 from tests.ranks import run_ranks
@@ -115,15 +116,29 @@ PLANNERS = (
     dict(strategy="exact", slots=0),  # takes as many slots as there are mains
     dict(strategy="quota_paper", tolerance=0.0),
     dict(objective="time", link_bandwidth=1e12, assignment_time=1e-6),
+    dict(strategy="time", link_bandwidth=1e12, assignment_time=1e-6),
+    dict(strategy="eplb", interval=1),
+    dict(strategy="eplb_exact"),
+    dict(strategy="lplb", interval=1),
+    dict(strategy="llep", alpha=1.0, min_tokens_per_gemm=1),
 )
 
 
 def _planners(rank: int) -> list[Any]:
-    return [gradient_difference(dict(ep=2), balance=BalanceConfig(**p)) for p in PLANNERS]
+    # The second microbatch is the first that can be planned from history.
+    return [
+        gradient_difference(dict(ep=2), num_microbatches=2, balance=BalanceConfig(**p))
+        for p in PLANNERS
+    ]
+
+
+def test_every_live_planner_is_tested() -> None:
+    tested = {planner.get("strategy", BalanceConfig().strategy) for planner in PLANNERS}
+    assert tested == {name for name, each in STRATEGIES.items() if each.kind == "planner"}
 
 
 def test_every_planner_equals_unbalanced_megatron() -> None:
-    _check(run_ranks(_planners, 2), [(dict(ep=2, **p), 1) for p in PLANNERS], GRADIENT_TOLERANCE)
+    _check(run_ranks(_planners, 2), [(dict(ep=2, **p), 2) for p in PLANNERS], GRADIENT_TOLERANCE)
 
 
 def _check(by_rank: list[list[Any]], cases: list[Case], tolerance: float) -> None:
