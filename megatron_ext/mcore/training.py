@@ -138,7 +138,7 @@ class Training:
     def close(self) -> None:
         """Write what is left to write, also after an error."""
         if self.trace is not None:
-            self.trace.flush()
+            self.trace.close()
 
     def evaluate(self) -> float:
         """Return the loss over always the same validation batches; does not touch the training."""

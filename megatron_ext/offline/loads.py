@@ -262,8 +262,13 @@ def _write_arrays(path: Path, arrays: dict[str, Tensor], *, overwrite: bool) -> 
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
-            plain: dict[str, Any] = {name: value.numpy() for name, value in arrays.items()}
-            np.savez_compressed(file, **plain)
+            # As `numpy.savez_compressed`, which has no say in how hard it tries: level 1 is several
+            # times as fast, for files that are a little larger.
+            archive = zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1)
+            with archive:
+                for name, value in arrays.items():
+                    with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                        np.lib.format.write_array(member, value.numpy(), allow_pickle=False)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

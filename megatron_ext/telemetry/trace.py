@@ -7,6 +7,7 @@ Legend: R ranks of the EP group, E logical experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,9 +34,9 @@ class LayerLoad(NamedTuple):
 class TraceWriter:
     """Collects a run's loads and writes a file every few steps.
 
-    Memory is bounded: by the steps of a file, and by `_MOST_BYTES` and the loads of one step. What
-    a killed run has not written is lost; what it wrote after the checkpoint that a run continues
-    from is dropped.
+    Files are written by a thread beside the training, one at a time. So memory is bounded: by the
+    loads of two files, each of at most `_MOST_BYTES` and one step more. What a killed run has not
+    written is lost; what it wrote after the checkpoint that a run continues from is dropped.
 
     Args:
         run_dir: The run's directory.
@@ -53,10 +54,16 @@ class TraceWriter:
         self._loads: list[Tensor] = []
         self._keys: list[tuple[int, int, int]] = []
         self._num_steps = 0
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._writing: Future[None] | None = None
         self._drop_after(start_step)
 
     def write(self, step: int, loads: Sequence[LayerLoad]) -> None:
-        """Take the loads of a step, of each layer in the order of its microbatches."""
+        """Take the loads of a step, of each layer in the order of its microbatches.
+
+        Raises:
+            OSError: The file before could not be written.
+        """
         microbatches: dict[int, int] = {}
         for layer, load in loads:
             microbatch = microbatches.get(layer, 0)
@@ -66,15 +73,32 @@ class TraceWriter:
         self._num_steps += 1
         num_bytes = sum(load.nbytes for load in self._loads)
         if self._num_steps == self._steps_per_file or num_bytes > _MOST_BYTES:
-            self.flush()
+            self._start_file()
 
-    def flush(self) -> None:
-        """Write what was collected, if anything."""
+    def close(self) -> None:
+        """Write what was collected, and wait until all is written.
+
+        Raises:
+            OSError: A file could not be written.
+        """
+        self._start_file()
+        self._wait()
+        self._thread.shutdown()
+
+    def _start_file(self) -> None:
+        self._wait()
         if self._loads:
-            self._write_file(torch.tensor(self._keys), torch.stack(self._loads))
+            self._writing = self._thread.submit(
+                self._write_file, torch.tensor(self._keys), torch.stack(self._loads)
+            )
         self._loads.clear()
         self._keys.clear()
         self._num_steps = 0
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+        self._writing = None
 
     def _write_file(self, keys: Tensor, load: Tensor) -> None:
         step, microbatch, layer = keys.T.contiguous()
