@@ -387,7 +387,7 @@ def test_plan_for_the_least_time(loads, capsys):
         (["--tolerance", -0.5], "tolerance (-0.5) must be from 0"),
         (["--min-quota", 0], "min_quota (0) must be >= 1"),
         (["--nvlink-domain", 3], "nvlink_domain (3) must divide ep_size (8)"),
-        (["--strategy", "best"], "unknown strategy 'best'; known: exact"),
+        (["--strategy", "best"], "unknown strategy 'best'; known: eplb"),
         (["--strategy", "ideal"], "strategy 'ideal' makes no plans"),
         (["--split"], "--split adds to the file of --out, which is not given"),
         (["--out", "."], ". is a folder"),

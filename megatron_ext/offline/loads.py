@@ -50,6 +50,12 @@ class Loads:
     def __len__(self) -> int:
         return self.load.shape[0]
 
+    def layers(self) -> list[int]:
+        """The layer of each load; all of one layer, 0, where it is not known."""
+        if "layer" not in self.trace:
+            return [0] * len(self)
+        return [int(layer) for layer in self.trace["layer"]]
+
 
 @dataclass(frozen=True, eq=False)
 class Plans:
