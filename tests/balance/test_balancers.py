@@ -112,6 +112,17 @@ class TestLplb:
         assert plan.slots.tolist() == [[-1], [-1]]
         assert plan.quota[0].tolist() == [10, 0]
 
+    def test_rounding_that_makes_it_worse_is_not_used(self):
+        """Four ranks shed 0.6 each, to end at 2.4 as rank 4 does; rounded, rank 4 would have 4."""
+        plan = lplb.fill(
+            one_source(5, 3, 3, 3, 3, 0),
+            placed(*[[-1] * 4] * 4, [0, 1, 2, 3]),
+            layout(5, 1, slots=4),
+            PlanSettings(),
+        )
+        assert plan.rank_loads().tolist() == [3, 3, 3, 3, 0]
+        assert plan.num_replicas() == 0
+
     def test_without_the_package(self, monkeypatch):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(ModuleNotFoundError, match=r"needs the package scipy: pip install 'meg"):
@@ -144,6 +155,11 @@ class TestLlep:
         """Capacity 6. The 5 above it of e0 move, the 1 of e1 does not."""
         plan = self.solve([11, 7, 0], layout(3, 1), least=4)
         assert plan.quota.tolist() == [[6, 0, 5], [0, 7, 0], [0, 0, 0]]
+
+    def test_rooms_below_the_least_piece_are_not_used(self):
+        """Capacity 6. The others have room for 2, below 3: all 4 go to one of them."""
+        plan = self.solve([10, 4, 4], layout(3, 1), least=3)
+        assert plan.quota.tolist() == [[6, 4, 0], [0, 4, 0], [0, 0, 4]]
 
     def test_what_no_rank_has_room_for_goes_to_the_least_loaded(self):
         """Capacity 5, and a domain of two ranks: of the 10 that are left both could take all."""
