@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("train", help="train a model as a recipe and Hydra overrides say")
 
     _add_plan(commands)
+    _add_replay(commands)
     _add_synth(commands)
 
     data = _add_group(commands, "data", "text and datasets")
@@ -148,32 +149,91 @@ def _add_plan(commands: Any) -> None:
         "plan",
         _plan,
         "plan loads of a file, and show how even the plans are",
-        "megatron-ext plan loads.npz --slots 2 --out plans.npz",
+        "megatron-ext plan loads.npz --slots 2 --out plans.npz\n  megatron-ext plan --list",
     )
-    plan.add_argument("loads", type=Path, metavar="LOADS.npz", help="loads, int64 [B, R, E]")
-    for option, kind, default, metavar, text in (
-        ("--slots", int, defaults.slots, "S", "replicas that a rank can hold"),
-        ("--strategy", str, defaults.strategy, "NAME", "the planner"),
-        ("--tolerance", float, defaults.tolerance, "T", "imbalance - 1 that is good enough"),
-        ("--min-quota", int, defaults.min_quota, "N", "fewest assignments of a replica"),
-        ("--objective", str, defaults.objective, "NAME", "tolerance or time"),
-    ):
-        plan.add_argument(
-            option, type=kind, default=default, metavar=metavar, help=f"{text} (%(default)s)"
-        )
     plan.add_argument(
-        "--nvlink-domain", type=int, metavar="D", help="ranks per NVLink domain (all ranks)"
+        "loads",
+        type=Path,
+        nargs="?",
+        metavar="LOADS.npz",
+        help="loads, int64 [B, R, E], or the folder of a trace",
     )
-    time = plan.add_argument_group("for --objective time")
-    time.add_argument("--expert-bytes", type=int, metavar="N", help="weights of one expert")
-    time.add_argument(
-        "--link-bandwidth", type=float, metavar="X", help="bytes per second of a rank"
+    plan.add_argument("--list", action="store_true", help="list the strategies instead")
+    plan.add_argument(
+        "--strategy",
+        default=defaults.strategy,
+        metavar="NAME",
+        help="the planner (%(default)s)",
     )
-    time.add_argument("--assignment-time", type=float, metavar="X", help="seconds per assignment")
-    time.add_argument("--token-bytes", type=int, metavar="N", help="of a hidden state")
+    _add_settings(plan)
+    plan.add_argument(
+        "--objective",
+        default=defaults.objective,
+        metavar="NAME",
+        help="tolerance or time (%(default)s)",
+    )
+    _add_costs(plan, "--objective time and --strategy time")
     plan.add_argument("--out", type=Path, metavar="PLAN.npz", help="where to write the plans")
     plan.add_argument("--split", action="store_true", help="write the quotas by source rank too")
     plan.add_argument("--overwrite", action="store_true", help="replace an existing PLAN.npz")
+
+
+def _add_replay(commands: Any) -> None:
+    replay = _add(
+        commands,
+        "replay",
+        _replay,
+        "plan a trace with several strategies, and compare them",
+        "megatron-ext replay runs/train/trace --strategies quota,eplb --slots 2 --out comparison",
+    )
+    replay.add_argument(
+        "trace", type=Path, metavar="TRACE", help="folder of a trace, or a file of loads"
+    )
+    replay.add_argument(
+        "--strategies",
+        required=True,
+        metavar="A,B,...",
+        help="the planners; `megatron-ext plan --list` names them",
+    )
+    _add_settings(replay)
+    _add_costs(replay, "strategy time")
+    replay.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for replay.md, replay.json and replay.png"
+    )
+    replay.add_argument("--overwrite", action="store_true", help="replace these files in DIR")
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add what planners are asked for; the names are those of `BalanceConfig`."""
+    defaults = BalanceConfig()
+    for option, kind, metavar, text in (
+        ("--slots", int, "S", "replicas that a rank can hold"),
+        ("--tolerance", float, "T", "imbalance - 1 that is good enough"),
+        ("--min-quota", int, "N", "fewest assignments of a replica"),
+        ("--interval", int, "N", "microbatches between placements from history"),
+        ("--alpha", float, "X", "capacity of a rank / mean, for llep"),
+        ("--min-tokens-per-gemm", int, "N", "fewest assignments in a piece, for llep"),
+    ):
+        parser.add_argument(
+            option,
+            type=kind,
+            default=getattr(defaults, option.strip("-").replace("-", "_")),
+            metavar=metavar,
+            help=f"{text} (%(default)s)",
+        )
+    parser.add_argument(
+        "--nvlink-domain", type=int, metavar="D", help="ranks per NVLink domain (all ranks)"
+    )
+
+
+def _add_costs(parser: argparse.ArgumentParser, for_what: str) -> None:
+    costs = parser.add_argument_group(f"for {for_what}")
+    costs.add_argument("--expert-bytes", type=int, metavar="N", help="weights of one expert")
+    costs.add_argument(
+        "--link-bandwidth", type=float, metavar="X", help="bytes per second of a rank"
+    )
+    costs.add_argument("--assignment-time", type=float, metavar="X", help="seconds per assignment")
+    costs.add_argument("--token-bytes", type=int, metavar="N", help="of a hidden state")
 
 
 def _add_synth(commands: Any) -> None:
@@ -248,23 +308,34 @@ def _plan(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from megatron_ext.offline.loads import check_free, read_loads, write_plans
-    from megatron_ext.offline.planning import plan_loads, summarize
+    from megatron_ext.offline.planning import make_planners, plan_loads, summarize
 
+    if arguments.list:
+        return _show(arguments, _strategies(), _strategy_lines)
+    if arguments.loads is None:
+        raise ValueError("LOADS.npz is not given (nor --list)")
     if arguments.split and arguments.out is None:
         raise ValueError("--split adds to the file of --out, which is not given")
     if arguments.out is not None:
         check_free(arguments.out, overwrite=arguments.overwrite)
+    if arguments.objective not in ("tolerance", "time"):
+        raise ValueError(f"--objective ({arguments.objective}) must be tolerance or time")
+    by_strategy = arguments.strategy == "time"
+    settings = _settings(
+        arguments,
+        for_time=by_strategy or arguments.objective == "time",
+        switch="--strategy time" if by_strategy else "--objective time",
+    )
     loads = read_loads(arguments.loads)
-    settings = {
-        "strategy": arguments.strategy,
-        "slots": arguments.slots,
-        "tolerance": arguments.tolerance,
-        "min_quota": arguments.min_quota,
-        "nvlink_domain": arguments.nvlink_domain,
-    }
-    costs = _costs(arguments)
+    planners = make_planners(
+        loads,
+        arguments.strategy,
+        settings,
+        slots=arguments.slots,
+        nvlink_domain=arguments.nvlink_domain,
+    )
     with _progress("Planning", len(loads)) as on_load:
-        planned = plan_loads(loads.load, settings, costs, on_load=on_load)
+        planned = plan_loads(loads, planners, on_load=on_load)
     if arguments.out is not None:
         write_plans(
             arguments.out,
@@ -274,34 +345,89 @@ def _plan(arguments: argparse.Namespace) -> int:
             overwrite=arguments.overwrite,
         )
     layout = planned[0].plan.layout
-    used = {"objective": arguments.objective, "slots": layout.slots}
-    used["nvlink_domain"] = layout.nvlink_domain
+    used = asdict(settings)
+    costs = used.pop("costs")
+    used |= {"strategy": arguments.strategy, "objective": arguments.objective}
+    used |= {"slots": layout.slots, "nvlink_domain": layout.nvlink_domain}
     if costs is not None:
-        used |= asdict(costs) | {"tolerance": None}
+        used |= costs | {"tolerance": None}
     report = {
         "instances": [one.measured for one in planned],
-        "summary": summarize(planned) | settings | used,
+        "summary": summarize(planned) | used,
     }
     return _show(arguments, report, _plan_lines)
 
 
-def _costs(arguments: argparse.Namespace) -> Any:
-    """What the options of `--objective time` say; None for the other objective."""
+def _strategies() -> dict[str, Any]:
+    """What `plan --list` says."""
+    from megatron_ext.balance.strategies import STRATEGIES
+
+    return {
+        name: {"summary": strategy.summary, "training": True, "offline": strategy.makes_plans}
+        for name, strategy in STRATEGIES.items()
+    }
+
+
+def _strategy_lines(report: dict[str, Any]) -> Iterator[str]:
+    width = max(map(len, report))
+    for name, strategy in report.items():
+        where = "training, offline" if strategy["offline"] else "training"
+        yield f"{name:<{width}}  {where:<17}  {strategy['summary']}"
+
+
+def _settings(arguments: argparse.Namespace, *, for_time: bool, switch: str) -> Any:
+    """What the options ask planners for; with costs if it is `for_time`, which `switch` says."""
     from megatron_ext.balance.costs import LayerCosts
+    from megatron_ext.balance.strategies import PlanSettings
 
     needed = ("expert_bytes", "link_bandwidth", "assignment_time")
     names = (*needed, "token_bytes")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     options = {name: "--" + name.replace("_", "-") for name in names}
-    if arguments.objective == "tolerance":
-        if given:
-            raise ValueError(f"{options[next(iter(given))]} is for --objective time")
-        return None
-    if arguments.objective != "time":
-        raise ValueError(f"--objective ({arguments.objective}) must be tolerance or time")
-    if missing := [options[name] for name in needed if name not in given]:
-        raise ValueError(f"--objective time needs {', '.join(missing)}")
-    return LayerCosts(**given)
+    if given and not for_time:
+        raise ValueError(f"{options[next(iter(given))]} is for {switch}")
+    if for_time and (missing := [options[name] for name in needed if name not in given]):
+        raise ValueError(f"{switch} needs {', '.join(missing)}")
+    return PlanSettings(
+        tolerance=arguments.tolerance,
+        min_quota=arguments.min_quota,
+        interval=arguments.interval,
+        alpha=arguments.alpha,
+        min_tokens_per_gemm=arguments.min_tokens_per_gemm,
+        costs=LayerCosts(**given) if for_time else None,
+    )
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from megatron_ext.offline.loads import read_loads
+    from megatron_ext.offline.replay import check_out, make_report, replay, write_report
+
+    strategies = arguments.strategies.split(",")
+    settings = _settings(arguments, for_time="time" in strategies, switch="time among --strategies")
+    if arguments.out is not None:
+        check_out(arguments.out, overwrite=arguments.overwrite)
+    loads = read_loads(arguments.trace)
+    with _progress("Replaying", len(loads) * len(strategies)) as on_load:
+        replayed = replay(
+            loads,
+            strategies,
+            settings,
+            slots=arguments.slots,
+            nvlink_domain=arguments.nvlink_domain,
+            on_load=on_load,
+        )
+    report = make_report(loads, replayed, settings, slots=arguments.slots)
+    if arguments.out is not None:
+        write_report(arguments.out, loads, replayed, report)
+    return _show(arguments, report, _replay_lines)
+
+
+def _replay_lines(report: dict[str, Any]) -> Iterator[str]:
+    from megatron_ext.offline.replay import overall_table
+
+    yield report["title"]
+    yield ""
+    yield overall_table(report)
 
 
 def _plan_lines(report: dict[str, Any]) -> Iterator[str]:

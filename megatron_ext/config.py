@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib.metadata
 import importlib.util
+import math
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
@@ -34,15 +35,27 @@ class BalanceConfig:
     """Imbalance that is good enough, as a fraction of the mean rank load: the planner stops
     spending replicas there."""
 
+    interval: int = 50
+    """Microbatches of a layer between two placements of strategies that plan from history (`eplb`,
+    `lplb`); for n global batches, n times the microbatches of a step. 50 is what UltraEP takes for
+    EPLB in serving; in training it takes 3 global batches (section 8.1)."""
+
+    alpha: float = 1.1
+    """Capacity of a rank, as a multiple of the mean rank load, up to which `llep` fills ranks
+    before it spills to others."""
+
+    min_tokens_per_gemm: int = 1024
+    """Fewest assignments that `llep` moves to another rank in one piece."""
+
     objective: str = "tolerance"
     """`tolerance`: within `tolerance` at least cost. `time`: every load gets the tolerance at which
     the modelled time of the layer is least; needs the two settings below."""
 
     link_bandwidth: float = 0.0
-    """Bytes per second that a rank sends to its peers. For objective `time`."""
+    """Bytes per second that a rank sends to its peers. For objective and strategy `time`."""
 
     assignment_time: float = 0.0
-    """Seconds of expert computation per assignment. For objective `time`."""
+    """Seconds of expert computation per assignment. For objective and strategy `time`."""
 
     min_quota: int = 1
     """Fewest assignments a replica must take over to be worth its transfer."""
@@ -68,24 +81,54 @@ class BalanceConfig:
         """Check each field on its own; the rest is checked where the model is known."""
         if self.slots < 0:
             raise ValueError(f"balance.slots ({self.slots}) must be >= 0")
-        if not self.tolerance >= 0.0:
-            raise ValueError(f"balance.tolerance ({self.tolerance}) must be >= 0")
+        check_plan_settings(self, prefix="balance.")
         if self.objective not in ("tolerance", "time"):
             raise ValueError(
                 f"balance.objective ({self.objective!r}) must be 'tolerance' or 'time'"
             )
         for name in ("link_bandwidth", "assignment_time"):
-            if self.objective == "time" and not 0 < getattr(self, name) < float("inf"):
+            if self.plans_for_time and not 0 < getattr(self, name) < float("inf"):
+                cause = "objective" if self.objective == "time" else "strategy"
                 raise ValueError(
                     f"balance.{name} ({getattr(self, name)}) must be > 0 and finite with "
-                    "balance.objective=time"
+                    f"balance.{cause}=time"
                 )
-        if self.min_quota < 1:
-            raise ValueError(f"balance.min_quota ({self.min_quota}) must be >= 1")
         for name in ("max_in_flight", "nvlink_domain"):
             value = getattr(self, name)
             if value != "auto" and not (isinstance(value, int) and value >= 1):
                 raise ValueError(f"balance.{name} ({value!r}) must be 'auto' or an integer >= 1")
+
+    @property
+    def plans_for_time(self) -> bool:
+        """Whether the planner has to know what a layer costs in time."""
+        return "time" in (self.objective, self.strategy)
+
+
+_PLAN_RANGES: dict[str, tuple[float, float]] = {
+    # Far beyond the number of ranks, above which it allows everything; in millionths it fits int64.
+    "tolerance": (0, 1_000_000),
+    "min_quota": (1, math.inf),
+    "interval": (1, math.inf),
+    "alpha": (1, 1_000_000),
+    "min_tokens_per_gemm": (1, math.inf),
+}
+
+
+def check_plan_settings(settings: Any, *, prefix: str = "") -> None:
+    """Check the numbers that planners are given.
+
+    Args:
+        settings: Has them as attributes.
+        prefix: Before their names in the message.
+
+    Raises:
+        ValueError: One is out of range; the message names it, its value and the range.
+    """
+    for name, (least, most) in _PLAN_RANGES.items():
+        value = getattr(settings, name)
+        if not least <= value <= most:
+            rule = f">= {least}" if most == math.inf else f"from {least} to {most}"
+            raise ValueError(f"{prefix}{name} ({value}) must be {rule}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -223,6 +266,10 @@ class LoggingConfig:
     every: int = 1
     """Steps between two plain progress lines, where the display is not a terminal."""
 
+    trace_steps: int = 0
+    """Steps in one file of `trace/` in the run directory, with the exact load of every microbatch
+    in every layer; 0 records none. A killed run loses what is not in a file yet."""
+
     wandb: str = "off"
     """Weights & Biases: `off`, `offline` (written to the run directory) or `online`."""
 
@@ -311,6 +358,7 @@ _AT_LEAST: dict[str, float] = {
     "optimizer.weight_decay": 0,
     "optimizer.clip_grad": 0,
     "logging.every": 1,
+    "logging.trace_steps": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
 }

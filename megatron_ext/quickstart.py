@@ -106,6 +106,8 @@ def train_in_turn(runs: dict[str, TrainConfig]) -> None:
         from megatron_ext.mcore.training import Training
 
         trainings = {name: Training(config) for name, config in runs.items()}
+        for training in trainings.values():
+            stack.callback(training.close)
         steps = runs["none"].steps
         logs = {}
         displays = {}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import rank_sends
-from megatron_ext.balance.plan import BalancePlan, solve_plan
+from megatron_ext.balance.plan import BalancePlan, pick_plans, solve_plan
 
 TOLERANCES = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5, 1.0, 2.0)
 """The tolerances that are compared; no balancing at all is compared too."""
@@ -88,12 +88,7 @@ def fastest_plan(
     for tolerance in reversed(TOLERANCES):
         plan = solve_plan(load, layout, strategy=strategy, tolerance=tolerance, min_quota=min_quota)
         time = costs.layer_time(load, plan)
-        faster = (time < best_time)[..., None, None]
-        best = BalancePlan(
-            layout,
-            torch.where(faster, plan.quota, best.quota),
-            torch.where(faster, plan.slots, best.slots),
-        )
+        best = pick_plans(time < best_time, plan, best)
         best_time = torch.minimum(time, best_time)
     return best
 

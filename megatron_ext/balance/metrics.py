@@ -17,8 +17,18 @@ def imbalance(rank_loads: Tensor) -> float:
     >>> imbalance(torch.tensor([13, 3])), imbalance(torch.tensor([0, 0]))
     (1.625, 1.0)
     """
-    total = int(rank_loads.sum())
-    return int(rank_loads.max()) * rank_loads.numel() / total if total else 1.0
+    return float(imbalances(rank_loads))
+
+
+def imbalances(rank_loads: Tensor) -> Tensor:
+    """The imbalance of each of the rank loads, int64 [..., R]: float64 [...].
+
+    >>> imbalances(torch.tensor([[13, 3], [8, 8]])).tolist()
+    [1.625, 1.0]
+    """
+    total = rank_loads.sum(-1)
+    busiest = rank_loads.amax(-1).double() * rank_loads.shape[-1]
+    return torch.where(total > 0, busiest / total.clamp(min=1), 1.0)
 
 
 def home_loads(load: Tensor) -> Tensor:
@@ -61,7 +71,13 @@ def remote_assignments(load: Tensor, plan: BalancePlan) -> int:
     >>> remote_assignments(load, solve(load, ep_size=2, slots=1))
     4
     """
-    return int(load.sum() - torch.minimum(load, plan.quota.T).sum())
+    return int(remote_counts(load, plan))
+
+
+def remote_counts(load: Tensor, plan: BalancePlan) -> Tensor:
+    """Remote assignments of each load, int64 [..., R, E], and its plan: int64 [...]."""
+    local = torch.minimum(load, plan.quota.mT)
+    return load.sum((-2, -1)) - local.sum((-2, -1))
 
 
 def _replicas_per_expert(plan: BalancePlan) -> Tensor:

@@ -8,8 +8,9 @@ group, E logical experts, S slots per rank, B independent loads. All counts are 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +19,7 @@ from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.config import BalanceConfig
 from megatron_ext.ops import load_library
 
-if TYPE_CHECKING:
-    from megatron_ext.balance.costs import LayerCosts
-
 _DEFAULTS = BalanceConfig()
-
-# Far beyond the number of ranks, above which it allows everything; in millionths it fits int64.
-_MAX_TOLERANCE = 1_000_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,11 +90,13 @@ def solve_plan(
     strategy: str = _DEFAULTS.strategy,
     tolerance: float = _DEFAULTS.tolerance,
     min_quota: int = _DEFAULTS.min_quota,
+    **settings: Any,
 ) -> BalancePlan:
     """Choose replicas and split each expert's load over its instances.
 
     The plan is legal (see `check_plan`) and never worse than no balancing. How close to the mean it
-    comes is the strategy's affair; see `megatron_ext.balance.strategies`.
+    comes is the strategy's affair; see `megatron_ext.balance.strategies`. A strategy that plans
+    from history takes a batch for consecutive microbatches of one layer, the first ever.
 
     Args:
         load: Assignments from each source rank to each logical expert, int64 [R, E] or a batch [B,
@@ -110,6 +107,7 @@ def solve_plan(
         tolerance: How far above the mean the busiest rank may be, as a fraction of the mean;
             resolved to 1e-6.
         min_quota: Fewest assignments a replica may carry.
+        **settings: Further fields of `PlanSettings`, for strategies that know them.
 
     Returns:
         The plan, on `load`'s device. `plan.quota.sum(-1)` equals `load.sum(-2)`; equal input gives
@@ -126,14 +124,11 @@ def solve_plan(
     ([5, 5], [[-1], [0]], [8, 8])
     """
     # Imported here because the strategies return the `BalancePlan` of this module.
-    from megatron_ext.balance.strategies import get_planner
+    from megatron_ext.balance.planner import LayerPlanner
+    from megatron_ext.balance.strategies import PlanSettings
 
-    _check_load(load, layout)
-    if not 0 <= tolerance <= _MAX_TOLERANCE:
-        raise ValueError(f"tolerance ({tolerance}) must be from 0 to {_MAX_TOLERANCE}")
-    if min_quota < 1:
-        raise ValueError(f"min_quota ({min_quota}) must be >= 1")
-    return get_planner(strategy)(load, layout, tolerance=tolerance, min_quota=min_quota)
+    asked = PlanSettings(tolerance=tolerance, min_quota=min_quota, **settings)
+    return LayerPlanner(strategy, layout, asked).plan_in_order(load)
 
 
 def solve(
@@ -145,7 +140,7 @@ def solve(
     tolerance: float = _DEFAULTS.tolerance,
     min_quota: int = _DEFAULTS.min_quota,
     nvlink_domain: int | None = None,
-    costs: LayerCosts | None = None,
+    **settings: Any,
 ) -> BalancePlan:
     """Plan one load or a batch of loads, without processes or Megatron.
 
@@ -157,8 +152,9 @@ def solve(
         tolerance: How far above the mean the busiest rank may be, as a fraction of the mean.
         min_quota: Fewest assignments a replica may carry.
         nvlink_domain: Ranks per NVLink domain; one domain if None.
-        costs: Of the layer. With them the objective is time: each load gets the tolerance at which
-            the modelled layer is fastest, and `tolerance` counts for nothing.
+        **settings: Further fields of `PlanSettings`, for strategies that know them. With `costs` of
+            the layer the objective is time: each load gets the tolerance at which the modelled
+            layer is fastest, and `tolerance` counts for nothing.
 
     Returns:
         The plan, or a batch of plans with a leading [B], on `load`'s device.
@@ -171,21 +167,92 @@ def solve(
     >>> plan.rank_loads().tolist()
     [8, 8]
     """
-    # Imported here because both plan with this module's `solve_plan` and `BalancePlan`.
-    from megatron_ext.balance.costs import fastest_plan
-    from megatron_ext.balance.strategies import get_strategy
-
     if load.dim() not in (2, 3):
         raise ValueError(f"load must be [R, E] or [B, R, E], got shape {tuple(load.shape)}")
-    layout = ExpertLayout(
+    layout = plan_layout(
+        strategy,
         num_experts=load.shape[-1],
         ep_size=ep_size,
-        slots=get_strategy(strategy).num_slots(slots, load.shape[-1] // max(ep_size, 1)),
+        slots=slots,
+        nvlink_domain=nvlink_domain,
+    )
+    return solve_plan(
+        load, layout, strategy=strategy, tolerance=tolerance, min_quota=min_quota, **settings
+    )
+
+
+def plan_layout(
+    strategy: str, *, num_experts: int, ep_size: int, slots: int, nvlink_domain: int | None
+) -> ExpertLayout:
+    """Return the layout that a strategy plans for: it may need other slots than those asked for.
+
+    Args:
+        strategy: A balancer of `megatron_ext.balance.strategies`.
+        num_experts: Logical experts (E).
+        ep_size: Ranks of the EP group (R).
+        slots: Replicas a rank can hold (S), as asked for.
+        nvlink_domain: Ranks per NVLink domain; one domain if None.
+
+    Raises:
+        ValueError: There is no such strategy, or the numbers do not fit each other.
+    """
+    # Imported here because the strategies return the `BalancePlan` of this module.
+    from megatron_ext.balance.strategies import get_strategy
+
+    return ExpertLayout(
+        num_experts=num_experts,
+        ep_size=ep_size,
+        slots=get_strategy(strategy).num_slots(slots, num_experts // max(ep_size, 1)),
         nvlink_domain=ep_size if nvlink_domain is None else nvlink_domain,
     )
-    if costs is not None:
-        return fastest_plan(load, layout, costs, strategy=strategy, min_quota=min_quota)
-    return solve_plan(load, layout, strategy=strategy, tolerance=tolerance, min_quota=min_quota)
+
+
+def pick_plans(is_first: Tensor, first: BalancePlan, second: BalancePlan) -> BalancePlan:
+    """Take the first plan where bool [] or [B] says so, else the second; for batches each by each.
+
+    >>> first, second = (solve(torch.tensor([[9, 1], [9, 1]]), ep_size=2, slots=s) for s in (1, 1))
+    >>> pick_plans(torch.tensor(True), first, second).quota.tolist()
+    [[10, 8], [0, 2]]
+    """
+    is_first = is_first[..., None, None]
+    return BalancePlan(
+        first.layout,
+        torch.where(is_first, first.quota, second.quota),
+        torch.where(is_first, first.slots, second.slots),
+    )
+
+
+def stack_plans(plans: list[BalancePlan], layout: ExpertLayout) -> BalancePlan:
+    """Make a batch of the plans of a layout; there may be none."""
+    sizes = (0, layout.num_experts, layout.ep_size), (0, layout.ep_size, layout.slots)
+    if not plans:
+        quota, slots = (torch.zeros(size, dtype=torch.int64) for size in sizes)
+        return BalancePlan(layout, quota, slots.int())
+    return BalancePlan(
+        layout,
+        torch.stack([plan.quota for plan in plans]),
+        torch.stack([plan.slots for plan in plans]),
+    )
+
+
+def plan_each(
+    load: Tensor, layout: ExpertLayout, plan_one: Callable[[Tensor], BalancePlan]
+) -> BalancePlan:
+    """Plan a load, or each of a batch, with a planner that knows only one load on the CPU.
+
+    Args:
+        load: Assignments, int64 [R, E] or [B, R, E].
+        layout: Where experts and slots are.
+        plan_one: Plans an int64 load [R, E].
+
+    Returns:
+        The plan, on `load`'s device.
+    """
+    if load.dim() == 2:
+        plan = plan_one(load.cpu())
+    else:
+        plan = stack_plans([plan_one(one) for one in load.cpu()], layout)
+    return BalancePlan(layout, plan.quota.to(load.device), plan.slots.to(load.device))
 
 
 def split_quota(load: Tensor, plan: BalancePlan, source_rank: int | None = None) -> Tensor:
@@ -295,7 +362,7 @@ def check_split(load: Tensor, plan: BalancePlan, split: Tensor) -> None:
         raise ValueError("split columns do not sum to the quota of their instance")
 
 
-def _check_load(load: Tensor, layout: ExpertLayout) -> None:
+def check_load(load: Tensor, layout: ExpertLayout) -> None:
     """Check at the border that a load can be planned; inside, it is trusted."""
     ranks, experts = layout.ep_size, layout.num_experts
     if load.dtype != torch.int64:

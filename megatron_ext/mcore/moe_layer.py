@@ -18,6 +18,7 @@ checkpoints hold logical experts only.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -30,11 +31,11 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor, nn
 
-from megatron_ext.balance.costs import LayerCosts, fastest_plan
+from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.in_flight import InFlightPlans
-from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.load import gather_load
-from megatron_ext.balance.plan import BalancePlan, solve_plan, split_quota
+from megatron_ext.balance.plan import BalancePlan, plan_layout, split_quota
+from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.replicas import (
     Joint,
     RematerializeFunction,
@@ -45,7 +46,7 @@ from megatron_ext.balance.replicas import (
     shared_slot_buffers,
 )
 from megatron_ext.balance.reroute import assign, reroute
-from megatron_ext.balance.strategies import get_strategy
+from megatron_ext.balance.strategies import PlanSettings
 from megatron_ext.balance.strategies.ideal import force_even
 from megatron_ext.config import BalanceConfig
 from megatron_ext.mcore.dispatcher import physical_dispatcher, release_graph
@@ -113,23 +114,21 @@ class BalancedMoELayer(MoELayer):
         self.balance = balance
         self.observers: list[Observer] = []
         ep_size = self.ep_group.size()
-        self.layout = ExpertLayout(
+        self.layout = plan_layout(
+            balance.strategy,
             num_experts=config.num_moe_experts,
             ep_size=ep_size,
-            # One rank has nobody to share its load with.
-            slots=get_strategy(balance.strategy).num_slots(
-                balance.slots, config.num_moe_experts // ep_size
-            )
-            if ep_size > 1
-            else 0,
-            nvlink_domain=ep_size
-            if balance.nvlink_domain == "auto"
-            else int(balance.nvlink_domain),
+            slots=balance.slots,
+            nvlink_domain=None if balance.nvlink_domain == "auto" else int(balance.nvlink_domain),
         )
+        if ep_size == 1:  # One rank has nobody to share its load with.
+            self.layout = dataclasses.replace(self.layout, slots=0)
         self.token_dispatcher = physical_dispatcher(
             self.token_dispatcher, self.layout, config, self.ep_group.rank(), pg_collection
         )
         self.expert_weights = expert_weights(self.experts)
+        costs = self._costs() if balance.plans_for_time else None
+        self._planner = LayerPlanner(balance.strategy, self.layout, PlanSettings.of(balance, costs))
         # Made in the first forward: only then have wrappers settled the dtype and place of the
         # weights.
         self._slot_buffers: SlotBuffers | None = None
@@ -155,7 +154,7 @@ class BalancedMoELayer(MoELayer):
     ) -> tuple[Tensor, Tensor]:
         """Stages 1 to 4: from logical to physical routing, with the replicas in their slots."""
         load = gather_load(routing_map, self.ep_group)
-        plan = self._solve(load)
+        plan = self._planner.solve(load)
         if self.balance.check_plans:
             _check_equal_plans(plan, self.ep_group, self.layer_number)
         self._replication = self._replicate(plan) if self.layout.slots > 0 else None
@@ -173,6 +172,8 @@ class BalancedMoELayer(MoELayer):
         if materializing is not None:
             materializing.wait()
         if self.training and torch.is_grad_enabled():
+            # Neither evaluation nor the first pass of recompute: every microbatch once.
+            self._planner.observe(load)
             self._report(load, plan)
         hidden_states, probs = super().preprocess(hidden_states, probs, routing_map)
         release_graph(self.token_dispatcher)
@@ -207,24 +208,6 @@ class BalancedMoELayer(MoELayer):
         self._joint = self._replication = None
         if self._in_flight is not None:
             self._in_flight.clear()
-
-    def _solve(self, load: Tensor) -> BalancePlan:
-        balance = self.balance
-        if balance.objective == "time":
-            return fastest_plan(
-                load,
-                self.layout,
-                self._costs(),
-                strategy=balance.strategy,
-                min_quota=balance.min_quota,
-            )
-        return solve_plan(
-            load,
-            self.layout,
-            strategy=balance.strategy,
-            tolerance=balance.tolerance,
-            min_quota=balance.min_quota,
-        )
 
     def _costs(self) -> LayerCosts:
         element_size = next(self.experts.parameters()).element_size()

@@ -28,6 +28,7 @@ from megatron_ext.mcore.checkpoint import find_checkpoint, load_checkpoint, save
 from megatron_ext.telemetry.progress import TrainingProgress
 from megatron_ext.telemetry.recorder import LoadRecorder
 from megatron_ext.telemetry.run_log import RunLog
+from megatron_ext.telemetry.trace import TraceWriter
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Training:
         self.recorder = LoadRecorder(
             build.moe_layers(self.chunks), parallel_state.get_expert_model_parallel_group()
         )
+        self.trace = _trace_writer(config, self.step)
         train_data = build.dataset(config, manifest, "train")
         self._batches = self._read(train_data, self.step * config.data.global_batch_size)
         self._validation = (
@@ -69,6 +71,7 @@ class Training:
         """Train to the last step, writing metrics and checkpoints."""
         config = self.config
         with ExitStack() as stack:
+            stack.callback(self.close)
             log = display = None
             if dist.get_rank() == 0:
                 log = stack.enter_context(RunLog(config, start_step=self.step))
@@ -109,6 +112,8 @@ class Training:
 
         self.step += 1
         loads = self.recorder.take_step()
+        if self.trace is not None:
+            self.trace.write(self.step, loads.loads)
         loss, num_losses, before, after, replicas, forwards = _sum_over_ranks(
             sum(losses),
             len(losses),
@@ -129,6 +134,11 @@ class Training:
             "imbalance_after": after / forwards,
             "replicas": replicas / forwards,
         }
+
+    def close(self) -> None:
+        """Write what is left to write, also after an error."""
+        if self.trace is not None:
+            self.trace.close()
 
     def evaluate(self) -> float:
         """Return the loss over always the same validation batches; does not touch the training."""
@@ -174,6 +184,22 @@ class Training:
             forward_only=forward_only,
         )
         return [float(report["loss"]) for report in reports]
+
+
+def _trace_writer(config: TrainConfig, start_step: int) -> TraceWriter | None:
+    """Return the trace's writer on the ranks that have one: see `telemetry/trace.py`."""
+    is_writer = (
+        parallel_state.get_expert_model_parallel_rank() == 0
+        and parallel_state.get_expert_data_parallel_rank() == 0
+    )
+    if config.logging.trace_steps == 0 or not is_writer:
+        return None
+    return TraceWriter(
+        Path(config.run_dir),
+        steps_per_file=config.logging.trace_steps,
+        start_step=start_step,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+    )
 
 
 def _forward_step(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from megatron_ext.balance.strategies import get_strategy
+from megatron_ext.balance.strategies import get_planner, get_strategy
 from megatron_ext.config import BalanceConfig
 from megatron_ext.transport import resolve_transport
 
@@ -19,10 +20,10 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
     if balance.strategy == "none":
         return []
     problems = []
-    for check, name in ((get_strategy, balance.strategy), (resolve_transport, balance.transport)):
+    for check in (partial(_check_strategy, balance), partial(resolve_transport, balance.transport)):
         try:
-            check(name)
-        except ValueError as error:
+            check()
+        except (ValueError, ModuleNotFoundError) as error:
             problems.append(str(error))
     ep_size = config.expert_model_parallel_size
     num_experts = config.num_moe_experts
@@ -45,6 +46,11 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
         if getattr(config, name, allowed) not in (allowed, None, False)
     ]
     return problems
+
+
+def _check_strategy(balance: BalanceConfig) -> None:
+    if get_strategy(balance.strategy).kind == "planner":
+        get_planner(balance.strategy, for_time=balance.objective == "time")
 
 
 _MUST_BE = (

@@ -1,6 +1,8 @@
 """Planning without a model: load files, generated loads, plans compared.
 
-loads.py        files of loads and plans
+loads.py        files of loads and plans, traces of a run
 synthetic.py    loads from a seed, by what is wrong with them
 planning.py     plans for many loads, and the numbers by which they are compared
+replay.py       every strategy on the same trace
+relayout.py     EPLB's placement of all experts, for checkpoint time
 """

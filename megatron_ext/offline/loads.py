@@ -1,7 +1,8 @@
 """Files of loads and of plans, both `.npz`.
 
 loads   load  int64 [B, R, E] or [R, E]      assignments from source rank to logical expert
-        step, microbatch, layer  int [B]     optional: with them the loads are a trace
+        step, microbatch, layer  int [B]     optional: with them the loads are a trace; layers are
+                                             counted from 1, as Megatron does
 plans   quota int64 [B, E, R]                assignments of expert e computed on rank t
         slots int32 [B, R, S]                logical expert in each slot, or -1
         split int64 [B, R, E, R]             optional: the quota by source rank
@@ -49,6 +50,12 @@ class Loads:
     def __len__(self) -> int:
         return self.load.shape[0]
 
+    def layers(self) -> list[int]:
+        """The layer of each load; all of one layer, 0, where it is not known."""
+        if "layer" not in self.trace:
+            return [0] * len(self)
+        return [int(layer) for layer in self.trace["layer"]]
+
 
 @dataclass(frozen=True, eq=False)
 class Plans:
@@ -66,12 +73,44 @@ class Plans:
 
 
 def read_loads(path: Path) -> Loads:
-    """Read and check a file of loads.
+    """Read and check a file of loads, or a folder of traces such as a run's `trace/`.
+
+    The loads of a folder are put into the order of step, microbatch and layer.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is no file of loads; the message names file, value and rule.
+        FileNotFoundError: There is no such file or folder, or the folder has no `.npz` file.
+        ValueError: It holds no loads, or files that do not belong together; the message names file,
+            value and rule.
     """
+    return _read_folder(path) if path.is_dir() else _read_file(path)
+
+
+def _read_folder(path: Path) -> Loads:
+    files = sorted(path.glob("*.npz"))
+    if not files:
+        raise FileNotFoundError(f"{path} is a folder without .npz files")
+    parts = [_read_file(file) for file in files]
+    for file, part in zip(files, parts, strict=True):
+        if part.load.shape[1:] != parts[0].load.shape[1:]:
+            raise ValueError(
+                f"{file}: load is {list(part.load.shape)}, but {list(parts[0].load.shape)} in "
+                f"{files[0]}: ranks and experts of a trace must be equal"
+            )
+        if missing := [name for name in TRACE_FIELDS if name not in part.trace]:
+            raise ValueError(f"{file} has no {', '.join(missing)}: it is no part of a trace")
+    trace = {name: torch.cat([part.trace[name] for part in parts]) for name in TRACE_FIELDS}
+    order = torch.from_numpy(np.lexsort([trace[name].numpy() for name in reversed(TRACE_FIELDS)]))
+    keys = torch.stack([values[order] for values in trace.values()], 1)
+    if (same := (keys[1:] == keys[:-1]).all(1)).any():
+        step, microbatch, layer = keys[:-1][same][0].tolist()
+        raise ValueError(
+            f"{path}: step {step}, microbatch {microbatch}, layer {layer} is there more than once"
+        )
+    load = torch.cat([part.load for part in parts])[order]
+    return Loads(load, {name: values[order] for name, values in trace.items()})
+
+
+def _read_file(path: Path) -> Loads:
     arrays = _read_arrays(path, required=("load",), optional=TRACE_FIELDS)
     load = arrays["load"]
     _check_dtype(path, "load", load, np.int64)
@@ -229,8 +268,13 @@ def _write_arrays(path: Path, arrays: dict[str, Tensor], *, overwrite: bool) -> 
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
-            plain: dict[str, Any] = {name: value.numpy() for name, value in arrays.items()}
-            np.savez_compressed(file, **plain)
+            # As `numpy.savez_compressed`, which has no say in how hard it tries: level 1 is several
+            # times as fast, for files that are a little larger.
+            archive = zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1)
+            with archive:
+                for name, value in arrays.items():
+                    with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                        np.lib.format.write_array(member, value.numpy(), allow_pickle=False)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from megatron_ext.balance.bounds import lower_bound
-from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.metrics import home_loads, imbalance, max_fanout, max_rank_sends
-from megatron_ext.balance.plan import BalancePlan, solve
+from megatron_ext.balance.plan import BalancePlan, plan_layout
+from megatron_ext.balance.planner import LayerPlanner
+from megatron_ext.balance.strategies import PlanSettings
+from megatron_ext.offline.loads import Loads
 
 
 @dataclass(frozen=True)
@@ -23,33 +23,53 @@ class Planned:
     plan: BalancePlan
     measured: dict[str, float]
     """Imbalances and their lower bound as ratios to the mean. `solve_us`: microseconds of the one
-    call of `solve` that made the plan, measured around it, what it does in Python included."""
+    call of `plan_in_order` that made the plan, measured around it, what it does in Python included,
+    and what it places for the loads to come."""
+
+
+def make_planners(
+    loads: Loads, strategy: str, settings: PlanSettings, *, slots: int, nvlink_domain: int | None
+) -> list[LayerPlanner]:
+    """Return the planner of each load: one for each layer of a trace, else the same for all.
+
+    Args:
+        loads: The loads, in the order in which they are to be planned.
+        strategy: A planner of `megatron_ext.balance.strategies`.
+        settings: What is asked for.
+        slots: Replicas a rank can hold, as asked for.
+        nvlink_domain: Ranks per NVLink domain; one domain if None.
+
+    Raises:
+        ValueError: A setting is out of range, or the strategy makes no plans.
+    """
+    _, ranks, experts = loads.load.shape
+    layout = plan_layout(
+        strategy, num_experts=experts, ep_size=ranks, slots=slots, nvlink_domain=nvlink_domain
+    )
+    layers = loads.layers()
+    planners = {layer: LayerPlanner(strategy, layout, settings) for layer in set(layers)}
+    return [planners[layer] for layer in layers]
 
 
 def plan_loads(
-    loads: Tensor,
-    settings: dict[str, Any],
-    costs: LayerCosts | None = None,
+    loads: Loads,
+    planners: list[LayerPlanner],
     *,
     on_load: Callable[[int], object] = lambda count: None,
 ) -> list[Planned]:
     """Plan loads one by one.
 
     Args:
-        loads: int64 [B, R, E], B >= 1.
-        settings: Of `solve`, besides `ep_size` and `costs`.
-        costs: For the objective of time.
+        loads: At least one.
+        planners: Of each load, from `make_planners`.
         on_load: Called with 1 after every load.
-
-    Raises:
-        ValueError: A setting is out of range, or the strategy makes no plans.
     """
     planned = []
     # The first plan of a process pays for loading the library; it is not the one that is timed.
-    solve(loads[0], ep_size=loads.shape[1], costs=costs, **settings)
-    for load in loads:
+    planners[0].solve(loads.load[0])
+    for load, planner in zip(loads.load, planners, strict=True):
         start = time.perf_counter()
-        plan = solve(load, ep_size=load.shape[0], costs=costs, **settings)
+        plan = planner.plan_in_order(load)
         solve_us = (time.perf_counter() - start) * 1e6
         mean = int(load.sum()) / load.shape[0]
         bound = int(lower_bound(load, plan.layout))

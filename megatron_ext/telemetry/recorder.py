@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_ext.balance.metrics import home_loads, imbalance
+from megatron_ext.telemetry.trace import LayerLoad
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class StepLoads:
     imbalance_before: float
     imbalance_after: float
     replicas: int
+    loads: list[LayerLoad]
+    """Of the counted forwards; of each layer in the order of its microbatches."""
 
 
 class LoadRecorder:
@@ -43,37 +47,44 @@ class LoadRecorder:
     def __init__(self, layers: Iterable[Any], ep_group: dist.ProcessGroup) -> None:
         self._ep_group = ep_group
         self._reports: list[Any] = []
-        self._counts: list[Tensor] = []
+        self._counts: list[LayerLoad] = []
         self._hooks = []
         for layer in layers:
             if hasattr(layer, "observers"):
                 layer.observers.append(self._reports.append)
             else:
-                self._hooks.append(layer.router.register_forward_hook(self._count))
+                self._hooks.append(
+                    layer.router.register_forward_hook(partial(self._count, layer.layer_number))
+                )
 
     def take_step(self) -> StepLoads:
         """Return the sums since the last call. All ranks of the EP group call it together."""
         before = [imbalance(home_loads(report.load)) for report in self._reports]
         after = [imbalance(report.rank_loads_after) for report in self._reports]
         replicas = sum(report.num_replicas for report in self._reports)
+        counted = [LayerLoad(report.layer_number, report.load) for report in self._reports]
         if self._counts:
-            mine = torch.stack(self._counts)
+            mine = torch.stack([load for _, load in self._counts])
             everyone = [torch.empty_like(mine) for _ in range(self._ep_group.size())]
             dist.all_gather(everyone, mine, group=self._ep_group)
             loads = torch.stack(everyone, dim=1).cpu()  # [C, R, E]
             plain = [imbalance(rank_loads) for rank_loads in home_loads(loads)]
             before += plain
             after += plain
+            layers = (layer for layer, _ in self._counts)
+            counted += [LayerLoad(layer, load) for layer, load in zip(layers, loads, strict=True)]
         self._reports.clear()
         self._counts.clear()
-        return StepLoads(len(before), sum(before), sum(after), replicas)
+        return StepLoads(len(before), sum(before), sum(after), replicas, counted)
 
     def close(self) -> None:
         """Stop counting routers."""
         for hook in self._hooks:
             hook.remove()
 
-    def _count(self, router: nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor]) -> None:
+    def _count(
+        self, layer_number: int, router: nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor]
+    ) -> None:
         if torch.is_grad_enabled() and router.training:
             _, routing_map = outputs
-            self._counts.append(routing_map.sum(0))
+            self._counts.append(LayerLoad(layer_number, routing_map.sum(0)))

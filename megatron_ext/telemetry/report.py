@@ -67,6 +67,17 @@ def table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
         )
         for name, run in summaries.items()
     ]
+    return markdown_table(header, rows)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table, aligned as text too: the first column left, the others right.
+
+    >>> print(markdown_table(("run", "loss"), [("none", "2.5")]))
+    | run  | loss |
+    | ---- | ---: |
+    | none |  2.5 |
+    """
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     rule = ["-" * (width - 1) + ":" for width in widths]
     rule[0] = "-" * widths[0]

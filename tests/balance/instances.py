@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.layout import ExpertLayout
 
 
@@ -20,6 +21,17 @@ class Instance(NamedTuple):
     @property
     def settings(self) -> dict[str, float | int]:
         return {"tolerance": self.tolerance, "min_quota": self.min_quota}
+
+    def settings_of(self, strategy: str) -> dict[str, Any]:
+        """As `settings`, with what only this strategy needs."""
+        small = {"alpha": 1.0 + self.tolerance, "min_tokens_per_gemm": 3, "interval": 2}
+        return self.settings | small | costs_of(strategy)
+
+
+def costs_of(strategy: str) -> dict[str, LayerCosts]:
+    """Costs for the strategy that cannot do without: a replica takes as long as 2 assignments."""
+    costs = LayerCosts(expert_bytes=2000, link_bandwidth=1e9, assignment_time=1e-6)
+    return {"costs": costs} if strategy == "time" else {}
 
 
 @st.composite

@@ -16,15 +16,20 @@ def test_registry():
         "quota": "planner",
         "exact": "planner",
         "quota_paper": "planner",
+        "time": "planner",
+        "eplb": "planner",
+        "eplb_exact": "planner",
+        "lplb": "planner",
+        "llep": "planner",
         "ideal": "force_even",
     }
     assert all(name == strategy.name for name, strategy in STRATEGIES.items())
-    assert get_planner("quota") is get_strategy("quota").solve
+    assert get_planner("quota") is get_strategy("quota")
 
 
 def test_unknown_name_lists_the_known():
     with pytest.raises(
-        ValueError, match="unknown strategy 'quotas'; known: exact, ideal, none, quota"
+        ValueError, match="unknown strategy 'quotas'; known: eplb, eplb_exact, exact"
     ):
         get_strategy("quotas")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.config import BalanceConfig
 from tests.mcore.parity import gradient_difference, step_difference
 from tests.ranks import run_ranks
@@ -114,19 +115,53 @@ def test_training_equals_unbalanced_megatron(world_size: int) -> None:
     _check(run_ranks(_steps, world_size, cases, timeout_s=400), cases, STEP_TOLERANCE)
 
 
-SETTINGS = (
+PLANNERS = (
+    dict(tolerance=0.0),
     dict(strategy="exact", slots=0),  # takes as many slots as there are mains
     dict(strategy="quota_paper", tolerance=0.0),
     dict(objective="time", link_bandwidth=1e12, assignment_time=1e-6),
+    dict(strategy="time", link_bandwidth=1e12, assignment_time=1e-6),
+    dict(strategy="eplb", interval=1),
+    dict(strategy="eplb_exact"),
+    dict(strategy="lplb", interval=1),
+    dict(strategy="llep", alpha=1.0, min_tokens_per_gemm=1),
 )
 
 
-def _settings(rank: int) -> list[Any]:
-    return [gradient_difference(dict(ep=2), balance=BalanceConfig(**p)) for p in SETTINGS]
+def _planners(rank: int) -> list[Any]:
+    # The second microbatch is the first that can be planned from history.
+    return [
+        gradient_difference(dict(ep=2), num_microbatches=2, balance=BalanceConfig(**p))
+        for p in PLANNERS
+    ]
 
 
-def test_other_planners_equal_unbalanced_megatron() -> None:
-    _check(run_ranks(_settings, 2), [(dict(ep=2, **p), 1) for p in SETTINGS], GRADIENT_TOLERANCE)
+def test_every_live_planner_is_tested() -> None:
+    tested = {planner.get("strategy", BalanceConfig().strategy) for planner in PLANNERS}
+    assert tested == {name for name, each in STRATEGIES.items() if each.kind == "planner"}
+
+
+HISTORY_CASES: list[Case] = [
+    # Planned in forward, and in backward again when the next placement is in force.
+    (dict(ep=2, recompute="full"), 4),
+    (dict(ep=2, recompute="selective", distributed_optimizer=True), 4),
+]
+
+
+def _history(rank: int) -> list[Any]:
+    balance = BalanceConfig(strategy="eplb", interval=1, check_plans=True)
+    return [
+        gradient_difference(case, num_microbatches=num_microbatches, balance=balance)
+        for case, num_microbatches in HISTORY_CASES
+    ]
+
+
+def test_history_that_moves_on_before_recompute_changes_nothing() -> None:
+    _check(run_ranks(_history, 2), HISTORY_CASES, GRADIENT_TOLERANCE)
+
+
+def test_every_planner_equals_unbalanced_megatron() -> None:
+    _check(run_ranks(_planners, 2), [(dict(ep=2, **p), 2) for p in PLANNERS], GRADIENT_TOLERANCE)
 
 
 def _check(by_rank: list[list[Any]], cases: list[Case], tolerance: float) -> None:

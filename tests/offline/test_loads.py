@@ -66,7 +66,7 @@ def test_wrong_arrays(tmp_path, arrays, message):
 def test_wrong_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"absent\.npz does not exist"):
         read_loads(tmp_path / "absent.npz")
-    with pytest.raises(FileNotFoundError, match="is a folder"):
+    with pytest.raises(FileNotFoundError, match=r"is a folder without \.npz files"):
         read_loads(tmp_path)
     (tmp_path / "text.npz").write_text("load")
     with pytest.raises(ValueError, match=r"text.npz is no .npz file"):

@@ -6,15 +6,17 @@ one completely from its own mains, of which there are no more than slots, and so
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.strategies import quota
-from megatron_ext.balance.strategies.strategy import Strategy
+from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
 
 
-def solve(load: Tensor, layout: ExpertLayout, *, tolerance: float, min_quota: int) -> BalancePlan:
+def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Plan for busiest - idlest <= 1, whatever the tolerance.
 
     With several NVLink domains that holds in the hottest, and the others come down to it.
@@ -22,11 +24,12 @@ def solve(load: Tensor, layout: ExpertLayout, *, tolerance: float, min_quota: in
 
     Source: MoonEP, for the slots that suffice.
     """
-    return quota.solve(load, layout, tolerance=0.0, min_quota=min_quota)
+    return quota.solve(load, layout, dataclasses.replace(settings, tolerance=0.0))
 
 
 EXACT = Strategy(
     name="exact",
+    summary="the quota planner without slack: every rank computes the mean (MoonEP)",
     kind="planner",
     solve=solve,
     num_slots=lambda asked, mains_per_rank: mains_per_rank,

@@ -48,4 +48,8 @@ def force_even(probs_NE: Tensor, routing_map_NE: Tensor) -> tuple[Tensor, Tensor
     )
 
 
-IDEAL = Strategy(name="ideal", kind="force_even", solve=None)
+IDEAL = Strategy(
+    name="ideal",
+    summary="even routing forced: the upper bound, changes the model",
+    kind="force_even",
+)

@@ -6,16 +6,17 @@ import torch
 from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.plan import BalancePlan
-from megatron_ext.balance.strategies.strategy import Strategy
+from megatron_ext.balance.metrics import home_loads
+from megatron_ext.balance.plan import BalancePlan, pick_plans
+from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
 
 
-def solve(load: Tensor, layout: ExpertLayout, *, tolerance: float, min_quota: int) -> BalancePlan:
+def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Leave every assignment on its expert's home rank, whatever the tolerance.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
-    >>> solve(load, layout, tolerance=0.0, min_quota=1).quota.tolist()
+    >>> solve(load, layout, PlanSettings()).quota.tolist()
     [[10, 0], [3, 0], [0, 2], [0, 1]]
     """
     ranks, batch = layout.ep_size, load.shape[:-2]
@@ -26,4 +27,20 @@ def solve(load: Tensor, layout: ExpertLayout, *, tolerance: float, min_quota: in
     return BalancePlan(layout, quota.scatter(-1, home, load.sum(-2)[..., None]), slots)
 
 
-NONE = Strategy(name="none", kind="absent", solve=solve)
+def unless_worse(load: Tensor, plan: BalancePlan) -> BalancePlan:
+    """Return the plan, but that of no balancing where its busiest rank has more, load by load.
+
+    Args:
+        load: Assignments, int64 [R, E] or [B, R, E].
+        plan: One for each load.
+    """
+    is_worse = plan.rank_loads().amax(-1) > home_loads(load).amax(-1)
+    return pick_plans(is_worse, solve(load, plan.layout, PlanSettings()), plan)
+
+
+NONE = Strategy(
+    name="none",
+    summary="no balancing: Megatron's own layer",
+    kind="absent",
+    solve=solve,
+)

@@ -13,17 +13,26 @@ from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan
-from megatron_ext.balance.strategies.strategy import Strategy
+from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
 from megatron_ext.ops import load_library
 
 
-def solve(load: Tensor, layout: ExpertLayout, *, tolerance: float, min_quota: int) -> BalancePlan:
+def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Plan for a busiest rank within the tolerance, else for the least found."""
     load_library()
     quota, slots = torch.ops.megatron_ext.solve_quota(
-        load, layout.slots, layout.nvlink_domain, round(tolerance * 1e6), min_quota
+        load,
+        layout.slots,
+        layout.nvlink_domain,
+        round(settings.tolerance * 1e6),
+        settings.min_quota,
     )
     return BalancePlan(layout, quota, slots)
 
 
-QUOTA = Strategy(name="quota", kind="planner", solve=solve)
+QUOTA = Strategy(
+    name="quota",
+    summary="the quota planner: within the tolerance at least cost",
+    kind="planner",
+    solve=solve,
+)

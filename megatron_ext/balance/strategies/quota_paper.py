@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan
-from megatron_ext.balance.strategies.strategy import Strategy
+from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
 from megatron_ext.ops import load_library
 
 
-def solve(load: Tensor, layout: ExpertLayout, *, tolerance: float, min_quota: int) -> BalancePlan:
+def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Plan for the lowest busiest-rank load, from the tolerance up, that the greedy test reaches.
 
     Source: UltraEP, Algorithm 1 (SolveReplication); `reference.solve_paper`, which this equals bit
@@ -23,9 +23,18 @@ def solve(load: Tensor, layout: ExpertLayout, *, tolerance: float, min_quota: in
     """
     load_library()
     quota, slots = torch.ops.megatron_ext.solve_paper(
-        load.cpu(), layout.slots, layout.nvlink_domain, round(tolerance * 1e6), min_quota
+        load.cpu(),
+        layout.slots,
+        layout.nvlink_domain,
+        round(settings.tolerance * 1e6),
+        settings.min_quota,
     )
     return BalancePlan(layout, quota.to(load.device), slots.to(load.device))
 
 
-QUOTA_PAPER = Strategy(name="quota_paper", kind="planner", solve=solve)
+QUOTA_PAPER = Strategy(
+    name="quota_paper",
+    summary="Algorithm 1 of UltraEP as published",
+    kind="planner",
+    solve=solve,
+)

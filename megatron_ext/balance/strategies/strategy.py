@@ -1,4 +1,7 @@
-"""What a balancer is; the registry in `__init__.py` lists them."""
+"""What a balancer is; the registry in `__init__.py` lists them.
+
+Legend: R ranks of the EP group, E logical experts, S slots per rank, B loads.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +9,96 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from megatron_ext.config import BalanceConfig, check_plan_settings
+
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_ext.balance.costs import LayerCosts
     from megatron_ext.balance.layout import ExpertLayout
     from megatron_ext.balance.plan import BalancePlan
 
+_DEFAULTS = BalanceConfig()
 
-class Planner(Protocol):
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """What planners are asked for, beside the layout; each takes what it knows.
+
+    The fields of `BalanceConfig`, with its defaults, and the costs of the layer.
+    """
+
+    tolerance: float = _DEFAULTS.tolerance
+    min_quota: int = _DEFAULTS.min_quota
+    interval: int = _DEFAULTS.interval
+    alpha: float = _DEFAULTS.alpha
+    min_tokens_per_gemm: int = _DEFAULTS.min_tokens_per_gemm
+    costs: LayerCosts | None = None
+    """Given where the plan is to be the fastest one instead of one within `tolerance`."""
+
+    def __post_init__(self) -> None:
+        """Check every number."""
+        check_plan_settings(self)
+
+    @classmethod
+    def of(cls, balance: BalanceConfig, costs: LayerCosts | None) -> PlanSettings:
+        """Take a run's settings."""
+        names = [name for name in cls.__dataclass_fields__ if name != "costs"]
+        return cls(**{name: getattr(balance, name) for name in names}, costs=costs)
+
+
+class Solver(Protocol):
     """A pure function from load to plan: equal input gives bit-equal output on every rank."""
 
+    def __call__(self, load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+        """Plan an int64 load, [R, E] or [B, R, E], that was checked; see `solve_plan`."""
+
+
+class Placer(Protocol):
+    """A pure function from past loads to the replicas of the loads to come."""
+
+    def __call__(self, expert_load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Tensor:
+        """Place replicas by assignments of each expert, int64 [E]: slots as in a plan, [R, S]."""
+
+
+class Filler(Protocol):
+    """A pure function from a load, and replicas placed before it was known, to a plan."""
+
     def __call__(
-        self, load: Tensor, layout: ExpertLayout, *, tolerance: float, min_quota: int
+        self, load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings
     ) -> BalancePlan:
-        """Plan an int64 load, [R, E] or [B, R, E], that `solve_plan` has checked; see there."""
+        """Plan an int64 load, [R, E] or [B, R, E], with no other replicas than int32 [R, S]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """A balancer of the field; one constant per file of this folder."""
+    """A balancer of the field; one constant per file of this folder.
+
+    A planner either solves every load by itself (`solve`), or places replicas by the loads of the
+    past (`place`) and shares each load among them (`fill`). None of the functions remembers
+    anything: the past is kept by `LayerPlanner`.
+    """
 
     name: str
     """The name in configs and on the command line."""
 
+    summary: str
+    """What it is, in one line."""
+
     kind: Literal["absent", "planner", "force_even"]
     """How it enters a model: not at all, by planning, or by forcing even routing."""
 
-    solve: Planner | None
-    """Its planner; None if it makes no plans."""
+    solve: Solver | None = None
+    place: Placer | None = None
+    fill: Filler | None = None
 
     num_slots: Callable[[int, int], int] = lambda asked, mains_per_rank: asked
     """Slots per rank that it plans for, given those asked for and the mains per rank."""
+
+    package: str | None = None
+    """What it imports beside the dependencies; the extra of its own name installs it."""
+
+    @property
+    def makes_plans(self) -> bool:
+        """Whether there is something to plan, offline too."""
+        return self.solve is not None or self.fill is not None

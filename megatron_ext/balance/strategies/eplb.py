@@ -1,0 +1,169 @@
+"""EPLB: replicas for the experts that were hot in the past, loads split evenly over instances.
+
+Here with fixed mains, so that parameters and optimizer state stay where they are; the published
+re-layout of all experts is `megatron_ext.offline.relayout`. Legend: R ranks of the EP group, D
+ranks of an NVLink domain, E logical experts, M mains per rank, S slots per rank, G groups of
+assignments that are dealt each by itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.strategies import none
+from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
+
+
+def place(expert_load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Tensor:
+    """Fill the slots with replicas of the experts that are hottest per instance.
+
+    Args:
+        expert_load: Assignments of each expert in the past, int64 [E].
+        layout: Where experts and slots are; each NVLink domain is filled by itself.
+        settings: Not looked at.
+
+    Returns:
+        Logical expert in each slot, or -1: int32 [R, S]. Slots stay empty where every expert with a
+        load is on every rank already, or where the last replicas fit on no rank.
+
+    >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
+    >>> place(torch.tensor([10, 3, 4, 1]), layout, PlanSettings()).tolist()
+    [[2], [0]]
+
+    Source: DeepSeek EPLB, README (replicate the heavy, pack on the light); differs from it in that
+    mains do not move and that replicas stay in their NVLink domain.
+    """
+    return place_replicas(expert_load, layout, most_replicas=layout.nvlink_domain - 1)
+
+
+def place_replicas(expert_load: Tensor, layout: ExpertLayout, *, most_replicas: int) -> Tensor:
+    """As `place`, with at most so many replicas of one expert."""
+    mains, ranks = layout.mains_per_rank, layout.nvlink_domain
+    slots = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
+    for first_rank in range(0, layout.ep_size, ranks):
+        first_expert = first_rank * mains
+        loads = expert_load[first_expert : first_expert + ranks * mains].tolist()
+        instances = _replicate(loads, ranks * layout.slots, most_replicas + 1)
+        for rank, held in enumerate(_pack(loads, instances, ranks, layout.slots)):
+            row = [expert + first_expert for expert in held]
+            slots[first_rank + rank, : len(row)] = torch.tensor(row, dtype=torch.int32)
+    return slots
+
+
+def fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+    """Split every expert's load evenly over its instances.
+
+    What does not divide goes to the main and the first replicas, by rank. Where the shares would be
+    below `min_quota`, the last replicas are left out. Where the result is worse than no balancing,
+    as it can be when the hot experts changed, that load is planned without replicas.
+
+    Args:
+        load: Assignments, int64 [R, E] or [B, R, E].
+        slots: Replicas that may be used, int32 [R, S].
+        layout: Where experts and slots are.
+        settings: `min_quota` is looked at.
+
+    >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
+    >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
+    >>> plan = fill(load, torch.tensor([[2], [0]], dtype=torch.int32), layout, PlanSettings())
+    >>> plan.quota.tolist(), plan.rank_loads().tolist()
+    ([[5, 5], [3, 0], [1, 1], [0, 1]], [9, 7])
+    """
+    return deal(load, load.sum(-2, keepdim=True), slots, layout, settings)
+
+
+def deal(
+    load: Tensor, groups: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings
+) -> BalancePlan:
+    """As `fill`, but every group's assignments are dealt to the instances by themselves.
+
+    Args:
+        load: Assignments, int64 [R, E] or [B, R, E].
+        groups: Of an expert's assignments, int64 [G, E] or [B, G, E]. Each group begins at the
+            main, so the more groups, the more what does not divide goes to the first instances.
+        slots: Replicas that may be used, int32 [R, S].
+        layout: Where experts and slots are.
+        settings: `min_quota` is looked at.
+    """
+    turn = _turns(slots, layout)  # [..., E, R]
+    used = (turn >= 0).sum(-1).expand(*load.shape[:-2], -1)
+    # A share grows when there are fewer of them, and an expert needs but its main.
+    while True:
+        least = (groups // used[..., None, :]).sum(-2)
+        too_small = (least < settings.min_quota) & (used > 1)
+        if not too_small.any():
+            break
+        used = used - too_small.long()
+    whole, rest = (groups // used[..., None, :]).sum(-2), groups % used[..., None, :]
+    turns = int(used.max()) if used.numel() else 1
+    extra = [(rest > i).sum(-2) for i in range(turns)]
+    shares = whole[..., None] + torch.stack(extra, -1)  # [..., E, turns]
+    serves = (turn >= 0) & (turn < used[..., None])
+    by_rank = shares.gather(-1, torch.where(serves, turn, 0).expand(*shares.shape[:-1], -1))
+    quota = torch.where(serves, by_rank, 0)
+    experts = slots.clamp(min=0).long().expand(*load.shape[:-2], -1, -1)
+    is_kept = (slots >= 0) & serves.mT.gather(-1, experts)
+    plan = BalancePlan(layout, quota, torch.where(is_kept, slots, -1).int())
+    return none.unless_worse(load, plan)
+
+
+def _turns(slots: Tensor, layout: ExpertLayout) -> Tensor:
+    """The turn at which each rank serves an expert, or -1: int64 [..., E, R].
+
+    The main has turn 0; the replicas follow by rank.
+    """
+    experts, ranks = layout.num_experts, layout.ep_size
+    # Row E takes what empty slots write.
+    is_replica = slots.new_zeros(*slots.shape[:-2], ranks, experts + 1, dtype=torch.bool)
+    held = torch.where(slots < 0, experts, slots.long())
+    is_replica = is_replica.scatter(-1, held, True)[..., :-1].mT
+    turn = torch.where(is_replica, is_replica.long().cumsum(-1), -1)
+    home = torch.arange(experts, device=slots.device) // layout.mains_per_rank
+    is_home = home[:, None] == torch.arange(ranks, device=slots.device)
+    return torch.where(is_home, 0, turn)
+
+
+def _replicate(loads: list[int], replicas: int, most_instances: int) -> list[int]:
+    """Instances of each expert: the next replica always goes to the most load per instance."""
+    load = torch.tensor(loads, dtype=torch.float64)
+    instances = torch.ones_like(load)
+    for _ in range(replicas):
+        per_instance = torch.where(instances < most_instances, load / instances, 0.0)
+        hottest = int(per_instance.argmax())
+        if per_instance[hottest] == 0:
+            break
+        instances[hottest] += 1
+    return [int(count) for count in instances]
+
+
+def _pack(loads: list[int], instances: list[int], ranks: int, slots: int) -> list[list[int]]:
+    """Put replicas, the heaviest first, on the least loaded rank that can take them."""
+    mains = len(loads) // ranks
+    share = [load / count for load, count in zip(loads, instances, strict=True)]
+    rank_loads = [sum(share[rank * mains : (rank + 1) * mains]) for rank in range(ranks)]
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    for expert in sorted(range(len(loads)), key=lambda expert: -share[expert]):
+        for _ in range(instances[expert] - 1):
+            takers = [
+                rank
+                for rank in range(ranks)
+                if len(held[rank]) < slots and rank != expert // mains and expert not in held[rank]
+            ]
+            if not takers:
+                break
+            rank = min(takers, key=rank_loads.__getitem__)
+            held[rank].append(expert)
+            rank_loads[rank] += share[expert]
+    return held
+
+
+EPLB = Strategy(
+    name="eplb",
+    summary="EPLB: replicas by load history, every `interval` microbatches; even split",
+    kind="planner",
+    place=place,
+    fill=fill,
+)

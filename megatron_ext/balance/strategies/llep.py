@@ -1,0 +1,88 @@
+"""LLEP: experts that do not fit into their home rank's capacity spill to the least loaded ranks.
+
+Legend: R ranks of the EP group, E logical experts, S slots per rank.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.plan import BalancePlan, plan_each
+from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
+
+
+def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+    """Fill ranks up to `alpha` times the mean, and spill what is above.
+
+    The hottest expert comes first. Its home rank takes what it has room for, beside its other
+    experts; the rest goes to the least loaded ranks of the NVLink domain that have a free slot, in
+    pieces of at least `min_tokens_per_gemm` (and `min_quota`). What no rank has room for goes to
+    the least loaded one that can take it all the same. On the CPU, one load after the other.
+
+    It cannot be worse than no balancing. A piece ends within the capacity, which the busiest rank
+    is above when anything is moved; and what is left goes to a rank that then has no more than the
+    home rank would have with it.
+
+    >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
+    >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
+    >>> solve(load, layout, PlanSettings(alpha=1.0, min_tokens_per_gemm=2)).quota.tolist()
+    [[5, 5], [3, 0], [0, 2], [0, 1]]
+
+    Source: LLEP (ICML 2026), abstract, and the settings of its published test; differs from it in
+    that a rank takes no more foreign experts than it has slots, and that no piece is smaller than
+    the least.
+    """
+    return plan_each(load, layout, lambda one: _spill(one.sum(0).tolist(), layout, settings))
+
+
+def _spill(loads: list[int], layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+    """Plan one load, given as assignments of each expert."""
+    ranks, mains, domain = layout.ep_size, layout.mains_per_rank, layout.nvlink_domain
+    capacity = math.floor(settings.alpha * sum(loads) / ranks)
+    least = max(settings.min_tokens_per_gemm, settings.min_quota)
+    # What a rank has been given, and what its own experts that are still to come would give it.
+    planned = [sum(loads[rank * mains : (rank + 1) * mains]) for rank in range(ranks)]
+    quota = torch.zeros(layout.num_experts, ranks, dtype=torch.int64)
+    held: list[list[int]] = [[] for _ in range(ranks)]
+
+    for expert in sorted(range(len(loads)), key=lambda expert: -loads[expert]):
+        home = expert // mains
+        planned[home] -= loads[expert]
+        given = {home: min(loads[expert], max(0, capacity - planned[home]))}
+        rest = loads[expert] - given[home]
+        first = home // domain * domain
+        hosts = [rank for rank in range(first, first + domain) if len(held[rank]) < layout.slots]
+        hosts = [rank for rank in hosts if rank != home]
+        while rest >= least and hosts:
+            host = min(hosts, key=planned.__getitem__)
+            piece = min(rest, capacity - planned[host])
+            if piece < least:
+                break
+            given[host] = piece
+            rest -= piece
+            hosts.remove(host)
+        if rest > 0:
+            takers = [*given, *(hosts if rest >= least else [])]
+            taker = min(takers, key=lambda rank: planned[rank] + given.get(rank, 0))
+            given[taker] = given.get(taker, 0) + rest
+        for rank, count in given.items():
+            planned[rank] += count
+            quota[expert, rank] = count
+            if rank != home:
+                held[rank].append(expert)
+
+    rows = [row + [-1] * (layout.slots - len(row)) for row in held]
+    slots = torch.tensor(rows, dtype=torch.int32).view(ranks, layout.slots)
+    return BalancePlan(layout, quota, slots)
+
+
+LLEP = Strategy(
+    name="llep",
+    summary="LLEP: what is above `alpha` times the mean spills to the least loaded ranks",
+    kind="planner",
+    solve=solve,
+)

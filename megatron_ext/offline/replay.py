@@ -1,0 +1,247 @@
+"""Every strategy on the same recorded loads, in the order in which they were recorded.
+
+Legend: B loads, R ranks of the EP group, E logical experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_ext.balance.metrics import home_loads, imbalances, rank_sends, remote_counts
+from megatron_ext.balance.plan import BalancePlan, stack_plans
+from megatron_ext.balance.strategies import PlanSettings
+from megatron_ext.balance.strategies.fastest import TIME
+from megatron_ext.offline.loads import Loads, check_free
+from megatron_ext.offline.planning import make_planners
+from megatron_ext.telemetry.report import markdown_table
+
+FILES = ("replay.json", "replay.md", "replay.png")
+
+Measured = Mapping[str, np.ndarray]
+"""Of each load, float64 [B]: `imbalance`, `replicas`, `max_rank_sends`, `remote_assignments` and
+`solve_us`, as `plan_loads` measures it."""
+
+_BATCH = 64
+"""Plans that are measured together; more would only take more memory."""
+
+
+def replay(
+    loads: Loads,
+    strategies: Sequence[str],
+    settings: PlanSettings,
+    *,
+    slots: int,
+    nvlink_domain: int | None,
+    on_load: Callable[[int], object] = lambda count: None,
+) -> dict[str, Measured]:
+    """Plan all loads with each strategy.
+
+    Args:
+        loads: In the order of time. Strategies that plan from history have one for each layer.
+        strategies: Planners of `megatron_ext.balance.strategies`.
+        settings: What they are asked for; only `time` is asked for the fastest plan.
+        slots: Replicas a rank can hold, as asked for.
+        nvlink_domain: Ranks per NVLink domain; one domain if None.
+        on_load: Called with 1 after every plan.
+
+    Returns:
+        The measures of every strategy, in their order.
+
+    Raises:
+        ValueError: A strategy is there twice or makes no plans, or a setting is out of range.
+    """
+    planners = {}
+    for name in strategies:
+        if name in planners:
+            raise ValueError(f"strategy {name!r} is there twice")
+        asked = settings if name == TIME.name else dataclasses.replace(settings, costs=None)
+        planners[name] = make_planners(loads, name, asked, slots=slots, nvlink_domain=nvlink_domain)
+    replayed: dict[str, Measured] = {}
+    for name, of_loads in planners.items():
+        of_loads[0].solve(loads.load[0])  # The first plan of a process loads the library.
+        batches: list[dict[str, np.ndarray]] = []
+        for start in range(0, len(loads), _BATCH):
+            plans, times = [], []
+            for b in range(start, min(start + _BATCH, len(loads))):
+                started = time.perf_counter()
+                plans.append(of_loads[b].plan_in_order(loads.load[b]))
+                times.append((time.perf_counter() - started) * 1e6)
+                on_load(1)
+            plan = stack_plans(plans, plans[0].layout)
+            batch = _measure(loads.load[start : start + _BATCH], plan)
+            batches.append(batch | {"solve_us": np.array(times)})
+        replayed[name] = {
+            key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]
+        }
+    return replayed
+
+
+def _measure(load: torch.Tensor, plan: BalancePlan) -> dict[str, np.ndarray]:
+    measures = {
+        "imbalance": imbalances(plan.rank_loads()),
+        "replicas": (plan.slots >= 0).sum((-2, -1)),
+        "max_rank_sends": rank_sends(plan).amax(-1),
+        "remote_assignments": remote_counts(load, plan),
+    }
+    return {name: values.double().numpy() for name, values in measures.items()}
+
+
+def make_report(
+    loads: Loads, replayed: Mapping[str, Measured], settings: PlanSettings, *, slots: int
+) -> dict[str, Any]:
+    """Return the comparison, for JSON.
+
+    Returns:
+        `strategies`: of each its numbers (see `_summarize`), and in `layers` the same of each
+        layer; `before`: the imbalance without balancing; `title`, `settings` and the sizes of the
+        trace.
+    """
+    layers = np.array(loads.layers())
+    before = {"imbalance": imbalances(home_loads(loads.load)).numpy()}
+    names = np.unique(layers)
+    batch, ranks, experts = loads.load.shape
+    return {
+        "title": f"{batch} loads of {len(names)} layers, {ranks} ranks, {experts} experts, "
+        f"{slots} slots",
+        "loads": batch,
+        "ranks": ranks,
+        "experts": experts,
+        "slots": slots,
+        "settings": dataclasses.asdict(settings),
+        "before": _summarize(before),
+        "strategies": {
+            name: _summarize(measured)
+            | {
+                "layers": {
+                    str(layer): _summarize(
+                        {key: values[layers == layer] for key, values in measured.items()}
+                    )
+                    for layer in names
+                }
+            }
+            for name, measured in replayed.items()
+        },
+    }
+
+
+def _summarize(measured: Measured) -> dict[str, float]:
+    """Return `imbalance_mean`, `_p50`, `_p95`, `_worst`, and so for every measure.
+
+    `max_rank_sends` is the worst. A quantile is a value that occurred.
+    """
+    numbers = {}
+    for name, values in measured.items():
+        numbers[f"{name}_mean"] = float(values.mean())
+        for quantile in (50, 95):
+            numbers[f"{name}_p{quantile}"] = float(
+                np.quantile(values, quantile / 100, method="inverted_cdf")
+            )
+        numbers[f"{name}_worst"] = float(values.max())
+    if "max_rank_sends" in measured:
+        numbers["max_rank_sends"] = numbers["max_rank_sends_worst"]
+    return numbers
+
+
+def overall_table(report: Mapping[str, Any]) -> str:
+    """Return the strategies over the whole trace as a Markdown table (UltraEP, Table 4)."""
+    header = (
+        *("strategy", "imbalance", "p50", "p95", "worst", "replicas"),
+        *("sends, most", "remote", "solve us p50", "p95"),
+    )
+    before = report["before"]
+    rows = [("before", *_imbalance_cells(before), "", "", "", "", "")]
+    for name, of in report["strategies"].items():
+        rows.append(
+            (
+                name,
+                *_imbalance_cells(of),
+                f"{of['replicas_mean']:.1f}",
+                f"{of['max_rank_sends']:.0f}",
+                f"{of['remote_assignments_mean']:.0f}",
+                f"{of['solve_us_p50']:.0f}",
+                f"{of['solve_us_p95']:.0f}",
+            )
+        )
+    return markdown_table(header, rows)
+
+
+def _imbalance_cells(numbers: Mapping[str, float]) -> list[str]:
+    return [f"{numbers[f'imbalance_{which}']:.3f}" for which in ("mean", "p50", "p95", "worst")]
+
+
+def _layer_table(report: Mapping[str, Any]) -> str:
+    """Mean imbalance, then the worst, of every layer."""
+    strategies = report["strategies"]
+    layers = list(next(iter(strategies.values()))["layers"])
+    rows = [
+        (
+            layer,
+            *(
+                "{imbalance_mean:.3f} ({imbalance_worst:.3f})".format(**of["layers"][layer])
+                for of in strategies.values()
+            ),
+        )
+        for layer in layers
+    ]
+    return markdown_table(("layer", *strategies), rows)
+
+
+def check_out(folder: Path, *, overwrite: bool) -> None:
+    """Raise FileExistsError if a report is in the folder already and is not to be replaced."""
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is no folder")
+    for name in FILES:
+        check_free(folder / name, overwrite=overwrite)
+
+
+def write_report(
+    folder: Path, loads: Loads, replayed: Mapping[str, Measured], report: Mapping[str, Any]
+) -> None:
+    """Write `replay.json`, `replay.md` and `replay.png` into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "replay.json").write_text(json.dumps(report, indent=2) + "\n")
+    (folder / "replay.md").write_text(
+        f"# Replay\n\n{report['title']}.\n\n{overall_table(report)}\n\n"
+        "Imbalance: busiest rank / mean, of every load. Replicas and remote assignments: mean of a "
+        "load.\nSolving includes placing from history; `before` is without balancing.\n\n"
+        f"## Imbalance of each layer: mean (worst)\n\n{_layer_table(report)}\n\n"
+        "![imbalance](replay.png)\n"
+    )
+    _draw(folder / "replay.png", loads, replayed)
+
+
+def _draw(path: Path, loads: Loads, replayed: Mapping[str, Measured]) -> None:
+    """Draw the imbalance over time (UltraEP, Fig. 6) and its distribution (Fig. 15)."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    curves = {"before": imbalances(home_loads(loads.load)).numpy()}
+    curves |= {name: measured["imbalance"] for name, measured in replayed.items()}
+    # A moment is one microbatch in all layers, in the order of time.
+    layers = np.array(loads.layers())
+    occurrence = np.zeros(len(loads), dtype=np.int64)
+    for layer in np.unique(layers):
+        occurrence[layers == layer] = np.arange((layers == layer).sum())
+    figure, (over_time, distribution) = plt.subplots(2, 1, figsize=(8, 7), layout="constrained")
+    for name, values in curves.items():
+        mean = np.bincount(occurrence, values) / np.bincount(occurrence)
+        over_time.plot(mean, label=name, linewidth=1)
+        share = np.arange(1, len(values) + 1) / len(values)
+        distribution.plot(np.sort(values), share, label=name, drawstyle="steps-post")
+    over_time.set_xlabel("microbatch (mean over layers)")
+    over_time.set_ylabel("imbalance")
+    over_time.legend()
+    distribution.set_xlabel("imbalance (busiest rank / mean)")
+    distribution.set_ylabel("share of the loads")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
