@@ -101,8 +101,8 @@ def make_report(
 
     Returns:
         `strategies`: of each the slots it planned for, its numbers (see `_summarize`), and in
-        `layers` the numbers of each layer; `before`: the imbalance without balancing; `title`, `settings` and the sizes of the
-        trace.
+        `layers` the numbers of each layer; `before`: the imbalance without balancing; `title`,
+        `settings` and the sizes of the trace.
     """
     layers = np.array(loads.layers())
     before = {"imbalance": imbalances(home_loads(loads.load)).numpy()}

@@ -42,7 +42,7 @@ WRONG = {
         ["balance.link_bandwidth (0.0) must be > 0 and finite with balance.strategy=time"],
     ),
     "time from history": (
-        ["balance=quota", "balance.strategy=eplb", "balance.objective=time", *COSTS],
+        ["balance.strategy=eplb", "balance.objective=time", *COSTS],
         ["strategy 'eplb' plans from history, without a tolerance"],
     ),
     "negative steps of a trace": (
