@@ -62,8 +62,8 @@ class BalanceConfig:
 
     transport: str = "auto"
     """How weights and gradients reach a peer's slot: `shared_memory` (CPU ranks of one machine),
-    `collective` (torch.distributed: everywhere), or `auto`, which takes the first that all ranks of
-    the EP group can use and logs which."""
+    `cuda` (GPUs that reach each other's memory), `collective` (torch.distributed: everywhere), or
+    `auto`, which takes the first that all ranks of the EP group can use and logs which."""
 
     max_in_flight: int | str = "auto"
     """Microbatches of one layer between forward and backward at a time. `auto` is what the pipeline

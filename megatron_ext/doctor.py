@@ -74,7 +74,7 @@ def _torch_report(problems: list[str]) -> dict[str, Any]:
     import torch
 
     from megatron_ext.balance.strategies import STRATEGIES
-    from megatron_ext.ops import load_library
+    from megatron_ext.ops import has_cuda_part, load_library
     from megatron_ext.transport import TRANSPORTS, resolve_transport
 
     try:
@@ -101,7 +101,9 @@ def _torch_report(problems: list[str]) -> dict[str, Any]:
         "native_library": native_library,
         "transports": list(TRANSPORTS),
         "transport_auto": resolve_transport(
-            "auto", device_type="cuda" if torch.cuda.is_available() else "cpu"
+            "auto",
+            device_type="cuda" if torch.cuda.is_available() else "cpu",
+            mapped=native_library and (has_cuda_part() or not torch.cuda.is_available()),
         ),
         "strategies": list(STRATEGIES),
     }

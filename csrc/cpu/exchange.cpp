@@ -69,6 +69,24 @@ std::string behind_label(const std::string& label) { return label.empty() ? "" :
 
 }  // namespace
 
+std::string message_of(const FailedWait& wait) {
+    const std::string rank = "rank " + std::to_string(wait.rank);
+    const std::string peer = "rank " + std::to_string(wait.peer);
+    const std::string slot = "slot " + std::to_string(wait.slot);
+    if (wait.seen > wait.expected) {
+        return rank + " is at generation " + std::to_string(wait.expected) + ", but " + peer +
+               " is at generation " + std::to_string(wait.seen) + " of " + slot +
+               ": they did not make the same calls; after an aborted step every rank of the EP "
+               "group must call reset()" +
+               behind_label(wait.label);
+    }
+    char seconds[32];
+    std::snprintf(seconds, sizeof seconds, "%.1f", wait.timeout_s);
+    return rank + " waited " + seconds + " s for " + peer + " to " + wait.deed + " " + slot +
+           " (generation " + std::to_string(wait.expected) + ", seen " + std::to_string(wait.seen) +
+           ")" + behind_label(wait.label);
+}
+
 Exchange::Exchange(int64_t rank, double timeout_s, int64_t max_delay_us)
     : rank_(rank), timeout_(timeout_s), max_delay_us_(max_delay_us), process_(getpid()) {}
 
@@ -290,19 +308,20 @@ void Exchange::wait_for(FlagOf flag,
                         const std::string& label) {
     delay();
     const std::atomic_ref word((flags_[place.rank][place.slot].*flag).value);
+    const auto fail = [&](uint64_t seen) {
+        throw std::runtime_error(message_of({rank_,
+                                             peer,
+                                             deed,
+                                             place.slot,
+                                             value >> shift,
+                                             seen >> shift,
+                                             timeout_.count(),
+                                             label}));
+    };
     Clock::time_point start{};
     for (int tries = 0;; ++tries) {
         const uint64_t seen = word.load(std::memory_order_acquire);
-        if (seen >> shift > value >> shift) {
-            throw std::runtime_error(
-                "rank " + std::to_string(rank_) + " is at generation " +
-                std::to_string(value >> shift) + ", but rank " + std::to_string(peer) +
-                " is at generation " + std::to_string(seen >> shift) + " of slot " +
-                std::to_string(place.slot) +
-                ": they did not make the same calls; after an aborted step every rank of the EP "
-                "group must call reset()" +
-                behind_label(label));
-        }
+        if (seen >> shift > value >> shift) fail(seen);
         if (seen >= value) return;
         if (tries < kSpins) {
             relax();
@@ -314,15 +333,7 @@ void Exchange::wait_for(FlagOf flag,
         }
         const Clock::time_point now = Clock::now();
         if (tries == kSpins) start = now;
-        if (now - start >= timeout_) {
-            char seconds[32];
-            std::snprintf(seconds, sizeof seconds, "%.1f", timeout_.count());
-            throw std::runtime_error("rank " + std::to_string(rank_) + " waited " + seconds +
-                                     " s for rank " + std::to_string(peer) + " to " + deed +
-                                     " slot " + std::to_string(place.slot) + " (generation " +
-                                     std::to_string(value >> shift) + ", seen " +
-                                     std::to_string(seen >> shift) + ")" + behind_label(label));
-        }
+        if (now - start >= timeout_) fail(seen);
         if (now - start < kYield) {
             sched_yield();
         } else {

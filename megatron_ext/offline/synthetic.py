@@ -182,7 +182,7 @@ def _find_exponent(spec: LoadSpec, wanted: float, law: Law, starts: np.ndarray) 
     exponents = np.linspace(0.0, _STEEPEST, _STEPS + 1).tolist()
     reached = [measure(exponent) for exponent in exponents]
     above = np.array(reached) >= wanted
-    candidates = [exponents[int(np.abs(np.array(reached) - wanted).argmin())]]
+    candidates = [exponents[int(np.argmin(np.abs(np.array(reached) - wanted)))]]
     for crossing in np.flatnonzero(above[:-1] != above[1:])[:1]:
         low, high = exponents[crossing : crossing + 2]
         for _ in range(60):

@@ -47,6 +47,16 @@ def load_library() -> None:
     torch.library.register_fake("megatron_ext::place_back", _fake_place_back)
 
 
+def has_cuda_part() -> bool:
+    """Return whether the compiled library was built with its CUDA part; loads it."""
+    load_library()
+    try:
+        torch.classes.megatron_ext.PeerExchange  # noqa: B018
+    except RuntimeError:  # torch's way to say that there is no such class
+        return False
+    return True
+
+
 def _library_path() -> Path | None:
     # Asked of the installed distribution and not looked for beside this file: an editable install
     # keeps the library in the environment, so environments with different Torch can share a tree.

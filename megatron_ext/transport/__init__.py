@@ -97,47 +97,61 @@ def make_transport(name: str, ep_group: ProcessGroup, device: torch.device) -> T
     """
     # Here because they import this module.
     from megatron_ext.transport.collective import CollectiveTransport
+    from megatron_ext.transport.cuda import CudaTransport, SymmetricHeap, can_reach_peers
     from megatron_ext.transport.shared_heap import is_on_one_machine
     from megatron_ext.transport.shared_memory import SharedMemoryTransport
 
-    one_machine = name != "auto" or device.type != "cpu" or is_on_one_machine(ep_group)
-    chosen = resolve_transport(name, device_type=device.type, one_machine=one_machine)
-    logger.info("balance.transport=%s uses %s on %s", name, chosen, device.type)
+    mapped = True
+    if name == "auto" and device.type == "cpu":
+        mapped = is_on_one_machine(ep_group)
+    elif name == "auto" and device.type == "cuda":
+        mapped = can_reach_peers(ep_group, device)
+    chosen = resolve_transport(name, device_type=device.type, mapped=mapped)
+    reason = "" if mapped else ": not all ranks of the EP group can reach each other's memory"
+    logger.info("balance.transport=%s uses %s on %s%s", name, chosen, device.type, reason)
     if chosen == "shared_memory":
         return SharedMemoryTransport(ep_group)
+    if chosen == "cuda":
+        return CudaTransport(SymmetricHeap(ep_group, device))
     return CollectiveTransport(ep_group)
 
 
-def resolve_transport(name: str, *, device_type: str = "cpu", one_machine: bool = True) -> str:
+def resolve_transport(name: str, *, device_type: str = "cpu", mapped: bool = True) -> str:
     """Return the transport that `name` stands for.
 
     Args:
         name: Of a transport, or `auto`.
         device_type: Where the experts are.
-        one_machine: Whether all ranks of the EP group can map each other's memory.
+        mapped: Whether all ranks of the EP group can reach each other's memory.
 
     >>> resolve_transport("auto")
     'shared_memory'
-    >>> resolve_transport("auto", one_machine=False)
+    >>> resolve_transport("auto", device_type="cuda")
+    'cuda'
+    >>> resolve_transport("auto", device_type="cuda", mapped=False)
     'collective'
 
     Raises:
         ValueError: No such transport, or not for this device.
     """
     if name == "auto":
-        return "shared_memory" if device_type == "cpu" and one_machine else "collective"
+        return _MAPPED.get(device_type, "collective") if mapped else "collective"
     if name not in TRANSPORTS:
         raise ValueError(
             f"balance.transport ({name!r}) is not available here; "
             f"use 'auto' or one of {list(TRANSPORTS)}"
         )
-    if name == "shared_memory" and device_type != "cpu":
+    if name in _MAPPED.values() and name != _MAPPED.get(device_type):
+        needed = next(each for each, transport in _MAPPED.items() if transport == name)
         raise ValueError(
-            f"balance.transport ({name!r}) moves experts of CPU ranks only, these are on "
-            f"{device_type}; use 'auto' or 'collective'"
+            f"balance.transport ({name!r}) moves experts of {needed.upper()} ranks only, these are "
+            f"on {device_type}; use 'auto' or 'collective'"
         )
     return name
 
 
-TRANSPORTS = ("collective", "shared_memory")
-"""Names of the transports that this installation has."""
+_MAPPED = {"cpu": "shared_memory", "cuda": "cuda"}
+"""By device: the transport for ranks that reach each other's memory."""
+
+TRANSPORTS = ("collective", *_MAPPED.values())
+"""Names of all transports."""

@@ -1,11 +1,15 @@
 """Transports on the same transfers in one run, beside plain copies and sums of the same bytes.
 
-    python tests/perf/transport.py [--rounds N] [--json FILE]
+    python tests/perf/transport.py [--rounds N] [--json FILE] [--gpu]
 
 A time is from the first rank's call to the last rank's return, one of several calls in a row, the
 median of rounds in which all that is compared takes turns, after a warm-up. `x` is how many times
 faster a line is than what it is compared with; plain copies and sums run on one thread of rank 0
 while the others sleep.
+
+With `--gpu`, ranks are streams of one GPU (tests/gpu/virtual_ranks.py), and times are the device's:
+from the first rank's first kernel to the last rank's last one. All bytes then move within one GPU's
+memory, so what is compared with is a copy within it, not a link.
 """
 
 from __future__ import annotations
@@ -40,14 +44,20 @@ COLUMNS = ("what", "ranks", "MiB", "ms", "GB/s", "compared with", "ms there", "x
 class Setup:
     """A transport's buffers on one rank: experts of two segments, as fc1 and fc2 are."""
 
-    def __init__(self, transport: Transport, num_bytes: int, slots: int) -> None:
+    def __init__(
+        self, transport: Transport, num_bytes: int, slots: int, device: torch.device = CPU
+    ) -> None:
         self.transport = transport
         self.shapes = [(num_bytes // 6,), (num_bytes // 12,)]  # float32, two to one
         shapes = [(slots, *shape) for shape in self.shapes]
-        self.slots = [transport.allocate(shape, torch.float32, CPU) for shape in shapes]
-        self.grads = [transport.allocate(shape, torch.float32, CPU) for shape in shapes]
-        self.mains = [[torch.ones(shape) for _ in range(slots)] for shape in self.shapes]
-        self.sums = {m: [torch.ones(shape) for shape in self.shapes] for m in range(slots)}
+        self.slots = [transport.allocate(shape, torch.float32, device) for shape in shapes]
+        self.grads = [transport.allocate(shape, torch.float32, device) for shape in shapes]
+        self.mains = [
+            [torch.ones(shape, device=device) for _ in range(slots)] for shape in self.shapes
+        ]
+        self.sums = {
+            m: [torch.ones(shape, device=device) for shape in self.shapes] for m in range(slots)
+        }
 
     def push(self, transfers: list[Transfer]) -> None:
         self.transport.push(transfers, self.mains, self.slots).wait()
@@ -198,15 +208,122 @@ def measure(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def _time_gpu(calls: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """Median milliseconds of each call, by the device's clock, taking turns."""
+    repeats = 5
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            for _ in range(repeats):
+                call()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(start.elapsed_time(end) / repeats)
+    return {name: statistics.median(each[1:]) for name, each in times.items()}
+
+
+def measure_gpu(rounds: int) -> list[dict[str, Any]]:
+    """The same lines with virtual ranks on one GPU."""
+    from megatron_ext.transport.cuda import CudaTransport
+    from tests.gpu.virtual_ranks import VirtualHeap, VirtualRanks
+
+    def set_up(num_ranks: int, num_bytes: int, slots: int, relay_threshold: int) -> Any:
+        ranks = VirtualRanks(num_ranks)
+        # All blocks of all ranks must fit at a time.
+        blocks = torch.cuda.get_device_properties(ranks.device).multi_processor_count
+        options = {"push_blocks": blocks, "pull_blocks": blocks // 2}
+        setups = [
+            Setup(
+                CudaTransport(
+                    VirtualHeap(ranks, rank),
+                    relay_threshold=relay_threshold,
+                    **(options if num_ranks <= 3 else {"push_blocks": blocks // 2}),
+                ),
+                num_bytes,
+                slots,
+                ranks.device,
+            )
+            for rank in range(num_ranks)
+        ]
+
+        def on_all(call: Callable[[Setup], None]) -> None:
+            now = torch.cuda.current_stream()
+            for stream, setup in zip(ranks.streams, setups, strict=True):
+                stream.wait_stream(now)
+                with torch.cuda.stream(stream):
+                    call(setup)
+                now.wait_stream(stream)
+
+        return setups, on_all
+
+    def row(what: str, ranks: int, moved: int, ms: float, other: str, there: float) -> Any:
+        return {
+            "what": what,
+            "ranks": ranks,
+            "MiB": moved / MIB,
+            "ms": ms,
+            "GB/s": moved / ms / 1e6,
+            "compared with": other,
+            "ms there": there,
+            "x": there / ms,
+            "most sends": None,
+        }
+
+    rows = []
+    for num_bytes, slots in ((48 * MIB, 4), (48 * 1024, 4)):
+        moved = slots * num_bytes
+        setups, on_all = set_up(3, num_bytes, slots, relay_threshold=1000)
+        plan = [Transfer(0, m, 1, m) for m in range(slots)]
+        both = [Transfer(0, m, other, m) for other in (1, 2) for m in range(slots)]
+
+        def copy(setups: Any = setups) -> None:
+            for mains, copies in zip(setups[0].mains, setups[1].slots, strict=True):
+                for main, to in zip(mains, copies, strict=True):
+                    to.copy_(main)
+
+        def add(setups: Any = setups, slots: int = slots) -> None:
+            for m in range(slots):
+                for g, total in enumerate(setups[0].sums[m]):
+                    torch.add(setups[1].grads[g][m], setups[2].grads[g][m], out=total)
+
+        ms = _time_gpu(
+            {
+                "push": partial(on_all, lambda setup, plan=plan: setup.push(plan)),
+                "copy": copy,
+                "pull_add": partial(on_all, lambda setup, both=both: setup.pull_add(both)),
+                "add": add,
+            },
+            rounds,
+        )
+        rows.append(row("push", 3, moved, ms["push"], "device copy", ms["copy"]))
+        rows.append(row("pull_add", 3, 2 * moved, ms["pull_add"], "fused add", ms["add"]))
+    num_bytes = 12 * MIB
+    plan = [Transfer(0, 0, other, 0) for other in range(1, 8)]
+    calls = {}
+    for name, threshold in (("direct", 1000), ("relays", 1)):
+        _, on_all = set_up(8, num_bytes, 1, threshold)
+        calls[name] = partial(on_all, lambda setup: setup.push(plan))
+    ms = _time_gpu(calls, rounds)
+    for name, other in (("direct", "relays"), ("relays", "direct")):
+        rows.append(row(f"1 to 7, {name}", 8, 7 * num_bytes, ms[name], other, ms[other]))
+    return rows
+
+
 def main() -> None:
     """Measure, print the table, and write it as JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=11, help="rounds (default: 11)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the table")
+    parser.add_argument("--gpu", action="store_true", help="ranks on one GPU, not on CPUs")
     options = parser.parse_args()
+    if options.gpu:
+        print(torch.cuda.get_device_name())
     print(describe_machine())
     print(" ".join(f"{name:>14}" for name in COLUMNS))
-    rows = measure(options.rounds)
+    rows = (measure_gpu if options.gpu else measure)(options.rounds)
     for row in rows:
         print(" ".join(f"{_text(row[name]):>14}" for name in COLUMNS))
     if options.json:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron_ext.ops import has_cuda_part
 from megatron_ext.transport import (
-    TRANSPORTS,
     Pending,
     Transfer,
     Transport,
@@ -24,10 +25,12 @@ from megatron_ext.transport import (
     resolve_transport,
 )
 from megatron_ext.transport.collective import CollectiveTransport
+from megatron_ext.transport.cuda import CudaTransport
 from megatron_ext.transport.shared_memory import SharedMemoryTransport
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
+CPU_TRANSPORTS = ("collective", "shared_memory")  # the other one: tests/gpu/test_transport.py
 MAINS, SLOTS = 3, 2
 SHAPES = ((4, 3), (3, 4), (5,))
 LARGE = ((700, 1001), (3,))
@@ -58,6 +61,7 @@ class Side:
     group: ProcessGroup
     shapes: tuple[tuple[int, ...], ...] = SHAPES
     grad_dtype: torch.dtype = torch.float32
+    device: torch.device = CPU
 
     def __post_init__(self) -> None:
         self.rank = self.group.rank()
@@ -68,21 +72,26 @@ class Side:
         ranks = range(self.group.size())
         self.weights = [
             [
-                [torch.randn(shape, generator=generator) for shape in self.shapes]
+                [torch.randn(shape, generator=generator).to(self.device) for shape in self.shapes]
                 for _ in range(MAINS)
             ]
             for _ in ranks
         ]
         self.gradients = [
             [
-                [torch.randint(-8, 9, shape, generator=generator).float() for shape in self.shapes]
+                [
+                    torch.randint(-8, 9, shape, generator=generator).float().to(self.device)
+                    for shape in self.shapes
+                ]
                 for _ in range(SLOTS)
             ]
             for _ in ranks
         ]
 
     def _allocate(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        return [self.transport.allocate((SLOTS, *shape), dtype, CPU) for shape in self.shapes]
+        return [
+            self.transport.allocate((SLOTS, *shape), dtype, self.device) for shape in self.shapes
+        ]
 
     def push(
         self, transfers: list[Transfer], step: int, label: str = "", fill: bool = True
@@ -112,7 +121,10 @@ class Side:
         homes = {t.main_idx for t in transfers if t.home_rank == self.rank}
         dtype = torch.promote_types(self.grad_dtype, torch.float32)
         sums = {
-            m: [torch.full(shape, float("nan"), dtype=dtype) for shape in self.shapes]
+            m: [
+                torch.full(shape, float("nan"), dtype=dtype, device=self.device)
+                for shape in self.shapes
+            ]
             for m in homes
         }
         self.transport.pull_add(transfers, self.grads, sums, label).wait()
@@ -149,18 +161,18 @@ def _move(
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("name", CPU_TRANSPORTS)
 def test_random_transfers_back_to_back(name: str, world_size: int) -> None:
     run_ranks(_move, world_size, name, 30)
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("name", CPU_TRANSPORTS)
 def test_segments_of_several_chunks(name: str) -> None:
     run_ranks(_move, 4, name, 3, LARGE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("name", CPU_TRANSPORTS)
 def test_gradients_of_other_dtypes(name: str, dtype: torch.dtype) -> None:
     run_ranks(_move, 2, name, 5, SHAPES, dtype)
 
@@ -175,7 +187,7 @@ def _add_256_and_1(rank: int, name: str) -> None:
         assert sums[0][0].tolist() == [257.0, 257.0], "bfloat16 has no 257"
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("name", CPU_TRANSPORTS)
 def test_bfloat16_gradients_add_in_float32(name: str) -> None:
     run_ranks(_add_256_and_1, 4, name)
 
@@ -193,7 +205,7 @@ def _move_in_groups(rank: int, name: str) -> None:
             side.step(random_transfers(generator, side.group.size()), step)
 
 
-@pytest.mark.parametrize("name", ["auto", *TRANSPORTS])
+@pytest.mark.parametrize("name", ["auto", *CPU_TRANSPORTS])
 def test_several_groups_in_one_process(name: str) -> None:
     run_ranks(_move_in_groups, 4, name)
 
@@ -203,7 +215,17 @@ def test_unknown_transport_is_refused() -> None:
         resolve_transport("rdma")
 
 
-def test_shared_memory_is_refused_for_gpus() -> None:
-    assert resolve_transport("auto", device_type="cuda") == "collective"
+def test_devices_have_transports_of_their_own() -> None:
+    assert resolve_transport("auto", device_type="cuda") == "cuda"
+    assert resolve_transport("auto", device_type="cuda", mapped=False) == "collective"
     with pytest.raises(ValueError, match=r"CPU ranks only, these are on cuda; use 'auto'"):
         resolve_transport("shared_memory", device_type="cuda")
+    with pytest.raises(ValueError, match=r"CUDA ranks only, these are on cpu; use 'auto' or"):
+        resolve_transport("cuda")
+
+
+@pytest.mark.skipif(has_cuda_part(), reason="the library has its CUDA part")
+def test_a_library_without_cuda_says_how_to_get_it() -> None:
+    heap = SimpleNamespace(rank=0, num_ranks=1, device=torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match=r"needs the CUDA part.*install the CUDA toolkit"):
+        CudaTransport(heap)

@@ -1,7 +1,8 @@
 // Launchers of the CUDA kernels, without Torch. Each returns the error of its launches.
 //
-// All pointers are device memory. Nothing is allocated, the host is asked for nothing, and all work
-// is on `stream`: every launcher can be captured in a CUDA graph. Legend and meanings: api.h.
+// All pointers are device memory, but where it is said. Nothing is allocated, the host is asked for
+// nothing, and all work is on `stream`: every launcher can be captured in a CUDA graph. Legend and
+// meanings: api.h.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,6 +10,7 @@
 #include <cstdint>
 
 #include "megatron_ext/api.h"
+#include "megatron_ext/peer_exchange.h"
 
 namespace megatron_ext {
 
@@ -71,5 +73,35 @@ cudaError_t copy_choices_cuda(const void* from,
                               int64_t element_size,
                               bool* map,
                               cudaStream_t stream);
+
+// Write `count` words of the host to device memory; they may be changed when this returns.
+cudaError_t write_words_cuda(const int64_t* words, int64_t count, int64_t* to, cudaStream_t stream);
+
+// Offer this rank's slots and make its copies; peer_exchange.h says what waits for what. Mains and
+// the slots that are relayed have been read, and peers' slots written, when the launch has ended;
+// this rank's own slots are filled when peers say so (`wait_peers_cuda`).
+//   num_blocks  >= 1, of one warp and 33 KiB shared memory each
+cudaError_t push_peers_cuda(const PeerRank& self,
+                            const PeerPush& push,
+                            int num_blocks,
+                            cudaStream_t stream);
+
+// Offer this rank's slot gradients and overwrite each total with the sum of its replicas'. They may
+// be overwritten when peers say so (`wait_peers_cuda`).
+//   num_blocks  >= 1, of 256 threads and 33 KiB shared memory each; bounds what the launch takes of
+//               the GPU beside a backward pass
+cudaError_t pull_add_peers_cuda(const PeerRank& self,
+                                const PeerPull& pull,
+                                int num_blocks,
+                                cudaStream_t stream);
+
+// Make `stream` wait until peers are done with this rank's slots `used` [num_used], in the last
+// push (kFill) or pull (kTakeGrad) that ended on the device before.
+cudaError_t wait_peers_cuda(const PeerRank& self,
+                            const PeerSegments& segments,
+                            const PeerPlace* used,
+                            int64_t num_used,
+                            PeerDeed deed,
+                            cudaStream_t stream);
 
 }  // namespace megatron_ext

@@ -88,6 +88,19 @@ struct PullTask {
     std::string label;
 };
 
+// A wait that took too long or, where the flag is ahead (`seen` > `expected`), is of no use.
+struct FailedWait {
+    int64_t rank;
+    int64_t peer;
+    const char* deed;  // what the peer was to do with the slot
+    int64_t slot;
+    uint64_t expected;  // generations
+    uint64_t seen;
+    double timeout_s;
+    std::string label;
+};
+std::string message_of(const FailedWait& wait);
+
 // One thread for one job at a time, started with the first.
 class Worker {
   public:

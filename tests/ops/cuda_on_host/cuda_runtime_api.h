@@ -1,10 +1,15 @@
 // CUDA's kernels on the host, for tests: runs a .cu file's threads as coroutines of one thread.
 //
 // Stands in for the toolkit's header of this name. Only what the kernels use is there. A thread
-// runs until it waits for its warp or its block, so what must not depend on the order of threads is
-// tested by taking them in another order every time: a kernel that lacks a barrier then gives other
-// results than the host, or its lanes wait for others that never come, which ends the program with
-// a line on stderr. test_kernels_on_host.py writes the launches as calls of `launch`.
+// runs until it waits for its warp, its block or another block, so what must not depend on the
+// order of threads is tested by taking them in another order every time: a kernel that lacks a
+// barrier then gives other results than the host, or its lanes wait for others that never come,
+// which ends the program with a line on stderr. test_kernels_on_host.py writes the launches as
+// calls of `launch`.
+//
+// A launch on the null stream runs at once, block after block. Launches on other streams are kept
+// until `run_streams`, which runs the streams side by side: blocks of launches that wait for each
+// other take turns.
 #pragma once
 
 #include <setjmp.h>
@@ -15,7 +20,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
+#include <list>
+#include <map>
+#include <memory>
 #include <numeric>
 #include <random>
 #include <vector>
@@ -24,8 +33,15 @@
 #define __host__
 #define __device__
 #define __global__
-#define __shared__ static  // blocks run one after the other
+// All in one place, which belongs to one block at a time.
+#define __shared__ static __attribute__((section("shared_memory")))
 #define __launch_bounds__(...)
+#define __grid_constant__
+
+extern "C" {
+extern char __start_shared_memory[] __attribute__((weak));
+extern char __stop_shared_memory[] __attribute__((weak));
+}
 
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess };
@@ -35,12 +51,16 @@ struct dim3 {
     dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+
 namespace cuda_on_host {
 
 constexpr int kLanes = 32;
 constexpr size_t kStackBytes = 64 << 10;
 
-enum class State { kReady, kAtWarp, kAtBlock, kDone };
+enum class State { kReady, kAtWarp, kAtBlock, kSpinning, kDone };
 
 struct Thread {
     ucontext_t start;
@@ -51,7 +71,7 @@ struct Thread {
     int warp = 0;
     int lane = 0;
     unsigned phase = 0;  // of its warp's exchanges
-    std::vector<char> stack = std::vector<char>(kStackBytes);
+    std::unique_ptr<char[]> stack{new char[kStackBytes]};
 };
 
 // What lanes show each other. Twice, because a lane can be one exchange ahead of the slowest.
@@ -59,12 +79,36 @@ struct Exchange {
     int64_t value[2][kLanes];
 };
 
+struct Launch {
+    dim3 grid, block;
+    std::function<void()> body;
+    uint64_t num_blocks() const { return uint64_t{grid.x} * grid.y * grid.z; }
+};
+
+struct Block {
+    const Launch* launch;
+    dim3 idx;
+    std::vector<std::unique_ptr<Thread>> threads;
+    std::vector<std::vector<Thread*>> warps;
+    std::vector<Exchange> exchanges;  // one a warp
+    std::vector<char> shared;         // while another block has the shared memory
+    int naps = 0;                     // so often others come first
+};
+
 inline std::mt19937_64 random(1);
-inline std::vector<Thread> threads;
-inline std::vector<Exchange> exchanges;  // one a warp
+inline std::vector<std::unique_ptr<Thread>> idle_threads;
+inline Block* block = nullptr;
 inline Thread* current = nullptr;
 inline jmp_buf scheduler;
-inline std::function<void()> body;
+inline std::map<cudaStream_t, std::deque<Launch>> streams;
+
+// For ptx.cuh: what it still has to do for a block that has ended.
+inline std::function<void()> at_block_end = [] {};
+
+[[noreturn]] inline void fail(const char* what) {
+    std::fprintf(stderr, "%s\n", what);
+    std::exit(1);
+}
 
 // Called by a thread.
 inline void wait(State state) {
@@ -75,14 +119,14 @@ inline void wait(State state) {
 // Called by all lanes of a warp: the value of lane `source`.
 template <class T>
 T exchange(T value, int source) {
-    int64_t (&values)[kLanes] = exchanges[current->warp].value[current->phase++ % 2];
+    int64_t (&values)[kLanes] = block->exchanges[current->warp].value[current->phase++ % 2];
     values[current->lane] = static_cast<int64_t>(value);
     wait(State::kAtWarp);
     return static_cast<T>(values[source]);
 }
 
 inline void run_body() {
-    body();
+    block->launch->body();
     current->state = State::kDone;
     _longjmp(scheduler, 1);
 }
@@ -99,85 +143,160 @@ inline void run_body() {
 // Make all of `group` ready again if they all wait for `state`.
 template <class Group>
 bool release(const Group& group, State state) {
-    for (const Thread* thread : group) {
+    for (const auto& thread : group) {
         if (thread->state != state) return false;
     }
-    for (Thread* thread : group) thread->state = State::kReady;
+    for (const auto& thread : group) thread->state = State::kReady;
     return true;
 }
 
-inline void run_block() {
-    std::vector<std::vector<Thread*>> warps(exchanges.size());
-    std::vector<Thread*> all;
-    for (Thread& thread : threads) {
+inline std::unique_ptr<Block> start_block(const Launch& launch, uint64_t b) {
+    auto started = std::make_unique<Block>();
+    started->launch = &launch;
+    started->idx = {static_cast<unsigned>(b % launch.grid.x),
+                    static_cast<unsigned>(b / launch.grid.x % launch.grid.y),
+                    static_cast<unsigned>(b / launch.grid.x / launch.grid.y)};
+    const dim3 size = launch.block;
+    const unsigned count = size.x * size.y * size.z;
+    started->exchanges.resize((count + kLanes - 1) / kLanes);
+    started->warps.resize(started->exchanges.size());
+    for (unsigned i = 0; i < count; ++i) {
+        if (idle_threads.empty()) idle_threads.push_back(std::make_unique<Thread>());
+        started->threads.push_back(std::move(idle_threads.back()));
+        idle_threads.pop_back();
+        Thread& thread = *started->threads.back();
         thread.started = false;
         thread.state = State::kReady;
-        warps[thread.warp].push_back(&thread);
-        all.push_back(&thread);
+        thread.idx = {i % size.x, i / size.x % size.y, i / (size.x * size.y)};
+        thread.warp = static_cast<int>(i) / kLanes;
+        thread.lane = static_cast<int>(i) % kLanes;
+        started->warps[thread.warp].push_back(&thread);
+        getcontext(&thread.start);
+        thread.start.uc_stack = {thread.stack.get(), 0, kStackBytes};
+        makecontext(&thread.start, run_body, 0);
     }
-    std::vector<int> order(warps.size());
+    return started;
+}
+
+// Run `block` until it is done, which is told, or some of its threads spin.
+inline bool run_block() {
+    std::vector<int> order(block->warps.size());
     std::iota(order.begin(), order.end(), 0);
+    for (const auto& thread : block->threads) {
+        if (thread->state == State::kSpinning) thread->state = State::kReady;
+    }
     while (true) {
         bool ran = false;
         std::shuffle(order.begin(), order.end(), random);
         for (const int w : order) {
-            std::shuffle(warps[w].begin(), warps[w].end(), random);
-            for (Thread* thread : warps[w]) {
+            std::vector<Thread*>& warp = block->warps[w];
+            std::shuffle(warp.begin(), warp.end(), random);
+            for (Thread* thread : warp) {
                 if (thread->state != State::kReady) continue;
                 run_until_it_waits(thread);
                 ran = true;
+                // Others' blocks may come before the rest of this one.
+                if (thread->state == State::kSpinning && random() % 4 == 0) return false;
             }
-            release(warps[w], State::kAtWarp);
+            release(warp, State::kAtWarp);
         }
-        if (release(all, State::kAtBlock)) continue;
-        if (ran) continue;
-        for (const Thread* thread : all) {
-            if (thread->state == State::kDone) continue;
-            std::fprintf(stderr, "threads wait for others that never come\n");
-            std::exit(1);
+        if (release(block->threads, State::kAtBlock) || ran) continue;
+        bool done = true;
+        for (const auto& thread : block->threads) {
+            if (thread->state == State::kSpinning) return false;
+            done = done && thread->state == State::kDone;
         }
-        return;
+        if (!done) fail("threads wait for others that never come");
+        at_block_end();
+        for (auto& thread : block->threads) idle_threads.push_back(std::move(thread));
+        return true;
     }
 }
 
-inline dim3 block_idx;
-inline dim3 grid_dim;
+// Run all launches on streams to their end, those of a stream one after the other.
+inline void run_streams() {
+    struct Running {
+        Launch launch;
+        std::deque<Launch>* stream;
+        uint64_t next_block = 0;
+        int resident;  // at most so many blocks at a time, as on a GPU that is busy otherwise
+        std::list<std::unique_ptr<Block>> blocks;
+    };
+    std::list<Running> running;
+    const size_t shared_bytes = __stop_shared_memory - __start_shared_memory;
+    const Block* owner = nullptr;  // of the shared memory
+    while (true) {
+        for (auto& [stream, launches] : streams) {
+            const bool busy = std::any_of(running.begin(), running.end(), [&](const Running& each) {
+                return each.stream == &launches;
+            });
+            if (busy || launches.empty()) continue;
+            running.push_back({std::move(launches.front()), &launches, 0, 1, {}});
+            running.back().resident = 1 + static_cast<int>(random() % 3);
+            launches.pop_front();
+        }
+        if (running.empty()) return;
+        auto chosen = std::next(running.begin(), static_cast<long>(random() % running.size()));
+        while (chosen->next_block < chosen->launch.num_blocks() &&
+               static_cast<int>(chosen->blocks.size()) < chosen->resident) {
+            chosen->blocks.push_back(start_block(chosen->launch, chosen->next_block++));
+            chosen->blocks.back()->shared.assign(shared_bytes, '\xff');  // NaN
+        }
+        auto next =
+            std::next(chosen->blocks.begin(), static_cast<long>(random() % chosen->blocks.size()));
+        block = next->get();
+        if (block->naps > 0) {
+            --block->naps;
+            continue;
+        }
+        if (block != owner) {
+            // `owner` may be gone, and then nobody needs what it left.
+            for (Running& each : running) {
+                for (const auto& other : each.blocks) {
+                    if (other.get() != owner) continue;
+                    other->shared.assign(__start_shared_memory, __stop_shared_memory);
+                }
+            }
+            std::copy(block->shared.begin(), block->shared.end(), __start_shared_memory);
+            owner = block;
+        }
+        if (run_block()) {
+            owner = nullptr;
+            chosen->blocks.erase(next);
+        } else if (random() % 8 == 0) {
+            // Long enough for others to do all that they may do meanwhile.
+            block->naps = static_cast<int>(random() % 100);
+        }
+        if (chosen->blocks.empty() && chosen->next_block == chosen->launch.num_blocks()) {
+            running.erase(chosen);
+        }
+    }
+}
 
 template <class Kernel>
-void launch(dim3 grid, dim3 block, size_t, cudaStream_t, Kernel kernel) {
-    const unsigned count = block.x * block.y * block.z;
-    body = kernel;
-    grid_dim = grid;
-    threads.resize(count);
-    exchanges.resize((count + kLanes - 1) / kLanes);
-    for (unsigned i = 0; i < count; ++i) {
-        Thread& thread = threads[i];
-        thread.idx = {i % block.x, i / block.x % block.y, i / (block.x * block.y)};
-        thread.warp = static_cast<int>(i) / kLanes;
-        thread.lane = static_cast<int>(i) % kLanes;
+void launch(dim3 grid, dim3 block_size, size_t, cudaStream_t stream, Kernel kernel) {
+    Launch launch{grid, block_size, kernel};
+    if (stream != nullptr) {
+        streams[stream].push_back(std::move(launch));
+        return;
     }
-    const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
-    for (uint64_t b = 0; b < blocks; ++b) {
-        block_idx = {static_cast<unsigned>(b % grid.x),
-                     static_cast<unsigned>(b / grid.x % grid.y),
-                     static_cast<unsigned>(b / grid.x / grid.y)};
-        for (Thread& thread : threads) {
-            getcontext(&thread.start);
-            thread.start.uc_stack = {thread.stack.data(), 0, kStackBytes};
-            makecontext(&thread.start, run_body, 0);
+    for (uint64_t b = 0; b < launch.num_blocks(); ++b) {
+        const std::unique_ptr<Block> started = start_block(launch, b);
+        block = started.get();
+        while (!run_block()) {
         }
-        run_block();
     }
 }
 
 }  // namespace cuda_on_host
 
 #define threadIdx (cuda_on_host::current->idx)
-#define blockIdx (cuda_on_host::block_idx)
-#define gridDim (cuda_on_host::grid_dim)
+#define blockIdx (cuda_on_host::block->idx)
+#define gridDim (cuda_on_host::block->launch->grid)
 
 inline void __syncthreads() { cuda_on_host::wait(cuda_on_host::State::kAtBlock); }
 inline void __syncwarp() { cuda_on_host::wait(cuda_on_host::State::kAtWarp); }
+inline void __threadfence() {}
 
 template <class T>
 T __shfl_sync(unsigned, T value, int source) {
@@ -206,10 +325,23 @@ inline unsigned __ballot_sync(unsigned, bool predicate) {
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 
+inline float __uint_as_float(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 template <class T>
 T atomicAdd(T* address, T value) {
     const T before = *address;
     *address += value;
+    return before;
+}
+
+template <class T>
+T atomicExch(T* address, T value) {
+    const T before = *address;
+    *address = value;
     return before;
 }
 

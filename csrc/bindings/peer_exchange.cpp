@@ -1,0 +1,382 @@
+// torch.classes.megatron_ext.PeerExchange: what Exchange is (exchange.cpp), for ranks that reach
+// each other's GPU memory. The kernels do the work (peer_exchange.h); this makes their tables,
+// launches them on streams and turns a failed wait into an error. Compiled in a CUDA build only.
+
+#include "megatron_ext/peer_exchange.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/Event.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/custom_class.h>
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "megatron_ext/cuda_api.h"
+#include "megatron_ext/exchange.h"
+#include "megatron_ext/peer_tables.h"
+
+namespace megatron_ext {
+namespace {
+
+using at::Tensor;
+using c10::cuda::CUDAStream;
+
+const char* name_of(PeerDeed deed) {
+    switch (deed) {
+        case PeerDeed::kFree:
+            return "free";
+        case PeerDeed::kFill:
+            return "fill";
+        case PeerDeed::kOfferGrad:
+            return "offer the gradient of";
+        default:
+            return "take the gradient of";
+    }
+}
+
+// Pushes and pulls run on a stream each, which waits for the current stream at `start_...`; at
+// `finish_...` the current stream waits for it. The host waits for nothing: a failed wait is an
+// error of some later call.
+class TensorPeerExchange : public torch::CustomClassHolder {
+  public:
+    // A rank with its buffers on `like`'s device. Kernels that push or pull have so many blocks.
+    TensorPeerExchange(int64_t rank,
+                       double timeout_s,
+                       const Tensor& like,
+                       int64_t push_blocks,
+                       int64_t pull_blocks)
+        : device_(like.device()),
+          timeout_s_(timeout_s),
+          push_blocks_(static_cast<int>(push_blocks)),
+          pull_blocks_(static_cast<int>(pull_blocks)),
+          push_stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device_.index())),
+          // The backward pass needs no sum before its end.
+          pull_stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device_.index())) {
+        const c10::cuda::CUDAGuard guard(device_);
+        const auto bytes = at::TensorOptions().dtype(at::kByte);
+        state_ = at::zeros({sizeof(PeerState)}, bytes.device(device_));
+        failure_ = at::zeros({sizeof(PeerFailure)}, bytes.pinned_memory(true));
+        self_ = {rank,
+                 static_cast<int64_t>(timeout_s * 1e9),
+                 0,
+                 static_cast<PeerState*>(state_.mutable_data_ptr()),
+                 static_cast<PeerFailure*>(failure_.mutable_data_ptr())};
+    }
+
+    // Bytes of a rank's buffer of one segment.
+    static int64_t segment_bytes(int64_t num_slots, int64_t slot_bytes) {
+        return PeerSegment{nullptr, num_slots, slot_bytes}.bytes();
+    }
+
+    // `slots`: this rank's [S, *shape] at the start of its buffer; `addresses`: of all ranks'
+    // buffers, int64 [R] on the device.
+    int64_t add_segment(const Tensor& slots, const Tensor& addresses) {
+        TORCH_CHECK_VALUE(slots.dim() >= 1 && slots.size(0) >= 1 && slots.numel() > 0,
+                          "a slot buffer must have slots with elements, got ",
+                          slots.sizes());
+        TORCH_CHECK(addresses.device() == device_ && addresses.scalar_type() == at::kLong);
+        slots_.push_back(slots);
+        addresses_.push_back(addresses);
+        segments_.push_back({reinterpret_cast<char* const*>(addresses.const_data_ptr<int64_t>()),
+                             slots.size(0),
+                             static_cast<int64_t>(slots.nbytes()) / slots.size(0)});
+        return static_cast<int64_t>(segments_.size()) - 1;
+    }
+
+    // Start a push; the arguments are those of Exchange.
+    int64_t start_push(const std::vector<int64_t>& segments,
+                       const std::vector<Tensor>& mains,
+                       const std::vector<int64_t>& copies,
+                       const std::vector<int64_t>& expected,
+                       const std::string& label) {
+        raise_failure();
+        const c10::cuda::CUDAGuard guard(device_);
+        Push push{label_of(label), segments_of(segments), {}, {}, mains};
+        push.table =
+            push_table(addresses_of("main", mains, segments, std::nullopt), copies, expected);
+        for (const int64_t segment : segments) {
+            bytes_sent_ += segments_[segment].slot_bytes * push.table.num_places;
+        }
+
+        // The current stream has changed the mains and read the slots. Before the slots are offered
+        // again, those of the last push must be filled: another rank may fill them now.
+        wait_for_current_stream(push_stream_);
+        const c10::cuda::CUDAStreamGuard on(push_stream_);
+        if (pushed_.has_value()) finish_last_push();
+        push.words = on_device(push.table);
+        C10_CUDA_CHECK(push_peers_cuda(self(push.label),
+                                       peer_push(push.table, words_in(push.words), push.segments),
+                                       push_blocks_,
+                                       push_stream_));
+        last_ = std::move(push);
+        pushed_.emplace(c10::DeviceType::CUDA);
+        pushed_->record(push_stream_.unwrap());
+        return ++num_pushes_;
+    }
+
+    // Let the current stream wait until this rank's slots are filled and its mains may be changed.
+    // The current stream of the next `start_push` must be behind that.
+    void finish_push(int64_t push) {
+        raise_failure();
+        const c10::cuda::CUDAGuard guard(device_);
+        if (push == num_pushes_ && pushed_.has_value()) {  // else a later push has ended it
+            pushed_->block(c10::cuda::getCurrentCUDAStream().unwrap());
+            finish_last_push();
+        }
+    }
+
+    // Start adding gradients; the arguments are those of Exchange.
+    int64_t start_pull(const std::vector<int64_t>& segments,
+                       const std::vector<Tensor>& sums,
+                       const std::vector<int64_t>& replicas,
+                       const std::vector<int64_t>& computed,
+                       const std::string& label) {
+        raise_failure();
+        const c10::cuda::CUDAGuard guard(device_);
+        const PeerRank caller = self(label_of(label));
+        const PeerTable table =
+            pull_table(addresses_of("sum", sums, segments, at::kFloat), replicas, computed);
+
+        // The current stream has written the slots' gradients and is done with the sums' memory.
+        wait_for_current_stream(pull_stream_);
+        const c10::cuda::CUDAStreamGuard on(pull_stream_);
+        const Tensor words = on_device(table);
+        PeerPull pull = peer_pull(table, words_in(words), segments_of(segments));
+        for (size_t g = 0; g < segments.size(); ++g) {
+            const auto type = slots_.at(segments[g]).scalar_type();
+            TORCH_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16,
+                              "slot_grads on a GPU must be float32 or bfloat16, got ",
+                              type);
+            pull.is_bfloat16[g] = type == at::kBFloat16;
+        }
+        C10_CUDA_CHECK(pull_add_peers_cuda(caller, pull, pull_blocks_, pull_stream_));
+        C10_CUDA_CHECK(wait_peers_cuda(caller,
+                                       pull.segments,
+                                       used_places(table, words_in(words)),
+                                       table.num_used,
+                                       PeerDeed::kTakeGrad,
+                                       pull_stream_));
+        sums_ = sums;
+        pulled_.emplace(c10::DeviceType::CUDA);
+        pulled_->record(pull_stream_.unwrap());
+        return ++num_pulls_;
+    }
+
+    // Let the current stream wait until the sums are there and this rank's slot gradients may be
+    // overwritten.
+    void finish_pull(int64_t pull) {
+        raise_failure();
+        const c10::cuda::CUDAGuard guard(device_);
+        if (pull == num_pulls_ && pulled_.has_value()) {
+            pulled_->block(c10::cuda::getCurrentCUDAStream().unwrap());
+            pulled_.reset();
+            sums_.clear();  // their memory is the current stream's again
+        }
+    }
+
+    // End what is under way without waiting for peers; returns the highest generation used here.
+    int64_t abort() {
+        const c10::cuda::CUDAGuard guard(device_);
+        // Waits look at this word. On a stream of its own, not behind what waits.
+        cudaStream_t aside;
+        C10_CUDA_CHECK(cudaStreamCreateWithFlags(&aside, cudaStreamNonBlocking));
+        C10_CUDA_CHECK(cudaMemsetAsync(&self_.state->failed, 1, sizeof self_.state->failed, aside));
+        C10_CUDA_CHECK(cudaStreamSynchronize(aside));
+        C10_CUDA_CHECK(cudaStreamDestroy(aside));
+        C10_CUDA_CHECK(cudaStreamSynchronize(push_stream_));
+        C10_CUDA_CHECK(cudaStreamSynchronize(pull_stream_));
+        C10_CUDA_CHECK(cudaStreamSynchronize(c10::cuda::getCurrentCUDAStream()));
+        PeerState state;
+        C10_CUDA_CHECK(cudaMemcpy(&state, self_.state, sizeof state, cudaMemcpyDeviceToHost));
+        return static_cast<int64_t>(std::max(state.push.generation, state.pull.generation));
+    }
+
+    // Go on behind `generation`: the highest of all ranks, after all have aborted.
+    void restart(int64_t generation) {
+        const c10::cuda::CUDAGuard guard(device_);
+        PeerState state{};
+        state.push.generation = state.pull.generation = static_cast<uint64_t>(generation);
+        C10_CUDA_CHECK(cudaMemcpy(self_.state, &state, sizeof state, cudaMemcpyHostToDevice));
+        failure_.zero_();
+        pushed_.reset();
+        pulled_.reset();
+    }
+
+    // Throw what a wait on the device has failed with, as far as the device has come. All calls do.
+    void raise_failure() {
+        TORCH_CHECK(!closed_, "this transport is closed");
+        const PeerFailure& failure = *self_.failure;
+        if (static_cast<const volatile PeerFailure&>(failure).is_set == 0) return;
+        TORCH_CHECK(false,
+                    message_of({self_.rank,
+                                failure.peer,
+                                name_of(failure.deed),
+                                failure.slot,
+                                failure.expected,
+                                failure.seen,
+                                timeout_s_,
+                                labels_.at(failure.label)}));
+    }
+
+    int64_t bytes_sent() { return bytes_sent_; }
+
+    // Let the memory go.
+    void close() {
+        slots_.clear();
+        addresses_.clear();
+        segments_.clear();
+        last_ = {};
+        sums_.clear();
+        pushed_.reset();
+        pulled_.reset();
+        closed_ = true;
+    }
+
+  private:
+    // What a push leaves for its end.
+    struct Push {
+        int64_t label;
+        PeerSegments segments;
+        PeerTable table;
+        Tensor words;               // of the table, on the device
+        std::vector<Tensor> mains;  // read by another stream than the one they are of
+    };
+
+    PeerRank self(int64_t label) const {
+        PeerRank self = self_;
+        self.label = label;
+        return self;
+    }
+
+    static void wait_for_current_stream(const CUDAStream& stream) {
+        c10::Event before(c10::DeviceType::CUDA);
+        before.record(c10::cuda::getCurrentCUDAStream().unwrap());
+        before.block(stream.unwrap());
+    }
+
+    // On the current stream, which has waited for the push itself.
+    void finish_last_push() {
+        C10_CUDA_CHECK(wait_peers_cuda(self(last_.label),
+                                       last_.segments,
+                                       used_places(last_.table, words_in(last_.words)),
+                                       last_.table.num_used,
+                                       PeerDeed::kFill,
+                                       c10::cuda::getCurrentCUDAStream()));
+        pushed_.reset();
+    }
+
+    // The table's words in memory of the current stream.
+    Tensor on_device(const PeerTable& table) const {
+        const auto count = static_cast<int64_t>(table.words.size());
+        Tensor words = at::empty({count}, at::TensorOptions().dtype(at::kLong).device(device_));
+        C10_CUDA_CHECK(write_words_cuda(table.words.data(),
+                                        count,
+                                        words.mutable_data_ptr<int64_t>(),
+                                        c10::cuda::getCurrentCUDAStream()));
+        return words;
+    }
+
+    static const int64_t* words_in(const Tensor& words) { return words.const_data_ptr<int64_t>(); }
+
+    // Of tensors that go through all segments again and again; of the slots' type, or of `type`.
+    Words addresses_of(const char* name,
+                       const std::vector<Tensor>& tensors,
+                       const std::vector<int64_t>& segments,
+                       std::optional<at::ScalarType> type) const {
+        Words addresses;
+        for (size_t i = 0; i < tensors.size(); ++i) {
+            const int64_t segment = segments.at(i % segments.size());
+            check(name, tensors[i], segment, type.value_or(slots_.at(segment).scalar_type()));
+            addresses.push_back(reinterpret_cast<intptr_t>(tensors[i].data_ptr()));
+        }
+        return addresses;
+    }
+
+    PeerSegments segments_of(const std::vector<int64_t>& ids) const {
+        TORCH_CHECK_VALUE(ids.size() <= kMaxPeerSegments,
+                          "an expert must have at most ",
+                          kMaxPeerSegments,
+                          " segments, got ",
+                          ids.size());
+        PeerSegments segments{{}, static_cast<int32_t>(ids.size())};
+        for (size_t g = 0; g < ids.size(); ++g) segments.each[g] = segments_.at(ids[g]);
+        return segments;
+    }
+
+    int64_t label_of(const std::string& label) {
+        const auto [found, is_new] = label_ids_.try_emplace(label, labels_.size());
+        if (is_new) labels_.push_back(label);
+        return found->second;
+    }
+
+    void check(const char* name, const Tensor& tensor, int64_t segment, at::ScalarType type) const {
+        const at::IntArrayRef shape = slots_.at(segment).sizes().slice(1);
+        TORCH_CHECK_VALUE(tensor.sizes() == shape && tensor.scalar_type() == type &&
+                              tensor.is_contiguous() && tensor.device() == device_,
+                          name,
+                          " must be contiguous ",
+                          type,
+                          " ",
+                          shape,
+                          " on ",
+                          device_,
+                          ", as its slot is, got ",
+                          tensor.is_contiguous() ? "" : "non-contiguous ",
+                          tensor.scalar_type(),
+                          " ",
+                          tensor.sizes(),
+                          " on ",
+                          tensor.device());
+    }
+
+    const at::Device device_;
+    const double timeout_s_;
+    const int push_blocks_;
+    const int pull_blocks_;
+    const CUDAStream push_stream_;
+    const CUDAStream pull_stream_;
+    Tensor state_, failure_;  // what `self_` points to
+    PeerRank self_{};
+    std::vector<Tensor> slots_;      // for each segment, this rank's: shape and dtype
+    std::vector<Tensor> addresses_;  // for each segment, all ranks'
+    std::vector<PeerSegment> segments_;
+    Push last_{};
+    std::optional<c10::Event> pushed_;  // until the last push is finished
+    std::vector<Tensor> sums_;          // written by another stream than the one they are of
+    std::optional<c10::Event> pulled_;  // until the last pull is finished
+    int64_t num_pushes_ = 0;
+    int64_t num_pulls_ = 0;
+    int64_t bytes_sent_ = 0;
+    std::vector<std::string> labels_;
+    std::map<std::string, int64_t> label_ids_;
+    bool closed_ = false;
+};
+
+}  // namespace
+}  // namespace megatron_ext
+
+TORCH_LIBRARY_FRAGMENT(megatron_ext, m) {
+    using megatron_ext::TensorPeerExchange;
+    m.class_<TensorPeerExchange>("PeerExchange")
+        .def(torch::init<int64_t, double, const at::Tensor&, int64_t, int64_t>())
+        .def_static("segment_bytes", &TensorPeerExchange::segment_bytes)
+        .def("add_segment", &TensorPeerExchange::add_segment)
+        .def("start_push", &TensorPeerExchange::start_push)
+        .def("finish_push", &TensorPeerExchange::finish_push)
+        .def("start_pull", &TensorPeerExchange::start_pull)
+        .def("finish_pull", &TensorPeerExchange::finish_pull)
+        .def("abort", &TensorPeerExchange::abort)
+        .def("restart", &TensorPeerExchange::restart)
+        .def("raise_failure", &TensorPeerExchange::raise_failure)
+        .def("bytes_sent", &TensorPeerExchange::bytes_sent)
+        .def("close", &TensorPeerExchange::close);
+}

@@ -1,0 +1,78 @@
+// What the kernels that move replicas share: waiting for a peer with a time limit, and units of
+// work with a generation around them. See peer_exchange.h.
+#pragma once
+
+#include "megatron_ext/peer_exchange.h"
+#include "ptx.cuh"
+
+namespace megatron_ext {
+
+// A chunk of an expert: which bytes of which segment.
+struct PeerChunk {
+    int segment;
+    int64_t idx;     // in its segment
+    int64_t offset;  // in a slot, bytes
+    int64_t bytes;
+};
+
+__device__ inline PeerChunk peer_chunk(const PeerSegments& segments, int64_t idx) {
+    int g = 0;
+    while (idx >= segments.each[g].num_chunks()) idx -= segments.each[g++].num_chunks();
+    const int64_t offset = idx * kPeerChunkBytes;
+    const int64_t left = segments.each[g].slot_bytes - offset;
+    return {g, idx, offset, left < kPeerChunkBytes ? left : kPeerChunkBytes};
+}
+
+// Keep what a wait ended with for the host, if it is the first of this rank that failed.
+__device__ inline void record_failure(const PeerRank& self, const PeerFailure& failure) {
+    if (atomicExch(&self.state->failed, 1u) != 0) return;
+    *self.failure = failure;
+    // The host reads the rest once it has seen this.
+    fence_system();
+    *const_cast<volatile uint32_t*>(&self.failure->is_set) = 1;
+}
+
+// Wait until `flag` is `generation`. False if that is not to come: a peer is too late or is ahead,
+// which is recorded, or this rank has failed before. `place` names the peer and the slot.
+__device__ inline bool wait_for(const PeerRank& self,
+                                const uint64_t* flag,
+                                uint64_t generation,
+                                PeerDeed deed,
+                                PeerPlace place,
+                                int64_t chunk) {
+    uint64_t seen = load_acquire(flag);
+    if (seen == generation) return true;
+    const uint64_t start = now_ns();
+    while (seen < generation && now_ns() - start < static_cast<uint64_t>(self.timeout_ns)) {
+        if (*const_cast<volatile uint32_t*>(&self.state->failed) != 0) return false;
+        pause();
+        seen = load_acquire(flag);
+    }
+    if (seen == generation) return true;
+    record_failure(self, {place.rank, place.slot, chunk, generation, seen, self.label, deed, 0});
+    return false;
+}
+
+// Say that peers may act on this rank's slots; called by one thread or, with its lane, by each of a
+// warp.
+__device__ inline void offer_slots(
+    const PeerRank& self, const PeerSegments& segments, uint64_t generation, int lane, int lanes) {
+    if (segments.count == 0) return;
+    // One flag for all segments, with the first.
+    const PeerSegment& first = segments.each[0];
+    for (int64_t slot = lane; slot < first.num_slots; slot += lanes) {
+        store_release(first.offered(self.rank, slot), generation);
+    }
+}
+
+// Called by one thread of each block when all of the block is done with this turn.
+__device__ inline void end_turn(PeerTurn* turn) {
+    __threadfence();
+    if (atomicAdd(&turn->blocks_ended, 1u) != gridDim.x - 1) return;
+    // All blocks have read the generation, and none takes a unit any more.
+    turn->next_unit = 0;
+    turn->blocks_ended = 0;
+    ++turn->generation;
+}
+
+}  // namespace megatron_ext

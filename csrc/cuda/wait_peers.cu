@@ -1,0 +1,45 @@
+// After a push or a pull on the device: until peers are done with this rank's slots.
+//
+// 1. Waits until every chunk of the used slots is filled, or its gradient taken.
+// 2. One block; a thread looks at every kThreads-th flag. All are in this GPU's own memory.
+// 3. A kernel of its own, so that a push goes on beside other work and whoever needs the slots
+//    waits on its own stream, for one block instead of all that move bytes.
+// 4. What the flags speak of is visible to kernels behind this one on the stream. The generation is
+//    read from the counter, so this comes behind the push or pull that it is about.
+// 5. Deterministic: writes nothing, but a failure.
+// 6. Reads 8 bytes for every 128 KiB of a slot; a look at all flags takes about 1 us.
+
+#include "megatron_ext/cuda_api.h"
+#include "peers.cuh"
+
+namespace megatron_ext {
+namespace {
+
+constexpr int kThreads = 256;
+
+__global__ void __launch_bounds__(kThreads) wait_kernel(
+    PeerRank self, PeerSegments segments, const PeerPlace* used, int64_t num_used, PeerDeed deed) {
+    const PeerTurn& turn = deed == PeerDeed::kFill ? self.state->push : self.state->pull;
+    const int64_t chunks = segments.num_chunks();
+    for (int64_t i = threadIdx.x; i < num_used * chunks; i += kThreads) {
+        const PeerPlace place = used[i / chunks];
+        const PeerChunk chunk = peer_chunk(segments, i % chunks);
+        const uint64_t* const flag =
+            segments.each[chunk.segment].done(self.rank, place.slot, chunk.idx);
+        if (!wait_for(self, flag, turn.generation, deed, place, chunk.idx)) return;
+    }
+}
+
+}  // namespace
+
+cudaError_t wait_peers_cuda(const PeerRank& self,
+                            const PeerSegments& segments,
+                            const PeerPlace* used,
+                            int64_t num_used,
+                            PeerDeed deed,
+                            cudaStream_t stream) {
+    wait_kernel<<<1, kThreads, 0, stream>>>(self, segments, used, num_used, deed);
+    return cudaGetLastError();
+}
+
+}  // namespace megatron_ext

@@ -1,0 +1,152 @@
+// What the kernels that move replicas between GPUs read and write. No Torch, and nothing about how
+// a rank came to the addresses of its peers' memory: ranks may be processes or, in a test, streams
+// of one GPU ("virtual ranks") whose buffers all lie in its memory.
+//
+// Ordering. The flags of exchange.h, except that many blocks fill a slot at a time: so `filled` and
+// `grad_taken` are kept for each chunk of a slot, which makes every flag the generation itself,
+// stored by one thread of one rank and never added to. They lie with the segment they speak of:
+//
+//   offered[slot]      by the slot's rank   weights: freed      gradients: grad_ready
+//   done[slot][chunk]  by the other rank    weights: filled     gradients: grad_taken
+//
+// Generations are counted in device memory by the kernel that moves the bytes: the last block of a
+// launch to end adds one. No launch carries a generation, so a captured graph goes on counting when
+// it is replayed.
+//
+// Blocks take units of work (a chunk of a copy or of a sum) from a counter, copies from mains
+// first. A launch offers its slots before it waits, and copies from mains wait for offers only. So
+// ranks that all make the call finish, whatever the number of blocks that run at a time, as long as
+// one block of every rank's launch does. Virtual ranks share the GPU: the blocks of all launches
+// that wait for each other must fit on it together.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace megatron_ext {
+
+// A unit of work, and what a flag of `done` speaks of. Long enough to keep a block's pipeline full,
+// short enough for relays to follow closely and for all blocks to end together.
+constexpr int64_t kPeerChunkBytes = 128 << 10;
+constexpr int kMaxPeerSegments = 8;
+
+// One part of an expert, in the slots of all ranks. A rank's buffer of `bytes()`, zeroed before the
+// first use and aligned to 16, holds its slots, then the flags. Slots that are a multiple of 16
+// bytes and mains aligned to 16 move at full speed, others slowly.
+struct PeerSegment {
+    char* const* buffers;  // [R] in device memory: each rank's
+    int64_t num_slots;     // of a rank
+    int64_t slot_bytes;
+
+    __host__ __device__ int64_t num_chunks() const {
+        return (slot_bytes + kPeerChunkBytes - 1) / kPeerChunkBytes;
+    }
+    __host__ __device__ int64_t flags_offset() const {
+        constexpr int64_t kLine = 128;  // flags are polled while slots are written
+        return (num_slots * slot_bytes + kLine - 1) / kLine * kLine;
+    }
+    __host__ __device__ int64_t bytes() const {
+        return flags_offset() +
+               num_slots * (1 + num_chunks()) * static_cast<int64_t>(sizeof(uint64_t));
+    }
+    __device__ char* slot(int64_t rank, int64_t slot) const {
+        return buffers[rank] + slot * slot_bytes;
+    }
+    __device__ uint64_t* offered(int64_t rank, int64_t slot) const {
+        return reinterpret_cast<uint64_t*>(buffers[rank] + flags_offset()) + slot;
+    }
+    __device__ uint64_t* done(int64_t rank, int64_t slot, int64_t chunk) const {
+        return offered(rank, num_slots + slot * num_chunks() + chunk);
+    }
+};
+
+// The parts of an expert, in the order in which its chunks are counted.
+struct PeerSegments {
+    PeerSegment each[kMaxPeerSegments];
+    int32_t count;
+
+    __host__ __device__ int64_t num_chunks() const {
+        int64_t chunks = 0;
+        for (int g = 0; g < count; ++g) chunks += each[g].num_chunks();
+        return chunks;
+    }
+};
+
+// A slot of a rank, or, where it stands for an own slot, that slot and the rank that acts on it.
+struct PeerPlace {
+    int64_t rank;
+    int64_t slot;
+};
+
+// One source to all its destinations.
+struct PeerCopy {
+    PeerPlace relayed;  // own slot where the bytes arrive and who sends them; rank -1: from a main
+    int64_t first_destination;
+    int64_t num_destinations;
+};
+
+// The sum over the replicas of one main, in their order.
+struct PeerSum {
+    int64_t first_replica;
+    int64_t num_replicas;
+};
+
+// One kind of call of a rank: what is counted on the device.
+struct PeerTurn {
+    uint64_t generation;  // calls done
+    uint32_t next_unit;   // of the call under way
+    uint32_t blocks_ended;
+};
+
+// A rank's counters, in its device memory; zeroed before the first use.
+struct PeerState {
+    PeerTurn push;
+    PeerTurn pull;
+    uint32_t failed;  // a wait was given up; later ones of this rank do not wait
+};
+
+// What a peer had not done; exchange.h's messages.
+enum class PeerDeed : int32_t { kFree, kFill, kOfferGrad, kTakeGrad };
+
+// The first wait that was given up, in pinned host memory; zeroed before the first use.
+struct PeerFailure {
+    int64_t peer;
+    int64_t slot;
+    int64_t chunk;
+    uint64_t expected;  // generation; below `seen` if the ranks did not make the same calls
+    uint64_t seen;
+    int64_t label;  // of the call
+    PeerDeed deed;
+    uint32_t is_set;  // stored last
+};
+
+// Who makes a call.
+struct PeerRank {
+    int64_t rank;
+    int64_t timeout_ns;  // longest wait
+    int64_t label;       // what to call this call in a failure
+    PeerState* state;
+    PeerFailure* failure;
+};
+
+// A rank's part of a push. Pointers are device memory.
+struct PeerPush {
+    PeerSegments segments;     // slot weights
+    const PeerCopy* copies;    // [num_copies] from mains first
+    const char* const* mains;  // [copies from mains, segments] contiguous, of the slots' sizes
+    const PeerPlace* destinations;
+    int64_t num_copies;
+};
+
+// A rank's part of a pull.
+struct PeerPull {
+    PeerSegments segments;               // slot gradients
+    bool is_bfloat16[kMaxPeerSegments];  // else float32; for each segment
+    const PeerSum* sums;                 // [num_sums]
+    float* const* totals;                // [num_sums, segments] aligned to 16
+    const PeerPlace* replicas;
+    int64_t num_sums;
+};
+
+}  // namespace megatron_ext

@@ -1,0 +1,203 @@
+"""Transport over GPU memory that the ranks reach directly, over NVLink.
+
+One-sided: kernels of the home rank write into a peer's slot and read a peer's slot gradients. Who
+may do so when is said by generation counters in the peers' memory, which the kernels advance and
+wait for (`csrc/include/megatron_ext/peer_exchange.h`): no barrier, no host. Calls return at once;
+what they promise holds for the work that is put on the current stream afterwards. Pushes and pulls
+run on streams of their own. The time limit of a wait holds on the device, and its error is raised
+by a later call.
+
+All calls but `reset` can be captured in a CUDA graph, which repeats the captured transfers. Two
+rules then: a push is finished in the graph in which it was started, and all ranks replay alike.
+
+With `CUDA_DEVICE_MAX_CONNECTIONS=1` a GPU takes the work of all streams in the order in which it
+was called for, so what is called after `Pending.wait` waits for the push, whatever its stream.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.ops import has_cuda_part
+from megatron_ext.transport.one_sided import RELAY_THRESHOLD, TIMEOUT_S, OneSidedTransport
+from megatron_ext.transport.shared_heap import is_on_one_machine
+
+_T = TypeVar("_T")
+
+GRAD_REDUCE_SHARE = 0.25
+"""Share of the multiprocessors that adding gradients may use beside the backward pass. By
+arithmetic, not measured: a block has 32 KiB in flight, and a link of 450 GB/s with 2 us latency
+wants 0.9 MB."""
+
+
+class PeerHeap(Protocol):
+    """Memory on GPUs that every rank of an EP group reaches."""
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+
+    def share(self, num_bytes: int) -> tuple[Tensor, Tensor]:
+        """Return this rank's new zeroed bytes and the addresses of all ranks', int64 [R].
+
+        All ranks call alike. Both tensors are on `device`, and the addresses are good there for as
+        long as the bytes are kept; all ranks' bytes are zero when this returns.
+        """
+
+    def highest(self, value: int) -> int:
+        """Return the highest value of all ranks; all ranks call."""
+
+    def close(self) -> None:
+        """Reach peers' memory no more."""
+
+
+class SymmetricHeap:
+    """Memory from torch.distributed's symmetric memory; all ranks of `ep_group` make it.
+
+    Args:
+        ep_group: Ranks that reach each other's memory, each with a GPU of its own.
+        device: This rank's GPU.
+    """
+
+    def __init__(self, ep_group: ProcessGroup, device: torch.device) -> None:
+        self.rank = dist.get_rank(ep_group)
+        self.num_ranks = dist.get_world_size(ep_group)
+        self.device = device
+        self._group = ep_group
+        self._handles: list[Any] = []
+
+    def share(self, num_bytes: int) -> tuple[Tensor, Tensor]:
+        """Return zeroed bytes and all ranks' addresses; see `PeerHeap.share`."""
+        # Here and not above: not every installation of torch has it.
+        from torch.distributed import _symmetric_memory
+
+        mine = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        handle = _symmetric_memory.rendezvous(mine, self._group)
+        self._handles.append(handle)  # while it lives, peers' memory stays mapped
+        # The addresses are those of whole allocations, of which this may be a part.
+        offset = mine.data_ptr() - handle.buffer_ptrs[self.rank]
+        addresses = torch.tensor(
+            [address + offset for address in handle.buffer_ptrs], device=self.device
+        )
+        mine.zero_()
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self._group)
+        return mine, addresses
+
+    def highest(self, value: int) -> int:
+        """Return the highest value of all ranks."""
+        return max(_gather(value, self._group))
+
+    def close(self) -> None:
+        """Unmap peers' memory."""
+        self._handles.clear()
+
+
+class CudaTransport(OneSidedTransport):
+    """Moves replicas with kernels over memory that all ranks of an EP group reach.
+
+    Args:
+        heap: Where buffers come from. Ranks may also be streams of one process on one GPU, each
+            with a heap and a transport of its own; then the blocks of all their launches must fit
+            on the GPU together.
+        timeout_s: Longest wait for a peer, in seconds.
+        relay_threshold: Most sends of a rank without relays (`relay.py`).
+        push_blocks: Blocks that copy, of one warp each; by default one a multiprocessor.
+        pull_blocks: Blocks that add, of 256 threads each; by default `GRAD_REDUCE_SHARE`.
+
+    Raises:
+        RuntimeError: The compiled library is missing or has no CUDA part.
+    """
+
+    def __init__(
+        self,
+        heap: PeerHeap,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        relay_threshold: int = RELAY_THRESHOLD,
+        push_blocks: int | None = None,
+        pull_blocks: int | None = None,
+    ) -> None:
+        if not has_cuda_part():
+            raise RuntimeError(
+                "transport cuda needs the CUDA part of megatron_ext's library: install the CUDA "
+                "toolkit (nvcc) and a torch with CUDA, then build again; or use "
+                "balance.transport=collective"
+            )
+        multiprocessors = torch.cuda.get_device_properties(heap.device).multi_processor_count
+        exchange = torch.classes.megatron_ext.PeerExchange(
+            heap.rank,
+            timeout_s,
+            torch.empty(0, device=heap.device),
+            push_blocks or multiprocessors,
+            pull_blocks or math.ceil(GRAD_REDUCE_SHARE * multiprocessors),
+        )
+        super().__init__(exchange, heap.rank, heap.num_ranks, relay_threshold)
+        self._heap = heap
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a zeroed buffer that all ranks reach; see `Transport.allocate`."""
+        if device != self._heap.device:
+            raise ValueError(
+                f"transport cuda has memory of {self._heap.device} only, not of {device}"
+            )
+        if shape[0] == 0:  # no slots: nothing will be moved
+            return torch.zeros(shape, dtype=dtype, device=device)
+        slot_bytes = math.prod(shape[1:]) * dtype.itemsize
+        num_bytes = torch.classes.megatron_ext.PeerExchange.segment_bytes(shape[0], slot_bytes)
+        mine, addresses = self._heap.share(num_bytes)
+        slots = mine[: shape[0] * slot_bytes].view(dtype).view(shape)
+        self._segment_ids[slots.data_ptr()] = self._exchange.add_segment(slots, addresses)
+        return slots
+
+    def raise_failure(self) -> None:
+        """Raise the error of a wait that has failed by now; the other calls do so, too.
+
+        Raises:
+            RuntimeError: A peer was too late or made other calls.
+        """
+        self._exchange.raise_failure()
+
+    def close(self) -> None:
+        """Let all memory go, as far as no tensor is over it; once no rank moves anything more."""
+        super().close()
+        self._heap.close()
+
+    def _highest(self, value: int) -> int:
+        return self._heap.highest(value)
+
+
+def can_reach_peers(ep_group: ProcessGroup, device: torch.device) -> bool:
+    """Return whether `CudaTransport` is for this group; all ranks call.
+
+    That is: the library has the kernels, and all ranks are on one machine, each with a GPU of its
+    own that reaches the others' memory. (GPUs of several machines that share an NVLink domain are
+    not looked for; `balance.transport=cuda` tries.)
+    """
+    uuids = [
+        str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())
+    ]
+    mine = device.index if device.index is not None else torch.cuda.current_device()
+    gpus = _gather(uuids[mine], ep_group)
+    reached = has_cuda_part() and all(
+        gpu == uuids[mine]
+        or (gpu in uuids and torch.cuda.can_device_access_peer(mine, uuids.index(gpu)))
+        for gpu in gpus
+    )
+    return (
+        is_on_one_machine(ep_group)
+        and len(set(gpus)) == len(gpus)
+        and all(_gather(reached, ep_group))
+    )
+
+
+def _gather(value: _T, ep_group: ProcessGroup) -> list[_T]:
+    values: list[Any] = [None] * dist.get_world_size(ep_group)
+    dist.all_gather_object(values, value, group=ep_group)
+    return values

@@ -1,0 +1,252 @@
+"""The cuda transport on one GPU: what arrives is what the transfers say, bit for bit.
+
+Ranks are streams of one process ("virtual ranks"), or processes that share the GPU. The kernels'
+logic has other tests, which need no GPU (tests/ops/peers_on_host.cpp); here are the hardware's
+memory order, streams, captured graphs and torch's symmetric memory.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.ops import has_cuda_part
+from megatron_ext.transport import Transfer, make_transport
+from megatron_ext.transport.collective import CollectiveTransport
+from megatron_ext.transport.cuda import CudaTransport, SymmetricHeap
+from tests.gpu.virtual_ranks import BLOCKS, VirtualHeap, VirtualRanks
+from tests.ranks import run_ranks
+from tests.transport.test_transports import LARGE, SHAPES, Side, random_transfers
+
+pytestmark = pytest.mark.gpu
+
+ALIGNED = ((3 * 2**15, 4), (64,))
+"""All in bulk copies, the first in several chunks; LARGE has tails and unaligned slots."""
+
+
+def transport_of(ranks: VirtualRanks, rank: int, **options: Any) -> CudaTransport:
+    options = {"timeout_s": 20.0, "push_blocks": BLOCKS, "pull_blocks": BLOCKS, **options}
+    return CudaTransport(VirtualHeap(ranks, rank), **options)
+
+
+def side_of(ranks: VirtualRanks, rank: int, shapes: Any = SHAPES, **options: Any) -> Side:
+    grad_dtype = options.pop("grad_dtype", torch.float32)
+    group = SimpleNamespace(rank=lambda: rank, size=lambda: ranks.num_ranks)
+    transport = transport_of(ranks, rank, **options)
+    return Side(transport, group, shapes, grad_dtype, ranks.device)
+
+
+def test_the_library_has_the_kernels() -> None:
+    assert has_cuda_part()
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("relay_threshold", [0, 1000], ids=["relays", "direct"])
+@pytest.mark.parametrize("shapes", [SHAPES, LARGE, ALIGNED], ids=["small", "odd", "aligned"])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_random_transfers_back_to_back(
+    num_ranks: int, shapes: Any, relay_threshold: int, grad_dtype: torch.dtype
+) -> None:
+    ranks = VirtualRanks(num_ranks)
+
+    def move(rank: int) -> None:
+        side = side_of(ranks, rank, shapes, relay_threshold=relay_threshold, grad_dtype=grad_dtype)
+        generator = random.Random(5)
+        for step in range(10):
+            side.step(random_transfers(generator, num_ranks), step)
+        side.transport.raise_failure()
+
+    ranks.run(move)
+
+
+def test_steps_wait_for_no_host() -> None:
+    """Many steps are called for before the first has run; nothing is compared until the end."""
+    ranks, steps = VirtualRanks(4), 20
+    sides = [side_of(ranks, rank, ALIGNED) for rank in range(4)]
+    generator = random.Random(7)
+    plans = [random_transfers(generator, 4) for _ in range(steps)]
+    pushed: list[list[list[torch.Tensor]]] = [[] for _ in sides]
+
+    def step(side: Side, idx: int) -> None:
+        side.push(plans[idx], idx).wait()
+        pushed[side.rank].append([slots.clone() for slots in side.slots])
+
+    for idx in range(2):  # the caching allocators get what a step needs
+        for side in sides:
+            with torch.cuda.stream(ranks.streams[side.rank]):
+                step(side, idx)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for idx in range(2, steps):
+            for side in sides:
+                with torch.cuda.stream(ranks.streams[side.rank]):
+                    step(side, idx)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    for side in sides:
+        for idx, slots in enumerate(pushed[side.rank]):
+            side.slots = slots
+            side.check_slots(plans[idx], idx)
+
+
+def test_replays_of_a_graph_go_on_counting() -> None:
+    ranks = VirtualRanks(3)
+    plan = [Transfer(0, 0, 1, 0), Transfer(0, 0, 2, 1), Transfer(2, 1, 0, 0)]
+    device, shape = ranks.device, (5000,)
+    transports = [transport_of(ranks, rank, relay_threshold=0) for rank in range(3)]
+    slots = [[each.allocate((2, *shape), torch.float32, device)] for each in transports]
+    grads = [[each.allocate((2, *shape), torch.float32, device)] for each in transports]
+    mains = [[[torch.zeros(shape, device=device) for _ in range(2)]] for _ in transports]
+    sums = [{m: [torch.zeros(shape, device=device)] for m in range(2)} for _ in transports]
+
+    def step(rank: int) -> None:
+        transports[rank].push(plan, mains[rank], slots[rank]).wait()
+        grads[rank][0].copy_(slots[rank][0])
+        homes = {t.main_idx for t in plan if t.home_rank == rank}
+        mine = {m: sums[rank][m] for m in homes}
+        transports[rank].pull_add(plan, grads[rank], mine).wait()
+
+    def all_ranks(call: Any) -> None:
+        for rank in range(3):
+            with torch.cuda.stream(ranks.streams[rank]):
+                call(rank)
+        torch.cuda.synchronize()
+
+    all_ranks(step)
+    graphs = [torch.cuda.CUDAGraph() for _ in transports]
+    for rank, graph in enumerate(graphs):
+        with torch.cuda.graph(graph, stream=ranks.streams[rank]):
+            step(rank)
+    for replay in range(5):
+        for rank in range(3):
+            for m in range(2):
+                mains[rank][0][m].fill_(100 * replay + 10 * rank + m)
+        torch.cuda.synchronize()
+        all_ranks(lambda rank: graphs[rank].replay())
+        for t in plan:
+            value = 100.0 * replay + 10 * t.home_rank + t.main_idx
+            assert slots[t.replica_rank][0][t.slot_idx].eq(value).all()
+            num_replicas = sum((o.home_rank, o.main_idx) == (t.home_rank, t.main_idx) for o in plan)
+            assert sums[t.home_rank][t.main_idx][0].eq(value * num_replicas).all()
+    # A call outside of the graphs finds the generation that the replays have come to.
+    all_ranks(step)
+    for transport in transports:
+        transport.raise_failure()
+
+
+def test_a_late_peer_is_named() -> None:
+    ranks = VirtualRanks(2)
+    transports = [transport_of(ranks, rank, timeout_s=0.2) for rank in range(2)]
+    slots = [[each.allocate((1, 64), torch.float32, ranks.device)] for each in transports]
+    main = [[torch.ones(64, device=ranks.device)]]
+    transports[0].push([Transfer(0, 0, 1, 0)], main, slots[0], "layer 3").wait()
+    start = time.monotonic()
+    torch.cuda.synchronize()
+    assert time.monotonic() - start < 10
+    message = r"rank 0 waited 0.2 s for rank 1 to free slot 0 \(generation 1, seen 0\), layer 3"
+    with pytest.raises(RuntimeError, match=message):
+        transports[0].raise_failure()
+    with pytest.raises(RuntimeError, match=message):
+        transports[0].push([], main, slots[0])
+
+
+def test_an_aborted_step_is_forgotten() -> None:
+    ranks = VirtualRanks(2)
+    everywhere = [Transfer(0, 0, 1, 0), Transfer(1, 0, 0, 0)]
+
+    def move(rank: int) -> None:
+        side = side_of(ranks, rank, timeout_s=20.0)
+        side.step(everywhere, 0)
+        if rank == 0:  # waits for the other, which does not come
+            side.push(everywhere, 1).wait()
+        start = time.monotonic()
+        side.transport.reset()
+        assert time.monotonic() - start < 10, "a reset ends waits at once"
+        for step in range(2, 5):
+            side.step(everywhere, step)
+
+    ranks.run(move)
+
+
+def test_arguments_are_checked() -> None:
+    ranks = VirtualRanks(1)
+    transport = transport_of(ranks, 0)
+    slots = [transport.allocate((1, 4), torch.float32, ranks.device)]
+    grads = [transport.allocate((1, 4), torch.float64, ranks.device)]
+    with pytest.raises(ValueError, match="has memory of cuda:0 only, not of cpu"):
+        transport.allocate((1, 4), torch.float32, torch.device("cpu"))
+    with pytest.raises(ValueError, match="main must be contiguous"):
+        transport.push([Transfer(0, 0, 0, 0)], [[torch.ones(4)]], slots)
+    with pytest.raises(ValueError, match="must be float32 or bfloat16"):
+        transport.pull_add([], grads, {})
+    transport.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        transport.push([], [], [])
+
+
+def _move_between_processes(rank: int) -> None:
+    # They share the GPU here; in training each rank has its own.
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    heap = SymmetricHeap(dist.group.WORLD, device)
+    transport = CudaTransport(heap, push_blocks=BLOCKS, pull_blocks=BLOCKS)
+    side = Side(transport, dist.group.WORLD, LARGE, torch.float32, device)
+    generator = random.Random(5)
+    for step in range(5):
+        side.step(random_transfers(generator, dist.get_world_size()), step)
+    transport.reset()
+    side.step(random_transfers(generator, dist.get_world_size()), 5)
+    chosen = make_transport("auto", dist.group.WORLD, device)
+    assert isinstance(chosen, CollectiveTransport), "ranks that share a GPU are not to be expected"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_processes_reach_each_other(num_ranks: int) -> None:
+    run_ranks(_move_between_processes, num_ranks)
+
+
+def _move_between_gpus(rank: int) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    transport = make_transport("auto", dist.group.WORLD, device)
+    assert isinstance(transport, CudaTransport)
+    side = Side(transport, dist.group.WORLD, LARGE, torch.float32, device)
+    generator = random.Random(5)
+    for step in range(20):
+        side.step(random_transfers(generator, dist.get_world_size()), step)
+
+
+@pytest.mark.gpu(n=2)
+def test_gpus_reach_each_other() -> None:
+    run_ranks(_move_between_gpus, 2)
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+def test_sanitizers_find_nothing(tool: str) -> None:
+    case = "test_random_transfers_back_to_back[2-small-relays-grad_dtype0]"
+    result = subprocess.run(
+        [
+            "compute-sanitizer",
+            f"--tool={tool}",
+            "--error-exitcode=9",
+            *(sys.executable, "-m", "pytest", "-q", f"{__file__}::{case}"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -1,0 +1,180 @@
+// csrc/cuda/ptx.cuh on the host: bulk copies that are made as late, or as early, as is allowed.
+//
+// A load happens when it is issued or when somebody waits for its barrier; with others, in any
+// order. A store reads its shared memory when its thread waits for that, and reaches its
+// destination when its thread waits for that. So what is read, overwritten or told to others too
+// early shows as other bytes. What the hardware forbids ends the program: wrong alignment, a block
+// that ends before its copies, a barrier used twice in a phase, a bulk load that no fence orders
+// behind an acquired flag.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "cuda_runtime_api.h"
+
+namespace cuda_on_host {
+
+struct BulkLoad {
+    void* to;
+    const void* from;
+    uint32_t bytes;
+    uint64_t* barrier;
+};
+
+struct BulkStore {
+    char* to;
+    const char* from;
+    uint32_t bytes;
+    std::vector<char> read;
+};
+using Group = std::vector<BulkStore>;
+
+// What a barrier's word holds.
+struct Barrier {
+    int32_t missing_bytes;
+    uint16_t is_expecting;
+    uint16_t phase;
+};
+
+struct Copies {
+    std::vector<BulkLoad> loads;
+    std::map<Thread*, Group> open;  // not committed yet
+    std::map<Thread*, std::vector<Group>> groups;
+    bool acquired = false;  // without a fence since
+};
+inline std::map<Block*, Copies> copies;
+inline uint64_t clock_ns = 0;
+
+inline Barrier& as_barrier(uint64_t* word) { return *reinterpret_cast<Barrier*>(word); }
+
+inline void check_bulk(const void* to, const void* from, uint32_t bytes) {
+    const auto odd = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes;
+    if (odd % 16 != 0 || bytes == 0) fail("a bulk copy must be of multiples of 16 bytes");
+}
+
+inline void do_load(std::vector<BulkLoad>& loads, size_t i) {
+    const BulkLoad load = loads[i];
+    loads.erase(loads.begin() + static_cast<long>(i));
+    std::memcpy(load.to, load.from, load.bytes);
+    Barrier& barrier = as_barrier(load.barrier);
+    barrier.missing_bytes -= static_cast<int32_t>(load.bytes);
+    if (!barrier.is_expecting || barrier.missing_bytes != 0) return;
+    barrier.is_expecting = 0;
+    ++barrier.phase;
+}
+
+// Let all but this thread's last `pending` groups read; write them if `complete`.
+inline void end_stores(size_t pending, bool complete) {
+    std::vector<Group>& groups = copies[block].groups[current];
+    if (groups.size() <= pending) return;
+    const auto end = groups.end() - static_cast<long>(pending);
+    for (auto group = groups.begin(); group != end; ++group) {
+        std::shuffle(group->begin(), group->end(), random);
+        for (BulkStore& store : *group) {
+            if (store.read.empty()) store.read.assign(store.from, store.from + store.bytes);
+            if (complete) std::memcpy(store.to, store.read.data(), store.bytes);
+        }
+    }
+    if (complete) groups.erase(groups.begin(), end);
+}
+
+inline void check_ended() {
+    const auto found = copies.find(block);
+    if (found == copies.end()) return;
+    for (const auto& [thread, group] : found->second.open) {
+        if (!group.empty()) fail("a block ended with bulk stores that were not committed");
+    }
+    for (const auto& [thread, groups] : found->second.groups) {
+        if (!groups.empty()) fail("a block ended before its bulk stores");
+    }
+    if (!found->second.loads.empty()) fail("a block ended before its bulk loads");
+    copies.erase(found);
+}
+
+inline void let_others_run() {
+    if (random() % 4 == 0) wait(State::kSpinning);
+}
+
+}  // namespace cuda_on_host
+
+namespace megatron_ext {
+
+inline void barrier_init(uint64_t* barrier) {
+    cuda_on_host::as_barrier(barrier) = {0, 0, 0};
+    cuda_on_host::at_block_end = cuda_on_host::check_ended;
+}
+
+inline void barrier_expect(uint64_t* barrier, uint32_t bytes) {
+    cuda_on_host::Barrier& expecting = cuda_on_host::as_barrier(barrier);
+    if (expecting.is_expecting) cuda_on_host::fail("a barrier is used twice in a phase");
+    expecting.is_expecting = 1;
+    expecting.missing_bytes += static_cast<int32_t>(bytes);
+}
+
+inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
+    for (int tries = 0; cuda_on_host::as_barrier(barrier).phase % 2 == parity; ++tries) {
+        if (tries == 1 << 14) cuda_on_host::fail("a thread waits for a load that never comes");
+        auto& loads = cuda_on_host::copies[cuda_on_host::block].loads;
+        if (loads.empty()) {
+            cuda_on_host::wait(cuda_on_host::State::kSpinning);
+        } else {
+            cuda_on_host::do_load(loads, cuda_on_host::random() % loads.size());
+        }
+    }
+}
+
+inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+    cuda_on_host::check_bulk(to, from, bytes);
+    auto& copies = cuda_on_host::copies[cuda_on_host::block];
+    if (copies.acquired) cuda_on_host::fail("no fence between an acquired flag and a bulk load");
+    copies.loads.push_back({to, from, bytes, barrier});
+    if (cuda_on_host::random() % 2 == 0) {
+        cuda_on_host::do_load(copies.loads, copies.loads.size() - 1);
+    }
+}
+
+inline void bulk_store(void* to, const void* from, uint32_t bytes) {
+    cuda_on_host::check_bulk(to, from, bytes);
+    cuda_on_host::copies[cuda_on_host::block].open[cuda_on_host::current].push_back(
+        {static_cast<char*>(to), static_cast<const char*>(from), bytes, {}});
+}
+
+inline void bulk_commit() {
+    auto& copies = cuda_on_host::copies[cuda_on_host::block];
+    cuda_on_host::Group& open = copies.open[cuda_on_host::current];
+    copies.groups[cuda_on_host::current].push_back(std::exchange(open, {}));
+}
+
+template <int kPending>
+void bulk_wait_read() {
+    cuda_on_host::end_stores(kPending, false);
+}
+
+inline void bulk_wait() { cuda_on_host::end_stores(0, true); }
+
+inline void fence_bulk() { cuda_on_host::copies[cuda_on_host::block].acquired = false; }
+
+inline uint64_t load_acquire(const uint64_t* flag) {
+    cuda_on_host::let_others_run();
+    cuda_on_host::copies[cuda_on_host::block].acquired = true;
+    return *flag;
+}
+
+inline void store_release(uint64_t* flag, uint64_t value) {
+    cuda_on_host::let_others_run();
+    *flag = value;
+    cuda_on_host::let_others_run();
+}
+
+inline void fence_system() {}
+
+// Only who asks makes time pass, so a wait that is too long ends by its time limit.
+inline uint64_t now_ns() { return cuda_on_host::clock_ns += 1000; }
+
+inline void pause() { cuda_on_host::wait(cuda_on_host::State::kSpinning); }
+
+}  // namespace megatron_ext

@@ -1,0 +1,464 @@
+// Runs the kernels that move replicas on the host (cuda_on_host/), with ranks as pairs of streams:
+// random transfers, several generations back to back, against the mains' bytes and sums made
+// directly. Built by test_kernels_on_host.py; exits with 1 and a line on stderr at a difference.
+//
+// Every rank has one stream for its pushes and one for its pulls, and nothing but the flags orders
+// ranks. What a rank may overwrite, it overwrites with NaN at once.
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "megatron_ext/cuda_api.h"
+#include "megatron_ext/peer_tables.h"
+
+using namespace megatron_ext;
+
+namespace {
+
+std::mt19937_64 random_numbers(7);
+
+void require(bool holds, const char* what) {
+    if (holds) return;
+    std::fprintf(stderr, "broken: %s\n", what);
+    std::exit(1);
+}
+
+int64_t pick(int64_t low, int64_t high) {
+    const auto choices = static_cast<uint64_t>(high - low) + 1;
+    return low + static_cast<int64_t>(random_numbers() % choices);
+}
+
+template <class T>
+T one_of(std::initializer_list<T> choices) {
+    return *(choices.begin() + pick(0, static_cast<int64_t>(choices.size()) - 1));
+}
+
+constexpr char kGarbage = '\xff';  // NaN, in float32 and bfloat16
+
+// Aligned to 16, as device memory is, and garbage.
+class Memory {
+  public:
+    explicit Memory(int64_t bytes) : vectors_(bytes / 16 + 1) { fill(kGarbage); }
+    char* data() { return reinterpret_cast<char*>(vectors_.data()); }
+    void fill(char byte) { std::memset(data(), byte, vectors_.size() * 16); }
+
+  private:
+    struct alignas(16) Vector {
+        char bytes[16];
+    };
+    std::vector<Vector> vectors_;
+};
+
+// A replica: main `main` of rank `home` in slot `slot` of rank `rank`.
+struct Transfer {
+    int64_t home, main, rank, slot;
+};
+
+struct Sizes {
+    int64_t ranks, mains, slots;
+    std::vector<int64_t> weights;  // bytes of each segment of an expert
+    std::vector<int64_t> grads;    // elements
+    bool is_bfloat16;
+    bool relay;
+};
+
+// A plan as transports give it to one rank: see peer_tables.h.
+struct Lists {
+    Words mains, copies, filled;
+    Words sums, replicas, computed;
+    std::vector<std::vector<Transfer>> pulled;  // for each sum
+    PeerTable pushes, pulls;                    // what becomes of them
+};
+
+// All ranks' memory, and their calls.
+class Group {
+  public:
+    explicit Group(Sizes sizes)
+        : sizes_(std::move(sizes)), states_(sizes_.ranks), failures_(sizes_.ranks) {
+        for (const int64_t bytes : sizes_.weights) add_segment(weights_, bytes);
+        for (const int64_t count : sizes_.grads) {
+            add_segment(grads_, count * (sizes_.is_bfloat16 ? 2 : 4));
+        }
+        for (int64_t i = 0; i < sizes_.ranks * sizes_.mains; ++i) {
+            for (const int64_t bytes : sizes_.weights) mains_.emplace_back(bytes);
+            for (const int64_t count : sizes_.grads) totals_.emplace_back(4 * count);
+        }
+    }
+
+    const Sizes& sizes() const { return sizes_; }
+    const PeerFailure& failure(int64_t rank) const { return failures_[rank]; }
+    const PeerState& state(int64_t rank) const { return states_[rank]; }
+
+    std::vector<Transfer> random_transfers() const {
+        std::vector<Transfer> transfers;
+        for (int64_t rank = 0; rank < sizes_.ranks; ++rank) {
+            std::vector<int64_t> experts;
+            for (int64_t e = 0; e < sizes_.ranks * sizes_.mains; ++e) {
+                if (e / sizes_.mains != rank) experts.push_back(e);
+            }
+            std::shuffle(experts.begin(), experts.end(), random_numbers);
+            // Some ranks' experts are hot.
+            if (pick(0, 1) == 1) std::sort(experts.begin(), experts.end());
+            const int64_t used =
+                std::min<int64_t>(pick(0, sizes_.slots), static_cast<int64_t>(experts.size()));
+            for (int64_t slot = 0; slot < used; ++slot) {
+                transfers.push_back(
+                    {experts[slot] / sizes_.mains, experts[slot] % sizes_.mains, rank, slot});
+            }
+        }
+        std::shuffle(transfers.begin(), transfers.end(), random_numbers);
+        return transfers;
+    }
+
+    // One for each rank.
+    std::vector<std::shared_ptr<Lists>> compile(const std::vector<Transfer>& transfers) {
+        std::vector<std::shared_ptr<Lists>> all;
+        for (int64_t rank = 0; rank < sizes_.ranks; ++rank) {
+            all.push_back(std::make_shared<Lists>());
+        }
+        struct Relay {
+            Transfer slot;
+            std::vector<Transfer> to;
+        };
+        std::vector<Relay> relays;
+        for (int64_t e = 0; e < sizes_.ranks * sizes_.mains; ++e) {
+            std::vector<Transfer> replicas;
+            for (const Transfer& each : transfers) {
+                if (each.home * sizes_.mains + each.main == e) replicas.push_back(each);
+            }
+            if (replicas.empty()) continue;
+            Lists& home = *all[e / sizes_.mains];
+            const auto direct = sizes_.relay ? pick(1, static_cast<int64_t>(replicas.size()))
+                                             : static_cast<int64_t>(replicas.size());
+            add_places(home.copies, {-1, -1}, {replicas.begin(), replicas.begin() + direct});
+            for (int64_t g = 0; g < num_segments(); ++g) {
+                home.mains.push_back(reinterpret_cast<intptr_t>(main(e, g).data()));
+            }
+            for (int64_t i = 0; i < direct; ++i) {
+                add(all[replicas[i].rank]->filled, {replicas[i].home, replicas[i].slot});
+                relays.push_back({replicas[i], {}});
+            }
+            for (size_t i = direct; i < replicas.size(); ++i) {
+                Relay& relay = relays[relays.size() - pick(1, direct)];
+                relay.to.push_back(replicas[i]);
+                add(all[replicas[i].rank]->filled, {relay.slot.rank, replicas[i].slot});
+            }
+            add_places(home.replicas, {}, replicas);
+            for (size_t g = 0; g < sizes_.grads.size(); ++g) {
+                home.sums.push_back(reinterpret_cast<intptr_t>(total(e, g).data()));
+            }
+            for (const Transfer& each : replicas) {
+                add(all[each.rank]->computed, {each.home, each.slot});
+            }
+            home.pulled.push_back(std::move(replicas));
+        }
+        for (const Relay& relay : relays) {
+            if (relay.to.empty()) continue;
+            add_places(all[relay.slot.rank]->copies, {relay.slot.home, relay.slot.slot}, relay.to);
+        }
+        for (const auto& lists : all) {
+            lists->pushes = push_table(lists->mains, lists->copies, lists->filled);
+            lists->pulls = pull_table(lists->sums, lists->replicas, lists->computed);
+        }
+        return all;
+    }
+
+    // Push, wait, look, and leave nothing of it. `round` makes this call's bytes.
+    void push(int64_t rank, const std::vector<Transfer>& transfers, Lists* lists, int round) {
+        const auto stream = stream_of(rank, 0);
+        const PeerRank self = self_of(rank);
+        run(stream, [=, this] { write_mains(rank, round); });
+        const PeerTable& table = lists->pushes;
+        const PeerPush task = peer_push(table, table.words.data(), segments_of(weights_));
+        push_peers_cuda(self, task, static_cast<int>(pick(1, 4)), stream);
+        wait_peers_cuda(self,
+                        task.segments,
+                        used_places(table, table.words.data()),
+                        table.num_used,
+                        PeerDeed::kFill,
+                        stream);
+        // From here on the rank may change its mains.
+        run(stream, [=, this] {
+            for (const Transfer& each : transfers) {
+                if (each.home == rank) {
+                    for (int64_t g = 0; g < num_segments(); ++g) {
+                        main(each.home * sizes_.mains + each.main, g).fill(kGarbage);
+                    }
+                }
+                if (each.rank == rank) check_slot(each, round);
+            }
+        });
+    }
+
+    // Write gradients, pull, wait, look, and leave nothing of it.
+    void pull(int64_t rank, const std::vector<Transfer>& transfers, Lists* lists, int round) {
+        const auto stream = stream_of(rank, 1);
+        const PeerRank self = self_of(rank);
+        run(stream, [=, this] {
+            for (const Transfer& each : transfers) {
+                if (each.rank == rank) write_grads(each, round);
+            }
+        });
+        const PeerTable& table = lists->pulls;
+        PeerPull task = peer_pull(table, table.words.data(), segments_of(grads_));
+        std::fill(task.is_bfloat16, task.is_bfloat16 + kMaxPeerSegments, sizes_.is_bfloat16);
+        pull_add_peers_cuda(self, task, static_cast<int>(pick(1, 3)), stream);
+        wait_peers_cuda(self,
+                        task.segments,
+                        used_places(table, table.words.data()),
+                        table.num_used,
+                        PeerDeed::kTakeGrad,
+                        stream);
+        run(stream, [=, this] {
+            for (const Transfer& each : transfers) {
+                for (size_t g = 0; each.rank == rank && g < sizes_.grads.size(); ++g) {
+                    std::memset(slot(grads_[g], each), kGarbage, grads_[g].segment.slot_bytes);
+                }
+            }
+            if (transfers.empty()) return;
+            for (const std::vector<Transfer>& replicas : lists->pulled) check_sum(replicas, round);
+        });
+    }
+
+    int64_t timeout_ns = int64_t{1} << 40;
+
+  private:
+    // A segment's buffers of all ranks, with their flags at 0.
+    struct Shared {
+        PeerSegment segment;
+        std::vector<char*> addresses;
+        std::vector<Memory> buffers;
+    };
+
+    static cudaStream_t stream_of(int64_t rank, int64_t kind) {
+        return reinterpret_cast<cudaStream_t>(1 + 2 * rank + kind);
+    }
+
+    template <class Deed>
+    static void run(cudaStream_t stream, Deed deed) {
+        cuda_on_host::launch(1, 1, 0, stream, deed);
+    }
+
+    void add_segment(std::vector<Shared>& to, int64_t slot_bytes) {
+        Shared added{{nullptr, sizes_.slots, slot_bytes}, {}, {}};
+        for (int64_t rank = 0; rank < sizes_.ranks; ++rank) {
+            added.buffers.emplace_back(added.segment.bytes());
+            char* const buffer = added.buffers.back().data();
+            const int64_t flags = added.segment.flags_offset();
+            std::memset(buffer + flags, 0, added.segment.bytes() - flags);
+            added.addresses.push_back(buffer);
+        }
+        to.push_back(std::move(added));
+        to.back().segment.buffers = to.back().addresses.data();
+    }
+
+    static PeerSegments segments_of(const std::vector<Shared>& shared) {
+        PeerSegments segments{{}, static_cast<int32_t>(shared.size())};
+        for (size_t g = 0; g < shared.size(); ++g) segments.each[g] = shared[g].segment;
+        return segments;
+    }
+
+    PeerRank self_of(int64_t rank) {
+        return {rank, timeout_ns, 40 + rank, &states_[rank], &failures_[rank]};
+    }
+
+    static void add(Words& to, const Words& words) {
+        to.insert(to.end(), words.begin(), words.end());
+    }
+
+    static void add_places(Words& to, const Words& head, const std::vector<Transfer>& places) {
+        add(to, head);
+        to.push_back(static_cast<int64_t>(places.size()));
+        for (const Transfer& place : places) add(to, {place.rank, place.slot});
+    }
+
+    int64_t num_segments() const { return static_cast<int64_t>(sizes_.weights.size()); }
+    Memory& main(int64_t expert, int64_t g) { return mains_[expert * num_segments() + g]; }
+    Memory& total(int64_t expert, int64_t g) { return totals_[expert * sizes_.grads.size() + g]; }
+    static char* slot(const Shared& shared, const Transfer& at) {
+        return shared.segment.slot(at.rank, at.slot);
+    }
+
+    static char weight(int64_t expert, int64_t g, int round, int64_t i) {
+        return static_cast<char>(expert * 31 + g * 7 + round * 13 + i * 5 + i / 4096 * 3);
+    }
+
+    void write_mains(int64_t rank, int round) {
+        for (int64_t e = rank * sizes_.mains; e < (rank + 1) * sizes_.mains; ++e) {
+            for (int64_t g = 0; g < num_segments(); ++g) {
+                for (int64_t i = 0; i < sizes_.weights[g]; ++i) {
+                    main(e, g).data()[i] = weight(e, g, round, i);
+                }
+            }
+        }
+    }
+
+    void check_slot(const Transfer& at, int round) {
+        for (int64_t g = 0; g < num_segments(); ++g) {
+            char* const bytes = slot(weights_[g], at);
+            bool equal = true;
+            for (int64_t i = 0; i < sizes_.weights[g]; ++i) {
+                equal = equal && bytes[i] == weight(at.home * sizes_.mains + at.main, g, round, i);
+            }
+            require(equal, "a slot has the bytes of its main");
+            std::memset(bytes, kGarbage, sizes_.weights[g]);
+        }
+    }
+
+    // Eight bits, as bfloat16 holds, of so different size that the order of additions shows.
+    static float grad(const Transfer& at, int64_t g, int round, int64_t i) {
+        const auto mixed = static_cast<uint32_t>(
+            (at.rank * 3 + at.slot * 5 + g * 11 + round * 17 + i) * 2654435761u);
+        return static_cast<float>(static_cast<int>(mixed >> 24) - 128) *
+               static_cast<float>(1 << mixed / 64 % 24);
+    }
+
+    void write_grads(const Transfer& at, int round) {
+        for (size_t g = 0; g < sizes_.grads.size(); ++g) {
+            char* const bytes = slot(grads_[g], at);
+            for (int64_t i = 0; i < sizes_.grads[g]; ++i) {
+                const float value = grad(at, g, round, i);
+                const char* const from = reinterpret_cast<const char*>(&value);
+                if (sizes_.is_bfloat16) {
+                    std::memcpy(bytes + 2 * i, from + 2, 2);
+                } else {
+                    std::memcpy(bytes + 4 * i, from, 4);
+                }
+            }
+        }
+    }
+
+    void check_sum(const std::vector<Transfer>& replicas, int round) {
+        for (size_t g = 0; g < sizes_.grads.size(); ++g) {
+            Memory& totals = total(replicas[0].home * sizes_.mains + replicas[0].main, g);
+            bool equal = true;
+            for (int64_t i = 0; i < sizes_.grads[g]; ++i) {
+                float expected = grad(replicas[0], g, round, i);
+                for (size_t r = 1; r < replicas.size(); ++r) {
+                    expected += grad(replicas[r], g, round, i);
+                }
+                equal =
+                    equal && std::memcmp(totals.data() + 4 * i, &expected, sizeof expected) == 0;
+            }
+            require(equal, "a total is the sum of its replicas' gradients, in their order");
+            totals.fill(kGarbage);
+        }
+    }
+
+    const Sizes sizes_;
+    std::vector<Shared> weights_, grads_;  // of each segment
+    std::vector<Memory> mains_, totals_;   // [experts, segments]
+    std::vector<PeerState> states_;
+    std::vector<PeerFailure> failures_;
+};
+
+Sizes random_sizes() {
+    Sizes sizes{one_of<int64_t>({2, 3, 4, 8}), pick(1, 2), pick(1, 3), {}, {}, false, false};
+    sizes.is_bfloat16 = pick(0, 1) == 1;
+    sizes.relay = pick(0, 1) == 1;
+    // Less than a tile, tails, slots that are not aligned, more chunks than one.
+    for (int64_t g = pick(1, 2); g > 0; --g) {
+        sizes.weights.push_back(
+            one_of<int64_t>({16, 48, 100, 8192, 8 * 8192 + 32, kPeerChunkBytes + 7, 270'000}));
+        sizes.grads.push_back(one_of<int64_t>({4, 9, 100, 2048, 3 * 4096 + 8, 40'000}));
+    }
+    return sizes;
+}
+
+void move_random_replicas() {
+    Group group(random_sizes());
+    std::vector<std::vector<std::shared_ptr<Lists>>> kept;
+    const int rounds = 4;
+    for (int round = 0; round < rounds; ++round) {
+        const std::vector<Transfer> transfers = group.random_transfers();
+        kept.push_back(group.compile(transfers));
+        for (int64_t rank = 0; rank < group.sizes().ranks; ++rank) {
+            group.push(rank, transfers, kept.back()[rank].get(), round);
+            group.pull(rank, transfers, kept.back()[rank].get(), round);
+        }
+    }
+    cuda_on_host::run_streams();
+    for (int64_t rank = 0; rank < group.sizes().ranks; ++rank) {
+        require(group.failure(rank).is_set == 0, "no rank waits too long");
+        require(group.state(rank).push.generation == rounds, "every push is counted once");
+        require(group.state(rank).pull.generation == rounds, "every pull is counted once");
+    }
+}
+
+void write_words() {
+    std::vector<int64_t> words(pick(0, 2000)), there(words.size() + 1, -1);
+    for (int64_t& word : words) word = pick(0, 1 << 30);
+    write_words_cuda(words.data(), static_cast<int64_t>(words.size()), there.data(), nullptr);
+    words.push_back(-1);
+    require(there == words, "the words are written, and nothing behind them");
+}
+
+void require_failure(const PeerFailure& failure, const PeerFailure& expected) {
+    require(failure.is_set == 1, "a wait that is too long is recorded");
+    require(failure.deed == expected.deed, "what was waited for is recorded");
+    require(failure.peer == expected.peer, "who was waited for is recorded");
+    require(failure.slot == expected.slot, "the slot is recorded");
+    require(failure.expected == expected.expected, "the expected generation is recorded");
+    require(failure.seen == expected.seen, "the generation seen is recorded");
+    require(failure.label == expected.label, "the call is recorded");
+}
+
+// After a good generation one rank of two makes `calls` and the other none.
+template <class Calls>
+PeerFailure when_the_other_stays_away(int64_t caller, Calls calls) {
+    Group group({2, 1, 1, {300'000}, {90'000}, false, false});
+    group.timeout_ns = 5'000'000;
+    const std::vector<Transfer> transfers{{0, 0, 1, 0}};
+    const auto lists = group.compile(transfers);
+    for (int64_t rank = 0; rank < 2; ++rank) {
+        group.push(rank, transfers, lists[rank].get(), 0);
+        group.pull(rank, transfers, lists[rank].get(), 0);
+    }
+    cuda_on_host::run_streams();
+    calls(group, lists[caller].get());
+    cuda_on_host::run_streams();
+    require(group.failure(1 - caller).is_set == 0, "who does not wait has no failure");
+    return group.failure(caller);
+}
+
+// What a rank does after a failed wait is of no use (no transfers are given: nothing is compared),
+// but it must come to its end.
+void end_waits_in_time() {
+    const auto push = [](int64_t rank) {
+        return [rank](Group& group, Lists* lists) { group.push(rank, {}, lists, 1); };
+    };
+    const auto pull = [](int64_t rank) {
+        return [rank](Group& group, Lists* lists) { group.pull(rank, {}, lists, 1); };
+    };
+    require_failure(when_the_other_stays_away(0, push(0)), {1, 0, 0, 2, 1, 40, PeerDeed::kFree, 1});
+    require_failure(when_the_other_stays_away(1, push(1)), {0, 0, 0, 2, 1, 41, PeerDeed::kFill, 1});
+    require_failure(when_the_other_stays_away(0, pull(0)),
+                    {1, 0, 0, 2, 1, 40, PeerDeed::kOfferGrad, 1});
+    require_failure(when_the_other_stays_away(1, pull(1)),
+                    {0, 0, 0, 2, 1, 41, PeerDeed::kTakeGrad, 1});
+    // A peer that makes a call more is no peer to wait for.
+    require_failure(when_the_other_stays_away(0,
+                                              [&push](Group& group, Lists* lists) {
+                                                  Lists nothing;
+                                                  group.push(1, {}, &nothing, 1);
+                                                  group.push(1, {}, &nothing, 2);
+                                                  cuda_on_host::run_streams();
+                                                  push(0)(group, lists);
+                                              }),
+                    {1, 0, 0, 2, 3, 40, PeerDeed::kFree, 1});
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+    const int rounds = std::atoi(arguments[1]);
+    for (int i = 0; i < rounds; ++i) move_random_replicas();
+    for (int i = 0; i < 5; ++i) write_words();
+    end_waits_in_time();
+    std::printf("%d rounds\n", rounds);
+}
