@@ -318,9 +318,10 @@ def shared_slot_buffers(
     device: torch.device,
     ep_group: ProcessGroup,
     transport: str,
+    grad_reduce_share: float,
 ) -> SlotBuffers:
     """Return `ep_group`'s slot buffers for such experts: made once, gone with the last user."""
-    key = (ep_group, layout, tuple(segments), dtype, device, transport)
+    key = (ep_group, layout, tuple(segments), dtype, device, transport, grad_reduce_share)
     buffers = _SHARED.get(key)
     if buffers is None:
         buffers = SlotBuffers(
@@ -329,7 +330,9 @@ def shared_slot_buffers(
             dtype=dtype,
             device=device,
             ep_rank=ep_group.rank(),
-            transport=make_transport(transport, ep_group, device),
+            transport=make_transport(
+                transport, ep_group, device, grad_reduce_share=grad_reduce_share
+            ),
         )
         _SHARED[key] = buffers
     return buffers

@@ -237,6 +237,7 @@ class BalancedMoELayer(MoELayer):
                 device=example.device,
                 ep_group=self.ep_group,
                 transport=self.balance.transport,
+                grad_reduce_share=self.balance.grad_reduce_share,
             )
             ring_size = self._ring_size()
             self._in_flight = InFlightPlans(

@@ -88,8 +88,16 @@ class Transport(Protocol):
         """
 
 
-def make_transport(name: str, ep_group: ProcessGroup, device: torch.device) -> Transport:
+def make_transport(
+    name: str, ep_group: ProcessGroup, device: torch.device, *, grad_reduce_share: float
+) -> Transport:
     """Return the transport called `name` for this EP group; every rank calls.
+
+    Args:
+        name: Of a transport, or `auto`.
+        ep_group: Who moves replicas.
+        device: Where the experts are.
+        grad_reduce_share: Share of a GPU that adding gradients may use.
 
     Raises:
         ValueError: No such transport, or not for this device.
@@ -112,7 +120,7 @@ def make_transport(name: str, ep_group: ProcessGroup, device: torch.device) -> T
     if chosen == "shared_memory":
         return SharedMemoryTransport(ep_group)
     if chosen == "cuda":
-        return CudaTransport(SymmetricHeap(ep_group, device))
+        return CudaTransport(SymmetricHeap(ep_group, device), grad_reduce_share=grad_reduce_share)
     return CollectiveTransport(ep_group)
 
 

@@ -30,11 +30,6 @@ from megatron_ext.transport.shared_heap import is_on_one_machine
 
 _T = TypeVar("_T")
 
-GRAD_REDUCE_SHARE = 0.25
-"""Share of the multiprocessors that adding gradients may use beside the backward pass. By
-arithmetic, not measured: a block has 32 KiB in flight, and a link of 450 GB/s with 2 us latency
-wants 0.9 MB."""
-
 
 class PeerHeap(Protocol):
     """Memory on GPUs that every rank of an EP group reaches."""
@@ -109,7 +104,7 @@ class CudaTransport(OneSidedTransport):
         timeout_s: Longest wait for a peer, in seconds.
         relay_threshold: Most sends of a rank without relays (`relay.py`).
         push_blocks: Blocks that copy, of one warp each; by default one a multiprocessor.
-        pull_blocks: Blocks that add, of 256 threads each; by default `GRAD_REDUCE_SHARE`.
+        grad_reduce_share: Blocks that add, of 256 threads each, as a share of the multiprocessors.
 
     Raises:
         RuntimeError: The compiled library is missing or has no CUDA part.
@@ -122,7 +117,7 @@ class CudaTransport(OneSidedTransport):
         timeout_s: float = TIMEOUT_S,
         relay_threshold: int = RELAY_THRESHOLD,
         push_blocks: int | None = None,
-        pull_blocks: int | None = None,
+        grad_reduce_share: float,
     ) -> None:
         if not has_cuda_part():
             raise RuntimeError(
@@ -136,7 +131,7 @@ class CudaTransport(OneSidedTransport):
             timeout_s,
             torch.empty(0, device=heap.device),
             push_blocks or multiprocessors,
-            pull_blocks or math.ceil(GRAD_REDUCE_SHARE * multiprocessors),
+            math.ceil(grad_reduce_share * multiprocessors),
         )
         super().__init__(exchange, heap.rank, heap.num_ranks, relay_threshold)
         self._heap = heap

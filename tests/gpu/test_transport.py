@@ -24,7 +24,7 @@ from megatron_ext.ops import has_cuda_part
 from megatron_ext.transport import Transfer, make_transport
 from megatron_ext.transport.collective import CollectiveTransport
 from megatron_ext.transport.cuda import CudaTransport, SymmetricHeap
-from tests.gpu.virtual_ranks import BLOCKS, VirtualHeap, VirtualRanks
+from tests.gpu.virtual_ranks import BLOCKS, SHARE, VirtualHeap, VirtualRanks
 from tests.ranks import run_ranks
 from tests.transport.test_transports import LARGE, SHAPES, Side, random_transfers
 
@@ -35,7 +35,7 @@ ALIGNED = ((3 * 2**15, 4), (64,))
 
 
 def transport_of(ranks: VirtualRanks, rank: int, **options: Any) -> CudaTransport:
-    options = {"timeout_s": 20.0, "push_blocks": BLOCKS, "pull_blocks": BLOCKS, **options}
+    options = {"timeout_s": 20.0, "push_blocks": BLOCKS, "grad_reduce_share": SHARE, **options}
     return CudaTransport(VirtualHeap(ranks, rank), **options)
 
 
@@ -202,14 +202,14 @@ def _move_between_processes(rank: int) -> None:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     heap = SymmetricHeap(dist.group.WORLD, device)
-    transport = CudaTransport(heap, push_blocks=BLOCKS, pull_blocks=BLOCKS)
+    transport = CudaTransport(heap, push_blocks=BLOCKS, grad_reduce_share=SHARE)
     side = Side(transport, dist.group.WORLD, LARGE, torch.float32, device)
     generator = random.Random(5)
     for step in range(5):
         side.step(random_transfers(generator, dist.get_world_size()), step)
     transport.reset()
     side.step(random_transfers(generator, dist.get_world_size()), 5)
-    chosen = make_transport("auto", dist.group.WORLD, device)
+    chosen = make_transport("auto", dist.group.WORLD, device, grad_reduce_share=1.0)
     assert isinstance(chosen, CollectiveTransport), "ranks that share a GPU are not to be expected"
 
 
@@ -221,7 +221,7 @@ def test_processes_reach_each_other(num_ranks: int) -> None:
 def _move_between_gpus(rank: int) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    transport = make_transport("auto", dist.group.WORLD, device)
+    transport = make_transport("auto", dist.group.WORLD, device, grad_reduce_share=1.0)
     assert isinstance(transport, CudaTransport)
     side = Side(transport, dist.group.WORLD, LARGE, torch.float32, device)
     generator = random.Random(5)

@@ -22,6 +22,9 @@ os.environ["CUDA_MODULE_LOADING"] = "EAGER"
 BLOCKS = 4
 """Of every launch; one multiprocessor has room for several."""
 
+SHARE = 0.03
+"""So many of 132 multiprocessors are four blocks, too."""
+
 
 class VirtualRanks:
     """What the heaps of all ranks share."""

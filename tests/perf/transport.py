@@ -234,13 +234,13 @@ def measure_gpu(rounds: int) -> list[dict[str, Any]]:
         ranks = VirtualRanks(num_ranks)
         # All blocks of all ranks must fit at a time.
         blocks = torch.cuda.get_device_properties(ranks.device).multi_processor_count
-        options = {"push_blocks": blocks, "pull_blocks": blocks // 2}
         setups = [
             Setup(
                 CudaTransport(
                     VirtualHeap(ranks, rank),
                     relay_threshold=relay_threshold,
-                    **(options if num_ranks <= 3 else {"push_blocks": blocks // 2}),
+                    push_blocks=blocks if num_ranks <= 3 else blocks // 2,
+                    grad_reduce_share=0.5 if num_ranks <= 3 else 0.25,
                 ),
                 num_bytes,
                 slots,

@@ -331,13 +331,16 @@ def _live_on_two_machines(rank: int) -> None:
     with mock.patch.object(
         shared_heap, "_this_machine", return_value=elsewhere if rank == 1 else here
     ):
-        assert isinstance(make_transport("auto", dist.group.WORLD, CPU), CollectiveTransport)
+        assert isinstance(
+            make_transport("auto", dist.group.WORLD, CPU, grad_reduce_share=1.0),
+            CollectiveTransport,
+        )
         with pytest.raises(
             RuntimeError,
             match=r"process \d+ on .* cannot map memory of process \d+ on .*another "
             r"machine or in another container\); use balance.transport=collective",
         ):
-            make_transport("shared_memory", dist.group.WORLD, CPU)
+            make_transport("shared_memory", dist.group.WORLD, CPU, grad_reduce_share=1.0)
 
 
 def test_ranks_of_several_machines_take_the_collective_transport() -> None:

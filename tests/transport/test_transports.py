@@ -196,7 +196,7 @@ def _move_in_groups(rank: int, name: str) -> None:
     """Each rank is in two EP groups: group ranks are not global ranks."""
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     sides = [
-        Side(make_transport(name, group, CPU), group)
+        Side(make_transport(name, group, CPU, grad_reduce_share=1.0), group)
         for group in (dist.group.WORLD, pairs[rank % 2])
     ]
     generators = [random.Random(5) for _ in sides]
@@ -228,4 +228,4 @@ def test_devices_have_transports_of_their_own() -> None:
 def test_a_library_without_cuda_says_how_to_get_it() -> None:
     heap = SimpleNamespace(rank=0, num_ranks=1, device=torch.device("cuda", 0))
     with pytest.raises(RuntimeError, match=r"needs the CUDA part.*install the CUDA toolkit"):
-        CudaTransport(heap)
+        CudaTransport(heap, grad_reduce_share=1.0)
