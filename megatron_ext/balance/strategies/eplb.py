@@ -8,6 +8,8 @@ assignments that are dealt each by itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -36,18 +38,22 @@ def place(expert_load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> 
     Source: DeepSeek EPLB, README (replicate the heavy, pack on the light); differs from it in that
     mains do not move and that replicas stay in their NVLink domain.
     """
-    return place_replicas(expert_load, layout, most_replicas=layout.nvlink_domain - 1)
+    capacities = [layout.slots] * layout.ep_size
+    return place_replicas(expert_load, layout, capacities, most_replicas=layout.nvlink_domain - 1)
 
 
-def place_replicas(expert_load: Tensor, layout: ExpertLayout, *, most_replicas: int) -> Tensor:
-    """As `place`, with at most so many replicas of one expert."""
+def place_replicas(
+    expert_load: Tensor, layout: ExpertLayout, capacities: Sequence[int], *, most_replicas: int
+) -> Tensor:
+    """As `place`, with so many replicas on each rank, and at most so many of one expert."""
     mains, ranks = layout.mains_per_rank, layout.nvlink_domain
     slots = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
     for first_rank in range(0, layout.ep_size, ranks):
         first_expert = first_rank * mains
         loads = expert_load[first_expert : first_expert + ranks * mains].tolist()
-        instances = _replicate(loads, ranks * layout.slots, most_replicas + 1)
-        for rank, held in enumerate(_pack(loads, instances, ranks, layout.slots)):
+        of_ranks = capacities[first_rank : first_rank + ranks]
+        instances = _replicate(loads, sum(of_ranks), most_replicas + 1)
+        for rank, held in enumerate(_pack(loads, instances, of_ranks)):
             row = [expert + first_expert for expert in held]
             slots[first_rank + rank, : len(row)] = torch.tensor(row, dtype=torch.int32)
     return slots
@@ -139,8 +145,9 @@ def _replicate(loads: list[int], replicas: int, most_instances: int) -> list[int
     return [int(count) for count in instances]
 
 
-def _pack(loads: list[int], instances: list[int], ranks: int, slots: int) -> list[list[int]]:
+def _pack(loads: list[int], instances: list[int], capacities: Sequence[int]) -> list[list[int]]:
     """Put replicas, the heaviest first, on the least loaded rank that can take them."""
+    ranks = len(capacities)
     mains = len(loads) // ranks
     share = [load / count for load, count in zip(loads, instances, strict=True)]
     rank_loads = [sum(share[rank * mains : (rank + 1) * mains]) for rank in range(ranks)]
@@ -150,7 +157,7 @@ def _pack(loads: list[int], instances: list[int], ranks: int, slots: int) -> lis
             takers = [
                 rank
                 for rank in range(ranks)
-                if len(held[rank]) < slots and rank != expert // mains and expert not in held[rank]
+                if len(held[rank]) < capacities[rank] and rank != expert // mains and expert not in held[rank]
             ]
             if not takers:
                 break
