@@ -3,20 +3,19 @@
     1 estimate   replay a trace with 1, 2, 4, ... replicas in every layer
     2 budget     replicas a rank, given or where the gain of one more falls below the average
     3 allocate   so many replicas for each layer that all layers together gain most
-    4 assign     ranks that hold them, so that over all layers every rank holds equally many
-    5 place      the hottest experts of each layer on the least loaded of these ranks
+    4 assign     if asked for: ranks that hold them, so that every rank holds equally many
+    5 place      the hottest experts of each layer on the least loaded (of these) ranks
 
-Made for training: mains do not move, a rank's slots are shared by its layers, so the budget is not
-memory but weights that are sent in every microbatch; docs/decisions/009 says what follows. Legend:
-L layers, R ranks of the EP group, E logical experts, S slots per rank, C numbers of replicas that
-are compared.
+Made for training: mains do not move, and a rank's slots are shared by its layers, so that what a
+replica costs is not memory, but weights that are sent in every microbatch.
+docs/decisions/010-what-craft-leaves-open.md says what follows. Legend: L layers, R ranks of the EP
+group, E logical experts, S slots per rank, C numbers of replicas that are compared.
 
 Source: CRAFT (A. Zhao et al.), section 4 and Algorithms 1 to 3.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -59,6 +58,7 @@ def place(
     settings: PlanSettings,
     *,
     budget: int | None,
+    even: bool,
     on_load: Callable[[int], object] = lambda count: None,
 ) -> Crafted:
     """Place replicas for a trace.
@@ -68,6 +68,8 @@ def place(
         layout: Where experts and slots are.
         settings: As in the run to come: the loads are replayed with them.
         budget: Most replicas of a rank, over all layers; None takes `knee` of the gains.
+        even: Give every rank equally many replicas over all layers, as `assign` does: for replicas
+            that stay in memory. Otherwise a layer's replicas go where its load is least.
         on_load: Called with 1 after every load that was replayed, C times for each load.
 
     Raises:
@@ -93,11 +95,11 @@ def place(
     if budget is None:
         budget = knee(best.gain[:: ranks])
     counts = best.counts(min(budget, most) * ranks)
-    capacities = assign(counts, ranks)
+    capacities = assign(counts, ranks) if even else np.full((len(counts), ranks), layout.slots)
     slots = torch.stack(
         [
-            place_replicas(one, layout, capacity)
-            for one, capacity in zip(by_layer, capacities, strict=True)
+            _place_layer(one, layout, count, capacities[i].tolist())
+            for i, (one, count) in enumerate(zip(by_layer, counts.tolist(), strict=True))
         ]
     )
     expert_load = torch.stack([one.load.sum((0, 1)) for one in by_layer])
@@ -138,13 +140,13 @@ def estimate_gains(
         Mean balancedness with the replicas, less that without, float64 [L, C].
 
     Source: CRAFT, Algorithm 1; differs from it in that loads are split as strategy `craft` splits
-    them in training, instead of evenly.
+    them in training, instead of evenly, and that replicas go to
+    the ranks with least load.
     """
     gains = np.zeros((len(by_layer), len(counts)))
     for i, loads in enumerate(by_layer):
         for j, count in enumerate(counts.tolist()):
-            (capacity,) = assign([count], layout.ep_size)
-            slots = place_replicas(loads, layout, capacity)
+            slots = _place_layer(loads, layout, count)
             after = []
             for load in loads.load:
                 after.append(craft.fill(load, slots, layout, settings).rank_loads())
@@ -191,7 +193,7 @@ def allocate(gains: np.ndarray, counts: np.ndarray, capacity: int) -> Allocation
     ([1, 1], [1, 0], [0.0, 0.3, 0.5])
 
     Source: CRAFT, Algorithm 2; differs from it in the objective, which there is the gain times the
-    number of replicas: docs/decisions/009.
+    number of replicas: docs/decisions/010-what-craft-leaves-open.md.
     """
     best = np.zeros(capacity + 1)
     choice = np.zeros((len(gains), capacity + 1), dtype=np.int64)
@@ -261,21 +263,16 @@ def assign(counts: Sequence[int] | np.ndarray, ranks: int) -> np.ndarray:
     return assigned
 
 
-def place_replicas(
-    loads: Loads, layout: ExpertLayout, capacities: np.ndarray
+def _place_layer(
+    loads: Loads, layout: ExpertLayout, num_replicas: int, capacities: list[int] | None = None
 ) -> torch.Tensor:
-    """Place so many replicas on each rank, of the experts with most load per instance.
-
-    Args:
-        loads: Of one layer.
-        layout: Where experts and slots are.
-        capacities: Replicas of each rank, int64 [R].
-
-    Returns:
-        Logical expert in each slot, or -1: int32 [R, S].
-    """
+    """Place so many replicas for all loads of a layer together: int32 [R, S]."""
     return eplb.place_replicas(
-        loads.load.sum((0, 1)), layout, capacities.tolist(), most_replicas=layout.nvlink_domain - 1
+        loads.load.sum((0, 1)),
+        layout,
+        most_replicas=layout.nvlink_domain - 1,
+        capacities=capacities,
+        num_replicas=num_replicas,
     )
 
 

@@ -22,8 +22,7 @@ def place(expert_load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> 
     Source: UltraEP, section 8.1 (LPLB with at most one replica per expert, paired with EPLB).
     """
     most = min(1, layout.nvlink_domain - 1)
-    capacities = [layout.slots] * layout.ep_size
-    return eplb.place_replicas(expert_load, layout, capacities, most_replicas=most)
+    return eplb.place_replicas(expert_load, layout, most_replicas=most)
 
 
 def fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
