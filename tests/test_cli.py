@@ -67,6 +67,7 @@ def test_as_a_process(texts):
         ["checkpoint", "inspect"],
         ["doctor"],
         ["plan"],
+        ["replay"],
         ["synth"],
     ],
 )
@@ -83,6 +84,7 @@ def test_help_has_an_example(capsys, words):
         [],
         ["data"],
         ["plant"],
+        ["replay", "loads.npz"],
         ["data", "build"],
         ["data", "corpus", "--out", "x", "--limit-mb", "0"],
     ],
@@ -281,6 +283,9 @@ def test_an_error_of_our_own_keeps_its_traceback(monkeypatch):
         main(["doctor"])
 
 
+COSTS = "--expert-bytes 1000 --link-bandwidth 1e9 --assignment-time 1e-6"
+
+
 @pytest.fixture
 def loads(tmp_path, capsys):
     path = tmp_path / "loads.npz"
@@ -394,12 +399,89 @@ def test_plan_for_the_least_time(loads, capsys):
         (["--objective", "speed"], "--objective (speed) must be tolerance or time"),
         (["--objective", "time"], "--objective time needs --expert-bytes, --link-bandwidth"),
         (["--expert-bytes", 5], "--expert-bytes is for --objective time"),
+        (["--strategy", "time"], "--strategy time needs --expert-bytes, --link-bandwidth"),
+        (["--strategy", "eplb", "--interval", 0], "interval (0) must be >= 1"),
+        (["--strategy", "llep", "--alpha", 0.5], "alpha (0.5) must be from 1"),
+        (["--min-tokens-per-gemm", 0], "min_tokens_per_gemm (0) must be >= 1"),
+        (
+            f"--strategy eplb --objective time {COSTS}".split(),
+            "strategy 'eplb' plans from history, without a tolerance",
+        ),
     ],
 )
 def test_plan_with_wrong_settings(loads, capsys, words, message):
     status, stdout, stderr = run(capsys, "plan", loads, *words)
     assert (status, stdout) == (2, "")
     assert stderr.startswith("megatron-ext plan: error: ")
+    assert message in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_plan_lists_the_strategies(capsys):
+    from megatron_ext.balance.strategies import STRATEGIES
+
+    status, stdout, _ = run(capsys, "plan", "--list")
+    assert status == 0
+    lines = stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(STRATEGIES)
+    for line, strategy in zip(lines, STRATEGIES.values(), strict=True):
+        assert line.endswith(strategy.summary)
+        assert "training" in line
+        assert ("offline" in line) == (strategy.name != "ideal")
+    status, stdout, _ = run(capsys, "plan", "--list", "--json")
+    assert status == 0
+    assert json.loads(stdout)["eplb"]["training"] is True
+    status, _, stderr = run(capsys, "plan")
+    assert status == 2
+    assert stderr == "megatron-ext plan: error: LOADS.npz is not given (nor --list)\n"
+
+
+def test_plan_from_history(loads, capsys):
+    words = ["--strategy", "eplb", "--interval", 1, "--slots", 2, "--json"]
+    status, stdout, _ = run(capsys, "plan", loads, *words)
+    assert status == 0
+    report = json.loads(stdout)
+    assert report["instances"][0]["replicas"] == 0
+    assert report["summary"]["interval"] == 1
+
+
+def test_replay_prints_the_contract(loads, capsys, tmp_path):
+    words = ["--strategies", "none,quota,time", "--slots", 2, *COSTS.split()]
+    out = tmp_path / "out"
+    status, stdout, _ = run(capsys, "replay", loads, *words, "--out", out, "--json")
+    assert status == 0
+    report = json.loads(stdout)
+    assert list(report["strategies"]) == ["none", "quota", "time"]
+    for numbers in report["strategies"].values():
+        assert numbers.keys() >= {
+            *("imbalance_mean", "imbalance_p50", "imbalance_p95", "imbalance_worst"),
+            *("replicas_mean", "max_rank_sends", "remote_assignments_mean", "solve_us_p50"),
+        }
+    assert report["strategies"]["none"]["imbalance_mean"] == pytest.approx(1.5, rel=0.01)
+    assert report["strategies"]["quota"]["imbalance_worst"] <= 1.01
+    assert json.loads((out / "replay.json").read_text()) == report
+    status, stdout, _ = run(capsys, "replay", loads, *words)
+    assert status == 0
+    assert "| quota " in stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--strategies", "none,ideal"], "strategy 'ideal' makes no plans"),
+        (["--strategies", "none,,quota"], "unknown strategy ''; known: eplb"),
+        (["--strategies", "none,none"], "strategy 'none' is there twice"),
+        (["--strategies", "none,time"], "time among --strategies needs --expert-bytes"),
+        (["--strategies", "none", "--slots", -1], "slots (-1) must be >= 0"),
+        (["--strategies", "none", "--nvlink-domain", 3], "nvlink_domain (3) must divide"),
+        (["--strategies", "none", "--token-bytes", 3], "--token-bytes is for time among"),
+        (["--strategies", "none", "--out", "pyproject.toml"], "pyproject.toml is no folder"),
+    ],
+)
+def test_replay_with_wrong_settings(loads, capsys, words, message):
+    status, stdout, stderr = run(capsys, "replay", loads, *words)
+    assert (status, stdout) == (2, "")
+    assert stderr.startswith("megatron-ext replay: error: ")
     assert message in stderr
     assert stderr.count("\n") == 1
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan, plan_each
-from megatron_ext.balance.strategies import none
 from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
 
 
@@ -22,8 +21,11 @@ def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Balance
     The hottest expert comes first. Its home rank takes what it has room for, beside its other
     experts; the rest goes to the least loaded ranks of the NVLink domain that have a free slot, in
     pieces of at least `min_tokens_per_gemm` (and `min_quota`). What no rank has room for goes to
-    the least loaded one that can take it all the same. On the CPU, one load after the other. Where
-    that is worse than no balancing, the load is planned without replicas.
+    the least loaded one that can take it all the same. On the CPU, one load after the other.
+
+    It cannot be worse than no balancing. A piece ends within the capacity, which the busiest rank
+    is above when anything is moved; and what is left goes to a rank that then has no more than the
+    home rank would have with it.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
@@ -34,12 +36,11 @@ def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Balance
     that a rank takes no more foreign experts than it has slots, and that no piece is smaller than
     the least.
     """
-    plan = plan_each(load, layout, lambda one: _spill(one.sum(0).tolist(), layout, settings))
-    return none.unless_worse(load, plan)
+    return plan_each(load, layout, lambda one: _spill(one.sum(0).tolist(), layout, settings))
 
 
 def _spill(loads: list[int], layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
-    """Plan one load, without a look at whether it is worse than none."""
+    """Plan one load, given as assignments of each expert."""
     ranks, mains, domain = layout.ep_size, layout.mains_per_rank, layout.nvlink_domain
     capacity = math.floor(settings.alpha * sum(loads) / ranks)
     least = max(settings.min_tokens_per_gemm, settings.min_quota)
