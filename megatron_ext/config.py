@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import math
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +46,11 @@ class BalanceConfig:
 
     min_tokens_per_gemm: int = 1024
     """Fewest assignments that `llep` moves to another rank in one piece."""
+
+    placement: str = ""
+    """File of replicas that were placed before the run (`megatron-ext place craft`). `craft` needs
+    it and uses its replicas; other planners use no more slots in a layer than it does. Empty is
+    none."""
 
     objective: str = "tolerance"
     """`tolerance`: within `tolerance` at least cost. `time`: every load gets the tolerance at which
@@ -388,6 +394,8 @@ def validate(config: TrainConfig, *, num_ranks: int) -> None:
     values_fit = not problems
     if values_fit:
         problems = _check_sizes(config, num_ranks)
+    if not problems:
+        problems = _check_placement(config)
     problems += _check_megatron(config, values_fit=values_fit, sizes_fit=not problems)
     problems += _check_data(config, values_fit=values_fit)
     if not problems:
@@ -533,6 +541,36 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
         except (ValueError, AssertionError, TypeError) as error:
             problems.append(f"Megatron: {_one_line(error)}")
     return problems
+
+
+def _check_placement(config: TrainConfig) -> list[str]:
+    """The file of placed replicas, against the model and its ranks."""
+    balance = config.balance
+    if not balance.placement:
+        return []
+    from megatron_ext.balance.plan import plan_layout
+    from megatron_ext.balance.planner import LayerPlanner
+    from megatron_ext.balance.strategies import PlanSettings
+    from megatron_ext.offline.placements import read_placement
+
+    domain = balance.nvlink_domain
+    try:
+        placement = read_placement(Path(balance.placement))
+        layout = plan_layout(
+            balance.strategy,
+            num_experts=config.model.num_experts,
+            ep_size=config.parallel.ep_size,
+            slots=balance.slots,
+            nvlink_domain=None if domain == "auto" else int(domain),
+        )
+        # Not every layer has experts if Megatron was told so.
+        all_layers = range(1, config.model.num_layers + 1)
+        layers = placement.layers if "moe_layer_freq" in config.megatron else all_layers
+        for layer in layers:
+            LayerPlanner(balance.strategy, layout, PlanSettings(placement=placement), layer=layer)
+    except (FileNotFoundError, ValueError, ModuleNotFoundError) as error:
+        return [f"balance.placement ({balance.placement}): {_one_line(error)}"]
+    return []
 
 
 def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:

@@ -48,7 +48,9 @@ class Placement:
             raise ValueError(
                 f"the placement needs {needed} slots in layer {layer}, there are {layout.slots}"
             )
-        for rank, expert in ((rank, int(e)) for rank, row in enumerate(held) for e in row if e >= 0):
+        for rank, expert in (
+            (rank, int(e)) for rank, row in enumerate(held) for e in row if e >= 0
+        ):
             home = layout.home_rank(expert)
             if layout.domain(rank) != layout.domain(home):
                 raise ValueError(
@@ -68,6 +70,11 @@ class Placement:
             ValueError: The placement does not know the layer.
         """
         return int((self.slots[self._index(layer)] >= 0).sum(-1).max()) if self.slots.numel() else 0
+
+    def num_replicas(self) -> dict[str, int]:
+        """Replicas of each layer, by its number."""
+        counts = (self.slots >= 0).sum((1, 2)).tolist()
+        return {str(layer): count for layer, count in zip(self.layers, counts, strict=True)}
 
     def _index(self, layer: int) -> int:
         if layer not in self.layers:

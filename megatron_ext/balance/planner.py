@@ -46,7 +46,9 @@ class LayerPlanner:
         self._num_spare_slots = 0
         if planner.needs_placement:
             if settings.placement is None:
-                raise ValueError(f"strategy {strategy!r} needs a placement")
+                raise ValueError(
+                    f"strategy {strategy!r} needs a placement: `megatron-ext place craft` makes one"
+                )
             if layout.slots > 0:
                 self._slots = settings.placement.replicas(layer, layout)
         elif settings.placement is not None:
@@ -107,9 +109,7 @@ class LayerPlanner:
             return plan
         check_load(load, self._layout)
         plans = [self.plan_in_order(one) for one in load]
-        layout = dataclasses.replace(
-            self._layout, slots=self._layout.slots + self._num_spare_slots
-        )
+        layout = dataclasses.replace(self._layout, slots=self._layout.slots + self._num_spare_slots)
         return stack_plans(plans, layout)
 
 

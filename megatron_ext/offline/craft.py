@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,6 +52,29 @@ class Crafted:
     gains: np.ndarray
     """Mean balancedness gained by each number of replicas: float64 [L, C]."""
 
+    achieved: np.ndarray
+    """Mean balancedness of each layer with the placement: float64 [L]."""
+
+    def layers(self) -> list[dict[str, Any]]:
+        """Return what is known of each layer, for JSON."""
+        replicas = self.placement.num_replicas()
+        return [
+            {
+                "layer": layer,
+                "replicas": replicas[str(layer)],
+                "slot_limit": self.placement.slot_limit(layer),
+                "balancedness_before": float(self.baseline[i]),
+                "balancedness_after": float(self.achieved[i]),
+                "gains": {
+                    str(count): gain
+                    for count, gain in zip(
+                        self.compared.tolist(), self.gains[i].tolist(), strict=True
+                    )
+                },
+            }
+            for i, layer in enumerate(self.placement.layers)
+        ]
+
 
 def place(
     loads: Loads,
@@ -70,7 +94,7 @@ def place(
         budget: Most replicas of a rank, over all layers; None takes `knee` of the gains.
         even: Give every rank equally many replicas over all layers, as `assign` does: for replicas
             that stay in memory. Otherwise a layer's replicas go where its load is least.
-        on_load: Called with 1 after every load that was replayed, C times for each load.
+        on_load: Called with 1 after every load that was replayed, C + 1 times for each load.
 
     Raises:
         ValueError: There are no slots or no two ranks to place replicas on, or the budget is < 0.
@@ -93,7 +117,7 @@ def place(
     most = layout.slots * len(numbers)
     best = allocate(gains, compared, most * ranks)
     if budget is None:
-        budget = knee(best.gain[:: ranks])
+        budget = knee(best.gain[::ranks])
     counts = best.counts(min(budget, most) * ranks)
     capacities = assign(counts, ranks) if even else np.full((len(counts), ranks), layout.slots)
     slots = torch.stack(
@@ -104,7 +128,13 @@ def place(
     )
     expert_load = torch.stack([one.load.sum((0, 1)) for one in by_layer])
     placement = Placement(tuple(numbers), slots, expert_load)
-    return Crafted(placement, budget, counts, compared, baseline, gains)
+    achieved = np.array(
+        [
+            _replay(one, held, layout, settings, on_load)
+            for one, held in zip(by_layer, slots, strict=True)
+        ]
+    )
+    return Crafted(placement, budget, counts, compared, baseline, gains, achieved)
 
 
 def replica_counts(layout: ExpertLayout) -> np.ndarray:
@@ -147,11 +177,7 @@ def estimate_gains(
     for i, loads in enumerate(by_layer):
         for j, count in enumerate(counts.tolist()):
             slots = _place_layer(loads, layout, count)
-            after = []
-            for load in loads.load:
-                after.append(craft.fill(load, slots, layout, settings).rank_loads())
-                on_load(1)
-            gains[i, j] = _balancedness(torch.stack(after)) - baseline[i]
+            gains[i, j] = _replay(loads, slots, layout, settings, on_load) - baseline[i]
     return gains
 
 
@@ -274,6 +300,21 @@ def _place_layer(
         capacities=capacities,
         num_replicas=num_replicas,
     )
+
+
+def _replay(
+    loads: Loads,
+    slots: torch.Tensor,
+    layout: ExpertLayout,
+    settings: PlanSettings,
+    on_load: Callable[[int], object],
+) -> float:
+    """Mean balancedness of a layer's loads with these replicas."""
+    after = []
+    for load in loads.load:
+        after.append(craft.fill(load, slots, layout, settings).rank_loads())
+        on_load(1)
+    return _balancedness(torch.stack(after))
 
 
 def _balancedness(rank_loads: torch.Tensor) -> float:

@@ -48,7 +48,8 @@ def make_planners(
     )
     layers = loads.layers()
     planners = {
-        layer: LayerPlanner(strategy, layout, settings, layer=layer) for layer in sorted(set(layers))
+        layer: LayerPlanner(strategy, layout, settings, layer=layer)
+        for layer in sorted(set(layers))
     }
     return [planners[layer] for layer in layers]
 

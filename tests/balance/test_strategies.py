@@ -21,6 +21,7 @@ def test_registry():
         "eplb_exact": "planner",
         "lplb": "planner",
         "llep": "planner",
+        "craft": "planner",
         "ideal": "force_even",
     }
     assert all(name == strategy.name for name, strategy in STRATEGIES.items())

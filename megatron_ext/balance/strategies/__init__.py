@@ -75,6 +75,7 @@ def get_planner(name: str, *, for_time: bool = False) -> Strategy:
         raise ValueError(f"strategy {name!r} makes no plans; planners: {', '.join(planners)}")
     if for_time and strategy.solve is None:
         raise ValueError(
-            f"strategy {name!r} fills replicas placed before, without a tolerance that objective time chooses"
+            f"strategy {name!r} fills replicas placed before, without a tolerance that objective "
+            "time chooses"
         )
     return strategy

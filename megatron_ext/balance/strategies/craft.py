@@ -83,8 +83,10 @@ def _level(quota: Tensor, slots: Tensor, layout: ExpertLayout, level: int) -> No
             if expert >= 0:
                 hosts.setdefault(expert, [layout.home_rank(expert)]).append(rank)
     loads = quota.sum(0).tolist()
-    shares = {expert: dict(zip(on, quota[expert, on].tolist(), strict=True))
-              for expert, on in hosts.items()}
+    shares = {
+        expert: dict(zip(on, quota[expert, on].tolist(), strict=True))
+        for expert, on in hosts.items()
+    }
     experts_of: list[list[int]] = [[] for _ in loads]
     for expert, on in hosts.items():
         for rank in on:

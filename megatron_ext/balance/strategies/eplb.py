@@ -188,7 +188,9 @@ def _pack(loads: list[int], instances: list[int], capacities: Sequence[int]) -> 
             takers = [
                 rank
                 for rank in range(ranks)
-                if len(held[rank]) < capacities[rank] and rank != expert // mains and expert not in held[rank]
+                if len(held[rank]) < capacities[rank]
+                and rank != expert // mains
+                and expert not in held[rank]
             ]
             if not takers:
                 break

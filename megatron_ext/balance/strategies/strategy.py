@@ -5,9 +5,10 @@ Legend: R ranks of the EP group, E logical experts, S slots per rank, B loads.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from megatron_ext.config import BalanceConfig, check_plan_settings
 
@@ -52,6 +53,13 @@ class PlanSettings:
         names = set(cls.__dataclass_fields__) - {"costs", "placement"}
         settings = {name: getattr(balance, name) for name in names}
         return cls(**settings, costs=costs, placement=placement)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings; of a placement, the replicas of each layer."""
+        told = dataclasses.asdict(dataclasses.replace(self, placement=None))
+        if self.placement is not None:
+            told["placement"] = self.placement.num_replicas()
+        return told
 
 
 class Solver(Protocol):
