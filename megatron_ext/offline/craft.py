@@ -236,10 +236,9 @@ def allocate(gains: np.ndarray, counts: np.ndarray, capacity: int) -> Allocation
 
 
 def knee(gain: np.ndarray) -> int:
-    """Return the index up to which a step gains more than the average step to the end.
+    """Return the index up to which a step gains at least what the average step to the end does.
 
-    Where the curve is highest above the straight line from its first to its last point; 0 where
-    nothing is gained.
+    Where the curve is highest above the straight line from its first to its last point.
 
     Args:
         gain: Rising, float64 [points].
@@ -249,7 +248,10 @@ def knee(gain: np.ndarray) -> int:
     """
     steps = max(len(gain) - 1, 1)
     line = gain[0] + (gain[-1] - gain[0]) * np.arange(len(gain)) / steps
-    return int(np.argmax(gain - line))
+    # Rounded, so that on a straight line no point is above it.
+    above = np.round(gain - line, 9)
+    last = np.flatnonzero(above == above.max())[-1]
+    return int(np.searchsorted(gain, gain[last]))
 
 
 def assign(counts: Sequence[int] | np.ndarray, ranks: int) -> np.ndarray:
