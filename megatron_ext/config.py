@@ -13,7 +13,10 @@ import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_ext.data import Manifest
 
 MISSING: Any = "???"
 """OmegaConf's mark of a value that the user has to give."""
@@ -216,6 +219,11 @@ class DataConfig:
 
     global_batch_size: int = 8
     """Samples of an optimizer step, over all ranks."""
+
+    affinity: str = ""
+    """File of `megatron-ext place sem_moe`: the samples of a step go to the ranks that have the
+    experts which their tokens choose, if the model starts with its experts placed by the same file.
+    Empty deals them in turn. The samples of a step are the same."""
 
     weights: dict[str, float] = field(default_factory=dict)
     """Share of each domain; empty is in proportion to the domains' sizes."""
@@ -583,11 +591,28 @@ def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:
             dataset(config, manifest, "train")
             if config.eval_every:
                 dataset(config, manifest, "validation")
+            if config.data.affinity and (problem := _affinity_problem(config, manifest)):
+                return [f"data.affinity ({config.data.affinity}): {problem}"]
     except (FileNotFoundError, ValueError) as error:
         problem = _one_line(error)
         known = problem.startswith("data.")
         return [problem if known else f"data.path ({config.data.path}): {problem}"]
     return []
+
+
+def _affinity_problem(config: TrainConfig, manifest: Manifest) -> str | None:
+    """What is wrong with the file by which samples go to ranks."""
+    from megatron_ext.offline.sem_moe import read_semantics
+
+    try:
+        vocab_size, ranks = read_semantics(Path(config.data.affinity)).affinity.shape
+    except (FileNotFoundError, ValueError) as error:
+        return _one_line(error)
+    if ranks != config.parallel.ep_size:
+        return f"is for {ranks} ranks, parallel.ep_size is {config.parallel.ep_size}"
+    if vocab_size < manifest.vocab_size:
+        return f"knows {vocab_size} tokens, the dataset has {manifest.vocab_size}"
+    return None
 
 
 def _check_checkpoint(config: TrainConfig) -> list[str]:
