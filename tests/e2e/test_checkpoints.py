@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from checkpoints_tools.contents import find_problems, read_contents
+from checkpoints_tools.relayout import relayout
 from megatron_ext.telemetry.run_log import read_metrics
 from tests.ranks import run_ranks
 from tests.train.dataset import build, overrides
@@ -60,6 +62,23 @@ def test_training_goes_on_under_other_balancing(
     names = [entry.key for entry in contents.entries]
     assert any("experts" in name for name in names)
     assert not [name for name in names if "slot" in name or "replica" in name]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_training_goes_on_with_experts_moved(num_ranks: int, data: Path, tmp_path: Path) -> None:
+    """Weights, moments and routers under other numbers: the same steps, on one rank or two."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    settings = [*SETTINGS, "model.topk=2", "checkpoint.every=2"]
+    run_ranks(_train, 2, [*overrides(data, first), *settings, *QUOTA])
+    moved = tmp_path / "moved" / "step_00000002"
+    moved.parent.mkdir()
+    order = {1: np.array([2, 0, 3, 1]), 2: np.array([3, 1, 0, 2])}
+    # Of two layers a router and two weights of four experts; the optimizer has each three times.
+    assert relayout(first / "checkpoints" / "step_00000002", order, moved) == 2 * (1 + 2 * 4) * 4
+    assert find_problems(read_contents(moved)) == []
+    start = [f"checkpoint.load={moved}", f"parallel.ep_size={num_ranks}"]
+    run_ranks(_train, num_ranks, [*overrides(data, second), *settings, *QUOTA, *start])
+    assert losses(second) == pytest.approx(losses(first)[2:], rel=1e-5)
 
 
 def test_a_checkpoint_of_another_model_is_refused(data: Path, tmp_path: Path) -> None:
