@@ -132,6 +132,18 @@ def _parser() -> argparse.ArgumentParser:
         "megatron-ext checkpoint inspect runs/quickstart/checkpoints",
     )
     inspect.add_argument("path", metavar="DIR", help="a checkpoint, or a folder of them (newest)")
+    relayout = _add(
+        checkpoint,
+        "relayout",
+        _checkpoint_relayout,
+        "give a checkpoint's experts the ranks that `place sem_moe` found; it computes the same",
+        "megatron-ext checkpoint relayout runs/train semantics.npz --out start/step_100",
+    )
+    relayout.add_argument("path", metavar="DIR", help="a checkpoint, or a folder of them (newest)")
+    relayout.add_argument(
+        "semantics", type=Path, metavar="SEMANTICS.npz", help="made by `place sem_moe`"
+    )
+    relayout.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
 
     _add(
         commands,
@@ -249,6 +261,38 @@ def _add_place(commands: Any) -> None:
         "--out", type=Path, required=True, metavar="PLACEMENT.npz", help="where to write it"
     )
     craft.add_argument("--overwrite", action="store_true", help="replace an existing file")
+    _add_sem_moe(place)
+
+
+def _add_sem_moe(place: Any) -> None:
+    sem_moe = _add(
+        place,
+        "sem_moe",
+        _place_sem_moe,
+        "place experts and samples that belong together on one rank",
+        "megatron-ext place sem_moe routes.npz --ranks 8 --out semantics.npz\n"
+        "  megatron-ext checkpoint relayout runs/train semantics.npz --out start/step_100",
+    )
+    sem_moe.add_argument(
+        "routes", type=Path, metavar="ROUTES.npz", help="tokens' choices, by token id and sample"
+    )
+    sem_moe.add_argument("--ranks", type=_positive, required=True, metavar="R", help="of EP groups")
+    sem_moe.add_argument(
+        "--evaluate",
+        type=Path,
+        metavar="ROUTES.npz",
+        help="choices to measure with, instead of those that were learned from",
+    )
+    sem_moe.add_argument(
+        "--global-batch",
+        type=_positive,
+        metavar="N",
+        help="samples of a batch to measure with, a multiple of R (8 R)",
+    )
+    sem_moe.add_argument(
+        "--out", type=Path, required=True, metavar="SEMANTICS.npz", help="where to write it"
+    )
+    sem_moe.add_argument("--overwrite", action="store_true", help="replace an existing file")
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -489,6 +533,43 @@ def _place_craft(arguments: argparse.Namespace) -> int:
     return _show(arguments, report, _craft_lines)
 
 
+def _place_sem_moe(arguments: argparse.Namespace) -> int:
+    from megatron_ext.offline.loads import check_free
+    from megatron_ext.offline.routes import read_routes
+    from megatron_ext.offline.sem_moe import STEPS, compare, learn, write_semantics
+
+    check_free(arguments.out, overwrite=arguments.overwrite)
+    routes = read_routes(arguments.routes)
+    measured = routes if arguments.evaluate is None else read_routes(arguments.evaluate)
+    with _progress("Clustering", STEPS * len(routes.layers)) as on_layer:
+        semantics = learn(routes, arguments.ranks, on_layer=on_layer)
+    global_batch = arguments.global_batch or 8 * arguments.ranks
+    report = {
+        "path": str(arguments.out),
+        "samples": routes.num_samples,
+        "ranks": arguments.ranks,
+        "experts": routes.num_experts,
+        "layers": list(routes.layers),
+        "global_batch": global_batch,
+        "measured": compare(measured, semantics, global_batch),
+    }
+    write_semantics(arguments.out, semantics, overwrite=arguments.overwrite)
+    return _show(arguments, report, _sem_moe_lines)
+
+
+def _sem_moe_lines(report: dict[str, Any]) -> Iterator[str]:
+    yield f"semantics     {report['path']}"
+    yield f"learned from  {report['samples']} samples, {len(report['layers'])} layers"
+    yield ""
+    yield from _columns(
+        ("placed", "local activation rate", "imbalance"),
+        *(
+            (name, f"{one['local_activation_rate']:.3f}", f"{one['imbalance']:.3f}")
+            for name, one in report["measured"].items()
+        ),
+    )
+
+
 def _craft_lines(report: dict[str, Any]) -> Iterator[str]:
     layers = report["layers"]
     total = sum(layer["replicas"] for layer in layers)
@@ -686,6 +767,27 @@ def _checkpoint_inspect(arguments: argparse.Namespace) -> int:
     report = asdict(contents) | {"folder": str(contents.folder), "problems": problems}
     _show(arguments, report, _checkpoint_lines)
     return FAILED if problems else DONE
+
+
+def _checkpoint_relayout(arguments: argparse.Namespace) -> int:
+    from checkpoints_tools import relayout
+    from megatron_ext.offline.sem_moe import read_semantics
+
+    semantics = read_semantics(arguments.semantics)
+    layouts = dict(zip(semantics.layers, semantics.expert, strict=True))
+    report = {
+        "path": str(arguments.out),
+        "layers": list(semantics.layers),
+        "tensors": relayout(arguments.path, layouts, arguments.out),
+    }
+    return _show(
+        arguments,
+        report,
+        lambda report: [
+            f"checkpoint  {report['path']}",
+            f"moved       {report['tensors']} tensors in {len(report['layers'])} layers",
+        ],
+    )
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

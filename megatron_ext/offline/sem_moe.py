@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_ext.data.affinity import schedule
 from megatron_ext.offline.loads import check_dtype, read_arrays, write_arrays
 from megatron_ext.offline.routes import Routes
 
@@ -355,6 +356,59 @@ def transitions(rank_of: np.ndarray, ranks: int) -> np.ndarray:
         total = table.sum(-1, keepdims=True)
         tables.append(np.where(total > 0, table / np.maximum(total, 1), 1 / ranks))
     return np.array(tables).reshape(-1, ranks, ranks, ranks)
+
+
+def compare(routes: Routes, semantics: Semantics, global_batch: int) -> dict[str, dict[str, float]]:
+    """Measure samples dealt in turn against samples by affinity, experts as they are and moved.
+
+    Args:
+        routes: What tokens choose.
+        semantics: From the same layers, ids and experts.
+        global_batch: Samples of a batch, a multiple of the ranks.
+
+    Returns:
+        `measure` of `round robin`, `experts` (only moved), `samples` (only by affinity), `both`.
+
+    Raises:
+        ValueError: Routes and semantics do not fit each other, or there is no whole batch.
+    """
+    (layers, experts), (vocab_size, ranks) = semantics.expert.shape, semantics.affinity.shape
+    if (routes.layers, routes.num_experts, routes.vocab_size) != (
+        semantics.layers,
+        experts,
+        vocab_size,
+    ):
+        raise ValueError(
+            f"routes of layers {routes.layers}, {routes.num_experts} experts and "
+            f"{routes.vocab_size} ids do not fit semantics of layers {semantics.layers}, {experts} "
+            f"experts and {vocab_size} ids"
+        )
+    if global_batch % ranks or routes.num_samples < global_batch:
+        raise ValueError(
+            f"global batch ({global_batch}) must be a multiple of ranks ({ranks}) and at most the "
+            f"samples there are ({routes.num_samples})"
+        )
+    columns = [
+        np.bincount(routes.sample, column[routes.token], minlength=routes.num_samples)
+        for column in semantics.affinity.T
+    ]
+    score = np.stack(columns, axis=1)
+    in_turn = np.arange(routes.num_samples) % ranks
+    by_affinity = in_turn.copy()
+    for start in range(0, routes.num_samples - global_batch + 1, global_batch):
+        batch = slice(start, start + global_batch)
+        by_affinity[batch] = schedule(score[batch])
+    as_is = np.tile(np.arange(experts) // (experts // ranks), (layers, 1))
+    moved = semantics.home()
+    return {
+        name: measure(routes, home, sample_rank, ranks, global_batch)
+        for name, home, sample_rank in (
+            ("round robin", as_is, in_turn),
+            ("experts", moved, in_turn),
+            ("samples", as_is, by_affinity),
+            ("both", moved, by_affinity),
+        )
+    }
 
 
 def measure(

@@ -45,11 +45,8 @@ def _load(rank: int, folder: str) -> tuple[list[list[float]], dict[str, list[flo
     module.load_state_dict(dist_checkpointing.load({"model": state}, folder)["model"])
     after = _outputs(gpt)
     assert not np.allclose(before, after)
-    return after, {
-        name: value.flatten()[:5].tolist()
-        for name, value in gpt.parameters().items()
-        if "mlp" in name
-    }
+    weights = {name: value for name, value in gpt.parameters().items() if "mlp" in name}
+    return after, {name: value.flatten()[:5].tolist() for name, value in weights.items()}
 
 
 def _outputs(gpt) -> list[list[float]]:
