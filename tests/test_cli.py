@@ -65,7 +65,10 @@ def test_as_a_process(texts):
         ["data", "corpus"],
         ["data", "info"],
         ["checkpoint", "inspect"],
+        ["checkpoint", "relayout"],
         ["doctor"],
+        ["place", "craft"],
+        ["place", "sem_moe"],
         ["plan"],
         ["replay"],
         ["synth"],
@@ -428,6 +431,90 @@ def test_place_with_wrong_settings(loads, capsys, words, message):
     assert stderr.startswith(f"megatron-ext {words[0]}")
     assert message in stderr
     assert stderr.count("\n") == 1
+
+
+@pytest.fixture
+def routes(tmp_path):
+    from megatron_ext.offline.routes import write_routes
+    from tests import workloads
+
+    path = tmp_path / "routes.npz"
+    sizes = dict(samples=64, topics=4, layers=3, experts=16, top_k=2, fidelity=0.8)
+    write_routes(path, workloads.topical_routes(**sizes))
+    return path
+
+
+def test_place_sem_moe(routes, capsys):
+    from megatron_ext.offline.sem_moe import read_semantics
+
+    out = routes.parent / "semantics.npz"
+    words = ["place", "sem_moe", routes, "--ranks", 4, "--out", out]
+    status, stdout, _ = run(capsys, *words, "--global-batch", 16, "--json")
+    assert status == 0
+    report = json.loads(stdout)
+    assert (report["samples"], report["layers"], report["global_batch"]) == (64, [1, 2, 3], 16)
+    rate = {name: one["local_activation_rate"] for name, one in report["measured"].items()}
+    assert list(rate) == ["round robin", "experts", "samples", "both"]
+    assert rate["both"] > 2 * rate["round robin"]
+    assert read_semantics(out).expert.shape == (3, 16)
+    status, _, stderr = run(capsys, *words)
+    assert status == 2
+    assert stderr.endswith("exists already: replace it with --overwrite\n")
+    status, stdout, _ = run(
+        capsys, *words, "--overwrite", "--evaluate", routes, "--global-batch", 16
+    )
+    assert status == 0
+    assert "learned from  64 samples, 3 layers" in stdout
+    assert f"{rate['both']:.3f}" in stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["place", "sem_moe", "absent", "--ranks", 4, "--out", "OUT"], "absent does not exist"),
+        (["place", "sem_moe", "ROUTES", "--ranks", 3, "--out", "OUT"], "a multiple of ranks (3)"),
+        (
+            ["place", "sem_moe", "ROUTES", "--ranks", 4, "--global-batch", 6, "--out", "OUT"],
+            "global batch (6) must be a multiple of ranks (4)",
+        ),
+        (["place", "sem_moe", "LOADS", "--ranks", 4, "--out", "OUT"], "has no array 'token'"),
+        (["checkpoint", "relayout", "absent", "ROUTES", "--out", "OUT"], "no array 'expert'"),
+        (["checkpoint", "relayout", "absent", "SEMANTICS", "--out", "OUT"], "is not a folder"),
+    ],
+)
+def test_sem_moe_with_wrong_settings(loads, routes, capsys, words, message):
+    names = {
+        "LOADS": loads,
+        "ROUTES": routes,
+        "OUT": routes.parent / "out",
+        "SEMANTICS": routes.parent / "semantics.npz",
+    }
+    if "SEMANTICS" in words:
+        made = ["place", "sem_moe", routes, "--ranks", 4, "--out", names["SEMANTICS"]]
+        assert run(capsys, *made)[0] == 0
+    status, stdout, stderr = run(capsys, *(names.get(word, word) for word in words))
+    assert (status, stdout) == (2, "")
+    assert stderr.startswith(f"megatron-ext {words[0]} {words[1]}: error: ")
+    assert message in stderr
+    assert stderr.count("\n") == 1
+    assert not names["OUT"].exists()
+
+
+def test_checkpoint_relayout(routes, capsys, monkeypatch):
+    """What is asked of the tool, which has tests of its own."""
+    import checkpoints_tools
+
+    asked = []
+    monkeypatch.setattr(
+        checkpoints_tools, "relayout", lambda path, layouts, out: asked.append(layouts) or 12
+    )
+    semantics = routes.parent / "semantics.npz"
+    assert run(capsys, "place", "sem_moe", routes, "--ranks", 4, "--out", semantics)[0] == 0
+    status, stdout, _ = run(capsys, "checkpoint", "relayout", "runs/a", semantics, "--out", "b")
+    assert status == 0
+    assert "12 tensors in 3 layers" in stdout
+    assert list(asked[0]) == [1, 2, 3]
+    assert [sorted(order.tolist()) for order in asked[0].values()] == [list(range(16))] * 3
 
 
 def test_plan_for_the_least_time(loads, capsys):

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from checkpoints_tools.contents import find_problems, read_contents
 from checkpoints_tools.relayout import relayout
+from megatron_ext.offline.loads import read_loads
+from megatron_ext.offline.sem_moe import Semantics, write_semantics
 from megatron_ext.telemetry.run_log import read_metrics
 from tests.ranks import run_ranks
 from tests.train.dataset import build, overrides
@@ -79,6 +82,24 @@ def test_training_goes_on_with_experts_moved(num_ranks: int, data: Path, tmp_pat
     start = [f"checkpoint.load={moved}", f"parallel.ep_size={num_ranks}"]
     run_ranks(_train, num_ranks, [*overrides(data, second), *settings, *QUOTA, *start])
     assert losses(second) == pytest.approx(losses(first)[2:], rel=1e-5)
+
+
+def test_samples_by_affinity_are_the_same_steps(data: Path, tmp_path: Path) -> None:
+    """Losses and gradient norms are sums over a step's samples, whoever computes which."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    affinity = np.random.default_rng(0).random((2**16, 2), dtype=np.float32)
+    expert = np.tile(np.arange(4), (2, 1))
+    semantics = Semantics((1, 2), expert, affinity, np.zeros((0, 2, 2, 2), np.float32))
+    write_semantics(tmp_path / "semantics.npz", semantics)
+    settings = ["data.global_batch_size=16", "logging.trace_steps=4", *SETTINGS, *QUOTA]
+    run_ranks(_train, 2, [*overrides(data, first), *settings])
+    by_affinity = f"data.affinity={tmp_path / 'semantics.npz'}"
+    run_ranks(_train, 2, [*overrides(data, second), *settings, by_affinity])
+    assert losses(second) == pytest.approx(losses(first), rel=1e-5)
+    norms = [[line["grad_norm"] for line in read_metrics(run)] for run in (first, second)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    loads = [read_loads(run / "trace").load for run in (first, second)]
+    assert not torch.equal(*loads)
 
 
 def test_a_checkpoint_of_another_model_is_refused(data: Path, tmp_path: Path) -> None:

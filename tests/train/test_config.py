@@ -45,6 +45,10 @@ WRONG = {
         ["balance.placement=absent.npz"],
         ["balance.placement (absent.npz): absent.npz does not exist"],
     ),
+    "affinity that is not there": (
+        ["data.affinity=absent.npz"],
+        ["data.affinity (absent.npz): absent.npz does not exist"],
+    ),
     "capacity factor": (
         ["+megatron.moe_expert_capacity_factor=1.5"],
         ["moe_expert_capacity_factor (1.5) must be None"],
