@@ -41,7 +41,8 @@ class BalanceConfig:
 
     interval: int = 50
     """Microbatches of a layer between two placements of strategies that plan from history (`eplb`,
-    `lplb`). 50 is what UltraEP gives EPLB in its comparison (section 8.1)."""
+    `lplb`); for n global batches, n times the microbatches of a step. 50 is what UltraEP takes for
+    EPLB in serving; in training it takes 3 global batches (section 8.1)."""
 
     alpha: float = 1.1
     """Capacity of a rank, as a multiple of the mean rank load, up to which `llep` fills ranks

@@ -17,7 +17,7 @@ import torch
 
 from megatron_ext.balance.metrics import home_loads, imbalances, rank_sends, remote_counts
 from megatron_ext.balance.plan import BalancePlan, stack_plans
-from megatron_ext.balance.strategies import PlanSettings
+from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.balance.strategies.fastest import TIME
 from megatron_ext.offline.loads import Loads, check_free
 from megatron_ext.offline.planning import make_planners
@@ -100,9 +100,9 @@ def make_report(
     """Return the comparison, for JSON.
 
     Returns:
-        `strategies`: of each its numbers (see `_summarize`), and in `layers` the same of each
-        layer; `before`: the imbalance without balancing; `title`, `settings` and the sizes of the
-        trace.
+        `strategies`: of each the slots it planned for, its numbers (see `_summarize`), and in
+        `layers` the numbers of each layer; `before`: the imbalance without balancing; `title`,
+        `settings` and the sizes of the trace.
     """
     layers = np.array(loads.layers())
     before = {"imbalance": imbalances(home_loads(loads.load)).numpy()}
@@ -118,7 +118,8 @@ def make_report(
         "settings": settings.to_json(),
         "before": _summarize(before),
         "strategies": {
-            name: _summarize(measured)
+            name: {"slots": get_strategy(name).num_slots(slots, experts // ranks)}
+            | _summarize(measured)
             | {
                 "layers": {
                     str(layer): _summarize(
@@ -153,15 +154,16 @@ def _summarize(measured: Measured) -> dict[str, float]:
 def overall_table(report: Mapping[str, Any]) -> str:
     """Return the strategies over the whole trace as a Markdown table (UltraEP, Table 4)."""
     header = (
-        *("strategy", "imbalance", "p50", "p95", "worst", "replicas"),
+        *("strategy", "slots", "imbalance", "p50", "p95", "worst", "replicas"),
         *("sends, most", "remote", "solve us p50", "p95"),
     )
     before = report["before"]
-    rows = [("before", *_imbalance_cells(before), "", "", "", "", "")]
+    rows = [("before", "", *_imbalance_cells(before), "", "", "", "", "")]
     for name, of in report["strategies"].items():
         rows.append(
             (
                 name,
+                str(of["slots"]),
                 *_imbalance_cells(of),
                 f"{of['replicas_mean']:.1f}",
                 f"{of['max_rank_sends']:.0f}",

@@ -9,17 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from megatron_ext.offline.loads import Loads, read_loads, write_loads
+from megatron_ext.offline.loads import TRACE_FIELDS, Loads, read_loads, write_loads
 
 TRACE_FOLDER = "trace"
 
 _MOST_BYTES = 64 << 20
 """Loads that are kept in memory before a file is written early, in bytes."""
+
+
+Key: TypeAlias = tuple[int, int, int]
+"""Step, microbatch and layer of a load."""
 
 
 class LayerLoad(NamedTuple):
@@ -52,7 +56,7 @@ class TraceWriter:
         self._steps_per_file = steps_per_file
         self._suffix = f"stage_{pp_rank}.npz"
         self._loads: list[Tensor] = []
-        self._keys: list[tuple[int, int, int]] = []
+        self._keys: list[Key] = []
         self._num_steps = 0
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._writing: Future[None] | None = None
@@ -88,11 +92,8 @@ class TraceWriter:
     def _start_file(self) -> None:
         self._wait()
         if self._loads:
-            self._writing = self._thread.submit(
-                self._write_file, torch.tensor(self._keys), torch.stack(self._loads)
-            )
-        self._loads.clear()
-        self._keys.clear()
+            self._writing = self._thread.submit(self._write_file, self._keys, self._loads)
+        self._keys, self._loads = [], []
         self._num_steps = 0
 
     def _wait(self) -> None:
@@ -100,11 +101,11 @@ class TraceWriter:
             self._writing.result()
         self._writing = None
 
-    def _write_file(self, keys: Tensor, load: Tensor) -> None:
-        step, microbatch, layer = keys.T.contiguous()
+    def _write_file(self, keys: list[Key], loads: list[Tensor]) -> None:
+        step, microbatch, layer = torch.tensor(keys).T.contiguous()
         path = self._folder / f"step_{int(step[-1]):08d}_{self._suffix}"
         trace = {"step": step, "microbatch": microbatch, "layer": layer}
-        write_loads(path, Loads(load, trace), overwrite=True)
+        write_loads(path, Loads(torch.stack(loads), trace), overwrite=True)
 
     def _drop_after(self, last_step: int) -> None:
         """Drop the loads of later steps, and what a killed run left unfinished."""
@@ -112,12 +113,10 @@ class TraceWriter:
             unfinished.unlink()
         for path in sorted(self._folder.glob(f"step_*_{self._suffix}")):
             loads = read_loads(path)
-            is_kept = loads.trace["step"] <= last_step
-            if is_kept.all():
+            keys = list(zip(*(loads.trace[name].tolist() for name in TRACE_FIELDS), strict=True))
+            kept = [place for place, (step, _, _) in enumerate(keys) if step <= last_step]
+            if len(kept) == len(keys):
                 continue
-            if is_kept.any():
-                keys = torch.stack(
-                    [loads.trace[name][is_kept] for name in ("step", "microbatch", "layer")], 1
-                )
-                self._write_file(keys, loads.load[is_kept])
+            if kept:
+                self._write_file([keys[i] for i in kept], [loads.load[i] for i in kept])
             path.unlink()

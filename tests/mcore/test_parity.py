@@ -145,6 +145,25 @@ def test_every_live_planner_is_tested() -> None:
     assert tested == {name for name, each in STRATEGIES.items() if each.kind == "planner"}
 
 
+HISTORY_CASES: list[Case] = [
+    # Planned in forward, and in backward again when the next placement is in force.
+    (dict(ep=2, recompute="full"), 4),
+    (dict(ep=2, recompute="selective", distributed_optimizer=True), 4),
+]
+
+
+def _history(rank: int) -> list[Any]:
+    balance = BalanceConfig(strategy="eplb", interval=1, check_plans=True)
+    return [
+        gradient_difference(case, num_microbatches=num_microbatches, balance=balance)
+        for case, num_microbatches in HISTORY_CASES
+    ]
+
+
+def test_history_that_moves_on_before_recompute_changes_nothing() -> None:
+    _check(run_ranks(_history, 2), HISTORY_CASES, GRADIENT_TOLERANCE)
+
+
 def test_every_planner_equals_unbalanced_megatron(tmp_path: Path) -> None:
     # Every expert twice in layer 1, nothing in layer 2.
     slots = torch.tensor([[[2, 3], [0, 1]], [[-1, -1], [-1, -1]]], dtype=torch.int32)

@@ -102,13 +102,17 @@ def test_summary_by_hand():
 def test_files(trace, tmp_path):
     folder = tmp_path / "new" / "out"
     check_out(folder, overwrite=False)
-    replayed = run(trace, "none", "eplb", interval=2)
+    replayed = run(trace, "none", "eplb", "exact", interval=2)
     report = make_report(trace, replayed, PlanSettings(interval=2), slots=1)
     write_report(folder, trace, replayed, report)
     assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
     read = json.loads((folder / "replay.json").read_text())
     assert read == report
-    assert list(read["strategies"]) == ["none", "eplb"]
+    assert [(name, of["slots"]) for name, of in read["strategies"].items()] == [
+        ("none", 1),
+        ("eplb", 1),
+        ("exact", 2),
+    ]
     assert read["strategies"]["eplb"]["layers"].keys() == {"1", "2"}
     text = (folder / "replay.md").read_text()
     assert "| eplb " in text

@@ -27,12 +27,28 @@ def _must_not_start(*args: object, **kwargs: object) -> None:
     raise AssertionError("ranks were started")
 
 
+COSTS = ("balance.link_bandwidth=1e9", "balance.assignment_time=1e-6")
+
 WRONG = {
     "experts not divisible": (
         ["model.num_experts=10", "parallel.ep_size=4", "data.global_batch_size=16"],
         ["model.num_experts (10) must be a multiple of parallel.ep_size (4)"],
     ),
     "negative slots": (["balance.slots=-1"], ["balance.slots (-1) must be >= 0"]),
+    "no interval": (["balance.interval=0"], ["balance.interval (0) must be >= 1"]),
+    "capacity below the mean": (["balance.alpha=0.9"], ["balance.alpha (0.9) must be from 1"]),
+    "time without costs": (
+        ["balance.strategy=time"],
+        ["balance.link_bandwidth (0.0) must be > 0 and finite with balance.strategy=time"],
+    ),
+    "time from history": (
+        ["balance.strategy=eplb", "balance.objective=time", *COSTS],
+        ["strategy 'eplb' plans from history, without a tolerance"],
+    ),
+    "negative steps of a trace": (
+        ["logging.trace_steps=-1"],
+        ["logging.trace_steps (-1) must be >= 0"],
+    ),
     "strategy and transport": (
         ["balance.strategy=magic", "balance.transport=nvlink"],
         ["'magic'", "balance.transport ('nvlink') is not available here"],
