@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from checkpoints_tools.contents import find_problems, read_contents
 from checkpoints_tools.relayout import relayout
@@ -82,6 +83,25 @@ def test_training_goes_on_with_experts_moved(num_ranks: int, data: Path, tmp_pat
     start = [f"checkpoint.load={moved}", f"parallel.ep_size={num_ranks}"]
     run_ranks(_train, num_ranks, [*overrides(data, second), *settings, *QUOTA, *start])
     assert losses(second) == pytest.approx(losses(first)[2:], rel=1e-5)
+    # Losses would be the same if nothing had moved.
+    for moment in ("exp_avg", "exp_avg_sq"):
+        for part in ("router.weight", "experts.experts.linear_fc2.weight"):
+            key = f"optimizer.state.{moment}.decoder.layers.mlp.{part}"
+            expected, found = (
+                read_tensor(run / "checkpoints" / "step_00000004", key) for run in (first, second)
+            )
+            for layer, of_layer in order.items():
+                moved_there = expected[layer - 1][of_layer]
+                distance = (found[layer - 1] - moved_there).norm() / moved_there.norm()
+                assert distance < 1e-3, (key, layer)
+
+
+def read_tensor(folder: Path, key: str) -> torch.Tensor:
+    """Read one whole tensor of a checkpoint."""
+    size = next(entry.shape for entry in read_contents(folder).entries if entry.key == key)
+    state = {key: torch.full(size, torch.nan)}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return state[key]
 
 
 def test_samples_by_affinity_are_the_same_steps(data: Path, tmp_path: Path) -> None:
