@@ -1,5 +1,6 @@
-"""Tools for Megatron checkpoints: look inside, check. Needs no GPU and no process group."""
+"""Tools for Megatron checkpoints: look inside, check, move experts; without GPU or processes."""
 
 from checkpoints_tools.contents import CheckpointContents, Entry, find_problems, read_contents
+from checkpoints_tools.relayout import relayout
 
-__all__ = ["CheckpointContents", "Entry", "find_problems", "read_contents"]
+__all__ = ["CheckpointContents", "Entry", "find_problems", "read_contents", "relayout"]

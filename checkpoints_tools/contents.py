@@ -75,7 +75,7 @@ def read_contents(path: str | Path) -> CheckpointContents:
         FileNotFoundError: There is no checkpoint.
         ValueError: The checkpoint is not complete or not of this kind.
     """
-    folder = _find_checkpoint(Path(path))
+    folder = find_checkpoint(Path(path))
     entries = _read_entries(folder)
     routers = [e for e in entries if _ROUTER_WEIGHT.search(e.key) and e.shape]
     return CheckpointContents(
@@ -85,7 +85,7 @@ def read_contents(path: str | Path) -> CheckpointContents:
         num_parameters=sum(
             math.prod(e.shape)
             for e in entries
-            if e.shape is not None and not _OPTIMIZER.search(e.key)
+            if e.shape is not None and not is_of_optimizer(e.key)
         ),
         entries=entries,
     )
@@ -124,8 +124,17 @@ def find_problems(contents: CheckpointContents) -> list[str]:
     return problems
 
 
-def _find_checkpoint(path: Path) -> Path:
-    """Return the folder of the checkpoint that `path` means."""
+def is_of_optimizer(key: str) -> bool:
+    """Whether a key is of the optimizer's state, not of the model."""
+    return _OPTIMIZER.search(key) is not None
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return the folder of the checkpoint that `path` means.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is not a folder")
     if (path / "metadata.json").is_file() or (path / ".metadata").is_file():

@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_plan(commands)
     _add_replay(commands)
+    _add_place(commands)
     _add_synth(commands)
 
     data = _add_group(commands, "data", "text and datasets")
@@ -131,6 +132,18 @@ def _parser() -> argparse.ArgumentParser:
         "megatron-ext checkpoint inspect runs/quickstart/checkpoints",
     )
     inspect.add_argument("path", metavar="DIR", help="a checkpoint, or a folder of them (newest)")
+    relayout = _add(
+        checkpoint,
+        "relayout",
+        _checkpoint_relayout,
+        "give a checkpoint's experts the ranks that `place sem_moe` found; it computes the same",
+        "megatron-ext checkpoint relayout runs/train semantics.npz --out start/step_100",
+    )
+    relayout.add_argument("path", metavar="DIR", help="a checkpoint, or a folder of them (newest)")
+    relayout.add_argument(
+        "semantics", type=Path, metavar="SEMANTICS.npz", help="made by `place sem_moe`"
+    )
+    relayout.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
 
     _add(
         commands,
@@ -203,6 +216,85 @@ def _add_replay(commands: Any) -> None:
     replay.add_argument("--overwrite", action="store_true", help="replace these files in DIR")
 
 
+def _add_place(commands: Any) -> None:
+    place = _add_group(commands, "place", "what to put where before a run, from a trace")
+    craft = _add(
+        place,
+        "craft",
+        _place_craft,
+        "place replicas in the layers of a trace that gain most by them",
+        "megatron-ext place craft runs/train/trace --slots 2 --out placement.npz\n"
+        "  megatron-ext replay runs/train/trace --strategies craft,eplb --placement placement.npz",
+    )
+    craft.add_argument(
+        "trace", type=Path, metavar="TRACE", help="folder of a trace, or a file of loads"
+    )
+    defaults = BalanceConfig()
+    for option, kind, metavar, text in (
+        ("--slots", int, "S", "most replicas of a rank in a layer"),
+        ("--tolerance", float, "T", "imbalance - 1 that is good enough in the run to come"),
+        ("--min-quota", int, "N", "fewest assignments of a replica in the run to come"),
+    ):
+        craft.add_argument(
+            option,
+            type=kind,
+            default=getattr(defaults, option.strip("-").replace("-", "_")),
+            metavar=metavar,
+            help=f"{text} (%(default)s)",
+        )
+    craft.add_argument(
+        "--nvlink-domain", type=int, metavar="D", help="ranks per NVLink domain (all ranks)"
+    )
+    craft.add_argument(
+        "--budget",
+        type=int,
+        metavar="N",
+        help="most replicas of a rank over all layers (where one more gains less than the average "
+        "one)",
+    )
+    craft.add_argument(
+        "--even",
+        action="store_true",
+        help="equally many replicas on every rank over all layers, for memory's sake",
+    )
+    craft.add_argument(
+        "--out", type=Path, required=True, metavar="PLACEMENT.npz", help="where to write it"
+    )
+    craft.add_argument("--overwrite", action="store_true", help="replace an existing file")
+    _add_sem_moe(place)
+
+
+def _add_sem_moe(place: Any) -> None:
+    sem_moe = _add(
+        place,
+        "sem_moe",
+        _place_sem_moe,
+        "place experts and samples that belong together on one rank",
+        "megatron-ext place sem_moe routes.npz --ranks 8 --out semantics.npz\n"
+        "  megatron-ext checkpoint relayout runs/train semantics.npz --out start/step_100",
+    )
+    sem_moe.add_argument(
+        "routes", type=Path, metavar="ROUTES.npz", help="tokens' choices, by token id and sample"
+    )
+    sem_moe.add_argument("--ranks", type=_positive, required=True, metavar="R", help="of EP groups")
+    sem_moe.add_argument(
+        "--evaluate",
+        type=Path,
+        metavar="ROUTES.npz",
+        help="choices to measure with, instead of those that were learned from",
+    )
+    sem_moe.add_argument(
+        "--global-batch",
+        type=_positive,
+        metavar="N",
+        help="samples of a batch to measure with, a multiple of R (8 R)",
+    )
+    sem_moe.add_argument(
+        "--out", type=Path, required=True, metavar="SEMANTICS.npz", help="where to write it"
+    )
+    sem_moe.add_argument("--overwrite", action="store_true", help="replace an existing file")
+
+
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     """Add what planners are asked for; the names are those of `BalanceConfig`."""
     defaults = BalanceConfig()
@@ -223,6 +315,12 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument(
         "--nvlink-domain", type=int, metavar="D", help="ranks per NVLink domain (all ranks)"
+    )
+    parser.add_argument(
+        "--placement",
+        type=Path,
+        metavar="FILE",
+        help="of `megatron-ext place craft`: replicas of craft, and slots of the other planners",
     )
 
 
@@ -305,8 +403,6 @@ def _train(words: list[str]) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
     from megatron_ext.offline.loads import check_free, read_loads, write_plans
     from megatron_ext.offline.planning import make_planners, plan_loads, summarize
 
@@ -345,7 +441,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             overwrite=arguments.overwrite,
         )
     layout = planned[0].plan.layout
-    used = asdict(settings)
+    used = settings.to_json()
     costs = used.pop("costs")
     used |= {"strategy": arguments.strategy, "objective": arguments.objective}
     used |= {"slots": layout.slots, "nvlink_domain": layout.nvlink_domain}
@@ -379,6 +475,7 @@ def _settings(arguments: argparse.Namespace, *, for_time: bool, switch: str) -> 
     """What the options ask planners for; with costs if it is `for_time`, which `switch` says."""
     from megatron_ext.balance.costs import LayerCosts
     from megatron_ext.balance.strategies import PlanSettings
+    from megatron_ext.offline.placements import read_placement
 
     needed = ("expert_bytes", "link_bandwidth", "assignment_time")
     names = (*needed, "token_bytes")
@@ -395,6 +492,103 @@ def _settings(arguments: argparse.Namespace, *, for_time: bool, switch: str) -> 
         alpha=arguments.alpha,
         min_tokens_per_gemm=arguments.min_tokens_per_gemm,
         costs=LayerCosts(**given) if for_time else None,
+        placement=None if arguments.placement is None else read_placement(arguments.placement),
+    )
+
+
+def _place_craft(arguments: argparse.Namespace) -> int:
+    from megatron_ext.balance.plan import plan_layout
+    from megatron_ext.balance.strategies import PlanSettings
+    from megatron_ext.offline.craft import place, replica_counts
+    from megatron_ext.offline.loads import check_free, read_loads
+    from megatron_ext.offline.placements import write_placement
+
+    check_free(arguments.out, overwrite=arguments.overwrite)
+    settings = PlanSettings(tolerance=arguments.tolerance, min_quota=arguments.min_quota)
+    loads = read_loads(arguments.trace)
+    _, ranks, experts = loads.load.shape
+    layout = plan_layout(
+        "craft",
+        num_experts=experts,
+        ep_size=ranks,
+        slots=arguments.slots,
+        nvlink_domain=arguments.nvlink_domain,
+    )
+    replays = len(replica_counts(layout)) + 1
+    with _progress("Replaying", replays * len(loads)) as on_load:
+        crafted = place(
+            loads, layout, settings, budget=arguments.budget, even=arguments.even, on_load=on_load
+        )
+    write_placement(arguments.out, crafted.placement, overwrite=arguments.overwrite)
+    report = {
+        "path": str(arguments.out),
+        "loads": len(loads),
+        "ranks": ranks,
+        "experts": experts,
+        "slots": layout.slots,
+        "budget": crafted.budget,
+        "even": arguments.even,
+        "layers": crafted.layers(),
+    }
+    return _show(arguments, report, _craft_lines)
+
+
+def _place_sem_moe(arguments: argparse.Namespace) -> int:
+    from megatron_ext.offline.loads import check_free
+    from megatron_ext.offline.routes import read_routes
+    from megatron_ext.offline.sem_moe import STEPS, compare, learn, write_semantics
+
+    check_free(arguments.out, overwrite=arguments.overwrite)
+    routes = read_routes(arguments.routes)
+    measured = routes if arguments.evaluate is None else read_routes(arguments.evaluate)
+    with _progress("Clustering", STEPS * len(routes.layers)) as on_layer:
+        semantics = learn(routes, arguments.ranks, on_layer=on_layer)
+    global_batch = arguments.global_batch or 8 * arguments.ranks
+    report = {
+        "path": str(arguments.out),
+        "samples": routes.num_samples,
+        "ranks": arguments.ranks,
+        "experts": routes.num_experts,
+        "layers": list(routes.layers),
+        "global_batch": global_batch,
+        "measured": compare(measured, semantics, global_batch),
+    }
+    write_semantics(arguments.out, semantics, overwrite=arguments.overwrite)
+    return _show(arguments, report, _sem_moe_lines)
+
+
+def _sem_moe_lines(report: dict[str, Any]) -> Iterator[str]:
+    yield f"semantics     {report['path']}"
+    yield f"learned from  {report['samples']} samples, {len(report['layers'])} layers"
+    yield ""
+    yield from _columns(
+        ("placed", "local activation rate", "imbalance"),
+        *(
+            (name, f"{one['local_activation_rate']:.3f}", f"{one['imbalance']:.3f}")
+            for name, one in report["measured"].items()
+        ),
+    )
+
+
+def _craft_lines(report: dict[str, Any]) -> Iterator[str]:
+    layers = report["layers"]
+    total = sum(layer["replicas"] for layer in layers)
+    most = report["ranks"] * report["slots"] * len(layers)
+    yield f"placement     {report['path']}"
+    yield f"replicas      {total} of {most} that slots allow, at most {report['budget']} a rank"
+    yield ""
+    yield from _columns(
+        ("layer", "replicas", "slots", "balancedness before", "after"),
+        *(
+            (
+                str(layer["layer"]),
+                str(layer["replicas"]),
+                str(layer["slot_limit"]),
+                f"{layer['balancedness_before']:.3f}",
+                f"{layer['balancedness_after']:.3f}",
+            )
+            for layer in layers
+        ),
     )
 
 
@@ -573,6 +767,27 @@ def _checkpoint_inspect(arguments: argparse.Namespace) -> int:
     report = asdict(contents) | {"folder": str(contents.folder), "problems": problems}
     _show(arguments, report, _checkpoint_lines)
     return FAILED if problems else DONE
+
+
+def _checkpoint_relayout(arguments: argparse.Namespace) -> int:
+    from checkpoints_tools import relayout
+    from megatron_ext.offline.sem_moe import read_semantics
+
+    semantics = read_semantics(arguments.semantics)
+    layouts = dict(zip(semantics.layers, semantics.expert, strict=True))
+    report = {
+        "path": str(arguments.out),
+        "layers": list(semantics.layers),
+        "tensors": relayout(arguments.path, layouts, arguments.out),
+    }
+    return _show(
+        arguments,
+        report,
+        lambda report: [
+            f"checkpoint  {report['path']}",
+            f"moved       {report['tensors']} tensors in {len(report['layers'])} layers",
+        ],
+    )
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

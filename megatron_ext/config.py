@@ -11,8 +11,12 @@ import importlib.metadata
 import importlib.util
 import math
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_ext.data import Manifest
 
 MISSING: Any = "???"
 """OmegaConf's mark of a value that the user has to give."""
@@ -46,6 +50,11 @@ class BalanceConfig:
 
     min_tokens_per_gemm: int = 1024
     """Fewest assignments that `llep` moves to another rank in one piece."""
+
+    placement: str = ""
+    """File of replicas that were placed before the run (`megatron-ext place craft`). `craft` needs
+    it and uses its replicas; other planners use no more slots in a layer than it does. Empty is
+    none."""
 
     objective: str = "tolerance"
     """`tolerance`: within `tolerance` at least cost. `time`: every load gets the tolerance at which
@@ -221,6 +230,11 @@ class DataConfig:
 
     global_batch_size: int = 8
     """Samples of an optimizer step, over all ranks."""
+
+    affinity: str = ""
+    """File of `megatron-ext place sem_moe`: the samples of a step go to the ranks that have the
+    experts which their tokens choose, if the model starts with its experts placed by the same file.
+    Empty deals them in turn. The samples of a step are the same."""
 
     weights: dict[str, float] = field(default_factory=dict)
     """Share of each domain; empty is in proportion to the domains' sizes."""
@@ -399,6 +413,8 @@ def validate(config: TrainConfig, *, num_ranks: int) -> None:
     values_fit = not problems
     if values_fit:
         problems = _check_sizes(config, num_ranks)
+    if not problems:
+        problems = _check_placement(config)
     problems += _check_megatron(config, values_fit=values_fit, sizes_fit=not problems)
     problems += _check_data(config, values_fit=values_fit)
     if not problems:
@@ -546,6 +562,36 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
     return problems
 
 
+def _check_placement(config: TrainConfig) -> list[str]:
+    """The file of placed replicas, against the model and its ranks."""
+    balance = config.balance
+    if not balance.placement:
+        return []
+    from megatron_ext.balance.plan import plan_layout
+    from megatron_ext.balance.planner import LayerPlanner
+    from megatron_ext.balance.strategies import PlanSettings
+    from megatron_ext.offline.placements import read_placement
+
+    domain = balance.nvlink_domain
+    try:
+        placement = read_placement(Path(balance.placement))
+        layout = plan_layout(
+            balance.strategy,
+            num_experts=config.model.num_experts,
+            ep_size=config.parallel.ep_size,
+            slots=balance.slots,
+            nvlink_domain=None if domain == "auto" else int(domain),
+        )
+        # Not every layer has experts if Megatron was told so.
+        all_layers = range(1, config.model.num_layers + 1)
+        layers = placement.layers if "moe_layer_freq" in config.megatron else all_layers
+        for layer in layers:
+            LayerPlanner(balance.strategy, layout, PlanSettings(placement=placement), layer=layer)
+    except (FileNotFoundError, ValueError, ModuleNotFoundError) as error:
+        return [f"balance.placement ({balance.placement}): {_one_line(error)}"]
+    return []
+
+
 def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:
     from megatron_ext.data import Manifest
     from megatron_ext.mcore.build import dataset
@@ -556,11 +602,28 @@ def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:
             dataset(config, manifest, "train")
             if config.eval_every:
                 dataset(config, manifest, "validation")
+            if config.data.affinity and (problem := _affinity_problem(config, manifest)):
+                return [f"data.affinity ({config.data.affinity}): {problem}"]
     except (FileNotFoundError, ValueError) as error:
         problem = _one_line(error)
         known = problem.startswith("data.")
         return [problem if known else f"data.path ({config.data.path}): {problem}"]
     return []
+
+
+def _affinity_problem(config: TrainConfig, manifest: Manifest) -> str | None:
+    """What is wrong with the file by which samples go to ranks."""
+    from megatron_ext.offline.sem_moe import read_semantics
+
+    try:
+        vocab_size, ranks = read_semantics(Path(config.data.affinity)).affinity.shape
+    except (FileNotFoundError, ValueError) as error:
+        return _one_line(error)
+    if ranks != config.parallel.ep_size:
+        return f"is for {ranks} ranks, parallel.ep_size is {config.parallel.ep_size}"
+    if vocab_size < manifest.vocab_size:
+        return f"knows {vocab_size} tokens, the dataset has {manifest.vocab_size}"
+    return None
 
 
 def _check_checkpoint(config: TrainConfig) -> list[str]:

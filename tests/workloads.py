@@ -6,8 +6,11 @@ Legend: R ranks of the EP group, E logical experts, N tokens, K choices per toke
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from megatron_ext.offline.routes import Routes
 
 
 def uniform(ranks: int, experts: int, per_rank: int, seed: int = 0) -> Tensor:
@@ -104,3 +107,36 @@ def _apportion(weights: Tensor, total: int) -> Tensor:
     left = total - int(counts.sum())
     counts[(exact - counts).argsort(descending=True, stable=True)[:left]] += 1
     return counts
+
+
+def topical_routes(
+    *,
+    samples: int,
+    sample_tokens: int = 32,
+    topics: int,
+    layers: int,
+    experts: int,
+    top_k: int,
+    fidelity: float,
+    vocab: int = 64,
+    seed: int = 0,
+) -> Routes:
+    """Samples of one topic each, in random order; ids of a topic prefer a topic's experts.
+
+    Each topic has ids of its own, equally many, and in each layer experts of its own, equally many
+    and scattered over all ids of experts. A choice is of the topic's experts with chance
+    `fidelity`, else of any; the choices of a token differ.
+    """
+    rng = np.random.default_rng(seed)
+    topic_of_sample = rng.permutation(np.arange(samples) % topics)
+    sample = np.arange(samples).repeat(sample_tokens)
+    topic = topic_of_sample[sample]
+    token = topic * (vocab // topics) + rng.integers(vocab // topics, size=len(topic))
+    choice = np.empty((layers, len(topic), top_k), dtype=np.int16)
+    for layer in range(layers):
+        of_expert = rng.permutation(np.arange(experts) % topics)
+        own = of_expert[None, :] == topic[:, None]
+        chance = (1 - fidelity) / experts + fidelity * own / own.sum(1, keepdims=True)
+        noisy = np.log(chance + 1e-12) + rng.gumbel(size=chance.shape)
+        choice[layer] = np.argsort(-noisy, axis=1)[:, :top_k]
+    return Routes(token, sample, tuple(range(1, layers + 1)), choice, vocab, experts)

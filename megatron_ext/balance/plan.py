@@ -7,12 +7,14 @@ group, E logical experts, S slots per rank, B independent loads. All counts are 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
@@ -220,6 +222,19 @@ def pick_plans(is_first: Tensor, first: BalancePlan, second: BalancePlan) -> Bal
         torch.where(is_first, first.quota, second.quota),
         torch.where(is_first, first.slots, second.slots),
     )
+
+
+def with_spare_slots(plan: BalancePlan, num_slots: int) -> BalancePlan:
+    """Add so many slots to every rank, empty.
+
+    >>> plan = solve(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), ep_size=2, slots=1)
+    >>> with_spare_slots(plan, 1).slots.tolist()
+    [[-1, -1], [0, -1]]
+    """
+    if num_slots == 0:
+        return plan
+    layout = dataclasses.replace(plan.layout, slots=plan.layout.slots + num_slots)
+    return BalancePlan(layout, plan.quota, F.pad(plan.slots, (0, num_slots), value=-1))
 
 
 def stack_plans(plans: list[BalancePlan], layout: ExpertLayout) -> BalancePlan:

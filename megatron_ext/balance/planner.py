@@ -6,6 +6,7 @@ ranks of the EP group, E logical experts, S slots per rank, B loads.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from megatron_ext.balance.costs import fastest_plan
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.plan import BalancePlan, check_load, stack_plans
+from megatron_ext.balance.plan import BalancePlan, check_load, stack_plans, with_spare_slots
 from megatron_ext.balance.strategies import get_planner
 from megatron_ext.balance.strategies.fastest import TIME
 from megatron_ext.balance.strategies.strategy import PlanSettings
@@ -30,19 +31,36 @@ class LayerPlanner:
         strategy: A planner of `megatron_ext.balance.strategies`.
         layout: Where experts and slots are.
         settings: What is asked for. With costs, the fastest plan.
+        layer: The layer's number, by which a placement knows it.
 
     Raises:
-        ValueError: There is no such planner, or it has no tolerance that costs could choose.
+        ValueError: There is no such planner, it has no tolerance that costs could choose, or it
+            needs a placement that is not given or does not fit the layout.
     """
 
-    def __init__(self, strategy: str, layout: ExpertLayout, settings: PlanSettings) -> None:
+    def __init__(
+        self, strategy: str, layout: ExpertLayout, settings: PlanSettings, *, layer: int = 0
+    ) -> None:
         planner = get_planner(strategy, for_time=settings.costs is not None)
+        self._slots = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
+        self._num_spare_slots = 0
+        if planner.needs_placement:
+            if settings.placement is None:
+                raise ValueError(
+                    f"strategy {strategy!r} needs a placement: `megatron-ext place craft` makes one"
+                )
+            if layout.slots > 0:
+                self._slots = settings.placement.replicas(layer, layout)
+        elif settings.placement is not None:
+            used = min(layout.slots, settings.placement.slot_limit(layer))
+            self._num_spare_slots = layout.slots - used
+            layout = dataclasses.replace(layout, slots=used)
+            self._slots = self._slots[:, :used]
         self._layout = layout
         self._settings = settings
         self._place, self._fill, self._solve = planner.place, planner.fill, planner.solve
         if settings.costs is not None and strategy != TIME.name:
             self._solve = partial(_solve_fastest, strategy=strategy)
-        self._slots = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
         self._expert_load = torch.zeros(layout.num_experts, dtype=torch.int64)
         self._num_observed = 0
 
@@ -62,9 +80,11 @@ class LayerPlanner:
         check_load(load, self._layout)
         if self._fill is not None:
             slots = self._slots.to(load.device)
-            return self._fill(load, slots, self._layout, self._settings)
-        assert self._solve is not None, "a planner solves or fills"
-        return self._solve(load, self._layout, self._settings)
+            plan = self._fill(load, slots, self._layout, self._settings)
+        else:
+            assert self._solve is not None, "a planner solves or fills"
+            plan = self._solve(load, self._layout, self._settings)
+        return with_spare_slots(plan, self._num_spare_slots)
 
     def observe(self, load: Tensor) -> None:
         """Remember the load of one microbatch, int64 [R, E]: after its plan, once.
@@ -88,7 +108,9 @@ class LayerPlanner:
                 self.observe(load)
             return plan
         check_load(load, self._layout)
-        return stack_plans([self.plan_in_order(one) for one in load], self._layout)
+        plans = [self.plan_in_order(one) for one in load]
+        layout = dataclasses.replace(self._layout, slots=self._layout.slots + self._num_spare_slots)
+        return stack_plans(plans, layout)
 
 
 def _solve_fastest(

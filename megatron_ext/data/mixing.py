@@ -114,7 +114,14 @@ class MixedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
             `tokens`, `labels` (the tokens one place later) and `position_ids`, int64, and
             `loss_mask` (ones), float32; all [micro_batch_size, sequence_length] on the CPU.
         """
-        windows = np.stack([self._window(*self._locate(sample)) for sample in self._samples(index)])
+        return self.as_microbatch(self.windows(self._samples(index)))
+
+    def windows(self, samples: range) -> NDArray[np.int64]:
+        """Return the tokens of samples of the whole run, int64 [samples, sequence_length + 1]."""
+        return np.stack([self._window(*self._locate(sample)) for sample in samples])
+
+    def as_microbatch(self, windows: NDArray[np.int64]) -> dict[str, Tensor]:
+        """Make a microbatch, as `__getitem__` returns it, of the tokens of its samples."""
         block = torch.from_numpy(windows)
         shape = (self.micro_batch_size, self.sequence_length)
         return {

@@ -22,6 +22,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +55,7 @@ from megatron_ext.mcore.dispatcher import physical_dispatcher, release_graph
 from megatron_ext.mcore.experts import expert_weights, finish_parameter_gather, run_experts
 from megatron_ext.mcore.schedule import most_in_flight
 from megatron_ext.mcore.validate import validate_for_balancing
+from megatron_ext.offline.placements import read_placement
 
 
 @dataclass(frozen=True)
@@ -127,8 +130,6 @@ class BalancedMoELayer(MoELayer):
             self.token_dispatcher, self.layout, config, self.ep_group.rank(), pg_collection
         )
         self.expert_weights = expert_weights(self.experts)
-        costs = self._costs() if balance.plans_for_time else None
-        self._planner = LayerPlanner(balance.strategy, self.layout, PlanSettings.of(balance, costs))
         # Made in the first forward: only then have wrappers settled the dtype and place of the
         # weights.
         self._slot_buffers: SlotBuffers | None = None
@@ -208,6 +209,15 @@ class BalancedMoELayer(MoELayer):
         self._joint = self._replication = None
         if self._in_flight is not None:
             self._in_flight.clear()
+
+    @cached_property
+    def _planner(self) -> LayerPlanner:
+        """Made in the first forward: Megatron tells a layer its number after it is made."""
+        balance = self.balance
+        costs = self._costs() if balance.plans_for_time else None
+        placement = read_placement(Path(balance.placement)) if balance.placement else None
+        settings = PlanSettings.of(balance, costs, placement)
+        return LayerPlanner(balance.strategy, self.layout, settings, layer=self.layer_number or 0)
 
     def _costs(self) -> LayerCosts:
         element_size = next(self.experts.parameters()).element_size()

@@ -23,8 +23,10 @@ from torch import Tensor
 
 from megatron_ext.config import TrainConfig
 from megatron_ext.data import Manifest, MixedDataset, microbatches
+from megatron_ext.data.affinity import scheduled_microbatches
 from megatron_ext.mcore import build
 from megatron_ext.mcore.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from megatron_ext.offline.sem_moe import read_semantics
 from megatron_ext.telemetry.progress import TrainingProgress
 from megatron_ext.telemetry.recorder import LoadRecorder
 from megatron_ext.telemetry.run_log import RunLog
@@ -62,7 +64,12 @@ class Training:
         )
         self.trace = _trace_writer(config, self.step)
         train_data = build.dataset(config, manifest, "train")
-        self._batches = self._read(train_data, self.step * config.data.global_batch_size)
+        consumed_samples = self.step * config.data.global_batch_size
+        self._batches = (
+            self._read_by_affinity(train_data, consumed_samples)
+            if config.data.affinity
+            else self._read(train_data, consumed_samples)
+        )
         self._validation = (
             build.dataset(config, manifest, "validation") if config.eval_every else None
         )
@@ -161,6 +168,23 @@ class Training:
                 data,
                 consumed_samples=consumed_samples,
                 data_parallel_rank=parallel_state.get_data_parallel_rank(),
+                data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            )
+            for _ in self.chunks
+        ]
+
+    def _read_by_affinity(self, data: MixedDataset, consumed_samples: int) -> Batches:
+        affinity = read_semantics(Path(self.config.data.affinity)).affinity
+        dp_rank = parallel_state.get_data_parallel_rank()
+        ep_rank = parallel_state.get_expert_model_parallel_rank()
+        assert ep_rank == dp_rank % affinity.shape[1], (ep_rank, dp_rank, affinity.shape)
+        return [
+            scheduled_microbatches(
+                data,
+                affinity,
+                consumed_samples=consumed_samples,
+                global_batch_size=self.config.data.global_batch_size,
+                data_parallel_rank=dp_rank,
                 data_parallel_size=parallel_state.get_data_parallel_world_size(),
             )
             for _ in self.chunks

@@ -50,7 +50,12 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
 
 def _check_strategy(balance: BalanceConfig) -> None:
     if get_strategy(balance.strategy).kind == "planner":
-        get_planner(balance.strategy, for_time=balance.objective == "time")
+        planner = get_planner(balance.strategy, for_time=balance.objective == "time")
+        if planner.needs_placement and not balance.placement:
+            raise ValueError(
+                f"balance.placement must name a file with balance.strategy={balance.strategy}: "
+                "`megatron-ext place craft` makes one from a trace"
+            )
 
 
 _MUST_BE = (

@@ -111,9 +111,9 @@ def _read_folder(path: Path) -> Loads:
 
 
 def _read_file(path: Path) -> Loads:
-    arrays = _read_arrays(path, required=("load",), optional=TRACE_FIELDS)
+    arrays = read_arrays(path, required=("load",), optional=TRACE_FIELDS)
     load = arrays["load"]
-    _check_dtype(path, "load", load, np.int64)
+    check_dtype(path, "load", load, np.int64)
     if load.ndim == 2:
         load = load[None]
     if load.ndim != 3 or 0 in load.shape:
@@ -147,7 +147,7 @@ def read_plans(path: Path) -> Plans:
         FileNotFoundError: There is no such file.
         ValueError: It is no file of plans; the message names file, value and rule.
     """
-    arrays = _read_arrays(path, required=("quota", "slots"), optional=("split",))
+    arrays = read_arrays(path, required=("quota", "slots"), optional=("split",))
     quota, slots = arrays["quota"], arrays["slots"]
     if quota.ndim != 3 or 0 in quota.shape:
         raise ValueError(f"{path}: quota must be [B, E, R] and not empty, got shape {quota.shape}")
@@ -158,7 +158,7 @@ def read_plans(path: Path) -> Plans:
         "split": (batch, ranks, experts, ranks),
     }
     for name, values in arrays.items():
-        _check_dtype(path, name, values, np.int32 if name == "slots" else np.int64)
+        check_dtype(path, name, values, np.int32 if name == "slots" else np.int64)
         if values.shape != shapes[name]:
             raise ValueError(
                 f"{path}: {name} must be {list(shapes[name])} beside a quota of "
@@ -173,7 +173,7 @@ def write_loads(path: Path, loads: Loads, *, overwrite: bool = False) -> None:
     Raises:
         FileExistsError: The file exists and is not to be replaced.
     """
-    _write_arrays(path, {"load": loads.load, **loads.trace}, overwrite=overwrite)
+    write_arrays(path, {"load": loads.load, **loads.trace}, overwrite=overwrite)
 
 
 def write_plans(
@@ -203,7 +203,7 @@ def write_plans(
     if with_split:
         pairs = zip(load, plans, strict=True)
         arrays["split"] = torch.stack([split_quota(one, plan) for one, plan in pairs])
-    _write_arrays(path, arrays, overwrite=overwrite)
+    write_arrays(path, arrays, overwrite=overwrite)
 
 
 def check_free(path: Path, *, overwrite: bool) -> None:
@@ -214,10 +214,15 @@ def check_free(path: Path, *, overwrite: bool) -> None:
         raise FileExistsError(f"{path} exists already: replace it with --overwrite")
 
 
-def _read_arrays(
+def read_arrays(
     path: Path, *, required: tuple[str, ...], optional: tuple[str, ...]
 ) -> dict[str, np.ndarray]:
-    """Read the arrays of these names; what else the file holds stays unread."""
+    """Read the arrays of these names from an .npz file; what else it holds stays unread.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is no such file, is damaged, or lacks a required array.
+    """
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} does not exist" if not path.exists() else f"{path} is a folder"
@@ -250,7 +255,8 @@ def _read_array(path: Path, archive: np.lib.npyio.NpzFile, name: str) -> np.ndar
     return values
 
 
-def _check_dtype(path: Path, name: str, values: np.ndarray, dtype: type[np.integer[Any]]) -> None:
+def check_dtype(path: Path, name: str, values: np.ndarray, dtype: type[np.integer[Any]]) -> None:
+    """Raise ValueError, with the way out, if an array of a file is of another type."""
     if values.dtype == dtype:
         return
     if values.dtype.kind == "f" and not np.isfinite(values).all():
@@ -262,7 +268,12 @@ def _check_dtype(path: Path, name: str, values: np.ndarray, dtype: type[np.integ
     )
 
 
-def _write_arrays(path: Path, arrays: dict[str, Tensor], *, overwrite: bool) -> None:
+def write_arrays(path: Path, arrays: dict[str, Tensor], *, overwrite: bool) -> None:
+    """Write arrays by name into an .npz file, whole or not at all.
+
+    Raises:
+        FileExistsError: The file exists and is not to be replaced.
+    """
     check_free(path, overwrite=overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")

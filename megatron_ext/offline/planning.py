@@ -47,7 +47,10 @@ def make_planners(
         strategy, num_experts=experts, ep_size=ranks, slots=slots, nvlink_domain=nvlink_domain
     )
     layers = loads.layers()
-    planners = {layer: LayerPlanner(strategy, layout, settings) for layer in set(layers)}
+    planners = {
+        layer: LayerPlanner(strategy, layout, settings, layer=layer)
+        for layer in sorted(set(layers))
+    }
     return [planners[layer] for layer in layers]
 
 

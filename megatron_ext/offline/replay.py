@@ -115,7 +115,7 @@ def make_report(
         "ranks": ranks,
         "experts": experts,
         "slots": slots,
-        "settings": dataclasses.asdict(settings),
+        "settings": settings.to_json(),
         "before": _summarize(before),
         "strategies": {
             name: {"slots": get_strategy(name).num_slots(slots, experts // ranks)}

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.placement import Placement
+from megatron_ext.balance.strategies import PlanSettings, eplb
 
 
 class Instance(NamedTuple):
@@ -25,13 +27,24 @@ class Instance(NamedTuple):
     def settings_of(self, strategy: str) -> dict[str, Any]:
         """As `settings`, with what only this strategy needs."""
         small = {"alpha": 1.0 + self.tolerance, "min_tokens_per_gemm": 3, "interval": 2}
-        return self.settings | small | costs_of(strategy)
+        return self.settings | small | needs_of(strategy, self.layout)
 
 
-def costs_of(strategy: str) -> dict[str, LayerCosts]:
-    """Costs for the strategy that cannot do without: a replica takes as long as 2 assignments."""
-    costs = LayerCosts(expert_bytes=2000, link_bandwidth=1e9, assignment_time=1e-6)
-    return {"costs": costs} if strategy == "time" else {}
+def needs_of(strategy: str, layout: ExpertLayout) -> dict[str, Any]:
+    """What a strategy cannot do without: costs, a replica as long as 2 assignments, or replicas."""
+    if strategy == "time":
+        costs = LayerCosts(expert_bytes=2000, link_bandwidth=1e9, assignment_time=1e-6)
+        return {"costs": costs}
+    if strategy == "craft":
+        return {"placement": placement_for(layout)}
+    return {}
+
+
+def placement_for(layout: ExpertLayout) -> Placement:
+    """Replicas of layers 0 to 2, all alike: the slots filled as for loads of 1, 2, 3, ..."""
+    expert_load = torch.arange(1, layout.num_experts + 1)
+    slots = eplb.place(expert_load, layout, PlanSettings())
+    return Placement((0, 1, 2), torch.stack([slots] * 3), torch.stack([expert_load] * 3))
 
 
 @st.composite

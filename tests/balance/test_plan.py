@@ -15,7 +15,7 @@ from megatron_ext.balance.reference import target_load
 from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.config import BalanceConfig
 from tests import workloads
-from tests.balance.instances import costs_of, instances, worked_example
+from tests.balance.instances import instances, needs_of, worked_example
 
 PLANNERS = sorted(name for name, strategy in STRATEGIES.items() if strategy.makes_plans)
 
@@ -76,14 +76,15 @@ def test_physical_index_of_a_batch_is_that_of_its_plans():
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_a_batch_is_its_loads_one_by_one(planner):
     loads = torch.stack([workloads.zipf(4, 16, 300, 1.0, seed) for seed in range(5)])
-    batch = solve(loads, ep_size=4, slots=1, strategy=planner, **costs_of(planner))
+    needs = needs_of(planner, ExpertLayout(num_experts=16, ep_size=4, slots=1, nvlink_domain=4))
+    batch = solve(loads, ep_size=4, slots=1, strategy=planner, **needs)
     assert batch.rank_loads().shape == (5, 4)
     for load, plan in zip(loads, batch.unbatch(), strict=True):
-        alone = solve(load, ep_size=4, slots=1, strategy=planner, **costs_of(planner))
+        alone = solve(load, ep_size=4, slots=1, strategy=planner, **needs)
         assert torch.equal(plan.quota, alone.quota)
         assert torch.equal(plan.slots, alone.slots)
         assert plan.digest() == alone.digest()
-    empty = solve(loads[:0], ep_size=4, slots=1, strategy=planner, **costs_of(planner))
+    empty = solve(loads[:0], ep_size=4, slots=1, strategy=planner, **needs)
     assert empty.quota.shape == (0, 16, 4)
     assert empty.slots.shape == (0, *batch.slots.shape[1:])
 
@@ -259,14 +260,14 @@ class TestErrors:
     def test_unknown_strategy(self):
         with pytest.raises(
             ValueError,
-            match="unknown strategy 'best'; known: eplb, eplb_exact, exact, ideal, llep",
+            match="unknown strategy 'best'; known: craft, eplb, eplb_exact, exact, ideal",
         ):
             solve(torch.zeros(2, 4, dtype=torch.int64), ep_size=2, strategy="best")
 
     def test_strategy_without_plans(self):
         with pytest.raises(
             ValueError,
-            match="strategy 'ideal' makes no plans; planners: eplb, eplb_exact, exact, llep",
+            match="strategy 'ideal' makes no plans; planners: craft, eplb, eplb_exact, exact",
         ):
             solve(torch.zeros(2, 4, dtype=torch.int64), ep_size=2, strategy="ideal")
 

@@ -7,7 +7,7 @@ from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.strategies.strategy import PlanSettings
 from tests import workloads
-from tests.balance.instances import costs_of
+from tests.balance.instances import needs_of
 
 LAYOUT = ExpertLayout(num_experts=16, ep_size=4, slots=2, nvlink_domain=4)
 LOADS = [workloads.zipf(4, 16, 300, 1.0, seed) for seed in range(6)]
@@ -47,7 +47,7 @@ def test_solving_remembers_nothing():
 
 @pytest.mark.parametrize("strategy", ["quota", "eplb_exact", "time"])
 def test_without_history_every_load_is_planned_alike(strategy):
-    one = planner(strategy, **costs_of(strategy))
+    one = planner(strategy, **needs_of(strategy, LAYOUT))
     before = one.solve(LOADS[0]).digest()
     for load in LOADS:
         one.observe(load)
@@ -63,8 +63,10 @@ def test_a_batch_in_order_is_its_loads_in_order():
 
 
 def test_objective_time_needs_a_tolerance_to_choose():
-    with pytest.raises(ValueError, match="'eplb' plans from history, without a tolerance"):
-        planner(**costs_of("time"))
+    with pytest.raises(
+        ValueError, match="'eplb' fills replicas placed before, without a tolerance"
+    ):
+        planner(**needs_of("time", LAYOUT))
 
 
 def test_time_needs_costs():

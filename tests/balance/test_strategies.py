@@ -21,6 +21,7 @@ def test_registry():
         "eplb_exact": "planner",
         "lplb": "planner",
         "llep": "planner",
+        "craft": "planner",
         "ideal": "force_even",
     }
     assert all(name == strategy.name for name, strategy in STRATEGIES.items())
@@ -29,7 +30,7 @@ def test_registry():
 
 def test_unknown_name_lists_the_known():
     with pytest.raises(
-        ValueError, match="unknown strategy 'quotas'; known: eplb, eplb_exact, exact"
+        ValueError, match="unknown strategy 'quotas'; known: craft, eplb, eplb_exact, exact"
     ):
         get_strategy("quotas")
 

@@ -140,7 +140,7 @@ def check_options(words: list[str], capsys) -> None:
     subcommand = []
     for word in words:
         # Words of commands come first; `data build` has two, `doctor` one.
-        if not re.fullmatch(r"[a-z]+", word) or len(subcommand) == 2:
+        if not re.fullmatch(r"[a-z_]+", word) or len(subcommand) == 2:
             break
         subcommand.append(word)
     with pytest.raises(SystemExit) as stop:

@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from checkpoints_tools.contents import find_problems, read_contents
+from checkpoints_tools.relayout import relayout
+from megatron_ext.offline.loads import read_loads
+from megatron_ext.offline.sem_moe import Semantics, write_semantics
 from megatron_ext.telemetry.run_log import read_metrics
 from tests.ranks import run_ranks
 from tests.train.dataset import build, overrides
@@ -60,6 +66,60 @@ def test_training_goes_on_under_other_balancing(
     names = [entry.key for entry in contents.entries]
     assert any("experts" in name for name in names)
     assert not [name for name in names if "slot" in name or "replica" in name]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_training_goes_on_with_experts_moved(num_ranks: int, data: Path, tmp_path: Path) -> None:
+    """Weights, moments and routers under other numbers: the same steps, on one rank or two."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    settings = [*SETTINGS, "model.topk=2", "checkpoint.every=2"]
+    run_ranks(_train, 2, [*overrides(data, first), *settings, *QUOTA])
+    moved = tmp_path / "moved" / "step_00000002"
+    moved.parent.mkdir()
+    order = {1: np.array([2, 0, 3, 1]), 2: np.array([3, 1, 0, 2])}
+    # Of two layers a router and two weights of four experts; the optimizer has each three times.
+    assert relayout(first / "checkpoints" / "step_00000002", order, moved) == 2 * (1 + 2 * 4) * 4
+    assert find_problems(read_contents(moved)) == []
+    start = [f"checkpoint.load={moved}", f"parallel.ep_size={num_ranks}"]
+    run_ranks(_train, num_ranks, [*overrides(data, second), *settings, *QUOTA, *start])
+    assert losses(second) == pytest.approx(losses(first)[2:], rel=1e-5)
+    # Losses would be the same if nothing had moved.
+    for moment in ("exp_avg", "exp_avg_sq"):
+        for part in ("router.weight", "experts.experts.linear_fc2.weight"):
+            key = f"optimizer.state.{moment}.decoder.layers.mlp.{part}"
+            expected, found = (
+                read_tensor(run / "checkpoints" / "step_00000004", key) for run in (first, second)
+            )
+            for layer, of_layer in order.items():
+                moved_there = expected[layer - 1][of_layer]
+                distance = (found[layer - 1] - moved_there).norm() / moved_there.norm()
+                assert distance < 1e-3, (key, layer)
+
+
+def read_tensor(folder: Path, key: str) -> torch.Tensor:
+    """Read one whole tensor of a checkpoint."""
+    size = next(entry.shape for entry in read_contents(folder).entries if entry.key == key)
+    state = {key: torch.full(size, torch.nan)}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return state[key]
+
+
+def test_samples_by_affinity_are_the_same_steps(data: Path, tmp_path: Path) -> None:
+    """Losses and gradient norms are sums over a step's samples, whoever computes which."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    affinity = np.random.default_rng(0).random((2**16, 2), dtype=np.float32)
+    expert = np.tile(np.arange(4), (2, 1))
+    semantics = Semantics((1, 2), expert, affinity, np.zeros((0, 2, 2, 2), np.float32))
+    write_semantics(tmp_path / "semantics.npz", semantics)
+    settings = ["data.global_batch_size=16", "logging.trace_steps=4", *SETTINGS, *QUOTA]
+    run_ranks(_train, 2, [*overrides(data, first), *settings])
+    by_affinity = f"data.affinity={tmp_path / 'semantics.npz'}"
+    run_ranks(_train, 2, [*overrides(data, second), *settings, by_affinity])
+    assert losses(second) == pytest.approx(losses(first), rel=1e-5)
+    norms = [[line["grad_norm"] for line in read_metrics(run)] for run in (first, second)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    loads = [read_loads(run / "trace").load for run in (first, second)]
+    assert not torch.equal(*loads)
 
 
 def test_a_checkpoint_of_another_model_is_refused(data: Path, tmp_path: Path) -> None:

@@ -7,12 +7,17 @@ than a case.
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.config import BalanceConfig
+from megatron_ext.offline.placements import write_placement
 from tests.mcore.parity import gradient_difference, step_difference
 from tests.ranks import run_ranks
 
@@ -125,15 +130,18 @@ PLANNERS = (
     dict(strategy="eplb_exact"),
     dict(strategy="lplb", interval=1),
     dict(strategy="llep", alpha=1.0, min_tokens_per_gemm=1),
+    dict(strategy="craft", tolerance=0.0, placement="placement.npz"),
+    dict(strategy="quota", tolerance=0.0, placement="placement.npz"),  # as a limit of its slots
 )
 
 
-def _planners(rank: int) -> list[Any]:
-    # The second microbatch is the first that can be planned from history.
-    return [
-        gradient_difference(dict(ep=2), num_microbatches=2, balance=BalanceConfig(**p))
-        for p in PLANNERS
-    ]
+def _planners(rank: int, folder: Path) -> list[Any]:
+    with contextlib.chdir(folder):
+        # The second microbatch is the first that can be planned from history.
+        return [
+            gradient_difference(dict(ep=2), num_microbatches=2, balance=BalanceConfig(**p))
+            for p in PLANNERS
+        ]
 
 
 def test_every_live_planner_is_tested() -> None:
@@ -160,8 +168,13 @@ def test_history_that_moves_on_before_recompute_changes_nothing() -> None:
     _check(run_ranks(_history, 2), HISTORY_CASES, GRADIENT_TOLERANCE)
 
 
-def test_every_planner_equals_unbalanced_megatron() -> None:
-    _check(run_ranks(_planners, 2), [(dict(ep=2, **p), 2) for p in PLANNERS], GRADIENT_TOLERANCE)
+def test_every_planner_equals_unbalanced_megatron(tmp_path: Path) -> None:
+    # Every expert twice in layer 1, nothing in layer 2.
+    slots = torch.tensor([[[2, 3], [0, 1]], [[-1, -1], [-1, -1]]], dtype=torch.int32)
+    placement = Placement((1, 2), slots, torch.ones(2, 4, dtype=torch.int64))
+    write_placement(tmp_path / "placement.npz", placement)
+    cases = [(dict(ep=2, **p), 2) for p in PLANNERS]
+    _check(run_ranks(_planners, 2, tmp_path), cases, GRADIENT_TOLERANCE)
 
 
 def _check(by_rank: list[list[Any]], cases: list[Case], tolerance: float) -> None:

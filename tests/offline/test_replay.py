@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_ext.balance.costs import LayerCosts
+from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import imbalance, max_rank_sends, remote_assignments
 from megatron_ext.balance.plan import solve
 from megatron_ext.balance.strategies import STRATEGIES
@@ -14,7 +15,7 @@ from megatron_ext.balance.strategies.strategy import PlanSettings
 from megatron_ext.offline.loads import Loads
 from megatron_ext.offline.replay import FILES, check_out, make_report, replay, write_report
 from tests import workloads
-from tests.balance.instances import costs_of, worked_example
+from tests.balance.instances import needs_of, worked_example
 
 LAYERS = 2
 MICROBATCHES = 5
@@ -57,7 +58,8 @@ def test_worked_example():
 @pytest.mark.parametrize("strategy", [n for n, each in STRATEGIES.items() if each.makes_plans])
 def test_numbers_are_those_of_the_plans(trace, strategy):
     """Layer by layer, planned without replay; so no layer sees another's past."""
-    settings = {"interval": 2, "min_tokens_per_gemm": 8, **costs_of(strategy)}
+    layout = ExpertLayout(num_experts=8, ep_size=4, slots=2, nvlink_domain=2)
+    settings = {"interval": 2, "min_tokens_per_gemm": 8, **needs_of(strategy, layout)}
     measured = run(trace, strategy, slots=2, nvlink_domain=2, **settings)[strategy]
     for layer in (1, 2):
         here = trace.trace["layer"] == layer

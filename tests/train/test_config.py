@@ -53,6 +53,18 @@ WRONG = {
         ["balance.strategy=magic", "balance.transport=nvlink"],
         ["'magic'", "balance.transport ('nvlink') is not available here"],
     ),
+    "craft without a placement": (
+        ["balance.strategy=craft"],
+        ["balance.placement must name a file with balance.strategy=craft"],
+    ),
+    "placement that is not there": (
+        ["balance.placement=absent.npz"],
+        ["balance.placement (absent.npz): absent.npz does not exist"],
+    ),
+    "affinity that is not there": (
+        ["data.affinity=absent.npz"],
+        ["data.affinity (absent.npz): absent.npz does not exist"],
+    ),
     "capacity factor": (
         ["+megatron.moe_expert_capacity_factor=1.5"],
         ["moe_expert_capacity_factor (1.5) must be None"],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 
+from megatron_ext.balance.strategies.craft import CRAFT
 from megatron_ext.balance.strategies.eplb import EPLB
 from megatron_ext.balance.strategies.eplb_exact import EPLB_EXACT
 from megatron_ext.balance.strategies.exact import EXACT
@@ -32,6 +33,7 @@ STRATEGIES: dict[str, Strategy] = {
         EPLB_EXACT,
         LPLB,
         LLEP,
+        CRAFT,
         IDEAL,
     )
 }
@@ -73,6 +75,7 @@ def get_planner(name: str, *, for_time: bool = False) -> Strategy:
         raise ValueError(f"strategy {name!r} makes no plans; planners: {', '.join(planners)}")
     if for_time and strategy.solve is None:
         raise ValueError(
-            f"strategy {name!r} plans from history, without a tolerance that objective time chooses"
+            f"strategy {name!r} fills replicas placed before, without a tolerance that objective "
+            "time chooses"
         )
     return strategy

@@ -8,6 +8,8 @@ assignments that are dealt each by itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -39,15 +41,42 @@ def place(expert_load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> 
     return place_replicas(expert_load, layout, most_replicas=layout.nvlink_domain - 1)
 
 
-def place_replicas(expert_load: Tensor, layout: ExpertLayout, *, most_replicas: int) -> Tensor:
-    """As `place`, with at most so many replicas of one expert."""
+def place_replicas(
+    expert_load: Tensor,
+    layout: ExpertLayout,
+    *,
+    most_replicas: int,
+    capacities: Sequence[int] | None = None,
+    num_replicas: int | None = None,
+) -> Tensor:
+    """As `place`, within bounds.
+
+    Args:
+        expert_load: Assignments of each expert in the past, int64 [E].
+        layout: Where experts and slots are.
+        most_replicas: Of one expert.
+        capacities: Most replicas of each rank, [R]; all slots if None.
+        num_replicas: Most replicas; as many as the ranks can take if None.
+    """
     mains, ranks = layout.mains_per_rank, layout.nvlink_domain
+    capacities = [layout.slots] * layout.ep_size if capacities is None else list(capacities)
+    room = torch.tensor(capacities).view(-1, ranks).sum(1)
+    instances = _replicate(
+        expert_load.double(),
+        room,
+        sum(capacities) if num_replicas is None else num_replicas,
+        most_replicas + 1,
+    )
     slots = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
     for first_rank in range(0, layout.ep_size, ranks):
         first_expert = first_rank * mains
-        loads = expert_load[first_expert : first_expert + ranks * mains].tolist()
-        instances = _replicate(loads, ranks * layout.slots, most_replicas + 1)
-        for rank, held in enumerate(_pack(loads, instances, ranks, layout.slots)):
+        here = slice(first_expert, first_expert + ranks * mains)
+        held_by = _pack(
+            expert_load[here].tolist(),
+            instances[here],
+            capacities[first_rank : first_rank + ranks],
+        )
+        for rank, held in enumerate(held_by):
             row = [expert + first_expert for expert in held]
             slots[first_rank + rank, : len(row)] = torch.tensor(row, dtype=torch.int32)
     return slots
@@ -126,21 +155,30 @@ def _turns(slots: Tensor, layout: ExpertLayout) -> Tensor:
     return torch.where(is_home, 0, turn)
 
 
-def _replicate(loads: list[int], replicas: int, most_instances: int) -> list[int]:
-    """Instances of each expert: the next replica always goes to the most load per instance."""
-    load = torch.tensor(loads, dtype=torch.float64)
+def _replicate(load: Tensor, room: Tensor, num_replicas: int, most_instances: int) -> list[int]:
+    """Instances of each expert: the next replica always goes to the most load per instance.
+
+    Args:
+        load: Of each expert, float64 [E].
+        room: Replicas that each NVLink domain can take, int64 [domains]; used up.
+        num_replicas: Most replicas.
+        most_instances: Of one expert.
+    """
     instances = torch.ones_like(load)
-    for _ in range(replicas):
-        per_instance = torch.where(instances < most_instances, load / instances, 0.0)
+    for _ in range(num_replicas):
+        has_room = (room > 0).repeat_interleave(len(load) // len(room))
+        per_instance = torch.where((instances < most_instances) & has_room, load / instances, 0.0)
         hottest = int(per_instance.argmax())
         if per_instance[hottest] == 0:
             break
         instances[hottest] += 1
+        room[hottest * len(room) // len(load)] -= 1
     return [int(count) for count in instances]
 
 
-def _pack(loads: list[int], instances: list[int], ranks: int, slots: int) -> list[list[int]]:
+def _pack(loads: list[int], instances: list[int], capacities: Sequence[int]) -> list[list[int]]:
     """Put replicas, the heaviest first, on the least loaded rank that can take them."""
+    ranks = len(capacities)
     mains = len(loads) // ranks
     share = [load / count for load, count in zip(loads, instances, strict=True)]
     rank_loads = [sum(share[rank * mains : (rank + 1) * mains]) for rank in range(ranks)]
@@ -150,7 +188,9 @@ def _pack(loads: list[int], instances: list[int], ranks: int, slots: int) -> lis
             takers = [
                 rank
                 for rank in range(ranks)
-                if len(held[rank]) < slots and rank != expert // mains and expert not in held[rank]
+                if len(held[rank]) < capacities[rank]
+                and rank != expert // mains
+                and expert not in held[rank]
             ]
             if not takers:
                 break

@@ -5,9 +5,10 @@ Legend: R ranks of the EP group, E logical experts, S slots per rank, B loads.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from megatron_ext.config import BalanceConfig, check_plan_settings
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from megatron_ext.balance.costs import LayerCosts
     from megatron_ext.balance.layout import ExpertLayout
+    from megatron_ext.balance.placement import Placement
     from megatron_ext.balance.plan import BalancePlan
 
 _DEFAULTS = BalanceConfig()
@@ -25,7 +27,7 @@ _DEFAULTS = BalanceConfig()
 class PlanSettings:
     """What planners are asked for, beside the layout; each takes what it knows.
 
-    The fields of `BalanceConfig`, with its defaults, and the costs of the layer.
+    The fields of `BalanceConfig`, with its defaults, the costs of the layer, and what was placed.
     """
 
     tolerance: float = _DEFAULTS.tolerance
@@ -35,16 +37,29 @@ class PlanSettings:
     min_tokens_per_gemm: int = _DEFAULTS.min_tokens_per_gemm
     costs: LayerCosts | None = None
     """Given where the plan is to be the fastest one instead of one within `tolerance`."""
+    placement: Placement | None = None
+    """The replicas of strategies that place none themselves; of others, the most slots a layer may
+    use."""
 
     def __post_init__(self) -> None:
         """Check every number."""
         check_plan_settings(self)
 
     @classmethod
-    def of(cls, balance: BalanceConfig, costs: LayerCosts | None) -> PlanSettings:
+    def of(
+        cls, balance: BalanceConfig, costs: LayerCosts | None, placement: Placement | None
+    ) -> PlanSettings:
         """Take a run's settings."""
-        names = [name for name in cls.__dataclass_fields__ if name != "costs"]
-        return cls(**{name: getattr(balance, name) for name in names}, costs=costs)
+        names = set(cls.__dataclass_fields__) - {"costs", "placement"}
+        settings = {name: getattr(balance, name) for name in names}
+        return cls(**settings, costs=costs, placement=placement)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings; of a placement, the replicas of each layer."""
+        told = dataclasses.asdict(dataclasses.replace(self, placement=None))
+        if self.placement is not None:
+            told["placement"] = self.placement.num_replicas()
+        return told
 
 
 class Solver(Protocol):
@@ -74,9 +89,9 @@ class Filler(Protocol):
 class Strategy:
     """A balancer of the field; one constant per file of this folder.
 
-    A planner either solves every load by itself (`solve`), or places replicas by the loads of the
-    past (`place`) and shares each load among them (`fill`). None of the functions remembers
-    anything: the past is kept by `LayerPlanner`.
+    A planner either solves every load by itself (`solve`), or shares each load among replicas
+    (`fill`) that it places by the loads of the past (`place`) or that were placed before the run.
+    None of the functions remembers anything: the past is kept by `LayerPlanner`.
     """
 
     name: str
@@ -91,6 +106,9 @@ class Strategy:
     solve: Solver | None = None
     place: Placer | None = None
     fill: Filler | None = None
+
+    needs_placement: bool = False
+    """Whether it fills the replicas of a `Placement`."""
 
     num_slots: Callable[[int, int], int] = lambda asked, mains_per_rank: asked
     """Slots per rank that it plans for, given those asked for and the mains per rank."""

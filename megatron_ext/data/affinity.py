@@ -1,0 +1,87 @@
+"""Which rank a sample goes to, by the experts that its tokens choose (Sem-MoE's data scheduling).
+
+The samples of a step stay the same ones, and every rank has equally many; only who computes which
+of them changes. Legend: Q samples, V vocabulary, R ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+from torch import Tensor
+
+from megatron_ext.data.mixing import MixedDataset
+
+
+def scores(tokens: np.ndarray, affinity: np.ndarray) -> np.ndarray:
+    """Add up how much the tokens of each sample belong to each rank.
+
+    Args:
+        tokens: Ids, int64 [Q, tokens of a sample].
+        affinity: Share of an id's choices that go to each rank, float32 [V, R].
+
+    Returns:
+        float64 [Q, R].
+    """
+    return np.asarray(affinity[tokens].sum(1, dtype=np.float64))
+
+
+def schedule(score: np.ndarray) -> np.ndarray:
+    """Give the samples of a global batch to ranks, equally many to each.
+
+    The samples for which it matters most, by best score less the mean, choose first; each goes to
+    the rank of highest score that has room.
+
+    Args:
+        score: How much each sample belongs to each rank, float64 [Q, R]; R divides Q.
+
+    Returns:
+        Rank of each sample, int64 [Q].
+
+    >>> schedule(np.array([[0.6, 0.4], [0.8, 0.2], [0.7, 0.3], [0.5, 0.5]])).tolist()
+    [1, 0, 0, 1]
+
+    Source: Sem-MoE, Algorithm 2; differs from it in that the whole global batch is known, so that
+    ranks have to be even over it instead of after every R samples, and the order is free.
+    """
+    num_samples, ranks = score.shape
+    rank_of = np.empty(num_samples, dtype=np.int64)
+    room = np.full(ranks, num_samples // ranks)
+    for sample in np.argsort(score.mean(1) - score.max(1), kind="stable").tolist():
+        rank = int(np.argmax(np.where(room > 0, score[sample], -np.inf)))
+        rank_of[sample] = rank
+        room[rank] -= 1
+    return rank_of
+
+
+def scheduled_microbatches(
+    dataset: MixedDataset,
+    affinity: np.ndarray,
+    *,
+    consumed_samples: int,
+    global_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+) -> Iterator[dict[str, Tensor]]:
+    """Return the microbatches of one data-parallel rank, from where a run stands, without end.
+
+    The global batches are those of `microbatches`, sample by sample. Every rank reads the whole
+    global batch, to know which samples are its own.
+
+    Args:
+        dataset: What to read.
+        affinity: Share of a token id's choices that go to each rank of the EP group, [V, R].
+        consumed_samples: Samples that the run has seen, a multiple of `global_batch_size`.
+        global_batch_size: Samples of an optimizer step.
+        data_parallel_rank: This rank's place; rank d is rank d mod R of its EP group.
+        data_parallel_size: Ranks that read different samples, a multiple of R.
+    """
+    ep_ranks = np.arange(data_parallel_size) % affinity.shape[1]
+    for start in itertools.count(consumed_samples, global_batch_size):
+        windows = dataset.windows(range(start, start + global_batch_size))
+        rank_of = schedule(scores(windows[:, :-1], affinity)[:, ep_ranks])
+        own = windows[rank_of == data_parallel_rank]
+        for first in range(0, len(own), dataset.micro_batch_size):
+            yield dataset.as_microbatch(own[first : first + dataset.micro_batch_size])

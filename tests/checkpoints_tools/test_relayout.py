@@ -1,0 +1,112 @@
+"""A checkpoint with experts moved, loaded by Megatron (one gloo rank), against what was saved."""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from checkpoints_tools import find_problems, read_contents, relayout
+from tests.ranks import run_ranks
+
+ORDER = {1: np.array([4, 0, 5, 2, 1, 3]), 2: np.array([1, 0, 2, 3, 5, 4])}
+STYLES = ("together", "each expert")
+
+
+def _save(rank: int, folder: str) -> list[list[float]]:
+    """Save a model in each style; return what it computes."""
+    from megatron.core import dist_checkpointing
+
+    from tests.gpt import build_gpt
+
+    gpt = build_gpt(num_layers=2, experts=6)
+    gpt.train_step(0)
+    for style in STYLES:
+        os.makedirs(f"{folder}/{style}")
+        state = gpt.chunks[0].module.sharded_state_dict(
+            metadata={"singleton_local_shards": style == "each expert"}
+        )
+        dist_checkpointing.save({"model": state}, f"{folder}/{style}")
+    return _outputs(gpt)
+
+
+def _load(rank: int, folder: str) -> tuple[list[list[float]], dict[str, list[float]]]:
+    """Load one into a model of other weights; return what it computes, and some of its weights."""
+    from megatron.core import dist_checkpointing
+
+    from tests.gpt import build_gpt
+
+    gpt = build_gpt(num_layers=2, experts=6, seed=1)
+    before = _outputs(gpt)
+    module = gpt.chunks[0].module
+    state = module.sharded_state_dict(
+        metadata={"singleton_local_shards": folder.endswith("each expert")}
+    )
+    module.load_state_dict(dist_checkpointing.load({"model": state}, folder)["model"])
+    after = _outputs(gpt)
+    assert not np.allclose(before, after)
+    weights = {name: value for name, value in gpt.parameters().items() if "mlp" in name}
+    return after, {name: value.flatten()[:5].tolist() for name, value in weights.items()}
+
+
+def _outputs(gpt) -> list[list[float]]:
+    import torch
+
+    gpt.seed = 7  # Of the tokens.
+    with torch.no_grad():
+        (report,) = gpt.forward_backward(forward_only=True)
+    return report["logits"].flatten(0, 1).tolist()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    (outputs,) = run_ranks(_save, 1, str(folder))
+    return folder, outputs
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_model_computes_the_same(saved, style, tmp_path):
+    folder, outputs = saved
+    moved = tmp_path / style
+    assert relayout(folder / style, ORDER, moved) == 2 * (1 + 2 * 6)
+    assert find_problems(read_contents(moved)) == []
+    assert read_contents(moved).num_parameters == read_contents(folder / style).num_parameters
+    ((found, weights),) = run_ranks(_load, 1, str(moved))
+    np.testing.assert_allclose(found, outputs, rtol=1e-5, atol=1e-6)
+    ((again, before),) = run_ranks(_load, 1, str(folder / style))
+    assert again == outputs
+    for layer in (0, 1):
+        for place, expert in enumerate(ORDER[layer + 1].tolist()):
+            name = f"decoder.layers.{layer}.mlp.experts.{{}}.linear_fc1.weight".format
+            assert weights[name(place)] == before[name(expert)]
+    router = "decoder.layers.0.mlp.router.weight"
+    assert weights[router] != before[router]
+
+
+def test_layers_that_are_not_named_stay(saved, tmp_path):
+    folder, outputs = saved
+    assert relayout(folder / "together", {2: ORDER[2]}, tmp_path / "together") == 1 + 2 * 6
+    ((found, _),) = run_ranks(_load, 1, str(tmp_path / "together"))
+    np.testing.assert_allclose(found, outputs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ({1: np.arange(8)}, "layer 1 has 6 experts, the layout 8"),
+        ({3: np.arange(6)}, "has routers in 0 of the 1 layers 3"),
+    ],
+)
+def test_layouts_that_do_not_fit(saved, tmp_path, order, message):
+    with pytest.raises(ValueError, match=message):
+        relayout(saved[0] / "together", order, tmp_path / "moved")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_replaced(saved, tmp_path):
+    with pytest.raises(FileExistsError, match="exists already"):
+        relayout(saved[0] / "together", ORDER, tmp_path)
+    shutil.rmtree(tmp_path)
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
+        relayout(saved[0] / "absent", ORDER, tmp_path)
