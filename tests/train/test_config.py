@@ -43,7 +43,7 @@ WRONG = {
     ),
     "time from history": (
         ["balance.strategy=eplb", "balance.objective=time", *COSTS],
-        ["strategy 'eplb' plans from history, without a tolerance"],
+        ["strategy 'eplb' fills replicas placed before, without a tolerance"],
     ),
     "negative steps of a trace": (
         ["logging.trace_steps=-1"],

@@ -98,12 +98,15 @@ def _nothing_new() -> Iterator[None]:
     assert _mappings() == before
 
 
-def _mappings() -> list[str]:
+def _mappings() -> set[str]:
+    """Names and inodes of what is mapped of ours; the kernel may list one in several parts."""
     maps = Path("/proc/self/maps").read_text().splitlines()
-    return [line for line in maps if "megatron_ext" in line and ".so" not in line]
+    ours = [line for line in maps if "megatron_ext" in line and ".so" not in line]
+    return {" ".join(line.split()[4:]) for line in ours}
 
 
 def _step_in_steady_state(rank: int) -> None:
+    others = _mappings()
     large = side_of(LARGE)  # starts the thread
     large.step([Transfer(0, 0, 1, 0)], 0)
     large.transport.close()
@@ -120,8 +123,9 @@ def _step_in_steady_state(rank: int) -> None:
         for _ in range(3):
             side.transport.push(transfers, mains, side.slots).wait()
             side.transport.pull_add(transfers, side.grads, sums).wait()
-    assert len(_mappings()) == 2 * (1 + 2 * len(SHAPES)), "one region a rank and buffer, and flags"
-    assert all("memfd:megatron_ext (deleted)" in line for line in _mappings())
+    mine = _mappings() - others
+    assert len(mine) == 2 * (1 + 2 * len(SHAPES)), "one region a rank and buffer, and flags"
+    assert all("memfd:megatron_ext (deleted)" in name for name in mine)
     child = os.fork()
     if child == 0:  # has the transport, but not its thread
         signal.alarm(10)
@@ -133,7 +137,7 @@ def _step_in_steady_state(rank: int) -> None:
         side.push(transfers, 0)
     side.slots.clear()
     side.grads.clear()
-    assert not _mappings(), "memory stays mapped"
+    assert _mappings() <= others, "memory stays mapped"
 
 
 def test_a_step_allocates_nothing_and_closing_lets_all_go() -> None:
@@ -195,7 +199,7 @@ def test_a_killed_peer_is_named_by_all_others_and_leaves_nothing(
 def _abort(rank: int, where: str) -> None:
     """Rank 1 fails at some place of a step, the others where they miss it, then a clean step."""
     world_size = dist.get_world_size()
-    side = side_of(timeout_s=0.2, relay_threshold=1)
+    side = side_of(timeout_s=2.0, relay_threshold=1)
     generator = random.Random(11)
     everything = [
         Transfer(home, home % 3, (home + hop) % world_size, hop - 1)
@@ -220,7 +224,7 @@ def _abort(rank: int, where: str) -> None:
             side.pull_add_and_check(everything, 5)
         except (ArithmeticError, RuntimeError) as error:
             failure = str(error) or "mine"
-        assert failure == "mine" or " waited 0.2 s for rank " in failure
+        assert failure == "mine" or " waited 2.0 s for rank " in failure
         side.transport.reset()
         for step in range(3):
             side.step(random_transfers(generator, world_size), step)
