@@ -44,6 +44,10 @@ class BalanceConfig:
     """Capacity of a rank, as a multiple of the mean rank load, up to which `llep` fills ranks
     before it spills to others."""
 
+    locality_share: float = 0.5
+    """Part of a rank's slots that `libra` and `libra_paper` give to the experts that the rank's own
+    tokens are predicted to ask for most; the rest goes by load. 0.5 is what Libra takes."""
+
     min_tokens_per_gemm: int = 1024
     """Fewest assignments that `llep` moves to another rank in one piece."""
 
@@ -110,6 +114,7 @@ _PLAN_RANGES: dict[str, tuple[float, float]] = {
     "min_quota": (1, math.inf),
     "interval": (1, math.inf),
     "alpha": (1, 1_000_000),
+    "locality_share": (0, 1),
     "min_tokens_per_gemm": (1, math.inf),
 }
 

@@ -39,18 +39,46 @@ class LayerPlanner:
         planner = get_planner(strategy, for_time=settings.costs is not None)
         self._layout = layout
         self._settings = settings
-        self._place, self._fill, self._solve = planner.place, planner.fill, planner.solve
+        self._place, self._place_predicted = planner.place, planner.place_predicted
+        self._fill, self._solve = planner.fill, planner.solve
         if settings.costs is not None and strategy != TIME.name:
             self._solve = partial(_solve_fastest, strategy=strategy)
         self._slots = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
         self._expert_load = torch.zeros(layout.num_experts, dtype=torch.int64)
         self._num_observed = 0
+        self._previous_load: Tensor | None = None
 
-    def solve(self, load: Tensor) -> BalancePlan:
+    @property
+    def predicts(self) -> bool:
+        """Whether it places replicas by a prediction of the load to come."""
+        return self._place_predicted is not None
+
+    def expect(self, predicted: Tensor | None) -> Tensor:
+        """Place the replicas of a load that is only predicted; remembers nothing.
+
+        Args:
+            predicted: int64 [R, E], equal on all ranks of the EP group; None if there is none.
+
+        Returns:
+            Logical expert in each slot, or -1: int32 [R, S], on the CPU.
+
+        Raises:
+            TypeError: If `predicted` is not int64.
+            ValueError: If it does not fit the layout or, on a CPU, holds impossible values.
+        """
+        assert self._place_predicted is not None, "only some planners place by a prediction"
+        if predicted is None:
+            return torch.full_like(self._slots, -1)
+        check_load(predicted, self._layout)
+        return self._place_predicted(predicted, self._layout, self._settings)
+
+    def solve(self, load: Tensor, placed: Tensor | None = None) -> BalancePlan:
         """Plan a load, or a batch of loads, from what is remembered now; remembers nothing.
 
         Args:
             load: Assignments, int64 [R, E] or [B, R, E], equal on all ranks of the EP group.
+            placed: Replicas that were placed for this load, from `expect`; by default those placed
+                from the past, of which a planner that predicts has none.
 
         Returns:
             The plan, on `load`'s device.
@@ -61,7 +89,7 @@ class LayerPlanner:
         """
         check_load(load, self._layout)
         if self._fill is not None:
-            slots = self._slots.to(load.device)
+            slots = (self._slots if placed is None else placed).to(load.device)
             return self._fill(load, slots, self._layout, self._settings)
         assert self._solve is not None, "a planner solves or fills"
         return self._solve(load, self._layout, self._settings)
@@ -80,13 +108,33 @@ class LayerPlanner:
             self._slots = self._place(self._expert_load.cpu(), self._layout, self._settings)
             self._expert_load = torch.zeros_like(self._expert_load)
 
-    def plan_in_order(self, load: Tensor) -> BalancePlan:
-        """Plan and remember each load of a batch [B, R, E] in turn, or the one load [R, E]."""
-        if load.dim() == 2 or self._place is None:
-            plan = self.solve(load)
-            if load.dim() == 2:
-                self.observe(load)
+    def expect_in_order(self, predicted: Tensor | None = None) -> Tensor | None:
+        """Place the replicas of the next load, predicted by the last one that was planned in order.
+
+        Args:
+            predicted: A better prediction, int64 [R, E].
+
+        Returns:
+            As `expect`; None if the planner does not predict.
+        """
+        if not self.predicts:
+            return None
+        return self.expect(self._previous_load if predicted is None else predicted)
+
+    def plan_in_order(self, load: Tensor, placed: Tensor | None = None) -> BalancePlan:
+        """Plan and remember each load of a batch [B, R, E] in turn, or the one load [R, E].
+
+        Args:
+            load: Int64 [R, E] or [B, R, E].
+            placed: As for `solve`, for one load; by default what `expect_in_order` places.
+        """
+        if load.dim() == 2:
+            plan = self.solve(load, self.expect_in_order() if placed is None else placed)
+            self.observe(load)
+            self._previous_load = load
             return plan
+        if self._place is None and not self.predicts:
+            return self.solve(load)
         check_load(load, self._layout)
         return stack_plans([self.plan_in_order(one) for one in load], self._layout)
 

@@ -21,6 +21,8 @@ def test_registry():
         "eplb_exact": "planner",
         "lplb": "planner",
         "llep": "planner",
+        "libra": "planner",
+        "libra_paper": "planner",
         "ideal": "force_even",
     }
     assert all(name == strategy.name for name, strategy in STRATEGIES.items())

@@ -32,6 +32,7 @@ class PlanSettings:
     min_quota: int = _DEFAULTS.min_quota
     interval: int = _DEFAULTS.interval
     alpha: float = _DEFAULTS.alpha
+    locality_share: float = _DEFAULTS.locality_share
     min_tokens_per_gemm: int = _DEFAULTS.min_tokens_per_gemm
     costs: LayerCosts | None = None
     """Given where the plan is to be the fastest one instead of one within `tolerance`."""
@@ -61,21 +62,32 @@ class Placer(Protocol):
         """Place replicas by assignments of each expert, int64 [E]: slots as in a plan, [R, S]."""
 
 
+class PredictedPlacer(Protocol):
+    """A pure function from a predicted load to the replicas of that load."""
+
+    def __call__(self, predicted: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Tensor:
+        """Place replicas by an int64 load [R, E]: slots as in a plan, int32 [R, S], on the CPU."""
+
+
 class Filler(Protocol):
     """A pure function from a load, and replicas placed before it was known, to a plan."""
 
     def __call__(
         self, load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings
     ) -> BalancePlan:
-        """Plan an int64 load, [R, E] or [B, R, E], with no other replicas than int32 [R, S]."""
+        """Plan an int64 load, [R, E] or [B, R, E], with the replicas placed, int32 [R, S].
+
+        Only a planner that places by prediction may add others.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """A balancer of the field; one constant per file of this folder.
 
-    A planner either solves every load by itself (`solve`), or places replicas by the loads of the
-    past (`place`) and shares each load among them (`fill`). None of the functions remembers
+    A planner either solves every load by itself (`solve`), or places replicas before the load is
+    known and shares the load among them (`fill`). It places by the loads of the past (`place`), or
+    by a prediction of the one load to come (`place_predicted`). None of the functions remembers
     anything: the past is kept by `LayerPlanner`.
     """
 
@@ -90,6 +102,7 @@ class Strategy:
 
     solve: Solver | None = None
     place: Placer | None = None
+    place_predicted: PredictedPlacer | None = None
     fill: Filler | None = None
 
     num_slots: Callable[[int, int], int] = lambda asked, mains_per_rank: asked
