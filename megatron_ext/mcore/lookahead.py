@@ -124,10 +124,11 @@ class Lookahead:
             return None
         layer = self._layer()
         assert layer is not None, "a layer runs that is gone"
-        prediction, self._prediction = self._prediction, None
         before = self._order.enter(layer)
         if before is None or before.lookahead is None:
+            self._drop()
             return None
+        prediction, self._prediction = self._prediction, None
         if before.lookahead._after is None and not layer.has_slots:
             before.lookahead._after = self
             self.slot_set = 1 - before.lookahead.slot_set
@@ -147,11 +148,18 @@ class Lookahead:
         self._prediction = None
         self._order.forget()
 
+    def _drop(self) -> None:
+        """Drop a prediction that its forward never came for, on all EP ranks."""
+        if self._prediction is not None:
+            self._prediction.sent.wait()
+            self._prediction = None
+
     @torch.no_grad()
     def _hear(self, hidden_states: Tensor) -> None:
         layer = self._layer()
         if layer is None:
             return
+        self._drop()
         routing_map = predict_routing(layer.router, hidden_states)
         load = gather_load(routing_map, layer.ep_group)
         sent = layer.send_ahead(self._planner.expect(load))
