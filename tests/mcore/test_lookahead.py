@@ -210,7 +210,8 @@ def _abort(rank: int, place: str) -> None:
     from megatron_ext.balance.replicas import SlotBuffers
     from megatron_ext.mcore import moe_layer
 
-    case = dict(ep=2, num_layers=LAYERS)
+    # So large that a thread copies them: small ones are copied, and peers waited for, at once.
+    case = dict(ep=2, num_layers=LAYERS, ffn=4096)
     clean, aborted = balanced_gpt(case, LIBRA), balanced_gpt(case, LIBRA)
     assert clean.train_step(0) == aborted.train_step(0)
     failing: Any = mock.patch.object(moe_layer, "release_graph", side_effect=ArithmeticError)
