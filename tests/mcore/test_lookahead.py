@@ -208,13 +208,19 @@ def _abort(rank: int, place: str) -> None:
     """Rank 0 fails when it has sent ahead, rank 1 before it or at the same place."""
     from megatron_ext import reset_after_abort
     from megatron_ext.balance.replicas import SlotBuffers
-    from megatron_ext.mcore import moe_layer
+    from megatron_ext.mcore.lookahead import Lookahead
 
     # So large that a thread copies them: small ones are copied, and peers waited for, at once.
     case = dict(ep=2, num_layers=LAYERS, ffn=4096)
     clean, aborted = balanced_gpt(case, LIBRA), balanced_gpt(case, LIBRA)
     assert clean.train_step(0) == aborted.train_step(0)
-    failing: Any = mock.patch.object(moe_layer, "release_graph", side_effect=ArithmeticError)
+    tell_next = Lookahead.tell_next
+
+    def fail(*arguments: Any) -> None:
+        tell_next(*arguments)
+        raise ArithmeticError
+
+    failing: Any = mock.patch.object(Lookahead, "tell_next", fail)
     if rank == 1 and place == "before":
         failing = mock.patch.object(SlotBuffers, "send_ahead", side_effect=ArithmeticError)
     for _ in range(3):
