@@ -28,8 +28,8 @@ class BalanceConfig:
 
     slots: int = 2
     """Replicas a rank can hold at a time (S). Costs S x (weights + gradients) of one expert per
-    rank, whatever the number of layers; twice as much with `libra` and `libra_paper`. 2 is the paper's setting for 64 ranks (UltraEP, Table
-    3)."""
+    rank, whatever the number of layers; twice as much with `libra` and `libra_paper`. 2 is the
+    paper's setting for 64 ranks (UltraEP, Table 3)."""
 
     tolerance: float = 0.01
     """Imbalance that is good enough, as a fraction of the mean rank load: the planner stops

@@ -70,8 +70,8 @@ class LayerReport:
     """Assignments that each rank computes, int64 [R]."""
     num_replicas: int
     prediction: PredictionReport | None = None
-    """How good the prediction by the layer before was; None where there was none, as in a recomputed
-    forward."""
+    """How good the prediction by the layer before was; None where there was none, as in a
+    recomputed forward."""
 
 
 Observer = Callable[[LayerReport], None]
