@@ -304,6 +304,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         ("--min-quota", int, "N", "fewest assignments of a replica"),
         ("--interval", int, "N", "microbatches between placements from history"),
         ("--alpha", float, "X", "capacity of a rank / mean, for llep"),
+        ("--locality-share", float, "X", "part of the slots for a rank's own tokens, for libra"),
         ("--min-tokens-per-gemm", int, "N", "fewest assignments in a piece, for llep"),
     ):
         parser.add_argument(
@@ -490,6 +491,7 @@ def _settings(arguments: argparse.Namespace, *, for_time: bool, switch: str) -> 
         min_quota=arguments.min_quota,
         interval=arguments.interval,
         alpha=arguments.alpha,
+        locality_share=arguments.locality_share,
         min_tokens_per_gemm=arguments.min_tokens_per_gemm,
         costs=LayerCosts(**given) if for_time else None,
         placement=None if arguments.placement is None else read_placement(arguments.placement),
@@ -617,11 +619,14 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 def _replay_lines(report: dict[str, Any]) -> Iterator[str]:
-    from megatron_ext.offline.replay import overall_table
+    from megatron_ext.offline.replay import overall_table, prediction_table
 
     yield report["title"]
     yield ""
     yield overall_table(report)
+    if prediction := prediction_table(report):
+        yield ""
+        yield prediction
 
 
 def _plan_lines(report: dict[str, Any]) -> Iterator[str]:

@@ -32,8 +32,8 @@ class BalanceConfig:
 
     slots: int = 2
     """Replicas a rank can hold at a time (S). Costs S x (weights + gradients) of one expert per
-    rank, whatever the number of layers. 2 is the paper's setting for 64 ranks (UltraEP, Table
-    3)."""
+    rank, whatever the number of layers; twice as much with `libra` and `libra_paper`. 2 is the
+    paper's setting for 64 ranks (UltraEP, Table 3)."""
 
     tolerance: float = 0.01
     """Imbalance that is good enough, as a fraction of the mean rank load: the planner stops
@@ -47,6 +47,10 @@ class BalanceConfig:
     alpha: float = 1.1
     """Capacity of a rank, as a multiple of the mean rank load, up to which `llep` fills ranks
     before it spills to others."""
+
+    locality_share: float = 0.5
+    """Part of a rank's slots that `libra` and `libra_paper` give to the experts that the rank's own
+    tokens are predicted to ask for most; the rest goes by load. 0.5 is what Libra takes."""
 
     min_tokens_per_gemm: int = 1024
     """Fewest assignments that `llep` moves to another rank in one piece."""
@@ -128,6 +132,7 @@ _PLAN_RANGES: dict[str, tuple[float, float]] = {
     "min_quota": (1, math.inf),
     "interval": (1, math.inf),
     "alpha": (1, 1_000_000),
+    "locality_share": (0, 1),
     "min_tokens_per_gemm": (1, math.inf),
 }
 

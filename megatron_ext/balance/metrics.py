@@ -80,6 +80,34 @@ def remote_counts(load: Tensor, plan: BalancePlan) -> Tensor:
     return load.sum((-2, -1)) - local.sum((-2, -1))
 
 
+def replica_use(placed: Tensor, plan: BalancePlan) -> dict[str, Tensor]:
+    """What became of replicas that were placed before the load was known.
+
+    Args:
+        placed: Logical expert in each slot, or -1: int32 [..., R, S].
+        plan: Of the load; a replica that it uses is in the slot in which it was placed.
+
+    Returns:
+        Int64 [...] each: `hit_replicas`, placed and used; `topped_up_replicas`, used and not
+        placed; `wasted_replicas`, placed and not used.
+
+    >>> from megatron_ext.balance.layout import ExpertLayout
+    >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=2, nvlink_domain=2)
+    >>> slots = torch.tensor([[2, -1], [0, 1]], dtype=torch.int32)
+    >>> plan = BalancePlan(layout, torch.zeros(4, 2, dtype=torch.int64), slots)
+    >>> use = replica_use(torch.tensor([[2, 3], [-1, 0]], dtype=torch.int32), plan)
+    >>> {name: int(count) for name, count in use.items()}
+    {'hit_replicas': 1, 'topped_up_replicas': 2, 'wasted_replicas': 2}
+    """
+    was_placed, is_used = placed >= 0, plan.slots >= 0
+    is_hit = was_placed & (placed == plan.slots)
+    return {
+        "hit_replicas": is_hit.sum((-2, -1)),
+        "topped_up_replicas": (is_used & ~is_hit).sum((-2, -1)),
+        "wasted_replicas": (was_placed & ~is_hit).sum((-2, -1)),
+    }
+
+
 def _replicas_per_expert(plan: BalancePlan) -> Tensor:
     held = plan.slots[plan.slots >= 0].long()
     return torch.bincount(held, minlength=plan.layout.num_experts)

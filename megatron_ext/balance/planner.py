@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megatron_ext.balance.costs import fastest_plan
 from megatron_ext.balance.layout import ExpertLayout
@@ -58,17 +59,47 @@ class LayerPlanner:
             self._slots = self._slots[:, :used]
         self._layout = layout
         self._settings = settings
-        self._place, self._fill, self._solve = planner.place, planner.fill, planner.solve
+        self._place, self._place_predicted = planner.place, planner.place_predicted
+        self._fill, self._solve = planner.fill, planner.solve
         if settings.costs is not None and strategy != TIME.name:
             self._solve = partial(_solve_fastest, strategy=strategy)
         self._expert_load = torch.zeros(layout.num_experts, dtype=torch.int64)
         self._num_observed = 0
+        self._previous_load: Tensor | None = None
 
-    def solve(self, load: Tensor) -> BalancePlan:
+    @property
+    def predicts(self) -> bool:
+        """Whether it places replicas by a prediction of the load to come."""
+        return self._place_predicted is not None
+
+    def expect(self, predicted: Tensor | None) -> Tensor:
+        """Place the replicas of a load that is only predicted; remembers nothing.
+
+        Args:
+            predicted: int64 [R, E], equal on all ranks of the EP group; None if there is none.
+
+        Returns:
+            Logical expert in each slot, or -1: int32 [R, S], on the CPU.
+
+        Raises:
+            TypeError: If `predicted` is not int64.
+            ValueError: If it does not fit the layout or, on a CPU, holds impossible values.
+        """
+        assert self._place_predicted is not None, "only some planners place by a prediction"
+        if predicted is None:
+            slots = torch.full_like(self._slots, -1)
+        else:
+            check_load(predicted, self._layout)
+            slots = self._place_predicted(predicted, self._layout, self._settings)
+        return functional.pad(slots, (0, self._num_spare_slots), value=-1)
+
+    def solve(self, load: Tensor, placed: Tensor | None = None) -> BalancePlan:
         """Plan a load, or a batch of loads, from what is remembered now; remembers nothing.
 
         Args:
             load: Assignments, int64 [R, E] or [B, R, E], equal on all ranks of the EP group.
+            placed: Replicas that were placed for this load, from `expect`; by default those placed
+                from the past, of which a planner that predicts has none.
 
         Returns:
             The plan, on `load`'s device.
@@ -79,8 +110,8 @@ class LayerPlanner:
         """
         check_load(load, self._layout)
         if self._fill is not None:
-            slots = self._slots.to(load.device)
-            plan = self._fill(load, slots, self._layout, self._settings)
+            slots = self._slots if placed is None else placed[..., : self._layout.slots]
+            plan = self._fill(load, slots.to(load.device), self._layout, self._settings)
         else:
             assert self._solve is not None, "a planner solves or fills"
             plan = self._solve(load, self._layout, self._settings)
@@ -100,13 +131,33 @@ class LayerPlanner:
             self._slots = self._place(self._expert_load.cpu(), self._layout, self._settings)
             self._expert_load = torch.zeros_like(self._expert_load)
 
-    def plan_in_order(self, load: Tensor) -> BalancePlan:
-        """Plan and remember each load of a batch [B, R, E] in turn, or the one load [R, E]."""
-        if load.dim() == 2 or self._place is None:
-            plan = self.solve(load)
-            if load.dim() == 2:
-                self.observe(load)
+    def expect_in_order(self, predicted: Tensor | None = None) -> Tensor | None:
+        """Place the replicas of the next load, predicted by the last one that was planned in order.
+
+        Args:
+            predicted: A better prediction, int64 [R, E].
+
+        Returns:
+            As `expect`; None if the planner does not predict.
+        """
+        if not self.predicts:
+            return None
+        return self.expect(self._previous_load if predicted is None else predicted)
+
+    def plan_in_order(self, load: Tensor, placed: Tensor | None = None) -> BalancePlan:
+        """Plan and remember each load of a batch [B, R, E] in turn, or the one load [R, E].
+
+        Args:
+            load: Int64 [R, E] or [B, R, E].
+            placed: As for `solve`, for one load; by default what `expect_in_order` places.
+        """
+        if load.dim() == 2:
+            plan = self.solve(load, self.expect_in_order() if placed is None else placed)
+            self.observe(load)
+            self._previous_load = load
             return plan
+        if self._place is None and not self.predicts:
+            return self.solve(load)
         check_load(load, self._layout)
         plans = [self.plan_in_order(one) for one in load]
         layout = dataclasses.replace(self._layout, slots=self._layout.slots + self._num_spare_slots)

@@ -120,7 +120,10 @@ def list_transfers(plan: BalancePlan) -> list[Transfer]:
     >>> list_transfers(plan)
     [Transfer(home_rank=0, main_idx=0, replica_rank=1, slot_idx=0)]
     """
-    layout = plan.layout
+    return _transfers_to(plan.slots, plan.layout)
+
+
+def _transfers_to(slots: Tensor, layout: ExpertLayout) -> list[Transfer]:
     return [
         Transfer(
             home_rank=layout.home_rank(expert),
@@ -128,7 +131,7 @@ def list_transfers(plan: BalancePlan) -> list[Transfer]:
             replica_rank=rank,
             slot_idx=slot_idx,
         )
-        for rank, experts in enumerate(plan.slots.tolist())
+        for rank, experts in enumerate(slots.tolist())
         for slot_idx, expert in enumerate(experts)
         if expert >= 0
     ]
@@ -185,8 +188,28 @@ class SlotBuffers:
         self._num_virtual_layers += count
         return first
 
+    def send_ahead(self, slots: Tensor, mains: MainWeights, label: str) -> SentAhead:
+        """Start filling this rank's slots before the plan is known; every EP rank calls.
+
+        Args:
+            slots: Logical expert in each slot, or -1: int32 [R, S].
+            mains: This rank's mains; must not change before `wait()` returns.
+            label: Which layer this is for, to be named in errors.
+
+        Returns:
+            The transfer under way, for the `start_materialize` that comes next.
+        """
+        self._resident = None
+        transfers = _transfers_to(slots, self.layout)
+        pending = self.transport.push(transfers, mains.rows(), self.weights, label)
+        return SentAhead(slots, pending)
+
     def start_materialize(
-        self, plan: BalancePlan, mains: MainWeights, handle: PlanHandle | None
+        self,
+        plan: BalancePlan,
+        mains: MainWeights,
+        handle: PlanHandle | None,
+        sent: SentAhead | None = None,
     ) -> Materializing:
         """Start filling this rank's slots as `plan` says; every rank of the EP group calls.
 
@@ -198,6 +221,8 @@ class SlotBuffers:
             plan: Where replicas go.
             mains: This rank's mains; must not change before `wait()` returns.
             handle: Name of the kept plan; None when no backward will come.
+            sent: Replicas that were sent ahead into these slots; is waited for, and what the plan
+                has in the same slot is not moved again.
 
         Returns:
             The transfer under way; the slots may be read after its `wait()`.
@@ -208,9 +233,12 @@ class SlotBuffers:
         # Until the last byte is here the slots belong to nobody: an aborted transfer must not look
         # complete.
         self._resident = None
-        pending = self.transport.push(
-            list_transfers(plan), mains.rows(), self.weights, _label(handle)
-        )
+        missing = plan.slots
+        if sent is not None:
+            sent.wait()
+            missing = torch.where(plan.slots == sent.slots.to(plan.slots.device), -1, plan.slots)
+        transfers = _transfers_to(missing, self.layout)
+        pending = self.transport.push(transfers, mains.rows(), self.weights, _label(handle))
         return Materializing(self, key, pending)
 
     def reduce_replica_grads(
@@ -258,6 +286,22 @@ def _label(handle: PlanHandle | None) -> str:
     if handle is None:
         return "a forward without backward"
     return f"layer {handle.layer_number}, virtual layer {handle.virtual_layer_id}"
+
+
+class SentAhead:
+    """Replicas on their way into slots before their plan is known.
+
+    Attributes:
+        slots: Logical expert in each slot, or -1: int32 [R, S].
+    """
+
+    def __init__(self, slots: Tensor, pending: Pending) -> None:
+        self.slots = slots
+        self._pending = pending
+
+    def wait(self) -> None:
+        """Return when the slots hold them; called once."""
+        self._pending.wait()
 
 
 class Materializing:
@@ -319,9 +363,13 @@ def shared_slot_buffers(
     ep_group: ProcessGroup,
     transport: str,
     grad_reduce_share: float,
+    slot_set: int,
 ) -> SlotBuffers:
-    """Return `ep_group`'s slot buffers for such experts: made once, gone with the last user."""
-    key = (ep_group, layout, tuple(segments), dtype, device, transport, grad_reduce_share)
+    """Return `ep_group`'s slot buffers for such experts: made once, gone with the last user.
+
+    Layers of different slot sets have buffers, and a transport, of their own.
+    """
+    key = (ep_group, layout, tuple(segments), dtype, device, transport, grad_reduce_share, slot_set)
     buffers = _SHARED.get(key)
     if buffers is None:
         buffers = SlotBuffers(
@@ -355,9 +403,9 @@ class Replication:
     rematerializing: Materializing | None = None
     """Under way between the backward of combine and that of the experts."""
 
-    def start_materialize(self) -> Materializing:
-        """Start filling the slots for the forward."""
-        return self.buffers.start_materialize(self.plan, self.mains, self.handle)
+    def start_materialize(self, sent: SentAhead | None = None) -> Materializing:
+        """Start filling the slots for the forward, but for what was sent ahead."""
+        return self.buffers.start_materialize(self.plan, self.mains, self.handle, sent)
 
     def start_rematerialize(self) -> Materializing:
         """Start filling the slots for the backward, once; return what is under way."""

@@ -18,6 +18,14 @@ from megatron_ext.mcore.moe_layer import BalancedMoELayer
 class JoiningTransformerLayer(TransformerLayer):
     """Megatron's transformer layer, at whose input the reduction of replica gradients is joined."""
 
+    def __init__(
+        self, config: Any, submodules: Any, layer_number: int = 1, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(config, submodules, layer_number, *args, **kwargs)
+        if isinstance(self.mlp, BalancedMoELayer):
+            # The argument counts from the chunk's first layer, the attribute from the model's.
+            self.mlp.chunk = self.layer_number - layer_number
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run Megatron's forward behind the place where the backward will join the reduction."""
         if isinstance(self.mlp, BalancedMoELayer):

@@ -109,17 +109,17 @@ def run_experts(
     return torch.cat([main_output, slot_output])
 
 
-def finish_parameter_gather(experts: nn.Module) -> None:
-    """Make sure that the mains' parameters are this step's.
+def finish_parameter_gather(module: nn.Module) -> None:
+    """Make sure that the module's parameters are this step's.
 
     With `overlap_param_gather`, Megatron's DDP finishes a parameter's all-gather in the forward
     pre-hook of the module that owns it. Replicas read the mains before that module runs, so its
     hooks are asked to run now; they do nothing the second time.
     """
-    for module in experts.modules():
-        for hook in module._forward_pre_hooks.values():
+    for part in module.modules():
+        for hook in part._forward_pre_hooks.values():
             if hook.__qualname__.startswith("DistributedDataParallel."):
-                hook(module)
+                hook(part)
 
 
 class SequentialWeights:

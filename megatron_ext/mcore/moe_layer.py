@@ -7,6 +7,7 @@
                 4 start materializing replicas                 8 start reducing replica gradients
                 3 reroute: logical -> physical        dispatch (Megatron)
                   wait for the replicas               preprocess  3 gradients of probabilities back
+                  tell the next layer (lookahead.py)
     dispatch    5 tokens to physical experts          route (Megatron)
     experts     6 mains and slots
     combine     7 outputs back                        layer's input (backward.py)
@@ -42,17 +43,19 @@ from megatron_ext.balance.replicas import (
     Joint,
     RematerializeFunction,
     Replication,
+    SentAhead,
     SlotBuffers,
     StartRematerializeFunction,
     join_later,
     shared_slot_buffers,
 )
 from megatron_ext.balance.reroute import assign, reroute
-from megatron_ext.balance.strategies import PlanSettings
+from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.balance.strategies.ideal import force_even
 from megatron_ext.config import BalanceConfig
 from megatron_ext.mcore.dispatcher import physical_dispatcher, release_graph
 from megatron_ext.mcore.experts import expert_weights, finish_parameter_gather, run_experts
+from megatron_ext.mcore.lookahead import LayerOrder, Lookahead, Prediction, PredictionReport
 from megatron_ext.mcore.schedule import most_in_flight
 from megatron_ext.mcore.validate import validate_for_balancing
 from megatron_ext.offline.placements import read_placement
@@ -69,6 +72,9 @@ class LayerReport:
     rank_loads_after: Tensor
     """Assignments that each rank computes, int64 [R]."""
     num_replicas: int
+    prediction: PredictionReport | None = None
+    """How good the prediction by the layer before was; None where there was none, as in a
+    recomputed forward."""
 
 
 Observer = Callable[[LayerReport], None]
@@ -83,6 +89,8 @@ class BalancedMoELayer(MoELayer):
         layer_number: 1-based, as in Megatron.
         pg_collection: Process groups; Megatron's global ones by default.
         balance: What the balancer may do; equal on all ranks of the EP group.
+        order: Shared by the layers that may tell each other what is to come; None if there are no
+            others.
         **kwargs: What later versions of Megatron pass to their MoELayer.
 
     Raises:
@@ -100,6 +108,7 @@ class BalancedMoELayer(MoELayer):
         pg_collection: Any = None,
         *,
         balance: BalanceConfig,
+        order: LayerOrder | None = None,
         **kwargs: Any,
     ) -> None:
         if problems := validate_for_balancing(config, balance):
@@ -130,6 +139,12 @@ class BalancedMoELayer(MoELayer):
             self.token_dispatcher, self.layout, config, self.ep_group.rank(), pg_collection
         )
         self.expert_weights = expert_weights(self.experts)
+        self.chunk: int | None = None
+        """Layers before the first of this layer's chunk; told by the transformer layer."""
+        self.lookahead: Lookahead | None = None
+        predicts = get_strategy(balance.strategy).place_predicted is not None
+        if predicts and self.layout.slots > 0 and order is not None:
+            self.lookahead = Lookahead(self, order)
         # Made in the first forward: only then have wrappers settled the dtype and place of the
         # weights.
         self._slot_buffers: SlotBuffers | None = None
@@ -154,13 +169,15 @@ class BalancedMoELayer(MoELayer):
         self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Stages 1 to 4: from logical to physical routing, with the replicas in their slots."""
+        prediction = self.lookahead.arrive() if self.lookahead is not None else None
+        sent = prediction.sent if prediction is not None else None
         load = gather_load(routing_map, self.ep_group)
-        plan = self._planner.solve(load)
+        plan = self._planner.solve(load, sent.slots if sent is not None else None)
         if self.balance.check_plans:
             _check_equal_plans(plan, self.ep_group, self.layer_number)
         self._replication = self._replicate(plan) if self.layout.slots > 0 else None
         materializing = (
-            self._replication.start_materialize() if self._replication is not None else None
+            self._replication.start_materialize(sent) if self._replication is not None else None
         )
         assignment = assign(
             routing_map,
@@ -169,14 +186,16 @@ class BalancedMoELayer(MoELayer):
             self.config.moe_router_topk,
         )
         maps = self._replication.routing_maps() if self._replication is not None else None
-        probs, routing_map = reroute(probs, assignment, self.layout.num_physical, maps)
+        probs, routing_map_NP = reroute(probs, assignment, self.layout.num_physical, maps)
         if materializing is not None:
             materializing.wait()
         if self.training and torch.is_grad_enabled():
             # Neither evaluation nor the first pass of recompute: every microbatch once.
             self._planner.observe(load)
-            self._report(load, plan)
-        hidden_states, probs = super().preprocess(hidden_states, probs, routing_map)
+            self._report(routing_map, load, plan, prediction)
+        if self.lookahead is not None:
+            self.lookahead.tell_next(hidden_states)
+        hidden_states, probs = super().preprocess(hidden_states, probs, routing_map_NP)
         release_graph(self.token_dispatcher)
         return hidden_states, probs
 
@@ -204,8 +223,27 @@ class BalancedMoELayer(MoELayer):
             return output
         return StartRematerializeFunction.apply(replication, output)
 
+    @property
+    def has_slots(self) -> bool:
+        """Whether this layer has settled which slots it uses: from its first forward on."""
+        return self._slot_buffers is not None
+
+    def send_ahead(self, predicted: Tensor) -> SentAhead:
+        """Start materializing the replicas of a predicted load; all EP ranks call.
+
+        Args:
+            predicted: Of this layer's next forward: int64 [R, E], equal on all ranks.
+        """
+        slots = self._planner.expect(predicted)
+        finish_parameter_gather(self.experts)
+        mains = self.expert_weights.mains()
+        buffers, _ = self._shared_state(mains.parameters()[0])
+        return buffers.send_ahead(slots, mains, f"layer {self.layer_number}, sent ahead")
+
     def forget_step(self) -> None:
         """Drop what an aborted step left in this layer."""
+        if self.lookahead is not None:
+            self.lookahead.forget()
         self._joint = self._replication = None
         if self._in_flight is not None:
             self._in_flight.clear()
@@ -248,6 +286,7 @@ class BalancedMoELayer(MoELayer):
                 ep_group=self.ep_group,
                 transport=self.balance.transport,
                 grad_reduce_share=self.balance.grad_reduce_share,
+                slot_set=self.lookahead.slot_set if self.lookahead is not None else 0,
             )
             ring_size = self._ring_size()
             self._in_flight = InFlightPlans(
@@ -270,10 +309,16 @@ class BalancedMoELayer(MoELayer):
             group_size=config.microbatch_group_size_per_vp_stage,
         )
 
-    def _report(self, load: Tensor, plan: BalancePlan) -> None:
+    def _report(
+        self, routing_map: Tensor, load: Tensor, plan: BalancePlan, prediction: Prediction | None
+    ) -> None:
         if self.observers:
             report = LayerReport(
-                self.layer_number, load, plan.rank_loads(), int(plan.num_replicas())
+                self.layer_number,
+                load,
+                plan.rank_loads(),
+                int(plan.num_replicas()),
+                prediction.report(routing_map, load, plan) if prediction is not None else None,
             )
             for observer in self.observers:
                 observer(report)

@@ -22,6 +22,7 @@ from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.config import BalanceConfig
 from megatron_ext.mcore.backward import JoiningTransformerLayer
 from megatron_ext.mcore.experts import GroupedExperts
+from megatron_ext.mcore.lookahead import LayerOrder
 from megatron_ext.mcore.moe_layer import BalancedMoELayer, EvenMoELayer
 
 
@@ -42,7 +43,7 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
     if kind == "absent":
         return spec
     layer_class: Any = EvenMoELayer if kind == "force_even" else BalancedMoELayer
-    params = {} if kind == "force_even" else {"balance": balance}
+    params = {} if kind == "force_even" else {"balance": balance, "order": LayerOrder()}
 
     def balanced(layer: Any) -> Any:
         if isinstance(layer, ModuleSpec):

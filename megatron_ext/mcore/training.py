@@ -28,7 +28,7 @@ from megatron_ext.mcore import build
 from megatron_ext.mcore.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from megatron_ext.offline.sem_moe import read_semantics
 from megatron_ext.telemetry.progress import TrainingProgress
-from megatron_ext.telemetry.recorder import LoadRecorder
+from megatron_ext.telemetry.recorder import LoadRecorder, PredictedLoads
 from megatron_ext.telemetry.run_log import RunLog
 from megatron_ext.telemetry.trace import TraceWriter
 
@@ -121,13 +121,14 @@ class Training:
         loads = self.recorder.take_step()
         if self.trace is not None:
             self.trace.write(self.step, loads.loads)
-        loss, num_losses, before, after, replicas, forwards = _sum_over_ranks(
+        loss, num_losses, before, after, replicas, forwards, *predicted = _sum_over_ranks(
             sum(losses),
             len(losses),
             loads.imbalance_before,
             loads.imbalance_after,
             loads.replicas,
             loads.forwards,
+            *loads.predicted,
         )
         data = self.config.data
         return {
@@ -140,6 +141,7 @@ class Training:
             "imbalance_before": before / forwards,
             "imbalance_after": after / forwards,
             "replicas": replicas / forwards,
+            **_prediction_metrics(*predicted),
         }
 
     def close(self) -> None:
@@ -240,6 +242,15 @@ def _mean_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Ten
     loss = (losses.float() * loss_mask).sum() / loss_mask.sum()
     # A copy: Megatron's schedule divides the loss by the number of microbatches in place.
     return loss, {"loss": loss.detach().clone()}
+
+
+def _prediction_metrics(forwards: float, *sums: float) -> dict[str, float]:
+    """Means over the predicted forwards of all ranks; nothing where nothing was predicted."""
+    return {
+        name: total / forwards
+        for name, total in zip(PredictedLoads._fields[1:], sums, strict=True)
+        if forwards
+    }
 
 
 def _sum_over_ranks(*values: float) -> list[float]:

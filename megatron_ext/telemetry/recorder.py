@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,16 @@ from torch import Tensor, nn
 
 from megatron_ext.balance.metrics import home_loads, imbalance
 from megatron_ext.telemetry.trace import LayerLoad
+
+
+class PredictedLoads(NamedTuple):
+    """Sums over the counted forwards that were predicted; `PredictionReport` says of what."""
+
+    forwards: int = 0
+    load_accuracy: float = 0.0
+    choice_accuracy: float = 0.0
+    hit_replicas: int = 0
+    wasted_replicas: int = 0
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,7 @@ class StepLoads:
     replicas: int
     loads: list[LayerLoad]
     """Of the counted forwards; of each layer in the order of its microbatches."""
+    predicted: PredictedLoads
 
 
 class LoadRecorder:
@@ -62,20 +73,32 @@ class LoadRecorder:
         before = [imbalance(home_loads(report.load)) for report in self._reports]
         after = [imbalance(report.rank_loads_after) for report in self._reports]
         replicas = sum(report.num_replicas for report in self._reports)
-        counted = [LayerLoad(report.layer_number, report.load) for report in self._reports]
+        counted = [
+            LayerLoad(
+                report.layer_number,
+                report.load,
+                report.prediction.load if report.prediction is not None else None,
+            )
+            for report in self._reports
+        ]
+        known = [report.prediction for report in self._reports if report.prediction is not None]
+        predicted = PredictedLoads(
+            len(known),
+            *(sum(getattr(one, name) for one in known) for name in PredictedLoads._fields[1:]),
+        )
         if self._counts:
-            mine = torch.stack([load for _, load in self._counts])
+            mine = torch.stack([one.load for one in self._counts])
             everyone = [torch.empty_like(mine) for _ in range(self._ep_group.size())]
             dist.all_gather(everyone, mine, group=self._ep_group)
             loads = torch.stack(everyone, dim=1).cpu()  # [C, R, E]
             plain = [imbalance(rank_loads) for rank_loads in home_loads(loads)]
             before += plain
             after += plain
-            layers = (layer for layer, _ in self._counts)
+            layers = (one.layer_number for one in self._counts)
             counted += [LayerLoad(layer, load) for layer, load in zip(layers, loads, strict=True)]
         self._reports.clear()
         self._counts.clear()
-        return StepLoads(len(before), sum(before), sum(after), replicas, counted)
+        return StepLoads(len(before), sum(before), sum(after), replicas, counted, predicted)
 
     def close(self) -> None:
         """Stop counting routers."""

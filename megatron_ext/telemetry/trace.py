@@ -33,6 +33,8 @@ class LayerLoad(NamedTuple):
     """1-based, as in Megatron."""
     load: Tensor
     """Assignments from source rank to logical expert, int64 [R, E]."""
+    predicted: Tensor | None = None
+    """What the layer before predicted of it, int64 [R, E]; None where nothing was."""
 
 
 class TraceWriter:
@@ -56,6 +58,7 @@ class TraceWriter:
         self._steps_per_file = steps_per_file
         self._suffix = f"stage_{pp_rank}.npz"
         self._loads: list[Tensor] = []
+        self._predicted: list[Tensor | None] = []
         self._keys: list[Key] = []
         self._num_steps = 0
         self._thread = ThreadPoolExecutor(max_workers=1)
@@ -69,11 +72,12 @@ class TraceWriter:
             OSError: The file before could not be written.
         """
         microbatches: dict[int, int] = {}
-        for layer, load in loads:
+        for layer, load, predicted in loads:
             microbatch = microbatches.get(layer, 0)
             microbatches[layer] = microbatch + 1
             self._keys.append((step, microbatch, layer))
             self._loads.append(load.cpu())
+            self._predicted.append(predicted.cpu() if predicted is not None else None)
         self._num_steps += 1
         num_bytes = sum(load.nbytes for load in self._loads)
         if self._num_steps == self._steps_per_file or num_bytes > _MOST_BYTES:
@@ -92,8 +96,10 @@ class TraceWriter:
     def _start_file(self) -> None:
         self._wait()
         if self._loads:
-            self._writing = self._thread.submit(self._write_file, self._keys, self._loads)
-        self._keys, self._loads = [], []
+            self._writing = self._thread.submit(
+                self._write_file, self._keys, self._loads, self._predicted
+            )
+        self._keys, self._loads, self._predicted = [], [], []
         self._num_steps = 0
 
     def _wait(self) -> None:
@@ -101,11 +107,17 @@ class TraceWriter:
             self._writing.result()
         self._writing = None
 
-    def _write_file(self, keys: list[Key], loads: list[Tensor]) -> None:
+    def _write_file(
+        self, keys: list[Key], loads: list[Tensor], predicted: list[Tensor | None]
+    ) -> None:
         step, microbatch, layer = torch.tensor(keys).T.contiguous()
         path = self._folder / f"step_{int(step[-1]):08d}_{self._suffix}"
         trace = {"step": step, "microbatch": microbatch, "layer": layer}
-        write_loads(path, Loads(torch.stack(loads), trace), overwrite=True)
+        load, known = torch.stack(loads), None
+        if any(one is not None for one in predicted):
+            nothing = torch.full_like(load[0], -1)
+            known = torch.stack([nothing if one is None else one for one in predicted])
+        write_loads(path, Loads(load, trace, known), overwrite=True)
 
     def _drop_after(self, last_step: int) -> None:
         """Drop the loads of later steps, and what a killed run left unfinished."""
@@ -118,5 +130,9 @@ class TraceWriter:
             if len(kept) == len(keys):
                 continue
             if kept:
-                self._write_file([keys[i] for i in kept], [loads.load[i] for i in kept])
+                self._write_file(
+                    [keys[i] for i in kept],
+                    [loads.load[i] for i in kept],
+                    [loads.prediction(i) for i in kept],
+                )
             path.unlink()

@@ -22,6 +22,8 @@ def test_registry():
         "lplb": "planner",
         "llep": "planner",
         "craft": "planner",
+        "libra": "planner",
+        "libra_paper": "planner",
         "ideal": "force_even",
     }
     assert all(name == strategy.name for name, strategy in STRATEGIES.items())

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext.balance.metrics import replica_use
 from megatron_ext.config import BalanceConfig
 from tests.gpt import TinyGPT, build_gpt
 
@@ -27,6 +28,8 @@ class Difference:
     """Name of that tensor."""
     replicas: int
     """Replicas made in the balanced run; 0 means that nothing was tested."""
+    hits: int
+    """Replicas that were sent ahead and used, in all forwards."""
 
 
 def balanced(spec: Any, balance: BalanceConfig) -> Any:
@@ -41,7 +44,9 @@ def balanced_gpt(case: dict[str, Any], balance: BalanceConfig, **settings: Any) 
     gpt = build_gpt(**case, **settings, spec_transform=partial(balanced, balance=balance))
     for layer in balanced_layers(gpt):
         layer.num_replicas = 0
+        layer.num_hits = 0
         layer.observers.append(partial(_count, layer))
+        layer._planner.solve = partial(_count_hits, layer, layer._planner.solve)
     return gpt
 
 
@@ -54,6 +59,15 @@ def balanced_layers(gpt: TinyGPT) -> list[Any]:
 
 def _count(layer: Any, report: Any) -> None:
     layer.num_replicas += report.num_replicas
+
+
+def _count_hits(
+    layer: Any, solve: Any, load: torch.Tensor, placed: torch.Tensor | None = None
+) -> Any:
+    plan = solve(load, placed)
+    if placed is not None:
+        layer.num_hits += int(replica_use(placed, plan)["hit_replicas"])
+    return plan
 
 
 def gradient_difference(
@@ -108,7 +122,8 @@ def _difference(
     distances = {name: _relative_distance(found[name], value) for name, value in expected.items()}
     where = max(distances, key=lambda name: distances[name])
     replicas = sum(layer.num_replicas for layer in balanced_layers(gpt))
-    return Difference(distances[where], where, replicas)
+    hits = sum(layer.num_hits for layer in balanced_layers(gpt))
+    return Difference(distances[where], where, replicas, hits)
 
 
 def _relative_distance(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -132,6 +132,8 @@ PLANNERS = (
     dict(strategy="llep", alpha=1.0, min_tokens_per_gemm=1),
     dict(strategy="craft", tolerance=0.0, placement="placement.npz"),
     dict(strategy="quota", tolerance=0.0, placement="placement.npz"),  # as a limit of its slots
+    dict(strategy="libra", tolerance=0.0),
+    dict(strategy="libra_paper", tolerance=0.0, locality_share=1.0),
 )
 
 
@@ -162,6 +164,76 @@ def _history(rank: int) -> list[Any]:
         gradient_difference(case, num_microbatches=num_microbatches, balance=balance)
         for case, num_microbatches in HISTORY_CASES
     ]
+
+
+AHEAD_CASES: dict[int, list[Case]] = {
+    2: [
+        (dict(ep=2, num_layers=4), 4),
+        (dict(ep=2, num_layers=4, topk=1, overlap_grad_reduce=True), 4),
+        (dict(ep=2, num_layers=4, recompute="full"), 4),
+        (dict(ep=2, num_layers=4, recompute="selective", distributed_optimizer=True), 4),
+        (dict(ep=2, num_layers=3, shared_ffn=24, dispatcher="allgather"), 4),
+        (dict(ep=2, num_layers=5, moe_layer_freq=[1, 0, 1, 0, 1]), 4),
+    ],
+    4: [
+        (dict(ep=4, num_layers=3, experts=8), 4),
+        (dict(ep=2, pp=2, num_layers=4), 4),
+        (dict(ep=2, pp=2, num_layers=4, recompute="full", topk=1), 4),
+        (dict(ep=2, pp=2, vpp=2, num_layers=8, overlap_grad_reduce=True), 4),
+        (dict(ep=2, pp=2, vpp=2, num_layers=8, recompute="selective"), 4),
+    ],
+}
+"""Every chunk has layers that replicas are sent ahead to."""
+
+AHEAD_STEP_CASES: list[Case] = [
+    (dict(ep=2, num_layers=3, optimizer="sgd"), 2),
+    (
+        dict(
+            ep=2,
+            num_layers=3,
+            distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+        ),
+        2,
+    ),
+]
+
+
+def _gradients_ahead(rank: int, cases: list[Case], transport: str) -> list[Any]:
+    balance = BalanceConfig(strategy="libra", tolerance=0.0, transport=transport, check_plans=True)
+    return [
+        gradient_difference(case, num_microbatches=num_microbatches, balance=balance)
+        for case, num_microbatches in cases
+    ]
+
+
+def _steps_ahead(rank: int, cases: list[Case]) -> list[Any]:
+    balance = BalanceConfig(strategy="libra", tolerance=0.0)
+    return [
+        step_difference(case, num_microbatches=num_microbatches, balance=balance)
+        for case, num_microbatches in cases
+    ]
+
+
+@pytest.mark.parametrize("world_size", sorted(AHEAD_CASES))
+@pytest.mark.parametrize("transport", ["shared_memory", "collective"])
+def test_replicas_sent_ahead_change_no_gradient(transport: str, world_size: int) -> None:
+    cases = AHEAD_CASES[world_size]
+    differences = run_ranks(_gradients_ahead, world_size, cases, transport, timeout_s=400)
+    _check(differences, cases, GRADIENT_TOLERANCE)
+    _check_hits(differences)
+
+
+def test_replicas_sent_ahead_change_no_step() -> None:
+    differences = run_ranks(_steps_ahead, 2, AHEAD_STEP_CASES, timeout_s=400)
+    _check(differences, AHEAD_STEP_CASES, STEP_TOLERANCE)
+    _check_hits(differences)
+
+
+def _check_hits(by_rank: list[list[Any]]) -> None:
+    for of_rank in by_rank:
+        assert all(difference.hits > 0 for difference in of_rank), f"nothing was used: {of_rank}"
 
 
 def test_history_that_moves_on_before_recompute_changes_nothing() -> None:

@@ -120,6 +120,38 @@ def test_what_is_no_array(tmp_path):
         read_loads(tmp_path / "huge.npz")
 
 
+def test_predictions(tmp_path):
+    """Written and read; a part of a folder that has none stands for nothing predicted."""
+    load, none = torch.ones(2, 2, 4, dtype=torch.int64), -torch.ones(2, 2, 4, dtype=torch.int64)
+    for step, predicted in ((1, None), (0, 3 * load)):
+        trace = {"step": step, "microbatch": 0, "layer": torch.arange(2) + 1}
+        trace = {name: torch.zeros(2, dtype=torch.int64) + value for name, value in trace.items()}
+        write_loads(tmp_path / f"{step}.npz", Loads(load, trace, predicted))
+    read = read_loads(tmp_path)
+    assert torch.equal(read.predicted, torch.cat([3 * load, none]))
+    assert torch.equal(read.prediction(1), 3 * load[0])
+    assert read.prediction(2) is None
+    np.savez(tmp_path / "one.npz", load=load[0], predicted=load[0])
+    assert torch.equal(read_loads(tmp_path / "one.npz").prediction(0), load[0])
+
+
+@pytest.mark.parametrize(
+    ("predicted", "message"),
+    [
+        (
+            np.ones((3, 2, 4), np.int64),
+            r"predicted must be \[2, 2, 4\] as load is, got \[3, 2, 4\]",
+        ),
+        (np.full((2, 2, 4), -2), r"predicted has an entry below -1 \(-2\)"),
+        (np.ones((2, 2, 4)), "predicted must be int64, got float64"),
+    ],
+)
+def test_wrong_predictions(tmp_path, predicted, message):
+    np.savez(tmp_path / "wrong.npz", load=np.ones((2, 2, 4), np.int64), predicted=predicted)
+    with pytest.raises(ValueError, match=message):
+        read_loads(tmp_path / "wrong.npz")
+
+
 def test_other_arrays_stay_unread(tmp_path):
     load = np.ones((2, 4), np.int64)
     np.savez(tmp_path / "more.npz", load=load, notes=np.array([None]))

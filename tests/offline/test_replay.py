@@ -13,7 +13,14 @@ from megatron_ext.balance.plan import solve
 from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.balance.strategies.strategy import PlanSettings
 from megatron_ext.offline.loads import Loads
-from megatron_ext.offline.replay import FILES, check_out, make_report, replay, write_report
+from megatron_ext.offline.replay import (
+    FILES,
+    check_out,
+    make_report,
+    prediction_table,
+    replay,
+    write_report,
+)
 from tests import workloads
 from tests.balance.instances import needs_of, worked_example
 
@@ -102,7 +109,7 @@ def test_summary_by_hand():
 def test_files(trace, tmp_path):
     folder = tmp_path / "new" / "out"
     check_out(folder, overwrite=False)
-    replayed = run(trace, "none", "eplb", "exact", interval=2)
+    replayed = run(trace, "none", "eplb", "exact", "libra", interval=2)
     report = make_report(trace, replayed, PlanSettings(interval=2), slots=1)
     write_report(folder, trace, replayed, report)
     assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
@@ -112,10 +119,12 @@ def test_files(trace, tmp_path):
         ("none", 1),
         ("eplb", 1),
         ("exact", 2),
+        ("libra", 1),
     ]
     assert read["strategies"]["eplb"]["layers"].keys() == {"1", "2"}
     text = (folder / "replay.md").read_text()
     assert "| eplb " in text
+    assert text.count("| libra ") == 2
     worst = np.max(replayed["eplb"]["imbalance"][::2])
     assert f"({worst:.3f})" in text
     assert (folder / "replay.png").read_bytes().startswith(b"\x89PNG")
@@ -124,6 +133,36 @@ def test_files(trace, tmp_path):
     check_out(folder, overwrite=True)
     with pytest.raises(FileExistsError, match="is no folder"):
         check_out(folder / "replay.md", overwrite=True)
+
+
+def test_a_prediction_of_the_last_load(trace):
+    """Of the worked example three times: nothing is predicted of the first, all of the others."""
+    loads = Loads(worked_example().load.expand(3, -1, -1).contiguous())
+    replayed = run(loads, "libra")
+    measured = replayed["libra"]
+    assert measured["hit_replicas"].tolist() == [0, 1, 1]
+    assert measured["topped_up_replicas"].tolist() == [1, 0, 0]
+    assert measured["wasted_replicas"].tolist() == [0, 0, 0]
+    assert measured["imbalance"].tolist() == [1.0, 1.0, 1.0]
+    assert measured["imbalance_of_placed"].tolist() == [1.625, 1.0, 1.0]
+    report = make_report(loads, replayed, PlanSettings(), slots=1)
+    assert report["strategies"]["libra"]["hit_rate"] == 1.0
+    assert report["strategies"]["libra"]["share_placed"] == pytest.approx(2 / 3)
+    assert "| libra " in prediction_table(report)
+    assert prediction_table(make_report(loads, run(loads, "none"), PlanSettings(), slots=1)) == ""
+
+
+def test_a_prediction_of_the_file(trace):
+    """What is predicted rightly hits; where the file has none, the layer's last load counts."""
+    exact = Loads(trace.load, trace.trace, trace.load)
+    partly = Loads(trace.load, trace.trace, trace.load.clone())
+    partly.predicted[4:] = -1
+    of = {name: run(loads, "libra_paper") for name, loads in (("exact", exact), ("partly", partly))}
+    hits = {name: each["libra_paper"]["hit_replicas"] for name, each in of.items()}
+    assert hits["exact"][:4].tolist() == hits["partly"][:4].tolist()
+    last = run(trace, "libra_paper")["libra_paper"]["hit_replicas"]
+    assert hits["partly"][4:].tolist() == last[4:].tolist()
+    assert hits["exact"].sum() > last.sum()
 
 
 def test_a_strategy_twice(trace):

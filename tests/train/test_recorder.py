@@ -55,12 +55,20 @@ def _record(rank: int, strategy: str, recompute: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("strategy", ["none", "quota", "ideal"])
+@pytest.mark.parametrize("strategy", ["none", "quota", "ideal", "libra"])
 def test_counts_every_forward_once(strategy: str, recompute: str) -> None:
     for result in run_ranks(_record, 2, strategy, recompute):
         loads = result["loads"]
         assert loads.forwards == LAYERS * MICROBATCHES
         assert result["again"] == 0
+        # Not of the first microbatch, in which layers get to know each other, nor of a first layer.
+        predicted = loads.predicted
+        is_told = strategy == "libra" and recompute == "none"
+        assert predicted.forwards == ((LAYERS - 1) * (MICROBATCHES - 1) if is_told else 0)
+        assert sum(one.predicted is not None for one in loads.loads) == predicted.forwards
+        if is_told:
+            assert 0 < predicted.choice_accuracy <= predicted.forwards
+            assert 0 < predicted.load_accuracy <= predicted.forwards
         if strategy != "ideal":
             assert loads.imbalance_before == pytest.approx(result["by_hand"])
         if strategy == "none":

@@ -137,3 +137,27 @@ def test_a_run_records_what_its_metrics_say(data: Path, tmp_path: Path, strategy
         assert sum(before) / len(before) == pytest.approx(line["imbalance_before"], rel=1e-12)
     tokens = 8 * 16  # of a step, over the two ranks
     assert loads.load.sum() == len(metrics) * 2 * 2 * tokens  # layers, choices
+
+
+def test_predictions_are_written_beside_the_loads(tmp_path):
+    """The first layer of each microbatch has none; also when a file is cut at a checkpoint."""
+    trace = writer(tmp_path)
+    for step in (1, 2):
+        loads = loads_of(step)
+        trace.write(
+            step,
+            [
+                one if one.layer_number == LAYERS[0] else one._replace(predicted=3 * one.load)
+                for one in loads
+            ],
+        )
+    trace.close()
+    writer(tmp_path, start_step=1).close()
+    read = read_loads(tmp_path / "trace")
+    check(read, [1])
+    for index, layer in enumerate(read.layers()):
+        predicted = read.prediction(index)
+        if layer == LAYERS[0]:
+            assert predicted is None
+        else:
+            assert torch.equal(predicted, 3 * read.load[index])

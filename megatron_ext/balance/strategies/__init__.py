@@ -13,6 +13,8 @@ from megatron_ext.balance.strategies.eplb_exact import EPLB_EXACT
 from megatron_ext.balance.strategies.exact import EXACT
 from megatron_ext.balance.strategies.fastest import TIME
 from megatron_ext.balance.strategies.ideal import IDEAL
+from megatron_ext.balance.strategies.libra import LIBRA
+from megatron_ext.balance.strategies.libra_paper import LIBRA_PAPER
 from megatron_ext.balance.strategies.llep import LLEP
 from megatron_ext.balance.strategies.lplb import LPLB
 from megatron_ext.balance.strategies.none import NONE
@@ -34,6 +36,8 @@ STRATEGIES: dict[str, Strategy] = {
         LPLB,
         LLEP,
         CRAFT,
+        LIBRA,
+        LIBRA_PAPER,
         IDEAL,
     )
 }

@@ -34,6 +34,7 @@ class PlanSettings:
     min_quota: int = _DEFAULTS.min_quota
     interval: int = _DEFAULTS.interval
     alpha: float = _DEFAULTS.alpha
+    locality_share: float = _DEFAULTS.locality_share
     min_tokens_per_gemm: int = _DEFAULTS.min_tokens_per_gemm
     costs: LayerCosts | None = None
     """Given where the plan is to be the fastest one instead of one within `tolerance`."""
@@ -76,22 +77,33 @@ class Placer(Protocol):
         """Place replicas by assignments of each expert, int64 [E]: slots as in a plan, [R, S]."""
 
 
+class PredictedPlacer(Protocol):
+    """A pure function from a predicted load to the replicas of that load."""
+
+    def __call__(self, predicted: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Tensor:
+        """Place replicas by an int64 load [R, E]: slots as in a plan, int32 [R, S], on the CPU."""
+
+
 class Filler(Protocol):
     """A pure function from a load, and replicas placed before it was known, to a plan."""
 
     def __call__(
         self, load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings
     ) -> BalancePlan:
-        """Plan an int64 load, [R, E] or [B, R, E], with no other replicas than int32 [R, S]."""
+        """Plan an int64 load, [R, E] or [B, R, E], with the replicas placed, int32 [R, S].
+
+        Only a planner that places by prediction may add others.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """A balancer of the field; one constant per file of this folder.
 
-    A planner either solves every load by itself (`solve`), or shares each load among replicas
-    (`fill`) that it places by the loads of the past (`place`) or that were placed before the run.
-    None of the functions remembers anything: the past is kept by `LayerPlanner`.
+    A planner either solves every load by itself (`solve`), or shares it (`fill`) among replicas
+    that were there before the load was known: placed before the run, by the loads of the past
+    (`place`), or by a prediction of the one load to come (`place_predicted`). None of the functions
+    remembers anything: the past is kept by `LayerPlanner`.
     """
 
     name: str
@@ -105,6 +117,7 @@ class Strategy:
 
     solve: Solver | None = None
     place: Placer | None = None
+    place_predicted: PredictedPlacer | None = None
     fill: Filler | None = None
 
     needs_placement: bool = False
