@@ -271,13 +271,12 @@ def _swap(home: np.ndarray, load: np.ndarray, by_samples: np.ndarray, ranks: int
             change = load - load[expert]
             others = np.where(np.eye(ranks, dtype=bool), -np.inf, rank_load)
             others[:, here] = -np.inf
-            busiest = np.maximum.reduce(
-                [others.max(1)[home], rank_load[here] + change, rank_load[home] - change]
-            )
-            lower = gain + rank_load.max() - busiest
+            after = np.maximum(rank_load[here] + change, rank_load[home] - change)
+            busiest = np.maximum(np.max(others, axis=1)[home], after)
+            lower = gain + np.max(rank_load) - busiest
             lower[home == here] = 0
             other = int(np.argmax(lower))
-            if lower[other] > 1e-9 * max(load.sum(), 1):
+            if lower[other] > 1e-9 * max(float(np.sum(load)), 1.0):
                 rank_load[here] += change[other]
                 rank_load[home[other]] -= change[other]
                 home[expert], home[other] = home[other], here
