@@ -218,7 +218,7 @@ def _add_simulate(commands: Any) -> None:
         _simulate,
         "predict what strategies would make of a trace on other hardware",
         "megatron-ext simulate loads.npz --model qwen3_235b --hardware rack_64 --gpus 256 \\\n"
-        "    --strategies quota,eplb num_microbatches=4\n\n"
+        "    --strategies quota,eplb --set num_microbatches=4\n\n"
         "Without balancing and with ideal routing are always there to compare with.",
     )
     simulate.add_argument(
@@ -246,8 +246,10 @@ def _add_simulate(commands: Any) -> None:
         help="ranks of the training (EP x PP); what exceeds that is data parallelism",
     )
     simulate.add_argument(
-        "overrides",
-        nargs="*",
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
         metavar="NAME=VALUE",
         help="other sizes of the model: of a recipe its settings, else the fields of such a file",
     )
@@ -501,7 +503,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         check_out(arguments.out, overwrite=arguments.overwrite)
     hardware = read_hardware(arguments.hardware)
-    shape = read_shape(arguments.model, arguments.overrides)
+    shape = read_shape(arguments.model, arguments.set)
     loads = read_loads(arguments.trace)
     with _progress("Simulating", len(loads) * len({NONE, IDEAL, *strategies})) as on_load:
         report = simulate(

@@ -1,8 +1,9 @@
 """This machine's constants for `simulate`, measured on ranks that work at the same time.
 
-On CPUs, with as many ranks as there are cores but two at least, one thread each, as a training here
-has them. Every number is the median over rounds of the slowest rank: a round counts when all are
-done.
+On CPUs, with as many ranks as there are cores but two at least, one thread each, as a training
+here has them. Other programs may use the machine too: computation is counted in processor time, the
+median of the rounds, and transfers, which wait, in the time of the fastest round. Both are the
+slowest rank's. So what is measured is the machine as it is when nobody else uses it.
 """
 
 from __future__ import annotations
@@ -112,22 +113,37 @@ def _measure(folder: str) -> None:
         dist.barrier()
 
 
-def _median_s(work: Callable[[], object]) -> float:
-    """Seconds of a round of all ranks, in the median."""
+def _computing_s(work: Callable[[], object]) -> float:
+    """Processor seconds of a round, in the median, while all ranks do the same."""
+    times = []
+    dist.barrier()
+    for _ in range(ROUNDS):
+        started = time.process_time()
+        work()
+        times.append(time.process_time() - started)
+    return _slowest(statistics.median(times[_WARMUP:]))
+
+
+def _transfer_s(work: Callable[[], object]) -> float:
+    """Seconds of the fastest round, which all ranks begin together."""
     times = []
     for _ in range(ROUNDS):
         dist.barrier()
         started = time.perf_counter()
         work()
-        elapsed_s = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-        dist.all_reduce(elapsed_s, dist.ReduceOp.MAX)
-        times.append(float(elapsed_s))
-    return statistics.median(times[_WARMUP:])
+        times.append(_slowest(time.perf_counter() - started))
+    return min(times)
+
+
+def _slowest(elapsed_s: float) -> float:
+    slowest = torch.tensor(elapsed_s, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
 
 
 def _matrix_rate() -> float:
     left, right = torch.randn(2, _SQUARE, _SQUARE)
-    return 2 * _SQUARE**3 / _median_s(lambda: left @ right)
+    return 2 * _SQUARE**3 / _computing_s(lambda: left @ right)
 
 
 def _expert_rate() -> float:
@@ -142,13 +158,13 @@ def _expert_rate() -> float:
         output = tokens @ first.T @ second.T
         output.backward(output.detach())
 
-    return 3 * 2 * num_tokens * 2 * hidden * width / _median_s(work)
+    return 3 * 2 * num_tokens * 2 * hidden * width / _computing_s(work)
 
 
 def _memory_bandwidth() -> float:
     """Bytes per second of a sum: two reads and a write."""
     one = torch.ones(_COPIED_BYTES // 4)
-    return 3 * _COPIED_BYTES / _median_s(lambda: one + one)
+    return 3 * _COPIED_BYTES / _computing_s(lambda: one + one)
 
 
 def _activation_bandwidth() -> float:
@@ -159,7 +175,7 @@ def _activation_bandwidth() -> float:
         output = gelu(inside)
         output.backward(output.detach())
 
-    return 3 * 2 * _COPIED_BYTES / _median_s(work)
+    return 3 * 2 * _COPIED_BYTES / _computing_s(work)
 
 
 def _token_bandwidth() -> float:
@@ -168,7 +184,7 @@ def _token_bandwidth() -> float:
     sent = torch.ones(ranks, _COPIED_BYTES // 4 // ranks)
     received = torch.empty_like(sent)
     num_bytes = _COPIED_BYTES * (ranks - 1) / ranks
-    return num_bytes / _median_s(lambda: dist.all_to_all_single(received, sent))
+    return num_bytes / _transfer_s(lambda: dist.all_to_all_single(received, sent))
 
 
 def _weight_bandwidth(folder: Path) -> float:
@@ -182,7 +198,7 @@ def _weight_bandwidth(folder: Path) -> float:
     try:
         theirs = torch.from_file(str(names[(rank + 1) % ranks]), shared=True, size=size)
         weights = torch.ones(size)
-        elapsed_s = _median_s(lambda: theirs.copy_(weights))
+        elapsed_s = _transfer_s(lambda: theirs.copy_(weights))
     finally:
         names[rank].unlink()
     assert mine[-1] == 1, "what a neighbour copies here arrives here"
@@ -206,8 +222,8 @@ def _solve_us() -> dict[str, float]:
             continue
         times = []
         for _ in range(ROUNDS):
-            started = time.perf_counter()
+            started = time.process_time()
             solve(load, ep_size=64, strategy=name)
-            times.append(time.perf_counter() - started)
+            times.append(time.process_time() - started)
         times_us[name] = float(f"{1e6 * statistics.median(times[_WARMUP:]):.4g}")
     return times_us

@@ -163,11 +163,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: It is none.
     """
-    import yaml
+    from yaml import YAMLError
 
     try:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+    except (OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no readable YAML ({error})") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no mapping")

@@ -1,9 +1,9 @@
 """What strategies would make of a trace on hardware that is not here.
 
 The loads are planned as in `replay`; the equations of UltraEP (section 4.3) turn each plan into
-seconds, with the costs of a model (`shape.py`) on a machine (`hardware.py`). What depends on the plan
-is `LayerCosts`, which also chooses plans in training. Legend: B loads, R ranks of the EP group, E
-logical experts, N local tokens, K choices of a token.
+seconds, with the costs of a model (`shape.py`) on a machine (`hardware.py`). What depends on the
+plan is `LayerCosts`, which also chooses plans in training. Legend: B loads, R ranks of the EP
+group, E logical experts, N local tokens, K choices of a token.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class Machine:
     def reroute_s(self, slots: int) -> float:
         """Seconds of rewriting probabilities (float32) and choices (bytes), [N, E] to [N, P]."""
         physical = self.shape.num_experts + self.ep_size * slots
-        return 5 * self.tokens * (self.shape.num_experts + physical) / (
-            self.hardware.memory_bandwidth
+        return (
+            5 * self.tokens * (self.shape.num_experts + physical) / (self.hardware.memory_bandwidth)
         )
 
     def outside_layers_s(self) -> float:
@@ -318,6 +318,8 @@ def simulate(
             solve_s=0.0 if planner == NONE else _solve_s(name, hardware, planned, ranks * experts),
             slots=0 if planner == NONE else get_strategy(name).num_slots(slots, experts // ranks),
         )
+        if planner != NONE:
+            results[name]["solve_from"] = "hardware" if name in hardware.solve_us else "here"
     for result in results.values():
         result["share_of_ideal"] = results[IDEAL]["step_ms"] / result["step_ms"]
         result["gain_over_none"] = results[NONE]["step_ms"] / result["step_ms"] - 1
