@@ -61,7 +61,7 @@ def calibrate(name: str, *, num_ranks: int | None = None) -> Hardware:
     sources = {
         "domain_ranks": "ranks of this machine that were measured",
         "memory_bytes": "physical memory / ranks",
-        "peak_flops_per_s": f"{rate}float32 product of {_SQUARE} x {_SQUARE}",
+        "peak_flops_per_s": f"{rate}float32 product of {_SQUARE} x {_SQUARE}, or the next",
         "gemm_efficiency": f"{rate}forward and backward of products with {experts}, / peak",
         "memory_bandwidth": f"{rate}sums of new tensors",
         "activation_bandwidth": f"{rate}GELU forward and backward",
@@ -97,10 +97,11 @@ def _measure(folder: str) -> None:
     from megatron_ext.train import join_ranks
 
     with join_ranks():
-        peak = _matrix_rate()
+        expert_rate = _expert_rate()
+        peak = max(_matrix_rate(), expert_rate)
         measured = {
             "peak_flops_per_s": peak,
-            "gemm_efficiency": min(1.0, _expert_rate() / peak),
+            "gemm_efficiency": expert_rate / peak,
             "memory_bandwidth": _memory_bandwidth(),
             "activation_bandwidth": _activation_bandwidth(),
             "token_bandwidth": _token_bandwidth(),

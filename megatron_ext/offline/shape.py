@@ -117,10 +117,11 @@ class ModelShape:
     def assignment_work(self) -> tuple[float, float, float]:
         """FLOPs, bytes moved, and bytes of the activation function, for one assignment.
 
-        Moved are hidden states, twice read and twice written: into the experts' order and back. The
+        Moved are hidden states, twice read and twice written, into the experts' order and back; and
+        one width read and written, where Megatron multiplies the router's probability in. The
         activation function reads one width, or two if gated, and writes one.
         """
-        moved = 4 * self.token_bytes
+        moved = 4 * self.token_bytes + 2 * self.element_bytes * self.expert_hidden_size
         activated = (3 if self.is_gated else 2) * self.element_bytes * self.expert_hidden_size
         return 2.0 * self.expert_params, float(moved), float(activated)
 

@@ -136,9 +136,9 @@ def test_without_balancing_by_hand(load):
 
 
 def test_moved_and_activated_bytes_count(load):
-    """An assignment moves 4 x 8 bytes, and 2 x 3 x 4 go through the activation function."""
+    """An assignment moves 4 x 8 + 2 x 12 bytes; 2 x 12 go through the activation function."""
     none = solve(load, ep_size=2, slots=1, strategy="none")
-    slow = a_machine(memory_bandwidth=32.0, activation_bandwidth=12.0)
+    slow = a_machine(memory_bandwidth=56.0, activation_bandwidth=12.0)
     forward, _ = times_of(slow, none, load, slots=0)
     assert forward["experts"] == pytest.approx(13 * (1 + 1 + 2))
 
