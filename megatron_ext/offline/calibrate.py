@@ -32,6 +32,8 @@ _SQUARE = 1024
 """Side of the matrices whose product gives the peak."""
 _COPIED_BYTES = 32 << 20
 """Moved at a time: more than caches hold."""
+_EXPERTS = 8
+"""Of a layer on a rank."""
 _DEFAULTS = ModelConfig()
 
 
@@ -62,7 +64,7 @@ def calibrate(name: str, *, num_ranks: int | None = None) -> Hardware:
         "domain_ranks": "ranks of this machine that were measured",
         "memory_bytes": "physical memory / ranks",
         "peak_flops_per_s": f"{rate}float32 product of {_SQUARE} x {_SQUARE}, or the next",
-        "gemm_efficiency": f"{rate}forward and backward of products with {experts}, / peak",
+        "gemm_efficiency": f"{rate}forward and backward of {_EXPERTS} experts of {experts}, / peak",
         "memory_bandwidth": f"{rate}sums of new tensors",
         "activation_bandwidth": f"{rate}GELU forward and backward",
         "token_bandwidth": f"{rate}all-to-all over gloo",
@@ -148,18 +150,22 @@ def _matrix_rate() -> float:
 
 
 def _expert_rate() -> float:
-    """FLOPs per second of one expert's two products, forward and backward."""
+    """FLOPs per second of the products of a layer: all experts forward, then all backward.
+
+    With that much in between, no expert finds its weights or tokens in a cache, as in a training.
+    """
     hidden, width = _DEFAULTS.hidden_size, _DEFAULTS.expert_hidden_size
     num_tokens = DataConfig().sequence_length * DataConfig().micro_batch_size
-    tokens = torch.randn(num_tokens, hidden, requires_grad=True)
-    first = torch.randn(width, hidden, requires_grad=True)
-    second = torch.randn(hidden, width, requires_grad=True)
+    tokens = torch.randn(_EXPERTS, num_tokens, hidden, requires_grad=True)
+    first = [torch.randn(width, hidden, requires_grad=True) for _ in range(_EXPERTS)]
+    second = [torch.randn(hidden, width, requires_grad=True) for _ in range(_EXPERTS)]
 
     def work() -> None:
-        output = tokens @ first.T @ second.T
-        output.backward(output.detach())
+        experts = zip(tokens.unbind(), first, second, strict=True)
+        outputs = torch.stack([mine @ into.T @ out.T for mine, into, out in experts])
+        outputs.backward(outputs.detach())
 
-    return 3 * 2 * num_tokens * 2 * hidden * width / _computing_s(work)
+    return 3 * 2 * _EXPERTS * num_tokens * 2 * hidden * width / _computing_s(work)
 
 
 def _memory_bandwidth() -> float:

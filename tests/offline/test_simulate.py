@@ -507,3 +507,20 @@ def test_command_says_what_is_wrong(files, capsys, change, message):
 def test_calibration_goes_into_a_file_only_if_asked(capsys, tmp_path):
     assert main(["doctor", "--out", str(tmp_path / "here.yaml")]) == 2
     assert "--out is for what --calibrate measures" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only CPU ranks are calibrated")
+def test_calibration_is_hardware_to_simulate_on(files, capsys):
+    """Of this machine, whatever it is: so no number is checked, only that a simulation takes it."""
+    out = files / "here.yaml"
+    assert main(["doctor", "--calibrate", "--json", "--out", str(out)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    read = dataclasses.asdict(read_hardware(str(out)))
+    assert read == printed
+    assert read["name"] == "here"
+    assert {"quota", "exact", "quota_paper"} <= set(read["solve_us"])
+    assert main(["doctor", "--calibrate", "--out", str(out)]) == 2
+    assert "replace it with --overwrite" in capsys.readouterr().err
+    assert main(words(files, "--json", hardware="here.yaml")) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["hardware"]["constants"]["token_bandwidth"]["value"] == read["token_bandwidth"]
