@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_replay(commands)
     _add_place(commands)
+    _add_simulate(commands)
     _add_synth(commands)
 
     data = _add_group(commands, "data", "text and datasets")
@@ -145,13 +146,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     relayout.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
 
-    _add(
+    doctor = _add(
         commands,
         "doctor",
         _doctor,
         "show what this machine and installation have, and what is missing",
-        "megatron-ext doctor --json",
+        "megatron-ext doctor --json\n  megatron-ext doctor --calibrate --out here.yaml",
     )
+    doctor.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure this machine instead, as hardware for `simulate`; takes a minute or less",
+    )
+    doctor.add_argument("--out", type=Path, metavar="HARDWARE.yaml", help="where to write that")
+    doctor.add_argument("--overwrite", action="store_true", help="replace an existing file")
     return parser
 
 
@@ -293,6 +301,55 @@ def _add_sem_moe(place: Any) -> None:
         "--out", type=Path, required=True, metavar="SEMANTICS.npz", help="where to write it"
     )
     sem_moe.add_argument("--overwrite", action="store_true", help="replace an existing file")
+
+
+def _add_simulate(commands: Any) -> None:
+    simulate = _add(
+        commands,
+        "simulate",
+        _simulate,
+        "predict what strategies would make of a trace on other hardware",
+        "megatron-ext simulate loads.npz --model qwen3_235b --hardware rack_64 --gpus 256 \\\n"
+        "    --strategies quota,eplb --set num_microbatches=4\n\n"
+        "Without balancing and with ideal routing are always there to compare with.",
+    )
+    simulate.add_argument(
+        "trace", type=Path, metavar="TRACE", help="folder of a trace, or a file of loads"
+    )
+    simulate.add_argument(
+        "--model",
+        required=True,
+        metavar="NAME|FILE",
+        help="a recipe, a name in recipes/shapes, or a file like those",
+    )
+    simulate.add_argument(
+        "--hardware",
+        required=True,
+        metavar="NAME|FILE",
+        help="a name in recipes/hardware, or a file like those, as `doctor --calibrate` writes it",
+    )
+    simulate.add_argument(
+        "--strategies", required=True, metavar="A,B,...", help="the planners to simulate"
+    )
+    simulate.add_argument(
+        "--gpus",
+        type=_positive,
+        metavar="N",
+        help="ranks of the training (EP x PP); what exceeds that is data parallelism",
+    )
+    simulate.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=VALUE",
+        help="other sizes of the model: of a recipe its settings, else the fields of such a file",
+    )
+    _add_settings(simulate)
+    simulate.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for simulate.md and simulate.json"
+    )
+    simulate.add_argument("--overwrite", action="store_true", help="replace these files in DIR")
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -475,8 +532,6 @@ def _strategy_lines(report: dict[str, Any]) -> Iterator[str]:
 def _settings(arguments: argparse.Namespace, *, for_time: bool, switch: str) -> Any:
     """What the options ask planners for; with costs if it is `for_time`, which `switch` says."""
     from megatron_ext.balance.costs import LayerCosts
-    from megatron_ext.balance.strategies import PlanSettings
-    from megatron_ext.offline.placements import read_placement
 
     needed = ("expert_bytes", "link_bandwidth", "assignment_time")
     names = (*needed, "token_bytes")
@@ -486,6 +541,13 @@ def _settings(arguments: argparse.Namespace, *, for_time: bool, switch: str) -> 
         raise ValueError(f"{options[next(iter(given))]} is for {switch}")
     if for_time and (missing := [options[name] for name in needed if name not in given]):
         raise ValueError(f"{switch} needs {', '.join(missing)}")
+    return _settings_with(arguments, LayerCosts(**given) if for_time else None)
+
+
+def _settings_with(arguments: argparse.Namespace, costs: Any) -> Any:
+    from megatron_ext.balance.strategies import PlanSettings
+    from megatron_ext.offline.placements import read_placement
+
     return PlanSettings(
         tolerance=arguments.tolerance,
         min_quota=arguments.min_quota,
@@ -493,7 +555,7 @@ def _settings(arguments: argparse.Namespace, *, for_time: bool, switch: str) -> 
         alpha=arguments.alpha,
         locality_share=arguments.locality_share,
         min_tokens_per_gemm=arguments.min_tokens_per_gemm,
-        costs=LayerCosts(**given) if for_time else None,
+        costs=costs,
         placement=None if arguments.placement is None else read_placement(arguments.placement),
     )
 
@@ -627,6 +689,51 @@ def _replay_lines(report: dict[str, Any]) -> Iterator[str]:
     if prediction := prediction_table(report):
         yield ""
         yield prediction
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from megatron_ext.offline.hardware import read_hardware
+    from megatron_ext.offline.loads import read_loads
+    from megatron_ext.offline.shape import read_shape
+    from megatron_ext.offline.simulate import IDEAL, NONE, check_out, simulate, write_report
+
+    strategies = arguments.strategies.split(",")
+    settings = _settings_with(arguments, None)
+    if arguments.out is not None:
+        check_out(arguments.out, overwrite=arguments.overwrite)
+    hardware = read_hardware(arguments.hardware)
+    shape = read_shape(arguments.model, arguments.set)
+    loads = read_loads(arguments.trace)
+    with _progress("Simulating", len(loads) * len({NONE, IDEAL, *strategies})) as on_load:
+        report = simulate(
+            loads,
+            strategies,
+            settings,
+            shape=shape,
+            hardware=hardware,
+            num_gpus=arguments.gpus,
+            slots=arguments.slots,
+            nvlink_domain=arguments.nvlink_domain,
+            on_load=on_load,
+        )
+    if arguments.out is not None:
+        write_report(arguments.out, report)
+    return _show(arguments, report, _simulate_lines)
+
+
+def _simulate_lines(report: dict[str, Any]) -> Iterator[str]:
+    from megatron_ext.offline.simulate import layer_table, overall_table
+
+    yield report["title"]
+    yield ""
+    yield overall_table(report)
+    yield ""
+    yield "A MoE layer, ms:"
+    yield ""
+    yield layer_table(report)
+    yield ""
+    yield f"Constants of {report['hardware']['name']} and their sources: --json, or --out DIR."
+    yield "Left out: " + "; ".join(report["left_out"]) + "."
 
 
 def _plan_lines(report: dict[str, Any]) -> Iterator[str]:
@@ -796,11 +903,39 @@ def _checkpoint_relayout(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.calibrate:
+        return _calibrate(arguments)
+    if arguments.out is not None:
+        raise ValueError("--out is for what --calibrate measures")
     from megatron_ext.doctor import examine
 
     report = examine()
     _show(arguments, report, _doctor_lines)
     return FAILED if report["problems"] else DONE
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from megatron_ext.offline.calibrate import calibrate
+    from megatron_ext.offline.hardware import write_hardware
+    from megatron_ext.offline.loads import check_free
+
+    if arguments.out is not None:
+        check_free(arguments.out, overwrite=arguments.overwrite)
+    hardware = calibrate(arguments.out.stem if arguments.out else "here")
+    if arguments.out is not None:
+        write_hardware(arguments.out, hardware)
+    return _show(arguments, asdict(hardware), _hardware_lines)
+
+
+def _hardware_lines(report: dict[str, Any]) -> Iterator[str]:
+    yield report["summary"]
+    yield ""
+    for name, source in report["sources"].items():
+        value = report[name]
+        text = f"{value:.4g}" if isinstance(value, int | float) else json.dumps(value)
+        yield f"{name:<22} {text:<12} {source}"
 
 
 def _describe(manifest: Any) -> dict[str, Any]:

@@ -34,6 +34,8 @@ class LayerCosts:
     """Seconds of expert computation per assignment."""
     token_bytes: int = 0
     """Bytes of one token's hidden state, sent there and back."""
+    token_bandwidth: float | None = None
+    """The same of tokens, where they take another way than weights; None is `link_bandwidth`."""
 
     def __post_init__(self) -> None:
         """Check each number."""
@@ -43,12 +45,13 @@ class LayerCosts:
         for name in ("link_bandwidth", "assignment_time"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} ({getattr(self, name)}) must be > 0 and finite")
+        if self.token_bandwidth is not None and not 0 < self.token_bandwidth < float("inf"):
+            raise ValueError(f"token_bandwidth ({self.token_bandwidth}) must be > 0 and finite")
 
     def layer_time(self, load: Tensor, plan: BalancePlan) -> Tensor:
         """Modelled time of the parts of a forward that depend on the plan, in picoseconds.
 
-        The busiest sender's weights, then the most tokens that a rank receives and sends back, then
-        the busiest rank's computation. Whole numbers, so that all ranks choose alike.
+        The sum of `layer_parts`. Whole numbers, so that all ranks choose alike.
 
         Args:
             load: Assignments, int64 [R, E] or [B, R, E].
@@ -57,13 +60,37 @@ class LayerCosts:
         Returns:
             int64 [] or [B].
 
-        Source: UltraEP, Eq. 1 and 5; solving and reroute cost every plan the same.
+        Source: UltraEP, Eq. 1; solving and reroute cost every plan the same.
         """
-        received = (plan.quota - torch.minimum(load.mT, plan.quota)).sum(-2)
+        weights, tokens, experts = self.layer_parts(load, plan, rank_sends(plan))
+        return weights + tokens + experts
+
+    def layer_parts(
+        self, load: Tensor, plan: BalancePlan, sends: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Modelled time of weights, of tokens there and back, and of the experts, in picoseconds.
+
+        The busiest sender's weights; the most tokens that a rank sends, or receives, there and
+        back; the busiest rank's computation. A token that stays on its rank is not sent.
+
+        Args:
+            load: Assignments, int64 [R, E] or [B, R, E].
+            plan: One for each load.
+            sends: Experts that each rank sends, int64 [..., R]: `rank_sends`, or less with relays.
+
+        Returns:
+            int64 [] or [B] each.
+
+        Source: UltraEP, Eq. 5, 4 and 3.
+        """
+        local = torch.minimum(load.mT, plan.quota)
+        received = (plan.quota - local).sum(-2).amax(-1)
+        sent = (load.mT - local).sum(-2).amax(-1)
+        token_bandwidth = self.token_bandwidth or self.link_bandwidth
         return (
-            rank_sends(plan).amax(-1) * _picoseconds(self.expert_bytes / self.link_bandwidth)
-            + received.amax(-1) * _picoseconds(2 * self.token_bytes / self.link_bandwidth)
-            + plan.rank_loads().amax(-1) * _picoseconds(self.assignment_time)
+            sends.amax(-1) * _picoseconds(self.expert_bytes / self.link_bandwidth),
+            torch.maximum(received, sent) * _picoseconds(2 * self.token_bytes / token_bandwidth),
+            plan.rank_loads().amax(-1) * _picoseconds(self.assignment_time),
         )
 
 
