@@ -225,6 +225,8 @@ class _Attempt:
             if stuck is None or stuck == 0 or method in _BASELINES:
                 break
             order.insert(0, order.pop(stuck))
+        while self.reached and self._hand_over():
+            pass
 
     def num_replicas(self) -> int:
         return sum(len(held) for held in self.experts)
@@ -324,9 +326,10 @@ class _Attempt:
             most_room = max(self._room(t) for t in range(self.domain.ranks))
             if piece < min(whole, most_room) and self._chain(rank, whole, at_least=piece):
                 continue
-            if largest is None:
+            if largest is not None:
+                self._add(mains[largest], largest, piece)
+            elif not self._exchange(rank, whole):
                 return False
-            self._add(mains[largest], largest, piece)
         return True
 
     def _mains_for_hosts(self, rank: int) -> dict[int, int]:
@@ -352,6 +355,29 @@ class _Attempt:
             if enough := [sum_ab - whole for sum_ab in both if sum_ab >= whole]:
                 left_over[a] = min(enough)
         return max(left_over, key=lambda a: (-left_over[a], room[a]), default=None)
+
+    def _exchange(self, rank: int, whole: int) -> bool:
+        """Move less than `min_quota`: give so much more than is taken back in return."""
+        min_quota = self.domain.min_quota
+        if min_quota == 1:
+            return False
+        pieces = {}
+        for t in range(self.domain.ranks):
+            if self._room(t) <= 0 or not self._can_host(rank, t) or not self._can_host(t, rank):
+                continue
+            piece = min(self._room(t), whole)
+            there, back = self._main_for(rank, t), self._main_for(t, rank)
+            if there is None or self.kept[there] - piece < min_quota:
+                continue
+            if back is not None and self.kept[back] >= min_quota:
+                pieces[t] = (piece, there, back)
+        if not pieces:
+            return False
+        host = max(pieces, key=lambda t: (pieces[t][0], -self._room(t)))
+        piece, there, back = pieces[host]
+        self._add(there, host, min_quota + piece)
+        self._add(back, rank, min_quota)
+        return True
 
     def _chain(self, rank: int, whole: int, at_least: int) -> bool:
         """Move assignments off `rank` along the widest chain if that is more than `at_least`."""
@@ -512,6 +538,49 @@ class _Attempt:
             self._add(mains[place], t, piece)
             step += 1
         return True
+
+    def _hand_over(self) -> bool:
+        """Let a host of the busiest sender fill another one in its place; no load changes."""
+        sender = max(range(self.domain.ranks), key=lambda r: self.sends[r])
+        if not (choices := self._hand_overs(sender)):
+            return False
+        # The host that sends least, then the smallest replica.
+        t, slot, via, grown, main = max(
+            choices, key=lambda c: (-self.sends[c[2]], -self.amounts[c[0]][c[1]])
+        )
+        amount = self.amounts[t][slot]
+        self.kept[self.experts[t][slot]] += amount
+        self.kept[self.experts[via][grown]] -= amount
+        self.amounts[via][grown] += amount
+        self.kept[main] -= amount
+        self.experts[t][slot] = main
+        self.sends[sender] -= 1
+        self.sends[via] += 1
+        return True
+
+    def _hand_overs(self, sender: int) -> list[tuple[int, int, int, int, int]]:
+        """Replica's rank and slot, who takes it over, the slot there that grows, the new expert."""
+        found = []
+        given = [
+            (t, slot)
+            for t, held in enumerate(self.experts)
+            for slot, e in enumerate(held)
+            if e in self.domain.mains_of(sender)
+        ]
+        for t, slot in given:
+            amount, expert = self.amounts[t][slot], self.experts[t][slot]
+            growing: dict[int, int] = {}
+            for via, grown in given:
+                e = self.experts[via][grown]
+                if via != t and (e == expert or self.kept[e] >= amount):
+                    growing.setdefault(via, grown)
+            for via, grown in growing.items():
+                main = self._main_for(via, t)
+                if main is None or self.kept[main] < amount:
+                    continue
+                if self.sends[via] + 1 < self.sends[sender]:
+                    found.append((t, slot, via, grown, main))
+        return found
 
 
 def solve_paper(

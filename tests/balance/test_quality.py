@@ -321,6 +321,32 @@ def test_min_quota_is_honoured_and_costs_little(min_quota: int) -> None:
         assert imbalance(plan.rank_loads()) <= 1.01
 
 
+@pytest.mark.parametrize(("share", "times_optimum"), [(0.05, 1.0), (0.2, 1.02)])
+def test_min_quota_that_is_a_good_part_of_the_mean(share: float, times_optimum: float) -> None:
+    """Where ranks lack less than a replica may carry, and only an exchange can fill them."""
+    for exponent, seed in itertools.product((0.4, 0.8, 1.2), range(4)):
+        load = workloads.zipf(8, 32, PER_RANK, exponent, seed)
+        min_quota = int(share * int(load.sum()) / 8)
+        plan = solve(load, ep_size=8, slots=2, min_quota=min_quota)
+        check_plan(load, plan, min_quota=min_quota)
+        optimum = least_busiest(load, plan.layout, min_quota=min_quota)
+        assert busiest(plan) <= times_optimum * max(optimum.value, within_a_percent(load))
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_the_busiest_sender_sends_little_more_than_it_must(slots: int) -> None:
+    sent, needed = 0, 0
+    for experts, exponent, seed in itertools.product((16, 32, 64), (0.4, 0.8, 1.2), range(3)):
+        load = workloads.zipf(8, experts, PER_RANK, exponent, seed)
+        plan = solve(load, ep_size=8, slots=slots)
+        fewest = least_sends(load, plan.layout, max(busiest(plan), within_a_percent(load)))
+        assert fewest is not None
+        assert fewest.value <= max_rank_sends(plan)
+        sent += max_rank_sends(plan)
+        needed += fewest.value
+    assert sent <= 1.15 * needed
+
+
 def test_the_largest_sizes() -> None:
     """512 ranks, 4096 experts, 16 slots, loads of 2**31 on one expert."""
     load = workloads.zipf(512, 4096, 4096, 0.8)

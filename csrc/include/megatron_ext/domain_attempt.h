@@ -5,8 +5,10 @@
 //   2. the tightest pair of hosts (some methods);
 //   3. the largest piece any host takes, unless a chain carries more: a chain moves assignments
 //      from rank to rank, by replicas there are and by new ones, until a rank with room is reached.
-//      It gets to room behind full slots, and through warm ranks to cold ones.
+//      It gets to room behind full slots, and through warm ranks to cold ones;
+//   4. less than `min_quota`, by giving more and taking some back.
 // A rank that no step relieves goes to the front of the order, and the try starts over, some times.
+// In the end the busiest sender hands replicas over to others.
 //
 // Some methods go about it otherwise; they are described where they are.
 //
@@ -35,6 +37,10 @@ struct Domain {
 
     MEGATRON_EXT_HOST_DEVICE int experts() const { return ranks * mains; }
     MEGATRON_EXT_HOST_DEVICE int home(int expert) const { return expert / mains; }
+    // Whether that is the expert's home: a division less.
+    MEGATRON_EXT_HOST_DEVICE bool is_main_of(int expert, int rank) const {
+        return static_cast<unsigned>(expert - rank * mains) < static_cast<unsigned>(mains);
+    }
 };
 
 // How a try goes about it. Where nothing else is said, overloaded ranks come by falling excess.
@@ -78,6 +84,7 @@ struct AttemptState {
     int32_t* sends;    // [D] replicas of a rank's mains
     int32_t* order;    // [D] ranks, in the order of shedding
     int32_t* hottest;  // [D] expert of a rank that keeps most
+    int32_t* given;    // [D] first slot of a rank with a replica of the busiest sender, or -1
 
     // Lay the arrays out behind `memory`, which has `bytes` for them.
     MEGATRON_EXT_HOST_DEVICE static int64_t bytes(int ranks, int mains, int slots) {
@@ -99,6 +106,7 @@ struct AttemptState {
         put(sends, memory, offset, d);
         put(order, memory, offset, d);
         put(hottest, memory, offset, d);
+        put(given, memory, offset, d);
         return (offset + 15) / 16 * 16;
     }
 
@@ -127,19 +135,19 @@ class DomainAttempt {
             int stuck = 0;
             switch (method) {
                 case Method::kFill:
-                    return verdict(fill());
+                    return done(fill());
                 case Method::kRefill:
-                    if (domain_.slots != 1) return verdict(false);
-                    if (refill(restart - 1)) return verdict(true);
+                    if (domain_.slots != 1) return done(false);
+                    if (refill(restart - 1)) return done(true);
                     break;
                 default:
                     stuck = relieve_all(method);
-                    if (stuck < 0) return verdict(true);
-                    if (stuck == 0 || method == Method::kRoomiest) return verdict(false);
+                    if (stuck < 0) return done(true);
+                    if (stuck == 0 || method == Method::kRoomiest) return done(false);
                     move_to_front(stuck);
             }
         }
-        return verdict(false);
+        return done(false);
     }
 
   private:
@@ -259,9 +267,37 @@ class DomainAttempt {
             if (piece < least(whole, roomiest.score.first, kHuge) && chain(rank, whole, piece)) {
                 continue;
             }
-            if (largest.index < 0) return false;
-            add(main_for(rank, hot, largest.index), largest.index, piece);
+            if (largest.index >= 0) {
+                add(main_for(rank, hot, largest.index), largest.index, piece);
+            } else if (!exchange(rank, whole)) {
+                return false;
+            }
         }
+        return true;
+    }
+
+    // Move less than `min_quota`: a replica on a rank with room takes that much more than one of
+    // that rank's experts, on `rank`, gives back.
+    MEGATRON_EXT_HOST_DEVICE bool exchange(int rank, int64_t whole) {
+        if (domain_.min_quota == 1) return false;
+        const int hot = hottest_main(rank);
+        const Best host = warp_.best(domain_.ranks, [&](int t) {
+            if (room(t) <= 0 || !can_host(rank, t) || !can_host(t, rank)) return Score{};
+            const int64_t piece = least(room(t), whole, kHuge);
+            const int there = main_for(rank, hot, t);
+            const int back = main_for(t, keeps_most(t), rank);
+            if (there < 0 || state_.kept[there] - piece < domain_.min_quota || back < 0 ||
+                state_.kept[back] < domain_.min_quota) {
+                return Score{};
+            }
+            return Score{piece, -room(t)};
+        });
+        const int t = host.index;
+        if (t < 0) return false;
+        const int there = main_for(rank, hot, t);
+        const int back = main_for(t, keeps_most(t), rank);
+        add(there, t, domain_.min_quota + host.score.first);
+        add(back, rank, domain_.min_quota);
         return true;
     }
 
@@ -305,11 +341,7 @@ class DomainAttempt {
         const int ranks = domain_.ranks;
         warp_.for_each(ranks, [&](int v) {
             state_.width[v] = v == rank ? whole : 0;
-            int best = v * domain_.mains;
-            for (int e = best + 1; e < (v + 1) * domain_.mains; ++e) {
-                if (state_.kept[e] > state_.kept[best]) best = e;
-            }
-            state_.hottest[v] = best;
+            state_.hottest[v] = keeps_most(v);
         });
         int last = -1;
         int length = 0;
@@ -357,11 +389,11 @@ class DomainAttempt {
             if (width[v] <= best || passes(hop, v, t)) continue;
             for (int k = 0; k < state_.held[t]; ++k) {
                 const int e = state_.expert[t * slots + k];
-                if (domain_.home(e) == v) offer(width[v], state_.kept[e], {v, kGrow, e, k});
+                if (domain_.is_main_of(e, v)) offer(width[v], state_.kept[e], {v, kGrow, e, k});
             }
             for (int k = 0; k < state_.held[v]; ++k) {
                 const int e = state_.expert[v * slots + k];
-                if (domain_.home(e) == t) {
+                if (domain_.is_main_of(e, t)) {
                     offer(width[v], state_.amount[v * slots + k], {v, kReturn, e, k});
                 }
             }
@@ -531,7 +563,90 @@ class DomainAttempt {
         }
     }
 
-    MEGATRON_EXT_HOST_DEVICE Verdict verdict(bool reached) const {
+    // A replica of the busiest sender that one of its other hosts can fill instead.
+    struct HandOver {
+        int32_t slot = 0;      // of the replica
+        int32_t via = -1;      // rank that will fill it; -1 if none can
+        int32_t via_slot = 0;  // of the sender's replica there, which grows
+        int32_t expert = 0;    // main of `via` that takes the slot
+        Score score;
+    };
+
+    // Spare the busiest sender: the assignments of one of its replicas go to another of its hosts,
+    // and from there, as those of an expert of that host, to where the replica was. No rank's load
+    // and no slot changes, but the host sends instead of the sender.
+    MEGATRON_EXT_HOST_DEVICE void hand_over() {
+        warp_.for_each(domain_.ranks, [&](int r) { state_.hottest[r] = keeps_most(r); });
+        while (true) {
+            const Best busiest =
+                warp_.best(domain_.ranks, [&](int r) { return Score{state_.sends[r], 0}; });
+            const int sender = busiest.index;
+            if (sender < 0) return;
+            warp_.for_each(domain_.ranks, [&](int r) { state_.given[r] = slot_given(sender, r); });
+            const Best host =
+                warp_.best(domain_.ranks, [&](int t) { return best_hand_over(sender, t).score; });
+            if (host.index < 0) return;
+            const HandOver best = best_hand_over(sender, host.index);
+            warp_.once([&] {
+                const int slots = domain_.slots;
+                const int32_t replica = host.index * slots + best.slot;
+                const int64_t amount = state_.amount[replica];
+                state_.kept[state_.expert[replica]] += amount;
+                state_.kept[state_.expert[best.via * slots + best.via_slot]] -= amount;
+                state_.amount[best.via * slots + best.via_slot] += amount;
+                state_.kept[best.expert] -= amount;
+                state_.expert[replica] = best.expert;
+                --state_.sends[sender];
+                ++state_.sends[best.via];
+                state_.hottest[sender] = keeps_most(sender);
+                state_.hottest[best.via] = keeps_most(best.via);
+            });
+        }
+    }
+
+    // Of the sender's replicas on rank t, by the least busy of its hosts, then the smallest.
+    MEGATRON_EXT_HOST_DEVICE HandOver best_hand_over(int sender, int t) const {
+        HandOver best;
+        if (state_.given[t] < 0) return best;
+        for (int k = state_.given[t]; k < state_.held[t]; ++k) {
+            const int expert = state_.expert[t * domain_.slots + k];
+            if (!domain_.is_main_of(expert, sender)) continue;
+            const int64_t amount = state_.amount[t * domain_.slots + k];
+            for (int via = 0; via < domain_.ranks; ++via) {
+                if (state_.given[via] < 0 || via == t) continue;
+                const Score score{state_.sends[sender] - 1 - state_.sends[via], -amount};
+                if (!score.above(best.score)) continue;
+                const int grown = slot_that_grows(sender, via, expert, amount);
+                const int main = main_for(via, state_.hottest[via], t);
+                if (grown < 0 || main < 0 || state_.kept[main] < amount) continue;
+                best = {k, via, grown, main, score};
+            }
+        }
+        return best;
+    }
+
+    MEGATRON_EXT_HOST_DEVICE int slot_given(int sender, int t) const {
+        for (int k = 0; k < state_.held[t]; ++k) {
+            if (domain_.is_main_of(state_.expert[t * domain_.slots + k], sender)) return k;
+        }
+        return -1;
+    }
+
+    // A slot of rank `via` whose replica can take `amount` that `expert` of the sender gets back.
+    MEGATRON_EXT_HOST_DEVICE int slot_that_grows(int sender,
+                                                 int via,
+                                                 int expert,
+                                                 int64_t amount) const {
+        for (int k = state_.given[via]; k < state_.held[via]; ++k) {
+            const int e = state_.expert[via * domain_.slots + k];
+            if (e == expert) return k;
+            if (domain_.is_main_of(e, sender) && state_.kept[e] >= amount) return k;
+        }
+        return -1;
+    }
+
+    MEGATRON_EXT_HOST_DEVICE Verdict done(bool reached) {
+        if (reached) hand_over();
         const Best busiest =
             warp_.best(domain_.ranks, [&](int r) { return Score{state_.sends[r], 0}; });
         const int64_t replicas = warp_.sum(domain_.ranks, [&](int r) { return state_.held[r]; });
@@ -562,6 +677,15 @@ class DomainAttempt {
         const Best best =
             warp_.best(domain_.mains, [&](int m) { return Score{state_.kept[first + m], 0}; });
         return best.index < 0 ? first : first + best.index;
+    }
+
+    // The same, by one lane.
+    MEGATRON_EXT_HOST_DEVICE int keeps_most(int rank) const {
+        int best = rank * domain_.mains;
+        for (int e = best + 1; e < (rank + 1) * domain_.mains; ++e) {
+            if (state_.kept[e] > state_.kept[best]) best = e;
+        }
+        return best;
     }
 
     // The main of `rank` that keeps most and is not yet on rank t, given the one that keeps most;
