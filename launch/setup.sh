@@ -22,6 +22,8 @@ stamp=$( (
     echo "$python $version"
     cat pyproject.toml launch/setup.sh launch/constraints.txt
     find csrc -type f | LC_ALL=C sort | xargs cat
+    # The editable installation finds modules where they were: their names, not what is in them.
+    find megatron_ext checkpoints_tools -name '*.py' | LC_ALL=C sort
 ) | sha256sum)
 if [[ -f $venv/setup-stamp && $(<"$venv/setup-stamp") == "$stamp" ]]; then
     exit 0
