@@ -572,10 +572,10 @@ def _check_placement(config: TrainConfig) -> list[str]:
     balance = config.balance
     if not balance.placement:
         return []
+    from megatron_ext.balance.placement import read_placement
     from megatron_ext.balance.plan import plan_layout
     from megatron_ext.balance.planner import LayerPlanner
     from megatron_ext.balance.strategies import PlanSettings
-    from megatron_ext.offline.placements import read_placement
 
     domain = balance.nvlink_domain
     try:

@@ -76,9 +76,9 @@ def _torch_lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
+    from megatron_ext.arrays import check_free
     from megatron_ext.offline.calibrate import calibrate
     from megatron_ext.offline.hardware import write_hardware
-    from megatron_ext.offline.loads import check_free
 
     if arguments.out is not None:
         check_free(arguments.out, overwrite=arguments.overwrite)

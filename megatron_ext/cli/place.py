@@ -62,11 +62,12 @@ def _add_craft(place: Any) -> None:
 
 def run_craft(arguments: argparse.Namespace) -> int:
     """Place replicas, write them, and show what each layer gains."""
+    from megatron_ext.arrays import check_free
+    from megatron_ext.balance.placement import write_placement
     from megatron_ext.balance.plan import plan_layout
     from megatron_ext.balance.strategies import PlanSettings
     from megatron_ext.offline.craft import place, replica_counts
-    from megatron_ext.offline.loads import check_free, read_loads
-    from megatron_ext.offline.placements import write_placement
+    from megatron_ext.offline.loads import read_loads
 
     check_free(arguments.out, overwrite=arguments.overwrite)
     settings = PlanSettings(tolerance=arguments.tolerance, min_quota=arguments.min_quota)
@@ -151,7 +152,7 @@ def _add_sem_moe(place: Any) -> None:
 
 def run_sem_moe(arguments: argparse.Namespace) -> int:
     """Cluster experts and samples, write the clusters, and show how many tokens stay."""
-    from megatron_ext.offline.loads import check_free
+    from megatron_ext.arrays import check_free
     from megatron_ext.offline.routes import read_routes
     from megatron_ext.offline.sem_moe import STEPS, compare, learn, write_semantics
 

@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse what can be seen to be wrong before anything is read."""
-    from megatron_ext.offline.loads import check_free
+    from megatron_ext.arrays import check_free
 
     if arguments.loads is None:
         raise ValueError("LOADS.npz is not given (nor --list)")

@@ -41,8 +41,9 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Generate loads, write them, and show how uneven they are."""
+    from megatron_ext.arrays import check_free
     from megatron_ext.balance.metrics import home_loads, imbalance
-    from megatron_ext.offline.loads import check_free, write_loads
+    from megatron_ext.offline.loads import write_loads
     from megatron_ext.offline.synthetic import generate, make_spec
 
     check_free(arguments.out, overwrite=arguments.overwrite)

@@ -25,8 +25,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_ext.arrays import check_dtype, read_arrays, write_arrays
 from megatron_ext.data.affinity import schedule
-from megatron_ext.offline.loads import check_dtype, read_arrays, write_arrays
 from megatron_ext.offline.routes import Routes
 
 STEPS = 10
