@@ -618,7 +618,7 @@ def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:
 
 def _affinity_problem(config: TrainConfig, manifest: Manifest) -> str | None:
     """What is wrong with the file by which samples go to ranks."""
-    from megatron_ext.offline.sem_moe import read_semantics
+    from megatron_ext.data.semantics import read_semantics
 
     try:
         vocab_size, ranks = read_semantics(Path(config.data.affinity)).affinity.shape

@@ -84,7 +84,7 @@ def _add_relayout(checkpoint: Any) -> None:
 def run_relayout(arguments: argparse.Namespace) -> int:
     """Write the checkpoint with its experts under other numbers."""
     from checkpoints_tools import relayout
-    from megatron_ext.offline.sem_moe import read_semantics
+    from megatron_ext.data.semantics import read_semantics
 
     semantics = read_semantics(arguments.semantics)
     layouts = dict(zip(semantics.layers, semantics.expert, strict=True))

@@ -153,8 +153,9 @@ def _add_sem_moe(place: Any) -> None:
 def run_sem_moe(arguments: argparse.Namespace) -> int:
     """Cluster experts and samples, write the clusters, and show how many tokens stay."""
     from megatron_ext.arrays import check_free
+    from megatron_ext.data.semantics import write_semantics
     from megatron_ext.offline.routes import read_routes
-    from megatron_ext.offline.sem_moe import STEPS, compare, learn, write_semantics
+    from megatron_ext.offline.sem_moe import STEPS, compare, learn
 
     check_free(arguments.out, overwrite=arguments.overwrite)
     routes = read_routes(arguments.routes)

@@ -65,7 +65,7 @@ def test_place_with_wrong_settings(loads, capsys, words, message):
 
 
 def test_place_sem_moe(routes, capsys):
-    from megatron_ext.offline.sem_moe import read_semantics
+    from megatron_ext.data.semantics import read_semantics
 
     out = routes.parent / "semantics.npz"
     words = ["place", "sem_moe", routes, "--ranks", 4, "--out", out]
