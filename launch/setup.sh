@@ -22,6 +22,8 @@ stamp=$( (
     echo "$python $version"
     cat pyproject.toml launch/setup.sh launch/constraints.txt
     find csrc -type f | LC_ALL=C sort | xargs cat
+    # The editable installation finds modules where they were: their names, not what is in them.
+    find megatron_ext checkpoints_tools -name '*.py' | LC_ALL=C sort
 ) | sha256sum)
 if [[ -f $venv/setup-stamp && $(<"$venv/setup-stamp") == "$stamp" ]]; then
     exit 0
@@ -45,8 +47,7 @@ if [[ ! -x $venv/bin/python ]] ||
 fi
 pip=("$venv/bin/python" -m pip --disable-pip-version-check)
 
-# Torch comes first and on its own: the library is built against the one that is there.
-"${pip[@]}" install torch==2.13.0
-"${pip[@]}" install --constraint launch/constraints.txt scikit-build-core cmake ninja
+# Torch comes first with what builds: the library is built against the one that is there.
+"${pip[@]}" install --constraint launch/constraints.txt torch scikit-build-core cmake ninja
 "${pip[@]}" install --constraint launch/constraints.txt --no-build-isolation --editable '.[dev,wandb]'
 echo "$stamp" >"$venv/setup-stamp"

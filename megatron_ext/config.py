@@ -572,10 +572,10 @@ def _check_placement(config: TrainConfig) -> list[str]:
     balance = config.balance
     if not balance.placement:
         return []
+    from megatron_ext.balance.placement import read_placement
     from megatron_ext.balance.plan import plan_layout
     from megatron_ext.balance.planner import LayerPlanner
     from megatron_ext.balance.strategies import PlanSettings
-    from megatron_ext.offline.placements import read_placement
 
     domain = balance.nvlink_domain
     try:
@@ -618,7 +618,7 @@ def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:
 
 def _affinity_problem(config: TrainConfig, manifest: Manifest) -> str | None:
     """What is wrong with the file by which samples go to ranks."""
-    from megatron_ext.offline.sem_moe import read_semantics
+    from megatron_ext.data.semantics import read_semantics
 
     try:
         vocab_size, ranks = read_semantics(Path(config.data.affinity)).affinity.shape

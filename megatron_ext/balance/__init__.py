@@ -6,7 +6,7 @@ A microbatch passes the files in this order (numbers as in the package's map):
     load.py       1   exact load [R, E]
     plan.py       2   replicas and quotas, and every source rank's share of them
     strategies/       the planners, one file each
-    placement.py      replicas placed before the run
+    placement.py      replicas placed before the run, and files of them
     planner.py        a layer's microbatches planned in order; what is remembered of the past
     costs.py          what a plan costs in time
     bounds.py         what no planner can beat

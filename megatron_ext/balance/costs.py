@@ -1,4 +1,4 @@
-"""What a plan costs in time, and the tolerance at which a layer is fastest.
+"""What a plan costs in time.
 
 A tighter plan shortens the experts' work and lengthens the transfer of weights. How much of the one
 is worth how much of the other depends on the machine and the model: `LayerCosts` says it in
@@ -12,19 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import rank_sends
-from megatron_ext.balance.plan import BalancePlan, pick_plans, solve_plan
-
-TOLERANCES = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5, 1.0, 2.0)
-"""The tolerances that are compared; no balancing at all is compared too."""
+from megatron_ext.balance.plan import BalancePlan
 
 _PICOSECONDS = 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCosts:
-    """The machine and the model in one MoE layer's forward, for `fastest_plan`."""
+    """The machine and the model in one MoE layer's forward."""
 
     expert_bytes: int
     """Weights of one expert: what a replica costs its sender."""
@@ -92,32 +88,6 @@ class LayerCosts:
             torch.maximum(received, sent) * _picoseconds(2 * self.token_bytes / token_bandwidth),
             plan.rank_loads().amax(-1) * _picoseconds(self.assignment_time),
         )
-
-
-def fastest_plan(
-    load: Tensor, layout: ExpertLayout, costs: LayerCosts, *, strategy: str, min_quota: int
-) -> BalancePlan:
-    """Plan with the tolerance that makes the modelled time of the layer least.
-
-    Args:
-        load: Assignments, int64 [R, E] or [B, R, E]; each load gets its own tolerance.
-        layout: Where experts and slots are.
-        costs: Of this layer on this machine.
-        strategy: A planner of `megatron_ext.balance.strategies`.
-        min_quota: Fewest assignments a replica may carry.
-
-    Returns:
-        The plan; of equally fast ones that with least to send.
-    """
-    best = solve_plan(load, layout, strategy="none")
-    best_time = costs.layer_time(load, best)
-    # From loose to tight, and only what is faster counts.
-    for tolerance in reversed(TOLERANCES):
-        plan = solve_plan(load, layout, strategy=strategy, tolerance=tolerance, min_quota=min_quota)
-        time = costs.layer_time(load, plan)
-        best = pick_plans(time < best_time, plan, best)
-        best_time = torch.minimum(time, best_time)
-    return best
 
 
 def _picoseconds(seconds: float) -> int:

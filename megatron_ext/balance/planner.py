@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_ext.balance.costs import fastest_plan
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan, check_load, stack_plans, with_spare_slots
 from megatron_ext.balance.strategies import get_planner
-from megatron_ext.balance.strategies.fastest import TIME
+from megatron_ext.balance.strategies.fastest import TIME, fastest_plan
 from megatron_ext.balance.strategies.strategy import PlanSettings
 
 
@@ -62,7 +61,8 @@ class LayerPlanner:
         self._place, self._place_predicted = planner.place, planner.place_predicted
         self._fill, self._solve = planner.fill, planner.solve
         if settings.costs is not None and strategy != TIME.name:
-            self._solve = partial(_solve_fastest, strategy=strategy)
+            assert self._solve is not None, "`get_planner` refused what does not solve"
+            self._solve = partial(fastest_plan, solve_one=self._solve)
         self._expert_load = torch.zeros(layout.num_experts, dtype=torch.int64)
         self._num_observed = 0
         self._previous_load: Tensor | None = None
@@ -162,12 +162,3 @@ class LayerPlanner:
         plans = [self.plan_in_order(one) for one in load]
         layout = dataclasses.replace(self._layout, slots=self._layout.slots + self._num_spare_slots)
         return stack_plans(plans, layout)
-
-
-def _solve_fastest(
-    load: Tensor, layout: ExpertLayout, settings: PlanSettings, *, strategy: str
-) -> BalancePlan:
-    assert settings.costs is not None, "planning for time needs costs"
-    return fastest_plan(
-        load, layout, settings.costs, strategy=strategy, min_quota=settings.min_quota
-    )

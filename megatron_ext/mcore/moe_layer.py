@@ -24,7 +24,6 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from torch import Tensor, nn
 from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.in_flight import InFlightPlans
 from megatron_ext.balance.load import gather_load
+from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.plan import BalancePlan, plan_layout, split_quota
 from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.replicas import (
@@ -58,7 +58,6 @@ from megatron_ext.mcore.experts import expert_weights, finish_parameter_gather, 
 from megatron_ext.mcore.lookahead import LayerOrder, Lookahead, Prediction, PredictionReport
 from megatron_ext.mcore.schedule import most_in_flight
 from megatron_ext.mcore.validate import validate_for_balancing
-from megatron_ext.offline.placements import read_placement
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,7 @@ class BalancedMoELayer(MoELayer):
         layer_number: 1-based, as in Megatron.
         pg_collection: Process groups; Megatron's global ones by default.
         balance: What the balancer may do; equal on all ranks of the EP group.
+        placement: What the file `balance.placement` holds; None if that is empty.
         order: Shared by the layers that may tell each other what is to come; None if there are no
             others.
         **kwargs: What later versions of Megatron pass to their MoELayer.
@@ -108,9 +108,11 @@ class BalancedMoELayer(MoELayer):
         pg_collection: Any = None,
         *,
         balance: BalanceConfig,
+        placement: Placement | None = None,
         order: LayerOrder | None = None,
         **kwargs: Any,
     ) -> None:
+        assert (placement is None) == (not balance.placement), "`balance_spec` reads the file"
         if problems := validate_for_balancing(config, balance):
             raise ValueError("; ".join(problems))
         if pg_collection is None:
@@ -124,6 +126,7 @@ class BalancedMoELayer(MoELayer):
         )
         _check_equal_config(balance, self.ep_group)
         self.balance = balance
+        self._placement = placement
         self.observers: list[Observer] = []
         ep_size = self.ep_group.size()
         self.layout = plan_layout(
@@ -253,8 +256,7 @@ class BalancedMoELayer(MoELayer):
         """Made in the first forward: Megatron tells a layer its number after it is made."""
         balance = self.balance
         costs = self._costs() if balance.plans_for_time else None
-        placement = read_placement(Path(balance.placement)) if balance.placement else None
-        settings = PlanSettings.of(balance, costs, placement)
+        settings = PlanSettings.of(balance, costs, self._placement)
         return LayerPlanner(balance.strategy, self.layout, settings, layer=self.layer_number or 0)
 
     def _costs(self) -> LayerCosts:

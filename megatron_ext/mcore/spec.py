@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -18,6 +19,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_ext.balance.placement import read_placement
 from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.config import BalanceConfig
 from megatron_ext.mcore.backward import JoiningTransformerLayer
@@ -37,13 +39,15 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
         balance: What the balancer may do. With strategy `none` the layers stay Megatron's own.
 
     Raises:
-        ValueError: Unknown strategy, or there is no MoE layer in `spec`.
+        ValueError: Unknown strategy, there is no MoE layer in `spec`, or the file of placed
+            replicas holds none.
+        FileNotFoundError: There is no such file of placed replicas.
     """
     kind = get_strategy(balance.strategy).kind
     if kind == "absent":
         return spec
     layer_class: Any = EvenMoELayer if kind == "force_even" else BalancedMoELayer
-    params = {} if kind == "force_even" else {"balance": balance, "order": LayerOrder()}
+    params = {} if kind == "force_even" else _shared_by_layers(balance)
 
     def balanced(layer: Any) -> Any:
         if isinstance(layer, ModuleSpec):
@@ -63,6 +67,12 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
         ),
         lambda layer: dataclasses.replace(layer, module=JoiningTransformerLayer),
     )
+
+
+def _shared_by_layers(balance: BalanceConfig) -> dict[str, Any]:
+    """What all balanced layers of a model are given."""
+    placement = read_placement(Path(balance.placement)) if balance.placement else None
+    return {"balance": balance, "placement": placement, "order": LayerOrder()}
 
 
 def grouped_mm_spec(spec: Any) -> Any:

@@ -24,9 +24,9 @@ from torch import Tensor
 from megatron_ext.config import TrainConfig
 from megatron_ext.data import Manifest, MixedDataset, microbatches
 from megatron_ext.data.affinity import scheduled_microbatches
+from megatron_ext.data.semantics import read_semantics
 from megatron_ext.mcore import build
 from megatron_ext.mcore.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from megatron_ext.offline.sem_moe import read_semantics
 from megatron_ext.telemetry.progress import TrainingProgress
 from megatron_ext.telemetry.recorder import LoadRecorder, PredictedLoads
 from megatron_ext.telemetry.run_log import RunLog

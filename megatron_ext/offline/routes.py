@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_ext.offline.loads import check_dtype, read_arrays, write_arrays
+from megatron_ext.arrays import check_dtype, read_arrays, write_arrays
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,56 +10,21 @@ A checkpoint's experts are moved by `checkpoints_tools.relayout`, a run's sample
 tensor parallelism, is not here: it would be a change of these collectives. Legend: N tokens, Q
 samples, L layers, K experts of a token, V vocabulary, E logical experts, R ranks of the EP group.
 
-Files of semantics, `.npz`, hold what `Semantics` does: layer int64 [L], expert int64 [L, E],
-affinity float32 [V, R], transition float32 [L - 2, R, R, R].
-
 Source: Sem-MoE (Y. Li et al.), sections 3.2 and 3.3, Algorithm 1, section B.1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import torch
 
 from megatron_ext.data.affinity import schedule
-from megatron_ext.offline.loads import check_dtype, read_arrays, write_arrays
+from megatron_ext.data.semantics import Semantics
 from megatron_ext.offline.routes import Routes
 
 STEPS = 10
 """Rounds of Algorithm 1 at most; it ends when a round changes nothing."""
-
-
-@dataclass(frozen=True, eq=False)
-class Semantics:
-    """What was learned from routes: where experts and samples should be."""
-
-    layers: tuple[int, ...]
-    """Number of each layer, counted from 1."""
-
-    expert: np.ndarray
-    """Logical expert in each place of each layer, rank by rank: int64 [L, E]. The expert that is in
-    place p is to become expert p."""
-
-    affinity: np.ndarray
-    """Share of a token id's choices, over all layers, that go to each rank: float32 [V, R]. An id
-    that was not seen has 1 / R everywhere."""
-
-    transition: np.ndarray
-    """Chance that a token goes to rank c if it went to b in the layer before and to a before that:
-    float32 [L - 2, R (a), R (b), R (c)], from the third layer on. 1 / R where that was not seen."""
-
-    def home(self) -> np.ndarray:
-        """Rank of each logical expert: int64 [L, E]."""
-        num_experts = self.expert.shape[1]
-        ranks = self.affinity.shape[1]
-        home = np.empty_like(self.expert)
-        places = np.arange(num_experts) // (num_experts // ranks)
-        np.put_along_axis(home, self.expert, np.broadcast_to(places, home.shape), axis=1)
-        return home
 
 
 def learn(
@@ -95,63 +60,6 @@ def learn(
         affinity.astype(np.float32),
         transitions(ranks_of_tokens(routes, home, ranks), ranks).astype(np.float32),
     )
-
-
-def read_semantics(path: Path) -> Semantics:
-    """Read and check a file of semantics.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It holds something else; the message names file, value and rule.
-    """
-    names = ("layer", "expert", "affinity", "transition")
-    arrays = read_arrays(path, required=names, optional=())
-    layer, expert, affinity, transition = (arrays[name] for name in names)
-    check_dtype(path, "layer", layer, np.int64)
-    check_dtype(path, "expert", expert, np.int64)
-    for name, values in (("affinity", affinity), ("transition", transition)):
-        if values.dtype != np.float32:
-            raise ValueError(f"{path}: {name} must be float32, got {values.dtype}")
-    if expert.ndim != 2 or affinity.ndim != 2 or 0 in (*expert.shape, *affinity.shape):
-        raise ValueError(
-            f"{path}: expert must be [L, E] and affinity [V, R], got shapes {expert.shape} and "
-            f"{affinity.shape}"
-        )
-    (layers, experts), ranks = expert.shape, affinity.shape[1]
-    sizes = (layers,), (max(layers - 2, 0), ranks, ranks, ranks)
-    for name, values, shape in zip(
-        ("layer", "transition"), (layer, transition), sizes, strict=True
-    ):
-        if values.shape != shape:
-            raise ValueError(
-                f"{path}: {name} must be {list(shape)} beside an expert of {list(expert.shape)} "
-                f"and an affinity of {list(affinity.shape)}, got {list(values.shape)}"
-            )
-    if experts % ranks:
-        raise ValueError(f"{path}: experts ({experts}) must be a multiple of ranks ({ranks})")
-    for number, of_layer in zip(layer.tolist(), expert, strict=True):
-        if not np.array_equal(np.sort(of_layer), np.arange(experts)):
-            raise ValueError(
-                f"{path}: expert of layer {number} must be every number from 0 to {experts - 1} "
-                f"once, got {of_layer.tolist()}"
-            )
-    return Semantics(tuple(layer.tolist()), expert, affinity, transition)
-
-
-def write_semantics(path: Path, semantics: Semantics, *, overwrite: bool = False) -> None:
-    """Write a file of semantics, whole or not at all.
-
-    Raises:
-        FileExistsError: The file exists and is not to be replaced.
-    """
-    arrays = {
-        "layer": np.array(semantics.layers, dtype=np.int64),
-        "expert": semantics.expert,
-        "affinity": semantics.affinity,
-        "transition": semantics.transition,
-    }
-    tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
-    write_arrays(path, tensors, overwrite=overwrite)
 
 
 def _confidence(routes: Routes, layer: int) -> np.ndarray:

@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_ext.arrays import check_free
 from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.metrics import home_loads, imbalances, rank_sends
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.offline.hardware import SOLVED_PAIRS, Hardware, constants
-from megatron_ext.offline.loads import Loads, check_free
+from megatron_ext.offline.loads import Loads
 from megatron_ext.offline.planning import make_planners, plan_loads
 from megatron_ext.offline.shape import ModelShape
 from megatron_ext.telemetry.report import markdown_table

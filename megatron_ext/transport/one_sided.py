@@ -7,6 +7,7 @@ flags say so.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,7 +36,7 @@ class _UnderWay:
         self._finish(self._generation)
 
 
-class OneSidedTransport:
+class OneSidedTransport(ABC):
     """Moves replicas with an exchange; a subclass allocates what the exchange reaches.
 
     Args:
@@ -122,9 +123,9 @@ class OneSidedTransport:
         """End what copies, and let the shared memory go, as far as no tensor is over it."""
         self._exchange.close()
 
+    @abstractmethod
     def _highest(self, value: int) -> int:
         """Return the highest value of all ranks; all ranks call."""
-        raise NotImplementedError
 
     def _segments(self, buffers: Sequence[Tensor]) -> list[int]:
         if not all(len(buffer) for buffer in buffers):

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from megatron_ext.balance.costs import TOLERANCES, LayerCosts
+from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.plan import check_plan, solve
+from megatron_ext.balance.strategies.fastest import TOLERANCES
 from megatron_ext.config import BalanceConfig
 from tests import workloads
 
@@ -70,6 +71,15 @@ def test_min_quota_holds():
     plan = solve(load, ep_size=8, min_quota=500, costs=costs())
     check_plan(load, plan, min_quota=500)
     assert int(plan.rank_loads().max()) < int(home_loads(load).max())
+
+
+def test_what_else_is_asked_for_holds():
+    """LLEP has no tolerance to choose; its own settings count, with costs as without."""
+    load = workloads.zipf(8, 32, 4096, 0.9)
+    asked = dict(strategy="llep", alpha=1.0, min_tokens_per_gemm=1)
+    plan = solve(load, ep_size=8, **asked, costs=costs(expert_bytes=0))
+    assert plan.digest() == solve(load, ep_size=8, **asked).digest()
+    assert plan.digest() != solve(load, ep_size=8, strategy="llep").digest()
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 
 from checkpoints_tools.contents import find_problems, read_contents
 from checkpoints_tools.relayout import relayout
+from megatron_ext.data.semantics import Semantics, write_semantics
 from megatron_ext.offline.loads import read_loads
-from megatron_ext.offline.sem_moe import Semantics, write_semantics
 from megatron_ext.telemetry.run_log import read_metrics
 from tests.ranks import run_ranks
 from tests.train.dataset import build, overrides

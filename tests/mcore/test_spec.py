@@ -6,10 +6,13 @@ Layer 1: no processes.
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_ext.balance.placement import Placement, write_placement
 from megatron_ext.config import BalanceConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
 
@@ -51,6 +54,19 @@ def test_every_moe_layer_of_a_block_is_balanced_and_dense_ones_are_left() -> Non
     ]
     assert before.count(MoELayer) == 2
     assert all(settings(mlp)["balance"] is balance for mlp in found[1:3])
+
+
+def test_layers_share_the_placement_that_is_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "placement.npz"
+    balance = BalanceConfig(placement=str(path))
+    with pytest.raises(FileNotFoundError):
+        balance_spec(block_spec(), balance)
+    slots = torch.full((2, 2, 1), -1, dtype=torch.int32)
+    write_placement(path, Placement((1, 2), slots, torch.ones(2, 4, dtype=torch.int64)))
+    first, second = balance_spec(block_spec(), balance).layer_specs
+    placement = settings(first.submodules.mlp)["placement"]
+    assert placement.layers == (1, 2)
+    assert settings(second.submodules.mlp)["placement"] is placement
 
 
 def test_a_single_layer_spec_is_balanced() -> None:

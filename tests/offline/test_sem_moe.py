@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ext.data.semantics import read_semantics, write_semantics
 from megatron_ext.offline.routes import Routes, read_routes, write_routes
 from megatron_ext.offline.sem_moe import (
     STEPS,
@@ -17,9 +18,7 @@ from megatron_ext.offline.sem_moe import (
     place_experts,
     place_samples,
     ranks_of_tokens,
-    read_semantics,
     transitions,
-    write_semantics,
 )
 from tests import workloads
 

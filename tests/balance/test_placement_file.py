@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.balance.placement import Placement
-from megatron_ext.offline.placements import read_placement, write_placement
+from megatron_ext.balance.placement import Placement, read_placement, write_placement
 
 RIGHT = {
     "layer": np.array([1, 4]),

@@ -1,0 +1,113 @@
+"""Arrays by name in `.npz` files: read and checked, written whole or not at all.
+
+Every file of numbers is one: loads, plans, placements, routes, semantics. What its arrays mean is
+said where its value is.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+# What NumPy raises on a file that is cut, damaged, or holds pickled objects: damage can ask for a
+# password, for any amount of memory, for a place before the file's beginning.
+_DAMAGES = (
+    ValueError,
+    EOFError,
+    zipfile.BadZipFile,
+    zlib.error,
+    RuntimeError,
+    MemoryError,
+    OSError,
+)
+
+
+def check_free(path: Path, *, overwrite: bool) -> None:
+    """Raise FileExistsError if `path` exists and is not to be replaced."""
+    if path.is_dir():
+        raise FileExistsError(f"{path} is a folder")
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path} exists already: replace it with --overwrite")
+
+
+def read_arrays(
+    path: Path, *, required: tuple[str, ...], optional: tuple[str, ...]
+) -> dict[str, np.ndarray]:
+    """Read the arrays of these names from an .npz file; what else it holds stays unread.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is no such file, is damaged, or lacks a required array.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} does not exist" if not path.exists() else f"{path} is a folder"
+        )
+    arrays = {}
+    with path.open("rb") as file:
+        try:
+            archive = np.load(file, allow_pickle=False)
+        except _DAMAGES as error:
+            raise ValueError(f"{path} is no .npz file ({error})") from error
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError(f"{path} holds one array, not an archive: write it with numpy.savez")
+        for name in (*required, *optional):
+            if name in archive.files:
+                arrays[name] = _read_array(path, archive, name)
+            elif name in required:
+                has = ", ".join(sorted(archive.files)) or "none"
+                raise ValueError(f"{path} has no array {name!r}; it has {has}")
+    return arrays
+
+
+def _read_array(path: Path, archive: np.lib.npyio.NpzFile, name: str) -> np.ndarray:
+    try:
+        values = archive[name]
+    except _DAMAGES as error:
+        raise ValueError(f"{path}: {name} cannot be read ({error})") from error
+    # What lacks the header of an array comes as bytes.
+    if not isinstance(values, np.ndarray):
+        raise ValueError(f"{path}: {name} is no array")
+    return values
+
+
+def check_dtype(path: Path, name: str, values: np.ndarray, dtype: type[np.integer[Any]]) -> None:
+    """Raise ValueError, with the way out, if an array of a file is of another type."""
+    if values.dtype == dtype:
+        return
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        raise ValueError(f"{path}: {name} has NaN or infinite entries; it must be counts")
+    wanted = np.dtype(dtype)
+    raise ValueError(
+        f"{path}: {name} must be {wanted}, got {values.dtype}: "
+        f"convert it with {name}.astype('{wanted}')"
+    )
+
+
+def write_arrays(path: Path, arrays: dict[str, Tensor], *, overwrite: bool) -> None:
+    """Write arrays by name into an .npz file, whole or not at all.
+
+    Raises:
+        FileExistsError: The file exists and is not to be replaced.
+    """
+    check_free(path, overwrite=overwrite)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            # As `numpy.savez_compressed`, which has no say in how hard it tries: level 1 is several
+            # times as fast, for files that are a little larger.
+            archive = zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1)
+            with archive:
+                for name, value in arrays.items():
+                    with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                        np.lib.format.write_array(member, value.numpy(), allow_pickle=False)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,73 @@
+"""The `megatron-ext` command, one file per command.
+
+Exit status: 0 done, 1 failed, 2 wrong usage. What is wrong with the input is said in one line.
+Results go to stdout, progress and complaints to stderr. Everything heavy is imported by the
+command that needs it, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+
+from megatron_ext.cli import checkpoint, data, doctor, place, plan, replay, simulate, synth, train
+from megatron_ext.cli.output import FAILED, INTERRUPTED, WRONG_USAGE
+
+# In the order in which `--help` lists them.
+_COMMANDS = (train, plan, replay, place, simulate, synth, data, checkpoint, doctor)
+# What a user can put right by calling differently.
+_USAGE_ERRORS = (ValueError, FileNotFoundError, FileExistsError, ModuleNotFoundError)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: Words after the command's name; None takes the process's.
+
+    Returns:
+        The exit status.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["train"]:
+        return train.run(words[1:])
+    arguments = _parser().parse_args(words)
+    _silence_megatron()
+    try:
+        return int(arguments.run(arguments))
+    except _USAGE_ERRORS as error:
+        return _complain(arguments.command_name, error, WRONG_USAGE)
+    except (RuntimeError, OSError, MemoryError) as error:
+        return _complain(arguments.command_name, error, FAILED)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; each sets `run` and `command_name`."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-ext",
+        description="Balanced MoE training on stock Megatron-Core.",
+        epilog="example:\n  megatron-ext doctor",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        command.add(commands)
+    return parser
+
+
+def _silence_megatron() -> None:
+    """Keep Megatron and torch from telling, at import, about what the CLI does not use."""
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)(\.|$)")
+    for name in ("megatron", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _complain(command_name: str, error: Exception, status: int) -> int:
+    """Say in one line what went wrong; return the exit status."""
+    sys.stderr.write(f"{command_name}: error: {' '.join(str(error).split())}\n")
+    return status

@@ -1,0 +1,105 @@
+"""`megatron-ext checkpoint`: a look into Megatron checkpoints, and experts moved."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.cli.options import add_command, add_group, add_out
+from megatron_ext.cli.output import DONE, FAILED, columns, show
+
+
+def add(commands: Any) -> None:
+    """Add the command and those below it."""
+    checkpoint = add_group(commands, "checkpoint", "Megatron checkpoints")
+    _add_inspect(checkpoint)
+    _add_relayout(checkpoint)
+
+
+def _add_inspect(checkpoint: Any) -> None:
+    inspect = add_command(
+        checkpoint,
+        "inspect",
+        run_inspect,
+        "list a checkpoint's keys and check that it holds logical experts only",
+        "megatron-ext checkpoint inspect runs/quickstart/checkpoints",
+    )
+    _add_path(inspect)
+
+
+def run_inspect(arguments: argparse.Namespace) -> int:
+    """Show what a checkpoint holds; it fails if stock Megatron could not load that."""
+    from checkpoints_tools import find_problems, read_contents
+
+    contents = read_contents(arguments.path)
+    problems = find_problems(contents)
+    report = asdict(contents) | {"folder": str(contents.folder), "problems": problems}
+    show(arguments, report, _contents_lines)
+    return FAILED if problems else DONE
+
+
+def _contents_lines(report: dict[str, Any]) -> Iterator[str]:
+    yield from columns(
+        ("key", "shape", "dtype", "shards"),
+        *(
+            (
+                entry["key"],
+                "-" if entry["shape"] is None else "x".join(map(str, entry["shape"])) or "scalar",
+                entry["dtype"] or "object",
+                str(entry["num_shards"]),
+            )
+            for entry in report["entries"]
+        ),
+    )
+    yield ""
+    yield f"checkpoint   {report['folder']}"
+    yield f"step         {'unknown' if report['step'] is None else report['step']}"
+    yield f"parameters   {report['num_parameters']:,}"
+    yield f"experts      {'none' if report['num_experts'] is None else report['num_experts']}"
+    if report["problems"]:
+        yield "unfit for stock Megatron:"
+        yield from (f"  {problem}" for problem in report["problems"])
+    else:
+        yield "holds        logical experts only"
+
+
+def _add_relayout(checkpoint: Any) -> None:
+    relayout = add_command(
+        checkpoint,
+        "relayout",
+        run_relayout,
+        "give a checkpoint's experts the ranks that `place sem_moe` found; it computes the same",
+        "megatron-ext checkpoint relayout runs/train semantics.npz --out start/step_100",
+    )
+    _add_path(relayout)
+    relayout.add_argument(
+        "semantics", type=Path, metavar="SEMANTICS.npz", help="made by `place sem_moe`"
+    )
+    add_out(relayout, "DIR", "folder to make", required=True)
+
+
+def run_relayout(arguments: argparse.Namespace) -> int:
+    """Write the checkpoint with its experts under other numbers."""
+    from checkpoints_tools import relayout
+    from megatron_ext.data.semantics import read_semantics
+
+    semantics = read_semantics(arguments.semantics)
+    layouts = dict(zip(semantics.layers, semantics.expert, strict=True))
+    report = {
+        "path": str(arguments.out),
+        "layers": list(semantics.layers),
+        "tensors": relayout(arguments.path, layouts, arguments.out),
+    }
+    return show(arguments, report, _relayout_lines)
+
+
+def _relayout_lines(report: dict[str, Any]) -> Iterator[str]:
+    yield f"checkpoint  {report['path']}"
+    yield f"moved       {report['tensors']} tensors in {len(report['layers'])} layers"
+
+
+def _add_path(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="DIR", help="a checkpoint, or a folder of them (newest)")

@@ -1,0 +1,190 @@
+"""`megatron-ext data`: text and datasets."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.cli.options import add_command, add_group, add_out, add_overwrite, positive
+from megatron_ext.cli.output import columns, mib, progress, show, warn
+
+if TYPE_CHECKING:
+    from megatron_ext.data import Manifest
+
+# Files named in a message; the rest is counted.
+_MOST_NAMED = 5
+
+
+def add(commands: Any) -> None:
+    """Add the command and those below it."""
+    data = add_group(commands, "data", "text and datasets")
+    _add_build(data)
+    _add_corpus(data)
+    _add_info(data)
+
+
+def _add_build(data: Any) -> None:
+    build = add_command(
+        data,
+        "build",
+        run_build,
+        "turn text files into Megatron indexed datasets, one per domain",
+        "megatron-ext data build code=src 'docs=manual/**/*.rst' --out runs/data",
+    )
+    build.add_argument(
+        "sources",
+        nargs="+",
+        metavar="[NAME=]PATH",
+        help="a file, a folder or a quoted pattern; NAME is the domain (default: the path's last "
+        "part)",
+    )
+    _add_folder_to_make(build)
+    build.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="a Hugging Face tokenizer.json (default: one token per byte)",
+    )
+    build.add_argument(
+        "--eod", metavar="TOKEN", help="the tokenizer's token that ends a document, if unusual"
+    )
+    build.add_argument(
+        "--strict", action="store_true", help="fail on a file that is not text, instead of skipping"
+    )
+
+
+def run_build(arguments: argparse.Namespace) -> int:
+    """Build a dataset, and show what it holds and what was skipped."""
+    from megatron_ext.data import build_dataset, parse_sources
+
+    if arguments.eod is not None and arguments.tokenizer is None:
+        raise ValueError("--eod names a token of the --tokenizer, which is not given")
+    domains = parse_sources(arguments.sources)
+    total = sum(file.stat().st_size for files in domains.values() for file in files)
+    with progress("Tokenizing", total, in_bytes=True) as on_bytes:
+        result = build_dataset(
+            domains,
+            arguments.out,
+            tokenizer_file=arguments.tokenizer,
+            eod_token=arguments.eod,
+            strict=arguments.strict,
+            overwrite=arguments.overwrite,
+            on_bytes=on_bytes,
+        )
+    if result.skipped:
+        named = [f"{skipped.path} ({skipped.reason})" for skipped in result.skipped]
+        more = len(named) - _MOST_NAMED
+        warn(
+            f"skipped {len(named)} files: {', '.join(named[:_MOST_NAMED])}"
+            + (f" and {more} more" if more > 0 else "")
+        )
+    description = _describe(result.manifest) | {
+        "skipped": [{"path": str(s.path), "reason": s.reason} for s in result.skipped]
+    }
+    return show(arguments, description, _dataset_lines)
+
+
+def _add_corpus(data: Any) -> None:
+    corpus = add_command(
+        data,
+        "corpus",
+        run_corpus,
+        "gather text that this machine has, one folder per domain",
+        "megatron-ext data corpus --out runs/corpus\n"
+        "  megatron-ext data build runs/corpus/* --out runs/data",
+    )
+    _add_folder_to_make(corpus)
+    corpus.add_argument(
+        "--limit-mb",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="most text of a domain, in MiB (default: %(default)s)",
+    )
+
+
+def run_corpus(arguments: argparse.Namespace) -> int:
+    """Gather text, and show how much there is of each domain."""
+    from megatron_ext.data.corpus import DOMAINS, gather_corpus
+
+    limit_bytes = arguments.limit_mb << 20
+    with progress("Gathering", limit_bytes * len(DOMAINS), in_bytes=True) as on_bytes:
+        result = gather_corpus(
+            arguments.out,
+            limit_bytes=limit_bytes,
+            overwrite=arguments.overwrite,
+            on_bytes=on_bytes,
+        )
+    if result.missing:
+        warn(f"this machine has no text for {', '.join(result.missing)}: left out")
+    report = {
+        "path": str(arguments.out),
+        "domains": {
+            name: {"documents": size.documents, "text_bytes": size.text_bytes}
+            for name, size in result.domains.items()
+        },
+        "missing": result.missing,
+    }
+    return show(arguments, report, _corpus_lines)
+
+
+def _corpus_lines(report: dict[str, Any]) -> Iterator[str]:
+    yield f"text of this machine in {report['path']}"
+    yield ""
+    yield from columns(
+        ("domain", "documents", "MiB"),
+        *(
+            (name, f"{size['documents']:,}", mib(size["text_bytes"]))
+            for name, size in report["domains"].items()
+        ),
+    )
+
+
+def _add_info(data: Any) -> None:
+    info = add_command(
+        data,
+        "info",
+        run_info,
+        "show what a dataset holds, and check that it is complete",
+        "megatron-ext data info runs/data",
+    )
+    info.add_argument("path", metavar="DIR", help="a dataset made by `data build`")
+
+
+def run_info(arguments: argparse.Namespace) -> int:
+    """Open every domain of a dataset, and show what it holds."""
+    from megatron_ext.data import Manifest
+    from megatron_ext.data.mixing import open_domain
+
+    manifest = Manifest.load(arguments.path)
+    for name in manifest.domains:
+        open_domain(manifest, name)
+    return show(arguments, _describe(manifest), _dataset_lines)
+
+
+def _add_folder_to_make(parser: argparse.ArgumentParser) -> None:
+    add_out(parser, "DIR", "folder to make", required=True)
+    add_overwrite(parser, "an earlier output at DIR")
+
+
+def _describe(manifest: Manifest) -> dict[str, Any]:
+    """Return a dataset's manifest for people and programs."""
+    from dataclasses import asdict
+
+    return asdict(manifest) | {"folder": str(manifest.folder)}
+
+
+def _dataset_lines(report: dict[str, Any]) -> Iterator[str]:
+    yield f"dataset    {report['folder']}"
+    yield f"tokenizer  {report['tokenizer']}, {report['vocab_size']:,} tokens"
+    yield f"eod        {report['eod_token']} ({report['eod']})"
+    yield ""
+    yield from columns(
+        ("domain", "documents", "tokens", "text MiB"),
+        *(
+            (name, f"{d['documents']:,}", f"{d['tokens']:,}", mib(d["text_bytes"]))
+            for name, d in report["domains"].items()
+        ),
+    )

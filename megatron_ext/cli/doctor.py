@@ -1,0 +1,97 @@
+"""`megatron-ext doctor`: what this machine and installation have."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from megatron_ext.cli.options import add_command, add_out, add_overwrite
+from megatron_ext.cli.output import DONE, FAILED, mib, show
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    doctor = add_command(
+        commands,
+        "doctor",
+        run,
+        "show what this machine and installation have, and what is missing",
+        "megatron-ext doctor --json\n  megatron-ext doctor --calibrate --out here.yaml",
+    )
+    doctor.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure this machine instead, as hardware for `simulate`; takes a minute or less",
+    )
+    add_out(doctor, "HARDWARE.yaml", "where to write that", required=False)
+    add_overwrite(doctor, "an existing file")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show what is there, and fail if something is missing; or measure the machine."""
+    if arguments.calibrate:
+        return _calibrate(arguments)
+    if arguments.out is not None:
+        raise ValueError("--out is for what --calibrate measures")
+    from megatron_ext.doctor import examine
+
+    report = examine()
+    show(arguments, report, _lines)
+    return FAILED if report["problems"] else DONE
+
+
+def _lines(report: dict[str, Any]) -> Iterator[str]:
+    yield f"python               {report['python']} on {report['system']}, {report['cpus']} CPUs"
+    for name, version in report["versions"].items():
+        yield f"{name:<20} {version or '-'}"
+    shared = report["shared_memory"]
+    yield "shared memory        " + (
+        f"{mib(shared['free_bytes'])} of {mib(shared['total_bytes'])} MiB free" if shared else "-"
+    )
+    if "devices" in report:
+        yield from _torch_lines(report)
+    yield ""
+    yield from (f"problem: {problem}" for problem in report["problems"])
+    if not report["problems"]:
+        yield "ready to train"
+
+
+def _torch_lines(report: dict[str, Any]) -> Iterator[str]:
+    yield f"CUDA of torch        {report['cuda'] or '-'}"
+    for device in report["devices"]:
+        yield (
+            f"device               {device['name']}, {mib(device['memory_bytes'])} MiB, "
+            f"compute capability {device['capability']}"
+        )
+    if not report["devices"]:
+        yield "device               CPU only"
+    yield f"native library       {'loads' if report['native_library'] else '-'}"
+    yield (
+        f"transports           {', '.join(report['transports'])} (auto: {report['transport_auto']})"
+    )
+    yield f"strategies           {', '.join(report['strategies'])}"
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from megatron_ext.arrays import check_free
+    from megatron_ext.offline.calibrate import calibrate
+    from megatron_ext.offline.hardware import write_hardware
+
+    if arguments.out is not None:
+        check_free(arguments.out, overwrite=arguments.overwrite)
+    hardware = calibrate(arguments.out.stem if arguments.out else "here")
+    if arguments.out is not None:
+        write_hardware(arguments.out, hardware)
+    return show(arguments, asdict(hardware), _hardware_lines)
+
+
+def _hardware_lines(report: dict[str, Any]) -> Iterator[str]:
+    yield report["summary"]
+    yield ""
+    for name, source in report["sources"].items():
+        value = report[name]
+        text = f"{value:.4g}" if isinstance(value, int | float) else json.dumps(value)
+        yield f"{name:<22} {text:<12} {source}"

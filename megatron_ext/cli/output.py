@@ -1,0 +1,68 @@
+"""What commands leave behind: an exit status, results on stdout, the rest on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+DONE, FAILED, WRONG_USAGE = 0, 1, 2
+INTERRUPTED = 130  # As shells report a command that Ctrl-C ended.
+
+
+def show(
+    arguments: argparse.Namespace,
+    report: dict[str, Any],
+    lines: Callable[[dict[str, Any]], Sequence[str] | Iterator[str]],
+) -> int:
+    """Print a result, as JSON or for people."""
+    text = json.dumps(report, indent=2) if arguments.json else "\n".join(lines(report))
+    sys.stdout.write(text + "\n")
+    return DONE
+
+
+def warn(message: str) -> None:
+    """Say what a user should know of a command that goes on."""
+    sys.stderr.write(f"warning: {message}\n")
+
+
+def columns(*rows: tuple[str, ...]) -> Iterator[str]:
+    """Align cells: the first column left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        yield "  ".join([first.ljust(widths[0]), *cells])
+
+
+def mib(num_bytes: int) -> str:
+    """Write a size in MiB."""
+    return f"{num_bytes / 2**20:,.1f}"
+
+
+@contextmanager
+def progress(what: str, total: int, *, in_bytes: bool = False) -> Iterator[Callable[[int], None]]:
+    """Show a bar on stderr and give the function that moves it on."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    console = Console(stderr=True)
+    parts = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn() if in_bytes else MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    # Into a log file a bar would only put blank lines.
+    with Progress(*parts, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda steps: bar.advance(task, steps)

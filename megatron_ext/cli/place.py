@@ -1,0 +1,189 @@
+"""`megatron-ext place`: what to put where before a run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.cli.options import (
+    add_balance,
+    add_command,
+    add_group,
+    add_nvlink_domain,
+    add_out,
+    add_overwrite,
+    add_trace,
+    positive,
+)
+from megatron_ext.cli.output import columns, progress, show
+
+
+def add(commands: Any) -> None:
+    """Add the command and those below it."""
+    place = add_group(commands, "place", "what to put where before a run, from a trace")
+    _add_craft(place)
+    _add_sem_moe(place)
+
+
+def _add_craft(place: Any) -> None:
+    craft = add_command(
+        place,
+        "craft",
+        run_craft,
+        "place replicas in the layers of a trace that gain most by them",
+        "megatron-ext place craft runs/train/trace --slots 2 --out placement.npz\n"
+        "  megatron-ext replay runs/train/trace --strategies craft,eplb --placement placement.npz",
+    )
+    add_trace(craft)
+    add_balance(
+        craft,
+        ("slots", "S", "most replicas of a rank in a layer"),
+        ("tolerance", "T", "imbalance - 1 that is good enough in the run to come"),
+        ("min_quota", "N", "fewest assignments of a replica in the run to come"),
+    )
+    add_nvlink_domain(craft)
+    craft.add_argument(
+        "--budget",
+        type=int,
+        metavar="N",
+        help="most replicas of a rank over all layers (where one more gains less than the average "
+        "one)",
+    )
+    craft.add_argument(
+        "--even",
+        action="store_true",
+        help="equally many replicas on every rank over all layers, for memory's sake",
+    )
+    add_out(craft, "PLACEMENT.npz", "where to write it", required=True)
+    add_overwrite(craft, "an existing file")
+
+
+def run_craft(arguments: argparse.Namespace) -> int:
+    """Place replicas, write them, and show what each layer gains."""
+    from megatron_ext.arrays import check_free
+    from megatron_ext.balance.placement import write_placement
+    from megatron_ext.balance.plan import plan_layout
+    from megatron_ext.balance.strategies import PlanSettings
+    from megatron_ext.offline.craft import place, replica_counts
+    from megatron_ext.offline.loads import read_loads
+
+    check_free(arguments.out, overwrite=arguments.overwrite)
+    settings = PlanSettings(tolerance=arguments.tolerance, min_quota=arguments.min_quota)
+    loads = read_loads(arguments.trace)
+    _, ranks, experts = loads.load.shape
+    layout = plan_layout(
+        "craft",
+        num_experts=experts,
+        ep_size=ranks,
+        slots=arguments.slots,
+        nvlink_domain=arguments.nvlink_domain,
+    )
+    replays = len(replica_counts(layout)) + 1
+    with progress("Replaying", replays * len(loads)) as on_load:
+        crafted = place(
+            loads, layout, settings, budget=arguments.budget, even=arguments.even, on_load=on_load
+        )
+    write_placement(arguments.out, crafted.placement, overwrite=arguments.overwrite)
+    report = {
+        "path": str(arguments.out),
+        "loads": len(loads),
+        "ranks": ranks,
+        "experts": experts,
+        "slots": layout.slots,
+        "budget": crafted.budget,
+        "even": arguments.even,
+        "layers": crafted.layers(),
+    }
+    return show(arguments, report, _craft_lines)
+
+
+def _craft_lines(report: dict[str, Any]) -> Iterator[str]:
+    layers = report["layers"]
+    total = sum(layer["replicas"] for layer in layers)
+    most = report["ranks"] * report["slots"] * len(layers)
+    yield f"placement     {report['path']}"
+    yield f"replicas      {total} of {most} that slots allow, at most {report['budget']} a rank"
+    yield ""
+    yield from columns(
+        ("layer", "replicas", "slots", "balancedness before", "after"),
+        *(
+            (
+                str(layer["layer"]),
+                str(layer["replicas"]),
+                str(layer["slot_limit"]),
+                f"{layer['balancedness_before']:.3f}",
+                f"{layer['balancedness_after']:.3f}",
+            )
+            for layer in layers
+        ),
+    )
+
+
+def _add_sem_moe(place: Any) -> None:
+    sem_moe = add_command(
+        place,
+        "sem_moe",
+        run_sem_moe,
+        "place experts and samples that belong together on one rank",
+        "megatron-ext place sem_moe routes.npz --ranks 8 --out semantics.npz\n"
+        "  megatron-ext checkpoint relayout runs/train semantics.npz --out start/step_100",
+    )
+    sem_moe.add_argument(
+        "routes", type=Path, metavar="ROUTES.npz", help="tokens' choices, by token id and sample"
+    )
+    sem_moe.add_argument("--ranks", type=positive, required=True, metavar="R", help="of EP groups")
+    sem_moe.add_argument(
+        "--evaluate",
+        type=Path,
+        metavar="ROUTES.npz",
+        help="choices to measure with, instead of those that were learned from",
+    )
+    sem_moe.add_argument(
+        "--global-batch",
+        type=positive,
+        metavar="N",
+        help="samples of a batch to measure with, a multiple of R (8 R)",
+    )
+    add_out(sem_moe, "SEMANTICS.npz", "where to write it", required=True)
+    add_overwrite(sem_moe, "an existing file")
+
+
+def run_sem_moe(arguments: argparse.Namespace) -> int:
+    """Cluster experts and samples, write the clusters, and show how many tokens stay."""
+    from megatron_ext.arrays import check_free
+    from megatron_ext.data.semantics import write_semantics
+    from megatron_ext.offline.routes import read_routes
+    from megatron_ext.offline.sem_moe import STEPS, compare, learn
+
+    check_free(arguments.out, overwrite=arguments.overwrite)
+    routes = read_routes(arguments.routes)
+    measured = routes if arguments.evaluate is None else read_routes(arguments.evaluate)
+    with progress("Clustering", STEPS * len(routes.layers)) as on_layer:
+        semantics = learn(routes, arguments.ranks, on_layer=on_layer)
+    global_batch = arguments.global_batch or 8 * arguments.ranks
+    report = {
+        "path": str(arguments.out),
+        "samples": routes.num_samples,
+        "ranks": arguments.ranks,
+        "experts": routes.num_experts,
+        "layers": list(routes.layers),
+        "global_batch": global_batch,
+        "measured": compare(measured, semantics, global_batch),
+    }
+    write_semantics(arguments.out, semantics, overwrite=arguments.overwrite)
+    return show(arguments, report, _sem_moe_lines)
+
+
+def _sem_moe_lines(report: dict[str, Any]) -> Iterator[str]:
+    yield f"semantics     {report['path']}"
+    yield f"learned from  {report['samples']} samples, {len(report['layers'])} layers"
+    yield ""
+    yield from columns(
+        ("placed", "local activation rate", "imbalance"),
+        *(
+            (name, f"{one['local_activation_rate']:.3f}", f"{one['imbalance']:.3f}")
+            for name, one in report["measured"].items()
+        ),
+    )

@@ -1,0 +1,78 @@
+"""`megatron-ext replay`: several strategies on the same trace."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_ext.cli.options import (
+    add_command,
+    add_costs,
+    add_out,
+    add_overwrite,
+    add_plan_settings,
+    add_trace,
+    layer_costs,
+    plan_settings,
+)
+from megatron_ext.cli.output import progress, show
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    replay = add_command(
+        commands,
+        "replay",
+        run,
+        "plan a trace with several strategies, and compare them",
+        "megatron-ext replay runs/train/trace --strategies quota,eplb --slots 2 --out comparison",
+    )
+    add_trace(replay)
+    replay.add_argument(
+        "--strategies",
+        required=True,
+        metavar="A,B,...",
+        help="the planners; `megatron-ext plan --list` names them",
+    )
+    add_plan_settings(replay)
+    add_costs(replay, "strategy time")
+    add_out(replay, "DIR", "folder for replay.md, replay.json and replay.png", required=False)
+    add_overwrite(replay, "these files in DIR")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan the trace with every strategy, and show their numbers side by side."""
+    from megatron_ext.offline.loads import read_loads
+    from megatron_ext.offline.replay import check_out, make_report, replay, write_report
+
+    strategies = arguments.strategies.split(",")
+    costs = layer_costs(arguments, for_time="time" in strategies, switch="time among --strategies")
+    settings = plan_settings(arguments, costs)
+    if arguments.out is not None:
+        check_out(arguments.out, overwrite=arguments.overwrite)
+    loads = read_loads(arguments.trace)
+    with progress("Replaying", len(loads) * len(strategies)) as on_load:
+        replayed = replay(
+            loads,
+            strategies,
+            settings,
+            slots=arguments.slots,
+            nvlink_domain=arguments.nvlink_domain,
+            on_load=on_load,
+        )
+    report = make_report(loads, replayed, settings, slots=arguments.slots)
+    if arguments.out is not None:
+        write_report(arguments.out, loads, replayed, report)
+    return show(arguments, report, _lines)
+
+
+def _lines(report: dict[str, Any]) -> Iterator[str]:
+    from megatron_ext.offline.replay import overall_table, prediction_table
+
+    yield report["title"]
+    yield ""
+    yield overall_table(report)
+    if prediction := prediction_table(report):
+        yield ""
+        yield prediction

@@ -1,0 +1,110 @@
+"""`megatron-ext simulate`: a trace on other hardware."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_ext.cli.options import (
+    add_command,
+    add_out,
+    add_overwrite,
+    add_plan_settings,
+    add_trace,
+    plan_settings,
+    positive,
+)
+from megatron_ext.cli.output import progress, show
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    simulate = add_command(
+        commands,
+        "simulate",
+        run,
+        "predict what strategies would make of a trace on other hardware",
+        "megatron-ext simulate loads.npz --model qwen3_235b --hardware rack_64 --gpus 256 \\\n"
+        "    --strategies quota,eplb --set num_microbatches=4\n\n"
+        "Without balancing and with ideal routing are always there to compare with.",
+    )
+    add_trace(simulate)
+    simulate.add_argument(
+        "--model",
+        required=True,
+        metavar="NAME|FILE",
+        help="a recipe, a name in recipes/shapes, or a file like those",
+    )
+    simulate.add_argument(
+        "--hardware",
+        required=True,
+        metavar="NAME|FILE",
+        help="a name in recipes/hardware, or a file like those, as `doctor --calibrate` writes it",
+    )
+    simulate.add_argument(
+        "--strategies", required=True, metavar="A,B,...", help="the planners to simulate"
+    )
+    simulate.add_argument(
+        "--gpus",
+        type=positive,
+        metavar="N",
+        help="ranks of the training (EP x PP); what exceeds that is data parallelism",
+    )
+    simulate.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=VALUE",
+        help="other sizes of the model: of a recipe its settings, else the fields of such a file",
+    )
+    add_plan_settings(simulate)
+    add_out(simulate, "DIR", "folder for simulate.md and simulate.json", required=False)
+    add_overwrite(simulate, "these files in DIR")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate the trace with every strategy, and show what a step would take."""
+    from megatron_ext.offline.hardware import read_hardware
+    from megatron_ext.offline.loads import read_loads
+    from megatron_ext.offline.shape import read_shape
+    from megatron_ext.offline.simulate import IDEAL, NONE, check_out, simulate, write_report
+
+    strategies = arguments.strategies.split(",")
+    settings = plan_settings(arguments)
+    if arguments.out is not None:
+        check_out(arguments.out, overwrite=arguments.overwrite)
+    hardware = read_hardware(arguments.hardware)
+    shape = read_shape(arguments.model, arguments.set)
+    loads = read_loads(arguments.trace)
+    with progress("Simulating", len(loads) * len({NONE, IDEAL, *strategies})) as on_load:
+        report = simulate(
+            loads,
+            strategies,
+            settings,
+            shape=shape,
+            hardware=hardware,
+            num_gpus=arguments.gpus,
+            slots=arguments.slots,
+            nvlink_domain=arguments.nvlink_domain,
+            on_load=on_load,
+        )
+    if arguments.out is not None:
+        write_report(arguments.out, report)
+    return show(arguments, report, _lines)
+
+
+def _lines(report: dict[str, Any]) -> Iterator[str]:
+    from megatron_ext.offline.simulate import layer_table, overall_table
+
+    yield report["title"]
+    yield ""
+    yield overall_table(report)
+    yield ""
+    yield "A MoE layer, ms:"
+    yield ""
+    yield layer_table(report)
+    yield ""
+    yield f"Constants of {report['hardware']['name']} and their sources: --json, or --out DIR."
+    yield "Left out: " + "; ".join(report["left_out"]) + "."

@@ -1,0 +1,20 @@
+"""`megatron-ext train`: train a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_ext.cli.output import DONE
+
+
+def add(commands: Any) -> None:
+    """List the command; its words go to `run` unread."""
+    commands.add_parser("train", help="train a model as a recipe and Hydra overrides say")
+
+
+def run(words: list[str]) -> int:
+    """Hand over to the entry point of training, which has its own help and its own exits."""
+    from megatron_ext.train import main
+
+    main(words)
+    return DONE

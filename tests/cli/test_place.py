@@ -1,0 +1,110 @@
+"""`place`: what is written is what other commands use, and settings that are wrong."""
+
+import json
+
+import pytest
+
+from tests.cli.command import run
+
+
+def test_place_craft(loads, capsys):
+    """The loads are of no known layer: all of layer 0. The placement is used by plan and replay."""
+    out = loads.parent / "placement.npz"
+    words = ["place", "craft", loads, "--slots", 1, "--out", out]
+    status, stdout, _ = run(capsys, *words, "--budget", 1, "--json")
+    assert status == 0
+    report = json.loads(stdout)
+    (layer,) = report["layers"]
+    assert (report["loads"], report["ranks"], report["slots"], report["budget"]) == (3, 8, 1, 1)
+    assert (layer["layer"], layer["slot_limit"]) == (0, 1)
+    assert 0 < layer["replicas"] <= 8
+    assert list(layer["gains"]) == ["1", "2", "4", "8"]
+    assert layer["balancedness_after"] > layer["balancedness_before"] + 0.1
+
+    settings = ["--placement", out, "--slots", 2, "--json"]
+    status, stdout, _ = run(capsys, "plan", loads, "--strategy", "craft", *settings)
+    assert status == 0
+    planned = json.loads(stdout)
+    assert planned["summary"]["placement"] == {"0": layer["replicas"]}
+    after = [1 / one["imbalance_after"] for one in planned["instances"]]
+    assert sum(after) / 3 == pytest.approx(layer["balancedness_after"])
+    status, stdout, _ = run(capsys, "replay", loads, "--strategies", "craft,quota", *settings)
+    assert status == 0
+    assert json.loads(stdout)["settings"]["placement"] == {"0": layer["replicas"]}
+
+    status, stdout, stderr = run(capsys, *words)
+    assert (status, stdout) == (2, "")
+    assert stderr.endswith("exists already: replace it with --overwrite\n")
+    status, stdout, _ = run(capsys, *words, "--overwrite", "--even")
+    assert status == 0
+    assert f"placement     {out}" in stdout
+    assert "at most 1 a rank" in stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["place", "craft", "LOADS", "--slots", 0, "--out", "OUT"], "slots (0) must be >= 1"),
+        (["place", "craft", "LOADS", "--budget", -1, "--out", "OUT"], "budget (-1) must be >= 0"),
+        (["place", "craft", "absent", "--out", "OUT"], "absent does not exist"),
+        (
+            ["plan", "LOADS", "--strategy", "craft"],
+            "'craft' needs a placement: `megatron-ext place",
+        ),
+        (["plan", "LOADS", "--placement", "absent"], "absent does not exist"),
+        (["plan", "LOADS", "--placement", "LOADS"], "has no array 'layer'; it has load"),
+    ],
+)
+def test_place_with_wrong_settings(loads, capsys, words, message):
+    names = {"LOADS": loads, "OUT": loads.parent / "placement.npz"}
+    status, stdout, stderr = run(capsys, *(names.get(word, word) for word in words))
+    assert (status, stdout) == (2, "")
+    assert stderr.startswith(f"megatron-ext {words[0]}")
+    assert message in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_place_sem_moe(routes, capsys):
+    from megatron_ext.data.semantics import read_semantics
+
+    out = routes.parent / "semantics.npz"
+    words = ["place", "sem_moe", routes, "--ranks", 4, "--out", out]
+    status, stdout, _ = run(capsys, *words, "--global-batch", 16, "--json")
+    assert status == 0
+    report = json.loads(stdout)
+    assert (report["samples"], report["layers"], report["global_batch"]) == (64, [1, 2, 3], 16)
+    rate = {name: one["local_activation_rate"] for name, one in report["measured"].items()}
+    assert list(rate) == ["round robin", "experts", "samples", "both"]
+    assert rate["both"] > 2 * rate["round robin"]
+    assert read_semantics(out).expert.shape == (3, 16)
+    status, _, stderr = run(capsys, *words)
+    assert status == 2
+    assert stderr.endswith("exists already: replace it with --overwrite\n")
+    status, stdout, _ = run(
+        capsys, *words, "--overwrite", "--evaluate", routes, "--global-batch", 16
+    )
+    assert status == 0
+    assert "learned from  64 samples, 3 layers" in stdout
+    assert f"{rate['both']:.3f}" in stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["place", "sem_moe", "absent", "--ranks", 4, "--out", "OUT"], "absent does not exist"),
+        (["place", "sem_moe", "ROUTES", "--ranks", 3, "--out", "OUT"], "a multiple of ranks (3)"),
+        (
+            ["place", "sem_moe", "ROUTES", "--ranks", 4, "--global-batch", 6, "--out", "OUT"],
+            "global batch (6) must be a multiple of ranks (4)",
+        ),
+        (["place", "sem_moe", "LOADS", "--ranks", 4, "--out", "OUT"], "has no array 'token'"),
+    ],
+)
+def test_sem_moe_with_wrong_settings(loads, routes, capsys, words, message):
+    names = {"LOADS": loads, "ROUTES": routes, "OUT": routes.parent / "out"}
+    status, stdout, stderr = run(capsys, *(names.get(word, word) for word in words))
+    assert (status, stdout) == (2, "")
+    assert stderr.startswith("megatron-ext place sem_moe: error: ")
+    assert message in stderr
+    assert stderr.count("\n") == 1
+    assert not names["OUT"].exists()

@@ -1,0 +1,48 @@
+"""`replay`: the printed contract, and settings that are wrong."""
+
+import json
+
+import pytest
+
+from tests.cli.command import COSTS, run
+
+
+def test_replay_prints_the_contract(loads, capsys, tmp_path):
+    words = ["--strategies", "none,quota,time", "--slots", 2, *COSTS.split()]
+    out = tmp_path / "out"
+    status, stdout, _ = run(capsys, "replay", loads, *words, "--out", out, "--json")
+    assert status == 0
+    report = json.loads(stdout)
+    assert list(report["strategies"]) == ["none", "quota", "time"]
+    for numbers in report["strategies"].values():
+        assert numbers.keys() >= {
+            *("imbalance_mean", "imbalance_p50", "imbalance_p95", "imbalance_worst"),
+            *("replicas_mean", "max_rank_sends", "remote_assignments_mean", "solve_us_p50"),
+        }
+    assert report["strategies"]["none"]["imbalance_mean"] == pytest.approx(1.5, rel=0.01)
+    assert report["strategies"]["quota"]["imbalance_worst"] <= 1.01
+    assert json.loads((out / "replay.json").read_text()) == report
+    status, stdout, _ = run(capsys, "replay", loads, *words)
+    assert status == 0
+    assert "| quota " in stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--strategies", "none,ideal"], "strategy 'ideal' makes no plans"),
+        (["--strategies", "none,,quota"], "unknown strategy ''; known: craft, eplb"),
+        (["--strategies", "none,none"], "strategy 'none' is there twice"),
+        (["--strategies", "none,time"], "time among --strategies needs --expert-bytes"),
+        (["--strategies", "none", "--slots", -1], "slots (-1) must be >= 0"),
+        (["--strategies", "none", "--nvlink-domain", 3], "nvlink_domain (3) must divide"),
+        (["--strategies", "none", "--token-bytes", 3], "--token-bytes is for time among"),
+        (["--strategies", "none", "--out", "pyproject.toml"], "pyproject.toml is no folder"),
+    ],
+)
+def test_replay_with_wrong_settings(loads, capsys, words, message):
+    status, stdout, stderr = run(capsys, "replay", loads, *words)
+    assert (status, stdout) == (2, "")
+    assert stderr.startswith("megatron-ext replay: error: ")
+    assert message in stderr
+    assert stderr.count("\n") == 1
