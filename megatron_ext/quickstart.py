@@ -149,7 +149,7 @@ def write_report(runs: dict[str, TrainConfig], folder: Path) -> str:
     (folder / "summary.json").write_text(json.dumps(summaries, indent=2) + "\n")
     report.draw(metrics, folder / "comparison.png")
     return (
-        f"\n{report.table(summaries)}\n\n"
+        f"\n{report.table(summaries, against=('none', 'ideal'))}\n\n"
         f"Largest difference of the losses over the first {COMPARED_STEPS} steps: quota to none "
         f"{quota['loss_difference_to_none']:.1e},\nnone to itself with sums in another order "
         f"{none['loss_difference_by_rounding']:.1e}.\n"

@@ -13,11 +13,22 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from megatron_ext.cli import checkpoint, data, doctor, place, plan, replay, simulate, synth, train
+from megatron_ext.cli import (
+    checkpoint,
+    data,
+    doctor,
+    place,
+    plan,
+    replay,
+    report,
+    simulate,
+    synth,
+    train,
+)
 from megatron_ext.cli.output import FAILED, INTERRUPTED, WRONG_USAGE
 
 # In the order in which `--help` lists them.
-_COMMANDS = (train, plan, replay, place, simulate, synth, data, checkpoint, doctor)
+_COMMANDS = (train, report, plan, replay, place, simulate, synth, data, checkpoint, doctor)
 # What a user can put right by calling differently.
 _USAGE_ERRORS = (ValueError, FileNotFoundError, FileExistsError, ModuleNotFoundError)
 

@@ -1,4 +1,4 @@
-"""Runs of one model compared: a table, a summary for programs, a picture.
+"""Runs of one model compared: a table, a summary for programs, a picture, a page with all of it.
 
 Times and throughput are medians over the steps after `WARMUP_STEPS`, so that a moment in which the
 machine did something else does not count; imbalances and replicas are means over all steps.
@@ -6,10 +6,17 @@ machine did something else does not count; imbalances and replicas are means ove
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import base64
+import html
+import io
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import IO, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from megatron_ext.telemetry.run_log import CONFIG_FILE, METRICS_FILE, read_metrics
 
 Metrics = Sequence[Mapping[str, Any]]
 """Lines of a run's `metrics.jsonl`."""
@@ -47,11 +54,63 @@ def largest_loss_difference(losses: Sequence[float], others: Sequence[float], st
     return round(max(abs(other - loss) / loss for loss, other in pairs), 12)
 
 
-def table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the runs as a Markdown table; `vs none` and `vs ideal` are ratios of tokens/s."""
+def read_runs(folders: Sequence[Path]) -> dict[str, Metrics]:
+    """Read the metrics of runs, by the names of their folders, or by their paths if names repeat.
+
+    Raises:
+        FileNotFoundError: A folder holds no metrics.
+        ValueError: A run has not finished a step, or a folder is there twice.
+    """
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ValueError(f"a run is there twice in {', '.join(map(str, folders))}")
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    runs: dict[str, Metrics] = {}
+    for name, folder in zip(names, folders, strict=True):
+        if not (folder / METRICS_FILE).is_file():
+            raise FileNotFoundError(f"{folder} is no run directory: it has no {METRICS_FILE}")
+        runs[name] = read_metrics(folder)
+        if not runs[name]:
+            raise ValueError(f"{folder} has not finished a step yet")
+    return runs
+
+
+def differing_settings(folders: Mapping[str, Path]) -> dict[str, dict[str, str]]:
+    """Return the settings in which runs differ, each by run; where a run writes to is left out."""
+    settings = {}
+    for name, folder in folders.items():
+        file = folder / CONFIG_FILE
+        settings[name] = dict(_flat(OmegaConf.load(file))) if file.is_file() else {}
+    keys = dict.fromkeys(key for each in settings.values() for key in each)
+    values = {key: {name: each.get(key, "") for name, each in settings.items()} for key in keys}
+    return {
+        key: each
+        for key, each in values.items()
+        if len(set(each.values())) > 1 and key != "run_dir"
+    }
+
+
+def _flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping | DictConfig):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
+
+
+def table(summaries: Mapping[str, Mapping[str, Any]], against: Sequence[str]) -> str:
+    """Return the runs as a Markdown table; `vs x` is the ratio of tokens/s to run x."""
+    return markdown_table(*_cells(summaries, against))
+
+
+def _cells(
+    summaries: Mapping[str, Mapping[str, Any]], against: Sequence[str]
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     header = (
         *("run", "imbalance before", "after", "step ms", "tokens/s"),
-        *("vs none", "vs ideal", "final loss", "replicas per layer"),
+        *(f"vs {other}" for other in against),
+        *("final loss", "replicas per layer"),
     )
     rows = [
         (
@@ -60,14 +119,13 @@ def table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
             f"{run['imbalance_after']:.2f}",
             f"{run['step_ms']:.0f}",
             f"{run['tokens_per_s']:.0f}",
-            f"{run['tokens_per_s'] / summaries['none']['tokens_per_s']:.2f}",
-            f"{run['tokens_per_s'] / summaries['ideal']['tokens_per_s']:.2f}",
+            *(f"{run['tokens_per_s'] / summaries[other]['tokens_per_s']:.2f}" for other in against),
             f"{run['final_loss']:.4f}",
             f"{run['replicas']:.1f}",
         )
         for name, run in summaries.items()
     ]
-    return markdown_table(header, rows)
+    return header, rows
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -88,7 +146,61 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def draw(runs: Mapping[str, Metrics], file: Path) -> None:
+def page(
+    runs: Mapping[str, Metrics], settings: Mapping[str, Mapping[str, str]], against: Sequence[str]
+) -> str:
+    """Return a page of HTML that needs no other file: the table, the picture, what differs.
+
+    Args:
+        runs: To compare.
+        settings: In which they differ, as `differing_settings` returns them.
+        against: Runs to whose tokens/s those of all are compared.
+    """
+    picture = io.BytesIO()
+    draw(runs, picture)
+    summaries = {name: summarize(metrics) for name, metrics in runs.items()}
+    parts = [_html_table(*_cells(summaries, against))]
+    if settings:
+        rows = [(key, *(each[name] for name in runs)) for key, each in settings.items()]
+        parts += ["<h2>Settings that differ</h2>", _html_table(("setting", *runs), rows)]
+    steps = ", ".join(f"{name}: {len(metrics)}" for name, metrics in runs.items())
+    image = base64.b64encode(picture.getvalue()).decode()
+    return _PAGE.format(
+        title=html.escape(", ".join(runs)),
+        steps=html.escape(steps),
+        warmup=WARMUP_STEPS,
+        parts="\n".join(parts),
+        image=image,
+    )
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<meta charset="utf-8">
+<title>{title}</title>
+<style>
+body {{ font-family: sans-serif; max-width: 60em; margin: 2em auto; }}
+td, th {{ padding: 0.2em 0.8em; text-align: right; border-bottom: 1px solid #ddd; }}
+td:first-child, th:first-child {{ text-align: left; }}
+img {{ max-width: 100%; }}
+</style>
+<h1>{title}</h1>
+{parts}
+<p>Steps: {steps}. Times are medians after the first {warmup}.</p>
+<img alt="Imbalance and step time over the steps" src="data:image/png;base64,{image}">
+</html>
+"""
+
+
+def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [
+        "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+        for tag, row in [("th", header), *(("td", row) for row in rows)]
+    ]
+    return "<table>\n" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "\n</table>"
+
+
+def draw(runs: Mapping[str, Metrics], file: Path | IO[bytes]) -> None:
     """Write a PNG of imbalance and step time over the steps of each run."""
     import matplotlib as mpl
 
@@ -107,5 +219,5 @@ def draw(runs: Mapping[str, Metrics], file: Path) -> None:
     below.set_ylim(0, 1.3 * max(timed) if timed else None)
     below.set_ylabel("step time (ms)")
     below.set_xlabel("step")
-    figure.savefig(file, dpi=120)
+    figure.savefig(file, dpi=120, format="png")
     plt.close(figure)

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from megatron_ext.config import TrainConfig
 
-METRICS_FILE = "metrics.jsonl"
+CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.jsonl"
 
 
 class RunLog:
@@ -29,7 +29,7 @@ class RunLog:
     def __init__(self, config: TrainConfig, *, start_step: int) -> None:
         run_dir = Path(config.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+        (run_dir / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
         kept = [metrics for metrics in read_metrics(run_dir) if metrics["step"] <= start_step]
         self._file = (run_dir / METRICS_FILE).open("w")
         for metrics in kept:

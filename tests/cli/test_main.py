@@ -49,6 +49,7 @@ def test_as_a_process(texts):
         ["place", "sem_moe"],
         ["plan"],
         ["replay"],
+        ["report"],
         ["simulate"],
         ["synth"],
     ],
