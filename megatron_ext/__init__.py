@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_ext.balance.costs import LayerCosts
-    from megatron_ext.balance.plan import BalancePlan, solve
+    from megatron_ext.balance.plan import BalancePlan
+    from megatron_ext.balance.solve import solve
     from megatron_ext.config import BalanceConfig
     from megatron_ext.cpu_platform import enable_cpu_platform
     from megatron_ext.mcore.moe_layer import reset_after_abort

@@ -573,8 +573,8 @@ def _check_placement(config: TrainConfig) -> list[str]:
     if not balance.placement:
         return []
     from megatron_ext.balance.placement import read_placement
-    from megatron_ext.balance.plan import plan_layout
     from megatron_ext.balance.planner import LayerPlanner
+    from megatron_ext.balance.solve import plan_layout
     from megatron_ext.balance.strategies import PlanSettings
 
     domain = balance.nvlink_domain

@@ -8,6 +8,7 @@ A microbatch passes the files in this order (numbers as in the package's map):
     strategies/       the planners, one file each
     placement.py      replicas placed before the run, and files of them
     planner.py        a layer's microbatches planned in order; what is remembered of the past
+    solve.py          plans for loads, by the name of a strategy
     costs.py          what a plan costs in time
     bounds.py         what no planner can beat
     reroute.py    3   logical to physical routing that meets the quotas

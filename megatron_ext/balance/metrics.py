@@ -66,7 +66,7 @@ def remote_assignments(load: Tensor, plan: BalancePlan) -> int:
 
     The split serves a rank's own assignments first, so what stays is the smaller of load and quota.
 
-    >>> from megatron_ext.balance.plan import solve
+    >>> from megatron_ext.balance.solve import solve
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
     >>> remote_assignments(load, solve(load, ep_size=2, slots=1))
     4

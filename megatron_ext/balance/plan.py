@@ -1,8 +1,9 @@
-"""Stage 2: from the exact load to a plan, and from a plan to each source rank's share of it.
+"""Stage 2: what a plan is, when it is legal, and each source rank's share of it.
 
-Needs the load of `load.py`; gives a `BalancePlan` to reroute, slot buffers and backward. Integer
-arithmetic on equal input: every rank solves alone and gets the same bits. Legend: R ranks of the EP
-group, E logical experts, S slots per rank, B independent loads. All counts are int64.
+Strategies (`strategies/`) make it from the load of `load.py`; reroute, slot buffers and backward
+take it. Integer arithmetic on equal input: every rank solves alone and gets the same bits. Legend:
+R ranks of the EP group, E logical experts, S slots per rank, B independent loads. All counts are
+int64.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import dataclasses
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,8 @@ _DEFAULTS = BalanceConfig()
 class BalancePlan:
     """Where the replicas of one microbatch in one layer are, and how much every instance computes.
 
-    Made by `solve_plan`; lives from a layer's forward to the end of its backward. A batch of plans
-    (from `solve`) has a leading [B] in both tensors.
+    Made by a strategy; lives from a layer's forward to the end of its backward. A batch of plans
+    (from `solve.py`) has a leading [B] in both tensors.
     """
 
     layout: ExpertLayout
@@ -52,6 +52,7 @@ class BalancePlan:
     def physical_index(self) -> Tensor:
         """Physical id of expert e's instance on rank t, or -1 where it has none: int64 [E, R].
 
+        >>> from megatron_ext.balance.solve import solve
         >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
         >>> solve(load, ep_size=2, slots=1).physical_index().tolist()
         [[0, 5], [1, -1], [-1, 3], [-1, 4]]
@@ -85,133 +86,10 @@ class BalancePlan:
         ]
 
 
-def solve_plan(
-    load: Tensor,
-    layout: ExpertLayout,
-    *,
-    strategy: str = _DEFAULTS.strategy,
-    tolerance: float = _DEFAULTS.tolerance,
-    min_quota: int = _DEFAULTS.min_quota,
-    **settings: Any,
-) -> BalancePlan:
-    """Choose replicas and split each expert's load over its instances.
-
-    The plan is legal (see `check_plan`) and never worse than no balancing. How close to the mean it
-    comes is the strategy's affair; see `megatron_ext.balance.strategies`. A strategy that plans
-    from history takes a batch for consecutive microbatches of one layer, the first ever.
-
-    Args:
-        load: Assignments from each source rank to each logical expert, int64 [R, E] or a batch [B,
-            R, E], >= 0. Must be equal on every rank of the EP group: each rank solves alone and
-            must agree.
-        layout: Where experts and slots are.
-        strategy: A planner of `megatron_ext.balance.strategies`.
-        tolerance: How far above the mean the busiest rank may be, as a fraction of the mean;
-            resolved to 1e-6.
-        min_quota: Fewest assignments a replica may carry.
-        **settings: Further fields of `PlanSettings`, for strategies that know them.
-
-    Returns:
-        The plan, on `load`'s device. `plan.quota.sum(-1)` equals `load.sum(-2)`; equal input gives
-        bit-equal output.
-
-    Raises:
-        TypeError: If `load` is not int64.
-        ValueError: If `load` does not fit the layout or, on a CPU, holds impossible values, or a
-            setting is out of range.
-
-    >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
-    >>> plan = solve_plan(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), layout)
-    >>> plan.quota[0].tolist(), plan.slots.tolist(), plan.rank_loads().tolist()
-    ([5, 5], [[-1], [0]], [8, 8])
-    """
-    # Imported here because the strategies return the `BalancePlan` of this module.
-    from megatron_ext.balance.planner import LayerPlanner
-    from megatron_ext.balance.strategies import PlanSettings
-
-    asked = PlanSettings(tolerance=tolerance, min_quota=min_quota, **settings)
-    return LayerPlanner(strategy, layout, asked).plan_in_order(load)
-
-
-def solve(
-    load: Tensor,
-    *,
-    ep_size: int,
-    slots: int = _DEFAULTS.slots,
-    strategy: str = _DEFAULTS.strategy,
-    tolerance: float = _DEFAULTS.tolerance,
-    min_quota: int = _DEFAULTS.min_quota,
-    nvlink_domain: int | None = None,
-    **settings: Any,
-) -> BalancePlan:
-    """Plan one load or a batch of loads, without processes or Megatron.
-
-    Args:
-        load: Assignments, int64 [R, E] or [B, R, E], >= 0.
-        ep_size: Ranks of the EP group (R).
-        slots: Replicas a rank can hold (S); strategy `exact` takes E / R instead.
-        strategy: A planner of `megatron_ext.balance.strategies`.
-        tolerance: How far above the mean the busiest rank may be, as a fraction of the mean.
-        min_quota: Fewest assignments a replica may carry.
-        nvlink_domain: Ranks per NVLink domain; one domain if None.
-        **settings: Further fields of `PlanSettings`, for strategies that know them. With `costs` of
-            the layer the objective is time: each load gets the tolerance at which the modelled
-            layer is fastest, and `tolerance` counts for nothing.
-
-    Returns:
-        The plan, or a batch of plans with a leading [B], on `load`'s device.
-
-    Raises:
-        TypeError: If `load` is not int64.
-        ValueError: If a shape, a value or a setting is out of range; the message names it.
-
-    >>> plan = solve(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), ep_size=2, slots=1)
-    >>> plan.rank_loads().tolist()
-    [8, 8]
-    """
-    if load.dim() not in (2, 3):
-        raise ValueError(f"load must be [R, E] or [B, R, E], got shape {tuple(load.shape)}")
-    layout = plan_layout(
-        strategy,
-        num_experts=load.shape[-1],
-        ep_size=ep_size,
-        slots=slots,
-        nvlink_domain=nvlink_domain,
-    )
-    return solve_plan(
-        load, layout, strategy=strategy, tolerance=tolerance, min_quota=min_quota, **settings
-    )
-
-
-def plan_layout(
-    strategy: str, *, num_experts: int, ep_size: int, slots: int, nvlink_domain: int | None
-) -> ExpertLayout:
-    """Return the layout that a strategy plans for: it may need other slots than those asked for.
-
-    Args:
-        strategy: A balancer of `megatron_ext.balance.strategies`.
-        num_experts: Logical experts (E).
-        ep_size: Ranks of the EP group (R).
-        slots: Replicas a rank can hold (S), as asked for.
-        nvlink_domain: Ranks per NVLink domain; one domain if None.
-
-    Raises:
-        ValueError: There is no such strategy, or the numbers do not fit each other.
-    """
-    # Imported here because the strategies return the `BalancePlan` of this module.
-    from megatron_ext.balance.strategies import get_strategy
-
-    return ExpertLayout(
-        num_experts=num_experts,
-        ep_size=ep_size,
-        slots=get_strategy(strategy).num_slots(slots, num_experts // max(ep_size, 1)),
-        nvlink_domain=ep_size if nvlink_domain is None else nvlink_domain,
-    )
-
-
 def pick_plans(is_first: Tensor, first: BalancePlan, second: BalancePlan) -> BalancePlan:
     """Take the first plan where bool [] or [B] says so, else the second; for batches each by each.
 
+    >>> from megatron_ext.balance.solve import solve
     >>> first, second = (solve(torch.tensor([[9, 1], [9, 1]]), ep_size=2, slots=s) for s in (1, 1))
     >>> pick_plans(torch.tensor(True), first, second).quota.tolist()
     [[10, 8], [0, 2]]
@@ -227,6 +105,7 @@ def pick_plans(is_first: Tensor, first: BalancePlan, second: BalancePlan) -> Bal
 def with_spare_slots(plan: BalancePlan, num_slots: int) -> BalancePlan:
     """Add so many slots to every rank, empty.
 
+    >>> from megatron_ext.balance.solve import solve
     >>> plan = solve(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), ep_size=2, slots=1)
     >>> with_spare_slots(plan, 1).slots.tolist()
     [[-1, -1], [0, -1]]
@@ -291,6 +170,7 @@ def split_quota(load: Tensor, plan: BalancePlan, source_rank: int | None = None)
     Raises:
         ValueError: If a shape does not fit, or `source_rank` is no rank.
 
+    >>> from megatron_ext.balance.solve import solve
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
     >>> plan = solve(load, ep_size=2, slots=1)
     >>> split_quota(load, plan, 0)[0].tolist(), split_quota(load, plan, 1)[0].tolist()

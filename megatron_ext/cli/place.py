@@ -64,7 +64,7 @@ def run_craft(arguments: argparse.Namespace) -> int:
     """Place replicas, write them, and show what each layer gains."""
     from megatron_ext.arrays import check_free
     from megatron_ext.balance.placement import write_placement
-    from megatron_ext.balance.plan import plan_layout
+    from megatron_ext.balance.solve import plan_layout
     from megatron_ext.balance.strategies import PlanSettings
     from megatron_ext.offline.craft import place, replica_counts
     from megatron_ext.offline.loads import read_loads

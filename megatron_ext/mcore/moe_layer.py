@@ -37,7 +37,7 @@ from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.in_flight import InFlightPlans
 from megatron_ext.balance.load import gather_load
 from megatron_ext.balance.placement import Placement
-from megatron_ext.balance.plan import BalancePlan, plan_layout, split_quota
+from megatron_ext.balance.plan import BalancePlan, split_quota
 from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.replicas import (
     Joint,
@@ -50,6 +50,7 @@ from megatron_ext.balance.replicas import (
     shared_slot_buffers,
 )
 from megatron_ext.balance.reroute import assign, reroute
+from megatron_ext.balance.solve import plan_layout
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.balance.strategies.ideal import force_even
 from megatron_ext.config import BalanceConfig

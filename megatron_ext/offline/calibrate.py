@@ -214,7 +214,7 @@ def _weight_bandwidth(folder: Path) -> float:
 
 def _solve_us() -> dict[str, float]:
     """Microseconds of a plan for 64 ranks and 256 experts, of strategies that need no more."""
-    from megatron_ext.balance.plan import solve
+    from megatron_ext.balance.solve import solve
     from megatron_ext.balance.strategies import STRATEGIES
 
     generator = np.random.default_rng(0)

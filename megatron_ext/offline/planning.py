@@ -10,8 +10,9 @@ from typing import Any
 
 from megatron_ext.balance.bounds import lower_bound
 from megatron_ext.balance.metrics import home_loads, imbalance, max_fanout, max_rank_sends
-from megatron_ext.balance.plan import BalancePlan, plan_layout
+from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.planner import LayerPlanner
+from megatron_ext.balance.solve import plan_layout
 from megatron_ext.balance.strategies import PlanSettings
 from megatron_ext.offline.loads import Loads
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads
-from megatron_ext.balance.plan import BalancePlan, check_plan, solve
+from megatron_ext.balance.plan import BalancePlan, check_plan
+from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies import eplb, eplb_exact, get_strategy, llep, lplb
 from megatron_ext.balance.strategies.strategy import PlanSettings
 from tests.balance.instances import instances

@@ -5,7 +5,8 @@ import torch
 
 from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.metrics import home_loads
-from megatron_ext.balance.plan import check_plan, solve
+from megatron_ext.balance.plan import check_plan
+from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies.fastest import TOLERANCES
 from megatron_ext.config import BalanceConfig
 from tests import workloads

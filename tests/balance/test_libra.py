@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads, replica_use
-from megatron_ext.balance.plan import check_plan, solve
+from megatron_ext.balance.plan import check_plan
 from megatron_ext.balance.planner import LayerPlanner
+from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies import get_strategy, libra, libra_paper, quota
 from megatron_ext.balance.strategies.strategy import PlanSettings
 from tests import workloads

@@ -12,7 +12,8 @@ from megatron_ext.balance.metrics import (
     max_rank_sends,
     remote_assignments,
 )
-from megatron_ext.balance.plan import BalancePlan, solve
+from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.solve import solve
 
 
 def test_imbalance():

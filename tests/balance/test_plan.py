@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from megatron_ext.balance.bounds import lower_bound
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads, imbalance
-from megatron_ext.balance.plan import BalancePlan, check_plan, solve, solve_plan
+from megatron_ext.balance.plan import BalancePlan, check_plan
 from megatron_ext.balance.reference import target_load
+from megatron_ext.balance.solve import solve, solve_plan
 from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.config import BalanceConfig
 from tests import workloads
@@ -185,7 +186,7 @@ class TestDeterminism:
 
     def test_digest_is_the_same_in_another_process(self):
         code = (
-            "import torch; from megatron_ext.balance.plan import solve; "
+            "import torch; from megatron_ext.balance.solve import solve; "
             "print(solve(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), ep_size=2, slots=1).digest())"
         )
         output = subprocess.run(

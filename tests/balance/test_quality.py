@@ -21,7 +21,8 @@ from torch import Tensor
 from megatron_ext.balance.bounds import lower_bound, replicas_lower_bound
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads, imbalance, max_rank_sends
-from megatron_ext.balance.plan import BalancePlan, check_plan, solve, solve_plan
+from megatron_ext.balance.plan import BalancePlan, check_plan
+from megatron_ext.balance.solve import solve, solve_plan
 from tests import workloads
 from tests.balance.instances import Instance, instances
 from tests.balance.milp import least_busiest, least_replicas, least_sends
@@ -366,7 +367,7 @@ def test_the_largest_sizes() -> None:
 
 def test_equal_plans_in_another_process() -> None:
     code = (
-        "from megatron_ext.balance.plan import solve\n"
+        "from megatron_ext.balance.solve import solve\n"
         "from tests import workloads\n"
         "load = workloads.zipf(16, 64, 5000, 1.1)\n"
         "print(*(solve(load, ep_size=16, slots=s).digest() for s in (1, 2)))"

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from megatron_ext.balance import reference
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.plan import solve_plan, split_quota
+from megatron_ext.balance.plan import split_quota
 from megatron_ext.balance.reroute import RoutingMaps, assign, reroute
+from megatron_ext.balance.solve import solve_plan
 from tests import workloads
 
 

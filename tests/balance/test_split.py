@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 
 from megatron_ext.balance.metrics import remote_assignments
-from megatron_ext.balance.plan import check_split, solve, solve_plan, split_quota
+from megatron_ext.balance.plan import check_split, split_quota
+from megatron_ext.balance.solve import solve, solve_plan
 from tests import workloads
 from tests.balance.instances import instances, worked_example
 

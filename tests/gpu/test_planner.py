@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 
 from megatron_ext import ops
-from megatron_ext.balance.plan import BalancePlan, solve, solve_plan, split_quota
+from megatron_ext.balance.plan import BalancePlan, split_quota
 from megatron_ext.balance.reroute import assign, reroute
+from megatron_ext.balance.solve import solve, solve_plan
 from tests import workloads
 from tests.balance.instances import instances
 

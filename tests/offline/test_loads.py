@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.balance.plan import BalancePlan, check_plan, check_split, solve
+from megatron_ext.balance.plan import BalancePlan, check_plan, check_split
+from megatron_ext.balance.solve import solve
 from megatron_ext.offline.loads import Loads, read_loads, read_plans, write_loads, write_plans
 from tests import workloads
 

@@ -10,7 +10,8 @@ import json
 import pytest
 import torch
 
-from megatron_ext.balance.plan import BalancePlan, solve
+from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies.strategy import PlanSettings
 from megatron_ext.cli import main
 from megatron_ext.offline.hardware import (

@@ -1,0 +1,138 @@
+"""Stage 2: plans for loads, by the name of a strategy.
+
+In training a layer has a `LayerPlanner` of its own, which remembers; here each call begins anew.
+Legend: R ranks of the EP group, E logical experts, S slots per rank, B independent loads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.planner import LayerPlanner
+from megatron_ext.balance.strategies import PlanSettings, get_strategy
+from megatron_ext.config import BalanceConfig
+
+_DEFAULTS = BalanceConfig()
+
+
+def solve_plan(
+    load: Tensor,
+    layout: ExpertLayout,
+    *,
+    strategy: str = _DEFAULTS.strategy,
+    tolerance: float = _DEFAULTS.tolerance,
+    min_quota: int = _DEFAULTS.min_quota,
+    **settings: Any,
+) -> BalancePlan:
+    """Choose replicas and split each expert's load over its instances.
+
+    The plan is legal (see `check_plan`) and never worse than no balancing. How close to the mean it
+    comes is the strategy's affair; see `megatron_ext.balance.strategies`. A strategy that plans
+    from history takes a batch for consecutive microbatches of one layer, the first ever.
+
+    Args:
+        load: Assignments from each source rank to each logical expert, int64 [R, E] or a batch [B,
+            R, E], >= 0. Must be equal on every rank of the EP group: each rank solves alone and
+            must agree.
+        layout: Where experts and slots are.
+        strategy: A planner of `megatron_ext.balance.strategies`.
+        tolerance: How far above the mean the busiest rank may be, as a fraction of the mean;
+            resolved to 1e-6.
+        min_quota: Fewest assignments a replica may carry.
+        **settings: Further fields of `PlanSettings`, for strategies that know them.
+
+    Returns:
+        The plan, on `load`'s device. `plan.quota.sum(-1)` equals `load.sum(-2)`; equal input gives
+        bit-equal output.
+
+    Raises:
+        TypeError: If `load` is not int64.
+        ValueError: If `load` does not fit the layout or, on a CPU, holds impossible values, or a
+            setting is out of range.
+
+    >>> import torch
+    >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
+    >>> plan = solve_plan(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), layout)
+    >>> plan.quota[0].tolist(), plan.slots.tolist(), plan.rank_loads().tolist()
+    ([5, 5], [[-1], [0]], [8, 8])
+    """
+    asked = PlanSettings(tolerance=tolerance, min_quota=min_quota, **settings)
+    return LayerPlanner(strategy, layout, asked).plan_in_order(load)
+
+
+def solve(
+    load: Tensor,
+    *,
+    ep_size: int,
+    slots: int = _DEFAULTS.slots,
+    strategy: str = _DEFAULTS.strategy,
+    tolerance: float = _DEFAULTS.tolerance,
+    min_quota: int = _DEFAULTS.min_quota,
+    nvlink_domain: int | None = None,
+    **settings: Any,
+) -> BalancePlan:
+    """Plan one load or a batch of loads, without processes or Megatron.
+
+    Args:
+        load: Assignments, int64 [R, E] or [B, R, E], >= 0.
+        ep_size: Ranks of the EP group (R).
+        slots: Replicas a rank can hold (S); strategy `exact` takes E / R instead.
+        strategy: A planner of `megatron_ext.balance.strategies`.
+        tolerance: How far above the mean the busiest rank may be, as a fraction of the mean.
+        min_quota: Fewest assignments a replica may carry.
+        nvlink_domain: Ranks per NVLink domain; one domain if None.
+        **settings: Further fields of `PlanSettings`, for strategies that know them. With `costs` of
+            the layer the objective is time: each load gets the tolerance at which the modelled
+            layer is fastest, and `tolerance` counts for nothing.
+
+    Returns:
+        The plan, or a batch of plans with a leading [B], on `load`'s device.
+
+    Raises:
+        TypeError: If `load` is not int64.
+        ValueError: If a shape, a value or a setting is out of range; the message names it.
+
+    >>> import torch
+    >>> plan = solve(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), ep_size=2, slots=1)
+    >>> plan.rank_loads().tolist()
+    [8, 8]
+    """
+    if load.dim() not in (2, 3):
+        raise ValueError(f"load must be [R, E] or [B, R, E], got shape {tuple(load.shape)}")
+    layout = plan_layout(
+        strategy,
+        num_experts=load.shape[-1],
+        ep_size=ep_size,
+        slots=slots,
+        nvlink_domain=nvlink_domain,
+    )
+    return solve_plan(
+        load, layout, strategy=strategy, tolerance=tolerance, min_quota=min_quota, **settings
+    )
+
+
+def plan_layout(
+    strategy: str, *, num_experts: int, ep_size: int, slots: int, nvlink_domain: int | None
+) -> ExpertLayout:
+    """Return the layout that a strategy plans for: it may need other slots than those asked for.
+
+    Args:
+        strategy: A balancer of `megatron_ext.balance.strategies`.
+        num_experts: Logical experts (E).
+        ep_size: Ranks of the EP group (R).
+        slots: Replicas a rank can hold (S), as asked for.
+        nvlink_domain: Ranks per NVLink domain; one domain if None.
+
+    Raises:
+        ValueError: There is no such strategy, or the numbers do not fit each other.
+    """
+    return ExpertLayout(
+        num_experts=num_experts,
+        ep_size=ep_size,
+        slots=get_strategy(strategy).num_slots(slots, num_experts // max(ep_size, 1)),
+        nvlink_domain=ep_size if nvlink_domain is None else nvlink_domain,
+    )
