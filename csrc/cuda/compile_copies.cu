@@ -76,9 +76,10 @@ __device__ void sort(uint32_t* values, int count) {
             __syncthreads();
             for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
                 const int other = i ^ distance;
-                const bool rises = (i & run) == 0;
+                if (other < i) continue;  // the pair is the other's
                 const uint32_t a = values[i], b = values[other];
-                if (i < other && (a > b) == rises) {
+                const bool rises = (i & run) == 0;
+                if ((a > b) == rises) {
                     values[i] = b;
                     values[other] = a;
                 }
