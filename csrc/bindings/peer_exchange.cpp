@@ -1,5 +1,5 @@
 // torch.classes.megatron_ext.PeerExchange: what Exchange is (exchange.cpp), for ranks that reach
-// each other's GPU memory. The kernels do the work (peer_exchange.h); this makes their tables,
+// each other's GPU memory. The kernels do the work (peer_exchange.h); this gives them memory,
 // launches them on streams and turns a failed wait into an error. Compiled in a CUDA build only.
 
 #include "megatron_ext/peer_exchange.h"
@@ -9,6 +9,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/Event.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/custom_class.h>
@@ -52,10 +53,12 @@ class TensorPeerExchange : public torch::CustomClassHolder {
     TensorPeerExchange(int64_t rank,
                        double timeout_s,
                        const Tensor& like,
+                       int64_t relay_threshold,
                        int64_t push_blocks,
                        int64_t pull_blocks)
         : device_(like.device()),
           timeout_s_(timeout_s),
+          relay_threshold_(relay_threshold),
           push_blocks_(static_cast<int>(push_blocks)),
           pull_blocks_(static_cast<int>(pull_blocks)),
           push_stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device_.index())),
@@ -92,31 +95,34 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         return static_cast<int64_t>(segments_.size()) - 1;
     }
 
-    // Start a push; the arguments are those of Exchange.
+    // Start a push of what a plan says, which stays on the device.
+    //   segments  ids of the segments
+    //   mains     all mains' segments, main after main
+    //   slots     expert in each slot, int32 [R, S]; see compile_copies_cuda()
     int64_t start_push(const std::vector<int64_t>& segments,
                        const std::vector<Tensor>& mains,
-                       const std::vector<int64_t>& copies,
-                       const std::vector<int64_t>& expected,
+                       int64_t mains_per_rank,
+                       const Tensor& slots,
                        const std::string& label) {
         raise_failure();
         const c10::cuda::CUDAGuard guard(device_);
-        Push push{label_of(label), segments_of(segments), {}, {}, mains};
-        push.table =
-            push_table(addresses_of("main", mains, segments, std::nullopt), copies, expected);
-        for (const int64_t segment : segments) {
-            bytes_sent_ += segments_[segment].slot_bytes * push.table.num_places;
-        }
+        const CopyProblem problem = problem_of(slots, mains_per_rank);
+        TORCH_CHECK(mains.size() == mains_per_rank * segments.size());
+        Push push{label_of(label), segments_of(segments), {}, problem.num_slots, mains, slots};
+        const char* const* const addresses =
+            kept_on_device(addresses_of("main", mains, segments, std::nullopt));
 
-        // The current stream has changed the mains and read the slots. Before the slots are offered
-        // again, those of the last push must be filled: another rank may fill them now.
+        // Before the slots are offered again, those of the last push must be filled: another rank
+        // may fill them now. Its end is the current stream's, and then nothing of it is in use.
+        finish_push(num_pushes_);
+        // The current stream has changed the mains, made the plan and read the slots.
         wait_for_current_stream(push_stream_);
         const c10::cuda::CUDAStreamGuard on(push_stream_);
-        if (pushed_.has_value()) finish_last_push();
-        push.words = on_device(push.table);
-        C10_CUDA_CHECK(push_peers_cuda(self(push.label),
-                                       peer_push(push.table, words_in(push.words), push.segments),
-                                       push_blocks_,
-                                       push_stream_));
+        const PeerPush task{push.segments, copies_for(problem), addresses};
+        C10_CUDA_CHECK(compile_copies_cuda(
+            problem, slots.const_data_ptr<int32_t>(), task.copies, push_stream_));
+        C10_CUDA_CHECK(push_peers_cuda(self(push.label), task, push_blocks_, push_stream_));
+        push.used = task.copies.used;
         last_ = std::move(push);
         pushed_.emplace(c10::DeviceType::CUDA);
         pushed_->record(push_stream_.unwrap());
@@ -129,8 +135,15 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         raise_failure();
         const c10::cuda::CUDAGuard guard(device_);
         if (push == num_pushes_ && pushed_.has_value()) {  // else a later push has ended it
-            pushed_->block(c10::cuda::getCurrentCUDAStream().unwrap());
-            finish_last_push();
+            const CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+            pushed_->block(stream.unwrap());
+            C10_CUDA_CHECK(wait_peers_cuda(self(last_.label),
+                                           last_.segments,
+                                           last_.used,
+                                           last_.num_slots,
+                                           PeerDeed::kFill,
+                                           stream));
+            pushed_.reset();
         }
     }
 
@@ -143,13 +156,13 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         raise_failure();
         const c10::cuda::CUDAGuard guard(device_);
         const PeerRank caller = self(label_of(label));
-        const PeerTable table =
+        const PullTable table =
             pull_table(addresses_of("sum", sums, segments, at::kFloat), replicas, computed);
 
         // The current stream has written the slots' gradients and is done with the sums' memory.
         wait_for_current_stream(pull_stream_);
         const c10::cuda::CUDAStreamGuard on(pull_stream_);
-        const Tensor words = on_device(table);
+        const Tensor words = on_device(table.words);
         PeerPull pull = peer_pull(table, words_in(words), segments_of(segments));
         for (size_t g = 0; g < segments.size(); ++g) {
             const auto type = slots_.at(segments[g]).scalar_type();
@@ -227,13 +240,13 @@ class TensorPeerExchange : public torch::CustomClassHolder {
                                 labels_.at(failure.label)}));
     }
 
-    int64_t bytes_sent() { return bytes_sent_; }
-
     // Let the memory go.
     void close() {
         slots_.clear();
         addresses_.clear();
         segments_.clear();
+        main_addresses_.clear();
+        copies_.reset();
         last_ = {};
         sums_.clear();
         pushed_.reset();
@@ -246,9 +259,10 @@ class TensorPeerExchange : public torch::CustomClassHolder {
     struct Push {
         int64_t label;
         PeerSegments segments;
-        PeerTable table;
-        Tensor words;               // of the table, on the device
+        const PeerPlace* used;  // [num_slots] in `copies_`
+        int64_t num_slots;
         std::vector<Tensor> mains;  // read by another stream than the one they are of
+        Tensor slots;               // likewise
     };
 
     PeerRank self(int64_t label) const {
@@ -263,26 +277,68 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         before.block(stream.unwrap());
     }
 
-    // On the current stream, which has waited for the push itself.
-    void finish_last_push() {
-        C10_CUDA_CHECK(wait_peers_cuda(self(last_.label),
-                                       last_.segments,
-                                       used_places(last_.table, words_in(last_.words)),
-                                       last_.table.num_used,
-                                       PeerDeed::kFill,
-                                       c10::cuda::getCurrentCUDAStream()));
-        pushed_.reset();
+    CopyProblem problem_of(const Tensor& slots, int64_t mains_per_rank) const {
+        TORCH_CHECK(slots.dim() == 2 && slots.scalar_type() == at::kInt && slots.is_contiguous() &&
+                        slots.device() == device_,
+                    "slots must be contiguous int32 [R, S] on ",
+                    device_,
+                    ", got ",
+                    slots.scalar_type(),
+                    " ",
+                    slots.sizes(),
+                    " on ",
+                    slots.device());
+        const CopyProblem problem{
+            self_.rank, slots.size(0), slots.size(1), mains_per_rank, relay_threshold_};
+        TORCH_CHECK_VALUE(problem.fits(),
+                          "transport cuda is for at most ",
+                          kMaxPeerRanks,
+                          " ranks, ",
+                          kMaxPeerReplicas,
+                          " slots of all ranks together and less than ",
+                          kMaxPeerExperts,
+                          " experts, got slots ",
+                          slots.sizes(),
+                          " and ",
+                          mains_per_rank,
+                          " experts a rank; use balance.transport=collective");
+        return problem;
     }
 
-    // The table's words in memory of the current stream.
-    Tensor on_device(const PeerTable& table) const {
-        const auto count = static_cast<int64_t>(table.words.size());
-        Tensor words = at::empty({count}, at::TensorOptions().dtype(at::kLong).device(device_));
-        C10_CUDA_CHECK(write_words_cuda(table.words.data(),
+    // Memory of the push stream for the copies of one push after the other.
+    PeerCopies copies_for(const CopyProblem& problem) {
+        const int64_t bytes = PeerCopies::bytes(problem.num_ranks, problem.num_slots);
+        if (!copies_.defined() || copies_.numel() < bytes) {
+            copies_ = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+        }
+        return PeerCopies::in(copies_.mutable_data_ptr(), problem.num_ranks, problem.num_slots);
+    }
+
+    // A layer's mains in memory of the push stream: written at its first push, because parameters
+    // stay where they are.
+    const char* const* kept_on_device(const Words& addresses) {
+        auto found = main_addresses_.find(addresses);
+        if (found == main_addresses_.end()) {
+            // What a captured graph writes is there after its replay only; others would miss it.
+            TORCH_CHECK(
+                c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None,
+                "the first push of a layer cannot be captured in a CUDA graph: run the "
+                "layer once before");
+            const c10::cuda::CUDAStreamGuard on(push_stream_);
+            found = main_addresses_.emplace(addresses, on_device(addresses)).first;
+        }
+        return static_cast<const char* const*>(found->second.const_data_ptr());
+    }
+
+    // Words in memory of the current stream.
+    Tensor on_device(const Words& words) const {
+        const auto count = static_cast<int64_t>(words.size());
+        Tensor there = at::empty({count}, at::TensorOptions().dtype(at::kLong).device(device_));
+        C10_CUDA_CHECK(write_words_cuda(words.data(),
                                         count,
-                                        words.mutable_data_ptr<int64_t>(),
+                                        there.mutable_data_ptr<int64_t>(),
                                         c10::cuda::getCurrentCUDAStream()));
-        return words;
+        return there;
     }
 
     static const int64_t* words_in(const Tensor& words) { return words.const_data_ptr<int64_t>(); }
@@ -340,6 +396,7 @@ class TensorPeerExchange : public torch::CustomClassHolder {
 
     const at::Device device_;
     const double timeout_s_;
+    const int64_t relay_threshold_;
     const int push_blocks_;
     const int pull_blocks_;
     const CUDAStream push_stream_;
@@ -349,13 +406,14 @@ class TensorPeerExchange : public torch::CustomClassHolder {
     std::vector<Tensor> slots_;      // for each segment, this rank's: shape and dtype
     std::vector<Tensor> addresses_;  // for each segment, all ranks'
     std::vector<PeerSegment> segments_;
+    std::map<Words, Tensor> main_addresses_;  // the same on the device, for each layer
+    Tensor copies_;                           // compiled anew by each push
     Push last_{};
     std::optional<c10::Event> pushed_;  // until the last push is finished
     std::vector<Tensor> sums_;          // written by another stream than the one they are of
     std::optional<c10::Event> pulled_;  // until the last pull is finished
     int64_t num_pushes_ = 0;
     int64_t num_pulls_ = 0;
-    int64_t bytes_sent_ = 0;
     std::vector<std::string> labels_;
     std::map<std::string, int64_t> label_ids_;
     bool closed_ = false;
@@ -367,7 +425,7 @@ class TensorPeerExchange : public torch::CustomClassHolder {
 TORCH_LIBRARY_FRAGMENT(megatron_ext, m) {
     using megatron_ext::TensorPeerExchange;
     m.class_<TensorPeerExchange>("PeerExchange")
-        .def(torch::init<int64_t, double, const at::Tensor&, int64_t, int64_t>())
+        .def(torch::init<int64_t, double, const at::Tensor&, int64_t, int64_t, int64_t>())
         .def_static("segment_bytes", &TensorPeerExchange::segment_bytes)
         .def("add_segment", &TensorPeerExchange::add_segment)
         .def("start_push", &TensorPeerExchange::start_push)
@@ -377,6 +435,5 @@ TORCH_LIBRARY_FRAGMENT(megatron_ext, m) {
         .def("abort", &TensorPeerExchange::abort)
         .def("restart", &TensorPeerExchange::restart)
         .def("raise_failure", &TensorPeerExchange::raise_failure)
-        .def("bytes_sent", &TensorPeerExchange::bytes_sent)
         .def("close", &TensorPeerExchange::close);
 }

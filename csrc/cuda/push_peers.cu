@@ -97,6 +97,7 @@ __global__ void __launch_bounds__(kLanes) push_kernel(PeerRank self, PeerPush pu
     PeerTurn* const turn = &self.state->push;
     const uint64_t generation = turn->generation + 1;
     const int64_t chunks = push.segments.num_chunks();
+    const int64_t num_units = *push.copies.num_rows * chunks;
     if (lane == 0) {
         for (int stage = 0; stage < kStages; ++stage) barrier_init(&tiles.loaded[stage]);
     }
@@ -109,18 +110,18 @@ __global__ void __launch_bounds__(kLanes) push_kernel(PeerRank self, PeerPush pu
     while (true) {
         uint32_t taken = lane == 0 ? atomicAdd(&turn->next_unit, 1u) : 0;
         taken = __shfl_sync(kAll, taken, 0);
-        if (taken >= push.num_copies * chunks) break;
+        if (taken >= num_units) break;
         const int64_t c = taken / chunks;
-        const PeerCopy& copy = push.copies[c];
+        const PeerCopy& copy = push.copies.rows[c];
         Unit unit;
         unit.chunk = peer_chunk(push.segments, taken % chunks);
         unit.segment = &push.segments.each[unit.chunk.segment];
-        unit.destinations = push.destinations + copy.first_destination;
+        unit.destinations = push.copies.destinations + copy.first_destination;
         unit.num_destinations = copy.num_destinations;
 
         bool ready = true;
         if (copy.relayed.rank < 0) {
-            unit.source = push.mains[c * push.segments.count + unit.chunk.segment];
+            unit.source = push.mains[copy.main_idx * push.segments.count + unit.chunk.segment];
         } else {
             unit.source = unit.segment->slot(self.rank, copy.relayed.slot);
             // Whoever fills this slot stores the chunk's flag behind its bytes.

@@ -23,6 +23,7 @@ __global__ void __launch_bounds__(kThreads) wait_kernel(
     const int64_t chunks = segments.num_chunks();
     for (int64_t i = threadIdx.x; i < num_used * chunks; i += kThreads) {
         const PeerPlace place = used[i / chunks];
+        if (place.rank < 0) continue;  // nobody fills this slot
         const PeerChunk chunk = peer_chunk(segments, i % chunks);
         const uint64_t* const flag =
             segments.each[chunk.segment].done(self.rank, place.slot, chunk.idx);

@@ -5,6 +5,9 @@ layer has several plans in flight. Each lives in fixed storage under a *virtual 
 layer on this rank, in-flight place). Autograd carries a `PlanHandle`, which names the id and the
 generation of what is stored there; asking with an old generation is an error, never another
 microbatch's plan. Release is by id, in any order.
+
+What the host must know of a plan on a GPU, in backward, is on its way from the forward on. So the
+forward does not wait for the device, and by the time of the backward there is nothing to wait for.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import weakref
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan
@@ -64,6 +68,7 @@ class InFlightPlans:
         self._slots = torch.full(
             (ring_size, layout.ep_size, layout.slots), -1, dtype=torch.int32, device=device
         )
+        self._on_host = [_HostCopy(slots) for slots in self._slots]
         self._maps = [RoutingMaps() for _ in range(ring_size)]
         self._generation = [0] * ring_size
         self._microbatch_idx = [-1] * ring_size
@@ -97,6 +102,7 @@ class InFlightPlans:
         self._microbatch_idx[place] = microbatch_idx
         self._quota[place].copy_(plan.quota)
         self._slots[place].copy_(plan.slots)
+        self._on_host[place].start()
         handle = PlanHandle(
             self.first_virtual_layer_id + place,
             self._generation[place],
@@ -112,16 +118,16 @@ class InFlightPlans:
         Raises:
             RuntimeError: The place was released since, or holds another microbatch's plan.
         """
-        place = handle.virtual_layer_id - self.first_virtual_layer_id
-        if place in self._free or self._generation[place] != handle.generation:
-            raise RuntimeError(
-                f"layer {handle.layer_number}: the plan of microbatch {handle.microbatch_idx} "
-                f"(virtual layer id {handle.virtual_layer_id}, generation {handle.generation}) is "
-                f"gone: that place is at generation {self._generation[place]} and "
-                f"{'free' if place in self._free else 'taken'}; one forward has one backward "
-                f"(ring size {self.ring_size}, set by balance.max_in_flight)"
-            )
+        place = self._place_of(handle)
         return BalancePlan(layout=self.layout, quota=self._quota[place], slots=self._slots[place])
+
+    def recall_slots(self, handle: PlanHandle) -> Tensor:
+        """Return the slots of the plan that `handle` names, on the host, until it is released.
+
+        Raises:
+            RuntimeError: The place was released since, or holds another microbatch's plan.
+        """
+        return self._on_host[self._place_of(handle)].wait()
 
     def routing_maps(self, handle: PlanHandle) -> RoutingMaps:
         """Return the memory that lives as long as the plan that `handle` names."""
@@ -136,6 +142,45 @@ class InFlightPlans:
         """Release every plan: no backward will come any more."""
         self._free = list(range(self.ring_size))
 
+    def _place_of(self, handle: PlanHandle) -> int:
+        place = handle.virtual_layer_id - self.first_virtual_layer_id
+        if place in self._free or self._generation[place] != handle.generation:
+            raise RuntimeError(
+                f"layer {handle.layer_number}: the plan of microbatch {handle.microbatch_idx} "
+                f"(virtual layer id {handle.virtual_layer_id}, generation {handle.generation}) is "
+                f"gone: that place is at generation {self._generation[place]} and "
+                f"{'free' if place in self._free else 'taken'}; one forward has one backward "
+                f"(ring size {self.ring_size}, set by balance.max_in_flight)"
+            )
+        return place
+
     def _free_place(self, place: int, generation: int) -> None:
         if self._generation[place] == generation and place not in self._free:
             self._free.append(place)
+
+
+class _HostCopy:
+    """A tensor's values on the host, as they were at the last `start`.
+
+    On the CPU that is the tensor itself: who starts changes it no more until all have read it.
+    """
+
+    def __init__(self, source: Tensor) -> None:
+        self._source = source
+        self._copy = source
+        self._copied: torch.cuda.Event | None = None
+        if source.is_cuda:
+            self._copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self._copied = torch.cuda.Event()
+
+    def start(self) -> None:
+        """Copy, behind the work of the current stream; the host does not wait."""
+        if self._copied is not None:
+            self._copy.copy_(self._source, non_blocking=True)
+            self._copied.record()
+
+    def wait(self) -> Tensor:
+        """Return the values when they are here."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._copy

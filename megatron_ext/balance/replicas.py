@@ -34,7 +34,7 @@ from megatron_ext.balance.in_flight import InFlightPlans, PlanHandle
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.reroute import RoutingMaps
-from megatron_ext.transport import Pending, Transfer, Transport, make_transport
+from megatron_ext.transport import Pending, Transfers, Transport, make_transport
 
 
 @dataclass(frozen=True)
@@ -110,33 +110,6 @@ class MainWeights:
         return gradients
 
 
-def list_transfers(plan: BalancePlan) -> list[Transfer]:
-    """Return the plan's replicas by rank, then slot: the order in which gradients are added.
-
-    >>> from megatron_ext.balance.layout import ExpertLayout
-    >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
-    >>> quota = torch.tensor([[5, 5], [2, 0], [0, 3], [0, 1]])
-    >>> plan = BalancePlan(layout, quota, slots=torch.tensor([[-1], [0]], dtype=torch.int32))
-    >>> list_transfers(plan)
-    [Transfer(home_rank=0, main_idx=0, replica_rank=1, slot_idx=0)]
-    """
-    return _transfers_to(plan.slots, plan.layout)
-
-
-def _transfers_to(slots: Tensor, layout: ExpertLayout) -> list[Transfer]:
-    return [
-        Transfer(
-            home_rank=layout.home_rank(expert),
-            main_idx=expert % layout.mains_per_rank,
-            replica_rank=rank,
-            slot_idx=slot_idx,
-        )
-        for rank, experts in enumerate(slots.tolist())
-        for slot_idx, expert in enumerate(experts)
-        if expert >= 0
-    ]
-
-
 class SlotBuffers:
     """The slots of this rank: weights and gradients of S experts, shared by all layers.
 
@@ -200,9 +173,7 @@ class SlotBuffers:
             The transfer under way, for the `start_materialize` that comes next.
         """
         self._resident = None
-        transfers = _transfers_to(slots, self.layout)
-        pending = self.transport.push(transfers, mains.rows(), self.weights, label)
-        return SentAhead(slots, pending)
+        return SentAhead(slots, self._push(slots, mains, label))
 
     def start_materialize(
         self,
@@ -237,19 +208,18 @@ class SlotBuffers:
         if sent is not None:
             sent.wait()
             missing = torch.where(plan.slots == sent.slots.to(plan.slots.device), -1, plan.slots)
-        transfers = _transfers_to(missing, self.layout)
-        pending = self.transport.push(transfers, mains.rows(), self.weights, _label(handle))
-        return Materializing(self, key, pending)
+        return Materializing(self, key, self._push(missing, mains, _label(handle)))
 
     def reduce_replica_grads(
-        self, plan: BalancePlan, slot_grads: Sequence[Any], handle: PlanHandle | None = None
+        self, slots: Tensor, slot_grads: Sequence[Any], handle: PlanHandle | None = None
     ) -> Reducing:
         """Start adding the gradients of all replicas; every rank of the EP group calls.
 
         The gradient slots are shared by all layers: a reduction under way is ended first.
 
         Args:
-            plan: Of the forward that the gradients belong to.
+            slots: Logical expert in each slot, or -1, in the forward that the gradients belong to:
+                int32 [R, S], on the host, which allocates sums for experts with replicas only.
             slot_grads: One a segment, which slot s indexes; None, whole or for a slot, where
                 nothing was computed.
             handle: Name of the kept plan, for messages.
@@ -259,7 +229,7 @@ class SlotBuffers:
         """
         if self._reducing is not None:
             self._reducing.wait()
-        transfers = list_transfers(plan)
+        transfers = list(Transfers(slots, self.layout.mains_per_rank))
         used = [t.slot_idx for t in transfers if t.replica_rank == self.ep_rank]
         for buffer, grad in zip(self.grads, slot_grads, strict=True):
             for slot_idx in used:
@@ -274,6 +244,11 @@ class SlotBuffers:
         pending = self.transport.pull_add(transfers, self.grads, sums, _label(handle))
         self._reducing = Reducing(sums, pending)
         return self._reducing
+
+    def _push(self, slots: Tensor, mains: MainWeights, label: str) -> Pending:
+        # Not listed here: whoever needs the list waits for the device that makes the plan.
+        transfers = Transfers(slots, self.layout.mains_per_rank)
+        return self.transport.push(transfers, mains.rows(), self.weights, label)
 
     def reset(self) -> None:
         """Forget an aborted step; every rank of the EP group calls before the next one."""
@@ -450,9 +425,9 @@ class MaterializeFunction(torch.autograd.Function):
         """Start the reduction, wait for it unless there is a joint, and release the plan."""
         replication: Replication = ctx.replication
         handle = _required(replication.handle)
-        plan = replication.in_flight.recall(handle)
-        slot_grads = replication.mains.by_segment(grads[1:], plan.layout.slots)
-        reducing = replication.buffers.reduce_replica_grads(plan, slot_grads, handle)
+        slots = replication.in_flight.recall_slots(handle)
+        slot_grads = replication.mains.by_segment(grads[1:], replication.buffers.layout.slots)
+        reducing = replication.buffers.reduce_replica_grads(slots, slot_grads, handle)
         replication.in_flight.release(handle)
         if replication.joint is not None:
             replication.joint.reducing = reducing

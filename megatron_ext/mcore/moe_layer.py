@@ -180,6 +180,8 @@ class BalancedMoELayer(MoELayer):
         if self.balance.check_plans:
             _check_equal_plans(plan, self.ep_group, self.layer_number)
         self._replication = self._replicate(plan) if self.layout.slots > 0 else None
+        # Between GPUs this does not make the host wait for the plan: it stays on the device, and
+        # what the host needs of it in backward is copied meanwhile (in_flight.py).
         materializing = (
             self._replication.start_materialize(sent) if self._replication is not None else None
         )

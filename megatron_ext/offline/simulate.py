@@ -29,7 +29,7 @@ from megatron_ext.offline.loads import Loads
 from megatron_ext.offline.planning import make_planners, plan_loads
 from megatron_ext.offline.shape import ModelShape
 from megatron_ext.telemetry.report import markdown_table
-from megatron_ext.transport import Transfer
+from megatron_ext.transport import Transfers
 from megatron_ext.transport.relay import compile_copies
 
 FILES = ("simulate.json", "simulate.md")
@@ -215,13 +215,7 @@ def relayed_sends(plan: BalancePlan, relay_threshold: int) -> Tensor:
     """
     if int(rank_sends(plan).max()) <= relay_threshold:
         return rank_sends(plan)
-    mains = plan.layout.mains_per_rank
-    transfers = [
-        Transfer(expert // mains, expert % mains, rank, slot)
-        for rank, row in enumerate(plan.slots.tolist())
-        for slot, expert in enumerate(row)
-        if expert >= 0
-    ]
+    transfers = Transfers(plan.slots, plan.layout.mains_per_rank)
     copies = compile_copies(transfers, plan.layout.ep_size, relay_threshold)
     return torch.tensor([sum(len(copy.destinations) for copy in of_rank) for of_rank in copies])
 

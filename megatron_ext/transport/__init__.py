@@ -8,6 +8,7 @@ what to replicate is decided elsewhere.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +29,30 @@ class Transfer:
     slot_idx: int
 
 
+@dataclass(frozen=True, eq=False)
+class Transfers:
+    """Every replica of the group, as a plan has them; equal on all ranks.
+
+    Iterating lists them by rank, then slot. For a plan on a GPU the host waits for that, so a
+    transport that can leaves the plan where it is.
+
+    >>> list(Transfers(torch.tensor([[-1], [0]], dtype=torch.int32), mains_per_rank=2))
+    [Transfer(home_rank=0, main_idx=0, replica_rank=1, slot_idx=0)]
+    """
+
+    slots: Tensor
+    """Logical expert in each slot of each rank, or -1: int32 [R, S]."""
+    mains_per_rank: int
+    """Expert e is main e % mains_per_rank of rank e // mains_per_rank."""
+
+    def __iter__(self) -> Iterator[Transfer]:
+        for rank, experts in enumerate(self.slots.tolist()):
+            for slot_idx, expert in enumerate(experts):
+                if expert >= 0:
+                    home_rank, main_idx = divmod(expert, self.mains_per_rank)
+                    yield Transfer(home_rank, main_idx, rank, slot_idx)
+
+
 class Pending(Protocol):
     """A push or a pull under way."""
 
@@ -43,7 +68,7 @@ class Transport(Protocol):
 
     def push(
         self,
-        transfers: list[Transfer],
+        transfers: Transfers,
         mains: list[list[Tensor]],
         slots: list[Tensor],
         label: str = "",
@@ -53,7 +78,7 @@ class Transport(Protocol):
         `wait()` returns when this rank's slots are filled and its mains may be changed.
 
         Args:
-            transfers: Every replica of the group, in an order that is the same on all ranks.
+            transfers: Every replica of the group.
             mains: `mains[g][m]` is segment g of this rank's main m.
             slots: `slots[g]` is segment g of all slots of this rank, [S, *segment shape].
             label: Which layer this is for, to be named in errors.
@@ -61,7 +86,7 @@ class Transport(Protocol):
 
     def pull_add(
         self,
-        transfers: list[Transfer],
+        transfers: Sequence[Transfer],
         slot_grads: list[Tensor],
         sums: dict[int, list[Tensor]],
         label: str = "",
@@ -71,7 +96,7 @@ class Transport(Protocol):
         `wait()` returns when the sums are there and this rank may overwrite its slot gradients.
 
         Args:
-            transfers: As for `push`.
+            transfers: Every replica of the group, in an order that is the same on all ranks.
             slot_grads: `slot_grads[g]` is segment g of all slot gradients of this rank, [S,
                 *segment shape].
             sums: For each main m of this rank that has replicas, one tensor a segment, overwritten

@@ -7,6 +7,7 @@ worth a replica.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, Work
 
-from megatron_ext.transport import Transfer
+from megatron_ext.transport import Transfer, Transfers
 
 
 class _Batch:
@@ -60,7 +61,7 @@ class CollectiveTransport:
 
     def push(
         self,
-        transfers: list[Transfer],
+        transfers: Transfers,
         mains: list[list[Tensor]],
         slots: list[Tensor],
         label: str = "",
@@ -80,7 +81,7 @@ class CollectiveTransport:
 
     def pull_add(
         self,
-        transfers: list[Transfer],
+        transfers: Sequence[Transfer],
         slot_grads: list[Tensor],
         sums: dict[int, list[Tensor]],
         label: str = "",

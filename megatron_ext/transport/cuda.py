@@ -7,8 +7,13 @@ what they promise holds for the work that is put on the current stream afterward
 run on streams of their own. The time limit of a wait holds on the device, and its error is raised
 by a later call.
 
-All calls but `reset` can be captured in a CUDA graph, which repeats the captured transfers. Two
-rules then: a push is finished in the graph in which it was started, and all ranks replay alike.
+The host does not know what a push moves: a kernel compiles the plan, where it is, into this rank's
+copies (`csrc/cuda/compile_copies.cu`). The transfers of a pull are listed on the host, which has
+allocated the sums.
+
+All calls but `reset` can be captured in a CUDA graph. A captured push follows the plan that is in
+memory when it is replayed; a captured pull repeats its transfers. Three rules then: every layer has
+pushed before, a push is finished in the graph in which it was started, and all ranks replay alike.
 
 With `CUDA_DEVICE_MAX_CONNECTIONS=1` a GPU takes the work of all streams in the order in which it
 was called for, so what is called after `Pending.wait` waits for the push, whatever its stream.
@@ -25,7 +30,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.ops import has_cuda_part
-from megatron_ext.transport.one_sided import RELAY_THRESHOLD, TIMEOUT_S, OneSidedTransport
+from megatron_ext.transport import Transfers
+from megatron_ext.transport.one_sided import (
+    RELAY_THRESHOLD,
+    TIMEOUT_S,
+    OneSidedTransport,
+    UnderWay,
+)
 from megatron_ext.transport.shared_heap import is_on_one_machine
 
 _T = TypeVar("_T")
@@ -130,10 +141,11 @@ class CudaTransport(OneSidedTransport):
             heap.rank,
             timeout_s,
             torch.empty(0, device=heap.device),
+            relay_threshold,
             push_blocks or multiprocessors,
             math.ceil(grad_reduce_share * multiprocessors),
         )
-        super().__init__(exchange, heap.rank, heap.num_ranks, relay_threshold)
+        super().__init__(exchange, heap.rank)
         self._heap = heap
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -150,6 +162,27 @@ class CudaTransport(OneSidedTransport):
         slots = mine[: shape[0] * slot_bytes].view(dtype).view(shape)
         self._segment_ids[slots.data_ptr()] = self._exchange.add_segment(slots, addresses)
         return slots
+
+    def push(
+        self,
+        transfers: Transfers,
+        mains: list[list[Tensor]],
+        slots: list[Tensor],
+        label: str = "",
+    ) -> UnderWay:
+        """Start copying mains into slots; see `Transport.push`. The host waits for no plan.
+
+        Raises:
+            ValueError: The plan is too large; the message says how large it may be.
+        """
+        push = self._exchange.start_push(
+            self._segments(slots),
+            [segment for main in zip(*mains, strict=True) for segment in main],
+            transfers.mains_per_rank,
+            transfers.slots.to(self._heap.device).contiguous(),
+            label,
+        )
+        return UnderWay(self._exchange.finish_push, push)
 
     def raise_failure(self) -> None:
         """Raise the error of a wait that has failed by now; the other calls do so, too.

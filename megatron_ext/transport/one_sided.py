@@ -1,8 +1,8 @@
 """What transports share whose ranks reach into each other's memory.
 
-Here transfers become one rank's copies and sums, as an exchange takes them. An exchange is a
+Here the transfers of a pull become one rank's sums, as an exchange takes them. An exchange is a
 compiled class (`csrc/bindings/exchange.cpp`, `peer_exchange.cpp`), which moves the bytes when its
-flags say so.
+flags say so. How the copies of a push come to be known differs: a subclass says.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor
 
 from megatron_ext.transport import Transfer
-from megatron_ext.transport.relay import compile_copies
 
 TIMEOUT_S = 60.0
 """Longest wait for a peer, in seconds. A rank that is late by more (a checkpoint, say) is late for
@@ -25,7 +24,7 @@ RELAY_THRESHOLD = 4
 """Most sends of a rank without relays. Not tuned: on 2 cores relays make no difference in time."""
 
 
-class _UnderWay:
+class UnderWay:
     """A push or a pull; also when dropped, it ends before the next one starts."""
 
     def __init__(self, finish: Callable[[int], None], generation: int) -> None:
@@ -33,71 +32,30 @@ class _UnderWay:
         self._generation = generation
 
     def wait(self) -> None:
+        """See `Pending`."""
         self._finish(self._generation)
 
 
 class OneSidedTransport(ABC):
-    """Moves replicas with an exchange; a subclass allocates what the exchange reaches.
+    """Pulls with an exchange; a subclass pushes, and allocates what the exchange reaches.
 
     Args:
         exchange: Of this rank.
         rank: In the EP group.
-        num_ranks: Of the EP group.
-        relay_threshold: Most sends of a rank without relays (`relay.py`).
     """
 
-    def __init__(self, exchange: Any, rank: int, num_ranks: int, relay_threshold: int) -> None:
+    def __init__(self, exchange: Any, rank: int) -> None:
         self._exchange = exchange
         self._rank = rank
-        self._num_ranks = num_ranks
-        self._relay_threshold = relay_threshold
         self._segment_ids: dict[int, int] = {}
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has copied into peers' slots, as home rank or relay."""
-        return int(self._exchange.bytes_sent())
-
-    def push(
-        self,
-        transfers: list[Transfer],
-        mains: list[list[Tensor]],
-        slots: list[Tensor],
-        label: str = "",
-    ) -> _UnderWay:
-        """Start copying mains into slots; see `Transport.push`."""
-        copies = compile_copies(transfers, self._num_ranks, self._relay_threshold)
-        sources: list[Tensor] = []
-        flat: list[int] = []
-        for copy in copies[self._rank]:
-            if copy.relay_slot_idx is None:
-                sources += [segment[copy.main_idx] for segment in mains]
-                flat += (-1, -1)
-            else:
-                flat += (copy.home_rank, copy.relay_slot_idx)
-            flat.append(len(copy.destinations))
-            for place in copy.destinations:
-                flat += place
-        filled_by = {
-            slot_idx: rank
-            for rank, each in enumerate(copies)
-            for copy in each
-            for to_rank, slot_idx in copy.destinations
-            if to_rank == self._rank
-        }
-        expected = [value for slot_idx, rank in filled_by.items() for value in (rank, slot_idx)]
-        generation = self._exchange.start_push(
-            self._segments(slots), sources, flat, expected, label
-        )
-        return _UnderWay(self._exchange.finish_push, generation)
 
     def pull_add(
         self,
-        transfers: list[Transfer],
+        transfers: Sequence[Transfer],
         slot_grads: list[Tensor],
         sums: dict[int, list[Tensor]],
         label: str = "",
-    ) -> _UnderWay:
+    ) -> UnderWay:
         """Start adding slot gradients at the mains' home; see `Transport.pull_add`."""
         replicas: dict[int, list[int]] = defaultdict(list)
         computed: list[int] = []
@@ -111,7 +69,7 @@ class OneSidedTransport(ABC):
         generation = self._exchange.start_pull(
             self._segments(slot_grads), totals, flat, computed, label
         )
-        return _UnderWay(self._exchange.finish_pull, generation)
+        return UnderWay(self._exchange.finish_pull, generation)
 
     def reset(self) -> None:
         """Forget an aborted step; see `Transport.reset`."""

@@ -6,13 +6,15 @@ arrives. A rank counts as one sender, whatever the number of its replicated expe
 
 With n sends of a rank and f of them of one expert, the expert gets ceil(f / sqrt(n)) relays: the
 rank itself then sends about sqrt(n) times, and so does a relay, against n times without.
+
+On GPUs a kernel makes the same choices (`csrc/cuda/compile_copies.cu`); this is its specification.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_ext.transport import Transfer
@@ -33,7 +35,7 @@ class Copy:
 
 
 def compile_copies(
-    transfers: Sequence[Transfer], num_ranks: int, relay_threshold: int
+    transfers: Iterable[Transfer], num_ranks: int, relay_threshold: int
 ) -> list[list[Copy]]:
     """Return every rank's copies, those from mains first; the same on all ranks.
 

@@ -16,7 +16,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.ops import load_library
-from megatron_ext.transport.one_sided import RELAY_THRESHOLD, TIMEOUT_S, OneSidedTransport
+from megatron_ext.transport import Transfers
+from megatron_ext.transport.one_sided import (
+    RELAY_THRESHOLD,
+    TIMEOUT_S,
+    OneSidedTransport,
+    UnderWay,
+)
+from megatron_ext.transport.relay import compile_copies
 from megatron_ext.transport.shared_heap import share
 
 _FLAGS_BYTES = 1 << 16
@@ -47,9 +54,16 @@ class SharedMemoryTransport(OneSidedTransport):
         load_library()
         rank = dist.get_rank(ep_group)
         exchange = torch.classes.megatron_ext.Exchange(rank, timeout_s, max_delay_us)
-        super().__init__(exchange, rank, dist.get_world_size(ep_group), relay_threshold)
+        super().__init__(exchange, rank)
+        self._num_ranks = dist.get_world_size(ep_group)
+        self._relay_threshold = relay_threshold
         self._group = ep_group
         self._exchange.set_flags(share(_FLAGS_BYTES, "flags", ep_group))
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has copied into peers' slots, as home rank or relay."""
+        return int(self._exchange.bytes_sent())
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a zeroed buffer that all ranks map; see `Transport.allocate`."""
@@ -65,6 +79,39 @@ class SharedMemoryTransport(OneSidedTransport):
         mine = buffers[self._rank]
         self._segment_ids[mine.data_ptr()] = self._exchange.add_segment(buffers)
         return mine
+
+    def push(
+        self,
+        transfers: Transfers,
+        mains: list[list[Tensor]],
+        slots: list[Tensor],
+        label: str = "",
+    ) -> UnderWay:
+        """Start copying mains into slots; see `Transport.push`."""
+        copies = compile_copies(transfers, self._num_ranks, self._relay_threshold)
+        sources: list[Tensor] = []
+        flat: list[int] = []
+        for copy in copies[self._rank]:
+            if copy.relay_slot_idx is None:
+                sources += [segment[copy.main_idx] for segment in mains]
+                flat += (-1, -1)
+            else:
+                flat += (copy.home_rank, copy.relay_slot_idx)
+            flat.append(len(copy.destinations))
+            for place in copy.destinations:
+                flat += place
+        filled_by = {
+            slot_idx: rank
+            for rank, each in enumerate(copies)
+            for copy in each
+            for to_rank, slot_idx in copy.destinations
+            if to_rank == self._rank
+        }
+        expected = [value for slot_idx, rank in filled_by.items() for value in (rank, slot_idx)]
+        generation = self._exchange.start_push(
+            self._segments(slots), sources, flat, expected, label
+        )
+        return UnderWay(self._exchange.finish_push, generation)
 
     def _highest(self, value: int) -> int:
         highest = torch.tensor(value)

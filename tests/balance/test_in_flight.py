@@ -43,6 +43,7 @@ def test_plans_come_back_in_any_order() -> None:
         plan = ring.recall(handles[value])
         assert torch.equal(plan.quota, make_plan(value).quota)
         assert torch.equal(plan.slots, make_plan(value).slots)
+        assert torch.equal(ring.recall_slots(handles[value]), make_plan(value).slots)
         ring.release(handles[value])
     assert ring.num_in_flight == 0
 
@@ -57,6 +58,8 @@ def test_a_released_place_is_used_again_under_a_new_generation() -> None:
     assert torch.equal(ring.recall(second).quota, make_plan(1).quota)
     with pytest.raises(RuntimeError, match=r"layer 3: the plan of microbatch 0 .*generation 1"):
         ring.recall(first)
+    with pytest.raises(RuntimeError, match=r"layer 3: the plan of microbatch 0 .*generation 1"):
+        ring.recall_slots(first)
     # Releasing the old handle again must not free the new plan's place.
     ring.release(first)
     assert ring.num_in_flight == 2
@@ -93,4 +96,5 @@ def test_the_ring_allocates_nothing_after_its_making() -> None:
         handle = ring.keep(make_plan(value))
         plan = ring.recall(handle)
         assert {plan.quota.data_ptr(), plan.slots.data_ptr()} == storage
+        assert ring.recall_slots(handle).data_ptr() in storage, "the CPU needs no copy"
         ring.release(handle)

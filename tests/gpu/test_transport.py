@@ -1,8 +1,8 @@
 """The cuda transport on one GPU: what arrives is what the transfers say, bit for bit.
 
 Ranks are streams of one process ("virtual ranks"), or processes that share the GPU. The kernels'
-logic has other tests, which need no GPU (tests/ops/peers_on_host.cpp); here are the hardware's
-memory order, streams, captured graphs and torch's symmetric memory.
+logic has other tests, which need no GPU (tests/ops/test_kernels_on_host.py); here are the
+hardware's memory order, streams, captured graphs and torch's symmetric memory.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ext.balance.in_flight import InFlightPlans
+from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.solve import solve
 from megatron_ext.ops import has_cuda_part
-from megatron_ext.transport import Transfer, make_transport
+from megatron_ext.transport import Transfer, Transfers, make_transport
 from megatron_ext.transport.collective import CollectiveTransport
 from megatron_ext.transport.cuda import CudaTransport, SymmetricHeap
 from tests.gpu.virtual_ranks import BLOCKS, SHARE, VirtualHeap, VirtualRanks
 from tests.ranks import run_ranks
-from tests.transport.test_transports import LARGE, SHAPES, Side, random_transfers
+from tests.transport.test_transports import LARGE, MAINS, SHAPES, Side, in_slots, random_transfers
 
 pytestmark = pytest.mark.gpu
 
@@ -75,10 +78,11 @@ def test_steps_wait_for_no_host() -> None:
     sides = [side_of(ranks, rank, ALIGNED) for rank in range(4)]
     generator = random.Random(7)
     plans = [random_transfers(generator, 4) for _ in range(steps)]
+    there = [in_slots(plan, 4, device=ranks.device) for plan in plans]
     pushed: list[list[list[torch.Tensor]]] = [[] for _ in sides]
 
     def step(side: Side, idx: int) -> None:
-        side.push(plans[idx], idx).wait()
+        side.push(there[idx], idx).wait()
         pushed[side.rank].append([slots.clone() for slots in side.slots])
 
     for idx in range(2):  # the caching allocators get what a step needs
@@ -105,6 +109,7 @@ def test_replays_of_a_graph_go_on_counting() -> None:
     ranks = VirtualRanks(3)
     plan = [Transfer(0, 0, 1, 0), Transfer(0, 0, 2, 1), Transfer(2, 1, 0, 0)]
     device, shape = ranks.device, (5000,)
+    there = in_slots(plan, 3, mains=2, device=device)
     transports = [transport_of(ranks, rank, relay_threshold=0) for rank in range(3)]
     slots = [[each.allocate((2, *shape), torch.float32, device)] for each in transports]
     grads = [[each.allocate((2, *shape), torch.float32, device)] for each in transports]
@@ -112,7 +117,7 @@ def test_replays_of_a_graph_go_on_counting() -> None:
     sums = [{m: [torch.zeros(shape, device=device)] for m in range(2)} for _ in transports]
 
     def step(rank: int) -> None:
-        transports[rank].push(plan, mains[rank], slots[rank]).wait()
+        transports[rank].push(there, mains[rank], slots[rank]).wait()
         grads[rank][0].copy_(slots[rank][0])
         homes = {t.main_idx for t in plan if t.home_rank == rank}
         mine = {m: sums[rank][m] for m in homes}
@@ -146,12 +151,93 @@ def test_replays_of_a_graph_go_on_counting() -> None:
         transport.raise_failure()
 
 
+@pytest.mark.parametrize("relay_threshold", [0, 1000], ids=["relays", "direct"])
+def test_replays_of_a_graph_follow_the_plan_in_memory(relay_threshold: int) -> None:
+    num_ranks = 4
+    ranks = VirtualRanks(num_ranks)
+    sides = [side_of(ranks, rank, relay_threshold=relay_threshold) for rank in range(num_ranks)]
+    there = in_slots([], num_ranks, device=ranks.device)
+    # Parameters: the addresses that are known from the first push stay good.
+    mains = [
+        [[side.weights[side.rank][m][g] for m in range(MAINS)] for g in range(len(SHAPES))]
+        for side in sides
+    ]
+
+    def push(side: Side) -> None:
+        side.transport.push(there, mains[side.rank], side.slots).wait()
+
+    def all_ranks(call: Any) -> None:
+        for side in sides:
+            with torch.cuda.stream(ranks.streams[side.rank]):
+                call(side)
+        torch.cuda.synchronize()
+
+    with (
+        pytest.raises(RuntimeError, match="first push of a layer cannot be captured"),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), stream=ranks.streams[0]),
+    ):
+        push(sides[0])
+    all_ranks(push)
+    graphs = [torch.cuda.CUDAGraph() for _ in sides]
+    for side, graph in zip(sides, graphs, strict=True):
+        with torch.cuda.graph(graph, stream=ranks.streams[side.rank]):
+            push(side)
+    generator = random.Random(9)
+    for _ in range(10):
+        plan = random_transfers(generator, num_ranks)
+        there.slots.copy_(in_slots(plan, num_ranks).slots)
+        for side in sides:
+            for segment in side.slots:
+                segment.fill_(float("nan"))
+        torch.cuda.synchronize()
+        all_ranks(lambda side: graphs[side.rank].replay())
+        for side in sides:
+            side.check_slots(plan, 0)
+            side.transport.raise_failure()
+
+
+def test_a_push_of_a_plan_waits_for_no_host() -> None:
+    """From a load on the device to filled slots, and what backward must know of it."""
+    ranks = VirtualRanks(1)
+    device, layout = ranks.device, ExpertLayout(num_experts=4, ep_size=1, slots=1, nvlink_domain=1)
+    transport = transport_of(ranks, 0)
+    slots = [transport.allocate((1, 64), torch.float32, device)]
+    mains = [[torch.ones(64, device=device) for _ in range(4)]]
+    load = torch.ones(1, 4, dtype=torch.int64, device=device)
+    ring = InFlightPlans(
+        layout, ring_size=2, layer_number=1, first_virtual_layer_id=0, device=device
+    )
+    host = None
+    for _ in range(2):  # the caching allocators get what a step needs
+        torch.cuda.set_sync_debug_mode("error" if host is not None else "default")
+        try:
+            plan = solve(load, ep_size=1, slots=1)
+            handle = ring.keep(plan)
+            transport.push(Transfers(plan.slots, 4), mains, slots).wait()
+            host = ring.recall_slots(handle)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert host.device.type == "cpu"
+        assert torch.equal(host, plan.slots.cpu())
+
+
+def test_a_plan_that_is_too_large_is_refused() -> None:
+    ranks = VirtualRanks(1)
+    transport = transport_of(ranks, 0)
+    slots = [transport.allocate((1, 4), torch.float32, ranks.device)]
+    plan = in_slots([], 513, slots=1, device=ranks.device)
+    mains = [[torch.ones(4, device=ranks.device)] * MAINS]
+    with pytest.raises(ValueError, match=r"at most 512 ranks.*use balance.transport=collective"):
+        transport.push(plan, mains, slots)
+
+
 def test_a_late_peer_is_named() -> None:
     ranks = VirtualRanks(2)
     transports = [transport_of(ranks, rank, timeout_s=0.2) for rank in range(2)]
     slots = [[each.allocate((1, 64), torch.float32, ranks.device)] for each in transports]
     main = [[torch.ones(64, device=ranks.device)]]
-    transports[0].push([Transfer(0, 0, 1, 0)], main, slots[0], "layer 3").wait()
+    plan = in_slots([Transfer(0, 0, 1, 0)], 2, mains=1, slots=1, device=ranks.device)
+    transports[0].push(plan, main, slots[0], "layer 3").wait()
     start = time.monotonic()
     torch.cuda.synchronize()
     assert time.monotonic() - start < 10
@@ -159,7 +245,7 @@ def test_a_late_peer_is_named() -> None:
     with pytest.raises(RuntimeError, match=message):
         transports[0].raise_failure()
     with pytest.raises(RuntimeError, match=message):
-        transports[0].push([], main, slots[0])
+        transports[0].push(plan, main, slots[0])
 
 
 def test_an_aborted_step_is_forgotten() -> None:
@@ -185,15 +271,16 @@ def test_arguments_are_checked() -> None:
     transport = transport_of(ranks, 0)
     slots = [transport.allocate((1, 4), torch.float32, ranks.device)]
     grads = [transport.allocate((1, 4), torch.float64, ranks.device)]
+    plan = in_slots([], 1, mains=1, slots=1, device=ranks.device)
     with pytest.raises(ValueError, match="has memory of cuda:0 only, not of cpu"):
         transport.allocate((1, 4), torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match="main must be contiguous"):
-        transport.push([Transfer(0, 0, 0, 0)], [[torch.ones(4)]], slots)
+        transport.push(plan, [[torch.ones(4)]], slots)
     with pytest.raises(ValueError, match="must be float32 or bfloat16"):
         transport.pull_add([], grads, {})
     transport.close()
     with pytest.raises(RuntimeError, match="closed"):
-        transport.push([], [], [])
+        transport.push(plan, [[torch.ones(4, device=ranks.device)]], slots)
 
 
 def _move_between_processes(rank: int) -> None:

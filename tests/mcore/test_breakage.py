@@ -51,8 +51,9 @@ def _swap_slots() -> Any:
 def _reuse_plan_of_other_microbatch() -> Any:
     from megatron_ext.balance.in_flight import InFlightPlans
 
-    recall = InFlightPlans.recall
+    recall, recall_slots = InFlightPlans.recall, InFlightPlans.recall_slots
     first: dict[int, Any] = {}
+    first_slots: dict[int, Any] = {}
 
     def stale(self: Any, handle: Any) -> Any:
         plan = recall(self, handle)
@@ -62,7 +63,10 @@ def _reuse_plan_of_other_microbatch() -> Any:
             )
         return first[id(self)]
 
-    return mock.patch.object(InFlightPlans, "recall", stale)
+    def stale_slots(self: Any, handle: Any) -> Any:
+        return first_slots.setdefault(id(self), recall_slots(self, handle).clone())
+
+    return mock.patch.multiple(InFlightPlans, recall=stale, recall_slots=stale_slots)
 
 
 def _worst(rank: int, sabotage: Callable[[], Any] | None) -> Any:

@@ -64,15 +64,15 @@ struct Sizes {
     std::vector<int64_t> weights;  // bytes of each segment of an expert
     std::vector<int64_t> grads;    // elements
     bool is_bfloat16;
-    bool relay;
+    int64_t relay_threshold;
 };
 
-// A plan as transports give it to one rank: see peer_tables.h.
+// A plan as transports give it to one rank: the slots for a push, lists for a pull.
 struct Lists {
-    Words mains, copies, filled;
+    std::vector<int32_t> slots;
     Words sums, replicas, computed;
     std::vector<std::vector<Transfer>> pulled;  // for each sum
-    PeerTable pushes, pulls;                    // what becomes of them
+    PullTable pulls;                            // what becomes of them
 };
 
 // All ranks' memory, and their calls.
@@ -87,6 +87,13 @@ class Group {
         for (int64_t i = 0; i < sizes_.ranks * sizes_.mains; ++i) {
             for (const int64_t bytes : sizes_.weights) mains_.emplace_back(bytes);
             for (const int64_t count : sizes_.grads) totals_.emplace_back(4 * count);
+        }
+        for (int64_t rank = 0; rank < sizes_.ranks; ++rank) {
+            copies_.emplace_back(PeerCopies::bytes(sizes_.ranks, sizes_.slots));
+            addresses_.emplace_back();
+            for (int64_t i = 0; i < sizes_.mains * num_segments(); ++i) {
+                addresses_[rank].push_back(main(rank * sizes_.mains, i).data());
+            }
         }
     }
 
@@ -120,12 +127,8 @@ class Group {
         std::vector<std::shared_ptr<Lists>> all;
         for (int64_t rank = 0; rank < sizes_.ranks; ++rank) {
             all.push_back(std::make_shared<Lists>());
+            all.back()->slots = slots_of(transfers);
         }
-        struct Relay {
-            Transfer slot;
-            std::vector<Transfer> to;
-        };
-        std::vector<Relay> relays;
         for (int64_t e = 0; e < sizes_.ranks * sizes_.mains; ++e) {
             std::vector<Transfer> replicas;
             for (const Transfer& each : transfers) {
@@ -133,36 +136,17 @@ class Group {
             }
             if (replicas.empty()) continue;
             Lists& home = *all[e / sizes_.mains];
-            const auto direct = sizes_.relay ? pick(1, static_cast<int64_t>(replicas.size()))
-                                             : static_cast<int64_t>(replicas.size());
-            add_places(home.copies, {-1, -1}, {replicas.begin(), replicas.begin() + direct});
-            for (int64_t g = 0; g < num_segments(); ++g) {
-                home.mains.push_back(reinterpret_cast<intptr_t>(main(e, g).data()));
+            home.replicas.push_back(static_cast<int64_t>(replicas.size()));
+            for (const Transfer& each : replicas) {
+                add(home.replicas, {each.rank, each.slot});
+                add(all[each.rank]->computed, {each.home, each.slot});
             }
-            for (int64_t i = 0; i < direct; ++i) {
-                add(all[replicas[i].rank]->filled, {replicas[i].home, replicas[i].slot});
-                relays.push_back({replicas[i], {}});
-            }
-            for (size_t i = direct; i < replicas.size(); ++i) {
-                Relay& relay = relays[relays.size() - pick(1, direct)];
-                relay.to.push_back(replicas[i]);
-                add(all[replicas[i].rank]->filled, {relay.slot.rank, replicas[i].slot});
-            }
-            add_places(home.replicas, {}, replicas);
             for (size_t g = 0; g < sizes_.grads.size(); ++g) {
                 home.sums.push_back(reinterpret_cast<intptr_t>(total(e, g).data()));
             }
-            for (const Transfer& each : replicas) {
-                add(all[each.rank]->computed, {each.home, each.slot});
-            }
             home.pulled.push_back(std::move(replicas));
         }
-        for (const Relay& relay : relays) {
-            if (relay.to.empty()) continue;
-            add_places(all[relay.slot.rank]->copies, {relay.slot.home, relay.slot.slot}, relay.to);
-        }
         for (const auto& lists : all) {
-            lists->pushes = push_table(lists->mains, lists->copies, lists->filled);
             lists->pulls = pull_table(lists->sums, lists->replicas, lists->computed);
         }
         return all;
@@ -173,15 +157,15 @@ class Group {
         const auto stream = stream_of(rank, 0);
         const PeerRank self = self_of(rank);
         run(stream, [=, this] { write_mains(rank, round); });
-        const PeerTable& table = lists->pushes;
-        const PeerPush task = peer_push(table, table.words.data(), segments_of(weights_));
+        const PeerCopies copies = PeerCopies::in(copies_[rank].data(), sizes_.ranks, sizes_.slots);
+        compile_copies_cuda(
+            {rank, sizes_.ranks, sizes_.slots, sizes_.mains, sizes_.relay_threshold},
+            lists->slots.data(),
+            copies,
+            stream);
+        const PeerPush task{segments_of(weights_), copies, addresses_[rank].data()};
         push_peers_cuda(self, task, static_cast<int>(pick(1, 4)), stream);
-        wait_peers_cuda(self,
-                        task.segments,
-                        used_places(table, table.words.data()),
-                        table.num_used,
-                        PeerDeed::kFill,
-                        stream);
+        wait_peers_cuda(self, task.segments, copies.used, sizes_.slots, PeerDeed::kFill, stream);
         // From here on the rank may change its mains.
         run(stream, [=, this] {
             for (const Transfer& each : transfers) {
@@ -204,7 +188,7 @@ class Group {
                 if (each.rank == rank) write_grads(each, round);
             }
         });
-        const PeerTable& table = lists->pulls;
+        const PullTable& table = lists->pulls;
         PeerPull task = peer_pull(table, table.words.data(), segments_of(grads_));
         std::fill(task.is_bfloat16, task.is_bfloat16 + kMaxPeerSegments, sizes_.is_bfloat16);
         pull_add_peers_cuda(self, task, static_cast<int>(pick(1, 3)), stream);
@@ -271,10 +255,13 @@ class Group {
         to.insert(to.end(), words.begin(), words.end());
     }
 
-    static void add_places(Words& to, const Words& head, const std::vector<Transfer>& places) {
-        add(to, head);
-        to.push_back(static_cast<int64_t>(places.size()));
-        for (const Transfer& place : places) add(to, {place.rank, place.slot});
+    std::vector<int32_t> slots_of(const std::vector<Transfer>& transfers) const {
+        std::vector<int32_t> slots(sizes_.ranks * sizes_.slots, -1);
+        for (const Transfer& each : transfers) {
+            slots[each.rank * sizes_.slots + each.slot] =
+                static_cast<int32_t>(each.home * sizes_.mains + each.main);
+        }
+        return slots;
     }
 
     int64_t num_segments() const { return static_cast<int64_t>(sizes_.weights.size()); }
@@ -351,16 +338,18 @@ class Group {
     }
 
     const Sizes sizes_;
-    std::vector<Shared> weights_, grads_;  // of each segment
-    std::vector<Memory> mains_, totals_;   // [experts, segments]
+    std::vector<Shared> weights_, grads_;              // of each segment
+    std::vector<Memory> mains_, totals_;               // [experts, segments]
+    std::vector<Memory> copies_;                       // each rank's, compiled anew by every push
+    std::vector<std::vector<const char*>> addresses_;  // each rank's mains, [M, segments]
     std::vector<PeerState> states_;
     std::vector<PeerFailure> failures_;
 };
 
 Sizes random_sizes() {
-    Sizes sizes{one_of<int64_t>({2, 3, 4, 8}), pick(1, 2), pick(1, 3), {}, {}, false, false};
+    Sizes sizes{one_of<int64_t>({2, 3, 4, 8}), pick(1, 2), pick(1, 3), {}, {}, false, 0};
     sizes.is_bfloat16 = pick(0, 1) == 1;
-    sizes.relay = pick(0, 1) == 1;
+    sizes.relay_threshold = one_of<int64_t>({0, 2, 1000});
     // Less than a tile, tails, slots that are not aligned, more chunks than one.
     for (int64_t g = pick(1, 2); g > 0; --g) {
         sizes.weights.push_back(
@@ -411,7 +400,7 @@ void require_failure(const PeerFailure& failure, const PeerFailure& expected) {
 // After a good generation one rank of two makes `calls` and the other none.
 template <class Calls>
 PeerFailure when_the_other_stays_away(int64_t caller, Calls calls) {
-    Group group({2, 1, 1, {300'000}, {90'000}, false, false});
+    Group group({2, 1, 1, {300'000}, {90'000}, false, 1000});
     group.timeout_ns = 5'000'000;
     const std::vector<Transfer> transfers{{0, 0, 1, 0}};
     const auto lists = group.compile(transfers);
@@ -445,6 +434,7 @@ void end_waits_in_time() {
     require_failure(when_the_other_stays_away(0,
                                               [&push](Group& group, Lists* lists) {
                                                   Lists nothing;
+                                                  nothing.slots = {-1, -1};
                                                   group.push(1, {}, &nothing, 1);
                                                   group.push(1, {}, &nothing, 2);
                                                   cuda_on_host::run_streams();

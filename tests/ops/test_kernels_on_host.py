@@ -4,13 +4,19 @@ No GPU is needed: `cuda_on_host/` stands in for CUDA. What it cannot show is spe
 GPU does with memory that a single thread does not.
 """
 
+import itertools
 import platform
+import random
 import re
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from megatron_ext.transport import Transfer
+from megatron_ext.transport.relay import compile_copies
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
@@ -30,7 +36,7 @@ def with_launches_as_calls(source: str) -> str:
 
 
 STAGES = ["assign", "count_load", "solve_quota", "split_quota"]
-PEERS = ["pull_add_peers", "push_peers", "wait_peers", "write_words"]
+PEERS = ["compile_copies", "pull_add_peers", "push_peers", "wait_peers", "write_words"]
 
 
 def test_all_kernels_are_run():
@@ -60,10 +66,14 @@ def compile_here(source: Path, folder: Path) -> Path:
     return done
 
 
-def run(objects: list[Path], rounds: int, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(
+    objects: list[Path], rounds: int, folder: Path, given: str = ""
+) -> subprocess.CompletedProcess[str]:
     program = folder / "program"
     subprocess.run(["g++", *map(str, objects), "-o", str(program)], check=True, timeout=300)
-    return subprocess.run([str(program), str(rounds)], capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [str(program), str(rounds)], input=given, capture_output=True, text=True, timeout=300
+    )
 
 
 def compile_kernels(
@@ -155,3 +165,132 @@ def test_a_broken_kernel_is_noticed(broken, whole, tmp_path):
     result = run(objects, 100, tmp_path)
     assert result.returncode == 1, "it was not"
     assert result.stderr
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which expert each slot of each rank holds, or -1."""
+
+    mains_per_rank: int
+    relay_threshold: int
+    slots: list[list[int]]
+
+    def given(self) -> str:
+        """Return the line that copies_on_host.cpp reads."""
+        head = [len(self.slots), len(self.slots[0]), self.mains_per_rank, self.relay_threshold]
+        return " ".join(map(str, [*head, *itertools.chain(*self.slots)]))
+
+    def expected(self) -> list[str]:
+        """Return the lines that it must print."""
+        transfers = [
+            Transfer(expert // self.mains_per_rank, expert % self.mains_per_rank, rank, slot)
+            for rank, held in enumerate(self.slots)
+            for slot, expert in enumerate(held)
+            if expert >= 0
+        ]
+        copies = compile_copies(transfers, len(self.slots), self.relay_threshold)
+        filled_by = {
+            place: rank
+            for rank, each in enumerate(copies)
+            for copy in each
+            for place in copy.destinations
+        }
+        lines = []
+        for rank, each in enumerate(copies):
+            words = [len(each)]
+            for copy in each:
+                is_main = copy.relay_slot_idx is None
+                words += (-1, -1) if is_main else (copy.home_rank, copy.relay_slot_idx)
+                words += (copy.main_idx, len(copy.destinations))
+                words += itertools.chain(*copy.destinations)
+            for slot in range(len(self.slots[0])):
+                words += (filled_by.get((rank, slot), -1), slot)
+            lines.append(" ".join(map(str, words)))
+        return lines
+
+
+def random_plan(generator: random.Random, num_ranks: int) -> Plan:
+    mains = generator.choice([1, 2, 3, 8])
+    num_slots = generator.choice([0, 1, 2, 3, 16])
+    num_hot = generator.choice([1, 2, num_ranks])  # homes of most replicas
+    slots = []
+    for rank in range(num_ranks):
+        homes = num_hot if generator.random() < 0.9 else num_ranks
+        foreign = [e for e in range(homes * mains) if e // mains != rank]
+        held = generator.sample(foreign, min(len(foreign), generator.randint(0, num_slots)))
+        held += [-1] * (num_slots - len(held))
+        generator.shuffle(held)
+        slots.append(held)
+    return Plan(mains, generator.choice([0, 1, 4, 4, 1000]), slots)
+
+
+def plans() -> list[Plan]:
+    generator = random.Random(3)
+    sizes = [1, 2, 3, 4, 8, 16, 64]
+    found = [random_plan(generator, generator.choice(sizes)) for _ in range(50)]
+    # One rank sends all its experts to all others, the most there can be.
+    everywhere = [[-1] * 3, *[list(range(3)) for _ in range(63)]]
+    # As many ranks and slots as there may be.
+    large = [[-1] * 15 + [0] for _ in range(512)]
+    large[0] = list(range(3, 19))
+    return [*found, *(Plan(4, threshold, everywhere) for threshold in (4, 189)), Plan(3, 4, large)]
+
+
+@pytest.fixture(scope="module")
+def compiling(tmp_path_factory):
+    """The compiled kernel, and the program that prints what it compiles."""
+    folder = tmp_path_factory.mktemp("compiling")
+    return [
+        *compile_kernels(["compile_copies"], folder, {}),
+        compile_here(HERE / "copies_on_host.cpp", folder),
+    ]
+
+
+def run_plans(objects: list[Path], folder: Path) -> subprocess.CompletedProcess[str]:
+    return run(objects, 0, folder, "\n".join(plan.given() for plan in plans()))
+
+
+def test_copies_equal_those_of_the_host(compiling, tmp_path):
+    result = run_plans(compiling, tmp_path)
+    assert result.returncode == 0, result.stderr
+    expected = list(itertools.chain(*(plan.expected() for plan in plans())))
+    assert sum(line.count(" ") for line in expected) > 10000, "there is something to compare"
+    assert result.stdout.splitlines() == expected
+
+
+WRONG_CHOICES = {
+    "homes in another order": ("others > sends ||", "others < sends ||"),
+    "a threshold one too low": (
+        "is_relayed = sends > threshold_",
+        "is_relayed = sends >= threshold_",
+    ),
+    "busy ranks chosen as relays": ("other < planned ||", "other > planned ||"),
+    "direct sends not planned": ("sends <= threshold_ ? sends : 0", "0"),
+    "a home's own sends not planned": (".planned[expert.home] += expert.num_relays", ".planned[0]"),
+    "relays that pass on not planned": ("scratch_.planned[relay.rank] = level;", ""),
+    "relays of one level in another order": (
+        "scratch_.place[j] < scratch_.place[i]",
+        "scratch_.place[j] > scratch_.place[i]",
+    ),
+    "slots that wait for the home and not the relay": (
+        "if (other.rank == rank_) out_.used[other.slot].rank = relay.rank;",
+        "",
+    ),
+    "relays chosen before all have read": (
+        "            order_replicas(expert);\n            __syncthreads();",
+        "            order_replicas(expert);",
+    ),
+    "the next expert before all relays have chosen": (
+        "            __syncthreads();\n            begin +=",
+        "            begin +=",
+    ),
+    "experts in another order": ("if ((a > b) == rises)", "if (a > b)"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_CHOICES.values(), ids=WRONG_CHOICES.keys())
+def test_wrong_choices_are_noticed(wrong, compiling, tmp_path):
+    objects = compile_kernels(["compile_copies"], tmp_path, {"compile_copies.cu": wrong})
+    result = run_plans([*objects, compiling[-1]], tmp_path)
+    expected = list(itertools.chain(*(plan.expected() for plan in plans())))
+    assert result.returncode != 0 or result.stdout.splitlines() != expected, "they were not"

@@ -30,11 +30,12 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megatron_ext.transport import Transfer, Transport  # noqa: E402
+from megatron_ext.transport import Transfer, Transfers, Transport  # noqa: E402
 from megatron_ext.transport.collective import CollectiveTransport  # noqa: E402
 from megatron_ext.transport.shared_memory import SharedMemoryTransport  # noqa: E402
 from tests.perf.planner import describe_machine  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
+from tests.transport.test_transports import in_slots  # noqa: E402
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -59,7 +60,7 @@ class Setup:
             m: [torch.ones(shape, device=device) for shape in self.shapes] for m in range(slots)
         }
 
-    def push(self, transfers: list[Transfer]) -> None:
+    def push(self, transfers: Transfers) -> None:
         self.transport.push(transfers, self.mains, self.slots).wait()
 
     def pull_add(self, transfers: list[Transfer]) -> None:
@@ -93,6 +94,7 @@ def _copy(rank: int, num_bytes: int, slots: int, rounds: int) -> Any:
     shared = Setup(SharedMemoryTransport(dist.group.WORLD), num_bytes, slots)
     gloo = Setup(CollectiveTransport(dist.group.WORLD), num_bytes, slots)
     transfers = [Transfer(0, m, 1, m) for m in range(slots)]
+    plan = in_slots(transfers, dist.get_world_size(), mains=slots, slots=slots)
 
     def memcpy() -> None:
         for mains, copies in zip(shared.mains, gloo.slots, strict=True):
@@ -101,9 +103,9 @@ def _copy(rank: int, num_bytes: int, slots: int, rounds: int) -> Any:
 
     return _time(
         {
-            "shared_memory": lambda: shared.push(transfers),
+            "shared_memory": lambda: shared.push(plan),
             "memcpy": memcpy if rank == 0 else _nothing,
-            "gloo": lambda: gloo.push(transfers),
+            "gloo": lambda: gloo.push(plan),
         },
         rounds,
         slots * num_bytes,
@@ -136,14 +138,15 @@ def _fan_out(rank: int, num_bytes: int, rounds: int) -> Any:
     """One expert of rank 0 to all others, with and without relays; also slots sent by this rank."""
     num_ranks = dist.get_world_size()
     transfers = [Transfer(0, 0, other, 0) for other in range(1, num_ranks)]
+    plan = in_slots(transfers, num_ranks, mains=1, slots=1)
     calls: dict[str, Callable[[], None]] = {}
     sends = {}
     for name, threshold in (("direct", num_ranks), ("relays", 1)):
         transport = SharedMemoryTransport(dist.group.WORLD, relay_threshold=threshold)
         setup = Setup(transport, num_bytes, slots=1)
-        setup.push(transfers)
+        setup.push(plan)
         sends[name] = transport.bytes_sent
-        calls[name] = partial(setup.push, transfers)
+        calls[name] = partial(setup.push, plan)
     return _time(calls, rounds, num_bytes), sends
 
 
@@ -273,10 +276,12 @@ def measure_gpu(rounds: int) -> list[dict[str, Any]]:
         }
 
     rows = []
+    device = torch.device("cuda", torch.cuda.current_device())
     for num_bytes, slots in ((48 * MIB, 4), (48 * 1024, 4)):
         moved = slots * num_bytes
         setups, on_all = set_up(3, num_bytes, slots, relay_threshold=1000)
-        plan = [Transfer(0, m, 1, m) for m in range(slots)]
+        to_one = [Transfer(0, m, 1, m) for m in range(slots)]
+        plan = in_slots(to_one, 3, mains=slots, slots=slots, device=device)
         both = [Transfer(0, m, other, m) for other in (1, 2) for m in range(slots)]
 
         def copy(setups: Any = setups) -> None:
@@ -301,7 +306,8 @@ def measure_gpu(rounds: int) -> list[dict[str, Any]]:
         rows.append(row("push", 3, moved, ms["push"], "device copy", ms["copy"]))
         rows.append(row("pull_add", 3, 2 * moved, ms["pull_add"], "fused add", ms["add"]))
     num_bytes = 12 * MIB
-    plan = [Transfer(0, 0, other, 0) for other in range(1, 8)]
+    to_all = [Transfer(0, 0, other, 0) for other in range(1, 8)]
+    plan = in_slots(to_all, 8, mains=1, slots=1, device=device)
     calls = {}
     for name, threshold in (("direct", 1000), ("relays", 1)):
         _, on_all = set_up(8, num_bytes, 1, threshold)

@@ -29,7 +29,7 @@ from megatron_ext.transport import Transfer, make_transport
 from megatron_ext.transport.collective import CollectiveTransport
 from megatron_ext.transport.shared_memory import SharedMemoryTransport
 from tests.ranks import run_ranks
-from tests.transport.test_transports import CPU, LARGE, SHAPES, Side, random_transfers
+from tests.transport.test_transports import CPU, LARGE, SHAPES, Side, in_slots, random_transfers
 
 
 def side_of(shapes: Any = SHAPES, **options: Any) -> Side:
@@ -119,9 +119,10 @@ def _step_in_steady_state(rank: int) -> None:
         [segment.clone() for segment in main] for main in zip(*side.weights[rank], strict=True)
     ]
     sums = {1 - rank: [torch.empty(shape) for shape in SHAPES]}
+    plan = in_slots(transfers, 2)
     with _nothing_new():
         for _ in range(3):
-            side.transport.push(transfers, mains, side.slots).wait()
+            side.transport.push(plan, mains, side.slots).wait()
             side.transport.pull_add(transfers, side.grads, sums).wait()
     mine = _mappings() - others
     assert len(mine) == 2 * (1 + 2 * len(SHAPES)), "one region a rank and buffer, and flags"
@@ -307,12 +308,12 @@ def test_memory_that_cannot_be_shared_is_refused() -> None:
 def _give_the_wrong_tensors(rank: int) -> None:
     side = side_of()
     with pytest.raises(ValueError, match="must be buffers that this transport's allocate"):
-        side.transport.push([], [], [torch.zeros(2, *shape) for shape in SHAPES])
+        side.transport.push(in_slots([], 2), [], [torch.zeros(2, *shape) for shape in SHAPES])
     mains = [[torch.zeros(shape)] for shape in SHAPES]
     mains[0] = [torch.zeros(3, 4).T]
     if rank == 0:
         with pytest.raises(ValueError, match=r"main must be contiguous Float .* got non-"):
-            side.transport.push([Transfer(0, 0, 1, 0)], mains, side.slots)
+            side.transport.push(in_slots([Transfer(0, 0, 1, 0)], 2), mains, side.slots)
         sums = {0: [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]}
         with pytest.raises(ValueError, match=r"sum must be contiguous Float .* got Double"):
             side.transport.pull_add([Transfer(0, 0, 1, 0)], side.grads, sums)

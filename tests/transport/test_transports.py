@@ -20,6 +20,7 @@ from megatron_ext.ops import has_cuda_part
 from megatron_ext.transport import (
     Pending,
     Transfer,
+    Transfers,
     Transport,
     make_transport,
     resolve_transport,
@@ -45,6 +46,28 @@ def random_transfers(generator: random.Random, world_size: int) -> list[Transfer
         chosen = generator.sample(foreign, generator.randint(0, SLOTS))
         transfers += [Transfer(home, m, rank, slot) for slot, (home, m) in enumerate(chosen)]
     return transfers
+
+
+def in_slots(
+    transfers: list[Transfer],
+    num_ranks: int,
+    *,
+    mains: int = MAINS,
+    slots: int = SLOTS,
+    device: torch.device = CPU,
+) -> Transfers:
+    """Return these replicas as a plan has them."""
+    experts = torch.full((num_ranks, slots), -1, dtype=torch.int32)
+    for t in transfers:
+        experts[t.replica_rank, t.slot_idx] = t.home_rank * mains + t.main_idx
+    return Transfers(experts.to(device), mains)
+
+
+def test_slots_list_the_replicas_that_they_hold() -> None:
+    generator = random.Random(1)
+    for num_ranks in (1, 2, 5, 8):
+        transfers = random_transfers(generator, num_ranks)
+        assert list(in_slots(transfers, num_ranks)) == transfers
 
 
 def build(name: str, group: ProcessGroup, **options: Any) -> Transport:
@@ -94,7 +117,7 @@ class Side:
         ]
 
     def push(
-        self, transfers: list[Transfer], step: int, label: str = "", fill: bool = True
+        self, transfers: list[Transfer] | Transfers, step: int, label: str = "", fill: bool = True
     ) -> Pending:
         for segment in self.slots if fill else ():
             segment.fill_(float("nan"))
@@ -102,6 +125,8 @@ class Side:
             [self.weights[self.rank][m][g] + step for m in range(MAINS)]
             for g in range(len(self.shapes))
         ]
+        if not isinstance(transfers, Transfers):
+            transfers = in_slots(transfers, self.group.size(), device=self.device)
         return self.transport.push(transfers, mains, self.slots, label)
 
     def check_slots(self, transfers: list[Transfer], step: int, filled: bool = True) -> None:

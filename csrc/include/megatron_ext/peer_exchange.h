@@ -11,7 +11,8 @@
 //
 // Generations are counted in device memory by the kernel that moves the bytes: the last block of a
 // launch to end adds one. No launch carries a generation, so a captured graph goes on counting when
-// it is replayed.
+// it is replayed. Nor does a push carry who copies what: a kernel before it compiles that from the
+// plan in device memory, so a replay follows the plan that is there then.
 //
 // Blocks take units of work (a chunk of a copy or of a sum) from a counter, copies from mains
 // first. A launch offers its slots before it waits, and copies from mains wait for offers only. So
@@ -30,6 +31,11 @@ namespace megatron_ext {
 // short enough for relays to follow closely and for all blocks to end together.
 constexpr int64_t kPeerChunkBytes = 128 << 10;
 constexpr int kMaxPeerSegments = 8;
+
+// What a plan may have at most for its copies to be compiled on the device, in shared memory.
+constexpr int kMaxPeerRanks = 512;
+constexpr int kMaxPeerReplicas = 8192;    // R * S
+constexpr int kMaxPeerExperts = 1 << 19;  // less than this
 
 // One part of an expert, in the slots of all ranks. A rank's buffer of `bytes()`, zeroed before the
 // first use and aligned to 16, holds its slots, then the flags. Slots that are a multiple of 16
@@ -82,8 +88,47 @@ struct PeerPlace {
 // One source to all its destinations.
 struct PeerCopy {
     PeerPlace relayed;  // own slot where the bytes arrive and who sends them; rank -1: from a main
+    int64_t main_idx;   // of its home rank
     int64_t first_destination;
     int64_t num_destinations;
+};
+
+// What is compiled into the copies of one rank: a plan's slots, and who asks.
+struct CopyProblem {
+    int64_t rank;
+    int64_t num_ranks;  // R
+    int64_t num_slots;  // S of a rank
+    int64_t mains_per_rank;
+    int64_t relay_threshold;  // most sends of a rank, all its experts together, without relays
+
+    // Whether the kernel has room for it.
+    __host__ __device__ bool fits() const {
+        return num_ranks <= kMaxPeerRanks && num_ranks * num_slots <= kMaxPeerReplicas &&
+               num_ranks * mains_per_rank < kMaxPeerExperts;
+    }
+};
+
+// A rank's part of a push, in device memory that is large enough for every plan.
+struct PeerCopies {
+    PeerCopy* rows;           // [R * S] from mains first
+    PeerPlace* destinations;  // [R * S] of all rows
+    PeerPlace* used;          // [S] each own slot and who fills it; rank -1: nobody
+    int64_t* num_rows;        // so many rows are there
+
+    static int64_t bytes(int64_t num_ranks, int64_t num_slots) {
+        const int64_t replicas = num_ranks * num_slots;
+        return replicas * static_cast<int64_t>(sizeof(PeerCopy) + sizeof(PeerPlace)) +
+               num_slots * static_cast<int64_t>(sizeof(PeerPlace)) +
+               static_cast<int64_t>(sizeof(int64_t));
+    }
+    // `memory` of so many bytes, aligned to 8.
+    static PeerCopies in(void* memory, int64_t num_ranks, int64_t num_slots) {
+        const int64_t replicas = num_ranks * num_slots;
+        auto* const rows = static_cast<PeerCopy*>(memory);
+        auto* const destinations = reinterpret_cast<PeerPlace*>(rows + replicas);
+        PeerPlace* const used = destinations + replicas;
+        return {rows, destinations, used, reinterpret_cast<int64_t*>(used + num_slots)};
+    }
 };
 
 // The sum over the replicas of one main, in their order.
@@ -133,10 +178,8 @@ struct PeerRank {
 // A rank's part of a push. Pointers are device memory.
 struct PeerPush {
     PeerSegments segments;     // slot weights
-    const PeerCopy* copies;    // [num_copies] from mains first
-    const char* const* mains;  // [copies from mains, segments] contiguous, of the slots' sizes
-    const PeerPlace* destinations;
-    int64_t num_copies;
+    PeerCopies copies;         // read when the launch runs
+    const char* const* mains;  // [M, segments] contiguous, of the slots' sizes
 };
 
 // A rank's part of a pull.
