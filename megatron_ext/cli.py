@@ -278,17 +278,20 @@ def _add_sem_moe(place: Any) -> None:
         "sem_moe",
         _place_sem_moe,
         "place experts and samples that belong together on one rank",
-        "megatron-ext place sem_moe routes.npz --ranks 8 --out semantics.npz\n"
+        "megatron-ext place sem_moe runs/train/routes --ranks 8 --out semantics.npz\n"
         "  megatron-ext checkpoint relayout runs/train semantics.npz --out start/step_100",
     )
     sem_moe.add_argument(
-        "routes", type=Path, metavar="ROUTES.npz", help="tokens' choices, by token id and sample"
+        "routes",
+        type=Path,
+        metavar="ROUTES",
+        help="a run's folder of routes (logging.route_samples), or a file: tokens' choices by id",
     )
     sem_moe.add_argument("--ranks", type=_positive, required=True, metavar="R", help="of EP groups")
     sem_moe.add_argument(
         "--evaluate",
         type=Path,
-        metavar="ROUTES.npz",
+        metavar="ROUTES",
         help="choices to measure with, instead of those that were learned from",
     )
     sem_moe.add_argument(
