@@ -625,15 +625,13 @@ def _place_sem_moe(arguments: argparse.Namespace) -> int:
 
 
 def _sem_moe_lines(report: dict[str, Any]) -> Iterator[str]:
+    keys = ("local_activation_rate", "imbalance", "load_imbalance_rate")
     yield f"semantics     {report['path']}"
     yield f"learned from  {report['samples']} samples, {len(report['layers'])} layers"
     yield ""
     yield from _columns(
-        ("placed", "local activation rate", "imbalance"),
-        *(
-            (name, f"{one['local_activation_rate']:.3f}", f"{one['imbalance']:.3f}")
-            for name, one in report["measured"].items()
-        ),
+        ("placed", "local activation rate", "imbalance", "load-imbalance rate"),
+        *((name, *(f"{one[key]:.3f}" for key in keys)) for name, one in report["measured"].items()),
     )
 
 
@@ -661,6 +659,7 @@ def _craft_lines(report: dict[str, Any]) -> Iterator[str]:
 
 def _replay(arguments: argparse.Namespace) -> int:
     from megatron_ext.offline.loads import read_loads
+    from megatron_ext.offline.papers import make_exhibits, more_replays, to_json
     from megatron_ext.offline.replay import check_out, make_report, replay, write_report
 
     strategies = arguments.strategies.split(",")
@@ -668,18 +667,15 @@ def _replay(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         check_out(arguments.out, overwrite=arguments.overwrite)
     loads = read_loads(arguments.trace)
+    room = {"slots": arguments.slots, "nvlink_domain": arguments.nvlink_domain}
     with _progress("Replaying", len(loads) * len(strategies)) as on_load:
-        replayed = replay(
-            loads,
-            strategies,
-            settings,
-            slots=arguments.slots,
-            nvlink_domain=arguments.nvlink_domain,
-            on_load=on_load,
-        )
+        replayed = replay(loads, strategies, settings, **room, on_load=on_load)
     report = make_report(loads, replayed, settings, slots=arguments.slots)
     if arguments.out is not None:
-        write_report(arguments.out, loads, replayed, report)
+        with _progress("Drawing", more_replays(loads, replayed, **room)) as on_load:
+            exhibits = make_exhibits(loads, replayed, settings, **room, on_load=on_load)
+        report["papers"] = to_json(exhibits)
+        write_report(arguments.out, report, exhibits)
     return _show(arguments, report, _replay_lines)
 
 
