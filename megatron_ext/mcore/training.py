@@ -257,7 +257,8 @@ def _route_recorder(
         samples=config.logging.route_samples,
         start_step=start_step,
         vocab_size=vocab_size,
-        bytes_per_token=layers_of_stage * config.model.topk * torch.int16.itemsize,
+        bytes_per_token=torch.int64.itemsize
+        + layers_of_stage * config.model.topk * torch.int16.itemsize,
     )
 
 

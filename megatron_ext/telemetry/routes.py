@@ -36,8 +36,8 @@ class RouteRecorder:
         samples: Samples of a step to record, >= 1; all of this rank's if it has fewer.
         start_step: The step of the checkpoint that the run continues from, 0 for a new run.
         vocab_size: Ids that a token can have.
-        bytes_per_token: What a token's choices take in memory, equal on all stages: so their files
-            end with the same steps.
+        bytes_per_token: What a token and its choices take in memory, equal on all stages: so their
+            files end with the same steps.
     """
 
     def __init__(

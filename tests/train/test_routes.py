@@ -6,9 +6,12 @@ other means, and with the tokens of the dataset.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from megatron_ext import cli
 from megatron_ext.config import ConfigError, validate
@@ -16,6 +19,7 @@ from megatron_ext.data import Manifest, microbatches
 from megatron_ext.offline.loads import read_loads
 from megatron_ext.offline.routes import Routes, read_routes, write_routes
 from megatron_ext.telemetry import step_files
+from megatron_ext.telemetry.routes import RouteRecorder
 from megatron_ext.train import load_config
 from tests.ranks import run_ranks
 from tests.train.dataset import overrides
@@ -101,14 +105,70 @@ def test_a_continued_run_has_no_sample_twice(data, tmp_path):
     assert not list((tmp_path / "routes").glob(".*"))
 
 
-def test_memory_is_bounded(data, tmp_path, monkeypatch):
-    """A file is begun when the choices of its steps take more than they may."""
-    layers, choices = 2, 2
-    of_step = EVERY_SAMPLE * SEQUENCE * layers * choices * 2
-    monkeypatch.setattr(step_files, "_MOST_BYTES", 2 * of_step)
-    files = step_files.StepFiles(tmp_path, steps_per_file=100, pp_rank=0)
-    assert [files.is_due(steps, steps * of_step) for steps in (1, 2, 3)] == [False, False, True]
-    files.close()
+class FakeRouter(nn.Module):
+    """Two of three experts for each token of [s, b], as a test says."""
+
+    topk = 2
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        probs = hidden.flatten(0, 1)
+        return probs, probs > 0
+
+
+def fake_recorder(folder, samples: int, bytes_per_token: int = 1):
+    """A recorder of one layer, and what runs a microbatch: tokens [b, s], chances [b, s, E]."""
+    chunk, router = nn.Identity(), FakeRouter()
+    layer = SimpleNamespace(
+        layer_number=7, router=router, config=SimpleNamespace(num_moe_experts=3)
+    )
+    recorder = RouteRecorder(
+        step_files.StepFiles(folder, steps_per_file=100, pp_rank=0),
+        chunks=[chunk],
+        layers=[layer],
+        samples=samples,
+        start_step=0,
+        vocab_size=10,
+        bytes_per_token=bytes_per_token,
+    )
+
+    def run_microbatch(tokens: list, probs: list) -> None:
+        chunk(torch.tensor(tokens))
+        router(torch.tensor(probs).transpose(0, 1))
+
+    return recorder, run_microbatch
+
+
+FIRST = [[5, 6], [7, 8]], [[[0.1, 0.9, 0], [0.8, 0, 0.2]], [[0, 0.6, 0.4], [0.3, 0.7, 0]]]
+SECOND = [[1, 2], [3, 4]], [[[0.9, 0.1, 0], [0, 0.2, 0.8]], [[1, 1, 0], [1, 1, 0]]]
+
+
+def test_choices_by_hand(tmp_path):
+    """Sample by sample, the most probable first; the fourth sample is not asked for."""
+    recorder, run_microbatch = fake_recorder(tmp_path, samples=3)
+    run_microbatch(*FIRST)
+    with torch.no_grad():
+        run_microbatch(*SECOND)
+    run_microbatch(*SECOND)
+    recorder.write(1)
+    recorder.close(1)
+    routes = read_routes(tmp_path)
+    assert routes.layers == (7,)
+    assert routes.token.tolist() == [5, 6, 7, 8, 1, 2]
+    assert routes.sample.tolist() == [0, 0, 1, 1, 2, 2]
+    assert routes.choice[0].tolist() == [[1, 0], [0, 2], [1, 2], [1, 0], [0, 1], [2, 1]]
+
+
+def test_memory_is_bounded(tmp_path, monkeypatch):
+    """A file is written before its time when what is kept takes more than it may."""
+    monkeypatch.setattr(step_files, "_MOST_BYTES", 2 * 4 * 10)
+    recorder, run_microbatch = fake_recorder(tmp_path, samples=2, bytes_per_token=10)
+    for step in range(1, 6):
+        run_microbatch(*FIRST)
+        recorder.write(step)
+    recorder.close(5)
+    names = [path.name for path in sorted(tmp_path.iterdir())]
+    assert names == ["step_00000003_stage_0.npz", "step_00000005_stage_0.npz"]
+    assert read_routes(tmp_path).num_samples == 5 * 2
 
 
 def test_nothing_is_recorded_unless_asked_for(data, tmp_path):
