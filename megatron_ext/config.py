@@ -298,6 +298,11 @@ class LoggingConfig:
     """Steps in one file of `trace/` in the run directory, with the exact load of every microbatch
     in every layer; 0 records none. A killed run loses what is not in a file yet."""
 
+    route_samples: int = 0
+    """Samples of a step whose tokens' ids and chosen experts are recorded in `routes/`, in files of
+    `trace_steps` steps: the first ones of one rank, at most its own. For `place sem_moe`. Costs 2
+    bytes a choice in memory until the file is written; 0 records none."""
+
     wandb: str = "off"
     """Weights & Biases: `off`, `offline` (written to the run directory) or `online`."""
 
@@ -387,6 +392,7 @@ _AT_LEAST: dict[str, float] = {
     "optimizer.clip_grad": 0,
     "logging.every": 1,
     "logging.trace_steps": 0,
+    "logging.route_samples": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
 }
@@ -506,6 +512,10 @@ def _check_sizes(config: TrainConfig, num_ranks: int) -> list[str]:
         problems.append(
             f"optimizer.min_lr ({config.optimizer.min_lr}) must be <= "
             f"optimizer.lr ({config.optimizer.lr})"
+        )
+    if config.logging.route_samples and not config.logging.trace_steps:
+        problems.append(
+            f"logging.route_samples ({config.logging.route_samples}) needs logging.trace_steps > 0"
         )
     if config.eval_every and data.validation_fraction == 0:
         problems.append(f"eval_every ({config.eval_every}) needs data.validation_fraction > 0")

@@ -31,6 +31,36 @@ def imbalances(rank_loads: Tensor) -> Tensor:
     return torch.where(total > 0, busiest / total.clamp(min=1), 1.0)
 
 
+def load_imbalance_rates(rank_loads: Tensor) -> Tensor:
+    """Busiest rank's assignments / median of the ranks', of rank loads int64 [..., R].
+
+    A median below one assignment counts as one.
+
+    Returns:
+        Float64 [...]; 1.0 where there is nothing to do.
+
+    Source: Sem-MoE, section 4.6 (load-imbalance rate of Figure 5b).
+
+    >>> load_imbalance_rates(torch.tensor([[8, 4, 4, 0], [0, 0, 0, 0]])).tolist()
+    [2.0, 1.0]
+    """
+    median = rank_loads.double().quantile(0.5, dim=-1).clamp(min=1)
+    return torch.where(rank_loads.sum(-1) > 0, rank_loads.amax(-1) / median, 1.0)
+
+
+def load_accuracy(predicted: Tensor, load: Tensor) -> float:
+    """Part of the predicted assignments that fit the experts' exact loads, both int64 [R, E].
+
+    That of each expert counts up to its exact one, whichever tokens it comes from. 1 if none is
+    predicted.
+
+    >>> load_accuracy(torch.tensor([[3, 1], [0, 0]]), torch.tensor([[1, 0], [1, 2]]))
+    0.75
+    """
+    fits = torch.minimum(predicted.sum(0), load.sum(0)).sum()
+    return float(fits) / float(predicted.sum()) if predicted.any() else 1.0
+
+
 def home_loads(load: Tensor) -> Tensor:
     """Assignments each rank computes without balancing, int64 [..., R], of a load [..., R, E].
 
@@ -42,7 +72,14 @@ def home_loads(load: Tensor) -> Tensor:
 
 def max_fanout(plan: BalancePlan) -> int:
     """Replicas of the expert that has most of them."""
-    return int(_replicas_per_expert(plan).max())
+    return int(max_fanouts(plan))
+
+
+def max_fanouts(plan: BalancePlan) -> Tensor:
+    """`max_fanout` of each plan of a batch: int64 [...]."""
+    held = plan.slots.flatten(-2).long() + 1  # 0 is an empty slot
+    counts = held.new_zeros(*held.shape[:-1], plan.layout.num_experts + 1)
+    return counts.scatter_add_(-1, held, torch.ones_like(held))[..., 1:].amax(-1)
 
 
 def rank_sends(plan: BalancePlan) -> Tensor:
@@ -106,8 +143,3 @@ def replica_use(placed: Tensor, plan: BalancePlan) -> dict[str, Tensor]:
         "topped_up_replicas": (is_used & ~is_hit).sum((-2, -1)),
         "wasted_replicas": (was_placed & ~is_hit).sum((-2, -1)),
     }
-
-
-def _replicas_per_expert(plan: BalancePlan) -> Tensor:
-    held = plan.slots[plan.slots >= 0].long()
-    return torch.bincount(held, minlength=plan.layout.num_experts)

@@ -127,17 +127,20 @@ def _add_sem_moe(place: Any) -> None:
         "sem_moe",
         run_sem_moe,
         "place experts and samples that belong together on one rank",
-        "megatron-ext place sem_moe routes.npz --ranks 8 --out semantics.npz\n"
+        "megatron-ext place sem_moe runs/train/routes --ranks 8 --out semantics.npz\n"
         "  megatron-ext checkpoint relayout runs/train semantics.npz --out start/step_100",
     )
     sem_moe.add_argument(
-        "routes", type=Path, metavar="ROUTES.npz", help="tokens' choices, by token id and sample"
+        "routes",
+        type=Path,
+        metavar="ROUTES",
+        help="a run's folder of routes (logging.route_samples), or a file: tokens' choices by id",
     )
     sem_moe.add_argument("--ranks", type=positive, required=True, metavar="R", help="of EP groups")
     sem_moe.add_argument(
         "--evaluate",
         type=Path,
-        metavar="ROUTES.npz",
+        metavar="ROUTES",
         help="choices to measure with, instead of those that were learned from",
     )
     sem_moe.add_argument(
@@ -177,13 +180,11 @@ def run_sem_moe(arguments: argparse.Namespace) -> int:
 
 
 def _sem_moe_lines(report: dict[str, Any]) -> Iterator[str]:
+    keys = ("local_activation_rate", "imbalance", "load_imbalance_rate")
     yield f"semantics     {report['path']}"
     yield f"learned from  {report['samples']} samples, {len(report['layers'])} layers"
     yield ""
     yield from columns(
-        ("placed", "local activation rate", "imbalance"),
-        *(
-            (name, f"{one['local_activation_rate']:.3f}", f"{one['imbalance']:.3f}")
-            for name, one in report["measured"].items()
-        ),
+        ("placed", "local activation rate", "imbalance", "load-imbalance rate"),
+        *((name, *(f"{one[key]:.3f}" for key in keys)) for name, one in report["measured"].items()),
     )

@@ -44,6 +44,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan the trace with every strategy, and show their numbers side by side."""
     from megatron_ext.offline.loads import read_loads
+    from megatron_ext.offline.papers import make_exhibits, more_replays, to_json
     from megatron_ext.offline.replay import check_out, make_report, replay, write_report
 
     strategies = arguments.strategies.split(",")
@@ -52,18 +53,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         check_out(arguments.out, overwrite=arguments.overwrite)
     loads = read_loads(arguments.trace)
+    room = {"slots": arguments.slots, "nvlink_domain": arguments.nvlink_domain}
     with progress("Replaying", len(loads) * len(strategies)) as on_load:
-        replayed = replay(
-            loads,
-            strategies,
-            settings,
-            slots=arguments.slots,
-            nvlink_domain=arguments.nvlink_domain,
-            on_load=on_load,
-        )
+        replayed = replay(loads, strategies, settings, **room, on_load=on_load)
     report = make_report(loads, replayed, settings, slots=arguments.slots)
     if arguments.out is not None:
-        write_report(arguments.out, loads, replayed, report)
+        with progress("Drawing", more_replays(loads, replayed, **room)) as on_load:
+            exhibits = make_exhibits(loads, replayed, settings, **room, on_load=on_load)
+        report["papers"] = to_json(exhibits)
+        write_report(arguments.out, report, exhibits)
     return show(arguments, report, _lines)
 
 

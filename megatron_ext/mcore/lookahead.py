@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.balance.load import gather_load
-from megatron_ext.balance.metrics import replica_use
+from megatron_ext.balance.metrics import load_accuracy, replica_use
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.replicas import SentAhead
 from megatron_ext.mcore.experts import finish_parameter_gather
@@ -43,8 +43,7 @@ class PredictionReport:
     load: Tensor
     """Predicted assignments from source rank r to logical expert e, int64 [R, E]."""
     load_accuracy: float
-    """Part of the predicted assignments that fit the experts' exact loads: that of each expert
-    counts up to its exact one, whichever tokens it comes from. 1 if there are none."""
+    """`metrics.load_accuracy` of it."""
     choice_accuracy: float
     """Part of this rank's assignments that were predicted for the same token and expert. 1 if there
     are none."""
@@ -69,12 +68,11 @@ class Prediction:
 
     def report(self, routing_map: Tensor, load: Tensor, plan: BalancePlan) -> PredictionReport:
         """Compare with what came: choices bool [N, E], load int64 [R, E], and its plan."""
-        fits = torch.minimum(self.load.sum(0), load.sum(0)).sum()
         right = (self.routing_map & routing_map).sum()
         use = replica_use(self.sent.slots, plan)
         return PredictionReport(
             load=self.load,
-            load_accuracy=_ratio(fits, self.load.sum()),
+            load_accuracy=load_accuracy(self.load, load),
             choice_accuracy=_ratio(right, routing_map.sum()),
             **{name: int(count) for name, count in use.items()},
         )

@@ -29,7 +29,9 @@ from megatron_ext.mcore import build
 from megatron_ext.mcore.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from megatron_ext.telemetry.progress import TrainingProgress
 from megatron_ext.telemetry.recorder import LoadRecorder, PredictedLoads
+from megatron_ext.telemetry.routes import ROUTES_FOLDER, RouteRecorder
 from megatron_ext.telemetry.run_log import RunLog
+from megatron_ext.telemetry.step_files import StepFiles
 from megatron_ext.telemetry.trace import TraceWriter
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ class Training:
             build.moe_layers(self.chunks), parallel_state.get_expert_model_parallel_group()
         )
         self.trace = _trace_writer(config, self.step)
+        self.routes = _route_recorder(config, self.chunks, self.step, manifest.vocab_size)
         train_data = build.dataset(config, manifest, "train")
         consumed_samples = self.step * config.data.global_batch_size
         self._batches = (
@@ -121,6 +124,8 @@ class Training:
         loads = self.recorder.take_step()
         if self.trace is not None:
             self.trace.write(self.step, loads.loads)
+        if self.routes is not None:
+            self.routes.write(self.step)
         loss, num_losses, before, after, replicas, forwards, *predicted = _sum_over_ranks(
             sum(losses),
             len(losses),
@@ -148,6 +153,8 @@ class Training:
         """Write what is left to write, also after an error."""
         if self.trace is not None:
             self.trace.close()
+        if self.routes is not None:
+            self.routes.close(self.step)
 
     def evaluate(self) -> float:
         """Return the loss over always the same validation batches; does not touch the training."""
@@ -212,19 +219,46 @@ class Training:
         return [float(report["loss"]) for report in reports]
 
 
-def _trace_writer(config: TrainConfig, start_step: int) -> TraceWriter | None:
-    """Return the trace's writer on the ranks that have one: see `telemetry/trace.py`."""
-    is_writer = (
-        parallel_state.get_expert_model_parallel_rank() == 0
+def _writes_trace(config: TrainConfig) -> bool:
+    """Whether this rank is the one of its pipeline stage that writes what a trace is made of."""
+    return (
+        config.logging.trace_steps > 0
+        and parallel_state.get_expert_model_parallel_rank() == 0
         and parallel_state.get_expert_data_parallel_rank() == 0
     )
-    if config.logging.trace_steps == 0 or not is_writer:
+
+
+def _trace_writer(config: TrainConfig, start_step: int) -> TraceWriter | None:
+    if not _writes_trace(config):
         return None
     return TraceWriter(
         Path(config.run_dir),
         steps_per_file=config.logging.trace_steps,
         start_step=start_step,
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+    )
+
+
+def _route_recorder(
+    config: TrainConfig, chunks: list[Any], start_step: int, vocab_size: int
+) -> RouteRecorder | None:
+    layers = build.moe_layers(chunks)
+    if not _writes_trace(config) or config.logging.route_samples == 0 or not layers:
+        return None
+    layers_of_stage = config.model.num_layers // config.parallel.pp_size
+    return RouteRecorder(
+        StepFiles(
+            Path(config.run_dir) / ROUTES_FOLDER,
+            steps_per_file=config.logging.trace_steps,
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        ),
+        chunks=chunks,
+        layers=layers,
+        samples=config.logging.route_samples,
+        start_step=start_step,
+        vocab_size=vocab_size,
+        bytes_per_token=torch.int64.itemsize
+        + layers_of_stage * config.model.topk * torch.int16.itemsize,
     )
 
 

@@ -106,16 +106,12 @@ def place(
         )
     if budget is not None and budget < 0:
         raise ValueError(f"budget ({budget}) must be >= 0")
-    layers = np.array(loads.layers())
-    numbers = sorted(set(layers.tolist()))
-    by_layer = [Loads(loads.load[layers == number]) for number in numbers]
-    compared = replica_counts(layout)
-    baseline = np.array([_balancedness(home_loads(one.load)) for one in by_layer])
-    gains = estimate_gains(by_layer, layout, settings, compared, baseline, on_load=on_load)
+    estimate = estimate_gains(loads, layout, settings, on_load=on_load)
+    by_layer = list(estimate.by_layer.values())
 
     ranks = layout.ep_size
-    most = layout.slots * len(numbers)
-    best = allocate(gains, compared, most * ranks)
+    most = layout.slots * len(by_layer)
+    best = allocate(estimate.gains, estimate.compared, most * ranks)
     if budget is None:
         budget = knee(best.gain[::ranks])
     counts = best.counts(min(budget, most) * ranks)
@@ -127,14 +123,22 @@ def place(
         ]
     )
     expert_load = torch.stack([one.load.sum((0, 1)) for one in by_layer])
-    placement = Placement(tuple(numbers), slots, expert_load)
+    placement = Placement(tuple(estimate.by_layer), slots, expert_load)
     achieved = np.array(
         [
             _replay(one, held, layout, settings, on_load)
             for one, held in zip(by_layer, slots, strict=True)
         ]
     )
-    return Crafted(placement, budget, counts, compared, baseline, gains, achieved)
+    return Crafted(
+        placement,
+        budget,
+        counts,
+        estimate.compared,
+        estimate.baseline,
+        estimate.gains,
+        achieved,
+    )
 
 
 def replica_counts(layout: ExpertLayout) -> np.ndarray:
@@ -147,38 +151,52 @@ def replica_counts(layout: ExpertLayout) -> np.ndarray:
     return np.array(sorted({1 << power for power in range(most.bit_length())} | {most}))
 
 
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """What each layer of a trace gains by replicas. Balancedness is mean / busiest rank load."""
+
+    by_layer: dict[int, Loads]
+    """The loads of each layer, L of them, by its number."""
+
+    compared: np.ndarray
+    """Numbers of replicas that were compared: int64 [C]."""
+
+    baseline: np.ndarray
+    """Mean balancedness of each layer without replicas: float64 [L]."""
+
+    gains: np.ndarray
+    """Mean balancedness gained by each number of replicas: float64 [L, C]."""
+
+
 def estimate_gains(
-    by_layer: Sequence[Loads],
+    loads: Loads,
     layout: ExpertLayout,
     settings: PlanSettings,
-    counts: np.ndarray,
-    baseline: np.ndarray,
     *,
     on_load: Callable[[int], object] = lambda count: None,
-) -> np.ndarray:
-    """Replay each layer's loads with each number of replicas.
+) -> Estimate:
+    """Replay each layer's loads with each number of replicas of `replica_counts`.
 
     Args:
-        by_layer: The loads of each layer, L of them.
+        loads: The trace, of some layers; without layers, all are of one.
         layout: Where experts and slots are.
         settings: As in the run to come.
-        counts: Numbers of replicas, int64 [C].
-        baseline: Balancedness without replicas, float64 [L].
-        on_load: Called with 1 after every load.
-
-    Returns:
-        Mean balancedness with the replicas, less that without, float64 [L, C].
+        on_load: Called with 1 after every load that was replayed, C times for each load.
 
     Source: CRAFT, Algorithm 1; differs from it in that loads are split as strategy `craft` splits
     them in training, instead of evenly, and that replicas go to
     the ranks with least load.
     """
-    gains = np.zeros((len(by_layer), len(counts)))
-    for i, loads in enumerate(by_layer):
-        for j, count in enumerate(counts.tolist()):
-            slots = _place_layer(loads, layout, count)
-            gains[i, j] = _replay(loads, slots, layout, settings, on_load) - baseline[i]
-    return gains
+    layers = np.array(loads.layers())
+    by_layer = {int(n): Loads(loads.load[layers == n]) for n in np.unique(layers)}
+    compared = replica_counts(layout)
+    baseline = np.array([_balancedness(home_loads(one.load)) for one in by_layer.values()])
+    gains = np.zeros((len(by_layer), len(compared)))
+    for i, of_layer in enumerate(by_layer.values()):
+        for j, count in enumerate(compared.tolist()):
+            slots = _place_layer(of_layer, layout, count)
+            gains[i, j] = _replay(of_layer, slots, layout, settings, on_load) - baseline[i]
+    return Estimate(by_layer, compared, baseline, gains)
 
 
 @dataclass(frozen=True, eq=False)

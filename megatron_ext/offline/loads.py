@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from megatron_ext.arrays import check_dtype, read_arrays, write_arrays
-from megatron_ext.arrays import check_free as check_free
 from megatron_ext.balance.plan import BalancePlan, split_quota
 
 TRACE_FIELDS = ("step", "microbatch", "layer")

@@ -15,9 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_ext.arrays import check_free
 from megatron_ext.balance.metrics import (
     home_loads,
     imbalances,
+    load_imbalance_rates,
+    max_fanouts,
     rank_sends,
     remote_counts,
     replica_use,
@@ -26,16 +29,16 @@ from megatron_ext.balance.plan import BalancePlan, stack_plans
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.balance.strategies.fastest import TIME
 from megatron_ext.balance.strategies.libra import split_over_placed
-from megatron_ext.offline.loads import Loads, check_free
+from megatron_ext.offline.loads import Loads
+from megatron_ext.offline.papers import Exhibit, draw, to_markdown
 from megatron_ext.offline.planning import make_planners
 from megatron_ext.telemetry.report import markdown_table
 
 FILES = ("replay.json", "replay.md", "replay.png")
 
 Measured = Mapping[str, np.ndarray]
-"""Of each load, float64 [B]: `imbalance`, `replicas`, `max_rank_sends`, `remote_assignments` and
-`solve_us`, as `plan_loads` measures it. Of strategies that predict also what `_measure_prediction`
-returns."""
+"""Of each load, float64 [B]: what `_measure` returns, and `solve_us`, as `plan_loads` measures it.
+Of strategies that predict also what `_measure_prediction` returns."""
 
 _BATCH = 64
 """Plans that are measured together; more would only take more memory."""
@@ -98,9 +101,12 @@ def replay(
 
 
 def _measure(load: torch.Tensor, plan: BalancePlan) -> dict[str, np.ndarray]:
+    rank_loads = plan.rank_loads()
     measures = {
-        "imbalance": imbalances(plan.rank_loads()),
+        "imbalance": imbalances(rank_loads),
+        "load_imbalance_rate": load_imbalance_rates(rank_loads),
         "replicas": (plan.slots >= 0).sum((-2, -1)),
+        "max_fanout": max_fanouts(plan),
         "max_rank_sends": rank_sends(plan).amax(-1),
         "remote_assignments": remote_counts(load, plan),
     }
@@ -192,7 +198,7 @@ def _summarize(measured: Measured) -> dict[str, float]:
 
 
 def overall_table(report: Mapping[str, Any]) -> str:
-    """Return the strategies over the whole trace as a Markdown table (UltraEP, Table 4)."""
+    """Return the strategies over the whole trace as a Markdown table."""
     header = (
         *("strategy", "slots", "imbalance", "p50", "p95", "worst", "replicas"),
         *("sends, most", "remote", "solve us p50", "p95"),
@@ -267,10 +273,8 @@ def check_out(folder: Path, *, overwrite: bool) -> None:
         check_free(folder / name, overwrite=overwrite)
 
 
-def write_report(
-    folder: Path, loads: Loads, replayed: Mapping[str, Measured], report: Mapping[str, Any]
-) -> None:
-    """Write `replay.json`, `replay.md` and `replay.png` into the folder."""
+def write_report(folder: Path, report: Mapping[str, Any], exhibits: Sequence[Exhibit]) -> None:
+    """Write `replay.json` (the report), `replay.md` and `replay.png` into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "replay.json").write_text(json.dumps(report, indent=2) + "\n")
     if prediction := prediction_table(report):
@@ -284,35 +288,6 @@ def write_report(
         "Imbalance: busiest rank / mean, of every load. Replicas and remote assignments: mean of a "
         "load.\nSolving includes placing from history; `before` is without balancing.\n"
         f"{prediction}\n## Imbalance of each layer: mean (worst)\n\n{_layer_table(report)}\n\n"
-        "![imbalance](replay.png)\n"
+        f"{to_markdown(exhibits)}\n![the same as pictures](replay.png)\n"
     )
-    _draw(folder / "replay.png", loads, replayed)
-
-
-def _draw(path: Path, loads: Loads, replayed: Mapping[str, Measured]) -> None:
-    """Draw the imbalance over time (UltraEP, Fig. 6) and its distribution (Fig. 15)."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    curves = {"before": imbalances(home_loads(loads.load)).numpy()}
-    curves |= {name: measured["imbalance"] for name, measured in replayed.items()}
-    # A moment is one microbatch in all layers, in the order of time.
-    layers = np.array(loads.layers())
-    occurrence = np.zeros(len(loads), dtype=np.int64)
-    for layer in np.unique(layers):
-        occurrence[layers == layer] = np.arange((layers == layer).sum())
-    figure, (over_time, distribution) = plt.subplots(2, 1, figsize=(8, 7), layout="constrained")
-    for name, values in curves.items():
-        mean = np.bincount(occurrence, values) / np.bincount(occurrence)
-        over_time.plot(mean, label=name, linewidth=1)
-        share = np.arange(1, len(values) + 1) / len(values)
-        distribution.plot(np.sort(values), share, label=name, drawstyle="steps-post")
-    over_time.set_xlabel("microbatch (mean over layers)")
-    over_time.set_ylabel("imbalance")
-    over_time.legend()
-    distribution.set_xlabel("imbalance (busiest rank / mean)")
-    distribution.set_ylabel("share of the loads")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    draw(exhibits, folder / "replay.png")

@@ -1,6 +1,6 @@
 """Which experts each token chose, by token id and sample: a trace that tells more than loads do.
 
-Files of routes, `.npz`:
+Files of routes, `.npz`; a folder of them, as a run records it, is read as one:
 
 token    int64 [N]         id of each token in the vocabulary
 sample   int64 [N]         number of the sample that it belongs to, from 0, in the order of the data
@@ -13,6 +13,7 @@ Legend: N tokens, L layers, K experts of a token, V vocabulary, E logical expert
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +45,10 @@ class Routes:
     num_experts: int
     """Logical experts of a layer (E)."""
 
+    def sizes(self) -> tuple[int, int, int]:
+        """Ids of the vocabulary (V), logical experts (E), experts of a token (K)."""
+        return self.vocab_size, self.num_experts, self.choice.shape[2]
+
     @property
     def num_samples(self) -> int:
         """Samples (Q)."""
@@ -63,12 +68,66 @@ class Routes:
 
 
 def read_routes(path: Path) -> Routes:
-    """Read and check a file of routes.
+    """Read and check a file of routes, or a run's folder of them.
+
+    Of a folder, layers of all pipeline stages are put together. The last steps of a killed run may
+    be there of some stages only: they are left out.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It holds no routes; the message names file, value and rule.
+        FileNotFoundError: There is no such file or folder, or the folder has no `.npz` file.
+        ValueError: It holds no routes, or files that do not belong together; the message names
+            file, value and rule.
     """
+    return _read_folder(path) if path.is_dir() else _read_file(path)
+
+
+def _read_folder(path: Path) -> Routes:
+    files = sorted(path.glob("*.npz"))
+    if not files:
+        raise FileNotFoundError(f"{path} is a folder without .npz files")
+    by_steps: dict[str, list[Path]] = {}
+    for file in files:
+        by_steps.setdefault(file.name.partition("_stage_")[0], []).append(file)
+    num_stages = max(map(len, by_steps.values()))
+    whole = [stages for stages in by_steps.values() if len(stages) == num_stages]
+    parts = [_join_stages([(file, _read_file(file)) for file in stages]) for stages in whole]
+    first = parts[0]
+    for stages, part in zip(whole, parts, strict=True):
+        if (part.sizes(), part.layers) != (first.sizes(), first.layers):
+            raise ValueError(
+                f"{stages[0]}: vocabulary, experts, choices {part.sizes()} and layers "
+                f"{part.layers} must be those of {whole[0][0]}: {first.sizes()}, {first.layers}"
+            )
+    first_samples = np.cumsum([0, *(part.num_samples for part in parts[:-1])])
+    return dataclasses.replace(
+        first,
+        token=np.concatenate([part.token for part in parts]),
+        sample=np.concatenate(
+            [part.sample + start for part, start in zip(parts, first_samples, strict=True)]
+        ),
+        choice=np.concatenate([part.choice for part in parts], axis=1),
+    )
+
+
+def _join_stages(stages: list[tuple[Path, Routes]]) -> Routes:
+    """Put the layers of the same tokens together."""
+    first_file, first = stages[0]
+    for file, part in stages[1:]:
+        same = all(
+            np.array_equal(*pair)
+            for pair in ((part.token, first.token), (part.sample, first.sample))
+        )
+        if not same or part.sizes() != first.sizes():
+            raise ValueError(f"{file}: token, sample and sizes must be those of {first_file}")
+    layers = [layer for _, part in stages for layer in part.layers]
+    if len(set(layers)) != len(layers):
+        raise ValueError(f"{first_file}: layers of the stages beside it must differ, got {layers}")
+    choice = np.concatenate([part.choice for _, part in stages])
+    order = np.argsort(layers)
+    return dataclasses.replace(first, layers=tuple(sorted(layers)), choice=choice[order])
+
+
+def _read_file(path: Path) -> Routes:
     names = ("token", "sample", "layer", "choice", "sizes")
     arrays = read_arrays(path, required=names, optional=())
     for name in names:

@@ -18,7 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
+from megatron_ext.balance.metrics import imbalances, load_imbalance_rates
 from megatron_ext.data.affinity import schedule
 from megatron_ext.data.semantics import Semantics
 from megatron_ext.offline.routes import Routes
@@ -332,21 +334,23 @@ def measure(
 
     Returns:
         `local_activation_rate`: choices of an expert on the token's rank / all choices;
-        `imbalance`: busiest rank / mean, over batches and layers. Means over both.
+        `imbalance`: busiest rank / mean; `load_imbalance_rate`: busiest rank / median. Means over
+        batches and layers.
     """
     num_batches = routes.num_samples // global_batch
     batch = routes.sample // global_batch
     inside = batch < num_batches
     source = (batch * ranks + sample_rank[routes.sample])[inside]
-    local, imbalance = [], []
+    local, rank_loads = [], []
     for layer, of_layer in enumerate(home):
         on = of_layer[routes.choice[layer].astype(np.int64)][inside]
         cells = (source[:, None] * ranks + on).ravel()
         counts = np.bincount(cells, minlength=num_batches * ranks**2).reshape(-1, ranks, ranks)
-        total = counts.sum((1, 2))
-        local.append(np.trace(counts, axis1=1, axis2=2) / total)
-        imbalance.append(counts.sum(1).max(1) * ranks / total)
+        local.append(np.trace(counts, axis1=1, axis2=2) / counts.sum((1, 2)))
+        rank_loads.append(counts.sum(1))
+    by_rank = torch.from_numpy(np.stack(rank_loads))
     return {
         "local_activation_rate": float(np.mean(local)),
-        "imbalance": float(np.mean(imbalance)),
+        "imbalance": float(imbalances(by_rank).mean()),
+        "load_imbalance_rate": float(load_imbalance_rates(by_rank).mean()),
     }

@@ -22,6 +22,7 @@ def test_replay_prints_the_contract(loads, capsys, tmp_path):
     assert report["strategies"]["none"]["imbalance_mean"] == pytest.approx(1.5, rel=0.01)
     assert report["strategies"]["quota"]["imbalance_worst"] <= 1.01
     assert json.loads((out / "replay.json").read_text()) == report
+    assert report["papers"]["ultraep_table_4"]["columns"] == ["metric", "none", "quota", "time"]
     status, stdout, _ = run(capsys, "replay", loads, *words)
     assert status == 0
     assert "| quota " in stdout

@@ -19,7 +19,11 @@ from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.train import load_config
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(page for folder in ("docs", "recipes") for page in sorted((ROOT / folder).rglob("*.md"))),
+]
 TREE_FOLDERS = ("megatron_ext", "csrc", "checkpoints_tools", "recipes", "launch", "docs", "tests")
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -13,6 +13,7 @@ from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.balance.strategies.strategy import PlanSettings
 from megatron_ext.offline.loads import Loads
+from megatron_ext.offline.papers import make_exhibits, to_json, to_markdown
 from megatron_ext.offline.replay import (
     FILES,
     check_out,
@@ -111,7 +112,9 @@ def test_files(trace, tmp_path):
     check_out(folder, overwrite=False)
     replayed = run(trace, "none", "eplb", "exact", "libra", interval=2)
     report = make_report(trace, replayed, PlanSettings(interval=2), slots=1)
-    write_report(folder, trace, replayed, report)
+    exhibits = make_exhibits(trace, replayed, PlanSettings(interval=2), slots=1, nvlink_domain=None)
+    report["papers"] = to_json(exhibits)
+    write_report(folder, report, exhibits)
     assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
     read = json.loads((folder / "replay.json").read_text())
     assert read == report
@@ -124,7 +127,8 @@ def test_files(trace, tmp_path):
     assert read["strategies"]["eplb"]["layers"].keys() == {"1", "2"}
     text = (folder / "replay.md").read_text()
     assert "| eplb " in text
-    assert text.count("| libra ") == 2
+    assert prediction_table(report) in text
+    assert to_markdown(exhibits) in text
     worst = np.max(replayed["eplb"]["imbalance"][::2])
     assert f"({worst:.3f})" in text
     assert (folder / "replay.png").read_bytes().startswith(b"\x89PNG")

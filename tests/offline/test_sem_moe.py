@@ -45,8 +45,9 @@ def test_two_topics_by_hand():
     assert semantics.affinity.tolist() == [[1, 0], [1, 0], [0, 1], [0, 1], [0.5, 0.5]]
     assert semantics.transition.shape == (0, 2, 2, 2)
     compared = compare(two_topics(), semantics, 4)
-    assert compared["round robin"] == {"local_activation_rate": 0.5, "imbalance": 1.0}
-    assert compared["both"] == {"local_activation_rate": 1.0, "imbalance": 1.0}
+    even = {"imbalance": 1.0, "load_imbalance_rate": 1.0}
+    assert compared["round robin"] == {"local_activation_rate": 0.5, **even}
+    assert compared["both"] == {"local_activation_rate": 1.0, **even}
 
 
 def test_measured_by_hand():
@@ -55,12 +56,14 @@ def test_measured_by_hand():
     assert measure(routes, home, np.zeros(4, dtype=np.int64), 2, 4) == {
         "local_activation_rate": 0.5,
         "imbalance": 1.0,
+        "load_imbalance_rate": 1.0,
     }
     # Experts 0, 1 and 2 on rank 0: 6 of 8 choices, 1.5 times the mean.
     home = np.array([[0, 0, 0, 1], [0, 0, 0, 1]])
     assert measure(routes, home, np.zeros(4, dtype=np.int64), 2, 4) == {
         "local_activation_rate": 0.75,
         "imbalance": 1.5,
+        "load_imbalance_rate": 1.5,
     }
 
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron_ext.balance.metrics import home_loads, imbalance
 from megatron_ext.offline.loads import Loads, read_loads, write_loads
-from megatron_ext.telemetry import trace as trace_module
+from megatron_ext.telemetry import step_files
 from megatron_ext.telemetry.run_log import read_metrics
 from megatron_ext.telemetry.trace import LayerLoad, TraceWriter
 from tests import workloads
@@ -77,7 +77,7 @@ def test_a_killed_run_leaves_whole_files_and_is_continued(tmp_path):
     killed = writer(tmp_path)
     for step in range(1, 6):
         killed.write(step, loads_of(step))
-    killed._wait()  # Step 5 is lost.
+    killed._files.close()  # Step 5 is lost.
     (tmp_path / "trace" / ".step_00000006_stage_0.npz.1.partial").write_bytes(b"cut")
     check(read_loads(tmp_path / "trace"), [1, 2, 3, 4])
     continued = writer(tmp_path, start_step=3)
@@ -90,7 +90,7 @@ def test_a_killed_run_leaves_whole_files_and_is_continued(tmp_path):
 
 def test_memory_is_bounded(tmp_path, monkeypatch):
     one_step = sum(one.load.nbytes for one in loads_of(1))
-    monkeypatch.setattr(trace_module, "_MOST_BYTES", 2 * one_step)
+    monkeypatch.setattr(step_files, "_MOST_BYTES", 2 * one_step)
     trace = writer(tmp_path, steps_per_file=1000)
     for step in range(1, 8):
         trace.write(step, loads_of(step))

@@ -1,0 +1,139 @@
+"""Records which experts tokens chose, with the tokens' ids, to `routes/` in the run directory.
+
+`megatron-ext place sem_moe` learns from it. One rank of each pipeline stage records, of its own
+tokens, the first samples of every step: nothing is exchanged with other ranks. As with loads, a
+forward without gradients does not count (evaluation, the first pass of recompute).
+
+Legend: b samples of a microbatch, s tokens of a sample, K experts of a token, E logical experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatron_ext.offline.routes import Routes, write_routes
+from megatron_ext.telemetry.step_files import StepFiles
+
+ROUTES_FOLDER = "routes"
+
+
+class RouteRecorder:
+    """Watches a rank's model from its construction until `close()`.
+
+    A file that reaches beyond the checkpoint that a run continues from is dropped, with the steps
+    before the checkpoint that it holds: they are lost to learning, none is there twice.
+
+    Args:
+        files: Where to write.
+        chunks: The model's chunks on this rank. Tokens [b, s] are the first that they are given.
+        layers: Their MoE layers: balanced, even or Megatron's own; at least one.
+        samples: Samples of a step to record, >= 1; all of this rank's if it has fewer.
+        start_step: The step of the checkpoint that the run continues from, 0 for a new run.
+        vocab_size: Ids that a token can have.
+        bytes_per_token: What a token and its choices take in memory, equal on all stages: so their
+            files end with the same steps.
+    """
+
+    def __init__(
+        self,
+        files: StepFiles,
+        *,
+        chunks: Sequence[nn.Module],
+        layers: Sequence[Any],
+        samples: int,
+        start_step: int,
+        vocab_size: int,
+        bytes_per_token: int,
+    ) -> None:
+        self._files = files
+        self._samples = samples
+        self._vocab_size = vocab_size
+        self._num_experts = int(layers[0].config.num_moe_experts)
+        self._bytes_per_token = bytes_per_token
+        # Of this step, by microbatch: of all chunks, which have the same, tokens are the first's.
+        self._tokens: list[Tensor] = []
+        self._layers = tuple(sorted(layer.layer_number for layer in layers))
+        self._choices: dict[int, list[Tensor]] = {number: [] for number in self._layers}
+        # Of the steps since the last file.
+        self._step_tokens: list[Tensor] = []
+        self._step_choices: list[Tensor] = []
+        for last_step, path in files.existing():
+            if last_step > start_step:
+                path.unlink()
+        self._hooks = [chunks[0].register_forward_pre_hook(self._see_tokens)]
+        self._hooks += [
+            layer.router.register_forward_hook(partial(self._see_choices, layer.layer_number))
+            for layer in layers
+        ]
+
+    def write(self, step: int) -> None:
+        """Take what was seen in a step; write a file if one is due.
+
+        Raises:
+            OSError: The file before could not be written.
+        """
+        self._step_tokens.append(torch.cat(self._tokens))
+        choices = [torch.cat(self._choices[number]) for number in self._layers]
+        self._step_choices.append(torch.stack(choices))
+        self._tokens = []
+        self._choices = {number: [] for number in self._layers}
+        num_tokens = sum(tokens.numel() for tokens in self._step_tokens)
+        if self._files.is_due(len(self._step_tokens), num_tokens * self._bytes_per_token):
+            self._start_file(step)
+
+    def close(self, step: int) -> None:
+        """Stop watching, write what was collected up to this step, and wait until all is written.
+
+        Raises:
+            OSError: A file could not be written.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        if self._step_tokens:
+            self._start_file(step)
+        self._files.close()
+
+    def _kept(self, microbatch: int, size: int) -> int:
+        """Samples to record of a microbatch of this size."""
+        return min(size, max(self._samples - microbatch * size, 0))
+
+    def _see_tokens(self, chunk: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if torch.is_grad_enabled() and chunk.training:
+            tokens = inputs[0]
+            kept = self._kept(len(self._tokens), len(tokens))
+            self._tokens.append(tokens[:kept].cpu())
+
+    def _see_choices(
+        self, layer: int, router: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor]
+    ) -> None:
+        if not (torch.is_grad_enabled() and router.training):
+            return
+        probs, routing_map = outputs
+        seq_length, size = inputs[0].shape[:2]
+        kept = self._kept(len(self._choices[layer]), size)
+        with torch.no_grad():
+            # Sample by sample: the router's tokens are [s, b].
+            mine = [one.view(seq_length, size, -1)[:, :kept] for one in (probs, routing_map)]
+            ordered = mine[0].masked_fill(~mine[1], -1).topk(router.topk).indices
+        self._choices[layer].append(ordered.transpose(0, 1).to(torch.int16).cpu())
+
+    def _start_file(self, step: int) -> None:
+        tokens, choices = torch.cat(self._step_tokens), torch.cat(self._step_choices, 1)
+        self._step_tokens, self._step_choices = [], []
+        num_samples, seq_length = tokens.shape
+        routes = Routes(
+            tokens.flatten().numpy(),
+            np.repeat(np.arange(num_samples), seq_length),
+            self._layers,
+            choices.flatten(1, 2).numpy(),
+            self._vocab_size,
+            self._num_experts,
+        )
+        path = self._files.path(step)
+        self._files.start(partial(write_routes, path, routes, overwrite=True))
