@@ -219,12 +219,10 @@ def _part_rates(config: TrainConfig) -> dict[str, float]:
         times["expert"].append(expert_s / int(load.sum()))
         times["optimizer"].append(_processor_s(blocks.run_optimizer))
     # Forward is a third of the FLOPs, and half of the transfers: there, back, and both again.
+    dense_flops = 3 * shape.dense_flops(shape.moe_dense_params) * num_tokens
     sent_bytes = 4 * shape.token_bytes * num_tokens * (ranks - 1) / ranks
     return {
-        "dense": 3
-        * shape.dense_flops(shape.moe_dense_params)
-        * num_tokens
-        / _median(times["dense"]),
+        "dense": dense_flops / _median(times["dense"]),
         "tokens": sent_bytes / min(times["tokens"]),
         "expert": 3 * shape.expert_flops / _median(times["expert"]),
         "optimizer": shape.optimizer_bytes * blocks.optimizer_params / _median(times["optimizer"]),
