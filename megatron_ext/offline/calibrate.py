@@ -1,9 +1,12 @@
 """This machine's constants for `simulate`, measured on ranks that work at the same time.
 
 On CPUs, with as many ranks as there are cores but two at least, one thread each, as a training
-here has them. Other programs may use the machine too: computation is counted in processor time, the
-median of the rounds, and transfers, which wait, in the time of the fastest round. Both are the
-slowest rank's. So what is measured is the machine as it is when nobody else uses it.
+here has them. The rates of experts, dense parts, tokens and optimizer are those of the parts of the
+quickstart's step (`mcore/blocks.py`); never of a step itself, which a simulation is to predict.
+
+Other programs may use the machine too: computation is counted in processor time, the median of the
+rounds, and transfers, which wait, in the time of the fastest round. Both are the slowest rank's. So
+what is measured is the machine as it is when nobody else uses it.
 """
 
 from __future__ import annotations
@@ -14,19 +17,29 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn.functional import gelu
+from torch import Tensor
 
-from megatron_ext.config import DataConfig, ModelConfig
+from megatron_ext.config import (
+    BalanceConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from megatron_ext.offline.hardware import Hardware
+from megatron_ext.offline.shape import shape_of
 
-ROUNDS = 15
-"""Of each measurement; the first two are for warming up and not counted."""
-_WARMUP = 2
+ROUNDS = 20
+"""Of each measurement."""
+_WARMUP = 5
+"""Rounds at the beginning that do not count: by then the allocator has what it needs."""
 
 _SQUARE = 1024
 """Side of the matrices whose product gives the peak."""
@@ -34,7 +47,37 @@ _COPIED_BYTES = 32 << 20
 """Moved at a time: more than caches hold."""
 _EXPERTS = 8
 """Of a layer on a rank."""
-_DEFAULTS = ModelConfig()
+_VOCAB_SIZE = 257
+"""Bytes and the end of a document."""
+
+
+def calibration_run(num_ranks: int) -> TrainConfig:
+    """Return the run whose parts are measured: the recipe `quickstart` without balancing.
+
+    It is said here again because a recipe is not part of the installed package. On more than two
+    ranks it has more experts.
+    """
+    micro_batch_size = 48
+    return TrainConfig(
+        model=ModelConfig(
+            num_layers=3,
+            hidden_size=128,
+            num_attention_heads=2,
+            num_experts=_EXPERTS * num_ranks,
+            topk=1,
+            expert_hidden_size=1024,
+        ),
+        parallel=ParallelConfig(ep_size=num_ranks),
+        balance=BalanceConfig(strategy="none"),
+        data=DataConfig(
+            path="",
+            sequence_length=128,
+            micro_batch_size=micro_batch_size,
+            global_batch_size=micro_batch_size * num_ranks,
+        ),
+        optimizer=OptimizerConfig(),
+        megatron={"moe_router_pre_softmax": True},
+    )
 
 
 def calibrate(name: str, *, num_ranks: int | None = None) -> Hardware:
@@ -59,17 +102,18 @@ def calibrate(name: str, *, num_ranks: int | None = None) -> Hardware:
         measured = json.loads((Path(folder) / "measured.json").read_text())
     summary = f"{num_ranks} CPU ranks at a time on {cores} cores, one thread each"
     rate = "measured by doctor --calibrate: "
-    experts = f"{_DEFAULTS.hidden_size} x {_DEFAULTS.expert_hidden_size}"
+    part = f"{rate}the quickstart's "
     sources = {
         "domain_ranks": "ranks of this machine that were measured",
         "memory_bytes": "physical memory / ranks",
         "peak_flops_per_s": f"{rate}float32 product of {_SQUARE} x {_SQUARE}, or the next",
-        "gemm_efficiency": f"{rate}forward and backward of {_EXPERTS} experts of {experts}, / peak",
+        "expert_efficiency": f"{part}experts, each round with other loads, / peak",
+        "dense_efficiency": f"{part}layer without experts, / peak",
         "memory_bandwidth": f"{rate}sums of new tensors",
-        "activation_bandwidth": f"{rate}GELU forward and backward",
-        "token_bandwidth": f"{rate}all-to-all over gloo",
+        "optimizer_bandwidth": f"{part}Adam, gradients clipped and cleared",
+        "token_bandwidth": f"{part}dispatch and combine over gloo, evenly routed",
         "weight_bandwidth": f"{rate}copies into shared memory",
-        "outer_bandwidth": "that of all-to-all: nothing outside was measured",
+        "outer_bandwidth": "that of tokens: nothing outside was measured",
         "overlap": "ranks of a CPU copy themselves: nothing hides",
         "relay_threshold": "this package's",
         "solve_us": f"{rate}Zipf 0.8, 64 ranks, 256 experts, 2 slots, on one rank",
@@ -99,14 +143,15 @@ def _measure(folder: str) -> None:
     from megatron_ext.train import join_ranks
 
     with join_ranks():
-        expert_rate = _expert_rate()
-        peak = max(_matrix_rate(), expert_rate)
+        rates = _part_rates(calibration_run(dist.get_world_size()))
+        peak = max(_matrix_rate(), rates["expert"], rates["dense"])
         measured = {
             "peak_flops_per_s": peak,
-            "gemm_efficiency": expert_rate / peak,
+            "expert_efficiency": rates["expert"] / peak,
+            "dense_efficiency": rates["dense"] / peak,
             "memory_bandwidth": _memory_bandwidth(),
-            "activation_bandwidth": _activation_bandwidth(),
-            "token_bandwidth": _token_bandwidth(),
+            "optimizer_bandwidth": rates["optimizer"],
+            "token_bandwidth": rates["tokens"],
             "weight_bandwidth": _weight_bandwidth(Path(folder)),
         }
         if dist.get_rank() == 0:
@@ -118,24 +163,31 @@ def _measure(folder: str) -> None:
 
 def _computing_s(work: Callable[[], object]) -> float:
     """Processor seconds of a round, in the median, while all ranks do the same."""
-    times = []
-    dist.barrier()
-    for _ in range(ROUNDS):
-        started = time.process_time()
-        work()
-        times.append(time.process_time() - started)
-    return _slowest(statistics.median(times[_WARMUP:]))
+    return _median([_processor_s(work) for _ in range(ROUNDS)])
 
 
 def _transfer_s(work: Callable[[], object]) -> float:
     """Seconds of the fastest round, which all ranks begin together."""
-    times = []
-    for _ in range(ROUNDS):
-        dist.barrier()
-        started = time.perf_counter()
-        work()
-        times.append(_slowest(time.perf_counter() - started))
-    return min(times)
+    return min(_elapsed_s(work) for _ in range(ROUNDS))
+
+
+def _processor_s(work: Callable[[], object]) -> float:
+    dist.barrier()
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
+def _elapsed_s(work: Callable[[], object]) -> float:
+    dist.barrier()
+    started = time.perf_counter()
+    work()
+    return _slowest(time.perf_counter() - started)
+
+
+def _median(values: list[float]) -> float:
+    """Of the rounds that count, on the rank where it is largest."""
+    return _slowest(statistics.median(values[_WARMUP:]))
 
 
 def _slowest(elapsed_s: float) -> float:
@@ -149,49 +201,50 @@ def _matrix_rate() -> float:
     return 2 * _SQUARE**3 / _computing_s(lambda: left @ right)
 
 
-def _expert_rate() -> float:
-    """FLOPs per second of the products of a layer: all experts forward, then all backward.
+def _part_rates(config: TrainConfig) -> dict[str, float]:
+    """FLOPs or bytes per second of a step's parts, as the shape of the run counts them.
 
-    With that much in between, no expert finds its weights or tokens in a cache, as in a training.
+    A round is all parts in the order of a step, so that each finds caches and allocator as in one.
     """
-    hidden, width = _DEFAULTS.hidden_size, _DEFAULTS.expert_hidden_size
-    num_tokens = DataConfig().sequence_length * DataConfig().micro_batch_size
-    tokens = torch.randn(_EXPERTS, num_tokens, hidden, requires_grad=True)
-    first = [torch.randn(width, hidden, requires_grad=True) for _ in range(_EXPERTS)]
-    second = [torch.randn(hidden, width, requires_grad=True) for _ in range(_EXPERTS)]
+    from megatron_ext.mcore.blocks import StepBlocks
 
-    def work() -> None:
-        experts = zip(tokens.unbind(), first, second, strict=True)
-        outputs = torch.stack([mine @ into.T @ out.T for mine, into, out in experts])
-        outputs.backward(outputs.detach())
+    shape, ranks = shape_of(config, ""), config.parallel.ep_size
+    num_tokens = config.data.sequence_length * config.data.micro_batch_size
+    blocks = StepBlocks(config, _VOCAB_SIZE)
+    times: dict[str, list[float]] = {"dense": [], "tokens": [], "expert": [], "optimizer": []}
+    for load in _uneven_loads(num_tokens * ranks, ranks)[:, dist.get_rank()]:
+        times["dense"].append(_processor_s(blocks.run_dense))
+        times["tokens"].append(_elapsed_s(blocks.run_tokens))
+        expert_s = _processor_s(partial(blocks.run_experts, load))
+        times["expert"].append(expert_s / int(load.sum()))
+        times["optimizer"].append(_processor_s(blocks.run_optimizer))
+    # Forward is a third of the FLOPs, and half of the transfers: there, back, and both again.
+    dense_flops = 3 * shape.dense_flops(shape.moe_dense_params) * num_tokens
+    sent_bytes = 4 * shape.token_bytes * num_tokens * (ranks - 1) / ranks
+    return {
+        "dense": dense_flops / _median(times["dense"]),
+        "tokens": sent_bytes / min(times["tokens"]),
+        "expert": 3 * shape.expert_flops / _median(times["expert"]),
+        "optimizer": shape.optimizer_bytes * blocks.optimizer_params / _median(times["optimizer"]),
+    }
 
-    return 3 * 2 * _EXPERTS * num_tokens * 2 * hidden * width / _computing_s(work)
+
+def _uneven_loads(assignments: int, ranks: int) -> Tensor:
+    """Random loads of all experts, of another popularity in every round: int64 [ROUNDS, R, M].
+
+    Never the same sizes twice, as in a training, so that the allocator has work to do.
+    """
+    generator = np.random.default_rng(0)
+    experts = ranks * _EXPERTS
+    popularity = generator.dirichlet(np.ones(experts), size=ROUNDS)
+    loads = generator.multinomial(assignments, popularity)
+    return torch.from_numpy(loads.astype(np.int64)).view(ROUNDS, ranks, _EXPERTS)
 
 
 def _memory_bandwidth() -> float:
     """Bytes per second of a sum: two reads and a write."""
     one = torch.ones(_COPIED_BYTES // 4)
     return 3 * _COPIED_BYTES / _computing_s(lambda: one + one)
-
-
-def _activation_bandwidth() -> float:
-    """Bytes per second of GELU, of which forward is a third of the bytes, as the model has it."""
-    inside = torch.randn(_COPIED_BYTES // 4, requires_grad=True)
-
-    def work() -> None:
-        output = gelu(inside)
-        output.backward(output.detach())
-
-    return 3 * 2 * _COPIED_BYTES / _computing_s(work)
-
-
-def _token_bandwidth() -> float:
-    """Bytes per second that a rank sends to others."""
-    ranks = dist.get_world_size()
-    sent = torch.ones(ranks, _COPIED_BYTES // 4 // ranks)
-    received = torch.empty_like(sent)
-    num_bytes = _COPIED_BYTES * (ranks - 1) / ranks
-    return num_bytes / _transfer_s(lambda: dist.all_to_all_single(received, sent))
 
 
 def _weight_bandwidth(folder: Path) -> float:

@@ -41,14 +41,20 @@ class Hardware:
     """Of a rank."""
     peak_flops_per_s: float
     """Of a rank, dense matrix products."""
-    gemm_efficiency: float
-    """Share of the peak that the model's matrix products reach, experts and dense parts alike."""
+    expert_efficiency: float
+    """Share of the peak that experts reach: their matrix products, in the time of these, of the
+    activation function and of weighing by the router's probabilities."""
+    dense_efficiency: float
+    """The same of what all ranks have: matrix products and attention, in the time of these and of
+    norms, sums, mask, softmax and router. Of logits too, with their loss."""
     memory_bandwidth: float
     """Bytes per second that a rank reads and writes where it does no more than move them."""
-    activation_bandwidth: float
-    """Bytes per second that a rank reads and writes in the activation function of its experts."""
+    optimizer_bandwidth: float
+    """Bytes per second (`ModelShape.optimizer_bytes`) in an optimizer's step, which clips and
+    clears gradients too."""
     token_bandwidth: float
-    """Bytes per second that a rank sends in an all-to-all within the domain, as reached."""
+    """Bytes per second that a rank sends in dispatch and combine within the domain, as reached, in
+    the time of the transfer and of bringing tokens into the order of experts and back."""
     weight_bandwidth: float
     """Bytes per second that a rank sends as replicas within the domain, as reached."""
     outer_bandwidth: float
@@ -70,7 +76,7 @@ class Hardware:
             else:
                 numbers = {name: value}
             least = 0.0 if name in ("overlap", "solve_us", "relay_threshold") else None
-            most = 1.0 if name in ("overlap", "gemm_efficiency") else math.inf
+            most = 1.0 if name == "overlap" or name.endswith("_efficiency") else math.inf
             for label, number in numbers.items():
                 _check_number(label, number, least, most)
 

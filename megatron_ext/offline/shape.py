@@ -29,7 +29,7 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 class ModelShape:
     """A model and how its training is spread. All but the first two have to be given.
 
-    FLOPs and bytes below are those of one forward; a backward has twice as many (UltraEP, Eq. 3).
+    FLOPs below are those of one forward; a backward has twice as many (UltraEP, Eq. 3).
     """
 
     name: str = ""
@@ -114,29 +114,30 @@ class ModelShape:
     def _ffn_params(self, width: int) -> int:
         return (3 if self.is_gated else 2) * self.hidden_size * width
 
-    def assignment_work(self) -> tuple[float, float, float]:
-        """FLOPs, bytes moved, and bytes of the activation function, for one assignment.
+    @property
+    def expert_flops(self) -> float:
+        """Of one assignment: the matrix products of its expert."""
+        return 2.0 * self.expert_params
 
-        Moved are hidden states, twice read and twice written, into the experts' order and back; and
-        one width read and written, where Megatron multiplies the router's probability in. The
-        activation function reads one width, or two if gated, and writes one.
+    def dense_flops(self, params: int) -> float:
+        """Of one token, in the parts of a layer with `params` weights that all ranks have.
+
+        Attention reads half the sequence on average.
         """
-        moved = 4 * self.token_bytes + 2 * self.element_bytes * self.expert_hidden_size
-        activated = (3 if self.is_gated else 2) * self.element_bytes * self.expert_hidden_size
-        return 2.0 * self.expert_params, float(moved), float(activated)
+        return 2.0 * params + 2.0 * self.sequence_length * self.attention_width
 
-    def dense_work(self, params: int) -> tuple[float, float]:
-        """FLOPs and bytes moved, for one token in the parts of a layer that all ranks have.
+    @property
+    def logits_flops(self) -> float:
+        """Of one token."""
+        return 2.0 * self.hidden_size * self.vocab_size
 
-        Attention reads half the sequence on average. Moved are hidden states: two norms (read and
-        write), two residual sums (two reads, a write), queries, keys, values and output once each.
+    @property
+    def optimizer_bytes(self) -> int:
+        """Least that a step of Adam reads and writes for a weight.
+
+        In float32 its gradient, and the weight and two moments twice; the weight in its own type.
         """
-        flops = 2.0 * params + 2.0 * self.sequence_length * self.attention_width
-        return flops, 10.0 * self.token_bytes + 4.0 * self.element_bytes * self.attention_width
-
-    def logits_work(self) -> tuple[float, float]:
-        """FLOPs and bytes moved for one token's logits and loss: 4 passes in float32."""
-        return 2.0 * self.hidden_size * self.vocab_size, 16.0 * self.vocab_size
+        return 7 * 4 + self.element_bytes
 
     def kept_per_assignment(self) -> int:
         """Bytes of activations that one assignment keeps for backward in a layer.

@@ -43,14 +43,15 @@ longer; dispatch and combine; experts; attention, router and shared expert; what
 gradients is not hidden."""
 
 LEFT_OUT = (
-    "a rank's matrix products have one rate, whatever their number and size",
-    "kernel launches, the latency of a message, and waiting for the host",
+    "experts have one rate and dense parts another, whatever the number and size of products",
+    "kernel launches, latency of messages and waiting for the host, but for what is in a rate",
     "contention between transfers, and between transfers and computation beside them",
     "how uneven the traffic is inside an all-to-all: the busiest rank's bytes go at the full rate",
     "which tokens leave a domain: remote ones are spread evenly over the other ranks",
     "transfers between pipeline stages; stages that differ (each counts as the slowest)",
     "other EP groups: all have the loads of this trace, at the same time",
-    "softmax and mask of attention, norms of gradients, and whatever the allocator does",
+    "embeddings, and balancing on the host beside planning: gathering loads, splitting quotas",
+    "how an allocator fares with the sizes of one load: a rate has what it costs on average",
     "memory that is fragmented, workspaces, and logits",
 )
 """What the model leaves out; part of every report."""
@@ -58,8 +59,6 @@ LEFT_OUT = (
 _GRADIENT_BYTES = 4
 _OPTIMIZER_BYTES = 12
 """Of a parameter: float32 weight and two moments of Adam."""
-_OPTIMIZER_PASSES = 7
-"""Float32 numbers that a step of Adam reads or writes: gradient, and each of the above twice."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +97,11 @@ class Machine:
         inside, outside = self._shares()
         hardware = self.hardware
         slowest = max(inside / hardware.token_bandwidth, outside / hardware.outer_bandwidth)
-        flops, moved, activated = self.shape.assignment_work()
+        expert_flops_per_s = hardware.peak_flops_per_s * hardware.expert_efficiency
         return LayerCosts(
             expert_bytes=self.shape.element_bytes * self.shape.expert_params,
             link_bandwidth=hardware.weight_bandwidth,
-            assignment_time=self._gemm_s(flops)
-            + moved / hardware.memory_bandwidth
-            + activated / hardware.activation_bandwidth,
+            assignment_time=self.shape.expert_flops / expert_flops_per_s,
             token_bytes=self.shape.token_bytes,
             token_bandwidth=1 / slowest,
         )
@@ -115,13 +112,14 @@ class Machine:
         outside = max(self.ep_size - self.hardware.domain_ranks, 0) / others
         return 1 - outside, outside
 
-    def _gemm_s(self, flops: float) -> float:
-        return flops / (self.hardware.peak_flops_per_s * self.hardware.gemm_efficiency)
+    def _dense_s(self, flops: float) -> float:
+        """Seconds of that many FLOPs for each token, in what all ranks have."""
+        hardware = self.hardware
+        return self.tokens * flops / (hardware.peak_flops_per_s * hardware.dense_efficiency)
 
     def dense_s(self, params: int) -> float:
         """Seconds of a layer's forward in the parts with `params` weights that all ranks have."""
-        flops, moved = self.shape.dense_work(params)
-        return self.tokens * (self._gemm_s(flops) + moved / self.hardware.memory_bandwidth)
+        return self._dense_s(self.shape.dense_flops(params))
 
     def reroute_s(self, slots: int) -> float:
         """Seconds of rewriting probabilities (float32) and choices (bytes), [N, E] to [N, P]."""
@@ -132,8 +130,7 @@ class Machine:
 
     def outside_layers_s(self) -> float:
         """Seconds of a microbatch on the slowest stage, beside MoE layers: forward and backward."""
-        flops, moved = self.shape.logits_work()
-        logits = self.tokens * (self._gemm_s(flops) + moved / self.hardware.memory_bandwidth)
+        logits = self._dense_s(self.shape.logits_flops)
         dense = self.dense_s(self.shape.dense_layer_params)
         passes = 4 if self.shape.recompute == "full" else 3
         dense_layers = self.shape.num_dense_layers / self.shape.pp_size
@@ -176,8 +173,8 @@ class Machine:
             for params, ranks in zip(self.params(), self._data_parallel(), strict=True)
         )
         reduction = max(0.0, num_bytes / bandwidth - hardware.overlap * backward_s)
-        passes = 4 * _OPTIMIZER_PASSES + shape.element_bytes
-        return reduction + self._sharded_params() * passes / hardware.memory_bandwidth
+        optimized_bytes = self._sharded_params() * shape.optimizer_bytes
+        return reduction + optimized_bytes / hardware.optimizer_bandwidth
 
     def static_bytes(self, slots: int) -> float:
         """Memory of a rank before any activation: weights, gradients, optimizer, slots."""
