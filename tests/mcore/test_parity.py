@@ -203,8 +203,8 @@ AHEAD_STEP_CASES: list[Case] = [
 ]
 
 
-def _steps_ahead(rank: int, cases: list[Case]) -> list[Any]:
-    balance = BalanceConfig(strategy="libra", tolerance=0.0)
+def _steps_ahead(rank: int, cases: list[Case], local_first: bool) -> list[Any]:
+    balance = BalanceConfig(strategy="libra", tolerance=0.0, local_first=local_first)
     return [
         step_difference(case, num_microbatches=num_microbatches, balance=balance)
         for case, num_microbatches in cases
@@ -221,8 +221,9 @@ def test_replicas_sent_ahead_change_no_gradient(transport: str, world_size: int)
     _check_hits(differences)
 
 
-def test_replicas_sent_ahead_change_no_step() -> None:
-    differences = run_ranks(_steps_ahead, 2, AHEAD_STEP_CASES, timeout_s=400)
+@pytest.mark.parametrize("local_first", [False, True])
+def test_replicas_sent_ahead_change_no_step(local_first: bool) -> None:
+    differences = run_ranks(_steps_ahead, 2, AHEAD_STEP_CASES, local_first, timeout_s=400)
     _check(differences, AHEAD_STEP_CASES, STEP_TOLERANCE)
     _check_hits(differences)
 
@@ -241,7 +242,7 @@ OWN_FIRST_CASES = {
 @pytest.mark.parametrize(("strategy", "world_size"), OWN_FIRST_CASES)
 def test_own_tokens_first_change_no_gradient(strategy: str, world_size: int) -> None:
     cases = OWN_FIRST_CASES[strategy, world_size]
-    # Whichever transport: with `collective` both kinds of transfer share the EP group.
+    # Both transports; with `collective`, replicas and tokens travel in the same group.
     transport = "shared_memory" if (strategy, world_size) == ("quota", 2) else "collective"
     balance = BalanceConfig(strategy=strategy, tolerance=0.0, transport=transport, local_first=True)
     differences = run_ranks(_gradients, world_size, cases, balance, timeout_s=400)
