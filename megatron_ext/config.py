@@ -78,6 +78,10 @@ class BalanceConfig:
     `cuda` (GPUs that reach each other's memory), `collective` (torch.distributed: everywhere), or
     `auto`, which takes the first that all ranks of the EP group can use and logs which."""
 
+    local_first: bool = False
+    """Compute a rank's own tokens, whose expert is on it, while the others are on their way, then
+    those that arrived (Libra's two stages; docs/decisions/016). For the dispatcher `alltoall`."""
+
     grad_reduce_share: float = 0.25
     """Share of a GPU that adding replica gradients may use beside the backward pass, from above 0
     to 1. By arithmetic, not measured: a block has 32 KiB in flight, and a link of 450 GB/s with 2

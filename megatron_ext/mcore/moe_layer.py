@@ -10,6 +10,7 @@
                   tell the next layer (lookahead.py)
     dispatch    5 tokens to physical experts          route (Megatron)
     experts     6 mains and slots
+                  (own tokens first: local_first.py)
     combine     7 outputs back                        layer's input (backward.py)
                                                                8 sums into the mains
 
@@ -56,6 +57,7 @@ from megatron_ext.balance.strategies.ideal import force_even
 from megatron_ext.config import BalanceConfig
 from megatron_ext.mcore.dispatcher import physical_dispatcher, release_graph
 from megatron_ext.mcore.experts import expert_weights, finish_parameter_gather, run_experts
+from megatron_ext.mcore.local_first import Dispatched, LocalFirstDispatcher
 from megatron_ext.mcore.lookahead import LayerOrder, Lookahead, Prediction, PredictionReport
 from megatron_ext.mcore.schedule import most_in_flight
 from megatron_ext.mcore.validate import validate_for_balancing
@@ -78,6 +80,9 @@ class LayerReport:
 
 
 Observer = Callable[[LayerReport], None]
+
+_NO_SLOTS: list[Any] = [()]
+"""Slot weights, by segment, of a layer without slots."""
 
 
 class BalancedMoELayer(MoELayer):
@@ -140,7 +145,12 @@ class BalancedMoELayer(MoELayer):
         if ep_size == 1:  # One rank has nobody to share its load with.
             self.layout = dataclasses.replace(self.layout, slots=0)
         self.token_dispatcher = physical_dispatcher(
-            self.token_dispatcher, self.layout, config, self.ep_group.rank(), pg_collection
+            self.token_dispatcher,
+            self.layout,
+            config,
+            self.ep_group.rank(),
+            pg_collection,
+            local_first=balance.local_first and ep_size > 1,  # One rank has nothing to exchange.
         )
         self.expert_weights = expert_weights(self.experts)
         self.chunk: int | None = None
@@ -205,23 +215,46 @@ class BalancedMoELayer(MoELayer):
         release_graph(self.token_dispatcher)
         return hidden_states, probs
 
-    def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+    def routed_experts_compute(self, hidden_states: Any, probs: Any) -> tuple[Any, None]:
         """Stage 6, with the hooks of stages 4 and 8 for backward around it."""
-        replication = self._replication
-        if replication is None:
+        dispatcher = self.token_dispatcher
+        if isinstance(dispatcher, LocalFirstDispatcher):
+            return self._compute_own_then_others(dispatcher, hidden_states, probs), None
+        if self._replication is None:
             return super().routed_experts_compute(hidden_states, probs)
-        tokens, tokens_per_expert, probs = self.token_dispatcher.dispatch_postprocess(
-            hidden_states, probs
+        tokens, tokens_per_expert, probs = dispatcher.dispatch_postprocess(hidden_states, probs)
+        release_graph(dispatcher)
+        tokens, slot_weights = self._replication.materialized(tokens)
+        output = self._run_experts(slot_weights, tokens, tokens_per_expert, probs)
+        return dispatcher.combine_preprocess(output), None
+
+    def _compute_own_then_others(
+        self, dispatcher: LocalFirstDispatcher, tokens: Dispatched, probs: Dispatched
+    ) -> tuple[Tensor, Tensor]:
+        """Stage 6 in two parts; see `local_first.py`."""
+        own_tokens, slot_weights = tokens.own, _NO_SLOTS
+        if self._replication is not None:
+            own_tokens, slot_weights = self._replication.materialized(own_tokens)
+        own_output = self._run_experts(
+            slot_weights, own_tokens, dispatcher.own_tokens_per_expert, probs.own
         )
-        release_graph(self.token_dispatcher)
-        tokens, slot_weights = replication.materialized(tokens)
+        others_output = self._run_experts(
+            slot_weights, *dispatcher.dispatch_postprocess(tokens, probs)
+        )
+        return own_output, dispatcher.combine_preprocess(others_output)
+
+    def _run_experts(
+        self, slot_weights: list[Any], tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
+    ) -> Tensor:
         output = run_experts(
             self.experts, self.expert_weights, slot_weights, tokens, tokens_per_expert, probs
         )
-        output = RematerializeFunction.apply(replication, output)
-        return self.token_dispatcher.combine_preprocess(output), None
+        if self._replication is None:
+            return output
+        # With own tokens first, the second of two backwards finds the slots filled.
+        return RematerializeFunction.apply(self._replication, output)
 
-    def combine(self, output: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def combine(self, output: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Stage 7; in backward, stage 4 starts before it."""
         replication, self._replication = self._replication, None
         output = super().combine(output, *args, **kwargs)

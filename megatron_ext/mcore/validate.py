@@ -45,6 +45,13 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
         for name, allowed, reason in _MUST_BE
         if getattr(config, name, allowed) not in (allowed, None, False)
     ]
+    if balance.local_first:
+        problems += [
+            f"{name} ({getattr(config, name)!r}) must be {allowed!r} with balance.local_first: "
+            f"{reason}"
+            for name, allowed, reason in _MUST_BE_FOR_LOCAL_FIRST
+            if getattr(config, name, allowed) != allowed
+        ]
     if (
         balance.strategy in STRATEGIES
         and STRATEGIES[balance.strategy].place_predicted is not None
@@ -84,3 +91,13 @@ _MUST_BE = (
     ("cuda_graph_impl", "none", "plans are read on the host"),
 )
 """(field of TransformerConfig, value it must have, why). A field that Megatron lacks is fine."""
+
+_MUST_BE_FOR_LOCAL_FIRST = (
+    ("moe_token_dispatcher_type", "alltoall", "only there own tokens can be kept from travelling"),
+    (
+        "moe_shared_expert_overlap",
+        False,
+        "shared experts would want the same places of the exchange",
+    ),
+)
+"""As above."""

@@ -6,6 +6,7 @@ order.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -79,6 +80,7 @@ def _train(rank: int, case: dict[str, Any], balance: BalanceConfig | None) -> in
     [
         (dict(ep=2), None),
         (dict(ep=2), EXACT),
+        (dict(ep=2), dataclasses.replace(EXACT, local_first=True)),
         (dict(ep=2, distributed_optimizer=True, recompute="selective"), EXACT),
         (dict(ep=2, gated_linear_unit=True, bias_activation_fusion=False, shared_ffn=24), EXACT),
     ],

@@ -204,9 +204,10 @@ def test_backward_reads_nothing_that_was_left_in_the_slots() -> None:
     run_ranks(_evaluate_between_forward_and_backward, 2)
 
 
-def _abort_a_step(rank: int, dispatcher: str) -> None:
+def _abort_a_step(rank: int, dispatcher: str, local_first: bool) -> None:
     case = dict(ep=2, dispatcher=dispatcher)
-    clean, aborted = balanced_gpt(case, EXACT), balanced_gpt(case, EXACT)
+    balance = BalanceConfig(tolerance=0.0, local_first=local_first)
+    clean, aborted = balanced_gpt(case, balance), balanced_gpt(case, balance)
 
     def fail(*_: Any) -> None:
         in_flight = [layer._in_flight.num_in_flight for layer in balanced_layers(aborted)]
@@ -228,9 +229,13 @@ def _abort_a_step(rank: int, dispatcher: str) -> None:
     )
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_a_clean_step_after_an_aborted_one_equals_a_clean_step(dispatcher: str) -> None:
-    run_ranks(_abort_a_step, 2, dispatcher)
+@pytest.mark.parametrize(
+    ("dispatcher", "local_first"), [("alltoall", False), ("allgather", False), ("alltoall", True)]
+)
+def test_a_clean_step_after_an_aborted_one_equals_a_clean_step(
+    dispatcher: str, local_first: bool
+) -> None:
+    run_ranks(_abort_a_step, 2, dispatcher, local_first)
 
 
 def _slot_bytes(rank: int, num_layers: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -358,6 +363,20 @@ def test_ranks_that_disagree_about_the_config_fail_at_the_start() -> None:
         (dict(gradient_accumulation_fusion=True), {}, "gradient_accumulation_fusion (True) must"),
         (dict(expert_tensor_parallel_size=2), {}, "expert_tensor_parallel_size (2) must be 1"),
         (dict(num_moe_experts=None), {}, "num_moe_experts (None) must be >= 1"),
+        (
+            dict(moe_token_dispatcher_type="allgather"),
+            dict(local_first=True),
+            "moe_token_dispatcher_type ('allgather') must be 'alltoall' with balance.local_first",
+        ),
+        (
+            dict(
+                moe_token_dispatcher_type="alltoall",
+                moe_shared_expert_intermediate_size=24,
+                moe_shared_expert_overlap=True,
+            ),
+            dict(local_first=True),
+            "moe_shared_expert_overlap (True) must be False with balance.local_first",
+        ),
     ],
 )
 def test_settings_that_exclude_balancing_are_named(

@@ -91,8 +91,7 @@ STEP_CASES: dict[int, list[Case]] = {
 }
 
 
-def _gradients(rank: int, cases: list[Case], transport: str) -> list[Any]:
-    balance = BalanceConfig(tolerance=0.0, transport=transport)
+def _gradients(rank: int, cases: list[Case], balance: BalanceConfig) -> list[Any]:
     return [
         gradient_difference(case, num_microbatches=num_microbatches, balance=balance)
         for case, num_microbatches in cases
@@ -109,7 +108,8 @@ def _steps(rank: int, cases: list[Case]) -> list[Any]:
 @pytest.mark.parametrize("transport", ["shared_memory", "collective"])
 def test_gradients_equal_unbalanced_megatron(transport: str, world_size: int) -> None:
     cases = GRADIENT_CASES[world_size]
-    differences = run_ranks(_gradients, world_size, cases, transport, timeout_s=400)
+    balance = BalanceConfig(tolerance=0.0, transport=transport)
+    differences = run_ranks(_gradients, world_size, cases, balance, timeout_s=400)
     _check(differences, cases, GRADIENT_TOLERANCE)
 
 
@@ -136,11 +136,15 @@ PLANNERS = (
 )
 
 
-def _planners(rank: int, folder: Path) -> list[Any]:
+def _planners(rank: int, folder: Path, local_first: bool) -> list[Any]:
     with contextlib.chdir(folder):
         # The second microbatch is the first that can be planned from history.
         return [
-            gradient_difference(dict(ep=2), num_microbatches=2, balance=BalanceConfig(**p))
+            gradient_difference(
+                dict(ep=2),
+                num_microbatches=2,
+                balance=BalanceConfig(**p, local_first=local_first),
+            )
             for p in PLANNERS
         ]
 
@@ -199,16 +203,8 @@ AHEAD_STEP_CASES: list[Case] = [
 ]
 
 
-def _gradients_ahead(rank: int, cases: list[Case], transport: str) -> list[Any]:
-    balance = BalanceConfig(strategy="libra", tolerance=0.0, transport=transport, check_plans=True)
-    return [
-        gradient_difference(case, num_microbatches=num_microbatches, balance=balance)
-        for case, num_microbatches in cases
-    ]
-
-
-def _steps_ahead(rank: int, cases: list[Case]) -> list[Any]:
-    balance = BalanceConfig(strategy="libra", tolerance=0.0)
+def _steps_ahead(rank: int, cases: list[Case], local_first: bool) -> list[Any]:
+    balance = BalanceConfig(strategy="libra", tolerance=0.0, local_first=local_first)
     return [
         step_difference(case, num_microbatches=num_microbatches, balance=balance)
         for case, num_microbatches in cases
@@ -219,15 +215,38 @@ def _steps_ahead(rank: int, cases: list[Case]) -> list[Any]:
 @pytest.mark.parametrize("transport", ["shared_memory", "collective"])
 def test_replicas_sent_ahead_change_no_gradient(transport: str, world_size: int) -> None:
     cases = AHEAD_CASES[world_size]
-    differences = run_ranks(_gradients_ahead, world_size, cases, transport, timeout_s=400)
+    balance = BalanceConfig(strategy="libra", tolerance=0.0, transport=transport, check_plans=True)
+    differences = run_ranks(_gradients, world_size, cases, balance, timeout_s=400)
     _check(differences, cases, GRADIENT_TOLERANCE)
     _check_hits(differences)
 
 
-def test_replicas_sent_ahead_change_no_step() -> None:
-    differences = run_ranks(_steps_ahead, 2, AHEAD_STEP_CASES, timeout_s=400)
+@pytest.mark.parametrize("local_first", [False, True])
+def test_replicas_sent_ahead_change_no_step(local_first: bool) -> None:
+    differences = run_ranks(_steps_ahead, 2, AHEAD_STEP_CASES, local_first, timeout_s=400)
     _check(differences, AHEAD_STEP_CASES, STEP_TOLERANCE)
     _check_hits(differences)
+
+
+OWN_FIRST_CASES = {
+    (strategy, world_size): [
+        (case, num_microbatches)
+        for case, num_microbatches in cases[world_size]
+        if case["ep"] > 1 and "dispatcher" not in case
+    ]
+    for strategy, cases in (("quota", GRADIENT_CASES), ("libra", AHEAD_CASES))
+    for world_size in (2, 4)
+}
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), OWN_FIRST_CASES)
+def test_own_tokens_first_change_no_gradient(strategy: str, world_size: int) -> None:
+    cases = OWN_FIRST_CASES[strategy, world_size]
+    # Both transports; with `collective`, replicas and tokens travel in the same group.
+    transport = "shared_memory" if (strategy, world_size) == ("quota", 2) else "collective"
+    balance = BalanceConfig(strategy=strategy, tolerance=0.0, transport=transport, local_first=True)
+    differences = run_ranks(_gradients, world_size, cases, balance, timeout_s=400)
+    _check(differences, cases, GRADIENT_TOLERANCE)
 
 
 def _check_hits(by_rank: list[list[Any]]) -> None:
@@ -239,13 +258,14 @@ def test_history_that_moves_on_before_recompute_changes_nothing() -> None:
     _check(run_ranks(_history, 2), HISTORY_CASES, GRADIENT_TOLERANCE)
 
 
-def test_every_planner_equals_unbalanced_megatron(tmp_path: Path) -> None:
+@pytest.mark.parametrize("local_first", [False, True])
+def test_every_planner_equals_unbalanced_megatron(tmp_path: Path, local_first: bool) -> None:
     # Every expert twice in layer 1, nothing in layer 2.
     slots = torch.tensor([[[2, 3], [0, 1]], [[-1, -1], [-1, -1]]], dtype=torch.int32)
     placement = Placement((1, 2), slots, torch.ones(2, 4, dtype=torch.int64))
     write_placement(tmp_path / "placement.npz", placement)
     cases = [(dict(ep=2, **p), 2) for p in PLANNERS]
-    _check(run_ranks(_planners, 2, tmp_path), cases, GRADIENT_TOLERANCE)
+    _check(run_ranks(_planners, 2, tmp_path, local_first), cases, GRADIENT_TOLERANCE)
 
 
 def _check(by_rank: list[list[Any]], cases: list[Case], tolerance: float) -> None:

@@ -1,0 +1,209 @@
+"""Stages 5 to 7 in two parts: own tokens are computed while those of other ranks are on their way.
+
+    forward                                   backward (from the last line up)
+    send tokens to other ranks                wait for the gradients of the tokens sent
+    experts on own tokens                     experts' backward on own tokens
+    wait for the tokens of other ranks        send the gradients of these tokens
+    experts on these                          experts' backward on these
+    combine: their outputs back (Megatron)    combine's backward (Megatron)
+
+Own tokens are those whose instance, main or slot, is on their own rank: they never leave its
+memory. They hide one exchange in forward and one in backward; beside combine there is nothing.
+
+Permutation, counts and combine are Megatron's. What is used of the inside of its all-to-all
+dispatcher, in 0.16.1 as in 0.19.2: `preprocess` leaves the counts in `input_splits`,
+`output_splits` and `num_global_tokens_per_local_expert`, an entry or a row for each EP rank.
+
+Legend: N local tokens, K choices per token, H hidden, R ranks of the EP group, M mains and S slots
+per rank.
+
+Source: Libra, two-stage locality-aware execution (MoE_local, MoE_remote). Differs from it in that
+own tokens wait for the plan, because an exact quota may send some of them away, that the others
+travel by all-to-all, and that there is a backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
+
+
+class Exchange:
+    """One all-to-all of rows that goes on beside computation, and the way back of its gradients.
+
+    Lives in the autograd graph of one forward.
+
+    Args:
+        group: Its ranks all send at the same place of their forward, and of their backward.
+        send_sizes: Rows for each rank of the group.
+        receive_sizes: Rows from each rank of the group.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, send_sizes: list[int], receive_sizes: list[int]
+    ) -> None:
+        self._group = group
+        self._send_sizes = send_sizes
+        self._receive_sizes = receive_sizes
+        self._under_way: tuple[dist.Work, Tensor, Tensor] | None = None
+
+    def start(self, rows: Tensor) -> Tensor:
+        """Send rows [sum(send_sizes), ...]; return the memory that they arrive in."""
+        return self._start(rows, self._send_sizes, self._receive_sizes)
+
+    def start_back(self, grads: Tensor) -> None:
+        """Send the gradients of the rows that arrived."""
+        self._start(grads, self._receive_sizes, self._send_sizes)
+
+    def _start(self, rows: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
+        assert self._under_way is None, "the last rows were not waited for"
+        rows = rows.contiguous()
+        arriving = rows.new_empty(sum(receive_sizes), *rows.shape[1:])
+        work = dist.all_to_all_single(
+            arriving, rows, receive_sizes, send_sizes, group=self._group, async_op=True
+        )
+        # Without the graph: it refers to this exchange, and would keep itself alive in an aborted
+        # step.
+        self._under_way = work, rows.detach(), arriving.detach()
+        return arriving
+
+    def wait(self) -> Tensor:
+        """Return the rows, or gradients, that were under way."""
+        assert self._under_way is not None, "nothing was sent"
+        (work, _, arrived), self._under_way = self._under_way, None
+        work.wait()
+        return arrived
+
+
+class Arriving(NamedTuple):
+    """Rows on their way to this rank."""
+
+    exchange: Exchange
+    rows: Tensor
+    """Where they arrive; not to be read before `wait`."""
+
+    def wait(self) -> Tensor:
+        """Return the rows when they are here. Its backward sends their gradients."""
+        arrived: Tensor = _Wait.apply(*self)
+        return arrived
+
+
+class _Send(torch.autograd.Function):
+    """Rows -> memory that they arrive in."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, rows: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.start(rows)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor]:
+        # `_Wait` has sent the gradients on their way and handed on those of the memory.
+        return None, ctx.exchange.wait()
+
+
+class _Wait(torch.autograd.Function):
+    """Memory that rows arrive in -> rows."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, rows: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        exchange.wait()
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grads: Tensor) -> tuple[None, Tensor]:
+        ctx.exchange.start_back(grads)
+        return None, grads
+
+
+class Dispatched(NamedTuple):
+    """Rows at the experts: those of this rank, and those of others."""
+
+    own: Tensor
+    others: Arriving
+
+
+class LocalFirstDispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron's all-to-all dispatcher with own tokens kept out of its exchange.
+
+    Made by `physical_dispatcher`. Needs more than one EP rank and what `validate_for_balancing`
+    checks of it.
+
+    Attributes:
+        own_tokens_per_expert: Of this rank for each of its experts, int64 [M + S]; from
+            `dispatch_preprocess` to the next one.
+    """
+
+    own_tokens_per_expert: Tensor
+    tokens_per_expert: Any
+
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        """Count as Megatron does, then take the own tokens out.
+
+        Args:
+            routing_map: Choices of physical experts, bool [N, R * (M + S)].
+
+        Returns:
+            Tokens of other ranks for each of this rank's experts, int64 [M + S].
+        """
+        tokens_per_expert = super().preprocess(routing_map)
+        rank, first = self.ep_group.rank(), self.local_expert_indices[0]
+        self.own_tokens_per_expert = routing_map[:, first : first + self.num_local_experts].sum(0)
+        self.input_splits[rank] = 0
+        self.output_splits[rank] = 0
+        if self.num_local_experts > 1:
+            self.num_global_tokens_per_local_expert[rank] = 0
+        return tokens_per_expert - self.own_tokens_per_expert
+
+    def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Dispatched, Dispatched]:
+        """Start to exchange tokens [N * K, H] and probabilities [N * K], both sorted by expert."""
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
+            "before_ep_alltoall", self.tokens_per_expert
+        )
+        return self._dispatch(tokens), self._dispatch(probs)
+
+    def _dispatch(self, rows: Tensor) -> Dispatched:
+        send_sizes, receive_sizes = self.input_splits.tolist(), self.output_splits.tolist()
+        num_before = self._num_rows_before_own()
+        num_own = rows.shape[0] - sum(send_sizes)
+        before, own, after = rows.tensor_split([num_before, num_before + num_own])
+        exchange = Exchange(self.ep_group, send_sizes, receive_sizes)
+        others = _Send.apply(exchange, torch.cat([before, after]))
+        return Dispatched(own, Arriving(exchange, others))
+
+    def _num_rows_before_own(self) -> int:
+        return int(self.input_splits[: self.ep_group.rank()].sum())
+
+    def dispatch_postprocess(
+        self, tokens: Dispatched, probs: Dispatched
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Wait for the tokens of other ranks, and sort them by expert as Megatron does.
+
+        Returns:
+            Tokens [N', H], how many each expert has [M + S], probabilities [N'].
+        """
+        result: tuple[Tensor, Tensor, Tensor] = super().dispatch_postprocess(
+            tokens.others.wait(), probs.others.wait()
+        )
+        return result
+
+    def token_combine(self, outputs: tuple[Tensor, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Bring the outputs of other ranks' tokens back and put this rank's between.
+
+        Args:
+            outputs: Of own tokens, and of the others after `combine_preprocess`.
+            *args: Megatron's.
+            **kwargs: Megatron's.
+
+        Returns:
+            Outputs [N * K, H] in the order that `token_dispatch` got.
+        """
+        own, others = outputs
+        returned = super().token_combine(others, *args, **kwargs)
+        before, after = returned.tensor_split([self._num_rows_before_own()])
+        return torch.cat([before, own, after])
