@@ -11,7 +11,7 @@ import torch
 from tests.gpt import build_gpt  # first: it enables the CPU platform
 from tests.ranks import run_ranks
 
-STEP = 1e-5
+STEP = 1e-4  # Little enough that no token chooses other experts.
 
 
 def _loss_around(rank: int, name: str) -> tuple[float, float]:
@@ -34,5 +34,6 @@ def _loss_around(rank: int, name: str) -> tuple[float, float]:
 def test_gradients_are_of_the_whole_sequence(name: str) -> None:
     first, second = run_ranks(_loss_around, 2, name)
     assert first == second
-    # A central difference is off by the third derivative times STEP squared, 1e-10.
-    assert first[0] == pytest.approx(first[1], rel=1e-6)
+    # Megatron's attention rounds to float32, which moves the loss by about 1e-8 and the difference by
+    # 1e-4. Without the other rank's tokens the gradient would be another one altogether.
+    assert first[0] == pytest.approx(first[1], abs=1e-4)
