@@ -34,6 +34,6 @@ def _loss_around(rank: int, name: str) -> tuple[float, float]:
 def test_gradients_are_of_the_whole_sequence(name: str) -> None:
     first, second = run_ranks(_loss_around, 2, name)
     assert first == second
-    # Megatron's attention rounds to float32, which moves the loss by about 1e-8 and the difference by
-    # 1e-4. Without the other rank's tokens the gradient would be another one altogether.
+    # Megatron's attention rounds to float32: it moves the loss by 1e-8, the difference by 1e-4.
+    # Without the other rank's tokens the gradient would be another one altogether.
     assert first[0] == pytest.approx(first[1], abs=1e-4)
