@@ -77,11 +77,12 @@ def _read_array(path: Path, archive: np.lib.npyio.NpzFile, name: str) -> np.ndar
     return values
 
 
-def check_dtype(path: Path, name: str, values: np.ndarray, dtype: type[np.integer[Any]]) -> None:
+def check_dtype(path: Path, name: str, values: np.ndarray, dtype: type[np.number[Any]]) -> None:
     """Raise ValueError, with the way out, if an array of a file is of another type."""
     if values.dtype == dtype:
         return
-    if values.dtype.kind == "f" and not np.isfinite(values).all():
+    is_count = np.issubdtype(dtype, np.integer)
+    if is_count and values.dtype.kind == "f" and not np.isfinite(values).all():
         raise ValueError(f"{path}: {name} has NaN or infinite entries; it must be counts")
     wanted = np.dtype(dtype)
     raise ValueError(

@@ -201,6 +201,10 @@ class ParallelConfig:
     ep_size: int = 1
     """Ranks that share the experts of a layer (R)."""
 
+    tp_size: int = 1
+    """Ranks that share attention and embeddings (tensor parallelism), and a sequence between them
+    (sequence parallelism)."""
+
     pp_size: int = 1
     """Pipeline stages."""
 
@@ -244,6 +248,12 @@ class DataConfig:
     """File of `megatron-ext place sem_moe`: the samples of a step go to the ranks that have the
     experts which their tokens choose, if the model starts with its experts placed by the same file.
     Empty deals them in turn. The samples of a step are the same."""
+
+    rebatch: str = ""
+    """File of `megatron-ext place sem_moe`: in MoE layers, the tokens of a sequence go to the
+    tensor-parallel ranks that probably have their experts, if the model starts with its experts
+    placed by the same file. Needs `parallel.tp_size` and `parallel.ep_size` to be the same, above
+    1. Empty leaves tokens where the sequence puts them. What is learned is the same."""
 
     weights: dict[str, float] = field(default_factory=dict)
     """Share of each domain; empty is in proportion to the domains' sizes."""
@@ -384,6 +394,7 @@ _AT_LEAST: dict[str, float] = {
     "model.shared_expert_hidden_size": 0,
     "model.aux_loss": 0,
     "parallel.ep_size": 1,
+    "parallel.tp_size": 1,
     "parallel.pp_size": 1,
     "parallel.vpp_size": 1,
     "data.sequence_length": 1,
@@ -485,6 +496,8 @@ def _check_sizes(config: TrainConfig, num_ranks: int) -> list[str]:
         "model.num_attention_heads",
     )
     multiple(model.num_experts, "model.num_experts", parallel.ep_size, "parallel.ep_size")
+    for sharded in ("model.num_attention_heads", "data.sequence_length"):
+        multiple(_value(config, sharded), sharded, parallel.tp_size, "parallel.tp_size")
     multiple(
         model.num_layers,
         "model.num_layers",
@@ -529,8 +542,14 @@ def _check_sizes(config: TrainConfig, num_ranks: int) -> list[str]:
         parallel.ep_size * parallel.pp_size,
         "parallel.ep_size * parallel.pp_size",
     )
-    if num_ranks % parallel.pp_size == 0:
-        dp_size = num_ranks // parallel.pp_size
+    multiple(
+        num_ranks,
+        "the number of ranks",
+        parallel.tp_size * parallel.pp_size,
+        "parallel.tp_size * parallel.pp_size",
+    )
+    if num_ranks % (parallel.tp_size * parallel.pp_size) == 0:
+        dp_size = num_ranks // (parallel.tp_size * parallel.pp_size)
         multiple(
             data.global_batch_size,
             "data.global_batch_size",
@@ -550,7 +569,7 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
     from megatron.core.transformer import TransformerConfig
 
     from megatron_ext.mcore.build import transformer_config, transformer_settings
-    from megatron_ext.mcore.validate import validate_for_balancing
+    from megatron_ext.mcore.validate import validate_for_balancing, validate_for_rebatching
 
     settings = transformer_settings(config) if values_fit else {}
     known = {megatron.name for megatron in fields(TransformerConfig)}
@@ -573,6 +592,11 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
     sizes = {"num_moe_experts": ep_size, "expert_model_parallel_size": ep_size}
     checked = SimpleNamespace(**(settings | config.megatron | sizes))
     problems += validate_for_balancing(checked, config.balance)
+    if config.data.rebatch and values_fit:
+        problems += [
+            f"data.rebatch ({config.data.rebatch}): {problem}"
+            for problem in validate_for_rebatching(checked)
+        ]
     if sizes_fit and not problems:
         try:
             transformer_config(config)
@@ -621,8 +645,12 @@ def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:
             dataset(config, manifest, "train")
             if config.eval_every:
                 dataset(config, manifest, "validation")
-            if config.data.affinity and (problem := _affinity_problem(config, manifest)):
-                return [f"data.affinity ({config.data.affinity}): {problem}"]
+            return [
+                f"{name} ({path}): {problem}"
+                for name in ("data.affinity", "data.rebatch")
+                if (path := _value(config, name))
+                and (problem := _semantics_problem(config, manifest, name))
+            ]
     except (FileNotFoundError, ValueError) as error:
         problem = _one_line(error)
         known = problem.startswith("data.")
@@ -630,18 +658,31 @@ def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:
     return []
 
 
-def _affinity_problem(config: TrainConfig, manifest: Manifest) -> str | None:
-    """What is wrong with the file by which samples go to ranks."""
+def _semantics_problem(config: TrainConfig, manifest: Manifest, name: str) -> str | None:
+    """What is wrong with the file by which samples (`data.affinity`) or tokens go to ranks."""
     from megatron_ext.data.semantics import read_semantics
 
+    if name == "data.affinity" and config.parallel.tp_size > 1:
+        return f"must be empty with parallel.tp_size ({config.parallel.tp_size}) > 1"
     try:
-        vocab_size, ranks = read_semantics(Path(config.data.affinity)).affinity.shape
+        semantics = read_semantics(Path(_value(config, name)))
     except (FileNotFoundError, ValueError) as error:
         return _one_line(error)
+    vocab_size, ranks = semantics.affinity.shape
     if ranks != config.parallel.ep_size:
         return f"is for {ranks} ranks, parallel.ep_size is {config.parallel.ep_size}"
     if vocab_size < manifest.vocab_size:
         return f"knows {vocab_size} tokens, the dataset has {manifest.vocab_size}"
+    if name == "data.rebatch":
+        experts, model = semantics.expert.shape[1], config.model
+        # Not every layer has experts if Megatron was told so.
+        all_layers = tuple(range(1, model.num_layers + 1))
+        layers = semantics.layers if "moe_layer_freq" in config.megatron else all_layers
+        if (experts, semantics.layers) != (model.num_experts, layers):
+            return (
+                f"is for {experts} experts in layers {semantics.layers}, the model has "
+                f"{model.num_experts} in layers {layers}"
+            )
     return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import sys
 import warnings
@@ -80,7 +81,8 @@ def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     if is_rank:
         num_ranks = int(os.environ["WORLD_SIZE"])
     elif num_ranks is None:
-        needed = config.parallel.pp_size * config.parallel.ep_size
+        parallel = config.parallel
+        needed = parallel.pp_size * math.lcm(parallel.ep_size, parallel.tp_size)
         num_ranks = max(needed, torch.cuda.device_count() if torch.cuda.is_available() else 1)
     validate(config, num_ranks=num_ranks)
     if is_rank:

@@ -38,6 +38,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
+from megatron_ext.mcore.spec import sequence_parallel_spec  # noqa: E402
+
 VOCAB = 32
 SEQUENCE = 16
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -124,6 +126,7 @@ class TinyGPT:
 def build_gpt(
     *,
     ep: int = 1,
+    tp: int = 1,
     pp: int = 1,
     vpp: int = 1,
     num_layers: int = 2,
@@ -149,6 +152,8 @@ def build_gpt(
     leaves.
 
     Args:
+        tp: Tensor parallelism of the dense layers, with sequence parallelism. What it shards starts
+            with equal shards: compare only with models of equal `tp`.
         shared_ffn: Width of shared experts; None has none.
         recompute: `none`, `selective` (the MoE layer) or `full`.
         optimizer: `sgd` or `adam`; Megatron's distributed optimizer takes only `adam`.
@@ -158,6 +163,7 @@ def build_gpt(
         megatron: Further fields of Megatron's TransformerConfig.
     """
     _start_parallelism(
+        tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
         expert_model_parallel_size=ep,
@@ -180,6 +186,8 @@ def build_gpt(
         moe_shared_expert_intermediate_size=shared_ffn,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=1,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
         pipeline_dtype=dtype,
@@ -275,6 +283,8 @@ def _build_chunk(
 ) -> GPTModel:
     vp_stage = chunk if vpp > 1 else None
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    if config.sequence_parallel:
+        spec = sequence_parallel_spec(spec)
     return GPTModel(
         config,
         spec_transform(spec) if spec_transform else spec,
@@ -284,6 +294,7 @@ def _build_chunk(
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
+        parallel_output=False,
         vp_stage=vp_stage,
     )
 

@@ -126,7 +126,7 @@ def _add_sem_moe(place: Any) -> None:
         place,
         "sem_moe",
         run_sem_moe,
-        "place experts and samples that belong together on one rank",
+        "place experts, samples and tokens that belong together on one rank",
         "megatron-ext place sem_moe runs/train/routes --ranks 8 --out semantics.npz\n"
         "  megatron-ext checkpoint relayout runs/train semantics.npz --out start/step_100",
     )
@@ -154,9 +154,10 @@ def _add_sem_moe(place: Any) -> None:
 
 
 def run_sem_moe(arguments: argparse.Namespace) -> int:
-    """Cluster experts and samples, write the clusters, and show how many tokens stay."""
+    """Cluster experts and samples, write what was learned, and show how many tokens stay."""
     from megatron_ext.arrays import check_free
     from megatron_ext.data.semantics import write_semantics
+    from megatron_ext.offline.rebatch import compare_tokens
     from megatron_ext.offline.routes import read_routes
     from megatron_ext.offline.sem_moe import STEPS, compare, learn
 
@@ -166,6 +167,9 @@ def run_sem_moe(arguments: argparse.Namespace) -> int:
     with progress("Clustering", STEPS * len(routes.layers)) as on_layer:
         semantics = learn(routes, arguments.ranks, on_layer=on_layer)
     global_batch = arguments.global_batch or 8 * arguments.ranks
+    measured_samples = compare(measured, semantics, global_batch)
+    with progress("Dealing tokens", len(routes.layers)) as on_layer:
+        measured_tokens = compare_tokens(measured, semantics, on_layer=on_layer)
     report = {
         "path": str(arguments.out),
         "samples": routes.num_samples,
@@ -173,7 +177,8 @@ def run_sem_moe(arguments: argparse.Namespace) -> int:
         "experts": routes.num_experts,
         "layers": list(routes.layers),
         "global_batch": global_batch,
-        "measured": compare(measured, semantics, global_batch),
+        "measured": measured_samples,
+        "measured_tokens": measured_tokens,
     }
     write_semantics(arguments.out, semantics, overwrite=arguments.overwrite)
     return show(arguments, report, _sem_moe_lines)
@@ -187,4 +192,12 @@ def _sem_moe_lines(report: dict[str, Any]) -> Iterator[str]:
     yield from columns(
         ("placed", "local activation rate", "imbalance", "load-imbalance rate"),
         *((name, *(f"{one[key]:.3f}" for key in keys)) for name, one in report["measured"].items()),
+    )
+    yield ""
+    yield from columns(
+        ("tokens of a sample dealt", "local activation rate", "moved", "sent", "imbalance"),
+        *(
+            (name, *(f"{value:.3f}" for value in one.values()))
+            for name, one in report["measured_tokens"].items()
+        ),
     )

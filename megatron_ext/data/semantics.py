@@ -1,16 +1,19 @@
-"""What Sem-MoE learned before a run: where experts and samples should be.
+"""What Sem-MoE learned before a run: where experts, samples and tokens should be.
 
-`megatron-ext place sem_moe` makes it; a run's samples and a checkpoint's experts are moved by it.
-Legend: L layers, V vocabulary, E logical experts, R ranks of the EP group.
+`megatron-ext place sem_moe` makes it; a run's samples and tokens and a checkpoint's experts are
+moved by it. A token's rank in a layer is the one that has most of its experts. Legend: L layers, V
+vocabulary, E logical experts, R ranks of the EP group.
 
 Files of semantics, `.npz`, hold what `Semantics` does: layer int64 [L], expert int64 [L, E],
-affinity float32 [V, R], transition float32 [L - 2, R, R, R].
+affinity float32 [V, R], token_rank int16 [L, V], token_confidence float32 [L, V], transition
+float32 [L - 2, R, R, R].
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +23,7 @@ from megatron_ext.arrays import check_dtype, read_arrays, write_arrays
 
 @dataclass(frozen=True, eq=False)
 class Semantics:
-    """What was learned from routes: where experts and samples should be."""
+    """What was learned from routes: where experts, samples and tokens should be."""
 
     layers: tuple[int, ...]
     """Number of each layer, counted from 1."""
@@ -32,6 +35,12 @@ class Semantics:
     affinity: np.ndarray
     """Share of a token id's choices, over all layers, that go to each rank: float32 [V, R]. An id
     that was not seen has 1 / R everywhere."""
+
+    token_rank: np.ndarray
+    """Likeliest rank of a token id in each layer: int16 [L, V]."""
+
+    token_confidence: np.ndarray
+    """Chance that it is that rank: float32 [L, V]. 1 / R where the id was not seen."""
 
     transition: np.ndarray
     """Chance that a token goes to rank c if it went to b in the layer before and to a before that:
@@ -47,6 +56,17 @@ class Semantics:
         return home
 
 
+_DTYPES: dict[str, Any] = {
+    "layer": np.int64,
+    "expert": np.int64,
+    "affinity": np.float32,
+    "token_rank": np.int16,
+    "token_confidence": np.float32,
+    "transition": np.float32,
+}
+"""What a file holds, in the order of `Semantics`."""
+
+
 def read_semantics(path: Path) -> Semantics:
     """Read and check a file of semantics.
 
@@ -54,29 +74,33 @@ def read_semantics(path: Path) -> Semantics:
         FileNotFoundError: There is no such file.
         ValueError: It holds something else; the message names file, value and rule.
     """
-    names = ("layer", "expert", "affinity", "transition")
-    arrays = read_arrays(path, required=names, optional=())
-    layer, expert, affinity, transition = (arrays[name] for name in names)
-    check_dtype(path, "layer", layer, np.int64)
-    check_dtype(path, "expert", expert, np.int64)
-    for name, values in (("affinity", affinity), ("transition", transition)):
-        if values.dtype != np.float32:
-            raise ValueError(f"{path}: {name} must be float32, got {values.dtype}")
+    arrays = read_arrays(path, required=tuple(_DTYPES), optional=())
+    for name, dtype in _DTYPES.items():
+        check_dtype(path, name, arrays[name], dtype)
+    layer, expert, affinity = (arrays[name] for name in ("layer", "expert", "affinity"))
     if expert.ndim != 2 or affinity.ndim != 2 or 0 in (*expert.shape, *affinity.shape):
         raise ValueError(
             f"{path}: expert must be [L, E] and affinity [V, R], got shapes {expert.shape} and "
             f"{affinity.shape}"
         )
-    (layers, experts), ranks = expert.shape, affinity.shape[1]
-    sizes = (layers,), (max(layers - 2, 0), ranks, ranks, ranks)
-    for name, values, shape in zip(
-        ("layer", "transition"), (layer, transition), sizes, strict=True
+    (layers, experts), (vocab_size, ranks) = expert.shape, affinity.shape
+    for name, shape in (
+        ("layer", (layers,)),
+        ("token_rank", (layers, vocab_size)),
+        ("token_confidence", (layers, vocab_size)),
+        ("transition", (max(layers - 2, 0), ranks, ranks, ranks)),
     ):
-        if values.shape != shape:
+        if arrays[name].shape != shape:
             raise ValueError(
                 f"{path}: {name} must be {list(shape)} beside an expert of {list(expert.shape)} "
-                f"and an affinity of {list(affinity.shape)}, got {list(values.shape)}"
+                f"and an affinity of {list(affinity.shape)}, got {list(arrays[name].shape)}"
             )
+    token_rank = arrays["token_rank"]
+    if int(token_rank.min()) < 0 or int(token_rank.max()) >= ranks:
+        raise ValueError(
+            f"{path}: token_rank must be from 0 to {ranks - 1}, is from {token_rank.min()} to "
+            f"{token_rank.max()}"
+        )
     if experts % ranks:
         raise ValueError(f"{path}: experts ({experts}) must be a multiple of ranks ({ranks})")
     for number, of_layer in zip(layer.tolist(), expert, strict=True):
@@ -85,7 +109,7 @@ def read_semantics(path: Path) -> Semantics:
                 f"{path}: expert of layer {number} must be every number from 0 to {experts - 1} "
                 f"once, got {of_layer.tolist()}"
             )
-    return Semantics(tuple(layer.tolist()), expert, affinity, transition)
+    return Semantics(tuple(layer.tolist()), *(arrays[name] for name in list(_DTYPES)[1:]))
 
 
 def write_semantics(path: Path, semantics: Semantics, *, overwrite: bool = False) -> None:
@@ -98,6 +122,8 @@ def write_semantics(path: Path, semantics: Semantics, *, overwrite: bool = False
         "layer": np.array(semantics.layers, dtype=np.int64),
         "expert": semantics.expert,
         "affinity": semantics.affinity,
+        "token_rank": semantics.token_rank,
+        "token_confidence": semantics.token_confidence,
         "transition": semantics.transition,
     }
     tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_ext.config import TrainConfig
 from megatron_ext.data import Manifest, MixedDataset, padded_vocab_size
-from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec
+from megatron_ext.data.semantics import read_semantics
+from megatron_ext.mcore.rebatch import rebatch_tokens
+from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec, sequence_parallel_spec
 
 OVERRIDABLE: dict[str, Any] = {
     "expert_tensor_parallel_size": 1,
@@ -72,8 +75,8 @@ def transformer_settings(config: TrainConfig) -> dict[str, Any]:
         "moe_aux_loss_coeff": model.aux_loss,
         "moe_token_dispatcher_type": parallel.dispatcher,
         "expert_model_parallel_size": parallel.ep_size,
-        # MoE layers need sequence parallelism with it, which the norms of PyTorch cannot.
-        "tensor_model_parallel_size": 1,
+        "tensor_model_parallel_size": parallel.tp_size,
+        "sequence_parallel": parallel.tp_size > 1,  # MoE layers cannot do without.
         "context_parallel_size": 1,
         "pipeline_model_parallel_size": parallel.pp_size,
         "virtual_pipeline_model_parallel_size": parallel.vpp_size
@@ -118,6 +121,7 @@ def start_parallelism(config: TrainConfig) -> None:
     parallel = config.parallel
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tp_size,
             pipeline_model_parallel_size=parallel.pp_size,
             virtual_pipeline_model_parallel_size=(
                 parallel.vpp_size if parallel.vpp_size > 1 else None
@@ -141,13 +145,16 @@ def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataPar
     """
     megatron = transformer_config(config)
     parallel = config.parallel
-    padded = padded_vocab_size(vocab_size, divisible_by=128, tensor_parallel=1)
+    padded = padded_vocab_size(vocab_size, divisible_by=128, tensor_parallel=parallel.tp_size)
+    semantics = read_semantics(Path(config.data.rebatch)) if config.data.rebatch else None
     modules = []
     for chunk in range(parallel.vpp_size):
         vp_stage = chunk if parallel.vpp_size > 1 else None
         spec = get_gpt_decoder_block_spec(megatron, use_transformer_engine=False, vp_stage=vp_stage)
         if config.model.experts == "grouped_mm":
             spec = grouped_mm_spec(spec)
+        if parallel.tp_size > 1:
+            spec = sequence_parallel_spec(spec)
         stage: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage}
         module = GPTModel(
             megatron,
@@ -160,6 +167,8 @@ def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataPar
             share_embeddings_and_output_weights=False,
             vp_stage=vp_stage,
         ).cuda()
+        if semantics is not None:
+            rebatch_tokens(module, semantics)
         modules.append(Float16Module(megatron, module) if megatron.bf16 else module)
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=parallel.distributed_optimizer,

@@ -139,12 +139,13 @@ def _sharded_state(
     The others are settings and the number of steps, which come from the config and `run.json`.
     Megatron arranges them by parallel sizes, so a checkpoint that held them would fit only its own.
     """
+    metadata = dict(_METADATA)  # Megatron adds its process groups, which may be others next time.
     state: dict[str, Any] = {
-        _model_key(index, chunks): chunk.module.sharded_state_dict(metadata=_METADATA)
+        _model_key(index, chunks): chunk.module.sharded_state_dict(metadata=metadata)
         for index, chunk in enumerate(chunks)
     }
     state["optimizer"], optimizer_settings = extract_sharded_base(
-        optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_METADATA)
+        optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
     )
     generators = {
         "cpu": torch.get_rng_state(),

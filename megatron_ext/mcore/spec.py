@@ -1,4 +1,4 @@
-"""Swaps the balanced layer into any Megatron layer spec.
+"""Swaps the balanced layer, and other parts, into any Megatron layer spec.
 
 A spec names its MoE layer either as `ModuleSpec(module=MoELayer, ...)` (megatron-core 0.16) or as
 `functools.partial(MoELayer, ...)` (0.17 and later). Both are found wherever they stand in a layer,
@@ -17,6 +17,7 @@ from typing import Any
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.balance.placement import read_placement
@@ -26,6 +27,7 @@ from megatron_ext.mcore.backward import JoiningTransformerLayer
 from megatron_ext.mcore.experts import GroupedExperts
 from megatron_ext.mcore.lookahead import LayerOrder
 from megatron_ext.mcore.moe_layer import BalancedMoELayer, EvenMoELayer
+from megatron_ext.mcore.norms import SequenceParallelNorm
 
 
 def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
@@ -88,6 +90,11 @@ def grouped_mm_spec(spec: Any) -> Any:
         return functools.partial(GroupedExperts, *experts.args, **experts.keywords)
 
     return _replace(spec, lambda part: _is_spec_of(part, SequentialMLP), grouped, "SequentialMLP")
+
+
+def sequence_parallel_spec(spec: Any) -> Any:
+    """Return `spec` with norms of PyTorch that sequence parallelism can use; Apex's stay."""
+    return _replace(spec, lambda part: part is WrappedTorchNorm, lambda _: SequenceParallelNorm)
 
 
 def _is_spec_of(part: Any, module: type) -> bool:

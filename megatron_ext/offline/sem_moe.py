@@ -3,11 +3,10 @@
     1 predict     how often a token id goes to an expert, from recorded routes
     2 co-cluster  experts to ranks and samples to ranks, by turns, each given the other
     3 tables      expert in each place of each layer; share of a token id's choices on each rank;
-                  which rank a token goes to after two others
+                  which rank a token goes to, by its id, and after two others
 
 A checkpoint's experts are moved by `checkpoints_tools.relayout`, a run's samples by
-`megatron_ext.data.affinity`. Algorithm 3, which moves single tokens inside the collectives of
-tensor parallelism, is not here: it would be a change of these collectives. Legend: N tokens, Q
+`megatron_ext.data.affinity`, its single tokens by `megatron_ext.data.rebatch`. Legend: N tokens, Q
 samples, L layers, K experts of a token, V vocabulary, E logical experts, R ranks of the EP group.
 
 Source: Sem-MoE (Y. Li et al.), sections 3.2 and 3.3, Algorithm 1, section B.1.
@@ -56,11 +55,13 @@ def learn(
         affinity += _confidence(routes, n) @ np.eye(ranks)[home[n]] / len(home)
     seen = np.bincount(routes.token, minlength=routes.vocab_size) > 0
     affinity[~seen] = 1 / ranks
+    rank_of = ranks_of_tokens(routes, home, ranks)
     return Semantics(
         routes.layers,
         np.argsort(home, axis=1, kind="stable"),
         affinity.astype(np.float32),
-        transitions(ranks_of_tokens(routes, home, ranks), ranks).astype(np.float32),
+        *ranks_of_ids(routes, rank_of, ranks),
+        transitions(rank_of, ranks).astype(np.float32),
     )
 
 
@@ -246,6 +247,32 @@ def ranks_of_tokens(routes: Routes, home: np.ndarray, ranks: int) -> np.ndarray:
     return np.stack([np.eye(ranks)[ranks_K].sum(1).argmax(1) for ranks_K in chosen])
 
 
+def ranks_of_ids(routes: Routes, rank_of: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Count which rank tokens of an id go to, and return the likeliest with its chance.
+
+    Every id counts one token more than was seen, spread over all ranks: what was seen once is not
+    certain, and what was not seen is 1 / R.
+
+    Args:
+        routes: Whose tokens they are.
+        rank_of: Rank of each token in each layer, int64 [L, N].
+        ranks: Ranks (R).
+
+    Returns:
+        `Semantics.token_rank` and `Semantics.token_confidence`.
+
+    Source: Sem-MoE, Algorithm 1, line 55 (token labels and their confidence).
+    """
+    rank = np.empty((len(rank_of), routes.vocab_size), dtype=np.int16)
+    confidence = np.empty(rank.shape, dtype=np.float32)
+    for layer, of_layer in enumerate(rank_of):
+        cells = routes.token * ranks + of_layer
+        counts = np.bincount(cells, minlength=routes.vocab_size * ranks).reshape(-1, ranks)
+        rank[layer] = counts.argmax(1)
+        confidence[layer] = (counts.max(1) + 1 / ranks) / (counts.sum(1) + 1)
+    return rank, confidence
+
+
 def transitions(rank_of: np.ndarray, ranks: int) -> np.ndarray:
     """Count where tokens go after two layers, as chances: float64 [L - 2, R, R, R].
 
@@ -267,6 +294,25 @@ def transitions(rank_of: np.ndarray, ranks: int) -> np.ndarray:
     return np.array(tables).reshape(-1, ranks, ranks, ranks)
 
 
+def check_fit(routes: Routes, semantics: Semantics) -> None:
+    """Refuse routes that are not of the model and vocabulary that the semantics are of.
+
+    Raises:
+        ValueError: With the sizes of both.
+    """
+    experts, vocab_size = semantics.expert.shape[1], len(semantics.affinity)
+    if (routes.layers, routes.num_experts, routes.vocab_size) != (
+        semantics.layers,
+        experts,
+        vocab_size,
+    ):
+        raise ValueError(
+            f"routes of layers {routes.layers}, {routes.num_experts} experts and "
+            f"{routes.vocab_size} ids do not fit semantics of layers {semantics.layers}, {experts} "
+            f"experts and {vocab_size} ids"
+        )
+
+
 def compare(routes: Routes, semantics: Semantics, global_batch: int) -> dict[str, dict[str, float]]:
     """Measure samples dealt in turn against samples by affinity, experts as they are and moved.
 
@@ -281,17 +327,8 @@ def compare(routes: Routes, semantics: Semantics, global_batch: int) -> dict[str
     Raises:
         ValueError: Routes and semantics do not fit each other, or there is no whole batch.
     """
-    (layers, experts), (vocab_size, ranks) = semantics.expert.shape, semantics.affinity.shape
-    if (routes.layers, routes.num_experts, routes.vocab_size) != (
-        semantics.layers,
-        experts,
-        vocab_size,
-    ):
-        raise ValueError(
-            f"routes of layers {routes.layers}, {routes.num_experts} experts and "
-            f"{routes.vocab_size} ids do not fit semantics of layers {semantics.layers}, {experts} "
-            f"experts and {vocab_size} ids"
-        )
+    check_fit(routes, semantics)
+    (layers, experts), ranks = semantics.expert.shape, semantics.affinity.shape[1]
     if global_batch % ranks or routes.num_samples < global_batch:
         raise ValueError(
             f"global batch ({global_batch}) must be a multiple of ranks ({ranks}) and at most the "

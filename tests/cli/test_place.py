@@ -76,6 +76,8 @@ def test_place_sem_moe(routes, capsys):
     rate = {name: one["local_activation_rate"] for name, one in report["measured"].items()}
     assert list(rate) == ["round robin", "experts", "samples", "both"]
     assert rate["both"] > 2 * rate["round robin"]
+    tokens = report["measured_tokens"]
+    assert list(tokens) == ["sequence order", "round robin", "by id", "re-batched"]
     assert read_semantics(out).expert.shape == (3, 16)
     status, _, stderr = run(capsys, *words)
     assert status == 2
@@ -86,6 +88,7 @@ def test_place_sem_moe(routes, capsys):
     assert status == 0
     assert "learned from  64 samples, 3 layers" in stdout
     assert f"{rate['both']:.3f}" in stdout
+    assert f"{tokens['re-batched']['sent']:.3f}" in stdout
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,12 @@ def test_samples_by_affinity_are_the_same_steps(data: Path, tmp_path: Path) -> N
     first, second = tmp_path / "first", tmp_path / "second"
     affinity = np.random.default_rng(0).random((2**16, 2), dtype=np.float32)
     expert = np.tile(np.arange(4), (2, 1))
-    semantics = Semantics((1, 2), expert, affinity, np.zeros((0, 2, 2, 2), np.float32))
+    tables = (
+        np.zeros((2, len(affinity)), np.int16),
+        np.ones((2, len(affinity)), np.float32),
+        np.zeros((0, 2, 2, 2), np.float32),
+    )
+    semantics = Semantics((1, 2), expert, affinity, *tables)
     write_semantics(tmp_path / "semantics.npz", semantics)
     settings = ["data.global_batch_size=16", "logging.trace_steps=4", *SETTINGS, *QUOTA]
     run_ranks(_train, 2, [*overrides(data, first), *settings])

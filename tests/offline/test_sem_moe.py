@@ -43,6 +43,9 @@ def test_two_topics_by_hand():
     assert semantics.expert.tolist() == [[0, 2, 1, 3], [0, 2, 1, 3]]
     assert semantics.home().tolist() == [[0, 1, 0, 1], [0, 1, 0, 1]]
     assert semantics.affinity.tolist() == [[1, 0], [1, 0], [0, 1], [0, 1], [0.5, 0.5]]
+    assert semantics.token_rank.tolist() == [[0, 0, 1, 1, 0]] * 2
+    # Seen twice, and once more on either rank alike: (2 + 1 / 2) / 3. Id 4 was not seen.
+    np.testing.assert_allclose(semantics.token_confidence, [[5 / 6] * 4 + [0.5]] * 2)
     assert semantics.transition.shape == (0, 2, 2, 2)
     compared = compare(two_topics(), semantics, 4)
     even = {"imbalance": 1.0, "load_imbalance_rate": 1.0}
@@ -230,6 +233,9 @@ class TestFiles:
         [
             ({"affinity": np.zeros((5, 2))}, "affinity must be float32, got float64"),
             ({"affinity": np.zeros((5, 3), np.float32)}, r"transition must be \[0, 3, 3, 3\]"),
+            ({"token_rank": np.zeros((2, 4), np.int16)}, r"token_rank must be \[2, 5\]"),
+            ({"token_rank": np.full((2, 5), 2, np.int16)}, "token_rank must be from 0 to 1"),
+            ({"token_confidence": np.ones((2, 5))}, "token_confidence must be float32"),
             ({"expert": np.zeros(4, np.int64)}, r"expert must be \[L, E\]"),
             ({"expert": np.array([[0, 1, 2, 3], [0, 0, 1, 2]])}, "expert of layer 2 must be every"),
             ({"layer": np.array([1])}, r"layer must be \[2\]"),

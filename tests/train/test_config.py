@@ -65,6 +65,29 @@ WRONG = {
         ["data.affinity=absent.npz"],
         ["data.affinity (absent.npz): absent.npz does not exist"],
     ),
+    "affinity with tensor parallelism": (
+        ["data.affinity=absent.npz", "parallel.tp_size=2"],
+        ["data.affinity (absent.npz): must be empty with parallel.tp_size (2) > 1"],
+    ),
+    "re-batching without tensor parallelism": (
+        ["data.rebatch=absent.npz"],
+        [
+            "data.rebatch (absent.npz): token re-batching needs a tensor-parallel group that is "
+            "the EP group, with sequence parallelism: tensor_model_parallel_size (1) must be "
+            "expert_model_parallel_size (2) and > 1",
+        ],
+    ),
+    "re-batching by what is not there": (
+        ["data.rebatch=absent.npz", "parallel.tp_size=2"],
+        ["data.rebatch (absent.npz): absent.npz does not exist"],
+    ),
+    "heads and tokens of a sequence on too many ranks": (
+        ["parallel.tp_size=4", "parallel.ep_size=4", "data.sequence_length=18"],
+        [
+            "model.num_attention_heads (2) must be a multiple of parallel.tp_size (4)",
+            "data.sequence_length (18) must be a multiple of parallel.tp_size (4)",
+        ],
+    ),
     "capacity factor": (
         ["+megatron.moe_expert_capacity_factor=1.5"],
         ["moe_expert_capacity_factor (1.5) must be None"],

@@ -11,10 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_ext.config import TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.data.semantics import Semantics, write_semantics
 from megatron_ext.telemetry.run_log import RunLog, read_metrics
 from megatron_ext.train import load_config
 from tests.ranks import run_ranks
@@ -96,6 +98,35 @@ def test_other_parallel_sizes_and_no_balancing_continue_the_same_model(
     run_ranks(_train, 2, [*overrides(data, moved), *settings, *changed, start])
     continued = [line["loss"] for line in read_metrics(moved)]
     assert continued == pytest.approx(_losses(whole)[2:], rel=1e-5)
+
+
+def test_tokens_go_to_their_experts_and_the_run_is_the_same(data: Path, tmp_path: Path) -> None:
+    """Tensor parallelism of 2; the second run moves tokens by their ids, and continues exactly."""
+    settings = ["steps=4", "optimizer.eps=1e-3", "parallel.tp_size=2", "checkpoint.every=2"]
+    plain, dealt, moved = tmp_path / "plain", tmp_path / "dealt", tmp_path / "moved"
+    rebatch = f"data.rebatch={_semantics(tmp_path / 'semantics.npz')}"
+    run_ranks(_train, 2, [*overrides(data, plain), *settings])
+    run_ranks(_train, 2, [*overrides(data, dealt), *settings, rebatch])
+    assert _losses(dealt) == pytest.approx(_losses(plain), rel=1e-5)
+    assert _losses(dealt) != _losses(plain), "sums were not even rounded differently"
+    start = f"checkpoint.load={dealt}/checkpoints/step_00000002"
+    run_ranks(_train, 2, [*overrides(data, moved), *settings, rebatch, start])
+    assert [line["loss"] for line in read_metrics(moved)] == _losses(dealt)[2:]
+
+
+def _semantics(path: Path) -> Path:
+    """Even ids belong to rank 0, odd ones to rank 1."""
+    ids = np.arange(300)
+    semantics = Semantics(
+        (1, 2),
+        np.tile(np.arange(4), (2, 1)),
+        np.full((len(ids), 2), 0.5, np.float32),
+        np.tile(ids % 2, (2, 1)).astype(np.int16),
+        np.ones((2, len(ids)), np.float32),
+        np.zeros((0, 2, 2, 2), np.float32),
+    )
+    write_semantics(path, semantics)
+    return path
 
 
 def test_run_directory(data: Path, tmp_path: Path) -> None:

@@ -1,0 +1,62 @@
+"""What re-batching would save on routes: by hand, and on routes with known topics."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from megatron_ext.offline.rebatch import compare_tokens
+from megatron_ext.offline.routes import Routes
+from megatron_ext.offline.sem_moe import learn
+from tests import workloads
+
+
+def test_by_hand():
+    """Ids 0 and 1 go to experts 0 and 1 of rank 0, ids 2 and 3 to the others, in every layer.
+
+    In the sequence 2 0 3 1 half of each rank's choices are its own, token by token; re-batching
+    exchanges the first token with the last, and everything is local.
+    """
+    token = np.array([2, 0, 3, 1] * 2)
+    choice = np.broadcast_to(token.astype(np.int16)[:, None], (3, 8, 1))
+    routes = Routes(token, np.repeat([0, 1], 4), (1, 2, 3), choice, 4, 4)
+    semantics = dataclasses.replace(learn(routes, 2), expert=np.tile(np.arange(4), (3, 1)))
+    semantics = dataclasses.replace(
+        semantics, token_rank=np.tile(np.array([0, 0, 1, 1], np.int16), (3, 1))
+    )
+    compared = compare_tokens(routes, semantics)
+    dealt = {"local_activation_rate": 1.0, "moved": 0.5, "sent": 0.5, "imbalance": 1.0}
+    assert compared["by id"] == dealt
+    assert compared["sequence order"] == {
+        "local_activation_rate": 0.5,
+        "moved": 0.0,
+        "sent": 0.5,
+        "imbalance": 1.0,
+    }
+    # Token i to rank i mod 2: 2 and 3 to rank 0, 0 and 1 to rank 1.
+    assert compared["round robin"]["local_activation_rate"] == 0.0
+
+
+def test_ids_that_prefer_ranks_go_there():
+    """Samples of mixed topics, so that every rank has takers; the imbalance does not change."""
+    routes = workloads.topical_routes(
+        samples=64, topics=4, layers=4, experts=16, top_k=2, fidelity=0.9
+    )
+    # The j-th tokens of all samples, one after the other, become samples with all topics.
+    mixed = np.argsort(np.arange(len(routes.token)) % 32, kind="stable")
+    samples = dataclasses.replace(routes, token=routes.token[mixed], choice=routes.choice[:, mixed])
+    compared = compare_tokens(samples, learn(routes, 4))
+    rate = {name: one["local_activation_rate"] for name, one in compared.items()}
+    assert rate["sequence order"] < 0.35
+    assert rate["round robin"] < 0.35
+    assert rate["by id"] > 0.8
+    assert rate["re-batched"] > 0.8
+    assert len({one["imbalance"] for one in compared.values()}) == 1
+
+
+def test_samples_shorter_than_ranks():
+    routes = workloads.topical_routes(
+        samples=8, sample_tokens=2, topics=4, layers=3, experts=16, top_k=2, fidelity=0.9
+    )
+    with pytest.raises(ValueError, match=r"at least as many tokens as ranks \(4\)"):
+        compare_tokens(routes, learn(routes, 4))
