@@ -31,7 +31,7 @@ from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
-from megatron_ext.data.rebatch import LayerTables, predict, rebatch
+from megatron_ext.data.rebatch import LayerTables, predict, rebatch, resume
 from megatron_ext.data.semantics import Semantics
 from megatron_ext.mcore.validate import validate_for_rebatching
 
@@ -175,8 +175,7 @@ class TokenRebatcher:
         mine = of_ranks.sum(-1).argmax(1)
         together = mine.new_empty(len(dealt.permutation))
         dist.all_gather_into_tensor(together, mine, group=self._group)
-        self._went[layer] = torch.empty_like(together)
-        self._went[layer][dealt.permutation] = together
+        self._went[layer] = together[resume(dealt.permutation)]
 
     def _put_back(
         self, module: nn.Module, args: tuple[Any, ...], outputs: tuple[Tensor, Any]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from megatron_ext.data.rebatch import LayerTables, predict, rebatch
+from megatron_ext.data.rebatch import LayerTables, predict, rebatch, resume
 from megatron_ext.data.semantics import Semantics
 from megatron_ext.offline.routes import Routes
 from megatron_ext.offline.sem_moe import check_fit, ranks_of_tokens
@@ -79,9 +79,7 @@ def _dealt(
 ) -> torch.Tensor:
     """Rank of each token after re-batching, int64 [R N]."""
     permutation = rebatch(predict(tables, ids, ranks, went), ranks)
-    rank_of = torch.empty_like(permutation)
-    rank_of[permutation] = torch.arange(len(ids)) * ranks // len(ids)
-    return rank_of
+    return resume(permutation) * ranks // len(ids)
 
 
 def _measure(

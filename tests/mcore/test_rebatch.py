@@ -149,6 +149,25 @@ def test_training_is_the_same(strategy: str, case: dict[str, Any], forwards: int
         assert sum(by_path) == forwards * MICROBATCHES * (LAYERS - 2)
 
 
+def _noted(rank: int) -> None:
+    case = dict(ep=2, tp=2, num_layers=LAYERS, experts=8)
+    plain, gpt = build(case, "none"), build(case, "none")
+    rebatcher = rebatch_tokens(gpt.chunks[0].module, any_semantics(2, 8))
+    chosen: list[torch.Tensor] = []
+    for layer in plain.chunks[0].module.decoder.layers:
+        layer.mlp.router.register_forward_hook(lambda *call: chosen.append(call[2][1]))
+    plain.forward_backward()
+    gpt.forward_backward()
+    assert sorted(rebatcher._went) == [0, 1, 2]
+    for layer, went in rebatcher._went.items():
+        on_rank_1 = chosen[layer][:, 4:].sum(1) > 1  # Of two choices; rank 0 if each has one.
+        assert torch.equal(went.view(2, -1)[rank], on_rank_1.long())
+
+
+def test_layers_after_are_told_where_each_token_of_the_sequence_went() -> None:
+    run_ranks(_noted, 2)
+
+
 def test_several_microbatches_in_a_pipeline() -> None:
     """The second stage has no embedding; no layer of two on a stage knows the two before it."""
     case = dict(ep=2, tp=2, pp=2)
