@@ -534,6 +534,11 @@ def _check_sizes(config: TrainConfig, num_ranks: int) -> list[str]:
         problems.append(
             f"logging.route_samples ({config.logging.route_samples}) needs logging.trace_steps > 0"
         )
+    if config.logging.route_samples and config.parallel.tp_size > 1:
+        problems.append(
+            f"logging.route_samples ({config.logging.route_samples}) must be 0 with "
+            f"parallel.tp_size ({config.parallel.tp_size}) > 1: no rank's router sees whole samples"
+        )
     if config.eval_every and data.validation_fraction == 0:
         problems.append(f"eval_every ({config.eval_every}) needs data.validation_fraction > 0")
     multiple(

@@ -210,8 +210,15 @@ def shape_of(config: TrainConfig, name: str) -> ModelShape:
 
     The vocabulary is that of the run's data, if they are there. The microbatches are those of as
     many data-parallel ranks as the EP group has.
+
+    Raises:
+        ValueError: The run has tensor parallelism.
     """
     model, parallel, data = config.model, config.parallel, config.data
+    if parallel.tp_size > 1:
+        raise ValueError(
+            f"parallel.tp_size ({parallel.tp_size}) must be 1: tensor parallelism is not modelled"
+        )
     return ModelShape(
         name=name,
         num_layers=model.num_layers,

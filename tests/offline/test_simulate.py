@@ -419,6 +419,8 @@ def test_shape_of_a_recipe():
     assert (shape.expert_params, shape.num_microbatches, shape.vocab_size) == (2 * 128 * 1024, 1, 0)
     # This recipe leaves the data to the caller.
     assert read_shape("gpt_8x64e_8gpu_bf16", []).num_microbatches == 16
+    with pytest.raises(ValueError, match=r"parallel.tp_size \(2\) must be 1"):
+        read_shape("quickstart", ["parallel.tp_size=2", "data.path=nowhere"])
 
 
 @pytest.mark.parametrize(

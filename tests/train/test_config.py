@@ -65,6 +65,10 @@ WRONG = {
         ["data.affinity=absent.npz"],
         ["data.affinity (absent.npz): absent.npz does not exist"],
     ),
+    "routes with tensor parallelism": (
+        ["logging.trace_steps=1", "logging.route_samples=1", "parallel.tp_size=2"],
+        ["logging.route_samples (1) must be 0 with parallel.tp_size (2) > 1"],
+    ),
     "affinity with tensor parallelism": (
         ["data.affinity=absent.npz", "parallel.tp_size=2"],
         ["data.affinity (absent.npz): must be empty with parallel.tp_size (2) > 1"],
