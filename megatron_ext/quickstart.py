@@ -22,12 +22,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_ext.config import ConfigError, TrainConfig, validate
+from megatron_ext.config import ConfigError, TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.telemetry import report
 from megatron_ext.telemetry.progress import TrainingProgress
 from megatron_ext.telemetry.run_log import RunLog, read_metrics
 from megatron_ext.train import join_ranks, launch_ranks, load_config, quiet_megatron
+from megatron_ext.validate import validate
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_ext.config import ConfigError, TrainConfig, validate
+from megatron_ext.config import ConfigError, TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.validate import validate
 
 logger = logging.getLogger(__name__)
 

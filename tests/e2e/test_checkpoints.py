@@ -128,8 +128,9 @@ def test_samples_by_affinity_are_the_same_steps(data: Path, tmp_path: Path) -> N
 
 
 def test_a_checkpoint_of_another_model_is_refused(data: Path, tmp_path: Path) -> None:
-    from megatron_ext.config import ConfigError, validate
+    from megatron_ext.config import ConfigError
     from megatron_ext.train import load_config
+    from megatron_ext.validate import validate
 
     first = tmp_path / "first"
     run_ranks(_train, 2, [*overrides(data, first), "steps=3", "checkpoint.every=2"])

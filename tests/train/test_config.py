@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config import ConfigError, TrainConfig, validate
+from megatron_ext.config import ConfigError, TrainConfig
 from megatron_ext.train import load_config, main
+from megatron_ext.validate import validate
 from tests.train.dataset import overrides
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from megatron_ext import cli
-from megatron_ext.config import ConfigError, validate
+from megatron_ext.config import ConfigError
 from megatron_ext.data import Manifest, microbatches
 from megatron_ext.offline.loads import read_loads
 from megatron_ext.offline.routes import Routes, read_routes, write_routes
 from megatron_ext.telemetry import step_files
 from megatron_ext.telemetry.routes import RouteRecorder
 from megatron_ext.train import load_config
+from megatron_ext.validate import validate
 from tests.ranks import run_ranks
 from tests.train.dataset import overrides
 from tests.train.test_run import _train
