@@ -73,10 +73,16 @@ class LayerReport:
     """Assignments from source rank r to logical expert e, int64 [R, E]."""
     rank_loads_after: Tensor
     """Assignments that each rank computes, int64 [R]."""
-    num_replicas: int
+    slots: Tensor
+    """The plan's: logical expert in each slot of each rank, or -1, int32 [R, S]."""
     prediction: PredictionReport | None = None
     """How good the prediction by the layer before was; None where there was none, as in a
     recomputed forward."""
+
+    @property
+    def num_replicas(self) -> int:
+        """Slots in use. Waits for the device, so it is better asked for after the step."""
+        return int((self.slots >= 0).sum())
 
 
 Observer = Callable[[LayerReport], None]
@@ -355,7 +361,7 @@ class BalancedMoELayer(MoELayer):
                 self.layer_number,
                 load,
                 plan.rank_loads(),
-                int(plan.num_replicas()),
+                plan.slots,
                 prediction.report(routing_map, load, plan) if prediction is not None else None,
             )
             for observer in self.observers:
@@ -397,8 +403,9 @@ class EvenMoELayer(MoELayer):
         if self.observers and self.training and torch.is_grad_enabled():
             load = gather_load(routing_map, self.ep_group)
             rank_loads = load.sum(0).view(self.ep_group.size(), -1).sum(1)
+            no_slots = load.new_empty(self.ep_group.size(), 0, dtype=torch.int32)
             for observer in self.observers:
-                observer(LayerReport(self.layer_number, load, rank_loads, 0))
+                observer(LayerReport(self.layer_number, load, rank_loads, no_slots))
         return probs, routing_map
 
 
