@@ -293,8 +293,9 @@ def simulate(
     if num_gpus is None:
         num_gpus = ranks * shape.pp_size
     machine = Machine(shape, hardware, ranks, num_gpus, tokens)
+    costs = machine.costs  # Refuses what no machine can take before anything is planned.
     if settings.costs is None and "time" in strategies:
-        settings = dataclasses.replace(settings, costs=machine.costs)
+        settings = dataclasses.replace(settings, costs=costs)
     results = {}
     names = list(dict.fromkeys([NONE, *strategies, IDEAL]))
     for name in names:
