@@ -24,9 +24,10 @@ def show(
     return DONE
 
 
-def warn(message: str) -> None:
-    """Say what a user should know of a command that goes on."""
-    sys.stderr.write(f"warning: {message}\n")
+def warn(message: str | None) -> None:
+    """Say what a user should know of a command that goes on, if there is something."""
+    if message is not None:
+        sys.stderr.write(f"warning: {message}\n")
 
 
 def columns(*rows: tuple[str, ...]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from megatron_ext.cli.options import (
     plan_settings,
     positive,
 )
-from megatron_ext.cli.output import progress, show
+from megatron_ext.cli.output import progress, show, warn
 
 
 def add(commands: Any) -> None:
@@ -68,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Simulate the trace with every strategy, and show what a step would take."""
     from megatron_ext.offline.hardware import read_hardware
     from megatron_ext.offline.loads import read_loads
+    from megatron_ext.offline.planning import missing_history
     from megatron_ext.offline.shape import read_shape
     from megatron_ext.offline.simulate import IDEAL, NONE, check_out, simulate, write_report
 
@@ -78,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     hardware = read_hardware(arguments.hardware)
     shape = read_shape(arguments.model, arguments.set)
     loads = read_loads(arguments.trace)
+    warn(missing_history(loads, strategies, settings.interval))
     with progress("Simulating", len(loads) * len({NONE, IDEAL, *strategies})) as on_load:
         report = simulate(
             loads,

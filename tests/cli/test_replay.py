@@ -28,6 +28,20 @@ def test_replay_prints_the_contract(loads, capsys, tmp_path):
     assert "| quota " in stdout
 
 
+def test_strategies_without_a_past_are_named(loads, capsys):
+    """Three loads of one layer: placed after 50 by default, so never."""
+    status, _, stderr = run(capsys, "replay", loads, "--strategies", "quota,eplb")
+    assert status == 0
+    assert stderr == (
+        "warning: eplb without replicas in the first 3 of 3 microbatches of a layer: the first "
+        "placement from history comes after interval (50) microbatches\n"
+    )
+    words = ["--strategy", "eplb", "--interval"]
+    assert "first 2 of 3" in run(capsys, "plan", loads, *words, 2)[2]
+    assert run(capsys, "plan", loads, *words, 1)[2] == ""
+    assert run(capsys, "replay", loads, "--strategies", "quota,eplb_exact")[2] == ""
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
