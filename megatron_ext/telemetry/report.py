@@ -14,12 +14,14 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import IO, Any
 
-from omegaconf import DictConfig, OmegaConf
-
+from megatron_ext.offline.hardware import read_yaml
 from megatron_ext.telemetry.run_log import CONFIG_FILE, METRICS_FILE, read_metrics
 
 Metrics = Sequence[Mapping[str, Any]]
 """Lines of a run's `metrics.jsonl`."""
+
+_SHOWN = ("loss", "imbalance_before", "imbalance_after", "step_ms", "tokens_per_s", "replicas")
+"""Of the metrics of a step, what a report needs."""
 
 WARMUP_STEPS = 5
 """The first steps allocate, and load code: they are left out of timings."""
@@ -59,7 +61,8 @@ def read_runs(folders: Sequence[Path]) -> dict[str, Metrics]:
 
     Raises:
         FileNotFoundError: A folder holds no metrics.
-        ValueError: A run has not finished a step, or a folder is there twice.
+        ValueError: A run has not finished a step, its metrics cannot be read or lack what is shown,
+            or a folder is there twice.
     """
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ValueError(f"a run is there twice in {', '.join(map(str, folders))}")
@@ -73,15 +76,25 @@ def read_runs(folders: Sequence[Path]) -> dict[str, Metrics]:
         runs[name] = read_metrics(folder)
         if not runs[name]:
             raise ValueError(f"{folder} has not finished a step yet")
+        for step in runs[name]:
+            for shown in _SHOWN:
+                if not isinstance(step.get(shown), int | float):
+                    raise ValueError(
+                        f"{folder / METRICS_FILE}: step {step['step']} has no number {shown!r}"
+                    )
     return runs
 
 
 def differing_settings(folders: Mapping[str, Path]) -> dict[str, dict[str, str]]:
-    """Return the settings in which runs differ, each by run; where a run writes to is left out."""
+    """Return the settings in which runs differ, each by run; where a run writes to is left out.
+
+    Raises:
+        ValueError: A run's settings cannot be read.
+    """
     settings = {}
     for name, folder in folders.items():
         file = folder / CONFIG_FILE
-        settings[name] = dict(_flat(OmegaConf.load(file))) if file.is_file() else {}
+        settings[name] = dict(_flat(read_yaml(file))) if file.is_file() else {}
     keys = dict.fromkeys(key for each in settings.values() for key in each)
     values = {key: {name: each.get(key, "") for name, each in settings.items()} for key in keys}
     return {
@@ -93,7 +106,7 @@ def differing_settings(folders: Mapping[str, Path]) -> dict[str, dict[str, str]]
 
 def _flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in settings.items():
-        if isinstance(value, Mapping | DictConfig):
+        if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", str(value)

@@ -73,10 +73,20 @@ def test_wrong_runs_are_refused_before_anything_is_written(runs, capsys):
     page = runs / "page.html"
     (runs / "begun").mkdir()
     (runs / "begun" / "metrics.jsonl").write_text('{"step": 1')
+    lines = {"cut": '{"step": 1}\n\0\n', "list": "[1]\n", "other": '{"step": 1}\n'}
+    for name, text in lines.items():
+        (runs / name).mkdir()
+        (runs / name / "metrics.jsonl").write_text(text)
+    (runs / "quota").rename(runs / "settings")
+    (runs / "settings" / "config.yaml").write_text("steps: [")
     for folders, message in (
         ([runs / "absent"], f"{runs / 'absent'} is no run directory: it has no metrics.jsonl"),
         ([runs / "begun"], f"{runs / 'begun'} has not finished a step yet"),
         ([runs / "none", runs / "none"], "a run is there twice"),
+        ([runs / "cut"], "metrics.jsonl, line 2: no JSON (Expecting"),
+        ([runs / "list"], "metrics.jsonl, line 1: not the metrics of a step"),
+        ([runs / "other"], "metrics.jsonl: step 1 has no number 'loss'"),
+        ([runs / "none", runs / "settings"], "config.yaml is no readable YAML (while parsing"),
     ):
         status, out, err = run(capsys, "report", *folders, "--out", page)
         assert (status, out) == (2, "")
