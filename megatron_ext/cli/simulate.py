@@ -98,11 +98,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
-    from megatron_ext.offline.simulate import layer_table, overall_table
+    from megatron_ext.offline.simulate import LEGEND, layer_table, overall_table
 
     yield report["title"]
     yield ""
     yield overall_table(report)
+    yield ""
+    yield LEGEND
     yield ""
     yield "A MoE layer, ms:"
     yield ""

@@ -6,6 +6,7 @@ balanced. Numbers of the machine are chosen so that seconds come out whole.
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -24,9 +25,11 @@ from megatron_ext.offline.hardware import (
 from megatron_ext.offline.loads import Loads, write_loads
 from megatron_ext.offline.shape import ModelShape, read_shape
 from megatron_ext.offline.simulate import (
+    LEGEND,
     Machine,
     _layer_times,
     even_load,
+    layer_table,
     relayed_sends,
     simulate,
     timed_sends,
@@ -223,6 +226,9 @@ def test_solving_is_the_machines_in_proportion(load):
     assert quota["layer_ms"]["forward_solve"] == pytest.approx(1.0 * 2 * 4 / SOLVED_PAIRS)
     exact = simulated(Loads(load[None]), "exact")["strategies"]["exact"]
     assert exact["layer_ms"]["forward_solve"] > 0.001  # Not named there: as it took here.
+    both = layer_table(simulated(Loads(load[None]), "exact", "quota", "eplb_exact"))
+    assert "Solving of exact, eplb_exact as it took on this machine: hand does not say." in both
+    assert "Solving of" not in layer_table(simulated(Loads(load[None]), "quota"))
 
 
 def test_activations_by_hand():
@@ -505,11 +511,16 @@ def test_command_writes_what_it_says(files, capsys):
     }
     text = (out / "simulate.md").read_text()
     assert all(name in text for name in constants())
+    assert re.search(r"\| memory_bytes +\| +1e\+09 \|", text)
+    assert re.search(r"\| solve_us +\| +quota 1000 \|", text)
+    assert LEGEND in text
     assert all(what in text for what in report["left_out"])
     assert main(words(files, "--out", str(out))) == 2
     assert "replace it with --overwrite" in capsys.readouterr().err
     assert main(words(files, "--out", str(out), "--overwrite")) == 0
-    assert "Left out:" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert LEGEND in shown
+    assert "Left out:" in shown
 
 
 @pytest.mark.parametrize(
