@@ -63,8 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
-    from megatron_ext.telemetry.report import table
+    from megatron_ext.telemetry.report import steps_line, table
 
     yield table(report["runs"], report["against"])
+    yield steps_line({name: len(run["losses"]) for name, run in report["runs"].items()})
     if report["page"] is not None:
         yield f"Written: {report['page']}"

@@ -159,6 +159,16 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def steps_line(steps: Mapping[str, int]) -> str:
+    """Say how many steps the numbers of each run are of: its last one, so its final loss is of it.
+
+    >>> steps_line({"none": 6, "quota": 40})
+    'Steps: none 6, quota 40. Times are medians after the first 5.'
+    """
+    each = ", ".join(f"{name} {number}" for name, number in steps.items())
+    return f"Steps: {each}. Times are medians after the first {WARMUP_STEPS}."
+
+
 def page(
     runs: Mapping[str, Metrics], settings: Mapping[str, Mapping[str, str]], against: Sequence[str]
 ) -> str:
@@ -176,12 +186,10 @@ def page(
     if settings:
         rows = [(key, *(each[name] for name in runs)) for key, each in settings.items()]
         parts += ["<h2>Settings that differ</h2>", _html_table(("setting", *runs), rows)]
-    steps = ", ".join(f"{name}: {len(metrics)}" for name, metrics in runs.items())
     image = base64.b64encode(picture.getvalue()).decode()
     return _PAGE.format(
         title=html.escape(", ".join(runs)),
-        steps=html.escape(steps),
-        warmup=WARMUP_STEPS,
+        steps=html.escape(steps_line({name: len(metrics) for name, metrics in runs.items()})),
         parts="\n".join(parts),
         image=image,
     )
@@ -199,8 +207,8 @@ img {{ max-width: 100%; }}
 </style>
 <h1>{title}</h1>
 {parts}
-<p>Steps: {steps}. Times are medians after the first {warmup}.</p>
-<img alt="Imbalance and step time over the steps" src="data:image/png;base64,{image}">
+<p>{steps}</p>
+<img alt="Imbalance, step time and loss over the steps" src="data:image/png;base64,{image}">
 </html>
 """
 
@@ -214,23 +222,27 @@ def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def draw(runs: Mapping[str, Metrics], file: Path | IO[bytes]) -> None:
-    """Write a PNG of imbalance and step time over the steps of each run."""
+    """Write a PNG of imbalance, step time and loss over the steps of each run."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), layout="constrained")
+    figure, (above, middle, below) = plt.subplots(
+        3, 1, sharex=True, figsize=(8, 8), layout="constrained"
+    )
     for name, metrics in runs.items():
         steps = [step["step"] for step in metrics]
         above.plot(steps, [step["imbalance_after"] for step in metrics], label=name)
-        below.plot(steps, [step["step_ms"] for step in metrics], label=name)
+        middle.plot(steps, [step["step_ms"] for step in metrics])
+        below.plot(steps, [step["loss"] for step in metrics])
     above.set_ylabel("imbalance (busiest rank / mean)")
     above.legend()
     # A slow first step would squeeze all others into a line.
     timed = [step["step_ms"] for metrics in runs.values() for step in metrics[WARMUP_STEPS:]]
-    below.set_ylim(0, 1.3 * max(timed) if timed else None)
-    below.set_ylabel("step time (ms)")
+    middle.set_ylim(0, 1.3 * max(timed) if timed else None)
+    middle.set_ylabel("step time (ms)")
+    below.set_ylabel("loss")
     below.set_xlabel("step")
     figure.savefig(file, dpi=120, format="png")
     plt.close(figure)
