@@ -72,13 +72,14 @@ def positive(text: str) -> int:
 def add_trace(parser: argparse.ArgumentParser) -> None:
     """Add the loads to read."""
     parser.add_argument(
-        "trace", type=Path, metavar="TRACE", help="folder of a trace, or a file of loads"
+        "trace",
+        type=Path,
+        metavar="TRACE",
+        help="a run's folder `trace` (logging.trace_steps), or an .npz file of loads",
     )
 
 
-def add_out(
-    parser: argparse.ArgumentParser, metavar: str, text: str | None = None, *, required: bool
-) -> None:
+def add_out(parser: argparse.ArgumentParser, metavar: str, text: str, *, required: bool) -> None:
     """Add where to write."""
     parser.add_argument("--out", type=Path, required=required, metavar=metavar, help=text)
 

@@ -136,7 +136,9 @@ def _add_sem_moe(place: Any) -> None:
         metavar="ROUTES",
         help="a run's folder of routes (logging.route_samples), or a file: tokens' choices by id",
     )
-    sem_moe.add_argument("--ranks", type=positive, required=True, metavar="R", help="of EP groups")
+    sem_moe.add_argument(
+        "--ranks", type=positive, required=True, metavar="R", help="ranks of an EP group"
+    )
     sem_moe.add_argument(
         "--evaluate",
         type=Path,

@@ -64,6 +64,22 @@ def test_help_has_an_example(capsys, words):
     assert "--json" in out
 
 
+def test_every_option_says_what_it_is():
+    from argparse import _SubParsersAction
+
+    from megatron_ext.cli import _parser
+
+    def silent(parser):
+        for action in parser._actions:
+            if isinstance(action, _SubParsersAction):
+                for below in action.choices.values():
+                    yield from silent(below)
+            elif not action.help:
+                yield f"{parser.prog} {action.dest}"
+
+    assert list(silent(_parser())) == []
+
+
 @pytest.mark.parametrize(
     "words",
     [
