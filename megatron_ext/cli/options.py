@@ -81,7 +81,14 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
 
 def add_out(parser: argparse.ArgumentParser, metavar: str, text: str, *, required: bool) -> None:
     """Add where to write."""
-    parser.add_argument("--out", type=Path, required=required, metavar=metavar, help=text)
+    parser.add_argument("--out", type=_new_path, required=required, metavar=metavar, help=text)
+
+
+def _new_path(text: str) -> Path:
+    """Read a path to write to, for argparse: a variable that is not set names no folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("a path must not be empty")
+    return Path(text)
 
 
 def add_overwrite(parser: argparse.ArgumentParser, what: str) -> None:

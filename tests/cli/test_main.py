@@ -89,6 +89,7 @@ def test_every_option_says_what_it_is():
         ["replay", "loads.npz"],
         ["data", "build"],
         ["data", "corpus", "--out", "x", "--limit-mb", "0"],
+        ["replay", "recipes/traces/late.npz", "--strategies", "none", "--out", ""],
     ],
 )
 def test_wrong_usage(capsys, words):
