@@ -27,10 +27,10 @@ _PLAN_SETTINGS = (
 )
 # (field of `LayerCosts`, type, metavar, help).
 _COSTS = (
-    ("expert_bytes", int, "N", "weights of one expert"),
-    ("link_bandwidth", float, "X", "bytes per second of a rank"),
-    ("assignment_time", float, "X", "seconds per assignment"),
-    ("token_bytes", int, "N", "of a hidden state"),
+    ("expert_bytes", int, "N", "bytes of one expert's weights"),
+    ("link_bandwidth", float, "X", "bytes per second that a rank sends"),
+    ("assignment_time", float, "X", "seconds of expert computation per assignment"),
+    ("token_bytes", int, "N", "bytes of a hidden state (0: tokens cost nothing)"),
 )
 _OPTIONAL_COSTS = ("token_bytes",)
 
@@ -63,9 +63,12 @@ def add_command(
 
 def positive(text: str) -> int:
     """Read a whole number from 1 on, for argparse."""
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} must be >= 1")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number >= 1")
     return number
 
 

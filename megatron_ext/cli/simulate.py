@@ -49,7 +49,8 @@ def add(commands: Any) -> None:
         "--gpus",
         type=positive,
         metavar="N",
-        help="ranks of the training (EP x PP); what exceeds that is data parallelism",
+        help="ranks of the whole training, a multiple of EP x PP; what exceeds that is data "
+        "parallelism (EP x PP)",
     )
     simulate.add_argument(
         "--set",

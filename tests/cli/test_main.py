@@ -98,6 +98,13 @@ def test_wrong_usage(capsys, words):
     assert "usage: megatron-ext" in err
 
 
+@pytest.mark.parametrize("ranks", ["0", "four", "1.5"])
+def test_what_is_no_number_from_1_on(capsys, ranks):
+    status, _, err = run(capsys, "synth", "zipf", "--ranks", ranks, "--experts", 8, "--out", "x")
+    assert status == 2
+    assert err.endswith(f"argument --ranks: '{ranks}' must be a whole number >= 1\n")
+
+
 def test_train_gets_every_word(monkeypatch, capsys):
     seen = []
     fake = types.ModuleType("megatron_ext.train")
