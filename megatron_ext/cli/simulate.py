@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Simulate the trace with every strategy, and show what a step would take."""
     from megatron_ext.offline.hardware import read_hardware
     from megatron_ext.offline.loads import read_loads
-    from megatron_ext.offline.planning import missing_history
+    from megatron_ext.offline.planning import idle_slots, missing_history
     from megatron_ext.offline.shape import read_shape
     from megatron_ext.offline.simulate import IDEAL, NONE, check_out, simulate, write_report
 
@@ -80,6 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     hardware = read_hardware(arguments.hardware)
     shape = read_shape(arguments.model, arguments.set)
     loads = read_loads(arguments.trace)
+    warn(idle_slots(loads, arguments.slots))
     warn(missing_history(loads, strategies, settings.interval))
     with progress("Simulating", len(loads) * len({NONE, IDEAL, *strategies})) as on_load:
         report = simulate(
