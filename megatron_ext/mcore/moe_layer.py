@@ -399,7 +399,10 @@ class EvenMoELayer(MoELayer):
 
     def route(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Route as Megatron does, then hand the choices to experts in turn."""
-        probs, routing_map = force_even(*super().route(*args, **kwargs))
+        probs, routing_map = super().route(*args, **kwargs)
+        # As if all ranks had as many tokens and dropped none; else a few experts get one more.
+        dealt_before = self.ep_group.rank() * len(routing_map) * self.router.topk
+        probs, routing_map = force_even(probs, routing_map, dealt_before)
         if self.observers and self.training and torch.is_grad_enabled():
             load = gather_load(routing_map, self.ep_group)
             rank_loads = load.sum(0).view(self.ep_group.size(), -1).sum(1)

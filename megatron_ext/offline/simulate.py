@@ -251,12 +251,14 @@ def even_load(load: Tensor) -> Tensor:
     Args:
         load: int64 [..., R, E].
 
-    >>> even_load(torch.tensor([[6, 1, 1, 0], [4, 3, 1, 1]])).tolist()
-    [[2, 2, 2, 2], [3, 2, 2, 2]]
+    >>> even_load(torch.tensor([[6, 1, 1, 1], [4, 3, 1, 1]])).tolist()
+    [[3, 2, 2, 2], [2, 3, 2, 2]]
     """
     experts = load.shape[-1]
     total = load.sum(-1, keepdim=True)
-    return total // experts + (torch.arange(experts) < total % experts)
+    dealt_before = total.cumsum(-2) - total
+    place = (torch.arange(experts) - dealt_before) % experts
+    return total // experts + (place < total % experts)
 
 
 def simulate(

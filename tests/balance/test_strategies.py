@@ -41,13 +41,14 @@ def test_unknown_name_lists_the_known():
     tokens=st.integers(0, 40),
     experts=st.integers(1, 9),
     top_k=st.integers(1, 3),
+    first=st.integers(0, 99),
     seed=st.integers(0, 99),
 )
-def test_even_routing_is_even_and_keeps_the_probabilities(tokens, experts, top_k, seed):
+def test_even_routing_is_even_and_keeps_the_probabilities(tokens, experts, top_k, first, seed):
     top_k = min(top_k, experts)
     routed = workloads.routing_map(tokens, experts, top_k, seed)
     probs = (torch.rand(tokens, experts) + 0.1) * routed
-    even_probs, even = force_even(probs, routed)
+    even_probs, even = force_even(probs, routed, first)
     counts = even.sum(0)
     assert even.dtype == torch.bool
     assert torch.equal(even.sum(1), routed.sum(1))
@@ -57,7 +58,7 @@ def test_even_routing_is_even_and_keeps_the_probabilities(tokens, experts, top_k
     for n in range(tokens):
         chosen = probs[n][routed[n]]
         for k in range(top_k):
-            assert even_probs[n, (n * top_k + k) % experts] == chosen[k]
+            assert even_probs[n, (first + n * top_k + k) % experts] == chosen[k]
 
 
 def test_even_routing_with_unequal_choices_per_token():

@@ -334,6 +334,8 @@ def test_even_load_keeps_what_ranks_send(skewed):
     even = even_load(skewed.load)
     assert torch.equal(even.sum(-1), skewed.load.sum(-1))
     assert int(even.amax(-1).sub(even.amin(-1)).max()) <= 1
+    of_all_ranks = even.sum(-2)
+    assert int(of_all_ranks.amax(-1).sub(of_all_ranks.amin(-1)).max()) <= 1
 
 
 def test_time_takes_the_machines_costs(skewed, model):

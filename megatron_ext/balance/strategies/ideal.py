@@ -12,16 +12,20 @@ from torch import Tensor
 from megatron_ext.balance.strategies.strategy import Strategy
 
 
-def force_even(probs_NE: Tensor, routing_map_NE: Tensor) -> tuple[Tensor, Tensor]:
+def force_even(
+    probs_NE: Tensor, routing_map_NE: Tensor, first_expert: int = 0
+) -> tuple[Tensor, Tensor]:
     """Deal the assignments out to the experts in turn; each keeps its own probability.
 
-    The i-th assignment of the rank (by token, then by expert) goes to expert i mod E; with K
-    choices for every token that is (n * K + k) mod E. All experts get the same number, give or take
-    one.
+    The i-th assignment of the rank (by token, then by expert) goes to expert (first + i) mod E;
+    with K choices for every token that is (first + n * K + k) mod E. All experts get the same
+    number, give or take one; and so they do from all ranks together, if each rank's first expert
+    comes after the last of the rank before.
 
     Args:
         probs_NE: Probabilities, float [N, E]; differentiable.
         routing_map_NE: The router's choices, bool [N, E].
+        first_expert: Where this rank begins, >= 0.
 
     Returns:
         Probabilities and choices of the same shapes and dtypes. Each token keeps its number of
@@ -41,7 +45,7 @@ def force_even(probs_NE: Tensor, routing_map_NE: Tensor) -> tuple[Tensor, Tensor
     place = torch.where(
         routing_map_NE, choices.cumsum(1) - 1, per_token + (1 - choices).cumsum(1) - 1
     )
-    target_NE = (before + place) % num_experts
+    target_NE = (first_expert + before + place) % num_experts
     return (
         torch.zeros_like(probs_NE).scatter(1, target_NE, probs_NE),
         torch.zeros_like(routing_map_NE).scatter(1, target_NE, routing_map_NE),
