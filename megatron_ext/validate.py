@@ -234,7 +234,7 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
     if config.data.rebatch and values_fit:
         problems += [
             f"data.rebatch ({config.data.rebatch}): {problem}"
-            for problem in validate_for_rebatching(checked)
+            for problem in validate_for_rebatching(checked, config.balance)
         ]
     if sizes_fit and not problems:
         try:
