@@ -20,7 +20,7 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
         config: Megatron's TransformerConfig.
         balance: What the balancer may do.
     """
-    if balance.strategy == "none":
+    if _is_absent(balance):
         return []
     problems = []
     for check in (partial(_check_strategy, balance), partial(resolve_transport, balance.transport)):
@@ -99,6 +99,12 @@ def validate_for_rebatching(config: Any, balance: BalanceConfig | None) -> list[
         if getattr(config, name, allowed[0]) not in allowed
     ]
     return problems
+
+
+def _is_absent(balance: BalanceConfig) -> bool:
+    """Whether the layers stay Megatron's own."""
+    strategy = STRATEGIES.get(balance.strategy)
+    return strategy is not None and strategy.kind == "absent"
 
 
 def _predicts(balance: BalanceConfig) -> bool:
