@@ -70,6 +70,13 @@ def test_measured_by_hand():
     }
 
 
+def test_samples_that_make_no_batch_are_not_measured():
+    """Expert 0 is alone on rank 0: a choice each of samples 0 and 2, of six without sample 3."""
+    home = np.array([[0, 1, 1, 1], [0, 1, 1, 1]])
+    measured = measure(two_topics(), home, np.zeros(4, dtype=np.int64), 2, 3)
+    assert measured["local_activation_rate"] == pytest.approx(2 / 6)
+
+
 def test_tokens_after_two_layers():
     """Six tokens on two ranks; of those that went 0, 1 two go to 1 and one to 0."""
     rank_of = np.array([[0, 0, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0], [1, 1, 0, 0, 0, 1]])
