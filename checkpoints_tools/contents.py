@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,18 +151,31 @@ def find_checkpoint(path: Path) -> Path:
     return max(numbered)[1]
 
 
-def _read_entries(folder: Path) -> list[Entry]:
-    """Return all keys with the shapes that the metadata tells, sorted."""
-    # Torch takes seconds to import, and `--help` must not wait for it.
+def read_metadata(folder: Path) -> Any:
+    """Return a checkpoint's table of contents, torch's `Metadata`.
+
+    Raises:
+        ValueError: It is not there or damaged.
+    """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     try:
-        metadata = FileSystemReader(folder).read_metadata()
+        return FileSystemReader(folder).read_metadata()
     except FileNotFoundError as error:
         raise ValueError(
             f"{folder} has no .metadata: it was not written to the end, or not as `torch_dist`"
         ) from error
+    # What pickle raises on a file that is cut or damaged.
+    except (pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError) as error:
+        raise ValueError(f"{folder}: .metadata is cut off or damaged ({error})") from error
+
+
+def _read_entries(folder: Path) -> list[Entry]:
+    """Return all keys with the shapes that the metadata tells, sorted."""
+    # Torch takes seconds to import, and `--help` must not wait for it.
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = read_metadata(folder)
     entries: dict[str, Entry] = {}
     for stored_key, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata):

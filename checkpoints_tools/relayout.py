@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints_tools.contents import find_checkpoint, is_of_optimizer
+from checkpoints_tools.contents import find_checkpoint, is_of_optimizer, read_metadata
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,12 +49,10 @@ def relayout(path: str | Path, expert: Mapping[int, np.ndarray], out: str | Path
         ValueError: The checkpoint has other layers or experts, or stores experts or the optimizer's
             state in a way that this cannot take apart.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
     folder, out = find_checkpoint(Path(path)), Path(out)
     if out.exists():
         raise FileExistsError(f"{out} exists already")
-    metadata = FileSystemReader(folder).read_metadata()
+    metadata = read_metadata(folder)
     layouts = {number: order.tolist() for number, order in expert.items()}
     changes = list(_find_changes(folder, metadata, layouts))
     _check_complete(folder, metadata, changes, layouts)

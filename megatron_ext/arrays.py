@@ -27,13 +27,41 @@ _DAMAGES = (
     OSError,
 )
 
+# How files begin: archives (.npz), single arrays (.npy).
+_ARCHIVE, _ARRAY = b"PK", b"\x93NUMPY"
+
 
 def check_free(path: Path, *, overwrite: bool) -> None:
-    """Raise FileExistsError if `path` exists and is not to be replaced."""
+    """Check that a file can be written: before the work whose result goes there.
+
+    Raises:
+        FileExistsError: It is a folder, or exists and is not to be replaced.
+        NotADirectoryError: It would be below something that is no folder.
+        PermissionError: It, or the folder that it or its new folders go into, may not be written.
+    """
     if path.is_dir():
         raise FileExistsError(f"{path} is a folder")
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists already: replace it with --overwrite")
+    folder = next(above for above in path.absolute().parents if above.exists())
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{path} cannot be written: {folder} is no folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"{path} cannot be written: no permission to write in {folder}")
+
+
+def find_arrays(folder: Path) -> list[Path]:
+    """Return the .npz files of a folder, sorted.
+
+    Raises:
+        FileNotFoundError: It has none; the message names folders in it that do.
+    """
+    files = sorted(folder.glob("*.npz"))
+    if not files:
+        below = sorted({str(file.parent) for file in folder.glob("*/*.npz")})
+        hint = f"; there are some in {', '.join(below)}" if below else ""
+        raise FileNotFoundError(f"{folder} is a folder without .npz files{hint}")
+    return files
 
 
 def read_arrays(
@@ -45,16 +73,20 @@ def read_arrays(
         FileNotFoundError: There is no such file.
         ValueError: It is no such file, is damaged, or lacks a required array.
     """
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist")
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} does not exist" if not path.exists() else f"{path} is a folder"
-        )
+        raise FileNotFoundError(f"{path} is {'a folder' if path.is_dir() else 'no file'}")
     arrays = {}
     with path.open("rb") as file:
+        # NumPy would take anything else for pickled objects, and advise to load them.
+        if not file.read(len(_ARRAY)).startswith((_ARCHIVE, _ARRAY)):
+            raise ValueError(f"{path} is no .npz file: write it with numpy.savez")
+        file.seek(0)
         try:
             archive = np.load(file, allow_pickle=False)
         except _DAMAGES as error:
-            raise ValueError(f"{path} is no .npz file ({error})") from error
+            raise ValueError(f"{path} is cut off or damaged ({error})") from error
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise ValueError(f"{path} holds one array, not an archive: write it with numpy.savez")
         for name in (*required, *optional):

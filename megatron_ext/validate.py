@@ -78,6 +78,7 @@ def validate(config: TrainConfig, *, num_ranks: int) -> None:
     problems += _check_megatron(config, values_fit=values_fit, sizes_fit=not problems)
     problems += _check_semantics(config)
     problems += _check_data(config, values_fit=values_fit)
+    problems += _check_run_dir(config)
     if not problems:
         problems = _check_checkpoint(config)
     if problems:
@@ -338,6 +339,20 @@ def _semantics_problem(config: TrainConfig, manifest: Manifest, name: str) -> st
                 f"{model.num_experts} in layers {layers}"
             )
     return None
+
+
+def _check_run_dir(config: TrainConfig) -> list[str]:
+    """The folder that the run writes to, and what a run that it continues left there."""
+    from megatron_ext.arrays import check_free
+    from megatron_ext.telemetry.run_log import METRICS_FILE, read_metrics
+
+    run_dir = Path(config.run_dir)
+    try:
+        check_free(run_dir / METRICS_FILE, overwrite=True)
+        read_metrics(run_dir)
+    except (OSError, ValueError) as error:
+        return [f"run_dir ({config.run_dir}): {_one_line(error)}"]
+    return []
 
 
 def _check_checkpoint(config: TrainConfig) -> list[str]:

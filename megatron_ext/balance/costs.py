@@ -16,6 +16,9 @@ from megatron_ext.balance.metrics import rank_sends
 from megatron_ext.balance.plan import BalancePlan
 
 _PICOSECONDS = 1e12
+_MOST_EXPERT_S, _MOST_TOKEN_S = 1e5, 100.0
+"""Of one expert's weights; of one token or assignment, of which there are more. Beyond it, where no
+machine is, a layer's picoseconds would not fit int64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,23 @@ class LayerCosts:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be > 0 and finite")
         if self.token_bandwidth is not None and not 0 < self.token_bandwidth < float("inf"):
             raise ValueError(f"token_bandwidth ({self.token_bandwidth}) must be > 0 and finite")
+        for names, seconds, most in (
+            ("expert_bytes / link_bandwidth", self._expert_s, _MOST_EXPERT_S),
+            ("2 token_bytes / token_bandwidth", self._token_s, _MOST_TOKEN_S),
+            ("assignment_time", self.assignment_time, _MOST_TOKEN_S),
+        ):
+            if seconds > most:
+                raise ValueError(f"{names} ({seconds:g} s) must be <= {most:g} s")
+
+    @property
+    def _expert_s(self) -> float:
+        """Seconds of sending one expert's weights."""
+        return self.expert_bytes / self.link_bandwidth
+
+    @property
+    def _token_s(self) -> float:
+        """Seconds of one token's way there and back."""
+        return 2 * self.token_bytes / (self.token_bandwidth or self.link_bandwidth)
 
     def layer_time(self, load: Tensor, plan: BalancePlan) -> Tensor:
         """Modelled time of the parts of a forward that depend on the plan, in picoseconds.
@@ -82,10 +102,9 @@ class LayerCosts:
         local = torch.minimum(load.mT, plan.quota)
         received = (plan.quota - local).sum(-2).amax(-1)
         sent = (load.mT - local).sum(-2).amax(-1)
-        token_bandwidth = self.token_bandwidth or self.link_bandwidth
         return (
-            sends.amax(-1) * _picoseconds(self.expert_bytes / self.link_bandwidth),
-            torch.maximum(received, sent) * _picoseconds(2 * self.token_bytes / token_bandwidth),
+            sends.amax(-1) * _picoseconds(self._expert_s),
+            torch.maximum(received, sent) * _picoseconds(self._token_s),
             plan.rank_loads().amax(-1) * _picoseconds(self.assignment_time),
         )
 

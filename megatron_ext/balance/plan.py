@@ -268,10 +268,18 @@ def check_load(load: Tensor, layout: ExpertLayout) -> None:
             f"got shape {tuple(load.shape)}"
         )
     # Of a load on a GPU the values are trusted: to look at them, the host would have to wait.
-    if load.numel() == 0 or load.is_cuda:
-        return
+    if load.numel() > 0 and not load.is_cuda:
+        check_counts(load)
+
+
+def check_counts(load: Tensor) -> None:
+    """Check that the entries of loads, int64 [..., R, E] and not empty, are counts.
+
+    Raises:
+        ValueError: One is negative, or so large that sums would not fit int64.
+    """
     least, most = (int(value) for value in torch.aminmax(load))
-    limit = (2**63 - 1) // (ranks * experts)
+    limit = (2**63 - 1) // (load.shape[-2] * load.shape[-1])
     if least < 0:
         raise ValueError(f"load has a negative entry ({least}); assignments are counts >= 0")
     if most > limit:

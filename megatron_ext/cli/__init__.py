@@ -30,7 +30,15 @@ from megatron_ext.cli.output import FAILED, INTERRUPTED, WRONG_USAGE
 # In the order in which `--help` lists them.
 _COMMANDS = (train, report, plan, replay, place, simulate, synth, data, checkpoint, doctor)
 # What a user can put right by calling differently.
-_USAGE_ERRORS = (ValueError, FileNotFoundError, FileExistsError, ModuleNotFoundError)
+_USAGE_ERRORS = (
+    ValueError,
+    FileNotFoundError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+    ModuleNotFoundError,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,5 +88,8 @@ def _silence_megatron() -> None:
 
 def _complain(command_name: str, error: Exception, status: int) -> int:
     """Say in one line what went wrong; return the exit status."""
-    sys.stderr.write(f"{command_name}: error: {' '.join(str(error).split())}\n")
+    message = str(error)
+    if isinstance(error, OSError) and error.filename is not None:  # The system's own words.
+        message = f"{error.filename}: {error.strerror}"
+    sys.stderr.write(f"{command_name}: error: {' '.join(message.split())}\n")
     return status

@@ -27,10 +27,10 @@ _PLAN_SETTINGS = (
 )
 # (field of `LayerCosts`, type, metavar, help).
 _COSTS = (
-    ("expert_bytes", int, "N", "weights of one expert"),
-    ("link_bandwidth", float, "X", "bytes per second of a rank"),
-    ("assignment_time", float, "X", "seconds per assignment"),
-    ("token_bytes", int, "N", "of a hidden state"),
+    ("expert_bytes", int, "N", "bytes of one expert's weights"),
+    ("link_bandwidth", float, "X", "bytes per second that a rank sends"),
+    ("assignment_time", float, "X", "seconds of expert computation per assignment"),
+    ("token_bytes", int, "N", "bytes of a hidden state (0: tokens cost nothing)"),
 )
 _OPTIONAL_COSTS = ("token_bytes",)
 
@@ -63,24 +63,35 @@ def add_command(
 
 def positive(text: str) -> int:
     """Read a whole number from 1 on, for argparse."""
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} must be >= 1")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number >= 1")
     return number
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
     """Add the loads to read."""
     parser.add_argument(
-        "trace", type=Path, metavar="TRACE", help="folder of a trace, or a file of loads"
+        "trace",
+        type=Path,
+        metavar="TRACE",
+        help="a run's folder `trace` (logging.trace_steps), or an .npz file of loads",
     )
 
 
-def add_out(
-    parser: argparse.ArgumentParser, metavar: str, text: str | None = None, *, required: bool
-) -> None:
+def add_out(parser: argparse.ArgumentParser, metavar: str, text: str, *, required: bool) -> None:
     """Add where to write."""
-    parser.add_argument("--out", type=Path, required=required, metavar=metavar, help=text)
+    parser.add_argument("--out", type=_new_path, required=required, metavar=metavar, help=text)
+
+
+def _new_path(text: str) -> Path:
+    """Read a path to write to, for argparse: a variable that is not set names no folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("a path must not be empty")
+    return Path(text)
 
 
 def add_overwrite(parser: argparse.ArgumentParser, what: str) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,14 +20,27 @@ def show(
     lines: Callable[[dict[str, Any]], Sequence[str] | Iterator[str]],
 ) -> int:
     """Print a result, as JSON or for people."""
-    text = json.dumps(report, indent=2) if arguments.json else "\n".join(lines(report))
+    if arguments.json:
+        text = json.dumps(_finite(report), indent=2, allow_nan=False)
+    else:
+        text = "\n".join(lines(report))
     sys.stdout.write(text + "\n")
     return DONE
 
 
-def warn(message: str) -> None:
-    """Say what a user should know of a command that goes on."""
-    sys.stderr.write(f"warning: {message}\n")
+def _finite(value: Any) -> Any:
+    """Put null for what JSON cannot write: the loss of a run that diverged."""
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def warn(message: str | None) -> None:
+    """Say what a user should know of a command that goes on, if there is something."""
+    if message is not None:
+        sys.stderr.write(f"warning: {message}\n")
 
 
 def columns(*rows: tuple[str, ...]) -> Iterator[str]:

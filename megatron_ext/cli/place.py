@@ -17,7 +17,7 @@ from megatron_ext.cli.options import (
     add_trace,
     positive,
 )
-from megatron_ext.cli.output import columns, progress, show
+from megatron_ext.cli.output import columns, progress, show, warn
 
 
 def add(commands: Any) -> None:
@@ -69,10 +69,12 @@ def run_craft(arguments: argparse.Namespace) -> int:
     from megatron_ext.balance.strategies import PlanSettings
     from megatron_ext.offline.craft import place, replica_counts
     from megatron_ext.offline.loads import read_loads
+    from megatron_ext.offline.planning import idle_slots
 
     check_free(arguments.out, overwrite=arguments.overwrite)
     settings = PlanSettings(tolerance=arguments.tolerance, min_quota=arguments.min_quota)
     loads = read_loads(arguments.trace)
+    warn(idle_slots(loads, arguments.slots))
     _, ranks, experts = loads.load.shape
     layout = plan_layout(
         "craft",
@@ -202,7 +204,9 @@ def _add_sem_moe(place: Any) -> None:
         metavar="ROUTES",
         help="a run's folder of routes (logging.route_samples), or a file: tokens' choices by id",
     )
-    sem_moe.add_argument("--ranks", type=positive, required=True, metavar="R", help="of EP groups")
+    sem_moe.add_argument(
+        "--ranks", type=positive, required=True, metavar="R", help="ranks of an EP group"
+    )
     sem_moe.add_argument(
         "--evaluate",
         type=Path,

@@ -17,7 +17,7 @@ from megatron_ext.cli.options import (
     layer_costs,
     plan_settings,
 )
-from megatron_ext.cli.output import columns, progress, show
+from megatron_ext.cli.output import columns, progress, show, warn
 
 if TYPE_CHECKING:
     from megatron_ext.balance.strategies import PlanSettings
@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan, write the plans if asked to, and show their numbers; or list the strategies."""
     from megatron_ext.offline.loads import read_loads, write_plans
-    from megatron_ext.offline.planning import make_planners, plan_loads
+    from megatron_ext.offline.planning import idle_slots, make_planners, missing_history, plan_loads
 
     if arguments.list:
         return show(arguments, _strategies(), _strategy_lines)
@@ -73,6 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
         slots=arguments.slots,
         nvlink_domain=arguments.nvlink_domain,
     )
+    warn(idle_slots(loads, arguments.slots))
+    warn(missing_history(loads, [arguments.strategy], settings.interval))
     with progress("Planning", len(loads)) as on_load:
         planned = plan_loads(loads, planners, on_load=on_load)
     if arguments.out is not None:

@@ -16,7 +16,7 @@ from megatron_ext.cli.options import (
     layer_costs,
     plan_settings,
 )
-from megatron_ext.cli.output import progress, show
+from megatron_ext.cli.output import progress, show, warn
 
 
 def add(commands: Any) -> None:
@@ -45,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan the trace with every strategy, and show their numbers side by side."""
     from megatron_ext.offline.loads import read_loads
     from megatron_ext.offline.papers import make_exhibits, more_replays, to_json
+    from megatron_ext.offline.planning import idle_slots, missing_history
     from megatron_ext.offline.replay import check_out, make_report, replay, write_report
 
     strategies = arguments.strategies.split(",")
@@ -53,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         check_out(arguments.out, overwrite=arguments.overwrite)
     loads = read_loads(arguments.trace)
+    warn(idle_slots(loads, arguments.slots))
+    warn(missing_history(loads, strategies, settings.interval))
     room = {"slots": arguments.slots, "nvlink_domain": arguments.nvlink_domain}
     with progress("Replaying", len(loads) * len(strategies)) as on_load:
         replayed = replay(loads, strategies, settings, **room, on_load=on_load)

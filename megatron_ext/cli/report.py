@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.cli.options import add_command, add_overwrite
+from megatron_ext.cli.options import add_command, add_out, add_overwrite
 from megatron_ext.cli.output import show
 
 FILE = "report.html"
@@ -29,11 +29,11 @@ def add(commands: Any) -> None:
         metavar="RUN",
         help="run directories; throughput is compared to the first one's",
     )
-    report.add_argument(
-        "--out",
-        type=Path,
-        metavar="PAGE.html",
-        help=f"page with the numbers and curves (one run has it in its directory, as {FILE})",
+    add_out(
+        report,
+        "PAGE.html",
+        f"page with the numbers and curves (one run has it in its directory, as {FILE})",
+        required=False,
     )
     add_overwrite(report, "PAGE.html")
 
@@ -63,8 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
-    from megatron_ext.telemetry.report import table
+    from megatron_ext.telemetry.report import steps_line, table
 
     yield table(report["runs"], report["against"])
+    yield steps_line({name: len(run["losses"]) for name, run in report["runs"].items()})
     if report["page"] is not None:
         yield f"Written: {report['page']}"

@@ -15,7 +15,7 @@ from megatron_ext.cli.options import (
     plan_settings,
     positive,
 )
-from megatron_ext.cli.output import progress, show
+from megatron_ext.cli.output import progress, show, warn
 
 
 def add(commands: Any) -> None:
@@ -49,7 +49,8 @@ def add(commands: Any) -> None:
         "--gpus",
         type=positive,
         metavar="N",
-        help="ranks of the training (EP x PP); what exceeds that is data parallelism",
+        help="ranks of the whole training, a multiple of EP x PP; what exceeds that is data "
+        "parallelism (EP x PP)",
     )
     simulate.add_argument(
         "--set",
@@ -68,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Simulate the trace with every strategy, and show what a step would take."""
     from megatron_ext.offline.hardware import read_hardware
     from megatron_ext.offline.loads import read_loads
+    from megatron_ext.offline.planning import idle_slots, missing_history
     from megatron_ext.offline.shape import read_shape
     from megatron_ext.offline.simulate import IDEAL, NONE, check_out, simulate, write_report
 
@@ -78,6 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
     hardware = read_hardware(arguments.hardware)
     shape = read_shape(arguments.model, arguments.set)
     loads = read_loads(arguments.trace)
+    warn(idle_slots(loads, arguments.slots))
+    warn(missing_history(loads, strategies, settings.interval))
     with progress("Simulating", len(loads) * len({NONE, IDEAL, *strategies})) as on_load:
         report = simulate(
             loads,
@@ -96,11 +100,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
-    from megatron_ext.offline.simulate import layer_table, overall_table
+    from megatron_ext.offline.simulate import LEGEND, layer_table, overall_table
 
     yield report["title"]
     yield ""
     yield overall_table(report)
+    yield ""
+    yield LEGEND
     yield ""
     yield "A MoE layer, ms:"
     yield ""

@@ -21,12 +21,16 @@ def add(commands: Any) -> None:
         "megatron-ext synth zipf --ranks 64 --experts 256 --imbalance 2 --out loads.npz",
     )
     synth.add_argument("kind", metavar="KIND", help="one of those above")
-    synth.add_argument("--ranks", type=positive, required=True, metavar="R")
-    synth.add_argument("--experts", type=positive, required=True, metavar="E")
+    synth.add_argument(
+        "--ranks", type=positive, required=True, metavar="R", help="ranks of the EP group"
+    )
+    synth.add_argument(
+        "--experts", type=positive, required=True, metavar="E", help="logical experts"
+    )
     synth.add_argument("--tokens", type=positive, metavar="N", help="tokens of a rank")
     synth.add_argument("--top-k", type=positive, metavar="K", help="experts a token chooses")
     synth.add_argument("--batch", type=positive, metavar="B", help="loads to generate")
-    synth.add_argument("--seed", type=int, metavar="N")
+    synth.add_argument("--seed", type=int, metavar="N", help="equal seeds give equal loads")
     degree = synth.add_mutually_exclusive_group()
     degree.add_argument(
         "--imbalance", type=float, metavar="X", help="busiest rank / mean that is wanted"
@@ -35,7 +39,7 @@ def add(commands: Any) -> None:
     synth.add_argument(
         "--share", type=float, metavar="X", help="of ranks that are cold, of experts that are dead"
     )
-    add_out(synth, "LOADS.npz", required=True)
+    add_out(synth, "LOADS.npz", "where to write them, int64 [B, R, E]", required=True)
     add_overwrite(synth, "an existing LOADS.npz")
 
 

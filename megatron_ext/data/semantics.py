@@ -103,6 +103,9 @@ def read_semantics(path: Path) -> Semantics:
             f"{path}: token_rank must be from 0 to {ranks - 1}, is from {token_rank.min()} to "
             f"{token_rank.max()}"
         )
+    for name in ("affinity", "token_confidence", "transition"):
+        if not (np.isfinite(arrays[name]) & (arrays[name] >= 0)).all():
+            raise ValueError(f"{path}: {name} must be finite and >= 0")
     if experts % ranks:
         raise ValueError(f"{path}: experts ({experts}) must be a multiple of ranks ({ranks})")
     _check_layout(path, layer, expert)

@@ -6,6 +6,7 @@ added to a document here: no begin token, no padding. `build.py` appends the eod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -119,17 +120,20 @@ class HuggingFaceTokenizer:
 def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_parallel: int) -> int:
     """Return the rows of an embedding that holds `vocab_size` tokens and splits evenly.
 
+    Rows that stand for no token have logits, too. So that a checkpoint is the same model on another
+    number of ranks, all numbers that divide `divisible_by` pad alike; Megatron's own rule, a
+    multiple of `divisible_by` on each rank, would add rows that were never trained.
+
     Args:
         vocab_size: Number of token ids.
-        divisible_by: Each tensor-parallel rank's rows are a multiple of it (128 keeps matrix shapes
-            fast).
+        divisible_by: The rows are a multiple of it (128 keeps matrix shapes fast).
         tensor_parallel: Ranks that share the embedding.
 
     Returns:
-        The smallest multiple of `divisible_by * tensor_parallel` that is at least `vocab_size`.
+        The smallest multiple of both that is at least `vocab_size`.
 
     >>> padded_vocab_size(257, divisible_by=128, tensor_parallel=2)
-    512
+    384
     """
-    multiple = divisible_by * tensor_parallel
+    multiple = math.lcm(divisible_by, tensor_parallel)
     return -(-vocab_size // multiple) * multiple

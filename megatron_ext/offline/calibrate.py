@@ -4,9 +4,8 @@ On CPUs, with as many ranks as there are cores but two at least, one thread each
 here has them. The rates of experts, dense parts, tokens and optimizer are those of the parts of the
 quickstart's step (`mcore/blocks.py`); never of a step itself, which a simulation is to predict.
 
-Other programs may use the machine too: computation is counted in processor time, the median of the
-rounds, and transfers, which wait, in the time of the fastest round. Both are the slowest rank's. So
-what is measured is the machine as it is when nobody else uses it.
+Ranks wait for each other between the parts of a step. So a round takes as long as its slowest rank,
+and what counts is the median of the rounds: the machine as it is, with what else runs on it.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from megatron_ext.config import (
 from megatron_ext.offline.hardware import Hardware
 from megatron_ext.offline.shape import shape_of
 
-ROUNDS = 20
+ROUNDS = 100
 """Of each measurement."""
-_WARMUP = 5
+_WARMUP = 20
 """Rounds at the beginning that do not count: by then the allocator has what it needs."""
 
 _SQUARE = 1024
@@ -139,7 +138,7 @@ def _relay_threshold() -> int:
 
 
 def _measure(folder: str) -> None:
-    """Measure on one rank of a launch; rank 0 writes what the slowest took."""
+    """Measure on one rank of a launch; rank 0 writes what was measured."""
     from megatron_ext.train import join_ranks
 
     with join_ranks():
@@ -161,44 +160,29 @@ def _measure(folder: str) -> None:
         dist.barrier()
 
 
-def _computing_s(work: Callable[[], object]) -> float:
-    """Processor seconds of a round, in the median, while all ranks do the same."""
-    return _median([_processor_s(work) for _ in range(ROUNDS)])
+def _median_s(work: Callable[[], object]) -> float:
+    """Seconds of a round, in the median."""
+    return _median([_slowest_s(work) for _ in range(ROUNDS)])
 
 
-def _transfer_s(work: Callable[[], object]) -> float:
-    """Seconds of the fastest round, which all ranks begin together."""
-    return min(_elapsed_s(work) for _ in range(ROUNDS))
-
-
-def _processor_s(work: Callable[[], object]) -> float:
-    dist.barrier()
-    started = time.process_time()
-    work()
-    return time.process_time() - started
-
-
-def _elapsed_s(work: Callable[[], object]) -> float:
+def _slowest_s(work: Callable[[], object]) -> float:
+    """Seconds of a round, which all ranks begin together, on its slowest rank."""
     dist.barrier()
     started = time.perf_counter()
     work()
-    return _slowest(time.perf_counter() - started)
+    elapsed_s = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+    dist.all_reduce(elapsed_s, dist.ReduceOp.MAX)
+    return float(elapsed_s)
 
 
 def _median(values: list[float]) -> float:
-    """Of the rounds that count, on the rank where it is largest."""
-    return _slowest(statistics.median(values[_WARMUP:]))
-
-
-def _slowest(elapsed_s: float) -> float:
-    slowest = torch.tensor(elapsed_s, dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
+    """Of the rounds that count."""
+    return statistics.median(values[_WARMUP:])
 
 
 def _matrix_rate() -> float:
     left, right = torch.randn(2, _SQUARE, _SQUARE)
-    return 2 * _SQUARE**3 / _computing_s(lambda: left @ right)
+    return 2 * _SQUARE**3 / _median_s(lambda: left @ right)
 
 
 def _part_rates(config: TrainConfig) -> dict[str, float]:
@@ -212,18 +196,18 @@ def _part_rates(config: TrainConfig) -> dict[str, float]:
     num_tokens = config.data.sequence_length * config.data.micro_batch_size
     blocks = StepBlocks(config, _VOCAB_SIZE)
     times: dict[str, list[float]] = {"dense": [], "tokens": [], "expert": [], "optimizer": []}
-    for load in _uneven_loads(num_tokens * ranks, ranks)[:, dist.get_rank()]:
-        times["dense"].append(_processor_s(blocks.run_dense))
-        times["tokens"].append(_elapsed_s(blocks.run_tokens))
-        expert_s = _processor_s(partial(blocks.run_experts, load))
-        times["expert"].append(expert_s / int(load.sum()))
-        times["optimizer"].append(_processor_s(blocks.run_optimizer))
+    for load in _uneven_loads(num_tokens * ranks, ranks):
+        times["dense"].append(_slowest_s(blocks.run_dense))
+        times["tokens"].append(_slowest_s(blocks.run_tokens))
+        expert_s = _slowest_s(partial(blocks.run_experts, load[dist.get_rank()]))
+        times["expert"].append(expert_s / int(load.sum(-1).max()))
+        times["optimizer"].append(_slowest_s(blocks.run_optimizer))
     # Forward is a third of the FLOPs, and half of the transfers: there, back, and both again.
     dense_flops = 3 * shape.dense_flops(shape.moe_dense_params) * num_tokens
     sent_bytes = 4 * shape.token_bytes * num_tokens * (ranks - 1) / ranks
     return {
         "dense": dense_flops / _median(times["dense"]),
-        "tokens": sent_bytes / min(times["tokens"]),
+        "tokens": sent_bytes / _median(times["tokens"]),
         "expert": 3 * shape.expert_flops / _median(times["expert"]),
         "optimizer": shape.optimizer_bytes * blocks.optimizer_params / _median(times["optimizer"]),
     }
@@ -232,19 +216,23 @@ def _part_rates(config: TrainConfig) -> dict[str, float]:
 def _uneven_loads(assignments: int, ranks: int) -> Tensor:
     """Random loads of all experts, of another popularity in every round: int64 [ROUNDS, R, M].
 
-    Never the same sizes twice, as in a training, so that the allocator has work to do.
+    Never the same sizes twice, as in a training. The busiest rank's rounds come first, so that the
+    allocator has seen the largest blocks when the warm-up ends.
     """
     generator = np.random.default_rng(0)
     experts = ranks * _EXPERTS
     popularity = generator.dirichlet(np.ones(experts), size=ROUNDS)
-    loads = generator.multinomial(assignments, popularity)
-    return torch.from_numpy(loads.astype(np.int64)).view(ROUNDS, ranks, _EXPERTS)
+    loads = generator.multinomial(assignments, popularity).reshape(ROUNDS, ranks, _EXPERTS)
+    busiest = loads.sum(-1).max(-1)
+    heaviest = np.argsort(-busiest, kind="stable")[:_WARMUP]
+    order = [*heaviest, *np.setdiff1d(np.arange(ROUNDS), heaviest)]
+    return torch.from_numpy(loads[order].astype(np.int64))
 
 
 def _memory_bandwidth() -> float:
     """Bytes per second of a sum: two reads and a write."""
     one = torch.ones(_COPIED_BYTES // 4)
-    return 3 * _COPIED_BYTES / _computing_s(lambda: one + one)
+    return 3 * _COPIED_BYTES / _median_s(lambda: one + one)
 
 
 def _weight_bandwidth(folder: Path) -> float:
@@ -258,7 +246,7 @@ def _weight_bandwidth(folder: Path) -> float:
     try:
         theirs = torch.from_file(str(names[(rank + 1) % ranks]), shared=True, size=size)
         weights = torch.ones(size)
-        elapsed_s = _transfer_s(lambda: theirs.copy_(weights))
+        elapsed_s = _median_s(lambda: theirs.copy_(weights))
     finally:
         names[rank].unlink()
     assert mine[-1] == 1, "what a neighbour copies here arrives here"
@@ -282,8 +270,8 @@ def _solve_us() -> dict[str, float]:
             continue
         times = []
         for _ in range(ROUNDS):
-            started = time.process_time()
+            started = time.perf_counter()
             solve(load, ep_size=64, strategy=name)
-            times.append(time.process_time() - started)
-        times_us[name] = float(f"{1e6 * statistics.median(times[_WARMUP:]):.4g}")
+            times.append(time.perf_counter() - started)
+        times_us[name] = float(f"{1e6 * _median(times):.4g}")
     return times_us

@@ -19,11 +19,17 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_ext.balance.strategies import STRATEGIES
+
 FOLDER = Path("recipes/hardware")
 """Where the files are that have a name, below the working directory."""
 
 SOLVED_PAIRS = 64 * 256
 """Ranks x experts at which `solve_us` is said: 64 ranks, 256 experts."""
+
+_WHOLE = ("domain_ranks", "relay_threshold")
+_MOST_WHOLE = 1_000_000
+"""Far beyond the ranks there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +83,8 @@ class Hardware:
                 numbers = {name: value}
             least = 0.0 if name in ("overlap", "solve_us", "relay_threshold") else None
             most = 1.0 if name == "overlap" or name.endswith("_efficiency") else math.inf
+            if name in _WHOLE:
+                most = _MOST_WHOLE
             for label, number in numbers.items():
                 _check_number(label, number, least, most)
 
@@ -122,7 +130,12 @@ def read_hardware(name_or_file: str) -> Hardware:
         values[name], sources[name] = entry["value"], entry["source"]
     if not isinstance(values["solve_us"], dict):
         raise ValueError(f"{path}: solve_us must be microseconds by strategy")
-    for name in ("domain_ranks", "relay_threshold"):
+    strategies = ", ".join(sorted(STRATEGIES))
+    if unknown := sorted(set(map(str, values["solve_us"])) - set(STRATEGIES)):
+        raise ValueError(
+            f"{path}: solve_us of unknown strategy {unknown[0]!r}; known: {strategies}"
+        )
+    for name in _WHOLE:
         if not isinstance(values[name], int):
             raise ValueError(f"{path}: {name} ({values[name]!r}) must be a whole number")
     try:

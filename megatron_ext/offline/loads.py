@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.arrays import check_dtype, read_arrays, write_arrays
-from megatron_ext.balance.plan import BalancePlan, split_quota
+from megatron_ext.arrays import check_dtype, find_arrays, read_arrays, write_arrays
+from megatron_ext.balance.plan import BalancePlan, check_counts, split_quota
 
 TRACE_FIELDS = ("step", "microbatch", "layer")
 
@@ -81,9 +81,7 @@ def read_loads(path: Path) -> Loads:
 
 
 def _read_folder(path: Path) -> Loads:
-    files = sorted(path.glob("*.npz"))
-    if not files:
-        raise FileNotFoundError(f"{path} is a folder without .npz files")
+    files = find_arrays(path)
     parts = [_read_file(file) for file in files]
     for file, part in zip(files, parts, strict=True):
         if part.load.shape[1:] != parts[0].load.shape[1:]:
@@ -126,8 +124,10 @@ def _read_file(path: Path) -> Loads:
     batch, ranks, experts = load.shape
     if experts % ranks:
         raise ValueError(f"{path}: experts ({experts}) must be a multiple of ranks ({ranks})")
-    if int(load.min()) < 0:
-        raise ValueError(f"{path}: load has a negative entry ({int(load.min())})")
+    try:
+        check_counts(torch.from_numpy(load))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     trace = {}
     for name in TRACE_FIELDS:
         if name not in arrays:

@@ -42,6 +42,11 @@ _SAMPLE_LAYERS = 4
 _SHARES = np.arange(1, 21) / 20
 """Shares of the loads at which a distribution is told."""
 
+_IMBALANCE = "imbalance (busiest rank / mean)"
+
+_LINE_STYLES = ("-", "--", ":")
+"""One after the other when all colors were used, so that no two strategies look alike."""
+
 _GROUPS = 4
 """Groups of loads, by their imbalance without balancing, in the lower part of Figure 15."""
 
@@ -62,6 +67,9 @@ class Exhibit:
     columns: tuple[str, ...]
     rows: list[tuple[str | float, ...]]
     """As long as `columns` each; after the first, numbers."""
+
+    quantity: str = ""
+    """Of a figure, what its numbers are, as its axis says it."""
 
 
 def make_exhibits(
@@ -161,6 +169,7 @@ def _ultraep_figure_6(loads: Loads, after: Mapping[str, np.ndarray]) -> Exhibit:
         "lines",
         ("microbatch", *after),
         _rows(np.arange(len(curves[0])), *curves),
+        _IMBALANCE,
     )
 
 
@@ -173,6 +182,7 @@ def _ultraep_figure_15_upper(after: Mapping[str, np.ndarray]) -> Exhibit:
         "lines",
         ("share of the loads", *after),
         _rows(_SHARES, *quantiles),
+        _IMBALANCE,
     )
 
 
@@ -187,6 +197,7 @@ def _ultraep_figure_15_lower(after: Mapping[str, np.ndarray]) -> Exhibit:
         "lines",
         ("imbalance before", *after),
         _rows(means[0], *means),
+        _IMBALANCE,
     )
 
 
@@ -208,6 +219,7 @@ def _sem_moe_figure_5b(loads: Loads, replayed: Mapping[str, Mapping[str, np.ndar
         "bars",
         ("strategy", "local activation rate", "load-imbalance rate"),
         [(name, float(lar.mean()), float(lir.mean())) for name, (lar, lir) in rates.items()],
+        "rate, mean of the loads",
     )
 
 
@@ -266,13 +278,15 @@ def _craft_figures(
             "lines",
             ("replicas of a layer", "balancedness"),
             _rows(counts, (estimate.baseline[:, None] + gains).mean(0)),
+            "mean / busiest rank load",
         ),
         Exhibit(
             "craft_figure_9",
-            "CRAFT, Figure 9: what replicas of a layer add to that; from least gain to most",
+            "CRAFT, Figure 9: what replicas add to that in a layer; from least gain to most",
             "lines",
             ("replicas of a layer", *(f"layer {names[place]}" for place in samples)),
             _rows(counts, *gains[samples]),
+            "added to mean / busiest rank load",
         ),
     ]
 
@@ -334,25 +348,35 @@ def draw(exhibits: Sequence[Exhibit], path: Path) -> None:
     for one, panel in zip(exhibits, axes.flat, strict=False):
         panel.set_title(one.title, fontsize="small")
         _FORMS[one.form](one, panel)
+        if one.form != "table":
+            panel.set_ylabel(one.quantity, fontsize="small")
+            # Beside the panel, where it hides no numbers.
+            panel.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
 def _draw_table(exhibit: Exhibit, panel: Any) -> None:
     panel.axis("off")
-    cells = [list(map(_cell, row)) for row in exhibit.rows]
-    table = panel.table(cells, colLabels=exhibit.columns, loc="center")
+    lines = [exhibit.columns, *([*map(_cell, row)] for row in exhibit.rows)]
+    if len(lines[0]) > len(lines):  # A panel has more room for many lines than for many columns.
+        lines = list(zip(*lines, strict=True))
+    table = panel.table(lines[1:], colLabels=lines[0], loc="upper center")
     table.auto_set_font_size(False)
     table.set_fontsize(7)
-    table.auto_set_column_width(range(len(exhibit.columns)))
+    table.auto_set_column_width(range(len(lines[0])))
 
 
 def _draw_lines(exhibit: Exhibit, panel: Any) -> None:
+    import matplotlib.pyplot as plt
+
+    num_colors = len(plt.rcParams["axes.prop_cycle"])
     first, *others = zip(*exhibit.rows, strict=True)
-    for name, values in zip(exhibit.columns[1:], others, strict=True):
-        panel.plot(first, values, label=name, linewidth=1)
+    for number, (name, values) in enumerate(zip(exhibit.columns[1:], others, strict=True)):
+        style = _LINE_STYLES[number // num_colors % len(_LINE_STYLES)]
+        # One point alone is no line.
+        panel.plot(first, values, style, label=name, linewidth=1, marker="." * (len(first) == 1))
     panel.set_xlabel(exhibit.columns[0])
-    panel.legend(fontsize="x-small", ncols=2)
 
 
 def _draw_bars(exhibit: Exhibit, panel: Any) -> None:
@@ -360,8 +384,7 @@ def _draw_bars(exhibit: Exhibit, panel: Any) -> None:
     width = 0.8 / len(others)
     for number, (name, values) in enumerate(zip(exhibit.columns[1:], others, strict=True)):
         panel.bar(np.arange(len(names)) + number * width, values, width, label=name)
-    panel.set_xticks(np.arange(len(names)) + 0.4 - width / 2, names, rotation=30)
-    panel.legend(fontsize="x-small")
+    panel.set_xticks(np.arange(len(names)) + 0.4 - width / 2, names, rotation=30, ha="right")
 
 
 _FORMS: dict[str, Callable[[Exhibit, Any], None]] = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from megatron_ext.balance.metrics import home_loads, imbalance, max_fanout, max_
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.solve import plan_layout
-from megatron_ext.balance.strategies import PlanSettings
+from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.offline.loads import Loads
 
 
@@ -53,6 +54,34 @@ def make_planners(
         for layer in sorted(set(layers))
     }
     return [planners[layer] for layer in layers]
+
+
+def idle_slots(loads: Loads, slots: int) -> str | None:
+    """Say that a rank has more slots than replicas to hold; None if it has not."""
+    _, ranks, experts = loads.load.shape
+    most = experts - experts // ranks
+    if slots <= most:
+        return None
+    return f"slots ({slots}) beyond {most} stay empty: a rank has no more experts to borrow"
+
+
+def missing_history(loads: Loads, strategies: Iterable[str], interval: int) -> str | None:
+    """Say which strategies have no replicas in most of the loads, for want of a past; None if none.
+
+    Args:
+        loads: To be planned.
+        strategies: Planners of `megatron_ext.balance.strategies`.
+        interval: Microbatches of a layer between placements from history.
+    """
+    from_history = [name for name in strategies if get_strategy(name).place is not None]
+    microbatches = max(Counter(loads.layers()).values())
+    if not from_history or 2 * interval <= microbatches:
+        return None
+    return (
+        f"{', '.join(from_history)} without replicas in the first {min(interval, microbatches)} of "
+        f"{microbatches} microbatches of a layer: the first placement from history comes after "
+        f"interval ({interval}) microbatches"
+    )
 
 
 def plan_loads(

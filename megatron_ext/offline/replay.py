@@ -266,9 +266,11 @@ def _layer_table(report: Mapping[str, Any]) -> str:
 
 
 def check_out(folder: Path, *, overwrite: bool) -> None:
-    """Raise FileExistsError if a report is in the folder already and is not to be replaced."""
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"{folder} is no folder")
+    """Check that a report can be written into the folder, and replaces none unasked.
+
+    Raises:
+        OSError: What `check_free` raises for one of its files.
+    """
     for name in FILES:
         check_free(folder / name, overwrite=overwrite)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_ext.arrays import check_dtype, read_arrays, write_arrays
+from megatron_ext.arrays import check_dtype, find_arrays, read_arrays, write_arrays
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,11 +82,8 @@ def read_routes(path: Path) -> Routes:
 
 
 def _read_folder(path: Path) -> Routes:
-    files = sorted(path.glob("*.npz"))
-    if not files:
-        raise FileNotFoundError(f"{path} is a folder without .npz files")
     by_steps: dict[str, list[Path]] = {}
-    for file in files:
+    for file in find_arrays(path):
         by_steps.setdefault(file.name.partition("_stage_")[0], []).append(file)
     num_stages = max(map(len, by_steps.values()))
     whole = [stages for stages in by_steps.values() if len(stages) == num_stages]

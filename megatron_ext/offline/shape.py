@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from megatron_ext.config import ConfigError, TrainConfig
 from megatron_ext.offline.hardware import find_file, read_yaml
@@ -75,6 +75,11 @@ class ModelShape:
         if self.num_dense_layers >= self.num_layers:
             raise ValueError(
                 f"num_dense_layers ({self.num_dense_layers}) must be < num_layers "
+                f"({self.num_layers})"
+            )
+        if self.pp_size * self.vpp_size > self.num_layers:
+            raise ValueError(
+                f"pp_size x vpp_size ({self.pp_size} x {self.vpp_size}) must be <= num_layers "
                 f"({self.num_layers})"
             )
         if self.topk > self.num_experts:
@@ -165,7 +170,7 @@ def read_shape(name_or_file: str, overrides: Sequence[str]) -> ModelShape:
 
     Args:
         name_or_file: A file with the fields of `ModelShape`, a name of `recipes/shapes`, or a
-            recipe's.
+            recipe's, or a recipe's path.
         overrides: Settings as `name=value`: fields of `ModelShape`, or for a recipe what
             `megatron-ext train` takes.
 
@@ -173,7 +178,10 @@ def read_shape(name_or_file: str, overrides: Sequence[str]) -> ModelShape:
         FileNotFoundError: There is no such shape and no such recipe.
         ValueError: A field is missing, unknown or out of range; the message names it.
     """
-    if not Path(name_or_file).is_file() and (RECIPES / f"{name_or_file}.yaml").is_file():
+    named = Path(name_or_file)
+    if named.is_file() and named.absolute().parent == RECIPES.absolute():
+        return _of_recipe(named.stem, overrides)
+    if not named.is_file() and (RECIPES / f"{name_or_file}.yaml").is_file():
         return _of_recipe(name_or_file, overrides)
     path = find_file(name_or_file, SHAPES, "model")
     try:
@@ -185,7 +193,9 @@ def read_shape(name_or_file: str, overrides: Sequence[str]) -> ModelShape:
             raise ValueError(f"{path} has no {', '.join(missing)}")
         shape = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ValueError(f"{path}: {str(error).splitlines()[0]}") from None
+        # OmegaConf names the field of a wrong value on a line of its own, that of a wrong key not.
+        field = f"{error.full_key}: " if isinstance(error, ValidationError) else ""
+        raise ValueError(f"{path}: {field}{str(error).splitlines()[0]}") from None
     assert isinstance(shape, ModelShape)
     return shape
 

@@ -56,6 +56,13 @@ LEFT_OUT = (
 )
 """What the model leaves out; part of every report."""
 
+LEGEND = (
+    "Imbalance: busiest rank / mean. Layer: forward and backward of a MoE layer. Vs none: more "
+    "tokens/s.\nVs ideal: share of its tokens/s. Memory: most that a rank needs / what it has. OOM "
+    "risk: share of the\nmicrobatches that need more than there is. Times are means over the loads."
+)
+"""What the columns of `overall_table` are."""
+
 _GRADIENT_BYTES = 4
 _OPTIMIZER_BYTES = 12
 """Of a parameter: float32 weight and two moments of Adam."""
@@ -293,8 +300,9 @@ def simulate(
     if num_gpus is None:
         num_gpus = ranks * shape.pp_size
     machine = Machine(shape, hardware, ranks, num_gpus, tokens)
+    costs = machine.costs  # Refuses what no machine can take before anything is planned.
     if settings.costs is None and "time" in strategies:
-        settings = dataclasses.replace(settings, costs=machine.costs)
+        settings = dataclasses.replace(settings, costs=costs)
     results = {}
     names = list(dict.fromkeys([NONE, *strategies, IDEAL]))
     for name in names:
@@ -461,20 +469,39 @@ def overall_table(report: Mapping[str, Any]) -> str:
 
 
 def layer_table(report: Mapping[str, Any]) -> str:
-    """Return where a MoE layer's time goes, as a Markdown table, in milliseconds."""
+    """Return where a MoE layer's time goes, as a Markdown table, in milliseconds.
+
+    Below it, which strategies solve as fast as this machine, of which the hardware does not tell.
+    """
     strategies = report["strategies"]
     parts = [name for name in next(iter(strategies.values()))["layer_ms"] if name != "total"]
     rows = [
         (name, *(f"{of['layer_ms'][part]:.3f}" for part in parts))
         for name, of in strategies.items()
     ]
-    return markdown_table(("strategy", *(part.replace("_", " ") for part in parts)), rows)
+    table = markdown_table(("strategy", *(part.replace("_", " ") for part in parts)), rows)
+    here = [name for name, of in strategies.items() if of.get("solve_from") == "here"]
+    if here:
+        table += (
+            f"\n\nSolving of {', '.join(here)} as it took on this machine: "
+            f"{report['hardware']['name']} does not say."
+        )
+    return table
+
+
+def _constant(value: float | Mapping[str, float]) -> str:
+    """Write a constant of a machine, of all digits that count."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{strategy} {_constant(one)}" for strategy, one in value.items())
+    return f"{value:.6g}"
 
 
 def check_out(folder: Path, *, overwrite: bool) -> None:
-    """Raise FileExistsError if a report is in the folder already and is not to be replaced."""
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"{folder} is no folder")
+    """Check that a report can be written into the folder, and replaces none unasked.
+
+    Raises:
+        OSError: What `check_free` raises for one of its files.
+    """
     for name in FILES:
         check_free(folder / name, overwrite=overwrite)
 
@@ -484,14 +511,15 @@ def write_report(folder: Path, report: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "simulate.json").write_text(json.dumps(report, indent=2) + "\n")
     rows = [
-        (name, str(constant["value"]), constant["source"])
+        (name, _constant(constant["value"]), constant["source"])
         for name, constant in report["hardware"]["constants"].items()
     ]
     left_out = "\n".join(f"- {what}" for what in report["left_out"])
     (folder / "simulate.md").write_text(
-        f"# Simulation\n\n{report['title']}.\n\n{overall_table(report)}\n\n"
+        f"# Simulation\n\n{report['title']}.\n\n{overall_table(report)}\n\n{LEGEND}\n\n"
         f"## A MoE layer, ms\n\n{layer_table(report)}\n\n"
         f"## Constants of {report['hardware']['name']}\n\n"
+        "In bytes, seconds and FLOPs, rates per second and rank; `solve_us` in microseconds.\n\n"
         f"{markdown_table(('constant', 'value', 'source'), rows)}\n\n"
         f"## Left out\n\n{left_out}\n"
     )

@@ -14,12 +14,14 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import IO, Any
 
-from omegaconf import DictConfig, OmegaConf
-
+from megatron_ext.offline.hardware import read_yaml
 from megatron_ext.telemetry.run_log import CONFIG_FILE, METRICS_FILE, read_metrics
 
 Metrics = Sequence[Mapping[str, Any]]
 """Lines of a run's `metrics.jsonl`."""
+
+_SHOWN = ("loss", "imbalance_before", "imbalance_after", "step_ms", "tokens_per_s", "replicas")
+"""Of the metrics of a step, what a report needs."""
 
 WARMUP_STEPS = 5
 """The first steps allocate, and load code: they are left out of timings."""
@@ -59,7 +61,8 @@ def read_runs(folders: Sequence[Path]) -> dict[str, Metrics]:
 
     Raises:
         FileNotFoundError: A folder holds no metrics.
-        ValueError: A run has not finished a step, or a folder is there twice.
+        ValueError: A run has not finished a step, its metrics cannot be read or lack what is shown,
+            or a folder is there twice.
     """
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ValueError(f"a run is there twice in {', '.join(map(str, folders))}")
@@ -73,15 +76,25 @@ def read_runs(folders: Sequence[Path]) -> dict[str, Metrics]:
         runs[name] = read_metrics(folder)
         if not runs[name]:
             raise ValueError(f"{folder} has not finished a step yet")
+        for step in runs[name]:
+            for shown in _SHOWN:
+                if not isinstance(step.get(shown), int | float):
+                    raise ValueError(
+                        f"{folder / METRICS_FILE}: step {step['step']} has no number {shown!r}"
+                    )
     return runs
 
 
 def differing_settings(folders: Mapping[str, Path]) -> dict[str, dict[str, str]]:
-    """Return the settings in which runs differ, each by run; where a run writes to is left out."""
+    """Return the settings in which runs differ, each by run; where a run writes to is left out.
+
+    Raises:
+        ValueError: A run's settings cannot be read.
+    """
     settings = {}
     for name, folder in folders.items():
         file = folder / CONFIG_FILE
-        settings[name] = dict(_flat(OmegaConf.load(file))) if file.is_file() else {}
+        settings[name] = dict(_flat(read_yaml(file))) if file.is_file() else {}
     keys = dict.fromkeys(key for each in settings.values() for key in each)
     values = {key: {name: each.get(key, "") for name, each in settings.items()} for key in keys}
     return {
@@ -93,7 +106,7 @@ def differing_settings(folders: Mapping[str, Path]) -> dict[str, dict[str, str]]
 
 def _flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in settings.items():
-        if isinstance(value, Mapping | DictConfig):
+        if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", str(value)
@@ -146,6 +159,16 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def steps_line(steps: Mapping[str, int]) -> str:
+    """Say how many steps the numbers of each run are of: its last one, so its final loss is of it.
+
+    >>> steps_line({"none": 6, "quota": 40})
+    'Steps: none 6, quota 40. Times are medians after the first 5.'
+    """
+    each = ", ".join(f"{name} {number}" for name, number in steps.items())
+    return f"Steps: {each}. Times are medians after the first {WARMUP_STEPS}."
+
+
 def page(
     runs: Mapping[str, Metrics], settings: Mapping[str, Mapping[str, str]], against: Sequence[str]
 ) -> str:
@@ -163,12 +186,10 @@ def page(
     if settings:
         rows = [(key, *(each[name] for name in runs)) for key, each in settings.items()]
         parts += ["<h2>Settings that differ</h2>", _html_table(("setting", *runs), rows)]
-    steps = ", ".join(f"{name}: {len(metrics)}" for name, metrics in runs.items())
     image = base64.b64encode(picture.getvalue()).decode()
     return _PAGE.format(
         title=html.escape(", ".join(runs)),
-        steps=html.escape(steps),
-        warmup=WARMUP_STEPS,
+        steps=html.escape(steps_line({name: len(metrics) for name, metrics in runs.items()})),
         parts="\n".join(parts),
         image=image,
     )
@@ -186,8 +207,8 @@ img {{ max-width: 100%; }}
 </style>
 <h1>{title}</h1>
 {parts}
-<p>Steps: {steps}. Times are medians after the first {warmup}.</p>
-<img alt="Imbalance and step time over the steps" src="data:image/png;base64,{image}">
+<p>{steps}</p>
+<img alt="Imbalance, step time and loss over the steps" src="data:image/png;base64,{image}">
 </html>
 """
 
@@ -201,23 +222,27 @@ def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def draw(runs: Mapping[str, Metrics], file: Path | IO[bytes]) -> None:
-    """Write a PNG of imbalance and step time over the steps of each run."""
+    """Write a PNG of imbalance, step time and loss over the steps of each run."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), layout="constrained")
+    figure, (above, middle, below) = plt.subplots(
+        3, 1, sharex=True, figsize=(8, 8), layout="constrained"
+    )
     for name, metrics in runs.items():
         steps = [step["step"] for step in metrics]
         above.plot(steps, [step["imbalance_after"] for step in metrics], label=name)
-        below.plot(steps, [step["step_ms"] for step in metrics], label=name)
+        middle.plot(steps, [step["step_ms"] for step in metrics])
+        below.plot(steps, [step["loss"] for step in metrics])
     above.set_ylabel("imbalance (busiest rank / mean)")
     above.legend()
     # A slow first step would squeeze all others into a line.
     timed = [step["step_ms"] for metrics in runs.values() for step in metrics[WARMUP_STEPS:]]
-    below.set_ylim(0, 1.3 * max(timed) if timed else None)
-    below.set_ylabel("step time (ms)")
+    middle.set_ylim(0, 1.3 * max(timed) if timed else None)
+    middle.set_ylabel("step time (ms)")
+    below.set_ylabel("loss")
     below.set_xlabel("step")
     figure.savefig(file, dpi=120, format="png")
     plt.close(figure)

@@ -59,10 +59,24 @@ class RunLog:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return a run's metrics, one object a step, without a last line that is not finished."""
+    """Return a run's metrics, one object a step, without a last line that is not finished.
+
+    Raises:
+        ValueError: A line is not the metrics of a step; the message names file and line.
+    """
     file = run_dir / METRICS_FILE
-    lines = file.read_text().split("\n")[:-1] if file.exists() else []
-    return [json.loads(line) for line in lines]
+    lines = file.read_text(errors="replace").split("\n")[:-1] if file.exists() else []
+    return [_read_line(f"{file}, line {number}", line) for number, line in enumerate(lines, 1)]
+
+
+def _read_line(where: str, line: str) -> dict[str, Any]:
+    try:
+        metrics = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: no JSON ({error})") from None
+    if not isinstance(metrics, dict) or not isinstance(metrics.get("step"), int):
+        raise ValueError(f"{where}: not the metrics of a step")
+    return metrics
 
 
 def _start_wandb(config: TrainConfig, run_dir: Path) -> Any:

@@ -105,3 +105,18 @@ def test_settings_of_the_objective():
         BalanceConfig(objective="time", assignment_time=1e-7)
     with pytest.raises(ValueError, match=r"balance.assignment_time \(0.0\) must be > 0"):
         BalanceConfig(objective="time", link_bandwidth=4e11)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"expert_bytes": -1}, r"expert_bytes \(-1\) must be >= 0"),
+        ({"link_bandwidth": float("nan")}, r"link_bandwidth \(nan\) must be > 0 and finite"),
+        ({"assignment_time": 1e300}, r"assignment_time \(1e\+300 s\) must be <= 100 s"),
+        ({"link_bandwidth": 1e-300}, r"expert_bytes / link_bandwidth \(5e\+307 s\) must be <="),
+        ({"token_bandwidth": 1.0}, r"2 token_bytes / token_bandwidth \(16384 s\) must be <= 100 s"),
+    ],
+)
+def test_impossible_costs(changes, message):
+    with pytest.raises(ValueError, match=message):
+        costs(**changes)

@@ -40,6 +40,14 @@ def saved(tmp_path_factory):
     return folder, num_parameters
 
 
+@pytest.mark.parametrize("content", [b"", b"x", b"\x80\x04cbuiltins\nabsent\n."])
+def test_a_damaged_table_of_contents(tmp_path, content):
+    (tmp_path / "metadata.json").write_text("{}")
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(ValueError, match=r"\.metadata is cut off or damaged"):
+        read_contents(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["step_9", "step_12"])
 def test_a_checkpoint_of_megatron(saved, name):
     folder, num_parameters = saved

@@ -1,8 +1,11 @@
 """The command as a whole: help without torch, exit status, and who gets the words."""
 
+import errno
+import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +65,22 @@ def test_help_has_an_example(capsys, words):
     assert "--json" in out
 
 
+def test_every_option_says_what_it_is():
+    from argparse import _SubParsersAction
+
+    from megatron_ext.cli import _parser
+
+    def silent(parser):
+        for action in parser._actions:
+            if isinstance(action, _SubParsersAction):
+                for below in action.choices.values():
+                    yield from silent(below)
+            elif not action.help:
+                yield f"{parser.prog} {action.dest}"
+
+    assert list(silent(_parser())) == []
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -71,12 +90,20 @@ def test_help_has_an_example(capsys, words):
         ["replay", "loads.npz"],
         ["data", "build"],
         ["data", "corpus", "--out", "x", "--limit-mb", "0"],
+        ["replay", "recipes/traces/late.npz", "--strategies", "none", "--out", ""],
     ],
 )
 def test_wrong_usage(capsys, words):
     status, out, err = run(capsys, *words)
     assert (status, out) == (2, "")
     assert "usage: megatron-ext" in err
+
+
+@pytest.mark.parametrize("ranks", ["0", "four", "1.5"])
+def test_what_is_no_number_from_1_on(capsys, ranks):
+    status, _, err = run(capsys, "synth", "zipf", "--ranks", ranks, "--experts", 8, "--out", "x")
+    assert status == 2
+    assert err.endswith(f"argument --ranks: '{ranks}' must be a whole number >= 1\n")
 
 
 def test_train_gets_every_word(monkeypatch, capsys):
@@ -87,6 +114,42 @@ def test_train_gets_every_word(monkeypatch, capsys):
     words = ["--config-name", "quickstart", "balance.slots=1", "+megatron.x=[1,2]", "--help"]
     assert main(["train", *words]) == 0
     assert seen == [words]
+
+
+def test_out_is_checked_before_any_work(loads, capsys, monkeypatch):
+    """Below a file, and where the user may not write. To root everything is permitted."""
+    trace = ["recipes/traces/late.npz", "--strategies", "none"]
+    commands = (
+        ["plan", loads],
+        ["replay", loads, "--strategies", "none"],
+        ["place", "craft", loads],
+        ["simulate", *trace, "--model", "traced", "--hardware", "rack_64"],
+        ["synth", "zipf", "--ranks", 2, "--experts", 4],
+        ["report", loads.parent],
+        ["doctor", "--calibrate"],
+    )
+    folder = loads.parent
+    for words in commands:
+        status, stdout, stderr = run(capsys, *words, "--out", loads / "below" / "out")
+        assert (status, stdout) == (2, "")
+        assert stderr.endswith(f" cannot be written: {loads} is no folder\n")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder)
+    for words in commands:
+        status, stdout, stderr = run(capsys, *words, "--out", folder / "new" / "out")
+        assert (status, stdout) == (2, "")
+        assert stderr.endswith(f" cannot be written: no permission to write in {folder}\n")
+        assert stderr.count("\n") == 1
+    assert sorted(path.name for path in folder.iterdir()) == [loads.name]
+
+
+def test_no_permission_to_read(loads, capsys, monkeypatch):
+    def refused(path, mode):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "open", refused)
+    status, stdout, stderr = run(capsys, "plan", loads)
+    assert (status, stdout) == (2, "")
+    assert stderr == f"megatron-ext plan: error: {loads}: Permission denied\n"
 
 
 def test_interrupt(monkeypatch, capsys):

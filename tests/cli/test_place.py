@@ -113,7 +113,10 @@ def test_place_eplb(trace, capsys):
             ["place", "eplb", "TRACE", "--nodes", 3, "--out", "OUT"],
             "ranks (8) must be a multiple of nodes (3)",
         ),
-        (["place", "eplb", "TRACE", "--nodes", 0, "--out", "OUT"], "0 must be >= 1"),
+        (
+            ["place", "eplb", "TRACE", "--nodes", 0, "--out", "OUT"],
+            "'0' must be a whole number >= 1",
+        ),
     ],
 )
 def test_eplb_with_wrong_settings(loads, trace, capsys, words, message):

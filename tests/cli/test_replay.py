@@ -28,6 +28,32 @@ def test_replay_prints_the_contract(loads, capsys, tmp_path):
     assert "| quota " in stdout
 
 
+def test_slots_that_nothing_can_fill_are_named(loads, capsys):
+    """8 ranks of 4 experts: 28 are on other ranks."""
+    said = "warning: slots (29) beyond 28 stay empty: a rank has no more experts to borrow\n"
+    for words in (
+        ["replay", loads, "--strategies", "quota"],
+        ["plan", loads],
+        ["place", "craft", loads, "--out", loads.parent / "placement.npz", "--overwrite"],
+    ):
+        assert run(capsys, *words, "--slots", 29)[::2] == (0, said)
+        assert run(capsys, *words, "--slots", 28)[::2] == (0, "")
+
+
+def test_strategies_without_a_past_are_named(loads, capsys):
+    """Three loads of one layer: placed after 50 by default, so never."""
+    status, _, stderr = run(capsys, "replay", loads, "--strategies", "quota,eplb")
+    assert status == 0
+    assert stderr == (
+        "warning: eplb without replicas in the first 3 of 3 microbatches of a layer: the first "
+        "placement from history comes after interval (50) microbatches\n"
+    )
+    words = ["--strategy", "eplb", "--interval"]
+    assert "first 2 of 3" in run(capsys, "plan", loads, *words, 2)[2]
+    assert run(capsys, "plan", loads, *words, 1)[2] == ""
+    assert run(capsys, "replay", loads, "--strategies", "quota,eplb_exact")[2] == ""
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -50,6 +50,42 @@ def test_runs_are_compared_to_the_first(runs, capsys):
     assert base64.b64decode(picture[1]).startswith(b"\x89PNG")
 
 
+def test_steps_are_said_where_runs_differ_in_them(runs, capsys):
+    """Final losses of runs of different length are no comparison."""
+    file = runs / "quota" / "metrics.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:4]))
+    page = runs / "page.html"
+    _, out, _ = run(capsys, "report", runs / "none", runs / "quota", "--out", page)
+    said = "Steps: none 10, quota 4. Times are medians after the first 5."
+    assert said in out.splitlines()
+    assert f"<p>{said}</p>" in page.read_text()
+
+
+def test_a_run_that_diverged_is_valid_json(runs, capsys):
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    file = runs / "none" / "metrics.jsonl"
+    file.write_text(file.read_text().replace('"loss": 0.1,', '"loss": NaN,'))
+    status, out, _ = run(capsys, "report", runs / "none", "--json")
+    assert status == 0
+    report = json.loads(out, parse_constant=refuse)["runs"]["none"]
+    assert report["final_loss"] is report["losses"][-1] is None
+
+
+def test_curves_are_of_imbalance_time_and_loss(runs, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    from megatron_ext.telemetry.report import draw, read_runs
+
+    kept = []
+    monkeypatch.setattr(plt, "close", kept.append)
+    draw(read_runs([runs / "none", runs / "quota"]), runs / "curves.png")
+    panels = {panel.get_ylabel(): panel for panel in kept[0].axes}
+    assert list(panels) == ["imbalance (busiest rank / mean)", "step time (ms)", "loss"]
+    assert [line.get_ydata()[-1] for line in panels["loss"].lines] == [0.1, 0.1]
+
+
 def test_one_run_has_its_page_with_it(runs, capsys):
     status, out, _ = run(capsys, "report", runs / "quota", "--json")
     assert status == 0
@@ -73,10 +109,20 @@ def test_wrong_runs_are_refused_before_anything_is_written(runs, capsys):
     page = runs / "page.html"
     (runs / "begun").mkdir()
     (runs / "begun" / "metrics.jsonl").write_text('{"step": 1')
+    lines = {"cut": '{"step": 1}\n\0\n', "list": "[1]\n", "other": '{"step": 1}\n'}
+    for name, text in lines.items():
+        (runs / name).mkdir()
+        (runs / name / "metrics.jsonl").write_text(text)
+    (runs / "quota").rename(runs / "settings")
+    (runs / "settings" / "config.yaml").write_text("steps: [")
     for folders, message in (
         ([runs / "absent"], f"{runs / 'absent'} is no run directory: it has no metrics.jsonl"),
         ([runs / "begun"], f"{runs / 'begun'} has not finished a step yet"),
         ([runs / "none", runs / "none"], "a run is there twice"),
+        ([runs / "cut"], "metrics.jsonl, line 2: no JSON (Expecting"),
+        ([runs / "list"], "metrics.jsonl, line 1: not the metrics of a step"),
+        ([runs / "other"], "metrics.jsonl: step 1 has no number 'loss'"),
+        ([runs / "none", runs / "settings"], "config.yaml is no readable YAML (while parsing"),
     ):
         status, out, err = run(capsys, "report", *folders, "--out", page)
         assert (status, out) == (2, "")

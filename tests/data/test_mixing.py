@@ -293,3 +293,6 @@ def test_padded_vocab_size():
     assert padded_vocab_size(257, divisible_by=128, tensor_parallel=1) == 384
     assert padded_vocab_size(384, divisible_by=128, tensor_parallel=1) == 384
     assert padded_vocab_size(385, divisible_by=128, tensor_parallel=2) == 512
+    assert padded_vocab_size(257, divisible_by=128, tensor_parallel=8) == 384
+    assert padded_vocab_size(257, divisible_by=128, tensor_parallel=3) == 384
+    assert padded_vocab_size(257, divisible_by=128, tensor_parallel=5) == 640

@@ -16,6 +16,7 @@ import megatron_ext
 from megatron_ext import cli
 from megatron_ext.config import TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.offline.loads import read_loads
 from megatron_ext.train import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -189,6 +190,16 @@ def test_the_lines_that_balance_a_script():
     }
     exec(code, names)
     assert "BalancedMoELayer" in repr(names["model"])
+
+
+def test_the_lines_that_make_loads(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks(ROOT / "recipes" / "traces" / "README.md", "python")
+    exec(code, {})
+    loads = read_loads(tmp_path / "loads.npz")
+    assert loads.load.shape == (30, 8, 64)
+    assert loads.load.sum((1, 2)).tolist() == [8 * 512 * 4] * 30
+    assert loads.layers()[:4] == [1, 2, 3, 1]
 
 
 def test_python_blocks_parse_and_import_what_exists():

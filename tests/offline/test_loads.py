@@ -1,7 +1,9 @@
 """Files of loads and plans: what was written is read, and every wrong file is named."""
 
 import io
+import os
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -46,6 +48,7 @@ def test_one_load_is_a_batch_of_one(tmp_path):
         ({"load": np.zeros((0, 2, 4), np.int64)}, "and not empty"),
         ({"load": np.zeros((4, 2), np.int64)}, r"experts \(2\) must be a multiple of ranks \(4\)"),
         ({"load": np.full((2, 4), -3, np.int64)}, r"load has a negative entry \(-3\)"),
+        ({"load": np.full((2, 4), 2**61)}, r"wrong\.npz: load has an entry of 2305843009213693952"),
         (
             {"load": np.zeros((2, 2, 4), np.int64), "step": np.zeros(3, np.int64)},
             r"step must be integers \[2\], got int64 \(3,\)",
@@ -67,17 +70,26 @@ def test_wrong_arrays(tmp_path, arrays, message):
 def test_wrong_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"absent\.npz does not exist"):
         read_loads(tmp_path / "absent.npz")
-    with pytest.raises(FileNotFoundError, match=r"is a folder without \.npz files"):
+    with pytest.raises(FileNotFoundError, match=r"is a folder without \.npz files$"):
         read_loads(tmp_path)
-    (tmp_path / "text.npz").write_text("load")
-    with pytest.raises(ValueError, match=r"text.npz is no .npz file"):
-        read_loads(tmp_path / "text.npz")
-    (tmp_path / "empty.npz").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"empty.npz is no .npz file"):
-        read_loads(tmp_path / "empty.npz")
+    with pytest.raises(FileNotFoundError, match="null is no file"):
+        read_loads(Path(os.devnull))
+    for name, content in {"text.npz": "load", "loads.csv": "1,2\n", "empty.npz": ""}.items():
+        (tmp_path / name).write_text(content)
+        with pytest.raises(
+            ValueError, match=rf"{name} is no \.npz file: write it with numpy\.savez$"
+        ):
+            read_loads(tmp_path / name)
     np.save(tmp_path / "array.npy", np.zeros((2, 4), np.int64))
     with pytest.raises(ValueError, match="holds one array, not an archive"):
         read_loads(tmp_path / "array.npy")
+
+
+def test_a_run_in_place_of_its_trace(tmp_path):
+    (tmp_path / "run" / "trace").mkdir(parents=True)
+    (tmp_path / "run" / "trace" / "step.npz").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match=r"files; there are some in .*run/trace$"):
+        read_loads(tmp_path / "run")
 
 
 def test_damaged_files(tmp_path):

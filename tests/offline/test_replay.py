@@ -135,7 +135,7 @@ def test_files(trace, tmp_path):
     with pytest.raises(FileExistsError, match=r"replay\.json exists already"):
         check_out(folder, overwrite=False)
     check_out(folder, overwrite=True)
-    with pytest.raises(FileExistsError, match="is no folder"):
+    with pytest.raises(NotADirectoryError, match=r"replay\.md is no folder"):
         check_out(folder / "replay.md", overwrite=True)
 
 

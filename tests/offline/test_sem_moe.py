@@ -266,6 +266,14 @@ class TestFiles:
             ({"affinity": np.zeros((5, 3), np.float32)}, r"transition must be \[0, 3, 3, 3\]"),
             ({"token_rank": np.zeros((2, 4), np.int16)}, r"token_rank must be \[2, 5\]"),
             ({"token_rank": np.full((2, 5), 2, np.int16)}, "token_rank must be from 0 to 1"),
+            (
+                {"affinity": np.full((5, 2), np.nan, np.float32)},
+                "affinity must be finite and >= 0",
+            ),
+            (
+                {"token_confidence": np.full((2, 5), -1, np.float32)},
+                "token_confidence must be finite and >= 0",
+            ),
             ({"token_confidence": np.ones((2, 5))}, "token_confidence must be float32"),
             ({"expert": np.zeros(4, np.int64)}, r"expert must be \[L, E\]"),
             ({"expert": np.array([[0, 1, 2, 3], [0, 0, 1, 2]])}, "expert of layer 2 must be every"),

@@ -6,6 +6,7 @@ balanced. Numbers of the machine are chosen so that seconds come out whole.
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -24,9 +25,11 @@ from megatron_ext.offline.hardware import (
 from megatron_ext.offline.loads import Loads, write_loads
 from megatron_ext.offline.shape import ModelShape, read_shape
 from megatron_ext.offline.simulate import (
+    LEGEND,
     Machine,
     _layer_times,
     even_load,
+    layer_table,
     relayed_sends,
     simulate,
     timed_sends,
@@ -244,6 +247,9 @@ def test_solving_is_the_machines_in_proportion(load):
     assert quota["layer_ms"]["forward_solve"] == pytest.approx(1.0 * 2 * 4 / SOLVED_PAIRS)
     exact = simulated(Loads(load[None]), "exact")["strategies"]["exact"]
     assert exact["layer_ms"]["forward_solve"] > 0.001  # Not named there: as it took here.
+    both = layer_table(simulated(Loads(load[None]), "exact", "quota", "eplb_exact"))
+    assert "Solving of exact, eplb_exact as it took on this machine: hand does not say." in both
+    assert "Solving of" not in layer_table(simulated(Loads(load[None]), "quota"))
 
 
 def test_activations_by_hand():
@@ -379,6 +385,10 @@ def test_time_takes_the_machines_costs(skewed, model):
     [
         ({"shape": a_shape(num_experts=8)}, "the loads have 4 experts, the model tiny has 8"),
         ({"num_gpus": 3}, r"gpus \(3\) must be a multiple of EP x PP \(2 x 1\)"),
+        (
+            {"hardware": a_machine(weight_bandwidth=1e-300)},
+            r"expert_bytes / link_bandwidth \(4\.8e\+301 s\) must be <= 100000 s",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit(load, changes, message):
@@ -423,7 +433,10 @@ def test_hardware_of_the_repository(name):
         ("value: 0.5", "value: 1.5", r"expert_efficiency \(1.5\) must be > 0 and <= 1"),
         ("value: 0.25", "value: 0.0", r"dense_efficiency \(0.0\) must be > 0 and <= 1"),
         ("optimizer_bandwidth", "gemm_efficiency", "unknown constant 'gemm_efficiency'"),
+        ("value: 64", "value: 1e30", "domain_ranks .* must be a whole number"),
+        ("value: 64", f"value: {10**30}", r"domain_ranks \(1000.* must be > 0 and <= 1e\+06"),
         ("quota: 1000.0", "quota: -1", r"solve_us.quota \(-1\) must be >= 0"),
+        ("quota: 1000.0", "qota: 1", "solve_us of unknown strategy 'qota'; known: craft, eplb"),
         ("source: by hand", "source: ''", "must say its source"),
         ("constants:", "numbers:", "has no section 'constants'"),
         ("constants:", "constants: [", "is no readable YAML"),
@@ -482,7 +495,9 @@ def test_shapes_have_the_parameters_of_their_names(name, billions):
         (["topk=200"], r"topk \(200\) must be <= num_experts \(128\)"),
         (["precision=fp8"], r"precision \(fp8\) must be fp32 or bf16"),
         (["width=3"], "width"),
-        (["hidden_size=much"], "much"),
+        (["hidden_size=much"], "yaml: hidden_size: Value 'much' of type 'str' could not"),
+        (["num_microbatches"], "yaml: num_microbatches: Incompatible value 'None'"),
+        (["pp_size=95"], r"pp_size x vpp_size \(95 x 1\) must be <= num_layers \(94\)"),
         (["num_dense_layers=94"], r"num_dense_layers \(94\) must be < num_layers \(94\)"),
     ],
 )
@@ -490,6 +505,10 @@ def test_wrong_shapes(overrides, message):
     with pytest.raises(ValueError, match=message) as caught:
         read_shape("qwen3_235b", overrides)
     assert "\n" not in str(caught.value)
+
+
+def test_a_recipe_by_its_path():
+    assert read_shape("recipes/traced.yaml", []) == read_shape("traced", [])
 
 
 # The command
@@ -528,11 +547,16 @@ def test_command_writes_what_it_says(files, capsys):
     }
     text = (out / "simulate.md").read_text()
     assert all(name in text for name in constants())
+    assert re.search(r"\| memory_bytes +\| +1e\+09 \|", text)
+    assert re.search(r"\| solve_us +\| +quota 1000 \|", text)
+    assert LEGEND in text
     assert all(what in text for what in report["left_out"])
     assert main(words(files, "--out", str(out))) == 2
     assert "replace it with --overwrite" in capsys.readouterr().err
     assert main(words(files, "--out", str(out), "--overwrite")) == 0
-    assert "Left out:" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert LEGEND in shown
+    assert "Left out:" in shown
 
 
 @pytest.mark.parametrize(

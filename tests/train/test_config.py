@@ -144,6 +144,27 @@ def test_wrong_settings_end_with_one_line_each(
         assert any(text in line for line in lines), (text, lines)
 
 
+@pytest.mark.parametrize(
+    ("run_dir", "rule"),
+    [
+        ("file", r"file/metrics\.jsonl cannot be written: .*/file is no folder"),
+        ("file/run", r"file/run/metrics\.jsonl cannot be written: .*/file is no folder"),
+        ("broken", r"broken/metrics\.jsonl, line 1: not the metrics of a step"),
+    ],
+)
+def test_a_run_directory_that_cannot_be_used(
+    run_dir: str, rule: str, data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "metrics.jsonl").write_text("[]\n")
+    before = sorted(tmp_path.rglob("*"))
+    config = load_config(overrides(data, tmp_path / run_dir))
+    with pytest.raises(ConfigError, match=rf"^run_dir \(.*{run_dir}\): .*{rule}$"):
+        validate(config, num_ranks=2)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_checkpoint_of_another_model(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

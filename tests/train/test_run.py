@@ -87,14 +87,20 @@ def test_pipeline_run_continues_exactly(data: Path, tmp_path: Path) -> None:
     assert [line["loss"] for line in read_metrics(stopped)] == _losses(whole)[2:]
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        ["parallel.ep_size=1", "balance.strategy=none", "model.experts=grouped_mm"],
+        ["parallel.tp_size=2"],
+    ],
+)
 def test_other_parallel_sizes_and_no_balancing_continue_the_same_model(
-    data: Path, tmp_path: Path
+    changed: list[str], data: Path, tmp_path: Path
 ) -> None:
     settings = ["steps=4", "optimizer.eps=1e-3"]
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     run_ranks(_train, 2, [*overrides(data, whole), *settings, "checkpoint.every=2"])
     start = f"checkpoint.load={whole}/checkpoints/step_00000002"
-    changed = ["parallel.ep_size=1", "balance.strategy=none", "model.experts=grouped_mm"]
     run_ranks(_train, 2, [*overrides(data, moved), *settings, *changed, start])
     continued = [line["loss"] for line in read_metrics(moved)]
     assert continued == pytest.approx(_losses(whole)[2:], rel=1e-5)

@@ -192,10 +192,12 @@ class DomainAttempt {
                     return 0;
             }
         };
+        int64_t* const keys = state_.width;  // which a chain needs only later
+        warp_.for_each(ranks, [&](int i) { keys[i] = key(i); });
         warp_.for_each(ranks, [&](int i) {
-            const int64_t own = key(i);
+            const int64_t own = keys[i];
             int place = 0;
-            for (int j = 0; j < ranks; ++j) place += key(j) > own || (key(j) == own && j < i);
+            for (int j = 0; j < ranks; ++j) place += keys[j] > own || (keys[j] == own && j < i);
             state_.order[place] = domain_.busiest_first[i];
         });
     }
@@ -617,8 +619,9 @@ class DomainAttempt {
                 const Score score{state_.sends[sender] - 1 - state_.sends[via], -amount};
                 if (!score.above(best.score)) continue;
                 const int grown = slot_that_grows(sender, via, expert, amount);
+                if (grown < 0) continue;
                 const int main = main_for(via, state_.hottest[via], t);
-                if (grown < 0 || main < 0 || state_.kept[main] < amount) continue;
+                if (main < 0 || state_.kept[main] < amount) continue;
                 best = {k, via, grown, main, score};
             }
         }
