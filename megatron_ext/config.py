@@ -20,7 +20,7 @@ class BalanceConfig:
 
     strategy: str = "quota"
     """Name of the balancer: a file of `megatron_ext.balance.strategies`. `none` leaves Megatron's
-    own layer in place."""
+    own layer in place, and so does `sem_moe`, which needs `data.affinity` or `data.rebatch`."""
 
     slots: int = 2
     """Replicas a rank can hold at a time (S). Costs S x (weights + gradients) of one expert per

@@ -76,6 +76,7 @@ def validate(config: TrainConfig, *, num_ranks: int) -> None:
     if not problems:
         problems = _check_placement(config)
     problems += _check_megatron(config, values_fit=values_fit, sizes_fit=not problems)
+    problems += _check_semantics(config)
     problems += _check_data(config, values_fit=values_fit)
     problems += _check_run_dir(config)
     if not problems:
@@ -235,7 +236,7 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
     if config.data.rebatch and values_fit:
         problems += [
             f"data.rebatch ({config.data.rebatch}): {problem}"
-            for problem in validate_for_rebatching(checked)
+            for problem in validate_for_rebatching(checked, config.balance)
         ]
     if sizes_fit and not problems:
         try:
@@ -273,6 +274,20 @@ def _check_placement(config: TrainConfig) -> list[str]:
     except (FileNotFoundError, ValueError, ModuleNotFoundError) as error:
         return [f"balance.placement ({balance.placement}): {_one_line(error)}"]
     return []
+
+
+def _check_semantics(config: TrainConfig) -> list[str]:
+    from megatron_ext.balance.strategies import STRATEGIES
+
+    strategy = STRATEGIES.get(config.balance.strategy)
+    if strategy is None or not strategy.needs_semantics:
+        return []
+    if config.data.affinity or config.data.rebatch:
+        return []
+    return [
+        f"data.affinity or data.rebatch must name a file with balance.strategy={strategy.name}: "
+        "`megatron-ext place sem_moe` makes one from a run's routes"
+    ]
 
 
 def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:

@@ -41,8 +41,8 @@ def load_imbalance_rates(rank_loads: Tensor) -> Tensor:
 
     Source: Sem-MoE, section 4.6 (load-imbalance rate of Figure 5b).
 
-    >>> load_imbalance_rates(torch.tensor([[8, 4, 4, 0], [0, 0, 0, 0]])).tolist()
-    [2.0, 1.0]
+    >>> load_imbalance_rates(torch.tensor([[10, 4, 4, 0], [0, 0, 0, 0]])).tolist()
+    [2.5, 1.0]
     """
     median = rank_loads.double().quantile(0.5, dim=-1).clamp(min=1)
     return torch.where(rank_loads.sum(-1) > 0, rank_loads.amax(-1) / median, 1.0)

@@ -71,12 +71,12 @@ def _add_relayout(checkpoint: Any) -> None:
         checkpoint,
         "relayout",
         run_relayout,
-        "give a checkpoint's experts the ranks that `place sem_moe` found; it computes the same",
+        "give a checkpoint's experts the ranks that `place` found for them; it computes the same",
         "megatron-ext checkpoint relayout runs/train semantics.npz --out start/step_100",
     )
     _add_path(relayout)
     relayout.add_argument(
-        "semantics", type=Path, metavar="SEMANTICS.npz", help="made by `place sem_moe`"
+        "layout", type=Path, metavar="LAYOUT.npz", help="made by `place sem_moe` or `place eplb`"
     )
     add_out(relayout, "DIR", "folder to make", required=True)
 
@@ -84,14 +84,13 @@ def _add_relayout(checkpoint: Any) -> None:
 def run_relayout(arguments: argparse.Namespace) -> int:
     """Write the checkpoint with its experts under other numbers."""
     from checkpoints_tools import relayout
-    from megatron_ext.data.semantics import read_semantics
+    from megatron_ext.data.semantics import read_layout
 
-    semantics = read_semantics(arguments.semantics)
-    layouts = dict(zip(semantics.layers, semantics.expert, strict=True))
+    layout = read_layout(arguments.layout)
     report = {
         "path": str(arguments.out),
-        "layers": list(semantics.layers),
-        "tensors": relayout(arguments.path, layouts, arguments.out),
+        "layers": list(layout),
+        "tensors": relayout(arguments.path, layout, arguments.out),
     }
     return show(arguments, report, _relayout_lines)
 

@@ -24,6 +24,7 @@ def add(commands: Any) -> None:
     """Add the command and those below it."""
     place = add_group(commands, "place", "what to put where before a run, from a trace")
     _add_craft(place)
+    _add_eplb(place)
     _add_sem_moe(place)
 
 
@@ -119,6 +120,71 @@ def _craft_lines(report: dict[str, Any]) -> Iterator[str]:
                 f"{layer['balancedness_after']:.3f}",
             )
             for layer in layers
+        ),
+    )
+
+
+def _add_eplb(place: Any) -> None:
+    eplb = add_command(
+        place,
+        "eplb",
+        run_eplb,
+        "place all experts by the loads of a trace, for a checkpoint",
+        "megatron-ext place eplb runs/train/trace --out layout.npz\n"
+        "  megatron-ext checkpoint relayout runs/train layout.npz --out start/step_100",
+    )
+    add_trace(eplb)
+    for option, metavar, what in (
+        ("--groups", "G", "groups of experts that stay on one node, where nodes divide them"),
+        ("--nodes", "N", "nodes of an EP group"),
+    ):
+        eplb.add_argument(
+            option, type=positive, default=1, metavar=metavar, help=f"{what} (%(default)s)"
+        )
+    add_out(eplb, "LAYOUT.npz", "where to write it", required=True)
+    add_overwrite(eplb, "an existing file")
+
+
+def run_eplb(arguments: argparse.Namespace) -> int:
+    """Place all experts, write where, and show how even the ranks of the trace would have been."""
+    from megatron_ext.arrays import check_free
+    from megatron_ext.data.semantics import write_layout
+    from megatron_ext.offline.loads import read_loads
+    from megatron_ext.offline.relayout import rearrange
+
+    check_free(arguments.out, overwrite=arguments.overwrite)
+    loads = read_loads(arguments.trace)
+    rearranged = rearrange(loads, num_groups=arguments.groups, num_nodes=arguments.nodes)
+    layout = {layer: one.expert for layer, one in rearranged.items()}
+    write_layout(arguments.out, layout, overwrite=arguments.overwrite)
+    _, ranks, experts = loads.load.shape
+    report = {
+        "path": str(arguments.out),
+        "loads": len(loads),
+        "ranks": ranks,
+        "experts": experts,
+        "groups": arguments.groups,
+        "nodes": arguments.nodes,
+        "layers": [
+            {"layer": layer, "imbalance_before": one.before, "imbalance_after": one.after}
+            for layer, one in rearranged.items()
+        ],
+    }
+    return show(arguments, report, _eplb_lines)
+
+
+def _eplb_lines(report: dict[str, Any]) -> Iterator[str]:
+    yield f"layout        {report['path']}"
+    yield ""
+    yield from columns(
+        ("layer", "imbalance before", "after"),
+        *(
+            (
+                str(layer["layer"]),
+                f"{layer['imbalance_before']:.3f}",
+                f"{layer['imbalance_after']:.3f}",
+            )
+            for layer in report["layers"]
         ),
     )
 

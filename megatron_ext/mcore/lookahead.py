@@ -53,6 +53,10 @@ class PredictionReport:
     """Used, and moved when the load was known."""
     wasted_replicas: int
     """Sent ahead and not used."""
+    sent_ahead_bytes: int
+    """Weights of the replicas sent ahead: off the critical path, beside the layer before."""
+    topped_up_bytes: int
+    """Weights of the replicas topped up: on the critical path, behind the plan."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +70,22 @@ class Prediction:
     sent: SentAhead
     """The replicas on their way."""
 
-    def report(self, routing_map: Tensor, load: Tensor, plan: BalancePlan) -> PredictionReport:
-        """Compare with what came: choices bool [N, E], load int64 [R, E], and its plan."""
+    def report(
+        self, routing_map: Tensor, load: Tensor, plan: BalancePlan, expert_bytes: int
+    ) -> PredictionReport:
+        """Compare with what came: choices bool [N, E], load int64 [R, E], and its plan.
+
+        `expert_bytes` are those of one expert's weights.
+        """
         right = (self.routing_map & routing_map).sum()
-        use = replica_use(self.sent.slots, plan)
+        use = {name: int(count) for name, count in replica_use(self.sent.slots, plan).items()}
         return PredictionReport(
             load=self.load,
             load_accuracy=load_accuracy(self.load, load),
             choice_accuracy=_ratio(right, routing_map.sum()),
-            **{name: int(count) for name, count in use.items()},
+            sent_ahead_bytes=expert_bytes * (use["hit_replicas"] + use["wasted_replicas"]),
+            topped_up_bytes=expert_bytes * use["topped_up_replicas"],
+            **use,
         )
 
 

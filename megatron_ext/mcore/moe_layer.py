@@ -304,12 +304,17 @@ class BalancedMoELayer(MoELayer):
     def _costs(self) -> LayerCosts:
         element_size = next(self.experts.parameters()).element_size()
         return LayerCosts(
-            expert_bytes=element_size
-            * sum(math.prod(segment.shape) for segment in self.expert_weights.segments),
+            expert_bytes=self._expert_bytes,
             link_bandwidth=self.balance.link_bandwidth,
             assignment_time=self.balance.assignment_time,
             token_bytes=element_size * (self.config.moe_latent_size or self.config.hidden_size),
         )
+
+    @property
+    def _expert_bytes(self) -> int:
+        """Of one expert's weights: what a replica moves."""
+        num_elements = sum(math.prod(segment.shape) for segment in self.expert_weights.segments)
+        return next(self.experts.parameters()).element_size() * num_elements
 
     def _replicate(self, plan: BalancePlan) -> Replication:
         """Gather what this microbatch's replicas need; keeps the plan if a backward will come."""
@@ -362,7 +367,9 @@ class BalancedMoELayer(MoELayer):
                 load,
                 plan.rank_loads(),
                 plan.slots,
-                prediction.report(routing_map, load, plan) if prediction is not None else None,
+                None
+                if prediction is None
+                else prediction.report(routing_map, load, plan, self._expert_bytes),
             )
             for observer in self.observers:
                 observer(report)

@@ -10,7 +10,8 @@ the same to the layer which rank brings a token, as everything in it is done tok
       output         3 resume: exchange back
 
 In backward the exchanges are their own adjoints, in the other order. All of it hangs on hooks, so
-that a model without it is Megatron's, and it does not matter which MoE layer it is.
+that a model without it is Megatron's, and it does not matter which MoE layer it is, if only layers
+predict nothing of each other: their tokens are not the same.
 
 Recompute: of MoE layers alone, the exchange stays outside and is not repeated. Of whole layers, it
 is repeated with the ids and ranks of the last microbatch that came in, which is the right one only
@@ -202,14 +203,14 @@ def rebatch_tokens(chunk: nn.Module, semantics: Semantics) -> TokenRebatcher | N
         What was hung on the chunk; None if it has no MoE layer.
 
     Raises:
-        ValueError: A setting of Megatron excludes it, its tensor-parallel group is not its EP
-            group, or the semantics are of another model.
+        ValueError: A setting of Megatron or the strategy excludes it, its tensor-parallel group is
+            not its EP group, or the semantics are of another model.
     """
     modules = [module for module in chunk.modules() if isinstance(module, MoELayer)]
     if not modules:
         return None
     config, group = modules[0].config, modules[0].attn_tp_group
-    problems = validate_for_rebatching(config)
+    problems = validate_for_rebatching(config, getattr(modules[0], "balance", None))
     if not problems:
         tp_ranks, ep_ranks = map(dist.get_process_group_ranks, (group, modules[0].ep_group))
         if tp_ranks != ep_ranks:

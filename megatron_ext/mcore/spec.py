@@ -38,7 +38,7 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
 
     Args:
         spec: A Megatron layer spec, block spec, or anything that holds such.
-        balance: What the balancer may do. With strategy `none` the layers stay Megatron's own.
+        balance: What the balancer may do. With `none` and `sem_moe` the layers stay Megatron's own.
 
     Raises:
         ValueError: Unknown strategy, there is no MoE layer in `spec`, or the file of placed

@@ -7,6 +7,7 @@ position in the data.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.config import TrainConfig
 from megatron_ext.data import Manifest, MixedDataset, microbatches
 from megatron_ext.data.affinity import scheduled_microbatches
@@ -28,7 +30,7 @@ from megatron_ext.data.semantics import read_semantics
 from megatron_ext.mcore import build
 from megatron_ext.mcore.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from megatron_ext.telemetry.progress import TrainingProgress
-from megatron_ext.telemetry.recorder import LoadRecorder, PredictedLoads
+from megatron_ext.telemetry.recorder import LoadRecorder, PredictedLoads, StepLoads
 from megatron_ext.telemetry.routes import ROUTES_FOLDER, RouteRecorder
 from megatron_ext.telemetry.run_log import RunLog
 from megatron_ext.telemetry.step_files import StepFiles
@@ -126,14 +128,13 @@ class Training:
             self.trace.write(self.step, loads.loads)
         if self.routes is not None:
             self.routes.write(self.step)
-        loss, num_losses, before, after, replicas, forwards, *predicted = _sum_over_ranks(
+        loss, num_losses, before, after, replicas, forwards = _sum_over_ranks(
             sum(losses),
             len(losses),
             loads.imbalance_before,
             loads.imbalance_after,
             loads.replicas,
             loads.forwards,
-            *loads.predicted,
         )
         data = self.config.data
         return {
@@ -146,7 +147,7 @@ class Training:
             "imbalance_before": before / forwards,
             "imbalance_after": after / forwards,
             "replicas": replicas / forwards,
-            **_prediction_metrics(*predicted),
+            **_prediction_metrics(self.config, loads),
         }
 
     def close(self) -> None:
@@ -278,12 +279,25 @@ def _mean_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Ten
     return loss, {"loss": loss.detach().clone()}
 
 
-def _prediction_metrics(forwards: float, *sums: float) -> dict[str, float]:
-    """Means over the predicted forwards of all ranks; nothing where nothing was predicted."""
-    return {
-        name: total / forwards
-        for name, total in zip(PredictedLoads._fields[1:], sums, strict=True)
-        if forwards
+def _prediction_metrics(config: TrainConfig, loads: StepLoads) -> dict[str, float]:
+    """Means over the predicted forwards of all ranks, and the accuracy of choices in each layer.
+
+    Nothing where nothing was predicted.
+    """
+    if get_strategy(config.balance.strategy).place_predicted is None:
+        return {}
+    layers = range(1, config.model.num_layers + 1)
+    mine = [loads.predicted_by_layer.get(layer, PredictedLoads()) for layer in layers]
+    sums = iter(_sum_over_ranks(*itertools.chain.from_iterable(mine)))
+    by_layer = [PredictedLoads(*itertools.islice(sums, len(one))) for one in mine]
+    total = PredictedLoads.total(by_layer)
+    if not total.forwards:
+        return {}
+    means = {name: getattr(total, name) / total.forwards for name in total._fields[1:]}
+    return means | {
+        f"choice_accuracy_layer_{layer}": one.choice_accuracy / one.forwards
+        for layer, one in zip(layers, by_layer, strict=True)
+        if one.forwards
     }
 
 

@@ -20,7 +20,7 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
         config: Megatron's TransformerConfig.
         balance: What the balancer may do.
     """
-    if balance.strategy == "none":
+    if _is_absent(balance):
         return []
     problems = []
     for check in (partial(_check_strategy, balance), partial(resolve_transport, balance.transport)):
@@ -55,11 +55,7 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
             for name, allowed, reason in _MUST_BE_FOR_LOCAL_FIRST
             if getattr(config, name, allowed) != allowed
         ]
-    if (
-        balance.strategy in STRATEGIES
-        and STRATEGIES[balance.strategy].place_predicted is not None
-        and getattr(config, "moe_enable_routing_replay", False)
-    ):
+    if _predicts(balance) and getattr(config, "moe_enable_routing_replay", False):
         problems.append(
             "moe_enable_routing_replay (True) must be False "
             f"with balance.strategy={balance.strategy}: predictions would be recorded as choices"
@@ -67,11 +63,12 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
     return problems
 
 
-def validate_for_rebatching(config: Any) -> list[str]:
+def validate_for_rebatching(config: Any, balance: BalanceConfig | None) -> list[str]:
     """Return every reason why tokens of `config` cannot be dealt to ranks by their experts.
 
     Args:
         config: Megatron's TransformerConfig.
+        balance: What the balancer may do; None for Megatron's own layers.
     """
     tp_size, ep_size = config.tensor_model_parallel_size, config.expert_model_parallel_size
     problems = []
@@ -90,6 +87,11 @@ def validate_for_rebatching(config: Any) -> list[str]:
             f"pipeline_model_parallel_size ({config.pipeline_model_parallel_size}) > 1: a layer "
             "that is recomputed does not know its microbatch's token ids"
         )
+    if balance is not None and _predicts(balance):
+        problems.append(
+            f"balance.strategy ({balance.strategy}) must not predict with token re-batching: a "
+            "layer's tokens are not those of the layer before it, whose routing would be compared"
+        )
     problems += [
         f"{name} ({getattr(config, name)!r}) must be one of {allowed} with token re-batching: "
         f"{reason}"
@@ -97,6 +99,18 @@ def validate_for_rebatching(config: Any) -> list[str]:
         if getattr(config, name, allowed[0]) not in allowed
     ]
     return problems
+
+
+def _is_absent(balance: BalanceConfig) -> bool:
+    """Whether the layers stay Megatron's own."""
+    strategy = STRATEGIES.get(balance.strategy)
+    return strategy is not None and strategy.kind == "absent"
+
+
+def _predicts(balance: BalanceConfig) -> bool:
+    """Whether a layer predicts the load of the next one."""
+    strategy = STRATEGIES.get(balance.strategy)
+    return strategy is not None and strategy.place_predicted is not None
 
 
 def _check_strategy(balance: BalanceConfig) -> None:

@@ -154,6 +154,12 @@ def _checked_prediction(path: Path, predicted: np.ndarray, load: np.ndarray) -> 
         )
     if int(predicted.min()) < -1:
         raise ValueError(f"{path}: predicted has an entry below -1 ({int(predicted.min())})")
+    is_nothing = (predicted == -1).reshape(len(predicted), -1)
+    if (mixed := is_nothing.any(1) & ~is_nothing.all(1)).any():
+        raise ValueError(
+            f"{path}: predicted of load {int(mixed.argmax())} has entries of -1 beside counts; "
+            "where nothing was predicted, all of a load's are -1"
+        )
     return np.ascontiguousarray(predicted)
 
 

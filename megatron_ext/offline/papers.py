@@ -228,8 +228,8 @@ def _libra_table_1(loads: Loads) -> Exhibit:
 
     The paper counts tokens whose experts are predicted. That is at most what is counted here, where
     one token's wrong expert may stand in for another's. Of the router's column, loads without a
-    prediction are left out, of the other's the first of each layer. A column of which a layer has
-    nothing to show is left out of the table, as is that layer if it has no column.
+    prediction are left out, of the other's the first of each layer. A column that no layer has
+    anything to show in is left out of the table, and so is a layer that lacks one of the others.
     """
     layers = np.array(loads.layers())
     by_router: dict[int, list[float]] = {}

@@ -1,13 +1,68 @@
 """EPLB's full re-layout: where all experts go, mains included, and which are there twice.
 
 For a moment at which weights are rewritten anyway, as when a checkpoint is saved: between two
-microbatches it would move most of the weights. Legend: E logical experts, P physical experts, N
-nodes, R ranks.
+microbatches it would move most of the weights. A checkpoint has every expert once (`rearrange`);
+which are there twice is decided again as the run goes. Legend: B loads, L layers, E logical
+experts, P physical experts, N nodes, R ranks.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+
+from megatron_ext.balance.metrics import home_loads, imbalances
+from megatron_ext.offline.loads import Loads
+
+
+@dataclass(frozen=True, eq=False)
+class Rearranged:
+    """A layer's experts in places that make its ranks equally loaded over a trace."""
+
+    expert: np.ndarray
+    """Logical expert in each place, rank by rank: int64 [E]."""
+
+    before: float
+    """Mean imbalance of the layer's loads with the experts where they were."""
+
+    after: float
+    """The same with the experts where they are to be."""
+
+
+def rearrange(loads: Loads, *, num_groups: int, num_nodes: int) -> dict[int, Rearranged]:
+    """Place the experts of every layer of a trace by `relayout`, each once.
+
+    Args:
+        loads: The trace, int64 [B, R, E].
+        num_groups: See `relayout`.
+        num_nodes: See `relayout`.
+
+    Returns:
+        Of each layer, by its number.
+
+    Raises:
+        ValueError: The loads are of no known layer, or the numbers do not divide each other.
+    """
+    if "layer" not in loads.trace:
+        raise ValueError("the loads are of no known layer: experts are moved layer by layer")
+    _, ranks, experts = loads.load.shape
+    layers = np.array(loads.layers())
+    rearranged = {}
+    for layer in np.unique(layers).tolist():
+        load = loads.load[layers == layer]
+        expert = relayout(
+            load.sum((0, 1)).numpy(),
+            num_physical=experts,
+            num_groups=num_groups,
+            num_nodes=num_nodes,
+            num_ranks=ranks,
+        )
+        before, after = (
+            float(imbalances(home_loads(one)).mean()) for one in (load, load[..., expert])
+        )
+        rearranged[layer] = Rearranged(expert, before, after)
+    return rearranged
 
 
 def relayout(

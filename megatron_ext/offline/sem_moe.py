@@ -261,7 +261,9 @@ def ranks_of_ids(routes: Routes, rank_of: np.ndarray, ranks: int) -> tuple[np.nd
     Returns:
         `Semantics.token_rank` and `Semantics.token_confidence`.
 
-    Source: Sem-MoE, Algorithm 1, line 55 (token labels and their confidence).
+    Source: Sem-MoE, Algorithm 1, line 55 (token labels and their confidence); differs from it in
+    what is counted, which there is the rank of the request that the token is in: here it is where
+    the token's own experts are, which is where it is to go.
     """
     rank = np.empty((len(rank_of), routes.vocab_size), dtype=np.int16)
     confidence = np.empty(rank.shape, dtype=np.float32)

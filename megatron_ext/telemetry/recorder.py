@@ -11,7 +11,7 @@ Legend: C counted forwards of a step (layers x microbatches on this rank), R ran
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,11 +27,26 @@ from megatron_ext.telemetry.trace import LayerLoad
 class PredictedLoads(NamedTuple):
     """Sums over the counted forwards that were predicted; `PredictionReport` says of what."""
 
-    forwards: int = 0
-    load_accuracy: float = 0.0
-    choice_accuracy: float = 0.0
-    hit_replicas: int = 0
-    wasted_replicas: int = 0
+    forwards: float = 0
+    load_accuracy: float = 0
+    choice_accuracy: float = 0
+    hit_replicas: float = 0
+    topped_up_replicas: float = 0
+    wasted_replicas: float = 0
+    sent_ahead_bytes: float = 0
+    topped_up_bytes: float = 0
+
+    @classmethod
+    def of(cls, reports: Sequence[Any]) -> PredictedLoads:
+        """Sum up what `PredictionReport` says of some forwards."""
+        return cls(
+            len(reports), *(sum(getattr(one, name) for one in reports) for name in cls._fields[1:])
+        )
+
+    @classmethod
+    def total(cls, parts: Iterable[PredictedLoads]) -> PredictedLoads:
+        """Put sums together."""
+        return cls(*map(sum, zip(cls(), *parts, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -44,7 +59,13 @@ class StepLoads:
     replicas: int
     loads: list[LayerLoad]
     """Of the counted forwards; of each layer in the order of its microbatches."""
-    predicted: PredictedLoads
+    predicted_by_layer: dict[int, PredictedLoads]
+    """Of each layer that was predicted, by its number."""
+
+    @property
+    def predicted(self) -> PredictedLoads:
+        """Of all layers."""
+        return PredictedLoads.total(self.predicted_by_layer.values())
 
 
 class LoadRecorder:
@@ -81,11 +102,11 @@ class LoadRecorder:
             )
             for report in self._reports
         ]
-        known = [report.prediction for report in self._reports if report.prediction is not None]
-        predicted = PredictedLoads(
-            len(known),
-            *(sum(getattr(one, name) for one in known) for name in PredictedLoads._fields[1:]),
-        )
+        predictions: dict[int, list[Any]] = {}
+        for report in self._reports:
+            if report.prediction is not None:
+                predictions.setdefault(report.layer_number, []).append(report.prediction)
+        predicted = {layer: PredictedLoads.of(of_layer) for layer, of_layer in predictions.items()}
         if self._counts:
             mine = torch.stack([one.load for one in self._counts])
             everyone = [torch.empty_like(mine) for _ in range(self._ep_group.size())]

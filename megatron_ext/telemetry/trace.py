@@ -73,7 +73,8 @@ class TraceWriter:
             self._loads.append(load.cpu())
             self._predicted.append(predicted.cpu() if predicted is not None else None)
         self._num_steps += 1
-        num_bytes = sum(load.nbytes for load in self._loads)
+        kept = (*self._loads, *self._predicted)
+        num_bytes = sum(one.nbytes for one in kept if one is not None)
         if self._files.is_due(self._num_steps, num_bytes):
             self._start_file()
 

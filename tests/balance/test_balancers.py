@@ -46,6 +46,13 @@ class TestEplb:
         assert slots.tolist() == [[2], [0], [0]]
         assert slots.dtype == torch.int32
 
+    def test_a_rank_that_got_a_replica_has_its_load(self):
+        """Shares 4, 1, 3, 2. The replica of e0 goes to rank 1, which then has 5; e2's to rank 3."""
+        slots = eplb.place_replicas(
+            torch.tensor([8, 1, 6, 2]), layout(4, 1, slots=2), most_replicas=3, num_replicas=2
+        )
+        assert slots.tolist() == [[-1, -1], [0, -1], [-1, -1], [2, -1]]
+
     def test_fill(self):
         load = one_source(3, 12, 2, 6, 1, 4, 3)
         plan = eplb.fill(load, placed([2], [0], [0]), layout(3, 2), PlanSettings())
@@ -107,11 +114,19 @@ class TestLplb:
         )
         assert plan.quota.tolist() == [[4, 5, 0], [0, 0, 3], [0, 0, 0]]
 
-    def test_replicas_that_move_too_little_are_left_out(self):
+    def test_rounding_is_to_the_nearest(self):
+        """All ranks end at 14 / 3, if 3.33 of e0 and 4.67 of e1 move."""
+        plan = lplb.fill(
+            one_source(3, 8, 6, 0), placed([-1], [0], [1]), layout(3, 1), PlanSettings()
+        )
+        assert plan.quota.tolist() == [[5, 3, 0], [0, 1, 5], [0, 0, 0]]
+
+    @pytest.mark.parametrize(("min_quota", "moved"), [(5, 5), (6, 0)])
+    def test_replicas_that_move_too_little_are_left_out(self, min_quota, moved):
         load, slots = one_source(2, 10, 3, 2, 1), placed([-1], [0])
-        plan = lplb.fill(load, slots, layout(2, 2), PlanSettings(min_quota=6))
-        assert plan.slots.tolist() == [[-1], [-1]]
-        assert plan.quota[0].tolist() == [10, 0]
+        plan = lplb.fill(load, slots, layout(2, 2), PlanSettings(min_quota=min_quota))
+        assert plan.slots.tolist() == [[-1], [0 if moved else -1]]
+        assert plan.quota[0].tolist() == [10 - moved, moved]
 
     def test_rounding_that_makes_it_worse_is_not_used(self):
         """Four ranks shed 0.6 each, to end at 2.4 as rank 4 does; rounded, rank 4 would have 4."""
@@ -146,6 +161,10 @@ class TestLlep:
     def test_capacity_follows_alpha(self):
         """Capacity 1.5 x 6."""
         assert self.solve([12, 6, 0], layout(3, 1), alpha=1.5).quota[0].tolist() == [9, 0, 3]
+
+    def test_the_capacity_is_rounded_down(self):
+        """Capacity 10 / 3: three ranks take 3, and the tenth stays at home."""
+        assert self.solve([10, 0, 0], layout(3, 1)).quota[0].tolist() == [4, 3, 3]
 
     def test_room_is_kept_for_the_experts_to_come(self):
         """Both experts are rank 0's; e1 fills it, so all of e0 leaves."""

@@ -1,9 +1,10 @@
 """Libra's placement and sharding by hand; its top-up for any prediction, and beside the optimum.
 
-Layer 1. Compared with worked examples, `check_plan`, the quota planner, and all splits of small
-loads.
+Layer 1. Compared with worked examples, the paper's two algorithms line by line, `check_plan`, the
+quota planner, and all splits of small loads.
 """
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -84,6 +85,13 @@ class TestSharding:
         )
         assert plan.quota[0].tolist() == [9, 3, 0, 0]
 
+    def test_the_hottest_expert_moves_first(self):
+        """Mean 5. Rank 0 computes 6 of e0 and 4 of e1 for rank 2; rank 1 has both, room for 3."""
+        load = torch.tensor([[0, 0, 0, 0, 0, 0], [0, 0, 2, 0, 0, 0], [6, 4, 0, 0, 3, 0]])
+        placed = slots_of([-1, -1], [0, 1], [-1, -1])
+        plan = libra_paper.fill(load, placed, LAYOUT, PlanSettings(tolerance=0.0))
+        assert plan.quota[:2].tolist() == [[3, 3, 0], [4, 0, 0]]
+
     def test_a_rank_keeps_its_own_assignments_however_busy(self):
         """Only remote assignments are shared: e0 is asked for by its home rank alone."""
         load = torch.tensor([[10, 0], [0, 2]])
@@ -93,12 +101,13 @@ class TestSharding:
             load, slots_of([-1], [0]), layout(2, 1), PlanSettings()
         ).rank_loads().tolist() == [6, 6]
 
-    def test_within_the_tolerance_nothing_moves(self):
-        """Mean 6, busiest 8."""
-        load = torch.tensor([[4, 0, 0], [0, 6, 0], [4, 0, 4]])
-        where, placed = layout(3, 1), slots_of([-1], [-1], [-1])
-        near = PlanSettings(tolerance=0.34)
-        assert libra_paper.fill(load, placed, where, near).rank_loads().tolist() == [8, 6, 4]
+    @pytest.mark.parametrize(("tolerance", "after"), [(0.34, [8, 5, 5]), (0.33, [7, 6, 5])])
+    def test_within_the_tolerance_nothing_moves(self, tolerance, after):
+        """Mean 6, busiest 8; rank 1 has an instance of e0 and room for 1 of the 4 from rank 2."""
+        load = torch.tensor([[4, 0, 0], [0, 5, 0], [4, 0, 5]])
+        where, placed = layout(3, 1), slots_of([-1], [0], [-1])
+        near = PlanSettings(tolerance=tolerance)
+        assert libra_paper.fill(load, placed, where, near).rank_loads().tolist() == after
 
     def test_a_placement_that_makes_it_worse_is_not_used(self):
         """Rank 1 is the busy one, and would take its own 5 of e0 on top."""
@@ -124,6 +133,28 @@ class TestTopUp:
         assert plan.rank_loads().tolist() == [8, 8, 8]
         assert plan.slots.tolist() == [[4, 2], [-1, -1], [-1, -1]]
 
+    def test_what_is_added_carries_most(self):
+        """Rank 0 has 12, and 6 too many: all of them e0's, where e1 has only 4."""
+        load = torch.tensor([[8, 4, 0, 0], [0, 0, 0, 0]])
+        empty = torch.full((2, 2), -1, dtype=torch.int32)
+        plan = libra.fill(load, empty, layout(2, 2, slots=2), PlanSettings(tolerance=0.0))
+        assert plan.quota.tolist() == [[2, 6], [4, 0], [0, 0], [0, 0]]
+        assert plan.slots.tolist() == [[-1, -1], [0, -1]]
+
+    def test_an_empty_slot_is_filled_before_an_unused_one(self):
+        load = torch.tensor([[12, 0, 0, 0], [0, 0, 0, 0]])
+        placed = slots_of([-1, -1], [1, -1])
+        plan = libra.fill(load, placed, layout(2, 2, slots=2), PlanSettings(tolerance=0.0))
+        assert plan.slots.tolist() == [[-1, -1], [-1, 0]]
+
+    def test_too_little_for_a_replica_goes_home(self):
+        """In pieces of 3 the best is 4 and 6: to move only the 1 that is above 6 is no plan."""
+        load = torch.tensor([[7, 0, 0, 0], [0, 0, 2, 1]])
+        settings = PlanSettings(tolerance=0.0, min_quota=3)
+        plan = libra.fill(load, slots_of([-1], [0]), layout(2, 2), settings)
+        check_plan(load, plan, min_quota=3)
+        assert plan.rank_loads().tolist() == [4, 6]
+
     def test_chain_through_placed_replicas(self):
         """Rank 0 sheds e0 to rank 1, which sheds e1 to rank 2."""
         load = torch.tensor([[9, 0, 0], [0, 6, 0], [0, 0, 3]])
@@ -136,6 +167,94 @@ class TestTopUp:
         empty = torch.full((3, 2), -1, dtype=torch.int32)
         plan = libra.fill(LOAD, empty, LAYOUT, PlanSettings(tolerance=0.0))
         assert plan.rank_loads().tolist() == [8, 8, 8]
+
+
+def algorithm_1(load, where, share):
+    """Experts in the slots of each rank by the paper's Algorithm 1, every load counted anew."""
+    ranks, mains, at_most = range(where.ep_size), where.mains_per_rank, where.slots
+    extra = [set() for _ in ranks]
+
+    def served_elsewhere(rank, expert):
+        return rank != expert // mains and expert in extra[rank]
+
+    def remote(expert):
+        home = expert // mains
+        sources = [r for r in ranks if r != home and not served_elsewhere(r, expert)]
+        return sum(load[r][expert] for r in sources)
+
+    def total(rank):
+        own = [*range(rank * mains, (rank + 1) * mains), *extra[rank]]
+        here = sum(load[rank][expert] for expert in own)
+        return here + sum(remote(e) for e in own if e // mains == rank)
+
+    for first in range(0, where.ep_size, where.nvlink_domain):
+        group = range(first, first + where.nvlink_domain)
+        experts = range(group.start * mains, group.stop * mains)
+        for rank in group:
+            away = [e for e in experts if e // mains != rank and load[rank][e] > 0]
+            hottest = sorted(away, key=lambda e, rank=rank: -load[rank][e])
+            extra[rank] = set(hottest[: math.floor(at_most * share)])
+        balanced = sum(map(total, group)) / len(group)
+        for _ in range(at_most * len(group)):
+            source = max(group, key=total)
+            if total(source) <= balanced:
+                break
+            expert = max(range(source * mains, (source + 1) * mains), key=remote)
+            hosts = [r for r in group if r != source and expert not in extra[r]]
+            hosts = [r for r in hosts if len(extra[r]) < at_most and remote(expert) > 0]
+            target = min(hosts, key=total, default=None)
+            if target is not None and total(target) + load[target][expert] <= balanced:
+                extra[target].add(expert)
+    return extra
+
+
+def algorithm_2(load, slots, where, tolerance):
+    """Quotas by the paper's Algorithm 2, within each domain and with the mean rounded up."""
+    ranks, mains = range(where.ep_size), where.mains_per_rank
+    experts = range(where.num_experts)
+    has = [[e // mains == r or e in slots[r] for r in ranks] for e in experts]
+    local = [[load[r][e] if has[e][r] else 0 for r in ranks] for e in experts]
+    remote = [[0 for _ in ranks] for _ in experts]
+    for e in experts:
+        remote[e][e // mains] = sum(load[r][e] for r in ranks if not has[e][r])
+
+    def total(rank):
+        return sum(local[e][rank] + remote[e][rank] for e in experts)
+
+    for first in range(0, where.ep_size, where.nvlink_domain):
+        group = range(first, first + where.nvlink_domain)
+        mean = sum(map(total, group)) / len(group)
+        goal, moved = math.ceil(mean), True
+        while moved and max(map(total, group)) > (1 + tolerance) * mean:
+            moved = False
+            for source in sorted((r for r in group if total(r) > goal), key=lambda r: -total(r)):
+                for e in sorted(experts, key=lambda e, source=source: -remote[e][source]):
+                    hosts = [r for r in group if r != source and has[e][r]]
+                    target = min(hosts, key=total, default=None)
+                    if remote[e][source] == 0 or target is None or total(target) >= goal:
+                        continue
+                    amount = min(remote[e][source], goal - total(target))
+                    remote[e][source] -= amount
+                    remote[e][target] += amount
+                    moved = True
+                    break
+    return [[local[e][r] + remote[e][r] for r in ranks] for e in experts]
+
+
+@given(first=instances(), data=st.data())
+@settings(max_examples=200)
+def test_the_papers_algorithms(first, data):
+    share = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
+    asked = PlanSettings(tolerance=first.tolerance, locality_share=share)
+    placed = libra.place(first.load, first.layout, asked)
+    found = [set(row) - {-1} for row in placed.tolist()]
+    assert found == algorithm_1(first.load.tolist(), first.layout, share)
+    mixed = data.draw(st.permutations(range(first.layout.num_experts)))
+    for load in (first.load, first.load[:, mixed]):
+        quota_ER = torch.tensor(algorithm_2(load.tolist(), found, first.layout, first.tolerance))
+        if quota_ER.sum(0).max() <= home_loads(load).max():
+            plan = libra_paper.fill(load, placed, first.layout, asked)
+            assert torch.equal(plan.quota, quota_ER)
 
 
 @pytest.mark.parametrize("strategy", ["libra", "libra_paper"])

@@ -24,10 +24,17 @@ def test_registry():
         "craft": "planner",
         "libra": "planner",
         "libra_paper": "planner",
+        "sem_moe": "absent",
         "ideal": "force_even",
     }
     assert all(name == strategy.name for name, strategy in STRATEGIES.items())
     assert get_planner("quota") is get_strategy("quota")
+
+
+def test_what_makes_no_plans_is_no_planner():
+    for name in ("ideal", "sem_moe"):
+        with pytest.raises(ValueError, match=f"strategy '{name}' makes no plans; planners: craft"):
+            get_planner(name)
 
 
 def test_unknown_name_lists_the_known():

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from checkpoints_tools import CheckpointContents, Entry
@@ -54,6 +55,21 @@ def test_checkpoint_relayout(routes, capsys, monkeypatch):
     assert "12 tensors in 3 layers" in stdout
     assert list(asked[0]) == [1, 2, 3]
     assert [sorted(order.tolist()) for order in asked[0].values()] == [list(range(16))] * 3
+
+
+def test_checkpoint_relayout_by_loads(tmp_path, capsys, monkeypatch):
+    """A layout is all that is needed; layers keep their numbers."""
+    import checkpoints_tools
+    from megatron_ext.data.semantics import write_layout
+
+    asked = []
+    monkeypatch.setattr(
+        checkpoints_tools, "relayout", lambda path, layouts, out: asked.append(layouts) or 1
+    )
+    write_layout(tmp_path / "layout.npz", {3: np.array([2, 0, 1])})
+    words = ["checkpoint", "relayout", "runs/a", tmp_path / "layout.npz", "--out", "b"]
+    assert run(capsys, *words)[0] == 0
+    assert {layer: order.tolist() for layer, order in asked[0].items()} == {3: [2, 0, 1]}
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def test_as_a_process(texts):
         ["checkpoint", "relayout"],
         ["doctor"],
         ["place", "craft"],
+        ["place", "eplb"],
         ["place", "sem_moe"],
         ["plan"],
         ["replay"],

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from tests.cli.command import run
@@ -62,6 +63,68 @@ def test_place_with_wrong_settings(loads, capsys, words, message):
     assert stderr.startswith(f"megatron-ext {words[0]}")
     assert message in stderr
     assert stderr.count("\n") == 1
+
+
+@pytest.fixture
+def trace(loads):
+    """The loads as of one layer each."""
+    path = loads.parent / "trace.npz"
+    with np.load(loads) as arrays:
+        np.savez(path, load=arrays["load"], layer=np.arange(1, 4))
+    return path
+
+
+def test_place_eplb(trace, capsys):
+    """What is written is the order of a checkpoint's experts; with it the loads are more even."""
+    from megatron_ext.data.semantics import read_layout
+
+    out = trace.parent / "layout.npz"
+    words = ["place", "eplb", trace, "--out", out]
+    status, stdout, _ = run(capsys, *words, "--json")
+    assert status == 0
+    report = json.loads(stdout)
+    assert (report["loads"], report["ranks"], report["experts"], report["nodes"]) == (3, 8, 32, 1)
+    layout = read_layout(out)
+    assert list(layout) == [layer["layer"] for layer in report["layers"]] == [1, 2, 3]
+    with np.load(trace) as arrays:
+        load = arrays["load"]
+    for layer in report["layers"]:
+        moved = load[layer["layer"] - 1][:, layout[layer["layer"]]]
+        rank_loads = moved.sum(0).reshape(8, 4).sum(1)
+        assert layer["imbalance_after"] == pytest.approx(rank_loads.max() / rank_loads.mean())
+        assert layer["imbalance_after"] < layer["imbalance_before"] == pytest.approx(1.5, abs=0.2)
+
+    status, stdout, stderr = run(capsys, *words)
+    assert (status, stdout) == (2, "")
+    assert stderr.endswith("exists already: replace it with --overwrite\n")
+    status, stdout, _ = run(capsys, *words, "--overwrite", "--groups", 4, "--nodes", 2)
+    assert status == 0
+    assert f"layout        {out}" in stdout
+    for order in read_layout(out).values():
+        assert {len(set(node // 8)) for node in order.reshape(2, 16)} == {2}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["place", "eplb", "absent", "--out", "OUT"], "absent does not exist"),
+        (["place", "eplb", "LOADS", "--out", "OUT"], "the loads are of no known layer"),
+        (
+            ["place", "eplb", "TRACE", "--nodes", 3, "--out", "OUT"],
+            "ranks (8) must be a multiple of nodes (3)",
+        ),
+        (
+            ["place", "eplb", "TRACE", "--nodes", 0, "--out", "OUT"],
+            "'0' must be a whole number >= 1",
+        ),
+    ],
+)
+def test_eplb_with_wrong_settings(loads, trace, capsys, words, message):
+    names = {"LOADS": loads, "TRACE": trace, "OUT": loads.parent / "out"}
+    status, stdout, stderr = run(capsys, *(names.get(word, word) for word in words))
+    assert (status, stdout) == (2, "")
+    assert message in stderr
+    assert not names["OUT"].exists()
 
 
 def test_place_sem_moe(routes, capsys):

@@ -3,6 +3,8 @@
 Layer 1. Guesses are compared exactly; what a permutation promises is counted.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -19,8 +21,8 @@ SEMANTICS = Semantics(
     np.full((3, 2), 0.5, np.float32),
     np.tile(np.array([0, 1, 0], np.int16), (3, 1)),
     np.tile(np.array([0.75, 1.0, 0.5], np.float32), (3, 1)),
-    # After ranks a, b: to 1 after 0, 0; to 0 after 0, 1; not known after 1, 0; to 1 after 1, 1.
-    np.array([[[[0.125, 0.875], [0.75, 0.25]], [[0.5, 0.5], [0.25, 0.75]]]], np.float32),
+    # After ranks a, b: to 1 after 0, 0; to 1 after 0, 1; not known after 1, 0; to 1 after 1, 1.
+    np.array([[[[0.125, 0.875], [0.25, 0.75]], [[0.5, 0.5], [0.25, 0.75]]]], np.float32),
 )
 
 
@@ -45,7 +47,7 @@ def test_the_surer_table_decides():
     tables = LayerTables.of(SEMANTICS, 2, torch.device("cpu"))
     guess = predict(tables, ids, 2, went)
     #                       path     equal  id    id   path  path
-    assert guess.rank.tolist() == [1, 0, 0, 1, 1, 1]
+    assert guess.rank.tolist() == [1, 1, 0, 1, 1, 1]
     assert guess.confidence.tolist() == [0.875, 0.75, 0.75, 1.0, 0.75, 0.875]
 
 
@@ -56,6 +58,22 @@ def test_without_a_path_the_id_decides(layer):
     assert guess.rank.tolist() == [0, 1, 0]
     assert guess.confidence.tolist() == [0.5, 1.0, 0.75]
     assert (tables.by_path is None) == (layer < 2)
+
+
+def test_every_layer_has_its_own_paths():
+    other = SEMANTICS.transition[..., ::-1]
+    four = dataclasses.replace(
+        SEMANTICS,
+        token_rank=np.tile(SEMANTICS.token_rank[0], (4, 1)),
+        token_confidence=np.tile(SEMANTICS.token_confidence[0], (4, 1)),
+        transition=np.concatenate([SEMANTICS.transition, other]),
+    )
+    third, fourth = (LayerTables.of(four, layer, torch.device("cpu")) for layer in (2, 3))
+    assert third.by_path is not None
+    assert fourth.by_path is not None
+    known = [0, 1, 3]
+    assert third.by_path.rank[known].tolist() == [1, 1, 1]
+    assert fourth.by_path.rank[known].tolist() == [0, 0, 0]
 
 
 guesses = st.tuples(st.integers(1, 6), st.integers(0, 12), st.integers(1, 5), st.integers(0, 9999))

@@ -299,6 +299,17 @@ def test_refused(case: dict[str, Any], changed: dict[str, Any], message: str) ->
     run_ranks(_refused, 2, case, changed, message)
 
 
+def _predicting(rank: int) -> None:
+    gpt = build(dict(ep=2, tp=2, num_layers=LAYERS), "libra")
+    with pytest.raises(ValueError, match=r"strategy \(libra\) must not predict with token"):
+        rebatch_tokens(gpt.chunks[0].module, any_semantics(2, 4))
+
+
+def test_layers_that_predict_each_other_are_refused() -> None:
+    """A layer's routing would be compared with that of other tokens."""
+    run_ranks(_predicting, 2)
+
+
 def _without_ids(rank: int) -> None:
     gpt = build_gpt(ep=2, tp=2, num_layers=LAYERS, dtype=torch.float64)
     rebatch_tokens(gpt.chunks[0].module, any_semantics(2, 4))
@@ -346,6 +357,6 @@ def test_settings_that_exclude_it_are_named(settings: dict[str, Any], message: s
         expert_tensor_parallel_size=1,
         moe_router_load_balancing_type="none",
     )
-    assert validate_for_rebatching(TransformerConfig(**defaults)) == []
-    (problem,) = validate_for_rebatching(TransformerConfig(**(defaults | settings)))
+    assert validate_for_rebatching(TransformerConfig(**defaults), None) == []
+    (problem,) = validate_for_rebatching(TransformerConfig(**(defaults | settings)), None)
     assert problem.startswith(message)

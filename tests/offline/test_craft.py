@@ -101,6 +101,11 @@ def test_allocation_is_the_best_of_all(gains, counts, capacity):
         assert gain_of[found] == pytest.approx(most)
 
 
+def test_of_equal_gains_fewer_replicas_are_taken():
+    best = allocate(np.array([[0.3, 0.3], [0.0, 0.0]]), np.array([1, 2]), 4)
+    assert best.counts(4).tolist() == [1, 0]
+
+
 @given(
     counts=st.lists(st.integers(0, 20), min_size=1, max_size=12),
     ranks=st.sampled_from([1, 2, 3, 4, 8]),

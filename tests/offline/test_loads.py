@@ -157,6 +157,10 @@ def test_predictions(tmp_path):
         ),
         (np.full((2, 2, 4), -2), r"predicted has an entry below -1 \(-2\)"),
         (np.ones((2, 2, 4)), "predicted must be int64, got float64"),
+        (
+            np.stack([np.ones((2, 4), np.int64), np.eye(2, 4, dtype=np.int64) - 1]),
+            "predicted of load 1 has entries of -1 beside counts; where nothing was predicted, all",
+        ),
     ],
 )
 def test_wrong_predictions(tmp_path, predicted, message):

@@ -72,6 +72,14 @@ def test_ultraep_figures():
     assert lower["rows"] == [[1, 1, 1, 1], *[[1.625, 1.625, 1.625, 1]] * 3]
 
 
+def test_ultraep_figure_15_groups_loads_by_what_they_were_before():
+    """Eight loads of imbalance 1.1 to 1.8, out of order: means of the two of each quarter."""
+    heavy = torch.tensor([18, 11, 14, 16, 12, 17, 13, 15])
+    loads = Loads(torch.stack([heavy, 20 - heavy], 1)[:, None, :].repeat(1, 2, 1))
+    rows = shown(loads, ("none",))[1]["ultraep_figure_15_lower"]["rows"]
+    np.testing.assert_allclose(rows, [[mean] * 3 for mean in (1.15, 1.35, 1.55, 1.75)])
+
+
 def test_sem_moe_figure_5b():
     """What does not travel; nothing travels of nothing. Of two ranks the median is the mean."""
     _, read, _ = shown()

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from megatron_ext.data.semantics import Semantics
 from megatron_ext.offline.rebatch import compare_tokens
 from megatron_ext.offline.routes import Routes
 from megatron_ext.offline.sem_moe import learn
@@ -35,6 +36,29 @@ def test_by_hand():
     }
     # Token i to rank i mod 2: 2 and 3 to rank 0, 0 and 1 to rank 1.
     assert compared["round robin"]["local_activation_rate"] == 0.0
+
+
+def test_paths_by_hand():
+    """All tokens have one id that tells nothing. Two go to ranks 1, 0, 1, two to 0, 1, 0.
+
+    In the sequence the first two are on rank 0: only the second layer's choices are local. In the
+    third, what went 1 and then 0 is known to go to 1, and the other way round.
+    """
+    rank_LN = np.array([[1, 1, 0, 0], [0, 0, 1, 1], [1, 1, 0, 0]])
+    choice = (2 * rank_LN).astype(np.int16)[..., None]
+    routes = Routes(np.zeros(4, np.int64), np.zeros(4, np.int64), (1, 2, 3), choice, 1, 4)
+    semantics = Semantics(
+        (1, 2, 3),
+        np.tile(np.arange(4), (3, 1)),
+        np.full((1, 2), 0.5, np.float32),
+        np.zeros((3, 1), np.int16),
+        np.full((3, 1), 0.5, np.float32),
+        np.array([[[[0.5, 0.5], [1, 0]], [[0, 1], [0.5, 0.5]]]], np.float32),
+    )
+    compared = compare_tokens(routes, semantics)
+    rate = {name: one["local_activation_rate"] for name, one in compared.items()}
+    assert rate["sequence order"] == rate["by id"] == pytest.approx(1 / 3)
+    assert rate["re-batched"] == pytest.approx(2 / 3)
 
 
 def test_ids_that_prefer_ranks_go_there():

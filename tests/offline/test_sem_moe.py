@@ -70,6 +70,13 @@ def test_measured_by_hand():
     }
 
 
+def test_samples_that_make_no_batch_are_not_measured():
+    """Expert 0 is alone on rank 0: a choice each of samples 0 and 2, of six without sample 3."""
+    home = np.array([[0, 1, 1, 1], [0, 1, 1, 1]])
+    measured = measure(two_topics(), home, np.zeros(4, dtype=np.int64), 2, 3)
+    assert measured["local_activation_rate"] == pytest.approx(2 / 6)
+
+
 def test_tokens_after_two_layers():
     """Six tokens on two ranks; of those that went 0, 1 two go to 1 and one to 0."""
     rank_of = np.array([[0, 0, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0], [1, 1, 0, 0, 0, 1]])
@@ -130,6 +137,30 @@ def test_samples_by_hand():
     """The longest chooses first; what has no room goes to the other rank."""
     predicted = np.array([[3.0, 0.0], [9.0, 1.0], [4.0, 1.0], [0.0, 2.0]])[:, None, :]
     assert place_samples(predicted, np.array([[0, 1]]), 2).tolist() == [1, 0, 0, 1]
+
+
+def test_samples_go_to_samples_like_them():
+    """Each choice of samples 1 to 3 is as near on either rank; sample 0 is on rank 1, as is 1."""
+    predicted = np.array([[0.9, 1.1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]])
+    home = np.array([[0, 1, 0, 1]])
+    assert place_samples(predicted[:, None, :], home, 2).tolist() == [1, 1, 0, 0]
+
+
+def test_experts_go_to_experts_chosen_with_them():
+    """Both kinds of samples are on both ranks, so only what is chosen together tells."""
+    kinds = np.array([[3.0, 0.0, 0.0, 3.0], [0.0, 3.0, 3.0, 0.0]])
+    home = place_experts(np.concatenate([kinds, kinds]), np.array([0, 0, 1, 1]), 2)
+    assert home.tolist() == [0, 1, 1, 0]
+
+
+def test_a_round_that_makes_it_worse_is_not_kept():
+    """Rounds end at 28 choices that travel or are on the busiest rank; as they are it is 27."""
+    predicted = np.array([[3.0, 2, 2, 2], [2, 3, 2, 3], [2, 2, 1, 3]])[:, None, :]
+    home, sample_rank = co_cluster(predicted, 2)
+    on_rank = predicted[:, 0] @ np.eye(2)[home[0]]
+    stay = on_rank[np.arange(3), sample_rank].sum()
+    assert predicted.sum() - stay + on_rank.sum(0).max() == 27
+    assert home.tolist() == [[0, 0, 1, 1]]
 
 
 @pytest.mark.parametrize("fidelity", [0.9, 0.5])

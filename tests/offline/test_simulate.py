@@ -183,6 +183,15 @@ def test_relays_halve_and_outer_links_slow():
     assert int(timed_sends(plan, a_machine(domain_ranks=9, relay_threshold=8)).max()) == 8
 
 
+def test_receivers_have_outer_links_too():
+    """Ranks 0 and 1 send an expert each, rank 2 receives both, 12 times as slow."""
+    plan = solve(torch.ones(3, 3, dtype=torch.int64), ep_size=3, slots=2, strategy="none")
+    slots = torch.full((3, 2), -1, dtype=torch.int32)
+    slots[2] = torch.tensor([0, 1])
+    plan = BalancePlan(plan.layout, plan.quota, slots)
+    assert timed_sends(plan, a_machine(domain_ranks=1)).tolist() == [12, 12, 24]
+
+
 def test_tokens_out_of_the_domain():
     """Of 3 other ranks 2 are outside: two thirds of the bytes at 4 a second, a third at 16."""
     machine = Machine(a_shape(), a_machine(domain_ranks=2), 4, 4, tokens=1.0)
@@ -207,6 +216,18 @@ def test_step_by_hand(load):
     # 3 microbatches of 8 tokens on each of 2 data-parallel ranks, 4 ranks in all.
     tokens = 3 * 8 * 2 / 4 / (quota["step_ms"] / 1e3)
     assert quota["tokens_per_s_per_gpu"] == pytest.approx(tokens)
+
+
+def test_chunks_fill_the_pipeline_in_smaller_steps(load):
+    """On 2 stages one chunk waits for one microbatch, of 2 layers; two chunks for half of one."""
+    one, two = (
+        simulated(
+            Loads(load[None]),
+            shape=a_shape(num_layers=4, pp_size=2, vpp_size=chunks, num_microbatches=4),
+        )["strategies"]["none"]
+        for chunks in (1, 2)
+    )
+    assert one["step_ms"] - two["step_ms"] == pytest.approx(2 * one["layer_ms"]["total"] / 2)
 
 
 def test_what_is_beside_moe_layers_by_hand():
@@ -241,6 +262,21 @@ def test_activations_by_hand():
     assert again.activation_bytes(rank_loads).tolist() == [10 * 40 + dense, 12 * 40 + dense]
     full = Machine(a_shape(num_layers=4, recompute="full"), a_machine(), 2, 2, tokens=8.0)
     assert full.activation_bytes(rank_loads).tolist() == [400 + 4 * 64, 480 + 4 * 64]
+
+
+def test_few_microbatches_fill_a_part_of_a_pipeline():
+    """2 microbatches on 4 stages of one layer each: the first holds 2, as of half of the layers."""
+    shape = a_shape(num_layers=4, pp_size=4, num_microbatches=2)
+    machine = Machine(shape, a_machine(), 2, 8, tokens=8.0)
+    rank_loads = torch.tensor([[10, 6], [4, 12]])
+    dense = 2 * 8 * 80
+    assert machine.activation_bytes(rank_loads).tolist() == [14 * 40 + dense, 18 * 40 + dense]
+
+
+def test_one_stage_has_both_embeddings():
+    for pp_size, embeddings in ((1, 2 * 7 * 2), (2, 7 * 2)):
+        machine = Machine(a_shape(vocab_size=7, pp_size=pp_size), a_machine(), 2, 4, tokens=8.0)
+        assert machine.params()[1] == 2 * (16 + 8) / pp_size + embeddings
 
 
 def test_static_memory_by_hand():

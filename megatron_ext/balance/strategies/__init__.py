@@ -20,6 +20,7 @@ from megatron_ext.balance.strategies.lplb import LPLB
 from megatron_ext.balance.strategies.none import NONE
 from megatron_ext.balance.strategies.quota import QUOTA
 from megatron_ext.balance.strategies.quota_paper import QUOTA_PAPER
+from megatron_ext.balance.strategies.sem_moe import SEM_MOE
 from megatron_ext.balance.strategies.strategy import PlanSettings as PlanSettings
 from megatron_ext.balance.strategies.strategy import Strategy
 
@@ -38,6 +39,7 @@ STRATEGIES: dict[str, Strategy] = {
         CRAFT,
         LIBRA,
         LIBRA_PAPER,
+        SEM_MOE,
         IDEAL,
     )
 }

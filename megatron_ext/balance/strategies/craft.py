@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan, plan_each
+from megatron_ext.balance.reference import target_load
 from megatron_ext.balance.strategies import none
 from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
 
@@ -47,11 +48,7 @@ def fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettin
 def _fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Plan one load."""
     plan = none.solve(load, layout, settings)
-    total = int(load.sum())
-    ranks = layout.ep_size
-    # Rounded as the quota planner rounds.
-    tolerance_ppm = round(settings.tolerance * 1e6)
-    target = max(-(-total // ranks), total * (1_000_000 + tolerance_ppm) // (ranks * 1_000_000))
+    target = target_load(int(load.sum()), layout.ep_size, round(settings.tolerance * 1e6))
     kept = slots.clone()
     while True:
         quota = plan.quota.clone()

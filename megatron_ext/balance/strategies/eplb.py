@@ -100,6 +100,10 @@ def fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettin
     >>> plan = fill(load, torch.tensor([[2], [0]], dtype=torch.int32), layout, PlanSettings())
     >>> plan.quota.tolist(), plan.rank_loads().tolist()
     ([[5, 5], [3, 0], [1, 1], [0, 1]], [9, 7])
+
+    Source: DeepSeek EPLB, README (an expert's load is shared evenly by its instances); differs from
+    it in that it only helps: as published, stale replicas make some loads worse (UltraEP, Figure
+    6).
     """
     return deal(load, load.sum(-2, keepdim=True), slots, layout, settings)
 

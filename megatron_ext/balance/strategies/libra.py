@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan, plan_each
+from megatron_ext.balance.reference import target_load
 from megatron_ext.balance.strategies import quota as quota_planner
 from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
 
@@ -181,10 +182,8 @@ def _split(
 
 
 def _goal(load: Tensor, settings: PlanSettings) -> int:
-    """Most assignments of a rank within the tolerance, resolved as the quota planner does."""
-    total, ranks = int(load.sum()), load.shape[0]
-    within = total * (1_000_000 + round(settings.tolerance * 1e6)) // (1_000_000 * ranks)
-    return max(within, -(-total // ranks))
+    """Most assignments of a rank within the tolerance, as the quota planner has it."""
+    return target_load(int(load.sum()), load.shape[0], round(settings.tolerance * 1e6))
 
 
 def _align(slots: Tensor, placed: list[list[int]]) -> Tensor:

@@ -33,8 +33,9 @@ def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Balance
     [[5, 5], [3, 0], [0, 2], [0, 1]]
 
     Source: LLEP (ICML 2026), abstract, and the settings of its published test; differs from it in
-    that a rank takes no more foreign experts than it has slots, and that no piece is smaller than
-    the least.
+    that a rank takes no more foreign experts than it has slots, that no piece is smaller than the
+    least, that what no rank has room for may go home, and that there is no further threshold of
+    imbalance (1.3 in that test) below which nothing is planned.
     """
     return plan_each(load, layout, lambda one: _spill(one.sum(0).tolist(), layout, settings))
 

@@ -123,6 +123,9 @@ class Strategy:
     needs_placement: bool = False
     """Whether it fills the replicas of a `Placement`."""
 
+    needs_semantics: bool = False
+    """Whether a run's samples or tokens are to go to ranks by a file of semantics."""
+
     num_slots: Callable[[int, int], int] = lambda asked, mains_per_rank: asked
     """Slots per rank that it plans for, given those asked for and the mains per rank."""
 
