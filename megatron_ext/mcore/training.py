@@ -237,6 +237,7 @@ def _trace_writer(config: TrainConfig, start_step: int) -> TraceWriter | None:
         steps_per_file=config.logging.trace_steps,
         start_step=start_step,
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=config.parallel.pp_size,
     )
 
 
@@ -252,6 +253,7 @@ def _route_recorder(
             Path(config.run_dir) / ROUTES_FOLDER,
             steps_per_file=config.logging.trace_steps,
             pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            pp_size=config.parallel.pp_size,
         ),
         chunks=chunks,
         layers=layers,

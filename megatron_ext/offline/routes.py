@@ -85,16 +85,24 @@ def _read_folder(path: Path) -> Routes:
     by_steps: dict[str, list[Path]] = {}
     for file in find_arrays(path):
         by_steps.setdefault(file.name.partition("_stage_")[0], []).append(file)
-    num_stages = max(map(len, by_steps.values()))
-    whole = [stages for stages in by_steps.values() if len(stages) == num_stages]
-    parts = [_join_stages([(file, _read_file(file)) for file in stages]) for stages in whole]
-    first = parts[0]
-    for stages, part in zip(whole, parts, strict=True):
+    joined = [
+        _join_stages([(one, _read_file(one)) for one in files]) for files in by_steps.values()
+    ]
+    # Not stages: a run may go on with another number of them.
+    num_layers = max(len(part.layers) for part in joined)
+    whole = [
+        (stages[0], part)
+        for stages, part in zip(by_steps.values(), joined, strict=True)
+        if len(part.layers) == num_layers
+    ]
+    first_file, first = whole[0]
+    for file, part in whole:
         if (part.sizes(), part.layers) != (first.sizes(), first.layers):
             raise ValueError(
-                f"{stages[0]}: vocabulary, experts, choices {part.sizes()} and layers "
-                f"{part.layers} must be those of {whole[0][0]}: {first.sizes()}, {first.layers}"
+                f"{file}: vocabulary, experts, choices {part.sizes()} and layers "
+                f"{part.layers} must be those of {first_file}: {first.sizes()}, {first.layers}"
             )
+    parts = [part for _, part in whole]
     first_samples = np.cumsum([0, *(part.num_samples for part in parts[:-1])])
     return dataclasses.replace(
         first,

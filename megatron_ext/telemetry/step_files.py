@@ -23,11 +23,13 @@ class StepFiles:
         folder: Where they are; made with the first file.
         steps_per_file: Steps in a file, >= 1.
         pp_rank: This rank's pipeline stage.
+        pp_size: Pipeline stages of the run.
     """
 
-    def __init__(self, folder: Path, *, steps_per_file: int, pp_rank: int) -> None:
+    def __init__(self, folder: Path, *, steps_per_file: int, pp_rank: int, pp_size: int) -> None:
         self._folder = folder
         self._steps_per_file = steps_per_file
+        self._pp_rank, self._pp_size = pp_rank, pp_size
         self._suffix = f"stage_{pp_rank}.npz"
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._writing: Future[None] | None = None
@@ -39,9 +41,18 @@ class StepFiles:
         return self._folder / f"step_{last_step:08d}_{self._suffix}"
 
     def existing(self) -> Iterator[tuple[int, Path]]:
-        """The last step and path of each file that is there, in the order of steps."""
-        for path in sorted(self._folder.glob(f"step_*_{self._suffix}")):
-            yield int(path.name.split("_")[1]), path
+        """The last step and path of each file that this rank cares for, in the order of steps.
+
+        The run that is continued may have had more stages: each of theirs has a rank here, too.
+        """
+        for path in sorted(self._folder.glob("step_*_stage_*.npz")):
+            _, last_step, _, stage = path.stem.split("_")
+            if int(stage) % self._pp_size == self._pp_rank:
+                yield int(last_step), path
+
+    def shortened(self, path: Path, last_step: int) -> Path:
+        """Where an existing file goes if it now ends with this step."""
+        return path.with_name(f"step_{last_step:08d}_{path.name.split('_', 2)[2]}")
 
     def is_due(self, num_steps: int, num_bytes: int) -> bool:
         """Whether so many steps, which take so many bytes, are to be written."""

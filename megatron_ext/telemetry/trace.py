@@ -45,13 +45,17 @@ class TraceWriter:
         steps_per_file: Steps in a file, >= 1.
         start_step: The step of the checkpoint that the run continues from, 0 for a new run.
         pp_rank: This rank's pipeline stage.
+        pp_size: Pipeline stages of the run.
     """
 
     def __init__(
-        self, run_dir: Path, *, steps_per_file: int, start_step: int, pp_rank: int
+        self, run_dir: Path, *, steps_per_file: int, start_step: int, pp_rank: int, pp_size: int
     ) -> None:
         self._files = StepFiles(
-            run_dir / TRACE_FOLDER, steps_per_file=steps_per_file, pp_rank=pp_rank
+            run_dir / TRACE_FOLDER,
+            steps_per_file=steps_per_file,
+            pp_rank=pp_rank,
+            pp_size=pp_size,
         )
         self._loads: list[Tensor] = []
         self._predicted: list[Tensor | None] = []
@@ -89,21 +93,10 @@ class TraceWriter:
 
     def _start_file(self) -> None:
         if self._loads:
-            self._files.start(partial(self._write_file, self._keys, self._loads, self._predicted))
+            path = self._files.path(self._keys[-1][0])
+            self._files.start(partial(_write_file, path, self._keys, self._loads, self._predicted))
         self._keys, self._loads, self._predicted = [], [], []
         self._num_steps = 0
-
-    def _write_file(
-        self, keys: list[Key], loads: list[Tensor], predicted: list[Tensor | None]
-    ) -> None:
-        step, microbatch, layer = torch.tensor(keys).T.contiguous()
-        path = self._files.path(int(step[-1]))
-        trace = {"step": step, "microbatch": microbatch, "layer": layer}
-        load, known = torch.stack(loads), None
-        if any(one is not None for one in predicted):
-            nothing = torch.full_like(load[0], -1)
-            known = torch.stack([nothing if one is None else one for one in predicted])
-        write_loads(path, Loads(load, trace, known), overwrite=True)
 
     def _drop_after(self, last_step: int) -> None:
         """Drop the loads of later steps."""
@@ -114,9 +107,22 @@ class TraceWriter:
             if len(kept) == len(keys):
                 continue
             if kept:
-                self._write_file(
+                _write_file(
+                    self._files.shortened(path, keys[kept[-1]][0]),
                     [keys[i] for i in kept],
                     [loads.load[i] for i in kept],
                     [loads.prediction(i) for i in kept],
                 )
             path.unlink()
+
+
+def _write_file(
+    path: Path, keys: list[Key], loads: list[Tensor], predicted: list[Tensor | None]
+) -> None:
+    step, microbatch, layer = torch.tensor(keys).T.contiguous()
+    trace = {"step": step, "microbatch": microbatch, "layer": layer}
+    load, known = torch.stack(loads), None
+    if any(one is not None for one in predicted):
+        nothing = torch.full_like(load[0], -1)
+        known = torch.stack([nothing if one is None else one for one in predicted])
+    write_loads(path, Loads(load, trace, known), overwrite=True)

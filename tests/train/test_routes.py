@@ -6,6 +6,7 @@ other means, and with the tokens of the dataset.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -123,7 +124,7 @@ def fake_recorder(folder, samples: int, bytes_per_token: int = 1):
         layer_number=7, router=router, config=SimpleNamespace(num_moe_experts=3)
     )
     recorder = RouteRecorder(
-        step_files.StepFiles(folder, steps_per_file=100, pp_rank=0),
+        step_files.StepFiles(folder, steps_per_file=100, pp_rank=0, pp_size=1),
         chunks=[chunk],
         layers=[layer],
         samples=samples,
@@ -197,6 +198,17 @@ def test_sem_moe_learns_from_a_run(data, tmp_path, capsys):
 def part(first_expert: int, layer: int = 1, token: int = 0) -> Routes:
     choice = np.full((1, 2, 1), first_expert, dtype=np.int16)
     return Routes(np.array([token, 1]), np.array([0, 1]), (layer,), choice, 5, 4)
+
+
+def test_steps_with_another_number_of_stages_come_together(tmp_path):
+    for layer in (1, 2):
+        write_routes(tmp_path / f"step_1_stage_{layer - 1}.npz", part(0, layer))
+    both = part(0)
+    choice = np.concatenate([both.choice, both.choice])
+    write_routes(tmp_path / "step_2_stage_0.npz", replace(both, layers=(1, 2), choice=choice))
+    write_routes(tmp_path / "step_3_stage_1.npz", part(0, 2))  # Its first stage was killed.
+    routes = read_routes(tmp_path)
+    assert (routes.layers, routes.num_samples) == ((1, 2), 4)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,15 @@ def loads_of(step: int) -> list[LayerLoad]:
     ]
 
 
-def writer(run_dir: Path, start_step: int = 0, steps_per_file: int = 2, pp_rank: int = 0):
+def writer(
+    run_dir: Path, start_step: int = 0, steps_per_file: int = 2, pp_rank: int = 0, pp_size: int = 1
+):
     return TraceWriter(
-        run_dir, steps_per_file=steps_per_file, start_step=start_step, pp_rank=pp_rank
+        run_dir,
+        steps_per_file=steps_per_file,
+        start_step=start_step,
+        pp_rank=pp_rank,
+        pp_size=pp_size,
     )
 
 
@@ -66,11 +73,34 @@ def test_every_load_once_in_order(tmp_path):
 
 def test_stages_come_together(tmp_path):
     for stage in (1, 0):
-        trace = writer(tmp_path, pp_rank=stage)
-        for step in (1, 2):
-            trace.write(step, [one for one in loads_of(step) if one.layer_number == LAYERS[stage]])
-        trace.close()
+        write_stage(tmp_path, stage, steps=(1, 2))
     check(read_loads(tmp_path / "trace"), [1, 2])
+
+
+def write_stage(run_dir: Path, stage: int, steps: Sequence[int]) -> None:
+    trace = writer(run_dir, pp_rank=stage, pp_size=2)
+    for step in steps:
+        trace.write(step, [one for one in loads_of(step) if one.layer_number == LAYERS[stage]])
+    trace.close()
+
+
+def test_a_run_goes_on_with_fewer_stages(tmp_path):
+    for stage in (0, 1):
+        write_stage(tmp_path, stage, steps=(1, 2, 3, 4))
+    continued = writer(tmp_path, start_step=3)
+    check(read_loads(tmp_path / "trace"), [1, 2, 3])
+    for step in (4, 5):
+        continued.write(step, loads_of(step))
+    continued.close()
+    check(read_loads(tmp_path / "trace"), [1, 2, 3, 4, 5])
+
+
+def test_a_stage_leaves_the_files_of_others_alone(tmp_path):
+    for stage in (0, 1):
+        write_stage(tmp_path, stage, steps=(1, 2))
+    before = names(tmp_path)
+    writer(tmp_path, pp_rank=1, pp_size=2)
+    assert names(tmp_path) == before[:1]
 
 
 def test_a_killed_run_leaves_whole_files_and_is_continued(tmp_path):
