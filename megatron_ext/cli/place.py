@@ -227,16 +227,20 @@ def run_sem_moe(arguments: argparse.Namespace) -> int:
     """Cluster experts and samples, write what was learned, and show how many tokens stay."""
     from megatron_ext.arrays import check_free
     from megatron_ext.data.semantics import write_semantics
-    from megatron_ext.offline.rebatch import compare_tokens
+    from megatron_ext.offline.rebatch import compare_tokens, sample_starts
     from megatron_ext.offline.routes import read_routes
-    from megatron_ext.offline.sem_moe import STEPS, compare, learn
+    from megatron_ext.offline.sem_moe import STEPS, check_batches, check_fit, compare, learn
 
     check_free(arguments.out, overwrite=arguments.overwrite)
     routes = read_routes(arguments.routes)
     measured = routes if arguments.evaluate is None else read_routes(arguments.evaluate)
+    global_batch = arguments.global_batch or 8 * arguments.ranks
+    # Before it is learned, which takes long, whether it can be measured.
+    check_fit(measured, routes)
+    check_batches(measured, arguments.ranks, global_batch)
+    sample_starts(measured, arguments.ranks)
     with progress("Clustering", STEPS * len(routes.layers)) as on_layer:
         semantics = learn(routes, arguments.ranks, on_layer=on_layer)
-    global_batch = arguments.global_batch or 8 * arguments.ranks
     measured_samples = compare(measured, semantics, global_batch)
     with progress("Dealing tokens", len(routes.layers)) as on_layer:
         measured_tokens = compare_tokens(measured, semantics, on_layer=on_layer)

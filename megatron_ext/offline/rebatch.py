@@ -43,11 +43,7 @@ def compare_tokens(
     """
     check_fit(routes, semantics)
     ranks = semantics.affinity.shape[1]
-    starts = np.searchsorted(routes.sample, np.arange(routes.num_samples + 1))
-    if np.any(np.diff(routes.sample) < 0) or np.diff(starts).min() < ranks:
-        raise ValueError(
-            f"samples must be in order, with at least as many tokens as ranks ({ranks})"
-        )
+    starts = sample_starts(routes, ranks)
     home = semantics.home()
     rank_of = torch.from_numpy(ranks_of_tokens(routes, home, ranks))
     ids = torch.from_numpy(routes.token)
@@ -69,6 +65,20 @@ def compare_tokens(
         on_layer(1)
     num_choices = routes.choice.shape[2]
     return {name: _mean(values, num_choices) for name, values in measured.items()}
+
+
+def sample_starts(routes: Routes, ranks: int) -> np.ndarray:
+    """Return where samples begin among the tokens, and where the last one ends: int64 [Q + 1].
+
+    Raises:
+        ValueError: Samples are not in order, or one is shorter than the ranks are many.
+    """
+    starts = np.searchsorted(routes.sample, np.arange(routes.num_samples + 1))
+    if np.any(np.diff(routes.sample) < 0) or np.diff(starts).min() < ranks:
+        raise ValueError(
+            f"samples must be in order, with at least as many tokens as ranks ({ranks})"
+        )
+    return starts
 
 
 def _dealt(

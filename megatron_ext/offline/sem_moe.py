@@ -296,22 +296,35 @@ def transitions(rank_of: np.ndarray, ranks: int) -> np.ndarray:
     return np.array(tables).reshape(-1, ranks, ranks, ranks)
 
 
-def check_fit(routes: Routes, semantics: Semantics) -> None:
-    """Refuse routes that are not of the model and vocabulary that the semantics are of.
+def check_fit(routes: Routes, learned: Routes | Semantics) -> None:
+    """Refuse routes that are not of the model and vocabulary that something was learned from.
 
     Raises:
         ValueError: With the sizes of both.
     """
-    experts, vocab_size = semantics.expert.shape[1], len(semantics.affinity)
-    if (routes.layers, routes.num_experts, routes.vocab_size) != (
-        semantics.layers,
-        experts,
-        vocab_size,
-    ):
+    if isinstance(learned, Routes):
+        layers, experts, vocab_size = learned.layers, learned.num_experts, learned.vocab_size
+    else:
+        layers, experts = learned.layers, learned.expert.shape[1]
+        vocab_size = len(learned.affinity)
+    if (routes.layers, routes.num_experts, routes.vocab_size) != (layers, experts, vocab_size):
         raise ValueError(
             f"routes of layers {routes.layers}, {routes.num_experts} experts and "
-            f"{routes.vocab_size} ids do not fit semantics of layers {semantics.layers}, {experts} "
+            f"{routes.vocab_size} ids do not fit what was learned from layers {layers}, {experts} "
             f"experts and {vocab_size} ids"
+        )
+
+
+def check_batches(routes: Routes, ranks: int, global_batch: int) -> None:
+    """Refuse routes that hold no whole global batch, or one that ranks do not share evenly.
+
+    Raises:
+        ValueError: With the sizes.
+    """
+    if global_batch % ranks or routes.num_samples < global_batch:
+        raise ValueError(
+            f"global batch ({global_batch}) must be a multiple of ranks ({ranks}) and at most the "
+            f"samples there are ({routes.num_samples})"
         )
 
 
@@ -331,11 +344,7 @@ def compare(routes: Routes, semantics: Semantics, global_batch: int) -> dict[str
     """
     check_fit(routes, semantics)
     (layers, experts), ranks = semantics.expert.shape, semantics.affinity.shape[1]
-    if global_batch % ranks or routes.num_samples < global_batch:
-        raise ValueError(
-            f"global batch ({global_batch}) must be a multiple of ranks ({ranks}) and at most the "
-            f"samples there are ({routes.num_samples})"
-        )
+    check_batches(routes, ranks, global_batch)
     columns = [
         np.bincount(routes.sample, column[routes.token], minlength=routes.num_samples)
         for column in semantics.affinity.T

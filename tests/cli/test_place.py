@@ -1,10 +1,12 @@
 """`place`: what is written is what other commands use, and settings that are wrong."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
+from megatron_ext.offline.routes import read_routes, write_routes
 from tests.cli.command import run
 
 
@@ -174,3 +176,20 @@ def test_sem_moe_with_wrong_settings(loads, routes, capsys, words, message):
     assert message in stderr
     assert stderr.count("\n") == 1
     assert not names["OUT"].exists()
+
+
+def test_sem_moe_learns_only_what_it_can_measure(routes, capsys, monkeypatch):
+    learned = []
+    monkeypatch.setattr("megatron_ext.offline.sem_moe.learn", learned.append)
+    other = routes.parent / "other.npz"
+    whole = read_routes(routes)
+    write_routes(other, dataclasses.replace(whole, vocab_size=whole.vocab_size + 1))
+    words = ["place", "sem_moe", routes, "--ranks", 4, "--out", routes.parent / "out"]
+    for wrong, message in (
+        (["--global-batch", 128], "global batch (128) must be a multiple of ranks (4) and at most"),
+        (["--evaluate", other], f"{whole.vocab_size + 1} ids do not fit what was learned from"),
+    ):
+        status, _, stderr = run(capsys, *words, *wrong)
+        assert status == 2
+        assert message in stderr
+    assert learned == []
