@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_ext.balance.metrics import home_loads, imbalance
+from megatron_ext.offline.synthetic import generate, make_spec
 from tests import workloads
 
 RANKS, EXPERTS, PER_RANK = 4, 16, 1000
@@ -93,3 +94,50 @@ def test_zipf_top_k_chooses_different_experts():
     assert torch.equal(load, workloads.zipf_top_k(4, 16, 300, 3, 1.2, seed=1))
     counts = load.sum(0).sort(descending=True).values
     assert int(counts[0]) > 3 * int(counts[-1])
+
+
+def test_of_kind_has_the_defaults_of_the_kind():
+    spec = make_spec("w6-rotating-hotspot", ranks=8, experts=32, tokens=64, seed=3)
+    load = workloads.of_kind("w6-rotating-hotspot", 8, 32, tokens=64, seed=3)
+    assert load.shape == (12, 8, 32)
+    assert torch.equal(load, generate("w6-rotating-hotspot", spec).load)
+
+
+@pytest.mark.parametrize(("ranks", "experts"), [(8, 8), (8, 64), (72, 288), (512, 512)])
+def test_hard_loads_are_loads(ranks, experts):
+    top_k = max(min(8, experts // 8), 1)
+    loads = dict(workloads.hard_loads(ranks, experts, tokens=128))
+    for name, load in loads.items():
+        tokens = load.sum(1, keepdim=True) // top_k
+        assert (load.dtype, load.shape) == (torch.int64, (ranks, experts)), name
+        assert bool((load.sum(1, keepdim=True) == tokens * top_k).all()), name
+        assert bool(((load >= 0) & (load <= tokens)).all()), name
+        cold = int((home_loads(load) == 0).sum())
+        for text, share in (("1/8", 8), ("1/4", 4), ("1/2", 2)):
+            if name.startswith(f"cold {text}") and "zipf" not in name:
+                assert cold == ranks // share, name
+    assert [load.sum(1).unique().numel() > 1 for load in loads.values()].count(True) == 1
+    assert loads["few tokens, 64"].sum(1).tolist() == [64 * top_k] * ranks
+    assert loads["few tokens, 256"].sum(1).tolist() == [256 * top_k] * ranks
+
+
+def test_hard_loads_have_the_same_names_at_all_sizes():
+    names = [name for name, _ in workloads.hard_loads(8, 16, tokens=8)]
+    assert len(names) == len(set(names))
+    assert names == [name for name, _ in workloads.hard_loads(64, 256, tokens=8)]
+    assert {name[:2] for name in names} >= {f"W{number}" for number in range(8)}
+
+
+def test_hard_loads_repeat_with_the_seed():
+    first, same, other = (
+        torch.stack([load for _, load in workloads.hard_loads(8, 64, seed, tokens=256)])
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, same)
+    changed = (first != other).flatten(1).any(1)
+    assert changed.tolist() == [name != "W0 balanced" for name, _ in workloads.hard_loads(8, 64)]
+
+
+def test_hard_loads_of_too_few_ranks():
+    with pytest.raises(ValueError, match=r"share \(0.125\) of .* must be"):
+        list(workloads.hard_loads(2, 64))

@@ -93,7 +93,7 @@ def of_kind(kind: str, ranks: int, experts: int, **given: Any) -> Tensor:
 def hard_loads(
     ranks: int, experts: int, seed: int = 0, tokens: int = 8192
 ) -> Iterator[tuple[str, Tensor]]:
-    """All that planners are measured on and held to: name and load, int64 [R, E], one by one.
+    """What planners may stumble over: name and load, int64 [R, E], made one by one.
 
     The public proposal's W0 to W7 (of W6 and W7 steps before and after the change), cold ranks in
     three numbers and three ways, Zipf, power law, log-normal, few tokens, and the load after a

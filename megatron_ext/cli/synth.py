@@ -16,17 +16,16 @@ def add(commands: Any) -> None:
         commands,
         "synth",
         run,
-        "generate loads of a kind: zipf, power-law, drift, domain-shift, cold-ranks, hot-rank, "
-        "few-tokens, dead-experts",
-        "megatron-ext synth zipf --ranks 64 --experts 256 --imbalance 2 --out loads.npz",
+        "generate loads of a kind, and show how uneven they are",
+        "megatron-ext synth zipf --ranks 64 --experts 256 --imbalance 2 --out loads.npz\n"
+        "  megatron-ext synth --list",
     )
-    synth.add_argument("kind", metavar="KIND", help="one of those above")
+    synth.add_argument("kind", nargs="?", metavar="KIND", help="what is uneven: one of --list")
     synth.add_argument(
-        "--ranks", type=positive, required=True, metavar="R", help="ranks of the EP group"
+        "--list", action="store_true", help="list the kinds, their settings and defaults"
     )
-    synth.add_argument(
-        "--experts", type=positive, required=True, metavar="E", help="logical experts"
-    )
+    synth.add_argument("--ranks", type=positive, metavar="R", help="ranks of the EP group")
+    synth.add_argument("--experts", type=positive, metavar="E", help="logical experts")
     synth.add_argument("--tokens", type=positive, metavar="N", help="tokens of a rank")
     synth.add_argument("--top-k", type=positive, metavar="K", help="experts a token chooses")
     synth.add_argument("--batch", type=positive, metavar="B", help="loads to generate")
@@ -39,20 +38,37 @@ def add(commands: Any) -> None:
     synth.add_argument(
         "--share", type=float, metavar="X", help="of ranks that are cold, of experts that are dead"
     )
-    add_out(synth, "LOADS.npz", "where to write them, int64 [B, R, E]", required=True)
+    synth.add_argument(
+        "--without-chance",
+        dest="by_chance",
+        action="store_false",
+        default=None,
+        help="equally popular experts get equal loads, up to rounding",
+    )
+    add_out(synth, "LOADS.npz", "where to write them, int64 [B, R, E]", required=False)
     add_overwrite(synth, "an existing LOADS.npz")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Generate loads, write them, and show how uneven they are."""
+    """Generate loads, write them, and show how uneven they are; or list the kinds."""
     from megatron_ext.arrays import check_free
     from megatron_ext.balance.metrics import home_loads, imbalance
     from megatron_ext.offline.loads import write_loads
     from megatron_ext.offline.synthetic import generate, make_spec
 
+    if arguments.list:
+        return show(arguments, _kinds(), _kind_lines)
+    for name, option in (
+        ("kind", "KIND"),
+        ("ranks", "--ranks"),
+        ("experts", "--experts"),
+        ("out", "--out"),
+    ):
+        if getattr(arguments, name) is None:
+            raise ValueError(f"{option} is not given (nor --list)")
     check_free(arguments.out, overwrite=arguments.overwrite)
     sizes = ("ranks", "experts", "tokens", "top_k", "batch", "seed")
-    names = (*sizes, "imbalance", "exponent", "share")
+    names = (*sizes, "imbalance", "exponent", "share", "by_chance")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     spec = make_spec(arguments.kind, **given)
     with progress("Drawing", spec.batch) as on_load:
@@ -75,3 +91,29 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield f"kind       {report['kind']}: {KINDS[report['kind']].summary}"
     yield f"shape      {' x '.join(map(str, report['shape']))} (loads, ranks, experts)"
     yield f"imbalance  {min(before):.3f} to {max(before):.3f}"
+
+
+def _kinds() -> dict[str, Any]:
+    """What `--list` says."""
+    from megatron_ext.offline.synthetic import KINDS
+
+    return {
+        name: {
+            "summary": kind.summary,
+            "settings": list(kind.settings),
+            "defaults": dict(kind.defaults),
+        }
+        for name, kind in KINDS.items()
+    }
+
+
+def _kind_lines(report: dict[str, Any]) -> Iterator[str]:
+    width = max(map(len, report))
+    for name, kind in report.items():
+        settings = ", ".join(kind["settings"]) or "-"
+        # As options, so that one sees which to give.
+        defaults = [
+            "--without-chance" if field == "by_chance" else f"--{field} {value}"
+            for field, value in kind["defaults"].items()
+        ]
+        yield f"{name:<{width}}  {settings:<26}  {'; '.join([kind['summary'], *defaults])}"

@@ -4,11 +4,12 @@ Every source rank has N tokens, and each token chooses K different experts: a ro
 N * K, and no entry is above N. Ranks draw from the same popularity, so rows differ by chance only.
 (`w4-source-ragged` is the exception: there a rank has up to N tokens.)
 
-Kinds w0 to w7 are the workloads W0 to W7 of a benchmark that was proposed for Megatron-LM. As there,
-a hot set is a quarter of the experts, K at least; three of four tokens choose all of theirs among
-it, the fourth among all experts. Here a token has the chances of that mixture, so expected loads
-are the same. Where the proposal's words and its code differ, we follow the words: in the code W2 is
-W1 once more, W3 has twice the experts at about half the heat, and all ranks of W4 have N tokens.
+Kinds w0 to w7 are the workloads W0 to W7 of a benchmark that was proposed for Megatron-LM. As
+there, a hot set is a quarter of the experts, K at least; three of four tokens choose all of theirs
+among it, the fourth among all experts. Here every token has the chances of that mixture, so
+expected loads are the same. Where the proposal's words and its code differ, we follow the words: in
+the code W2 is W1 once more, W3 has twice the experts at about half the heat, and all ranks of W4
+have N tokens.
 
 Source: Megatron-LM pull request 7488 (benchmarks/moe/token_imbalance), README and
 `routing_for_step`. Ours: which tokens W4's ranks have, and that W2 is the first rank, as hot as W1.

@@ -32,6 +32,16 @@ def test_plans_are_legal(planner, instance):
     assert int(plan.rank_loads().max()) >= lower_bound(instance.load, instance.layout)
 
 
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_plans_of_hard_loads_are_legal(planner):
+    layout = ExpertLayout(num_experts=64, ep_size=8, slots=2, nvlink_domain=8)
+    for name, load in workloads.hard_loads(8, 64, tokens=1024):
+        plan = solve(load, ep_size=8, slots=2, strategy=planner, **needs_of(planner, layout))
+        check_plan(load, plan)
+        busiest = int(plan.rank_loads().max())
+        assert lower_bound(load, plan.layout) <= busiest <= int(home_loads(load).max()), name
+
+
 @given(instance=instances())
 @settings(max_examples=150)
 def test_without_limits_on_replicas_the_target_is_met_exactly(instance):

@@ -20,6 +20,61 @@ def test_synth_says_what_it_made(loads, capsys):
     assert "cold-ranks: a share of the ranks gets nothing" in stdout
 
 
+def test_synth_of_a_public_workload(tmp_path, capsys):
+    from megatron_ext.offline.loads import read_loads
+
+    out = tmp_path / "burst.npz"
+    words = ["w7-burst", "--ranks", 8, "--experts", 32, "--top-k", 4, "--batch", 4]
+    status, stdout, stderr = run(capsys, "synth", *words, "--out", out, "--json")
+    assert (status, stderr) == (0, "")
+    *steady, burst = json.loads(stdout)["imbalance"]
+    assert max(steady) < 1.1
+    # Chance is a few percent of that.
+    assert 2.4 < burst < 2.6
+    assert read_loads(out).trace["step"].tolist() == [0, 1, 2, 3]
+
+
+def test_synth_without_chance(tmp_path, capsys):
+    out = tmp_path / "cold.npz"
+    words = ["cold-ranks", "--ranks", 8, "--experts", 32, "--exponent", 0, "--share", 0.25]
+    _, stdout, _ = run(capsys, "synth", *words, "--out", out, "--json")
+    assert json.loads(stdout)["imbalance"][0] > 8 / 6 + 1e-4
+    words += ["--without-chance", "--overwrite"]
+    _, stdout, _ = run(capsys, "synth", *words, "--out", out, "--json")
+    assert json.loads(stdout)["imbalance"] == [pytest.approx(8 / 6, abs=1e-4)]
+
+
+def test_synth_lists_the_kinds(capsys):
+    from megatron_ext.offline.synthetic import KINDS
+
+    status, stdout, _ = run(capsys, "synth", "--list")
+    assert status == 0
+    lines = stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(KINDS)
+    for line, kind in zip(lines, KINDS.values(), strict=True):
+        assert kind.summary in line
+        assert all(setting in line for setting in kind.settings)
+    assert lines[-1].endswith("; --batch 8")
+    assert any(line.endswith("; --without-chance") for line in lines)
+    status, stdout, _ = run(capsys, "synth", "--list", "--json")
+    assert status == 0
+    listed = json.loads(stdout)
+    assert listed["w5-zero-expert-rank"]["settings"] == ["share"]
+    assert listed["w5-zero-expert-rank"]["defaults"] == {"share": 0.5}
+
+
+@pytest.mark.parametrize("missing", ["KIND", "--ranks", "--experts", "--out"])
+def test_synth_needs_sizes(tmp_path, capsys, missing):
+    given = {"KIND": ["zipf"], "--ranks": [8], "--experts": [32], "--out": [tmp_path / "x.npz"]}
+    words = []
+    for name, values in given.items():
+        if name != missing:
+            words += values if name == "KIND" else [name, *values]
+    status, stdout, stderr = run(capsys, "synth", *words)
+    assert (status, stdout) == (2, "")
+    assert stderr == f"megatron-ext synth: error: {missing} is not given (nor --list)\n"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -31,6 +86,14 @@ def test_synth_says_what_it_made(loads, capsys):
         (
             ["drift", "--ranks", 8, "--experts", 32, "--batch", 1],
             "batch (1) must be >= 2 for drift",
+        ),
+        (
+            ["w2-hot-rank", "--ranks", 8, "--experts", 32, "--exponent", 1],
+            "exponent is no setting of w2-hot-rank; it has none",
+        ),
+        (
+            ["w5-zero-expert-rank", "--ranks", 8, "--experts", 32, "--share", 0.9],
+            "share (0.9) leaves 3 experts for top_k (8) choices",
         ),
     ],
 )
