@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "megatron_ext/api.h"
-#include "megatron_ext/quota_search.h"
+#include "megatron_ext/planner/search.h"
 
 namespace megatron_ext {
 namespace {

@@ -16,21 +16,28 @@
 
 namespace megatron_ext {
 
-// How good an index is: compared by `first`, then by `second`. Not an index at all if `first` <= 0.
-struct Score {
-    int64_t first = 0;
-    int64_t second = 0;
-
-    MEGATRON_EXT_HOST_DEVICE bool above(const Score& other) const {
-        return first != other.first ? first > other.first : second > other.second;
-    }
-};
-
-// The index with the highest score, the lowest of equals; -1 with a first of 0 if there is none.
+// The index with the highest key above 0, the lowest of equals; -1 if there is none.
+template <class Key>
 struct Best {
     int index = -1;
-    Score score{0, INT64_MAX};  // not above any index
+    Key key = 0;
 };
+
+// How many indices it is true for, where those are the first. By one lane.
+template <class Function>
+MEGATRON_EXT_HOST_DEVICE int search_first(int count, Function is_it) {
+    int first = 0;
+    while (count > 0) {
+        const int half = count / 2;
+        if (is_it(first + half)) {
+            first += half + 1;
+            count -= half + 1;
+        } else {
+            count = half;
+        }
+    }
+    return first;
+}
 
 // The 32 lanes in a loop.
 struct HostWarp {
@@ -40,11 +47,11 @@ struct HostWarp {
     }
 
     template <class Function>
-    Best best(int count, Function score_of) const {
-        Best best;
+    auto best(int count, Function key_of) const {
+        Best<decltype(key_of(0))> best;
         for (int i = 0; i < count; ++i) {
-            const Score score = score_of(i);
-            if (score.above(best.score)) best = {i, score};
+            const auto key = key_of(i);
+            if (key > best.key) best = {i, key};
         }
         return best;
     }
@@ -56,65 +63,90 @@ struct HostWarp {
         return total;
     }
 
+    // The sum over the first `most` indices that count.
+    template <class Counts, class Function>
+    int64_t sum_first(int count, int64_t most, Counts counts, Function value_of) const {
+        int64_t total = 0;
+        for (int i = 0; i < count && most > 0; ++i) {
+            if (!counts(i)) continue;
+            total += value_of(i);
+            --most;
+        }
+        return total;
+    }
+
+    // The lowest index for which it is true, or -1.
+    template <class Function>
+    int find(int count, Function is_it) const {
+        for (int i = 0; i < count; ++i) {
+            if (is_it(i)) return i;
+        }
+        return -1;
+    }
+
+    // How many it is true for, where those are the first.
+    template <class Function>
+    int count_first(int count, Function is_it) const {
+        return search_first(count, is_it);
+    }
+
+    // Move the entries from `first` to before `last` of two arrays up by one place, or those behind
+    // `first` to before `last` down by one.
+    template <class A, class B>
+    void shift_up(int first, int last, A* a, B* b) const {
+        for (int i = last; i > first; --i) {
+            a[i] = a[i - 1];
+            b[i] = b[i - 1];
+        }
+    }
+
+    template <class A, class B>
+    void shift_down(int first, int last, A* a, B* b) const {
+        for (int i = first; i + 1 < last; ++i) {
+            a[i] = a[i + 1];
+            b[i] = b[i + 1];
+        }
+    }
+
+    // Sort two arrays by rising a, then rising b.
+    template <class A, class B>
+    void sort(int count, A* a, B* b) const {
+        for (int i = 1; i < count; ++i) {
+            const A own_a = a[i];
+            const B own_b = b[i];
+            int place = i;
+            for (; place > 0 &&
+                   (a[place - 1] > own_a || (a[place - 1] == own_a && b[place - 1] > own_b));
+                 --place) {
+                a[place] = a[place - 1];
+                b[place] = b[place - 1];
+            }
+            a[place] = own_a;
+            b[place] = own_b;
+        }
+    }
+
+    // Take the best offers: `make_offers(i, offer)` runs for each index and calls `offer(t, value,
+    // id)` as often as it likes. Then taken[t] and taken_id[t] are the highest value offered and
+    // the lowest id it came with, unless taken[t] was higher; offers that are not above now[t] do
+    // not count. Before, taken[t] is at least now[t], and taken_id[t] above all ids.
+    template <class Value, class Function>
+    void take_offers(
+        int count, const Value* now, Value* taken, int32_t* taken_id, Function make_offers) const {
+        const auto offer = [&](int t, Value value, int32_t id) {
+            if (value <= now[t] || value < taken[t]) return;
+            if (value == taken[t] && id > taken_id[t]) return;
+            taken[t] = value;
+            taken_id[t] = id;
+        };
+        for (int i = 0; i < count; ++i) make_offers(i, offer);
+    }
+
     // Run by one lane.
     template <class Function>
     void once(Function function) const {
         function();
     }
 };
-
-#ifdef __CUDACC__
-
-// One lane a thread.
-struct DeviceWarp {
-    static constexpr unsigned kAll = 0xffffffffu;
-    static constexpr int kLanes = 32;
-
-    __device__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
-
-    template <class Function>
-    __device__ void for_each(int count, Function function) const {
-        __syncwarp();  // What other lanes still read must not change under them.
-        for (int i = lane(); i < count; i += kLanes) function(i);
-        __syncwarp();
-    }
-
-    template <class Function>
-    __device__ Best best(int count, Function score_of) const {
-        Best best;
-        for (int i = lane(); i < count; i += kLanes) {
-            const Score score = score_of(i);
-            if (score.above(best.score)) best = {i, score};
-        }
-        for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-            Best other;
-            other.index = __shfl_xor_sync(kAll, best.index, distance);
-            other.score.first = __shfl_xor_sync(kAll, best.score.first, distance);
-            other.score.second = __shfl_xor_sync(kAll, best.score.second, distance);
-            const bool equal = !other.score.above(best.score) && !best.score.above(other.score);
-            if (other.score.above(best.score) || (equal && other.index < best.index)) best = other;
-        }
-        return best;
-    }
-
-    template <class Function>
-    __device__ int64_t sum(int count, Function value_of) const {
-        long long total = 0;
-        for (int i = lane(); i < count; i += kLanes) total += value_of(i);
-        for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-            total += __shfl_xor_sync(kAll, total, distance);
-        }
-        return total;
-    }
-
-    template <class Function>
-    __device__ void once(Function function) const {
-        __syncwarp();
-        if (lane() == 0) function();
-        __syncwarp();
-    }
-};
-
-#endif
 
 }  // namespace megatron_ext

@@ -1,0 +1,126 @@
+// One try to bring every rank of an NVLink domain down to a threshold.
+//
+// Integers only, and a warp's collectives only, so host and device give equal plans (warp.h). The
+// work of a try is bounded and counted, by the same rule everywhere.
+#pragma once
+
+#include "megatron_ext/planner/chain.h"
+#include "megatron_ext/planner/domain.h"
+#include "megatron_ext/planner/hand_over.h"
+#include "megatron_ext/planner/published.h"
+#include "megatron_ext/planner/refill.h"
+#include "megatron_ext/planner/shed.h"
+
+namespace megatron_ext {
+
+// How a try goes about it. Shedding takes the overloaded ranks one by one, by falling excess where
+// nothing else is said.
+enum class Method : int32_t {
+    kBestFit,          // sheds without pairs of hosts
+    kPairFit,          // sheds, with pairs, as the three that follow
+    kRising,           // after the busiest rank, by rising excess
+    kRemainder,        // by what is left over when the roomiest hosts are filled
+    kRemainderRising,  // after the busiest rank, by that, rising
+    kRefill,           // fills hosts, not empties senders
+    kRoomiest,         // UltraEP, Algorithm 1
+    kFill,             // MoonEP's exact fill
+};
+constexpr int kMethods = 8;
+
+struct Verdict {
+    bool reached = false;  // every rank is within its limit
+    int32_t sends = 0;     // replicas that the busiest sender has to fill
+    int32_t replicas = 0;
+    int32_t work = 0;  // rounds of a warp
+};
+
+template <class Warp, class Amount>
+class Attempt {
+  public:
+    // work_limit: a try that takes as many rounds has failed.
+    MEGATRON_EXT_HOST_DEVICE Attempt(const Domain<Amount>& domain,
+                                     const TryMemory<Amount>& memory,
+                                     Warp warp,
+                                     int32_t work_limit)
+        : moves_(domain, memory, warp, work_limit) {}
+
+    // The plan is in the memory if the threshold was reached. A rank that no step relieves goes to
+    // the front of the order, and the try starts over, up to `restarts` times; so does refilling,
+    // with a detour. Where one pass is much work, the ranks are so many that starting over found
+    // nothing more.
+    MEGATRON_EXT_HOST_DEVICE Verdict run(Amount threshold, Method method, int restarts) {
+        bool reached = false;
+        for (int pass = 0; !reached && pass <= restarts; ++pass) {
+            if (pass > 0 && moves_.work() >= kWorkToRestart) break;
+            moves_.reset(threshold);
+            if (method == Method::kFill || method == Method::kRoomiest) {
+                reached = method == Method::kFill ? fill_exactly(moves_) : shed_to_roomiest(moves_);
+                break;
+            }
+            if (method == Method::kRefill) {
+                reached = refill(moves_, pass - 1);
+            } else {
+                if (pass == 0) set_order(method);
+                const int stuck = relieve_all(method != Method::kBestFit);
+                reached = stuck < 0;
+                if (stuck == 0) break;
+                if (stuck > 0) move_to_front(stuck);
+            }
+        }
+        if (reached) HandOver(moves_).run();
+        reached = reached && !moves_.is_spent();
+        return {reached, moves_.most_sends(), moves_.replicas(), moves_.work()};
+    }
+
+  private:
+    static constexpr int32_t kWorkToRestart = 2048;
+
+    MEGATRON_EXT_HOST_DEVICE void set_order(Method method) {
+        const auto& at = moves_.at();
+        const Domain<Amount>& domain = moves_.domain();
+        const auto& warp = moves_.warp();
+        const int ranks = domain.ranks;
+        if (method == Method::kBestFit || method == Method::kPairFit) {
+            warp.for_each(ranks, [&](int i) { at.order[i] = domain.busiest_first[i]; });
+            return;
+        }
+        const Amount room_there = at.room[domain.busiest_first[ranks - 1]];
+        const Amount most_room = room_there > 0 ? room_there : 1;
+        warp.for_each(ranks, [&](int i) {
+            const Amount excess = -at.room[domain.busiest_first[i]];
+            at.step[i] = i;
+            if (excess <= 0) {
+                at.wider[i] = moves_.kMost;
+            } else if (method == Method::kRemainder) {
+                at.wider[i] = most_room - excess % most_room;
+            } else if (i == 0) {
+                at.wider[i] = -1;
+            } else {
+                at.wider[i] = method == Method::kRising ? excess : excess % most_room;
+            }
+        });
+        warp.sort(ranks, at.wider, at.step);
+        warp.for_each(ranks, [&](int i) { at.order[i] = domain.busiest_first[at.step[i]]; });
+        moves_.spend(4 * rounds_of(ranks));
+    }
+
+    // Returns the place in the order of the first rank that could not be relieved, or -1.
+    MEGATRON_EXT_HOST_DEVICE int relieve_all(bool pairs) {
+        Shedding<Warp, Amount> shedding(moves_, pairs);
+        for (int i = 0; i < moves_.domain().ranks; ++i) {
+            if (!shedding.relieve(moves_.at().order[i])) return i;
+        }
+        return -1;
+    }
+
+    MEGATRON_EXT_HOST_DEVICE void move_to_front(int place) {
+        const auto& at = moves_.at();
+        const int32_t rank = at.order[place];
+        moves_.warp().shift_up(0, place, at.order, at.order);
+        moves_.warp().once([&] { at.order[0] = rank; });
+    }
+
+    Moves<Warp, Amount> moves_;
+};
+
+}  // namespace megatron_ext

@@ -1,0 +1,112 @@
+// Handing over, last of all: a replica of the busiest sender is filled by another of its hosts,
+// which gets the replica's assignments in return for those of one of its own experts. No rank's
+// load and no slot changes, but the host sends instead of the sender.
+#pragma once
+
+#include "megatron_ext/planner/domain.h"
+
+namespace megatron_ext {
+
+template <class Warp, class Amount>
+class HandOver {
+  public:
+    MEGATRON_EXT_HOST_DEVICE explicit HandOver(Moves<Warp, Amount>& moves) : moves_(moves) {}
+
+    // Spare the busiest sender, whoever that is, until nobody can take anything off it.
+    MEGATRON_EXT_HOST_DEVICE void run() {
+        const auto& at = moves_.at();
+        const int ranks = moves_.domain().ranks;
+        while (!moves_.is_spent()) {
+            const int sender = moves_.warp().best(ranks, [&](int r) { return at.sends[r]; }).index;
+            moves_.spend(rounds_of(ranks));
+            if (sender < 0 || !spare(sender)) return;
+        }
+    }
+
+  private:
+    // By the host that sends least, of those that can.
+    MEGATRON_EXT_HOST_DEVICE bool spare(int sender) {
+        const auto& at = moves_.at();
+        const int ranks = moves_.domain().ranks;
+        // What a host can send more without being the busiest; 0 for others.
+        moves_.warp().for_each(ranks, [&](int r) {
+            const bool is_host = slot_given(sender, r) >= 0;
+            at.step[r] = is_host ? at.sends[sender] - 1 - at.sends[r] : 0;
+        });
+        while (!moves_.is_spent()) {
+            const int via = moves_.warp().best(ranks, [&](int r) { return at.step[r]; }).index;
+            if (via < 0) return false;
+            const int replica = smallest_for(sender, via);
+            moves_.spend(3 * rounds_of(ranks) + rounds_of(ranks * moves_.domain().slots));
+            if (replica >= 0) {
+                hand_over(sender, via, replica);
+                return true;
+            }
+            moves_.warp().once([&] { at.step[via] = 0; });
+        }
+        return false;
+    }
+
+    // The sender's smallest replica that `via` can take over, or -1.
+    MEGATRON_EXT_HOST_DEVICE int smallest_for(int sender, int via) const {
+        const auto& at = moves_.at();
+        const int slots = moves_.domain().slots;
+        const auto key = [&](int i) -> Amount {
+            const int t = i / slots;
+            if (i - t * slots >= at.held[t] || at.giver[i] != sender || t == via) return 0;
+            const Amount amount = at.amount[i];
+            if (slot_that_grows(sender, via, at.expert[i], amount) < 0) return 0;
+            const int main = moves_.main_for(via, t);
+            return main < 0 || at.kept[main] < amount ? 0 : moves_.kMost - amount;
+        };
+        return moves_.warp().best(moves_.domain().ranks * slots, key).index;
+    }
+
+    MEGATRON_EXT_HOST_DEVICE void hand_over(int sender, int via, int replica) {
+        const auto& at = moves_.at();
+        const int slots = moves_.domain().slots;
+        moves_.warp().once([&] {
+            const int expert = at.expert[replica];
+            const Amount amount = at.amount[replica];
+            const int main = moves_.main_for(via, replica / slots);
+            const int grown = via * slots + slot_that_grows(sender, via, expert, amount);
+            at.kept[expert] += amount;
+            at.kept[at.expert[grown]] -= amount;
+            at.amount[grown] += amount;
+            at.kept[main] -= amount;
+            at.expert[replica] = main;
+            at.giver[replica] = via;
+            --at.sends[sender];
+            ++at.sends[via];
+            at.hottest[sender] = moves_.keeps_most(sender);
+            at.hottest[via] = moves_.keeps_most(via);
+        });
+    }
+
+    MEGATRON_EXT_HOST_DEVICE int slot_given(int sender, int t) const {
+        const auto& at = moves_.at();
+        for (int k = 0; k < at.held[t]; ++k) {
+            if (at.giver[t * moves_.domain().slots + k] == sender) return k;
+        }
+        return -1;
+    }
+
+    // A slot of rank `via` whose replica can take `amount` that `expert` of the sender gets back.
+    MEGATRON_EXT_HOST_DEVICE int slot_that_grows(int sender,
+                                                 int via,
+                                                 int expert,
+                                                 Amount amount) const {
+        const auto& at = moves_.at();
+        const int first = via * moves_.domain().slots;
+        for (int k = 0; k < at.held[via]; ++k) {
+            const int e = at.expert[first + k];
+            if (e == expert) return k;
+            if (at.giver[first + k] == sender && at.kept[e] >= amount) return k;
+        }
+        return -1;
+    }
+
+    Moves<Warp, Amount>& moves_;
+};
+
+}  // namespace megatron_ext

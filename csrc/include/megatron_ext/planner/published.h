@@ -1,0 +1,70 @@
+// Two published planners, as tries of their own: so a plan need never be worse than theirs.
+#pragma once
+
+#include "megatron_ext/planner/domain.h"
+
+namespace megatron_ext {
+
+// UltraEP, Algorithm 1 (SolveReplication): the busiest rank first, from its hottest expert on,
+// always to the roomiest host.
+template <class Warp, class Amount>
+MEGATRON_EXT_HOST_DEVICE bool shed_to_roomiest(Moves<Warp, Amount>& moves) {
+    const auto& at = moves.at();
+    const Domain<Amount>& domain = moves.domain();
+    for (int i = 0; i < domain.ranks; ++i) {
+        const int rank = domain.busiest_first[i];
+        if (at.room[rank] >= 0) return true;
+        int expert = -1;
+        for (int m = 0; m < domain.mains && at.room[rank] < 0; ++m) {
+            // The next by falling load.
+            const int last = expert;
+            const int first = rank * domain.mains;
+            const auto next = moves.warp().best(domain.mains, [&](int i) -> Amount {
+                const int e = first + i;
+                const Amount below =
+                    last < 0 ? 1 : domain.expert_load[last] - domain.expert_load[e];
+                return below > 0 || (below == 0 && e > last) ? domain.expert_load[e] : 0;
+            });
+            if (next.index < 0) return false;
+            expert = first + next.index;
+            while (at.room[rank] < 0 && at.kept[expert] > 0 && moves.hosts() > 0) {
+                moves.spend(4 * rounds_of(domain.ranks));
+                const int t = at.host[moves.hosts_below(at.host_room[moves.hosts() - 1])];
+                const Amount piece =
+                    moves.least(moves.least(-at.room[rank], at.room[t]), at.kept[expert]);
+                if (piece < domain.min_quota) break;
+                moves.add(expert, t, piece);
+            }
+        }
+        if (at.room[rank] < 0) return false;
+    }
+    return true;
+}
+
+// MoonEP's exact fill: the busiest rank gives the roomiest one all that it lacks.
+template <class Warp, class Amount>
+MEGATRON_EXT_HOST_DEVICE bool fill_exactly(Moves<Warp, Amount>& moves) {
+    const auto& at = moves.at();
+    const Domain<Amount>& domain = moves.domain();
+    while (true) {
+        const int rank = moves.busiest().index;
+        if (rank < 0) return true;
+        const int t = moves.warp()
+                          .best(domain.ranks,
+                                [&](int t) -> Amount {
+                                    return at.held[t] == 0 && domain.slots > 0 ? at.room[t] : 0;
+                                })
+                          .index;
+        if (t < 0) return false;
+        while (at.room[t] > 0) {
+            moves.spend(5 * rounds_of(domain.ranks));
+            if (!moves.can_take(t)) return false;
+            const int hot = moves.main_for(rank, t);
+            const Amount piece = hot < 0 ? 0 : moves.least(at.room[t], at.kept[hot]);
+            if (piece < domain.min_quota) return false;
+            moves.add(hot, t, piece);
+        }
+    }
+}
+
+}  // namespace megatron_ext

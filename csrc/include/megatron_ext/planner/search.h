@@ -1,0 +1,304 @@
+// Around the tries of stage 2: what no plan of a domain can beat, which tries the search for the
+// lowest threshold consists of, and which of their plans it takes.
+//
+// The search of a domain:
+//   1. the threshold that is asked for: within the tolerance, or the bound if that is more. Best
+//   fit,
+//      or failing that refilling, says whether it can be reached; if so, the other methods compete
+//      for the plan that costs least (choose_at_start);
+//   2. else UltraEP's own search, so that no plan is worse than its (PublishedSearch);
+//   3. and rising thresholds from the one asked for to what has been reached (ThresholdSearch).
+// A host runs one try after the other and leaves out those that nothing asks for; a GPU runs those
+// side by side that may be asked for. Both get the same verdicts, in the same order, and what a try
+// may work is accounted for in that order (WorkLeft): so they come to the same plan.
+#pragma once
+
+#include <cstdint>
+
+#include "megatron_ext/api.h"
+#include "megatron_ext/planner/attempt.h"
+
+namespace megatron_ext {
+
+MEGATRON_EXT_HOST_DEVICE inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Busiest rank's load that is within the tolerance where `ranks` ranks share `total`. Rounded down,
+// so that reaching it means being within the tolerance; nothing is below the mean rounded up.
+MEGATRON_EXT_HOST_DEVICE inline int64_t target_load(int64_t total,
+                                                    int64_t ranks,
+                                                    int64_t tolerance_ppm) {
+    constexpr int64_t kMillion = 1'000'000;
+    const int64_t mean_rounded_up = total / ranks + (total % ranks != 0);
+    // 128 bits, because the product leaves int64 first.
+    const __int128 parts = static_cast<__int128>(kMillion) + tolerance_ppm;
+    const __int128 allowed = total * parts / (static_cast<__int128>(ranks) * kMillion);
+    // Above the total nothing needs to move, so the cut keeps the result in int64 and its meaning.
+    const int64_t cut = allowed < total ? static_cast<int64_t>(allowed) : total;
+    return larger(cut, mean_rounded_up);
+}
+
+// Whether (load a, index i) comes before (load b, index j) by falling load.
+template <class Amount>
+MEGATRON_EXT_HOST_DEVICE bool comes_first(Amount a, int i, Amount b, int j) {
+    return a > b || (a == b && i < j);
+}
+
+// Bounds of the busiest rank's load of a domain, whatever the plan; docs/method.md has the proofs.
+template <class Warp, class Amount>
+class DomainBound {
+  public:
+    // hottest_first: [D * M] experts by falling load.
+    MEGATRON_EXT_HOST_DEVICE DomainBound(Warp warp,
+                                         const Domain<Amount>& domain,
+                                         const int32_t* hottest_first)
+        : warp_(warp), domain_(domain), hottest_first_(hottest_first) {}
+
+    // The mean, rounded up, and more where slots cannot bring cold ranks enough: a rank computes at
+    // most its own load and what the domain's S hottest experts bring.
+    MEGATRON_EXT_HOST_DEVICE int64_t by_receivers() const {
+        const int ranks = domain_.ranks;
+        const int64_t total =
+            warp_.sum(ranks, [&](int r) -> int64_t { return domain_.home_load[r]; });
+        const int most = domain_.slots < domain_.experts() ? domain_.slots : domain_.experts();
+        int64_t brought = 0;
+        for (int s = 0; s < most; ++s) brought += domain_.expert_load[hottest_first_[s]];
+        // Whether what ranks above the threshold have too much finds room. Sums stay in int64 where
+        // loads are cut; a bound may be too low, not too high.
+        constexpr int64_t kMost = int64_t{1} << 51;
+        const auto can_compute = [&](int64_t threshold) {
+            const auto cut = [&](int64_t load) { return load < kMost ? load : kMost; };
+            const int64_t excess = warp_.sum(ranks, [&](int r) -> int64_t {
+                return larger(domain_.home_load[r] - threshold, 0);
+            });
+            const int64_t room = warp_.sum(ranks, [&](int r) -> int64_t {
+                const int64_t room = larger(threshold - domain_.home_load[r], 0);
+                return cut(room < brought ? room : brought);
+            });
+            return room >= cut(excess);
+        };
+        int64_t low = target_load(total, ranks, 0);
+        int64_t high = domain_.before();
+        if (low < high && can_compute(low)) return low;
+        while (low < high) {
+            const int64_t middle = low + (high - low) / 2;
+            if (can_compute(middle)) {
+                high = middle;
+            } else {
+                low = middle + 1;
+            }
+        }
+        return low;
+    }
+
+    // What the `senders` busiest ranks keep at least, per rank and rounded up: the slots of the
+    // others take no more than the so many hottest experts of theirs.
+    MEGATRON_EXT_HOST_DEVICE int64_t by_senders(int senders) const {
+        const int last = domain_.busiest_first[senders - 1];
+        const Amount least = domain_.home_load[last];
+        const int64_t load = warp_.sum(
+            senders, [&](int i) -> int64_t { return domain_.home_load[domain_.busiest_first[i]]; });
+        const int64_t free = static_cast<int64_t>(domain_.slots) * (domain_.ranks - senders);
+        const int64_t taken = warp_.sum_first(
+            domain_.experts(),
+            free,
+            [&](int i) {
+                const int home = hottest_first_[i] / domain_.mains;
+                return home == last || comes_first(domain_.home_load[home], home, least, last);
+            },
+            [&](int i) -> int64_t { return domain_.expert_load[hottest_first_[i]]; });
+        return (load - taken) / senders + ((load - taken) % senders != 0);
+    }
+
+  private:
+    const Warp warp_;
+    const Domain<Amount>& domain_;
+    const int32_t* hottest_first_;
+};
+
+// Rounds of a warp that the tries of a domain may take all together, but for those of UltraEP's
+// search, which end by themselves. What one try takes grows with the ranks, with what a pass over
+// them takes, and with the experts; the rest is for starting over, which pays where ranks are few.
+MEGATRON_EXT_HOST_DEVICE inline int32_t work_budget(int ranks, int mains) {
+    return 8192 + 64 * ranks * rounds_of(ranks) + 32 * ranks * mains;
+}
+
+// The same for each of the tries that compete with one that reached the threshold.
+MEGATRON_EXT_HOST_DEVICE inline int32_t work_to_compete(int ranks) {
+    return 512 + 24 * ranks * rounds_of(ranks);
+}
+
+// What is left of the budget as the tries come one after the other.
+struct WorkLeft {
+    int32_t rounds;
+
+    // Take a try's work off; whether it reached its threshold with what was left at its turn.
+    MEGATRON_EXT_HOST_DEVICE bool pays_for(const Verdict& verdict) {
+        const bool reached = verdict.reached && verdict.work < rounds;
+        rounds -= verdict.work < rounds ? verdict.work : rounds;
+        return reached;
+    }
+};
+
+constexpr int kRestarts = 8;  // of the first tries; more of them found nothing more
+
+// What a first try may work on, and how often it may start over.
+MEGATRON_EXT_HOST_DEVICE inline int32_t work_at_start(Method method, int ranks, int mains) {
+    const bool is_first =
+        method == Method::kBestFit || method == Method::kRefill || method == Method::kFill;
+    return is_first ? work_budget(ranks, mains) : work_to_compete(ranks);
+}
+
+MEGATRON_EXT_HOST_DEVICE inline int restarts_at_start(Method method) {
+    return method == Method::kBestFit || method == Method::kRefill ? kRestarts : 0;
+}
+
+// Choose between plans for one threshold: least work for the busiest sender, then fewest replicas.
+MEGATRON_EXT_HOST_DEVICE inline bool is_better(const Verdict& a, const Verdict& b) {
+    return a.sends < b.sends || (a.sends == b.sends && a.replicas < b.replicas);
+}
+
+// Step 1 of a search: whether the threshold asked for was reached.
+//   verdict_of(method)  of the try at that threshold
+//   keep(method)        its plan is the best so far
+template <class VerdictOf, class Keep>
+MEGATRON_EXT_HOST_DEVICE bool choose_at_start(bool even,
+                                              WorkLeft& left,
+                                              VerdictOf verdict_of,
+                                              Keep keep) {
+    if (even && left.pays_for(verdict_of(Method::kFill))) {
+        keep(Method::kFill);
+        return true;
+    }
+    Method first = Method::kBestFit;
+    Verdict best = verdict_of(first);
+    if (!left.pays_for(best)) {
+        first = Method::kRefill;
+        best = verdict_of(first);
+        if (!left.pays_for(best)) return false;
+    }
+    keep(first);
+    int32_t allowed = INT32_MAX;  // no more replicas than UltraEP's plan for the threshold has
+    for (const Method method : {Method::kRoomiest,
+                                Method::kPairFit,
+                                Method::kRising,
+                                Method::kRemainder,
+                                Method::kRemainderRising}) {
+        const Verdict verdict = verdict_of(method);
+        if (!left.pays_for(verdict) || verdict.replicas > allowed) continue;
+        if (method == Method::kRoomiest) allowed = verdict.replicas;
+        if (is_better(verdict, best) || best.replicas > allowed) {
+            best = verdict;
+            keep(method);
+        }
+    }
+    return true;
+}
+
+// Step 2: the thresholds of UltraEP's Algorithm 1, a binary search from the target.
+class PublishedSearch {
+  public:
+    // target: the tolerance's threshold. reached: by the best plan so far.
+    MEGATRON_EXT_HOST_DEVICE PublishedSearch(int64_t target, int64_t reached)
+        : low_(target), reached_(reached), threshold_(target) {}
+
+    MEGATRON_EXT_HOST_DEVICE bool done() const { return low_ >= reached_; }
+    MEGATRON_EXT_HOST_DEVICE int64_t threshold() const { return threshold_; }
+    MEGATRON_EXT_HOST_DEVICE int64_t reached() const { return reached_; }
+
+    MEGATRON_EXT_HOST_DEVICE void narrow(bool reached) {
+        if (reached) {
+            reached_ = threshold_;
+        } else {
+            low_ = threshold_ + 1;
+        }
+        threshold_ = low_ + (reached_ - low_) / 2;
+    }
+
+  private:
+    int64_t low_;
+    int64_t reached_;
+    int64_t threshold_;
+};
+
+// Step 3: rounds of rising thresholds, the first that is reached ends a round. The
+// first round quadruples its distance from what is asked for, as the bound is mostly near; the
+// others divide what is left.
+class ThresholdSearch {
+  public:
+    static constexpr int kProbes = 8;  // thresholds of a round; a GPU tries them at the same time
+
+    // start: the threshold asked for, which was not reached. reached: by the best plan so far. A
+    // fifth of the tolerance is not worth a round. That may be little, and the work is bounded: so
+    // it begins with steps of a fifth of a percent.
+    MEGATRON_EXT_HOST_DEVICE ThresholdSearch(int64_t start, int64_t reached, int64_t tolerance_ppm)
+        : below_(start),
+          reached_(reached),
+          finest_(share_of(start, tolerance_ppm)),
+          resolution_(larger(finest_, start / 512 + 1)) {}
+
+    MEGATRON_EXT_HOST_DEVICE bool done() const { return reached_ - below_ <= finest_; }
+
+    // What the best plan so far comes down to.
+    MEGATRON_EXT_HOST_DEVICE int64_t reached() const { return reached_; }
+
+    // The threshold of probe 0 to kProbes - 1, rising; what is not below `reached` needs no try.
+    MEGATRON_EXT_HOST_DEVICE int64_t threshold(int probe) const {
+        const int64_t gap = reached_ - below_;
+        if (first_round_)
+            return (gap >> 2 * probe) <= resolution_ ? reached_
+                                                     : below_ + (resolution_ << 2 * probe);
+        const int64_t step = larger(gap / (kProbes + 1), resolution_);
+        return gap / (probe + 1) < step ? reached_ : below_ + step * (probe + 1);
+    }
+
+    MEGATRON_EXT_HOST_DEVICE bool nothing_to_do(int probe) const {
+        return threshold(probe) >= reached_;
+    }
+
+    // Go on with what the round told: the lowest probe that reached its threshold, or -1.
+    MEGATRON_EXT_HOST_DEVICE void narrow(int lowest) {
+        int64_t below = below_;
+        for (int probe = 0; probe < (lowest < 0 ? kProbes : lowest); ++probe) {
+            if (!nothing_to_do(probe)) below = threshold(probe);
+        }
+        if (lowest >= 0) reached_ = threshold(lowest);
+        below_ = below;
+        first_round_ = false;
+        while (reached_ - below_ <= resolution_ && resolution_ > finest_) {
+            resolution_ = larger(finest_, resolution_ / 8);
+        }
+    }
+
+    // Go on with the verdicts of a round; whether a probe reached its threshold. Refilling is asked
+    // before best fit, as it is less work.
+    //   verdict_of(probe, method)  of the try at the probe's threshold
+    //   keep(probe, method)        its plan is the best so far
+    template <class VerdictOf, class Keep>
+    MEGATRON_EXT_HOST_DEVICE bool try_round(WorkLeft& left, VerdictOf verdict_of, Keep keep) {
+        for (int probe = 0; probe < kProbes; ++probe) {
+            if (nothing_to_do(probe)) continue;
+            for (const Method method : {Method::kRefill, Method::kBestFit}) {
+                if (!left.pays_for(verdict_of(probe, method))) continue;
+                keep(probe, method);
+                narrow(probe);
+                return true;
+            }
+        }
+        narrow(-1);
+        return false;
+    }
+
+  private:
+    MEGATRON_EXT_HOST_DEVICE static int64_t share_of(int64_t start, int64_t tolerance_ppm) {
+        const __int128 share = static_cast<__int128>(start) * tolerance_ppm / (5 * 1'000'000);
+        return share < start ? static_cast<int64_t>(share) + 1 : start;
+    }
+
+    int64_t below_;    // not reached
+    int64_t reached_;  // by the best plan so far
+    int64_t finest_;
+    int64_t resolution_;
+    bool first_round_ = true;
+};
+
+}  // namespace megatron_ext

@@ -1,0 +1,119 @@
+// Shedding: the excess of an overloaded rank goes to replicas on other ranks.
+//   1. to the tightest host that takes all of it, so that roomy hosts stay for larger excesses;
+//   2. to the tightest pair of hosts (most orders of shedding);
+//   3. in the largest piece any host takes, unless a chain carries more;
+//   4. where that is less than `min_quota`, by giving more and taking some back.
+#pragma once
+
+#include "megatron_ext/planner/chain.h"
+#include "megatron_ext/planner/domain.h"
+
+namespace megatron_ext {
+
+template <class Warp, class Amount>
+class Shedding {
+  public:
+    MEGATRON_EXT_HOST_DEVICE Shedding(Moves<Warp, Amount>& moves, bool pairs)
+        : moves_(moves), chain_(moves), pairs_(pairs) {}
+
+    // Bring `rank` down to what it may keep; false if nothing relieves it, or the work is spent.
+    MEGATRON_EXT_HOST_DEVICE bool relieve(int rank) {
+        const auto& at = moves_.at();
+        while (at.room[rank] < 0) {
+            if (moves_.is_spent()) return false;
+            moves_.spend(8 * rounds_of(moves_.domain().ranks));
+            const Amount whole = -at.room[rank];
+            const int hot = at.hottest[rank];
+            const Amount kept = at.kept[hot];
+            // A replica that must carry more than the excess may: nobody is hurt by room.
+            const Amount needed = moves_.most(whole, moves_.domain().min_quota);
+            if (kept >= needed) {
+                const int tightest = moves_.host_for(hot, moves_.hosts_below(needed), 1);
+                if (tightest >= 0) {
+                    moves_.add(hot, tightest, needed);
+                    continue;
+                }
+                const int larger = pairs_ ? larger_of_tightest_pair(hot, whole) : -1;
+                if (larger >= 0) {
+                    moves_.add(hot, larger, at.room[larger]);
+                    continue;
+                }
+            }
+            if (!piecewise(rank, hot, whole)) return false;
+        }
+        return true;
+    }
+
+  private:
+    // No host takes `whole`: the largest piece, or more by a chain.
+    MEGATRON_EXT_HOST_DEVICE bool piecewise(int rank, int hot, Amount whole) {
+        const auto& at = moves_.at();
+        const int host = host_of_largest_piece(hot, whole);
+        const Amount piece =
+            host < 0 ? 0 : moves_.least(moves_.least(at.kept[hot], at.room[host]), whole);
+        if (piece < whole && moves_.roomiest().key > piece && chain_.move(rank, whole, piece)) {
+            return true;
+        }
+        if (host < 0) return exchange(rank, whole);
+        moves_.add(hot, host, piece);
+        return true;
+    }
+
+    // The roomiest host, or the tightest that takes all of `expert`; -1 if none takes min_quota.
+    MEGATRON_EXT_HOST_DEVICE int host_of_largest_piece(int expert, Amount whole) const {
+        const Amount most = moves_.least(moves_.at().kept[expert], whole);
+        if (most < moves_.least_room()) return -1;
+        const int place = moves_.hosts_below(most);
+        const int tightest = moves_.host_for(expert, place, 1);
+        return tightest >= 0 ? tightest : moves_.host_for(expert, place - 1, -1);
+    }
+
+    // Two hosts that take `whole` of `expert` together, with the least room left over: the roomier
+    // one. -1 if there are none. No host takes all of it.
+    MEGATRON_EXT_HOST_DEVICE int larger_of_tightest_pair(int expert, Amount whole) {
+        const auto& at = moves_.at();
+        const int hosts = moves_.hosts_below(whole);  // the others hold `expert` already
+        moves_.spend(6 * rounds_of(hosts));
+        // The tightest partner of each comes from the hosts that are no roomier than it.
+        const auto closest = moves_.warp().best(hosts, [&](int larger) -> Amount {
+            const Amount room = at.host_room[larger];
+            int partner =
+                search_first(larger, [&](int i) { return at.host_room[i] < whole - room; });
+            while (partner < larger && moves_.slot_of(at.host[partner], expert) >= 0) ++partner;
+            if (partner >= larger || moves_.slot_of(at.host[larger], expert) >= 0) return 0;
+            const Amount left_over = room - (whole - at.host_room[partner]);
+            return whole - left_over;
+        });
+        return closest.index < 0 ? -1 : at.host[closest.index];
+    }
+
+    // Move less than `min_quota`: a replica on a rank with room takes that much more than one of
+    // that rank's experts, on `rank`, gives back.
+    MEGATRON_EXT_HOST_DEVICE bool exchange(int rank, Amount whole) {
+        const auto& at = moves_.at();
+        const Amount min_quota = moves_.domain().min_quota;
+        if (min_quota == 1) return false;
+        const auto host = moves_.warp().best(moves_.domain().ranks, [&](int t) -> Amount {
+            if (at.room[t] <= 0 || t == rank || !moves_.can_take(t) || !moves_.can_take(rank)) {
+                return 0;
+            }
+            const Amount piece = moves_.least(at.room[t], whole);
+            const int there = moves_.main_for(rank, t);
+            const int back = moves_.main_for(t, rank);
+            if (there < 0 || at.kept[there] - piece < min_quota) return 0;
+            return back < 0 || at.kept[back] < min_quota ? 0 : piece;
+        });
+        if (host.index < 0) return false;
+        const int there = moves_.main_for(rank, host.index);
+        const int back = moves_.main_for(host.index, rank);
+        moves_.add(there, host.index, min_quota + host.key);
+        moves_.add(back, rank, min_quota);
+        return true;
+    }
+
+    Moves<Warp, Amount>& moves_;
+    Chain<Warp, Amount> chain_;
+    const bool pairs_;
+};
+
+}  // namespace megatron_ext
