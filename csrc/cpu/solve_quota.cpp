@@ -32,7 +32,7 @@ class QuotaPlanner {
         for (int d = 0; d < num_domains(); ++d) {
             sort_falling(home_load_.data() + d * ranks_, &busiest_first_[d * ranks_], ranks_);
         }
-        const int64_t bytes = TryMemory<int64_t>::bytes(ranks_, mains_, slots_);
+        const int64_t bytes = TryMemory::bytes(ranks_, mains_, slots_);
         memory_.resize(2 * bytes);
         best_.place(memory_.data(), ranks_, mains_, slots_);
         try_.place(memory_.data() + bytes, ranks_, mains_, slots_);
@@ -60,7 +60,7 @@ class QuotaPlanner {
         const int64_t worst = *std::max_element(reached.begin(), reached.end());
         for (int d = 0; d < num_domains(); ++d) {
             if (reached[d] == worst) continue;
-            const Domain<int64_t> own = domain(d);
+            const Domain own = domain(d);
             const bool found = own.before() > worst;
             WorkLeft left{work_budget(ranks_, mains_)};
             if (!found || reach(own, worst, left)) write(d, found, quota, slots);
@@ -70,7 +70,7 @@ class QuotaPlanner {
   private:
     int num_domains() const { return static_cast<int>(problem_.num_ranks) / ranks_; }
 
-    Domain<int64_t> domain(int d) const {
+    Domain domain(int d) const {
         const int first = d * ranks_;
         return {ranks_,
                 mains_,
@@ -98,15 +98,15 @@ class QuotaPlanner {
 
     // The bound of domain d, or `least` if that is more.
     int64_t bound_above(int64_t least, int d) {
-        const Domain<int64_t> own = domain(d);
+        const Domain own = domain(d);
         if (slots_ == 0) return larger(least, own.before());
         if (is_bound_within(own, least)) return least;
         return larger(least, bound_of(d));
     }
 
     int64_t bound_of(int d) {
-        const Domain<int64_t> own = domain(d);
-        const DomainBound<HostWarp, int64_t> bounds(warp_, own, hottest_first(d));
+        const Domain own = domain(d);
+        const DomainBound<HostWarp> bounds(warp_, own, hottest_first(d));
         int64_t bound = bounds.by_receivers();
         for (int k = 1; k <= ranks_; ++k) bound = larger(bound, bounds.by_senders(k));
         return bound;
@@ -114,7 +114,7 @@ class QuotaPlanner {
 
     // Whether no bound of the domain is above `threshold`, as far as that can be seen without
     // sorting experts: from the hottest main of each rank.
-    bool is_bound_within(const Domain<int64_t>& domain, int64_t threshold) {
+    bool is_bound_within(const Domain& domain, int64_t threshold) {
         const auto hottest = [&](int r) {
             const int64_t* load = domain.expert_load + r * mains_;
             return *std::max_element(load, load + mains_);
@@ -144,7 +144,7 @@ class QuotaPlanner {
     }
 
     // Leaves the plan in best_; false if there is none better than no balancing.
-    bool search(const Domain<int64_t>& domain, int64_t start, int64_t* reached) {
+    bool search(const Domain& domain, int64_t start, int64_t* reached) {
         *reached = domain.before();
         if (*reached <= start || slots_ == 0) return false;
         WorkLeft left{work_budget(ranks_, mains_)};
@@ -177,7 +177,7 @@ class QuotaPlanner {
     }
 
     // Leaves a plan for just this threshold in best_; false if none was found.
-    bool reach(const Domain<int64_t>& domain, int64_t threshold, WorkLeft& left) {
+    bool reach(const Domain& domain, int64_t threshold, WorkLeft& left) {
         return choose_at_start(
             domain.even,
             left,
@@ -188,12 +188,12 @@ class QuotaPlanner {
             [&](Method) { keep(); });
     }
 
-    Verdict run(const Domain<int64_t>& domain,
+    Verdict run(const Domain& domain,
                 int64_t threshold,
                 Method method,
                 int32_t work_limit,
                 int restarts = 0) {
-        Attempt<HostWarp, int64_t> attempt(domain, try_, warp_, work_limit);
+        Attempt<HostWarp> attempt(domain, try_, warp_, work_limit);
         return attempt.run(threshold, method, restarts);
     }
 
@@ -233,8 +233,8 @@ class QuotaPlanner {
     std::vector<int32_t> hottest_first_;  // [E], counted within the domain
     std::vector<int64_t> hottest_load_;
     std::vector<char> memory_;
-    TryMemory<int64_t> best_;
-    TryMemory<int64_t> try_;
+    TryMemory best_;
+    TryMemory try_;
     int64_t target_ = 0;
 };
 

@@ -1,81 +1,356 @@
 // Stage 2 on the device: the quota planner.
 //
 // 1. Plans every load of a batch, every NVLink domain for itself: the same tries and search as on
-//    the host (domain_attempt.h, quota_search.h), so the same bits.
-// 2. One block: one domain of one load. One warp: one try (threshold, method) at a time. With more
-//    domains than one the kernel is launched again, because what the worst domain reached, which
-//    the others need not get below, is known only when all blocks are done.
+//    the host (planner/), so the same bits.
+// 2. One block: one domain of one load. One warp: one try at a time. With more domains than one the
+//    kernel is launched again, because what the worst domain reached, which the others need not get
+//    below, is known only when all blocks are done.
 // 3. A kernel, because the plan is needed on the device without a host sync.
-// 4. Warps share only their verdicts; thread 0 chooses between two barriers of the block.
-// 5. Deterministic: integers; which warp ran a try does not matter.
-// 6. The time is that of the slowest try, mostly dependent reductions over the ranks. States are in
-//    global memory, small enough for the L1 cache at 64 ranks and 256 experts (12 KB each).
+// 4. Warps share only their verdicts; thread 0 chooses between two barriers of the block. The tries
+//    that a round may ask for run side by side: all methods at the threshold asked for, then the
+//    next steps of UltraEP's binary search, then eight thresholds by two methods.
+// 5. Deterministic: integers; which warp ran a try does not matter, and neither does a try that the
+//    host would have left out, because work is accounted for in the host's order.
+// 6. The time is that of the slowest try: dependent reductions over the ranks, which are one
+//    instruction where the load fits 32 bits. Tries lie in shared memory if they fit (at 64 ranks,
+//    256 experts and 2 slots they take 150 KB), else in global memory.
 
 #include <algorithm>
 
 #include "megatron_ext/cuda_api.h"
-#include "megatron_ext/domain_attempt.h"
-#include "megatron_ext/quota_search.h"
+#include "megatron_ext/planner/attempt.h"
+#include "megatron_ext/planner/search.h"
 
 namespace megatron_ext {
 namespace {
 
 constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * DeviceWarp::kLanes;
-constexpr int kAttempts = ThresholdSearch::kProbes * kMethods;
-static_assert(kAttempts % kWarps == 0 && kWarps % kMethods == 0, "a pass is whole probes");
+static_assert(2 * ThresholdSearch::kProbes == kWarps, "a round is two tries for each probe");
+static_assert(kMethods <= kWarps, "all methods at once");
+constexpr int kSteps = 4;  // of a binary search in one round: 15 tries
 
-// What a block sums up of all domains before it plans, and what it reached.
+// What a block sums up of all domains before it plans, and what it reached; in global memory.
 struct Sums {
     int64_t* reached;        // [1] the threshold of its plan
     int64_t* expert_load;    // [E]
     int64_t* home_load;      // [R]
     int32_t* busiest_first;  // [R], counted within the domain
+    int32_t* hottest_first;  // [E], counted within the domain
+
+    __host__ __device__ int64_t place(char* memory, const QuotaProblem& problem) {
+        const int64_t ranks = problem.num_ranks;
+        const int64_t experts = problem.num_experts;
+        reached = reinterpret_cast<int64_t*>(memory);
+        expert_load = reached + 1;
+        home_load = expert_load + experts;
+        busiest_first = reinterpret_cast<int32_t*>(home_load + ranks);
+        hottest_first = busiest_first + ranks;
+        return (8 * (1 + experts + ranks) + 4 * (ranks + experts) + 15) / 16 * 16;
+    }
 };
 
 __host__ __device__ int64_t sums_bytes(const QuotaProblem& problem) {
-    const int64_t bytes = 8 * (1 + problem.num_experts + problem.num_ranks) + 4 * problem.num_ranks;
-    return (bytes + 15) / 16 * 16;
+    return Sums{}.place(nullptr, problem);
 }
 
-__host__ __device__ int64_t state_bytes(const QuotaProblem& problem) {
-    return AttemptState::bytes(static_cast<int>(problem.nvlink_domain),
-                               static_cast<int>(problem.num_experts / problem.num_ranks),
-                               static_cast<int>(problem.num_slots));
+__host__ __device__ int mains_of(const QuotaProblem& problem) {
+    return static_cast<int>(problem.num_experts / problem.num_ranks);
+}
+
+// The domain's own loads, and the tries with the best plan.
+__host__ __device__ int64_t tries_bytes(const QuotaProblem& problem) {
+    const auto ranks = static_cast<int>(problem.nvlink_domain);
+    const int64_t loads = ranks * (mains_of(problem) + 1) * static_cast<int64_t>(sizeof(int64_t));
+    return (loads + 15) / 16 * 16 +
+           (kWarps + 1) *
+               TryMemory::bytes(ranks, mains_of(problem), static_cast<int>(problem.num_slots));
 }
 
 __host__ __device__ int64_t block_bytes(const QuotaProblem& problem) {
-    return sums_bytes(problem) + (kAttempts + 1) * state_bytes(problem);
+    return sums_bytes(problem) + tries_bytes(problem);
 }
 
 __device__ Domain domain_of(const QuotaProblem& problem, const Sums& sums, int d) {
-    const int ranks = static_cast<int>(problem.nvlink_domain);
-    const int mains = static_cast<int>(problem.num_experts / problem.num_ranks);
+    const auto ranks = static_cast<int>(problem.nvlink_domain);
     return {ranks,
-            mains,
+            mains_of(problem),
             static_cast<int>(problem.num_slots),
             problem.min_quota,
             problem.tolerance_ppm == 0,
-            sums.expert_load + static_cast<int64_t>(d) * ranks * mains,
+            sums.expert_load + static_cast<int64_t>(d) * ranks * mains_of(problem),
             sums.home_load + d * ranks,
             sums.busiest_first + d * ranks};
 }
 
+// Order indices by falling value; one index a thread.
+__device__ __noinline__ void sort_falling(const int64_t* value, int32_t* order, int count) {
+    MEGATRON_EXT_ROLLED
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
+        int place = 0;
+        MEGATRON_EXT_ROLLED
+        for (int j = 0; j < count; ++j) place += comes_first(value[j], j, value[i], i);
+        order[place] = i;
+    }
+}
+
+// What the warps of a block share while they plan.
+struct Shared {
+    Domain domain;
+    TryMemory memory[kWarps + 1];
+    Verdict verdicts[kWarps];
+    int state_of[kWarps];  // which memory a warp works on
+    int best;              // which memory holds the best plan
+    int chosen;            // the warp whose plan it was, or -1
+};
+
+class BlockPlanner {
+  public:
+    __device__ BlockPlanner(Shared& shared,
+                            const QuotaProblem& problem,
+                            DeviceWarp warp,
+                            const Domain& domain,
+                            char* memory)
+        : shared_(shared), problem_(problem), warp_(warp), domain_(domain) {
+        auto* const expert_load = reinterpret_cast<int64_t*>(memory);
+        auto* const home_load = expert_load + domain.experts();
+        MEGATRON_EXT_ROLLED
+        for (int e = thread(); e < domain.experts(); e += kThreads) {
+            expert_load[e] = domain.expert_load[e];
+        }
+        MEGATRON_EXT_ROLLED
+        for (int r = thread(); r < domain.ranks; r += kThreads) {
+            home_load[r] = domain.home_load[r];
+        }
+        if (thread() <= kWarps) {
+            const int64_t bytes = TryMemory::bytes(domain.ranks, domain.mains, domain.slots);
+            const int64_t loads = tries_bytes(problem) - (kWarps + 1) * bytes;
+            shared.memory[thread()].place(
+                memory + loads + thread() * bytes, domain.ranks, domain.mains, domain.slots);
+        }
+        if (thread() < kWarps) shared.state_of[thread()] = thread();
+        if (thread() == 0) {
+            shared.best = kWarps;
+            shared.domain = {domain.ranks,
+                             domain.mains,
+                             domain.slots,
+                             problem.min_quota,
+                             domain.even,
+                             expert_load,
+                             home_load,
+                             domain.busiest_first};
+        }
+        __syncthreads();
+    }
+
+    // Returns whether there is a plan better than no balancing.
+    __device__ __noinline__ bool search(int64_t target, int64_t start, int64_t* reached) {
+        *reached = domain_.before();
+        if (*reached <= start || domain_.slots == 0) return false;
+        WorkLeft left{work_budget(domain_.ranks, domain_.mains)};
+        if (reach(start, left)) {
+            *reached = start;
+            return true;
+        }
+        bool found = false;
+        PublishedSearch published(target, *reached);
+        MEGATRON_EXT_ROLLED
+        while (!published.done()) {
+            run_next_steps(published, start);
+            // As the verdicts tell, step by step.
+            int node = 0;
+            int chosen = -1;
+            MEGATRON_EXT_ROLLED
+            for (int step = 0; step < kSteps && !published.done(); ++step) {
+                const bool is_reached = shared_.verdicts[node].reached;
+                if (is_reached) chosen = node;
+                published.narrow(is_reached);
+                node = 2 * node + (is_reached ? 1 : 2);
+            }
+            keep(chosen);
+            found = found || chosen >= 0;
+        }
+        ThresholdSearch search(start, published.reached(), problem_.tolerance_ppm);
+        MEGATRON_EXT_ROLLED
+        while (!search.done() && left.rounds > 0) {
+            const int probe = warp_idx() / 2;
+            const Method method = method_of_probe(warp_idx());
+            if (!search.nothing_to_do(probe)) {
+                run(search.threshold(probe), method, left.rounds, 0);
+            }
+            __syncthreads();
+            int chosen = -1;
+            found |= search.try_round(
+                left,
+                [&](int p, Method m) { return shared_.verdicts[warp_of_probe(p, m)]; },
+                [&](int p, Method m) { chosen = warp_of_probe(p, m); });
+            keep(chosen);
+        }
+        *reached = search.reached();
+        return found;
+    }
+
+    // Whether a plan for just this threshold was found.
+    __device__ __noinline__ bool reach(int64_t threshold, WorkLeft& left) {
+        if (warp_idx() < kMethods) {
+            const auto method = static_cast<Method>(warp_idx());
+            if (method != Method::kFill || domain_.even) {
+                run(threshold,
+                    method,
+                    work_at_start(method, domain_.ranks, domain_.mains),
+                    restarts_at_start(method));
+            }
+        }
+        __syncthreads();
+        int chosen = -1;
+        const bool reached = choose_at_start(
+            domain_.even,
+            left,
+            [&](Method method) { return shared_.verdicts[static_cast<int>(method)]; },
+            [&](Method method) { chosen = static_cast<int>(method); });
+        keep(chosen);
+        return reached;
+    }
+
+    __device__ const TryMemory& best() const { return shared_.memory[shared_.best]; }
+
+  private:
+    __device__ static int thread() { return static_cast<int>(threadIdx.x); }
+    __device__ static int warp_idx() { return thread() / DeviceWarp::kLanes; }
+
+    __device__ static Method method_of_probe(int warp) {
+        return warp % 2 == 0 ? Method::kRefill : Method::kBestFit;
+    }
+
+    __device__ static int warp_of_probe(int probe, Method method) {
+        return 2 * probe + (method == Method::kRefill ? 0 : 1);
+    }
+
+    // The tries of the next steps of UltraEP's search, whatever the verdicts before them: step 0 is
+    // warp 0's, and the one after that of warp w is 2w + 1's if it is reached, else 2w + 2's.
+    __device__ void run_next_steps(PublishedSearch published, int64_t start) {
+        if (warp_idx() < (1 << kSteps) - 1) {
+            // Behind the leading one, the bits of w + 1 are the way from step 0 to the warp's.
+            const int way = warp_idx() + 1;
+            MEGATRON_EXT_ROLLED
+            for (int bit = 30 - __clz(way); bit >= 0 && !published.done(); --bit) {
+                published.narrow((way >> bit & 1) == 0);
+            }
+            const int64_t threshold = published.threshold();
+            if (published.done() || threshold < start) {
+                if (thread() % DeviceWarp::kLanes == 0) shared_.verdicts[warp_idx()] = Verdict{};
+            } else {
+                run(threshold, Method::kRoomiest, INT32_MAX, 0);
+            }
+        }
+        __syncthreads();
+    }
+
+    // By a warp; one place in the code for all tries.
+    __device__ __noinline__ void run(int64_t threshold,
+                                     Method method,
+                                     int32_t work_limit,
+                                     int restarts) {
+        const TryMemory& memory = shared_.memory[shared_.state_of[warp_idx()]];
+        Attempt<DeviceWarp> attempt(shared_.domain, memory, warp_, work_limit);
+        const Verdict verdict = attempt.run(threshold, method, restarts);
+        if (thread() % DeviceWarp::kLanes == 0) shared_.verdicts[warp_idx()] = verdict;
+    }
+
+    // The plan of this warp, if it is one, is the best so far. By the whole block; after it the
+    // verdicts may be overwritten.
+    __device__ __noinline__ void keep(int warp) {
+        __syncthreads();
+        if (thread() == 0 && warp >= 0) {
+            const int kept = shared_.best;
+            shared_.best = shared_.state_of[warp];
+            shared_.state_of[warp] = kept;
+        }
+        __syncthreads();
+    }
+
+    Shared& shared_;
+    const QuotaProblem& problem_;
+    const DeviceWarp warp_;
+    const Domain& domain_;
+};
+
+extern __shared__ float4 dynamic_memory[];
+
+// Plan the domain, or plan it once more for `worst` alone, and write its plan.
+__device__ void plan_domain(Shared& shared,
+                            const QuotaProblem& problem,
+                            DeviceWarp warp,
+                            const Domain& domain,
+                            const Sums& sums,
+                            char* tries,
+                            int64_t target,
+                            int64_t start,
+                            int64_t worst,
+                            int64_t* quota,
+                            int32_t* slots) {
+    const int thread = static_cast<int>(threadIdx.x);
+    BlockPlanner planner(shared, problem, warp, domain, tries);
+    bool found = false;
+    if (worst == 0) {
+        int64_t reached;
+        found = planner.search(target, start, &reached);
+        // Of the first launch only: blocks of the second read it, at any time.
+        if (thread == 0) *sums.reached = reached;
+    } else if (domain.before() > worst) {
+        WorkLeft left{work_budget(domain.ranks, domain.mains)};
+        found = planner.reach(worst, left);
+        if (!found) return;
+    }
+
+    const int ranks = static_cast<int>(problem.num_ranks);
+    const int first_rank = static_cast<int>(blockIdx.x) * domain.ranks;
+    const int first_expert = first_rank * domain.mains;
+    constexpr int kLanes = DeviceWarp::kLanes;
+    MEGATRON_EXT_ROLLED
+    for (int e = thread / kLanes; e < domain.experts(); e += kWarps) {
+        const int home = first_rank + e / domain.mains;
+        int64_t* row = quota + static_cast<int64_t>(first_expert + e) * ranks;
+        MEGATRON_EXT_ROLLED
+        for (int t = thread % kLanes; t < ranks; t += kLanes) {
+            row[t] = t == home ? domain.expert_load[e] : 0;
+        }
+    }
+    MEGATRON_EXT_ROLLED
+    for (int i = thread; i < domain.ranks * domain.slots; i += kThreads) {
+        slots[first_rank * domain.slots + i] = -1;
+    }
+    __syncthreads();
+    if (!found) return;
+    const TryMemory& best = planner.best();
+    MEGATRON_EXT_ROLLED
+    for (int r = thread; r < domain.ranks; r += kThreads) {
+        MEGATRON_EXT_ROLLED
+        for (int k = 0; k < best.held[r]; ++k) {
+            const int replica = r * domain.slots + k;
+            const int expert = first_expert + best.expert[replica];
+            const int64_t amount = best.amount[replica];
+            int64_t* row = quota + static_cast<int64_t>(expert) * ranks;
+            // Replicas of one main are on several ranks. Subtracts: unsigned arithmetic wraps.
+            atomicAdd(reinterpret_cast<unsigned long long*>(row + first_rank + best.giver[replica]),
+                      static_cast<unsigned long long>(-amount));
+            row[first_rank + r] = amount;
+            slots[first_rank * domain.slots + replica] = expert;
+        }
+    }
+}
+
 __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem problem,
                                                                   bool again,
+                                                                  bool tries_are_shared,
                                                                   const int64_t* loads,
                                                                   char* workspace,
                                                                   int64_t* quotas,
                                                                   int32_t* slots) {
-    __shared__ Verdict verdicts[kAttempts];
-    __shared__ int state_of[kAttempts];  // which state in memory a try works on
-    __shared__ int best_state;
-    __shared__ int lowest;
-    __shared__ int64_t start;
+    __shared__ Shared shared;
     __shared__ Domain domain;
-    __shared__ AttemptState state_of_warp[kWarps];
+    __shared__ int64_t bounds[kWarps];
 
-    const DeviceWarp warp;
     const int thread = static_cast<int>(threadIdx.x);
     const int warp_idx = thread / DeviceWarp::kLanes;
     const int64_t ranks = problem.num_ranks;
@@ -83,136 +358,86 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
     const int num_domains = static_cast<int>(gridDim.x);
     const int own = static_cast<int>(blockIdx.x);
     const int64_t* load = loads + blockIdx.y * ranks * experts;
-    int64_t* quota = quotas + blockIdx.y * experts * ranks;
-    int32_t* held_experts = slots + blockIdx.y * ranks * problem.num_slots;
     const auto memory_of = [&](int d) {
         return workspace +
                (static_cast<int64_t>(blockIdx.y) * num_domains + d) * block_bytes(problem);
     };
     char* memory = memory_of(own);
-
     Sums sums;
-    sums.reached = reinterpret_cast<int64_t*>(memory);
-    sums.expert_load = sums.reached + 1;
-    sums.home_load = sums.expert_load + experts;
-    sums.busiest_first = reinterpret_cast<int32_t*>(sums.home_load + ranks);
-    char* states = memory + sums_bytes(problem);
+    char* tries = memory + sums.place(memory, problem);
 
     // Sums of all domains: where the search starts depends on the worst of them.
+    MEGATRON_EXT_ROLLED
     for (int64_t e = thread; e < experts; e += kThreads) {
         int64_t sum = 0;
 #pragma unroll 16  // reads in flight at once
         for (int64_t r = 0; r < ranks; ++r) sum += load[r * experts + e];
         sums.expert_load[e] = sum;
     }
-    if (thread < kAttempts) state_of[thread] = thread;
-    if (thread == 0) {
-        best_state = kAttempts;
-        domain = domain_of(problem, sums, own);
-    }
     __syncthreads();
-    const int64_t mains = experts / ranks;
+    const int mains = mains_of(problem);
+    MEGATRON_EXT_ROLLED
     for (int64_t r = thread; r < ranks; r += kThreads) {
         int64_t sum = 0;
-        for (int64_t m = 0; m < mains; ++m) sum += sums.expert_load[r * mains + m];
+        MEGATRON_EXT_ROLLED
+        for (int m = 0; m < mains; ++m) sum += sums.expert_load[r * mains + m];
         sums.home_load[r] = sum;
     }
-    __syncthreads();
-    for (int d = warp_idx; d < num_domains; d += kWarps) {
-        const int first = d * domain.ranks;
-        sort_ranks(warp, domain.ranks, sums.home_load + first, sums.busiest_first + first);
+    const auto domain_ranks = static_cast<int>(problem.nvlink_domain);
+    const int domain_experts = domain_ranks * mains;
+    MEGATRON_EXT_ROLLED
+    for (int d = 0; d < num_domains; ++d) {
+        sort_falling(sums.expert_load + static_cast<int64_t>(d) * domain_experts,
+                     sums.hottest_first + d * domain_experts,
+                     domain_experts);
     }
     __syncthreads();
-    if (warp_idx == 0) {
-        const int64_t threshold =
-            start_threshold(warp, num_domains, problem.tolerance_ppm, [&](int d) {
-                return domain_of(problem, sums, d);
-            });
-        if (thread == 0) start = threshold;
+    MEGATRON_EXT_ROLLED
+    for (int d = 0; d < num_domains; ++d) {
+        const int first = d * domain_ranks;
+        sort_falling(sums.home_load + first, sums.busiest_first + first, domain_ranks);
     }
+    if (thread == 0) domain = domain_of(problem, sums, own);
     __syncthreads();
-    const int64_t before = domain.home_load[domain.busiest_first[0]];
+
+    const DeviceWarp wide{false};
+    const int64_t total =
+        wide.sum(static_cast<int>(ranks), [&](int r) -> int64_t { return sums.home_load[r]; });
     int64_t worst = 0;
     if (again) {
+        MEGATRON_EXT_ROLLED
         for (int d = 0; d < num_domains; ++d) {
             worst = larger(worst, *reinterpret_cast<const int64_t*>(memory_of(d)));
         }
         if (*sums.reached == worst) return;
     }
-
-    const auto state_at = [&](int index) {
-        AttemptState state;
-        state.place(
-            states + index * state_bytes(problem), domain.ranks, domain.mains, domain.slots);
-        return state;
-    };
-    bool found = false;
-    // Again: only for `worst`.
-    ThresholdSearch search = again                   ? ThresholdSearch(worst, worst + 1)
-                             : problem.num_slots > 0 ? ThresholdSearch(start, before)
-                                                     : ThresholdSearch(before, before);
-    while (!search.done()) {
-        if (thread == 0) lowest = -1;
+    const int64_t target = target_load(total, ranks, problem.tolerance_ppm);
+    int64_t start = target;
+    if (!again) {
+        int64_t bound = 0;
+        MEGATRON_EXT_ROLLED
+        for (int d = 0; d < num_domains; ++d) {
+            const Domain each = domain_of(problem, sums, d);
+            const DomainBound<DeviceWarp> of_domain(
+                wide, each, sums.hottest_first + d * domain_experts);
+            if (d % kWarps == warp_idx) bound = larger(bound, of_domain.by_receivers());
+            MEGATRON_EXT_ROLLED
+            for (int k = 1 + warp_idx; k <= domain_ranks; k += kWarps) {
+                bound = larger(bound, of_domain.by_senders(k));
+            }
+        }
+        if (thread % DeviceWarp::kLanes == 0) bounds[warp_idx] = bound;
         __syncthreads();
-        for (int pass = 0; pass < kAttempts / kWarps && lowest < 0; ++pass) {
-            const int attempt = pass * kWarps + warp_idx;
-            const int probe = attempt / kMethods;
-            Verdict verdict;
-            if (!search.nothing_to_do(probe)) {
-                if (warp.lane() == 0) state_of_warp[warp_idx] = state_at(state_of[attempt]);
-                __syncwarp();
-                DomainAttempt<DeviceWarp> run(domain, state_of_warp[warp_idx], warp);
-                verdict = run.run(search.threshold(probe), static_cast<Method>(attempt % kMethods));
-            }
-            if (warp.lane() == 0) verdicts[attempt] = verdict;
-            __syncthreads();
-            if (thread == 0) {
-                for (int p = pass * kWarps / kMethods;
-                     p < (pass + 1) * kWarps / kMethods && lowest < 0;
-                     ++p) {
-                    const int chosen = choose_plan(verdicts + p * kMethods, domain.even);
-                    if (chosen < 0) continue;
-                    lowest = p;
-                    const int kept = best_state;
-                    best_state = state_of[p * kMethods + chosen];
-                    state_of[p * kMethods + chosen] = kept;
-                }
-            }
-            __syncthreads();
-        }
-        found = found || lowest >= 0;
-        search.narrow(lowest);
-        __syncthreads();  // `lowest` is read before it is reset.
+        MEGATRON_EXT_ROLLED
+        for (int w = 0; w < kWarps; ++w) start = larger(start, bounds[w]);
     }
-    if (again && !found && before > worst) return;
-    // Of the first launch only: blocks of the second read it, at any time.
-    if (!again && thread == 0) *sums.reached = search.reached();
 
-    const int64_t first_rank = static_cast<int64_t>(own) * domain.ranks;
-    const int64_t first_expert = first_rank * mains;
-    for (int64_t i = thread; i < domain.experts() * ranks; i += kThreads) {
-        const int64_t e = first_expert + i / ranks;
-        quota[e * ranks + i % ranks] = i % ranks == e / mains ? sums.expert_load[e] : 0;
-    }
-    for (int64_t i = thread; i < domain.ranks * problem.num_slots; i += kThreads) {
-        held_experts[first_rank * problem.num_slots + i] = -1;
-    }
-    __syncthreads();
-    if (!found || (again && before <= worst)) return;
-
-    const AttemptState best = state_at(best_state);
-    for (int r = thread; r < domain.ranks; r += kThreads) {
-        for (int k = 0; k < best.held[r]; ++k) {
-            const int64_t expert = first_expert + best.expert[r * domain.slots + k];
-            const int64_t amount = best.amount[r * domain.slots + k];
-            int64_t* row = quota + expert * ranks;
-            // Replicas of one main are on several ranks. Subtracts: unsigned arithmetic wraps.
-            atomicAdd(reinterpret_cast<unsigned long long*>(row + expert / mains),
-                      static_cast<unsigned long long>(-amount));
-            row[first_rank + r] = amount;
-            held_experts[(first_rank + r) * problem.num_slots + k] = static_cast<int32_t>(expert);
-        }
-    }
+    int64_t* quota = quotas + blockIdx.y * experts * ranks;
+    int32_t* held = slots + blockIdx.y * ranks * problem.num_slots;
+    if (tries_are_shared) tries = reinterpret_cast<char*>(dynamic_memory);
+    // What is compared is at most the total and one more.
+    const DeviceWarp warp{total < INT32_MAX};
+    plan_domain(shared, problem, warp, domain, sums, tries, target, start, worst, quota, held);
 }
 
 int64_t num_domains(const QuotaProblem& problem) {
@@ -223,6 +448,13 @@ int64_t num_domains(const QuotaProblem& problem) {
 int64_t loads_at_once(const QuotaProblem& problem) {
     constexpr int64_t kBlocks = 512;
     return std::max<int64_t>(kBlocks / num_domains(problem), 1);
+}
+
+// Bytes of dynamic shared memory for the tries; 0 if they do not fit into a block's.
+int64_t shared_bytes(const QuotaProblem& problem) {
+    constexpr int64_t kMost = 216 << 10;  // of 227 KB; the rest is what the kernel declares
+    const int64_t bytes = tries_bytes(problem);
+    return bytes <= kMost ? bytes : 0;
 }
 
 }  // namespace
@@ -239,13 +471,20 @@ cudaError_t solve_quota_cuda(const QuotaProblem& problem,
                              int32_t* slots,
                              cudaStream_t stream) {
     const int64_t pairs = problem.num_ranks * problem.num_experts;
+    const int64_t shared = shared_bytes(problem);
+    const cudaError_t allowed = cudaFuncSetAttribute(
+        solve_quota_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+    if (allowed != cudaSuccess) return allowed;
+    MEGATRON_EXT_ROLLED
     for (int64_t first = 0; first < batch; first += loads_at_once(problem)) {
         const int64_t loads = std::min(batch - first, loads_at_once(problem));
         const dim3 grid(static_cast<unsigned>(num_domains(problem)), static_cast<unsigned>(loads));
+        MEGATRON_EXT_ROLLED
         for (int launch = 0; launch < (num_domains(problem) > 1 ? 2 : 1); ++launch) {
-            solve_quota_kernel<<<grid, kThreads, 0, stream>>>(
+            solve_quota_kernel<<<grid, kThreads, static_cast<size_t>(shared), stream>>>(
                 problem,
                 launch > 0,
+                shared > 0,
                 load + first * pairs,
                 static_cast<char*>(workspace),
                 quota + first * pairs,

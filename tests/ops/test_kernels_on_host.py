@@ -23,7 +23,7 @@ CSRC = HERE.parents[1] / "csrc"
 
 
 def with_launches_as_calls(source: str) -> str:
-    """Replace `kernel<<<grid, ...>>>(...);`, which C++ has not."""
+    """Replace `kernel<<<grid, ...>>>(...);`, and memory of a size known at the launch."""
     text, launches = re.subn(
         r"(\w+)<<<(.*?)>>>\((.*?)\);",
         r"cuda_on_host::launch(\2, [=] { \1(\3); });",
@@ -31,6 +31,7 @@ def with_launches_as_calls(source: str) -> str:
         flags=re.DOTALL,
     )
     assert launches > 0
+    text = re.sub(r"extern __shared__ (.*)\[\];", r"__shared__ \1[(227 << 10) / 16];", text)
     # As nvcc does.
     return '#include "cuda_runtime_api.h"\n' + text
 

@@ -10,17 +10,22 @@
 
 #ifdef __CUDACC__
 #define MEGATRON_EXT_HOST_DEVICE __host__ __device__
+// A function that stays one: a kernel that runs once a layer finds its code in no cache, so every
+// copy costs.
+#define MEGATRON_EXT_ONCE_IN_CODE __host__ __device__ __noinline__
+#define MEGATRON_EXT_ROLLED _Pragma("unroll 1")  // a loop that is not written out either
 #else
 #define MEGATRON_EXT_HOST_DEVICE
+#define MEGATRON_EXT_ONCE_IN_CODE
+#define MEGATRON_EXT_ROLLED
 #endif
 
 namespace megatron_ext {
 
 // The index with the highest key above 0, the lowest of equals; -1 if there is none.
-template <class Key>
 struct Best {
     int index = -1;
-    Key key = 0;
+    int64_t key = 0;
 };
 
 // How many indices it is true for, where those are the first. By one lane.
@@ -47,10 +52,10 @@ struct HostWarp {
     }
 
     template <class Function>
-    auto best(int count, Function key_of) const {
-        Best<decltype(key_of(0))> best;
+    Best best(int count, Function key_of) const {
+        Best best;
         for (int i = 0; i < count; ++i) {
-            const auto key = key_of(i);
+            const int64_t key = key_of(i);
             if (key > best.key) best = {i, key};
         }
         return best;
@@ -108,9 +113,9 @@ struct HostWarp {
         }
     }
 
-    // Sort two arrays by rising a, then rising b.
+    // Sort two arrays by rising a, then rising b; `scratch` is as large as they are.
     template <class A, class B>
-    void sort(int count, A* a, B* b) const {
+    void sort(int count, A* a, B* b, A* /*scratch_a*/, B* /*scratch_b*/) const {
         for (int i = 1; i < count; ++i) {
             const A own_a = a[i];
             const B own_b = b[i];
@@ -126,14 +131,20 @@ struct HostWarp {
         }
     }
 
-    // Take the best offers: `make_offers(i, offer)` runs for each index and calls `offer(t, value,
-    // id)` as often as it likes. Then taken[t] and taken_id[t] are the highest value offered and
-    // the lowest id it came with, unless taken[t] was higher; offers that are not above now[t] do
-    // not count. Before, taken[t] is at least now[t], and taken_id[t] above all ids.
-    template <class Value, class Function>
-    void take_offers(
-        int count, const Value* now, Value* taken, int32_t* taken_id, Function make_offers) const {
-        const auto offer = [&](int t, Value value, int32_t id) {
+    // Take the best offers: `make_offers(i, offer)` runs for each index below `count` and calls
+    // `offer(t, value, id)` for any t below `takers`, as often as it likes. Then taken[t] and
+    // taken_id[t] are the highest value offered and the lowest id it came with, unless taken[t] was
+    // higher. Offers that are not above now[t] do not count. Before, taken[t] is at least now[t],
+    // and taken_id[t] is above all ids. `scratch` is as large as `takers`.
+    template <class Function>
+    void take_offers(int count,
+                     int /*takers*/,
+                     const int64_t* now,
+                     int64_t* taken,
+                     int32_t* taken_id,
+                     int64_t* /*scratch*/,
+                     Function make_offers) const {
+        const auto offer = [&](int t, int64_t value, int32_t id) {
             if (value <= now[t] || value < taken[t]) return;
             if (value == taken[t] && id > taken_id[t]) return;
             taken[t] = value;
@@ -148,5 +159,210 @@ struct HostWarp {
         function();
     }
 };
+
+#ifdef __CUDACC__
+
+// One lane a thread.
+struct DeviceWarp {
+    // Whether all keys and offers are below 2^31: half the work.
+    bool narrow = false;
+
+    static constexpr unsigned kAll = 0xffffffffu;
+    static constexpr int kLanes = 32;
+
+    __device__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
+
+    template <class Function>
+    __device__ void for_each(int count, Function function) const {
+        __syncwarp();  // What other lanes still read must not change under them.
+#pragma unroll 1
+        for (int i = lane(); i < count; i += kLanes) function(i);
+        __syncwarp();
+    }
+
+    template <class Function>
+    __device__ Best best(int count, Function key_of) const {
+        Best best;
+#pragma unroll 1
+        for (int i = lane(); i < count; i += kLanes) {
+            const int64_t key = key_of(i);
+            if (key > best.key) best = {i, key};
+        }
+        return best_of_lanes(best);
+    }
+
+    template <class Function>
+    __device__ int64_t sum(int count, Function value_of) const {
+        long long total = 0;
+#pragma unroll 1
+        for (int i = lane(); i < count; i += kLanes) total += value_of(i);
+        return sum_of_lanes(total);
+    }
+
+    template <class Counts, class Function>
+    __device__ int64_t sum_first(int count, int64_t most, Counts counts, Function value_of) const {
+        long long total = 0;
+#pragma unroll 1
+        for (int first = 0; first < count && most > 0; first += kLanes) {
+            const int i = first + lane();
+            const unsigned counting = __ballot_sync(kAll, i < count && counts(i));
+            const unsigned before = counting & ((1u << lane()) - 1);
+            if ((counting >> lane() & 1) != 0 && __popc(before) < most) total += value_of(i);
+            most -= __popc(counting);
+        }
+        return sum_of_lanes(total);
+    }
+
+    template <class Function>
+    __device__ int find(int count, Function is_it) const {
+#pragma unroll 1
+        for (int first = 0; first < count; first += kLanes) {
+            const int i = first + lane();
+            const unsigned found = __ballot_sync(kAll, i < count && is_it(i));
+            if (found != 0) return first + __ffs(static_cast<int>(found)) - 1;
+        }
+        return -1;
+    }
+
+    template <class Function>
+    __device__ int count_first(int count, Function is_it) const {
+        int found = 0;
+#pragma unroll 1
+        for (int first = 0; first < count; first += kLanes) {
+            const int i = first + lane();
+            found += __popc(__ballot_sync(kAll, i < count && is_it(i)));
+        }
+        return found;
+    }
+
+    template <class A, class B>
+    __device__ __noinline__ void shift_up(int first, int last, A* a, B* b) const {
+        __syncwarp();
+// From the end, so that no entry is written before it was read.
+#pragma unroll 1
+        for (int chunk = last - 1 - (last - 1 - first) % kLanes; chunk >= first; chunk -= kLanes) {
+            const int i = chunk + lane();
+            const A own_a = a[i < last ? i : first];
+            const B own_b = b[i < last ? i : first];
+            __syncwarp();
+            if (i < last) {
+                a[i + 1] = own_a;
+                b[i + 1] = own_b;
+            }
+            __syncwarp();
+        }
+    }
+
+    template <class A, class B>
+    __device__ __noinline__ void shift_down(int first, int last, A* a, B* b) const {
+        __syncwarp();
+#pragma unroll 1
+        for (int chunk = first + 1; chunk < last; chunk += kLanes) {
+            const int i = chunk + lane();
+            const A own_a = a[i < last ? i : first];
+            const B own_b = b[i < last ? i : first];
+            __syncwarp();
+            if (i < last) {
+                a[i - 1] = own_a;
+                b[i - 1] = own_b;
+            }
+            __syncwarp();
+        }
+    }
+
+    template <class A, class B>
+    __device__ __noinline__ void sort(int count, A* a, B* b, A* scratch_a, B* scratch_b) const {
+        for_each(count, [&](int i) {
+            const A own_a = a[i];
+            const B own_b = b[i];
+            int place = 0;
+#pragma unroll 1
+            for (int j = 0; j < count; ++j) {
+                place += a[j] < own_a || (a[j] == own_a && b[j] < own_b);
+            }
+            scratch_a[place] = own_a;
+            scratch_b[place] = own_b;
+        });
+        for_each(count, [&](int i) {
+            a[i] = scratch_a[i];
+            b[i] = scratch_b[i];
+        });
+    }
+
+    template <class Function>
+    __device__ void take_offers(int count,
+                                int takers,
+                                const int64_t* now,
+                                int64_t* taken,
+                                int32_t* taken_id,
+                                int64_t* scratch,
+                                Function make_offers) const {
+        // Narrow: value and inverted id in one word, so that the highest word is the best offer.
+        // Else the highest values come first, and then the lowest ids of those.
+        auto* const words = reinterpret_cast<unsigned long long*>(scratch);
+        const auto word_of = [](int64_t value, int32_t id) {
+            return static_cast<unsigned long long>(value) << 32 | ~static_cast<unsigned>(id);
+        };
+        for_each(takers,
+                 [&](int t) { words[t] = narrow ? word_of(taken[t], taken_id[t]) : taken[t]; });
+#pragma unroll 1
+        for (int pass = 0; pass < (narrow ? 1 : 2); ++pass) {
+            for_each(count, [&](int i) {
+                make_offers(i, [&](int t, int64_t value, int32_t id) {
+                    if (value <= now[t]) return;
+                    if (pass == 0) {
+                        atomicMax(&words[t], narrow ? word_of(value, id) : value);
+                    } else if (static_cast<unsigned long long>(value) == words[t]) {
+                        atomicMin(&taken_id[t], id);
+                    }
+                });
+            });
+            for_each(takers, [&](int t) {
+                if (narrow) {
+                    taken[t] = static_cast<int64_t>(words[t] >> 32);
+                    taken_id[t] = static_cast<int32_t>(~static_cast<unsigned>(words[t]));
+                } else if (static_cast<int64_t>(words[t]) > taken[t]) {
+                    taken[t] = static_cast<int64_t>(words[t]);
+                    taken_id[t] = INT32_MAX;
+                }
+            });
+        }
+    }
+
+    template <class Function>
+    __device__ void once(Function function) const {
+        __syncwarp();
+        if (lane() == 0) function();
+        __syncwarp();
+    }
+
+  private:
+    __device__ __noinline__ Best best_of_lanes(Best own) const {
+        const int64_t key = highest(own.key);
+        const unsigned none = 0xffffffffu;
+        const unsigned index = own.key == key ? static_cast<unsigned>(own.index) : none;
+        // -1, where there is none, is the highest unsigned number too.
+        return {static_cast<int>(__reduce_min_sync(kAll, index)), key};
+    }
+
+    __device__ int64_t highest(int64_t value) const {
+        const auto lower = static_cast<unsigned>(value);
+        if (narrow) return __reduce_max_sync(kAll, lower);
+        const auto upper = static_cast<int32_t>(value >> 32);
+        const int32_t most = __reduce_max_sync(kAll, upper);
+        const unsigned rest = __reduce_max_sync(kAll, upper == most ? lower : 0u);
+        return static_cast<int64_t>(most) << 32 | rest;
+    }
+
+    __device__ __noinline__ int64_t sum_of_lanes(long long own) const {
+#pragma unroll 1
+        for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+            own += __shfl_xor_sync(kAll, own, distance);
+        }
+        return own;
+    }
+};
+
+#endif
 
 }  // namespace megatron_ext

@@ -37,6 +37,7 @@
 #define __shared__ static __attribute__((section("shared_memory")))
 #define __launch_bounds__(...)
 #define __grid_constant__
+#define __noinline__
 
 extern "C" {
 extern char __start_shared_memory[] __attribute__((weak));
@@ -322,6 +323,26 @@ inline unsigned __ballot_sync(unsigned, bool predicate) {
     return ballot;
 }
 
+// Of what all lanes give, by an operation of two.
+template <class T, class Function>
+T reduce(T value, Function both) {
+    for (int distance = 1; distance < cuda_on_host::kLanes; distance *= 2) {
+        value = both(value, __shfl_xor_sync(0, value, distance));
+    }
+    return value;
+}
+
+template <class T>
+T __reduce_max_sync(unsigned, T value) {
+    return reduce(value, [](T a, T b) { return std::max(a, b); });
+}
+
+template <class T>
+T __reduce_min_sync(unsigned, T value) {
+    return reduce(value, [](T a, T b) { return std::min(a, b); });
+}
+
+inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(static_cast<unsigned>(bits)); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 
@@ -339,6 +360,20 @@ T atomicAdd(T* address, T value) {
 }
 
 template <class T>
+T atomicMax(T* address, T value) {
+    const T before = *address;
+    *address = std::max(before, value);
+    return before;
+}
+
+template <class T>
+T atomicMin(T* address, T value) {
+    const T before = *address;
+    *address = std::min(before, value);
+    return before;
+}
+
+template <class T>
 T atomicExch(T* address, T value) {
     const T before = *address;
     *address = value;
@@ -347,6 +382,13 @@ T atomicExch(T* address, T value) {
 
 inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
     std::memset(memory, value, bytes);
+    return cudaSuccess;
+}
+
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) {
     return cudaSuccess;
 }
 

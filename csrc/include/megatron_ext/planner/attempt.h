@@ -28,18 +28,18 @@ enum class Method : int32_t {
 constexpr int kMethods = 8;
 
 struct Verdict {
-    bool reached = false;  // every rank is within its limit
-    int32_t sends = 0;     // replicas that the busiest sender has to fill
-    int32_t replicas = 0;
-    int32_t work = 0;  // rounds of a warp
+    bool reached;   // every rank is within its limit
+    int32_t sends;  // replicas that the busiest sender has to fill
+    int32_t replicas;
+    int32_t work;  // rounds of a warp
 };
 
-template <class Warp, class Amount>
+template <class Warp>
 class Attempt {
   public:
     // work_limit: a try that takes as many rounds has failed.
-    MEGATRON_EXT_HOST_DEVICE Attempt(const Domain<Amount>& domain,
-                                     const TryMemory<Amount>& memory,
+    MEGATRON_EXT_HOST_DEVICE Attempt(const Domain& domain,
+                                     const TryMemory& memory,
                                      Warp warp,
                                      int32_t work_limit)
         : moves_(domain, memory, warp, work_limit) {}
@@ -48,8 +48,9 @@ class Attempt {
     // the front of the order, and the try starts over, up to `restarts` times; so does refilling,
     // with a detour. Where one pass is much work, the ranks are so many that starting over found
     // nothing more.
-    MEGATRON_EXT_HOST_DEVICE Verdict run(Amount threshold, Method method, int restarts) {
+    MEGATRON_EXT_HOST_DEVICE Verdict run(int64_t threshold, Method method, int restarts) {
         bool reached = false;
+        MEGATRON_EXT_ROLLED
         for (int pass = 0; !reached && pass <= restarts; ++pass) {
             if (pass > 0 && moves_.work() >= kWorkToRestart) break;
             moves_.reset(threshold);
@@ -77,17 +78,17 @@ class Attempt {
 
     MEGATRON_EXT_HOST_DEVICE void set_order(Method method) {
         const auto& at = moves_.at();
-        const Domain<Amount>& domain = moves_.domain();
+        const Domain& domain = moves_.domain();
         const auto& warp = moves_.warp();
         const int ranks = domain.ranks;
         if (method == Method::kBestFit || method == Method::kPairFit) {
             warp.for_each(ranks, [&](int i) { at.order[i] = domain.busiest_first[i]; });
             return;
         }
-        const Amount room_there = at.room[domain.busiest_first[ranks - 1]];
-        const Amount most_room = room_there > 0 ? room_there : 1;
+        const int64_t room_there = at.room[domain.busiest_first[ranks - 1]];
+        const int64_t most_room = room_there > 0 ? room_there : 1;
         warp.for_each(ranks, [&](int i) {
-            const Amount excess = -at.room[domain.busiest_first[i]];
+            const int64_t excess = -at.room[domain.busiest_first[i]];
             at.step[i] = i;
             if (excess <= 0) {
                 at.wider[i] = moves_.kMost;
@@ -99,14 +100,15 @@ class Attempt {
                 at.wider[i] = method == Method::kRising ? excess : excess % most_room;
             }
         });
-        warp.sort(ranks, at.wider, at.step);
+        warp.sort(ranks, at.wider, at.step, at.width, at.order);
         warp.for_each(ranks, [&](int i) { at.order[i] = domain.busiest_first[at.step[i]]; });
         moves_.spend(4 * rounds_of(ranks));
     }
 
     // Returns the place in the order of the first rank that could not be relieved, or -1.
     MEGATRON_EXT_HOST_DEVICE int relieve_all(bool pairs) {
-        Shedding<Warp, Amount> shedding(moves_, pairs);
+        Shedding<Warp> shedding(moves_, pairs);
+        MEGATRON_EXT_ROLLED
         for (int i = 0; i < moves_.domain().ranks; ++i) {
             if (!shedding.relieve(moves_.at().order[i])) return i;
         }
@@ -120,7 +122,7 @@ class Attempt {
         moves_.warp().once([&] { at.order[0] = rank; });
     }
 
-    Moves<Warp, Amount> moves_;
+    Moves<Warp> moves_;
 };
 
 }  // namespace megatron_ext

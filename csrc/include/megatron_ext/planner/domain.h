@@ -4,8 +4,6 @@
 // Legend: D ranks of the domain, M mains per rank, S slots per rank. Ranks and experts are counted
 // from the domain's first; the main of expert e lives on rank e / M. Where nothing else is said,
 // ties go to the lowest index.
-//
-// Amount is int32_t or int64_t: whatever holds the domain's load (quota_search.h).
 #pragma once
 
 #include <cstdint>
@@ -14,19 +12,18 @@
 
 namespace megatron_ext {
 
-template <class Amount>
 struct Domain {
     int ranks;  // D
     int mains;  // M
     int slots;  // S
-    Amount min_quota;
+    int64_t min_quota;
     bool even;  // whether no rank may be idler than the others by more than one assignment
-    const Amount* expert_load;     // [D * M] assignments of all sources
-    const Amount* home_load;       // [D] assignments of a rank's mains
+    const int64_t* expert_load;    // [D * M] assignments of all sources
+    const int64_t* home_load;      // [D] assignments of a rank's mains
     const int32_t* busiest_first;  // [D] ranks
 
     MEGATRON_EXT_HOST_DEVICE int experts() const { return ranks * mains; }
-    MEGATRON_EXT_HOST_DEVICE Amount before() const { return home_load[busiest_first[0]]; }
+    MEGATRON_EXT_HOST_DEVICE int64_t before() const { return home_load[busiest_first[0]]; }
 };
 
 // Work is counted in rounds of a warp: one operation on 32 indices. So many rounds a pass over all
@@ -34,22 +31,22 @@ struct Domain {
 MEGATRON_EXT_HOST_DEVICE inline int32_t rounds_of(int count) { return (count + 31) / 32; }
 
 // Arrays of a try, in memory of the caller.
-template <class Amount>
 struct TryMemory {
-    Amount* room;       // [D] assignments a rank may still take; below 0 it has to shed some
-    Amount* kept;       // [D * M] assignments that stay with the main
-    Amount* amount;     // [D * S] assignments of a replica
-    Amount* host_room;  // [D] of the hosts, rising
-    Amount* width;      // [D] what a chain carries to a rank
-    Amount* wider;      // [D] the same after one more step
-    int32_t* host;      // [D] ranks that can take a replica, by rising room; see Moves
-    int32_t* expert;    // [D * S] expert of a replica
-    int32_t* giver;     // [D * S] home of that expert
-    int32_t* held;      // [D] slots in use, from slot 0
-    int32_t* sends;     // [D] replicas of a rank's mains
-    int32_t* hottest;   // [D] expert of a rank that keeps most
-    int32_t* order;     // [D] ranks, in the order of shedding
-    int32_t* step;      // [D] last step of the chain to a rank
+    int64_t* room;       // [D] assignments a rank may still take; below 0 it has to shed some
+    int64_t* kept;       // [D * M] assignments that stay with the main
+    int64_t* amount;     // [D * S] assignments of a replica
+    int64_t* host_room;  // [D] of the hosts, rising
+    int64_t* width;      // [D] what a chain carries to a rank
+    int64_t* wider;      // [D] the same after one more step
+    int64_t* offers;     // [D] for Warp::take_offers
+    int32_t* host;       // [D] ranks that can take a replica, by rising room; see Moves
+    int32_t* expert;     // [D * S] expert of a replica
+    int32_t* giver;      // [D * S] home of that expert
+    int32_t* held;       // [D] slots in use, from slot 0
+    int32_t* sends;      // [D] replicas of a rank's mains
+    int32_t* hottest;    // [D] expert of a rank that keeps most
+    int32_t* order;      // [D] ranks, in the order of shedding
+    int32_t* step;       // [D] last step of the chain to a rank
 
     // Lay the arrays out behind `memory`, which has `bytes` for them.
     MEGATRON_EXT_HOST_DEVICE static int64_t bytes(int ranks, int mains, int slots) {
@@ -60,6 +57,7 @@ struct TryMemory {
     MEGATRON_EXT_HOST_DEVICE int64_t place(char* memory, int ranks, int mains, int slots) {
         int64_t offset = 0;
         const int64_t d = ranks;
+        put(offers, memory, offset, d);
         put(room, memory, offset, d);
         put(kept, memory, offset, d * mains);
         put(amount, memory, offset, d * slots);
@@ -89,27 +87,30 @@ struct TryMemory {
 //
 // Hosts are the ranks that have a free slot and room for the smallest replica. They are kept sorted
 // by room, so that the tightest and the roomiest one are found without looking at all.
-template <class Warp, class Amount>
+template <class Warp>
 class Moves {
   public:
-    static constexpr Amount kMost = sizeof(Amount) == 4 ? INT32_MAX : INT64_MAX;
+    static constexpr int64_t kMost = INT64_MAX;
 
-    MEGATRON_EXT_HOST_DEVICE Moves(const Domain<Amount>& domain,
-                                   const TryMemory<Amount>& memory,
+    MEGATRON_EXT_HOST_DEVICE Moves(const Domain& domain,
+                                   const TryMemory& memory,
                                    Warp warp,
                                    int32_t work_limit)
         : domain_(domain), at_(memory), warp_(warp), work_limit_(work_limit) {}
 
     // Nothing has moved, and every rank may keep `threshold`. For an even plan that leaves less
     // than one spare assignment a rank, the coldest ranks stay below it, so that nothing is spare.
-    MEGATRON_EXT_HOST_DEVICE void reset(Amount threshold) {
+    MEGATRON_EXT_ONCE_IN_CODE void reset(int64_t threshold) {
         const int ranks = domain_.ranks;
         int coldest = 0;
         if (domain_.even) {
+            // What is spare beyond a whole assignment a rank does not matter.
             const int64_t total =
                 warp_.sum(ranks, [&](int r) -> int64_t { return domain_.home_load[r]; });
-            const __int128 spare = static_cast<__int128>(threshold) * ranks - total;
-            if (spare < ranks) coldest = static_cast<int>(spare);
+            const int64_t rest = total % ranks;
+            if (threshold == total / ranks + (rest > 0)) {
+                coldest = rest > 0 ? static_cast<int>(ranks - rest) : 0;
+            }
         }
         warp_.for_each(domain_.experts(), [&](int e) { at_.kept[e] = domain_.expert_load[e]; });
         warp_.for_each(ranks, [&](int i) {
@@ -124,7 +125,7 @@ class Moves {
     }
 
     // Give rank t a replica of `expert` with `amount` assignments.
-    MEGATRON_EXT_HOST_DEVICE void add(int expert, int t, Amount amount) {
+    MEGATRON_EXT_ONCE_IN_CODE void add(int expert, int t, int64_t amount) {
         const int home = home_of(expert);
         warp_.once([&] {
             place_replica(expert, home, t, amount);
@@ -137,7 +138,7 @@ class Moves {
     }
 
     // By one lane.
-    MEGATRON_EXT_HOST_DEVICE void place_replica(int expert, int home, int t, Amount amount) {
+    MEGATRON_EXT_HOST_DEVICE void place_replica(int expert, int home, int t, int64_t amount) {
         const int k = t * domain_.slots + at_.held[t]++;
         at_.expert[k] = expert;
         at_.giver[k] = home;
@@ -147,7 +148,7 @@ class Moves {
     }
 
     // By one lane: the replica that rank t holds of `expert`, if it has no assignments.
-    MEGATRON_EXT_HOST_DEVICE void drop_if_empty(int t, int expert) {
+    MEGATRON_EXT_ONCE_IN_CODE void drop_if_empty(int t, int expert) {
         const int k = t * domain_.slots + slot_of(t, expert);
         if (at_.amount[k] > 0) return;
         --at_.sends[at_.giver[k]];
@@ -158,8 +159,8 @@ class Moves {
     }
 
     // Put rank t where it now belongs among the hosts, or nowhere.
-    MEGATRON_EXT_HOST_DEVICE void update_host(int t) {
-        const Amount room = at_.room[t];
+    MEGATRON_EXT_ONCE_IN_CODE void update_host(int t) {
+        const int64_t room = at_.room[t];
         const bool can_host = can_take(t) && room >= least_room();
         const int from = warp_.find(hosts_, [&](int i) { return at_.host[i] == t; });
         int to = from;
@@ -193,13 +194,14 @@ class Moves {
     MEGATRON_EXT_HOST_DEVICE int hosts() const { return hosts_; }
 
     // How many hosts have less room.
-    MEGATRON_EXT_HOST_DEVICE int hosts_below(Amount room) const {
+    MEGATRON_EXT_HOST_DEVICE int hosts_below(int64_t room) const {
         return warp_.count_first(hosts_, [&](int i) { return at_.host_room[i] < room; });
     }
 
     // The first host from `place` on, in steps of `by`, that may get a replica of `expert`; -1 if
     // there is none.
-    MEGATRON_EXT_HOST_DEVICE int host_for(int expert, int place, int by) const {
+    MEGATRON_EXT_ONCE_IN_CODE int host_for(int expert, int place, int by) const {
+        MEGATRON_EXT_ROLLED
         for (; place >= 0 && place < hosts_; place += by) {
             const int t = at_.host[place];
             if (slot_of(t, expert) < 0) return t;
@@ -208,19 +210,20 @@ class Moves {
     }
 
     // Ranks that have to shed; 0 when the threshold is reached.
-    MEGATRON_EXT_HOST_DEVICE Best<Amount> busiest() const {
+    MEGATRON_EXT_HOST_DEVICE Best busiest() const {
         return warp_.best(domain_.ranks, [&](int r) { return -at_.room[r]; });
     }
 
-    MEGATRON_EXT_HOST_DEVICE Best<Amount> roomiest() const {
+    MEGATRON_EXT_HOST_DEVICE Best roomiest() const {
         return warp_.best(domain_.ranks, [&](int r) { return at_.room[r]; });
     }
 
     MEGATRON_EXT_HOST_DEVICE bool can_take(int t) const { return at_.held[t] < domain_.slots; }
 
     // The slot in which rank t holds `expert`, or -1.
-    MEGATRON_EXT_HOST_DEVICE int slot_of(int t, int expert) const {
+    MEGATRON_EXT_ONCE_IN_CODE int slot_of(int t, int expert) const {
         const int32_t* held = at_.expert + t * domain_.slots;
+        MEGATRON_EXT_ROLLED
         for (int k = 0; k < at_.held[t]; ++k) {
             if (held[k] == expert) return k;
         }
@@ -230,8 +233,9 @@ class Moves {
     MEGATRON_EXT_HOST_DEVICE int home_of(int expert) const { return expert / domain_.mains; }
 
     // By one lane: the main of `rank` that keeps most.
-    MEGATRON_EXT_HOST_DEVICE int keeps_most(int rank) const {
+    MEGATRON_EXT_ONCE_IN_CODE int keeps_most(int rank) const {
         int best = rank * domain_.mains;
+        MEGATRON_EXT_ROLLED
         for (int e = best + 1; e < (rank + 1) * domain_.mains; ++e) {
             if (at_.kept[e] > at_.kept[best]) best = e;
         }
@@ -239,22 +243,23 @@ class Moves {
     }
 
     // The main of `rank` that keeps most of those that are not on rank t; -1 if all are there.
-    MEGATRON_EXT_HOST_DEVICE int main_for(int rank, int t) const {
+    MEGATRON_EXT_ONCE_IN_CODE int main_for(int rank, int t) const {
         const int hot = at_.hottest[rank];
         if (slot_of(t, hot) < 0) return hot;
         int best = -1;
+        MEGATRON_EXT_ROLLED
         for (int e = rank * domain_.mains; e < (rank + 1) * domain_.mains; ++e) {
             if ((best < 0 || at_.kept[e] > at_.kept[best]) && slot_of(t, e) < 0) best = e;
         }
         return best;
     }
 
-    MEGATRON_EXT_HOST_DEVICE Amount least_room() const {
+    MEGATRON_EXT_HOST_DEVICE int64_t least_room() const {
         return domain_.min_quota > 1 ? domain_.min_quota : 1;
     }
 
-    MEGATRON_EXT_HOST_DEVICE static Amount least(Amount a, Amount b) { return a < b ? a : b; }
-    MEGATRON_EXT_HOST_DEVICE static Amount most(Amount a, Amount b) { return a > b ? a : b; }
+    MEGATRON_EXT_HOST_DEVICE static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+    MEGATRON_EXT_HOST_DEVICE static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
     MEGATRON_EXT_HOST_DEVICE void spend(int32_t rounds) { work_ += rounds; }
     MEGATRON_EXT_HOST_DEVICE int32_t work() const { return work_; }
@@ -270,9 +275,9 @@ class Moves {
             warp_.sum(domain_.ranks, [&](int r) -> int64_t { return at_.held[r]; }));
     }
 
-    const Domain<Amount>& domain() const { return domain_; }
-    const TryMemory<Amount>& at() const { return at_; }
-    const Warp& warp() const { return warp_; }
+    MEGATRON_EXT_HOST_DEVICE const Domain& domain() const { return domain_; }
+    MEGATRON_EXT_HOST_DEVICE const TryMemory& at() const { return at_; }
+    MEGATRON_EXT_HOST_DEVICE const Warp& warp() const { return warp_; }
 
   private:
     // The ranks from the busiest to the coldest have rising room: those that can host are the last.
@@ -287,13 +292,13 @@ class Moves {
             at_.host[i] = t;
             at_.host_room[i] = can_host(t) ? at_.room[t] : kMost;
         });
-        if (!sorted) warp_.sort(ranks, at_.host_room, at_.host);
+        if (!sorted) warp_.sort(ranks, at_.host_room, at_.host, at_.width, at_.step);
     }
 
     // Not copies: on a GPU they lie in shared memory, and all their pointers in registers would
     // spill.
-    const Domain<Amount>& domain_;
-    const TryMemory<Amount>& at_;
+    const Domain& domain_;
+    const TryMemory& at_;
     const Warp warp_;
     const int32_t work_limit_;
     int32_t work_ = 0;

@@ -7,15 +7,16 @@
 
 namespace megatron_ext {
 
-template <class Warp, class Amount>
+template <class Warp>
 class HandOver {
   public:
-    MEGATRON_EXT_HOST_DEVICE explicit HandOver(Moves<Warp, Amount>& moves) : moves_(moves) {}
+    MEGATRON_EXT_HOST_DEVICE explicit HandOver(Moves<Warp>& moves) : moves_(moves) {}
 
     // Spare the busiest sender, whoever that is, until nobody can take anything off it.
-    MEGATRON_EXT_HOST_DEVICE void run() {
+    MEGATRON_EXT_ONCE_IN_CODE void run() {
         const auto& at = moves_.at();
         const int ranks = moves_.domain().ranks;
+        MEGATRON_EXT_ROLLED
         while (!moves_.is_spent()) {
             const int sender = moves_.warp().best(ranks, [&](int r) { return at.sends[r]; }).index;
             moves_.spend(rounds_of(ranks));
@@ -33,6 +34,7 @@ class HandOver {
             const bool is_host = slot_given(sender, r) >= 0;
             at.step[r] = is_host ? at.sends[sender] - 1 - at.sends[r] : 0;
         });
+        MEGATRON_EXT_ROLLED
         while (!moves_.is_spent()) {
             const int via = moves_.warp().best(ranks, [&](int r) { return at.step[r]; }).index;
             if (via < 0) return false;
@@ -51,13 +53,14 @@ class HandOver {
     MEGATRON_EXT_HOST_DEVICE int smallest_for(int sender, int via) const {
         const auto& at = moves_.at();
         const int slots = moves_.domain().slots;
-        const auto key = [&](int i) -> Amount {
+        const int64_t most = moves_.domain().home_load[sender] + 1;  // more than any of them
+        const auto key = [&](int i) -> int64_t {
             const int t = i / slots;
             if (i - t * slots >= at.held[t] || at.giver[i] != sender || t == via) return 0;
-            const Amount amount = at.amount[i];
+            const int64_t amount = at.amount[i];
             if (slot_that_grows(sender, via, at.expert[i], amount) < 0) return 0;
             const int main = moves_.main_for(via, t);
-            return main < 0 || at.kept[main] < amount ? 0 : moves_.kMost - amount;
+            return main < 0 || at.kept[main] < amount ? 0 : most - amount;
         };
         return moves_.warp().best(moves_.domain().ranks * slots, key).index;
     }
@@ -67,7 +70,7 @@ class HandOver {
         const int slots = moves_.domain().slots;
         moves_.warp().once([&] {
             const int expert = at.expert[replica];
-            const Amount amount = at.amount[replica];
+            const int64_t amount = at.amount[replica];
             const int main = moves_.main_for(via, replica / slots);
             const int grown = via * slots + slot_that_grows(sender, via, expert, amount);
             at.kept[expert] += amount;
@@ -85,6 +88,7 @@ class HandOver {
 
     MEGATRON_EXT_HOST_DEVICE int slot_given(int sender, int t) const {
         const auto& at = moves_.at();
+        MEGATRON_EXT_ROLLED
         for (int k = 0; k < at.held[t]; ++k) {
             if (at.giver[t * moves_.domain().slots + k] == sender) return k;
         }
@@ -92,12 +96,13 @@ class HandOver {
     }
 
     // A slot of rank `via` whose replica can take `amount` that `expert` of the sender gets back.
-    MEGATRON_EXT_HOST_DEVICE int slot_that_grows(int sender,
-                                                 int via,
-                                                 int expert,
-                                                 Amount amount) const {
+    MEGATRON_EXT_ONCE_IN_CODE int slot_that_grows(int sender,
+                                                  int via,
+                                                  int expert,
+                                                  int64_t amount) const {
         const auto& at = moves_.at();
         const int first = via * moves_.domain().slots;
+        MEGATRON_EXT_ROLLED
         for (int k = 0; k < at.held[via]; ++k) {
             const int e = at.expert[first + k];
             if (e == expert) return k;
@@ -106,7 +111,7 @@ class HandOver {
         return -1;
     }
 
-    Moves<Warp, Amount>& moves_;
+    Moves<Warp>& moves_;
 };
 
 }  // namespace megatron_ext

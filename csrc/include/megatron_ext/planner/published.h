@@ -7,30 +7,33 @@ namespace megatron_ext {
 
 // UltraEP, Algorithm 1 (SolveReplication): the busiest rank first, from its hottest expert on,
 // always to the roomiest host.
-template <class Warp, class Amount>
-MEGATRON_EXT_HOST_DEVICE bool shed_to_roomiest(Moves<Warp, Amount>& moves) {
+template <class Warp>
+MEGATRON_EXT_ONCE_IN_CODE bool shed_to_roomiest(Moves<Warp>& moves) {
     const auto& at = moves.at();
-    const Domain<Amount>& domain = moves.domain();
+    const Domain& domain = moves.domain();
+    MEGATRON_EXT_ROLLED
     for (int i = 0; i < domain.ranks; ++i) {
         const int rank = domain.busiest_first[i];
         if (at.room[rank] >= 0) return true;
         int expert = -1;
+        MEGATRON_EXT_ROLLED
         for (int m = 0; m < domain.mains && at.room[rank] < 0; ++m) {
             // The next by falling load.
             const int last = expert;
             const int first = rank * domain.mains;
-            const auto next = moves.warp().best(domain.mains, [&](int i) -> Amount {
+            const auto next = moves.warp().best(domain.mains, [&](int i) -> int64_t {
                 const int e = first + i;
-                const Amount below =
+                const int64_t below =
                     last < 0 ? 1 : domain.expert_load[last] - domain.expert_load[e];
                 return below > 0 || (below == 0 && e > last) ? domain.expert_load[e] : 0;
             });
             if (next.index < 0) return false;
             expert = first + next.index;
+            MEGATRON_EXT_ROLLED
             while (at.room[rank] < 0 && at.kept[expert] > 0 && moves.hosts() > 0) {
                 moves.spend(4 * rounds_of(domain.ranks));
                 const int t = at.host[moves.hosts_below(at.host_room[moves.hosts() - 1])];
-                const Amount piece =
+                const int64_t piece =
                     moves.least(moves.least(-at.room[rank], at.room[t]), at.kept[expert]);
                 if (piece < domain.min_quota) break;
                 moves.add(expert, t, piece);
@@ -42,25 +45,27 @@ MEGATRON_EXT_HOST_DEVICE bool shed_to_roomiest(Moves<Warp, Amount>& moves) {
 }
 
 // MoonEP's exact fill: the busiest rank gives the roomiest one all that it lacks.
-template <class Warp, class Amount>
-MEGATRON_EXT_HOST_DEVICE bool fill_exactly(Moves<Warp, Amount>& moves) {
+template <class Warp>
+MEGATRON_EXT_ONCE_IN_CODE bool fill_exactly(Moves<Warp>& moves) {
     const auto& at = moves.at();
-    const Domain<Amount>& domain = moves.domain();
+    const Domain& domain = moves.domain();
+    MEGATRON_EXT_ROLLED
     while (true) {
         const int rank = moves.busiest().index;
         if (rank < 0) return true;
         const int t = moves.warp()
                           .best(domain.ranks,
-                                [&](int t) -> Amount {
+                                [&](int t) -> int64_t {
                                     return at.held[t] == 0 && domain.slots > 0 ? at.room[t] : 0;
                                 })
                           .index;
         if (t < 0) return false;
+        MEGATRON_EXT_ROLLED
         while (at.room[t] > 0) {
             moves.spend(5 * rounds_of(domain.ranks));
             if (!moves.can_take(t)) return false;
             const int hot = moves.main_for(rank, t);
-            const Amount piece = hot < 0 ? 0 : moves.least(at.room[t], at.kept[hot]);
+            const int64_t piece = hot < 0 ? 0 : moves.least(at.room[t], at.kept[hot]);
             if (piece < domain.min_quota) return false;
             moves.add(hot, t, piece);
         }

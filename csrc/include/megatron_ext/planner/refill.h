@@ -13,11 +13,11 @@ namespace megatron_ext {
 // Try to bring every rank down; false if that fails.
 //   detour  the step that takes the second best giver, or -1: a limited discrepancy search (Harvey
 //           and Ginsberg, 1995) with one discrepancy
-template <class Warp, class Amount>
-MEGATRON_EXT_HOST_DEVICE bool refill(Moves<Warp, Amount>& moves, int detour) {
+template <class Warp>
+MEGATRON_EXT_ONCE_IN_CODE bool refill(Moves<Warp>& moves, int detour) {
     const auto& at = moves.at();
     const auto& warp = moves.warp();
-    const Domain<Amount>& domain = moves.domain();
+    const Domain& domain = moves.domain();
     // Beyond this, which no room is in practice, the sum would leave int64.
     constexpr int64_t kMostRoom = int64_t{1} << 51;
     int64_t spare = warp.sum(domain.ranks, [&](int r) -> int64_t {
@@ -27,34 +27,34 @@ MEGATRON_EXT_HOST_DEVICE bool refill(Moves<Warp, Amount>& moves, int detour) {
     // A rank that was filled gives nothing any more.
     const auto is_done = [&](int r) { return at.held[r] > 0 && at.order[r] != 0; };
     warp.for_each(domain.ranks, [&](int r) { at.order[r] = 0; });
+    MEGATRON_EXT_ROLLED
     for (int step = 0; moves.busiest().index >= 0; ++step) {
         if (moves.is_spent() || moves.hosts() == 0) return false;
         moves.spend(8 * rounds_of(domain.ranks) + 2 * rounds_of(domain.mains));
         const int t = at.host[moves.hosts_below(at.host_room[moves.hosts() - 1])];
-        const Amount room = at.room[t];
-        const int64_t must_fill = static_cast<int64_t>(room) - spare;
-        const Amount enough =
-            must_fill > moves.least_room() ? static_cast<Amount>(must_fill) : moves.least_room();
+        const int64_t room = at.room[t];
+        const int64_t must_fill = room - spare;
+        const int64_t enough = moves.most(must_fill, moves.least_room());
         const auto gives = [&](int r) {
             return r != t && !is_done(r) && moves.slot_of(t, at.hottest[r]) < 0;
         };
         // Loads are compared by how much less room they leave than that host has.
-        const auto load = [&](int r) -> Amount { return room - at.room[r]; };
-        auto giver = warp.best(domain.ranks, [&](int r) -> Amount {
+        const auto load = [&](int r) -> int64_t { return room - at.room[r]; };
+        auto giver = warp.best(domain.ranks, [&](int r) -> int64_t {
             return gives(r) && at.kept[at.hottest[r]] >= enough ? load(r) : 0;
         });
         if (step == detour) {
             const int passed = giver.index;
-            giver = warp.best(domain.ranks, [&](int r) -> Amount {
+            giver = warp.best(domain.ranks, [&](int r) -> int64_t {
                 return r != passed && gives(r) && at.kept[at.hottest[r]] >= enough ? load(r) : 0;
             });
         }
         int main = -1;
         if (giver.index >= 0) {
             const int first = giver.index * domain.mains;
-            const Amount hot = at.kept[at.hottest[giver.index]];
+            const int64_t hot = at.kept[at.hottest[giver.index]];
             main = first + warp.best(domain.mains,
-                                     [&](int m) -> Amount {
+                                     [&](int m) -> int64_t {
                                          const int e = first + m;
                                          if (at.kept[e] < enough || moves.slot_of(t, e) >= 0)
                                              return 0;
@@ -62,8 +62,8 @@ MEGATRON_EXT_HOST_DEVICE bool refill(Moves<Warp, Amount>& moves, int detour) {
                                      })
                                .index;
         } else if (at.held[t] + 1 < domain.slots) {
-            const auto hottest = warp.best(domain.ranks, [&](int r) -> Amount {
-                const Amount kept = at.kept[at.hottest[r]];
+            const auto hottest = warp.best(domain.ranks, [&](int r) -> int64_t {
+                const int64_t kept = at.kept[at.hottest[r]];
                 return gives(r) && kept >= moves.least_room() ? kept : 0;
             });
             if (hottest.index >= 0) main = at.hottest[hottest.index];

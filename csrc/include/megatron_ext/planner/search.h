@@ -22,45 +22,48 @@ namespace megatron_ext {
 
 MEGATRON_EXT_HOST_DEVICE inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
+// number * part / whole, rounded down, or `number` if that is less: so it stays in int64.
+MEGATRON_EXT_ONCE_IN_CODE inline int64_t share_of(int64_t number, int64_t part, int64_t whole) {
+    // 128 bits, because the product leaves int64 first.
+    const __int128 share = static_cast<__int128>(number) * part / whole;
+    return share < number ? static_cast<int64_t>(share) : number;
+}
+
 // Busiest rank's load that is within the tolerance where `ranks` ranks share `total`. Rounded down,
-// so that reaching it means being within the tolerance; nothing is below the mean rounded up.
+// so that reaching it means being within the tolerance; nothing is below the mean rounded up. Above
+// the total nothing needs to move, so the cut keeps its meaning.
 MEGATRON_EXT_HOST_DEVICE inline int64_t target_load(int64_t total,
                                                     int64_t ranks,
                                                     int64_t tolerance_ppm) {
     constexpr int64_t kMillion = 1'000'000;
     const int64_t mean_rounded_up = total / ranks + (total % ranks != 0);
-    // 128 bits, because the product leaves int64 first.
-    const __int128 parts = static_cast<__int128>(kMillion) + tolerance_ppm;
-    const __int128 allowed = total * parts / (static_cast<__int128>(ranks) * kMillion);
-    // Above the total nothing needs to move, so the cut keeps the result in int64 and its meaning.
-    const int64_t cut = allowed < total ? static_cast<int64_t>(allowed) : total;
-    return larger(cut, mean_rounded_up);
+    return larger(share_of(total, kMillion + tolerance_ppm, ranks * kMillion), mean_rounded_up);
 }
 
 // Whether (load a, index i) comes before (load b, index j) by falling load.
-template <class Amount>
-MEGATRON_EXT_HOST_DEVICE bool comes_first(Amount a, int i, Amount b, int j) {
+MEGATRON_EXT_HOST_DEVICE inline bool comes_first(int64_t a, int i, int64_t b, int j) {
     return a > b || (a == b && i < j);
 }
 
 // Bounds of the busiest rank's load of a domain, whatever the plan; docs/method.md has the proofs.
-template <class Warp, class Amount>
+template <class Warp>
 class DomainBound {
   public:
     // hottest_first: [D * M] experts by falling load.
     MEGATRON_EXT_HOST_DEVICE DomainBound(Warp warp,
-                                         const Domain<Amount>& domain,
+                                         const Domain& domain,
                                          const int32_t* hottest_first)
         : warp_(warp), domain_(domain), hottest_first_(hottest_first) {}
 
     // The mean, rounded up, and more where slots cannot bring cold ranks enough: a rank computes at
     // most its own load and what the domain's S hottest experts bring.
-    MEGATRON_EXT_HOST_DEVICE int64_t by_receivers() const {
+    MEGATRON_EXT_ONCE_IN_CODE int64_t by_receivers() const {
         const int ranks = domain_.ranks;
         const int64_t total =
             warp_.sum(ranks, [&](int r) -> int64_t { return domain_.home_load[r]; });
         const int most = domain_.slots < domain_.experts() ? domain_.slots : domain_.experts();
         int64_t brought = 0;
+        MEGATRON_EXT_ROLLED
         for (int s = 0; s < most; ++s) brought += domain_.expert_load[hottest_first_[s]];
         // Whether what ranks above the threshold have too much finds room. Sums stay in int64 where
         // loads are cut; a bound may be too low, not too high.
@@ -79,6 +82,7 @@ class DomainBound {
         int64_t low = target_load(total, ranks, 0);
         int64_t high = domain_.before();
         if (low < high && can_compute(low)) return low;
+        MEGATRON_EXT_ROLLED
         while (low < high) {
             const int64_t middle = low + (high - low) / 2;
             if (can_compute(middle)) {
@@ -92,9 +96,9 @@ class DomainBound {
 
     // What the `senders` busiest ranks keep at least, per rank and rounded up: the slots of the
     // others take no more than the so many hottest experts of theirs.
-    MEGATRON_EXT_HOST_DEVICE int64_t by_senders(int senders) const {
+    MEGATRON_EXT_ONCE_IN_CODE int64_t by_senders(int senders) const {
         const int last = domain_.busiest_first[senders - 1];
-        const Amount least = domain_.home_load[last];
+        const int64_t least = domain_.home_load[last];
         const int64_t load = warp_.sum(
             senders, [&](int i) -> int64_t { return domain_.home_load[domain_.busiest_first[i]]; });
         const int64_t free = static_cast<int64_t>(domain_.slots) * (domain_.ranks - senders);
@@ -111,7 +115,7 @@ class DomainBound {
 
   private:
     const Warp warp_;
-    const Domain<Amount>& domain_;
+    const Domain& domain_;
     const int32_t* hottest_first_;
 };
 
@@ -178,6 +182,7 @@ MEGATRON_EXT_HOST_DEVICE bool choose_at_start(bool even,
     }
     keep(first);
     int32_t allowed = INT32_MAX;  // no more replicas than UltraEP's plan for the threshold has
+    MEGATRON_EXT_ROLLED
     for (const Method method : {Method::kRoomiest,
                                 Method::kPairFit,
                                 Method::kRising,
@@ -233,7 +238,7 @@ class ThresholdSearch {
     MEGATRON_EXT_HOST_DEVICE ThresholdSearch(int64_t start, int64_t reached, int64_t tolerance_ppm)
         : below_(start),
           reached_(reached),
-          finest_(share_of(start, tolerance_ppm)),
+          finest_(1 + share_of(start, tolerance_ppm, 5 * 1'000'000)),
           resolution_(larger(finest_, start / 512 + 1)) {}
 
     MEGATRON_EXT_HOST_DEVICE bool done() const { return reached_ - below_ <= finest_; }
@@ -242,7 +247,7 @@ class ThresholdSearch {
     MEGATRON_EXT_HOST_DEVICE int64_t reached() const { return reached_; }
 
     // The threshold of probe 0 to kProbes - 1, rising; what is not below `reached` needs no try.
-    MEGATRON_EXT_HOST_DEVICE int64_t threshold(int probe) const {
+    MEGATRON_EXT_ONCE_IN_CODE int64_t threshold(int probe) const {
         const int64_t gap = reached_ - below_;
         if (first_round_)
             return (gap >> 2 * probe) <= resolution_ ? reached_
@@ -258,12 +263,14 @@ class ThresholdSearch {
     // Go on with what the round told: the lowest probe that reached its threshold, or -1.
     MEGATRON_EXT_HOST_DEVICE void narrow(int lowest) {
         int64_t below = below_;
+        MEGATRON_EXT_ROLLED
         for (int probe = 0; probe < (lowest < 0 ? kProbes : lowest); ++probe) {
             if (!nothing_to_do(probe)) below = threshold(probe);
         }
         if (lowest >= 0) reached_ = threshold(lowest);
         below_ = below;
         first_round_ = false;
+        MEGATRON_EXT_ROLLED
         while (reached_ - below_ <= resolution_ && resolution_ > finest_) {
             resolution_ = larger(finest_, resolution_ / 8);
         }
@@ -275,8 +282,10 @@ class ThresholdSearch {
     //   keep(probe, method)        its plan is the best so far
     template <class VerdictOf, class Keep>
     MEGATRON_EXT_HOST_DEVICE bool try_round(WorkLeft& left, VerdictOf verdict_of, Keep keep) {
+        MEGATRON_EXT_ROLLED
         for (int probe = 0; probe < kProbes; ++probe) {
             if (nothing_to_do(probe)) continue;
+            MEGATRON_EXT_ROLLED
             for (const Method method : {Method::kRefill, Method::kBestFit}) {
                 if (!left.pays_for(verdict_of(probe, method))) continue;
                 keep(probe, method);
@@ -289,11 +298,6 @@ class ThresholdSearch {
     }
 
   private:
-    MEGATRON_EXT_HOST_DEVICE static int64_t share_of(int64_t start, int64_t tolerance_ppm) {
-        const __int128 share = static_cast<__int128>(start) * tolerance_ppm / (5 * 1'000'000);
-        return share < start ? static_cast<int64_t>(share) + 1 : start;
-    }
-
     int64_t below_;    // not reached
     int64_t reached_;  // by the best plan so far
     int64_t finest_;
