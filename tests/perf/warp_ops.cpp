@@ -594,6 +594,7 @@ struct Try {
 struct Phase {
     int64_t cycles = 0;
     int rounds = 0;       // of the block's warps
+    int64_t work = 0;     // Verdict.work of the try with the most, of each round
     int issue_bound = 0;  // of those, how many took as long as their instructions
     Spent spent;          // of the slowest warp of each
 };
@@ -829,6 +830,7 @@ class CountedBlock {
     void run(int w, int64_t threshold, Method method, int32_t work_limit, int restarts) {
         Attempt<CountingWarp> attempt(tried_, memory_[state_of_[w]], warp_, work_limit);
         verdicts_[w] = attempt.run(threshold, method, restarts);
+        most_work_ = std::max<int64_t>(most_work_, verdicts_[w].work);
         tries_run_.push_back({method,
                               verdicts_[w],
                               counted.now(),
@@ -863,6 +865,7 @@ class CountedBlock {
     void begin_round() {
         slowest_ = {};
         slowest_cycles_ = 0;
+        most_work_ = 0;
         std::fill_n(issued_, 4, 0);
     }
 
@@ -876,6 +879,7 @@ class CountedBlock {
     void end_round(Phase& phase) {
         const int64_t instructions = *std::max_element(issued_, issued_ + 4);
         phase.cycles += std::max(slowest_cycles_, instructions) + kSyncThreads;
+        phase.work += most_work_;
         ++phase.rounds;
         phase.issue_bound += instructions > slowest_cycles_;
         phase.spent.add(slowest_);
@@ -912,6 +916,7 @@ class CountedBlock {
     std::vector<Try> tries_run_;
     Spent slowest_;
     int64_t slowest_cycles_ = 0;
+    int64_t most_work_ = 0;
     int64_t issued_[4];
 };
 
@@ -950,11 +955,12 @@ void CountedBlock::print() const {
         (long long)published_work_);
     for (int p = 0; p < 5; ++p) {
         const Phase& phase = phases_[p];
-        std::printf("%s\"%s\": {\"cycles\": %lld, \"rounds\": %d, \"issue_bound\": %d, ",
+        std::printf("%s\"%s\": {\"cycles\": %lld, \"rounds\": %d, \"work\": %lld, \"issue_bound\": %d, ",
                     p > 0 ? ", " : "",
                     kPhaseNames[p],
                     (long long)phase.cycles,
                     phase.rounds,
+                    (long long)phase.work,
                     phase.issue_bound);
         print_spent("spent", phase.spent);
         std::printf("}");
