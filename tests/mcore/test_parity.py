@@ -129,6 +129,7 @@ PLANNERS = (
     dict(strategy="eplb_exact"),
     dict(strategy="lplb", interval=1),
     dict(strategy="llep", alpha=1.0, min_tokens_per_gemm=1),
+    dict(strategy="moonep", slots=0),
     dict(strategy="craft", tolerance=0.0, placement="placement.npz"),
     dict(strategy="quota", tolerance=0.0, placement="placement.npz"),  # as a limit of its slots
     dict(strategy="libra", tolerance=0.0),
