@@ -177,7 +177,9 @@ def layer_costs(
         return None
     missing = [_option(field) for field in fields if field not in {*given, *_OPTIONAL_COSTS}]
     if missing:
-        raise ValueError(f"{switch} needs {', '.join(missing)}")
+        raise ValueError(
+            f"{switch} needs {', '.join(missing)}: only a training has the ranks to measure on"
+        )
     return LayerCosts(**given)
 
 
