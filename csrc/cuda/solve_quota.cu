@@ -1,8 +1,9 @@
 // Stage 2 on the device: the quota planner.
 //
-// 1. Plans every load of a batch, every NVLink domain for itself: the same tries and search as on
-//    the host (planner/), so the same bits.
-// 2. One block: one domain of one load. One warp: one try at a time. With more domains than one the
+// 1. Plans every load of a batch with every tolerance, every NVLink domain for itself: the same
+//    tries and search as on the host (planner/), so the same bits.
+// 2. One block: one domain of one load, with one tolerance. One warp: one try at a time. With more
+// domains than one the
 //    kernel is launched again, because what the worst domain reached, which the others need not get
 //    below, is known only when all blocks are done.
 // 3. A kernel, because the plan is needed on the device without a host sync.
@@ -340,24 +341,33 @@ __device__ void plan_domain(Shared& shared,
     }
 }
 
-__global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem problem,
+__global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem given,
+                                                                  Tolerances tolerances,
+                                                                  int64_t first_plan,
                                                                   bool again,
                                                                   bool tries_are_shared,
                                                                   const int64_t* loads,
                                                                   char* workspace,
                                                                   int64_t* quotas,
                                                                   int32_t* slots) {
+    __shared__ QuotaProblem problem;
     __shared__ Shared shared;
     __shared__ Domain domain;
     __shared__ int64_t bounds[kWarps];
 
     const int thread = static_cast<int>(threadIdx.x);
     const int warp_idx = thread / DeviceWarp::kLanes;
+    const int64_t plan = first_plan + blockIdx.y;
+    if (thread == 0) {
+        problem = given;
+        problem.tolerance_ppm = tolerances.ppm[plan % tolerances.count];
+    }
+    __syncthreads();
     const int64_t ranks = problem.num_ranks;
     const int64_t experts = problem.num_experts;
     const int num_domains = static_cast<int>(gridDim.x);
     const int own = static_cast<int>(blockIdx.x);
-    const int64_t* load = loads + blockIdx.y * ranks * experts;
+    const int64_t* load = loads + plan / tolerances.count * ranks * experts;
     const auto memory_of = [&](int d) {
         return workspace +
                (static_cast<int64_t>(blockIdx.y) * num_domains + d) * block_bytes(problem);
@@ -432,8 +442,8 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
         for (int w = 0; w < kWarps; ++w) start = larger(start, bounds[w]);
     }
 
-    int64_t* quota = quotas + blockIdx.y * experts * ranks;
-    int32_t* held = slots + blockIdx.y * ranks * problem.num_slots;
+    int64_t* quota = quotas + plan * experts * ranks;
+    int32_t* held = slots + plan * ranks * problem.num_slots;
     if (tries_are_shared) tries = reinterpret_cast<char*>(dynamic_memory);
     // What is compared is at most the total and one more.
     const DeviceWarp warp{total < INT32_MAX};
@@ -444,8 +454,8 @@ int64_t num_domains(const QuotaProblem& problem) {
     return problem.num_ranks / problem.nvlink_domain;
 }
 
-// A few blocks for every multiprocessor. Larger batches go in parts, in the same workspace.
-int64_t loads_at_once(const QuotaProblem& problem) {
+// A few blocks for every multiprocessor. More plans go in parts, in the same workspace.
+int64_t plans_at_once(const QuotaProblem& problem) {
     constexpr int64_t kBlocks = 512;
     return std::max<int64_t>(kBlocks / num_domains(problem), 1);
 }
@@ -459,36 +469,42 @@ int64_t shared_bytes(const QuotaProblem& problem) {
 
 }  // namespace
 
-int64_t solve_quota_cuda_bytes(const QuotaProblem& problem, int64_t batch) {
-    return std::min(batch, loads_at_once(problem)) * num_domains(problem) * block_bytes(problem);
+int64_t solve_ladder_cuda_bytes(const QuotaProblem& problem,
+                                const Tolerances& tolerances,
+                                int64_t batch) {
+    return std::min(batch * tolerances.count, plans_at_once(problem)) * num_domains(problem) *
+           block_bytes(problem);
 }
 
-cudaError_t solve_quota_cuda(const QuotaProblem& problem,
-                             const int64_t* load,
-                             int64_t batch,
-                             void* workspace,
-                             int64_t* quota,
-                             int32_t* slots,
-                             cudaStream_t stream) {
-    const int64_t pairs = problem.num_ranks * problem.num_experts;
+cudaError_t solve_ladder_cuda(const QuotaProblem& problem,
+                              const Tolerances& tolerances,
+                              const int64_t* load,
+                              int64_t batch,
+                              void* workspace,
+                              int64_t* quota,
+                              int32_t* slots,
+                              cudaStream_t stream) {
+    const int64_t plans = batch * tolerances.count;
     const int64_t shared = shared_bytes(problem);
     const cudaError_t allowed = cudaFuncSetAttribute(
         solve_quota_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     if (allowed != cudaSuccess) return allowed;
     MEGATRON_EXT_ROLLED
-    for (int64_t first = 0; first < batch; first += loads_at_once(problem)) {
-        const int64_t loads = std::min(batch - first, loads_at_once(problem));
-        const dim3 grid(static_cast<unsigned>(num_domains(problem)), static_cast<unsigned>(loads));
+    for (int64_t first = 0; first < plans; first += plans_at_once(problem)) {
+        const int64_t now = std::min(plans - first, plans_at_once(problem));
+        const dim3 grid(static_cast<unsigned>(num_domains(problem)), static_cast<unsigned>(now));
         MEGATRON_EXT_ROLLED
         for (int launch = 0; launch < (num_domains(problem) > 1 ? 2 : 1); ++launch) {
             solve_quota_kernel<<<grid, kThreads, static_cast<size_t>(shared), stream>>>(
                 problem,
+                tolerances,
+                first,
                 launch > 0,
                 shared > 0,
-                load + first * pairs,
+                load,
                 static_cast<char*>(workspace),
-                quota + first * pairs,
-                slots + first * problem.num_ranks * problem.num_slots);
+                quota,
+                slots);
             const cudaError_t launched = cudaGetLastError();
             if (launched != cudaSuccess) return launched;
         }
