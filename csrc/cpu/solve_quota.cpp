@@ -2,6 +2,7 @@
 // over domains, thresholds and methods, and that over tolerances where the fastest plan is wanted.
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 #include <utility>
 #include <vector>
@@ -78,9 +79,6 @@ class QuotaPlanner {
 
     // Of the last plan; none before the first.
     const Replicas& replicas() const { return replicas_; }
-
-    // The busiest rank's load that was asked for last.
-    int64_t target() const { return target_; }
 
     int64_t total() const {
         return std::accumulate(home_load_.begin(), home_load_.end(), int64_t{0});
@@ -290,9 +288,7 @@ class LayerClock {
             const int64_t* row = load + r * problem.num_experts;
             ranks_[r].own = std::accumulate(row, row + problem.num_experts, int64_t{0});
         }
-        least_ = picoseconds(0,
-                             costs.token == 0 ? 0 : least_tokens(),
-                             target_load(planner.total(), problem.num_ranks, 0));
+        find_locals();
     }
 
     struct Measured {
@@ -323,9 +319,9 @@ class LayerClock {
         return {picoseconds(sends, tokens, busiest), sends, busiest};
     }
 
-    // What no plan with so many sends is below.
-    int64_t least(int64_t sends) const {
-        return cut(__int128{least_} + product(sends, costs_.expert));
+    // What no plan with so many sends, and so much for the busiest rank, is below.
+    int64_t least_time(int64_t sends, int64_t busiest) const {
+        return picoseconds(sends, larger(least_sent_, busiest - most_local_), busiest);
     }
 
   private:
@@ -341,10 +337,9 @@ class LayerClock {
         ranks_[rank].local += std::min(load_[rank * problem_.num_experts + expert], amount);
     }
 
-    // A rank sends at least what is for none of its mains, nor for the experts that would serve
-    // most of its tokens from its slots.
-    int64_t least_tokens() const {
-        int64_t least = 0;
+    // A rank computes of its own tokens at most what is for its mains, and for the experts that
+    // would serve most of its tokens from its slots.
+    void find_locals() {
         const int64_t slots = std::min(problem_.num_slots, problem_.num_experts);
         std::vector<int64_t> most(slots);  // falling
         for (int64_t r = 0; r < problem_.num_ranks; ++r) {
@@ -356,17 +351,15 @@ class LayerClock {
                     local += row[e];
                 } else if (slots > 0 && row[e] > most.back()) {
                     most.pop_back();
-                    const auto place = std::upper_bound(
-                        most.begin(), most.end(), row[e], [](int64_t a, int64_t b) {
-                            return a > b;
-                        });
-                    most.insert(place, row[e]);
+                    most.insert(
+                        std::upper_bound(most.begin(), most.end(), row[e], std::greater<>()),
+                        row[e]);
                 }
             }
             local = std::accumulate(most.begin(), most.end(), local);
-            least = larger(least, ranks_[r].own - local);
+            least_sent_ = larger(least_sent_, ranks_[r].own - local);
+            most_local_ = larger(most_local_, local);
         }
-        return least;
     }
 
     static __int128 product(int64_t count, int64_t each) { return __int128{count} * each; }
@@ -387,7 +380,8 @@ class LayerClock {
     const std::vector<int64_t>& expert_load_;
     std::vector<int64_t> kept_;  // by the mains
     std::vector<Rank> ranks_;
-    int64_t least_;  // whatever the plan sends
+    int64_t least_sent_ = 0;
+    int64_t most_local_ = 0;
 };
 
 }  // namespace
@@ -419,16 +413,34 @@ void solve_fastest(const QuotaProblem& problem,
     QuotaPlanner planner(problem, load);
     LayerClock clock(problem, costs, load, planner);
     Replicas best = planner.replicas();
-    LayerClock::Measured last = clock.measure(best);
-    int64_t best_time = last.time;
-    for (int64_t i = 0; i < tolerances.count && clock.least(last.sends) < best_time; ++i) {
-        planner.plan(tolerances.ppm[i]);
-        last = clock.measure(planner.replicas());
-        if (last.time < best_time) {
+    const LayerClock::Measured home = clock.measure(best);
+    int64_t best_time = home.time;
+    const auto try_one = [&](int64_t ppm) {
+        planner.plan(ppm);
+        const LayerClock::Measured tried = clock.measure(planner.replicas());
+        if (tried.time < best_time) {
             best = planner.replicas();
-            best_time = last.time;
+            best_time = tried.time;
         }
-        if (last.busiest > planner.target()) break;
+        return tried;
+    };
+    const int64_t tightest = tolerances.count - 1;
+    const auto target_of = [&](int64_t i) {
+        return target_load(planner.total(), problem.num_ranks, tolerances.ppm[i]);
+    };
+    const auto is_worth_it = [&](int64_t i, int64_t sends) {
+        const int64_t target = target_of(i);
+        return target < home.busiest && clock.least_time(sends, target) < best_time;
+    };
+    if (is_worth_it(tightest, 1)) {
+        try_one(tolerances.ppm[tightest]);
+        int64_t sends = 1;
+        for (int64_t i = 0; i < tightest; ++i) {
+            if (!is_worth_it(i, sends)) continue;
+            const LayerClock::Measured tried = try_one(tolerances.ppm[i]);
+            if (tried.busiest > target_of(i)) break;
+            sends = larger(sends, tried.sends);
+        }
     }
     planner.write(best, quota, slots);
 }

@@ -72,13 +72,13 @@ __host__ __device__ int64_t block_bytes(const QuotaProblem& problem) {
     return sums_bytes(problem) + tries_bytes(problem);
 }
 
-__device__ Domain domain_of(const QuotaProblem& problem, const Sums& sums, int d) {
+__device__ Domain domain_of(const QuotaProblem& problem, const Sums& sums, int d, bool even) {
     const auto ranks = static_cast<int>(problem.nvlink_domain);
     return {ranks,
             mains_of(problem),
             static_cast<int>(problem.num_slots),
             problem.min_quota,
-            problem.tolerance_ppm == 0,
+            even,
             sums.expert_load + static_cast<int64_t>(d) * ranks * mains_of(problem),
             sums.home_load + d * ranks,
             sums.busiest_first + d * ranks};
@@ -97,6 +97,7 @@ __device__ __noinline__ void sort_falling(const int64_t* value, int32_t* order, 
 
 // What the warps of a block share while they plan.
 struct Shared {
+    int64_t tolerance_ppm;
     Domain domain;
     TryMemory memory[kWarps + 1];
     Verdict verdicts[kWarps];
@@ -171,7 +172,7 @@ class BlockPlanner {
             keep(chosen);
             found = found || chosen >= 0;
         }
-        ThresholdSearch search(start, published.reached(), problem_.tolerance_ppm);
+        ThresholdSearch search(start, published.reached(), shared_.tolerance_ppm);
         MEGATRON_EXT_ROLLED
         while (!search.done() && left.rounds > 0) {
             const int probe = warp_idx() / 2;
@@ -341,7 +342,7 @@ __device__ void plan_domain(Shared& shared,
     }
 }
 
-__global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem given,
+__global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem problem,
                                                                   Tolerances tolerances,
                                                                   int64_t first_plan,
                                                                   bool again,
@@ -350,7 +351,6 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem g
                                                                   char* workspace,
                                                                   int64_t* quotas,
                                                                   int32_t* slots) {
-    __shared__ QuotaProblem problem;
     __shared__ Shared shared;
     __shared__ Domain domain;
     __shared__ int64_t bounds[kWarps];
@@ -358,11 +358,8 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem g
     const int thread = static_cast<int>(threadIdx.x);
     const int warp_idx = thread / DeviceWarp::kLanes;
     const int64_t plan = first_plan + blockIdx.y;
-    if (thread == 0) {
-        problem = given;
-        problem.tolerance_ppm = tolerances.ppm[plan % tolerances.count];
-    }
-    __syncthreads();
+    const int64_t tolerance_ppm = tolerances.ppm[plan % tolerances.count];
+    if (thread == 0) shared.tolerance_ppm = tolerance_ppm;
     const int64_t ranks = problem.num_ranks;
     const int64_t experts = problem.num_experts;
     const int num_domains = static_cast<int>(gridDim.x);
@@ -407,7 +404,7 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem g
         const int first = d * domain_ranks;
         sort_falling(sums.home_load + first, sums.busiest_first + first, domain_ranks);
     }
-    if (thread == 0) domain = domain_of(problem, sums, own);
+    if (thread == 0) domain = domain_of(problem, sums, own, shared.tolerance_ppm == 0);
     __syncthreads();
 
     const DeviceWarp wide{false};
@@ -421,13 +418,13 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem g
         }
         if (*sums.reached == worst) return;
     }
-    const int64_t target = target_load(total, ranks, problem.tolerance_ppm);
+    const int64_t target = target_load(total, ranks, shared.tolerance_ppm);
     int64_t start = target;
     if (!again) {
         int64_t bound = 0;
         MEGATRON_EXT_ROLLED
         for (int d = 0; d < num_domains; ++d) {
-            const Domain each = domain_of(problem, sums, d);
+            const Domain each = domain_of(problem, sums, d, shared.tolerance_ppm == 0);
             const DomainBound<DeviceWarp> of_domain(
                 wide, each, sums.hottest_first + d * domain_experts);
             if (d % kWarps == warp_idx) bound = larger(bound, of_domain.by_receivers());

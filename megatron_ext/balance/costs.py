@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.metrics import mean_loads, rank_sends
+from megatron_ext.balance.metrics import rank_sends
 from megatron_ext.balance.plan import BalancePlan
 
 _PICOSECONDS = 1e12
@@ -117,15 +117,18 @@ class LayerCosts:
             plan.rank_loads().amax(-1) * assignment,
         )
 
-    def least_time(self, load: Tensor, sends: Tensor, layout: ExpertLayout) -> Tensor:
-        """What `layer_time` is at least, of every plan whose busiest sender has so much to send.
+    def least_time(
+        self, load: Tensor, sends: Tensor, busiest: Tensor, layout: ExpertLayout
+    ) -> Tensor:
+        """What `layer_time` is at least, of every plan with so much to send and to compute.
 
-        A rank's tokens stay for its mains, and for as many other experts as it has slots, at most
-        those that most of its tokens go to; and one rank computes the mean.
+        A rank computes, of its own tokens, at most those for its mains and for as many other
+        experts as it has slots. So the others are sent by it, and received by the busiest rank.
 
         Args:
             load: Assignments, int64 [..., R, E].
             sends: Experts that the busiest sender sends, int64 [...].
+            busiest: Assignments of the busiest rank, int64 [...].
             layout: Where experts and slots are.
 
         Returns:
@@ -136,5 +139,7 @@ class LayerCosts:
         is_main = ranks.repeat_interleave(layout.mains_per_rank) == ranks[:, None]
         others = load.masked_fill(is_main, 0)
         slots = min(layout.slots, layout.num_experts)
-        least_sent = (others.sum(-1) - others.topk(slots).values.sum(-1)).amax(-1)
-        return sends * expert + least_sent * token + mean_loads(load) * assignment
+        sent = others.sum(-1) - others.topk(slots).values.sum(-1)
+        local = load.sum(-1) - sent
+        tokens = torch.maximum(sent.amax(-1), busiest - local.amax(-1))
+        return sends * expert + tokens * token + busiest * assignment

@@ -1,20 +1,22 @@
 """The plan that makes each load's modelled layer time least: one planner at several tolerances.
 
-Candidates are no balancing, then the plans for `TOLERANCES` from loose to tight. The fastest is
-chosen, of equally fast ones the first, which has least to send. Which candidates count is one rule,
-by which a host leaves tries out: a candidate is the last one if
+Candidates are no balancing and the plans for `TOLERANCES`. Not all of them are planned, by one rule:
+the tightest comes first, then the others from loose to tight. Taken for granted is that a plan's
+busiest rank is at its tolerance, and that tighter plans give the busiest sender no less to send.
 
-- it misses its own tolerance, because then tighter ones ask for what was not found; or
-- nothing that follows can be worth it, taking for granted that tighter plans give the busiest
-  sender no less to send: its sends, with the least tokens and the mean load that any plan has
-  (`LayerCosts.least_time`), take no less time than the fastest so far.
+- A tolerance is left out if no balancing keeps it, or if its plan could not be faster than the
+  fastest so far: with the most sends seen on the way, at least 1, and the fewest tokens that may be
+  sent (`LayerCosts.least_time`). If the tightest is left out, so are all.
+- The first on the way whose plan misses its tolerance is the last one: tighter ones ask for what
+  was not found.
 
-The first is no more than likely, and so is what the second takes for granted: a plan behind the
-last candidate may be faster (docs/decisions/020 says by how much).
+Chosen is the fastest of those planned; of equally fast ones the first, with no balancing before all
+others. A plan that was left out may be faster where what is taken for granted is wrong:
+docs/decisions/020 says how often, and by how much.
 
 The quota planner on the CPU does all of that in one native op (`solve_fastest`). On a device all
-candidates are planned by one launch and the rule is applied to them, by tensors: both choose the
-same plan. Legend: R ranks, E logical experts, S slots per rank, B loads, T tolerances.
+tolerances are planned by one launch and the rule is applied to their plans, by tensors: both choose
+the same plan. Legend: R ranks, E logical experts, S slots per rank, B loads, T tolerances.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import mean_loads, rank_sends
-from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.plan import BalancePlan, pick_plans
 from megatron_ext.balance.strategies import none, quota
 from megatron_ext.balance.strategies.strategy import PlanSettings, Solver, Strategy
 from megatron_ext.ops import load_library
@@ -118,40 +120,52 @@ def _choose(load: Tensor, ladder: BalancePlan, settings: PlanSettings) -> Balanc
     costs = settings.costs
     assert costs is not None, "planning for time needs costs"
     home = none.solve(load, ladder.layout, settings)
-    plans = BalancePlan(
-        ladder.layout,
-        torch.cat([home.quota.unsqueeze(-3), ladder.quota], -3),
-        torch.cat([home.slots.unsqueeze(-3), ladder.slots], -3),
-    )
+    home_load = home.rank_loads().amax(-1)
+    targets = _target_loads(load)
     each = load.unsqueeze(-3)
-    times = costs.layer_time(each, plans)
-    fastest_yet = times.cummin(-1).values
-    sends = rank_sends(plans).amax(-1)
-    is_last = costs.least_time(each, sends, plans.layout) >= fastest_yet
-    is_last[..., 1:] |= _misses(load, ladder)
-    num_last = is_last.cumsum(-1)
-    is_tried = num_last - is_last.long() == 0
-    chosen = times.where(is_tried, torch.iinfo(times.dtype).max).argmin(-1)
-    chosen = chosen[..., None, None, None]
+    times = costs.layer_time(each, ladder)
+    sends = rank_sends(ladder).amax(-1)
+    misses = ladder.rank_loads().amax(-1) > targets
+    # Without the experts' way, which depends on what was planned before.
+    floors = costs.least_time(each, torch.zeros_like(sends), targets, ladder.layout)
+    expert_ps = costs.picoseconds[0]
+
+    best_time = costs.layer_time(load, home)
+    most_sends = torch.ones_like(best_time)
+    chosen = torch.full_like(best_time, -1)
+    goes_on = torch.ones_like(best_time, dtype=torch.bool)
+    tightest = len(TOLERANCES) - 1
+    for i in (tightest, *range(tightest)):
+        is_worth_it = floors[..., i] + most_sends * expert_ps < best_time
+        is_tried = goes_on & is_worth_it & (targets[..., i] < home_load)
+        is_best = is_tried & (times[..., i] < best_time)
+        best_time = best_time.where(~is_best, times[..., i])
+        chosen = chosen.masked_fill(is_best, i)
+        if i == tightest:
+            goes_on = is_tried
+        else:
+            goes_on = goes_on & ~(is_tried & misses[..., i])
+            most_sends = most_sends.where(~is_tried, torch.maximum(most_sends, sends[..., i]))
 
     def take(of_all: Tensor) -> Tensor:
-        return of_all.take_along_dim(chosen, -3).squeeze(-3)
+        index = chosen.clamp(min=0)[..., None, None, None]
+        return of_all.take_along_dim(index, -3).squeeze(-3)
 
-    return BalancePlan(plans.layout, take(plans.quota), take(plans.slots))
+    of_ladder = BalancePlan(ladder.layout, take(ladder.quota), take(ladder.slots))
+    return pick_plans(chosen >= 0, of_ladder, home)
 
 
-def _misses(load: Tensor, ladder: BalancePlan) -> Tensor:
-    """Whether the busiest rank is above the tolerance, rounded as planners do: bool [..., T]."""
+def _target_loads(load: Tensor) -> Tensor:
+    """The busiest rank's load of each tolerance, rounded as the quota planner does: [..., T]."""
     ranks = load.shape[-2]
-    total = load.sum((-2, -1))
-    mean = mean_loads(load)
-    asked = []
+    total, mean = load.sum((-2, -1)), mean_loads(load)
+    targets = []
     for ppm in _PPM:
         whole, part = ranks * _MILLION, _MILLION + ppm
         # In two steps, because the product leaves int64 first. All on one rank is always allowed.
         share = total // whole * part + total % whole * part // whole if part < whole else total
-        asked.append(torch.maximum(share, mean))
-    return ladder.rank_loads().amax(-1) > torch.stack(asked, -1)
+        targets.append(torch.maximum(share, mean))
+    return torch.stack(targets, -1)
 
 
 TIME = Strategy(
