@@ -428,18 +428,18 @@ void solve_fastest(const QuotaProblem& problem,
     const auto target_of = [&](int64_t i) {
         return target_load(planner.total(), problem.num_ranks, tolerances.ppm[i]);
     };
-    const auto is_worth_it = [&](int64_t i, int64_t sends) {
+    int64_t most_sends = 1;
+    const auto is_worth_it = [&](int64_t i) {
         const int64_t target = target_of(i);
-        return target < home.busiest && clock.least_time(sends, target) < best_time;
+        return target < home.busiest && clock.least_time((most_sends + 1) / 2, target) < best_time;
     };
-    if (is_worth_it(tightest, 1)) {
+    if (is_worth_it(tightest)) {
         try_one(tolerances.ppm[tightest]);
-        int64_t sends = 1;
         for (int64_t i = 0; i < tightest; ++i) {
-            if (!is_worth_it(i, sends)) continue;
+            if (!is_worth_it(i)) continue;
             const LayerClock::Measured tried = try_one(tolerances.ppm[i]);
             if (tried.busiest > target_of(i)) break;
-            sends = larger(sends, tried.sends);
+            most_sends = larger(most_sends, tried.sends);
         }
     }
     planner.write(best, quota, slots);

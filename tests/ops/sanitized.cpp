@@ -103,6 +103,12 @@ void plan_split_assign(std::mt19937_64& random) {
     solve_quota(problem, load.data(), quota.data(), slots.data());
     check_plan(problem, load, quota, slots);
 
+    const Tolerances tolerances{{kMostTolerancePpm, 300'000, 10'000, 0}, 4};
+    const auto cost = [&] { return one_of<int64_t>(random, {0, 1, 1000, INT64_MAX}); };
+    solve_fastest(
+        problem, tolerances, {cost(), cost(), cost()}, load.data(), quota.data(), slots.data());
+    check_plan(problem, load, quota, slots);
+
     std::vector<int64_t> split(experts * ranks), filled(experts * ranks, 0);
     for (int64_t source = 0; source < ranks; ++source) {
         split_quota(ranks, experts, load.data(), quota.data(), source, split.data());

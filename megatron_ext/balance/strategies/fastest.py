@@ -1,12 +1,13 @@
 """The plan that makes each load's modelled layer time least: one planner at several tolerances.
 
-Candidates are no balancing and the plans for `TOLERANCES`. Not all of them are planned, by one rule:
-the tightest comes first, then the others from loose to tight. Taken for granted is that a plan's
-busiest rank is at its tolerance, and that tighter plans give the busiest sender no less to send.
+Candidates are no balancing and the plans for `TOLERANCES`. Not all of them are planned, by one
+rule: the tightest comes first, then the others from loose to tight. Taken for granted is that a
+plan's busiest rank is just within its tolerance, and that what the busiest sender has to send, which
+goes up and down, never falls below half of what it was in a looser plan.
 
 - A tolerance is left out if no balancing keeps it, or if its plan could not be faster than the
-  fastest so far: with the most sends seen on the way, at least 1, and the fewest tokens that may be
-  sent (`LayerCosts.least_time`). If the tightest is left out, so are all.
+  fastest so far: with half of the most sends seen on the way, at least 1, and the fewest tokens
+  that may have to be sent (`LayerCosts.least_time`). If the tightest is left out, so are all.
 - The first on the way whose plan misses its tolerance is the last one: tighter ones ask for what
   was not found.
 
@@ -88,7 +89,7 @@ def solve_with(
         solve_one: Plans with one tolerance.
 
     Returns:
-        The plan; of equally fast ones that of the loosest tolerance.
+        The plan, by the module's rule.
     """
     plans = [
         solve_one(load, layout, dataclasses.replace(settings, tolerance=tolerance))
@@ -136,7 +137,7 @@ def _choose(load: Tensor, ladder: BalancePlan, settings: PlanSettings) -> Balanc
     goes_on = torch.ones_like(best_time, dtype=torch.bool)
     tightest = len(TOLERANCES) - 1
     for i in (tightest, *range(tightest)):
-        is_worth_it = floors[..., i] + most_sends * expert_ps < best_time
+        is_worth_it = floors[..., i] + (most_sends + 1) // 2 * expert_ps < best_time
         is_tried = goes_on & is_worth_it & (targets[..., i] < home_load)
         is_best = is_tried & (times[..., i] < best_time)
         best_time = best_time.where(~is_best, times[..., i])
