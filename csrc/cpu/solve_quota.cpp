@@ -167,7 +167,11 @@ class QuotaPlanner {
             const bool is_reached = search.try_round(
                 left,
                 [&](int probe, Method method) {
-                    return run(domain, search.threshold(probe), method, left.rounds);
+                    return run(domain,
+                               search.threshold(probe),
+                               method,
+                               left.rounds,
+                               restarts_of_probe(method));
                 },
                 [&](int, Method) { keep(); });
             found = found || is_reached;

@@ -176,7 +176,7 @@ class BlockPlanner {
             const int probe = warp_idx() / 2;
             const Method method = method_of_probe(warp_idx());
             if (!search.nothing_to_do(probe)) {
-                run(search.threshold(probe), method, left.rounds, 0);
+                run(search.threshold(probe), method, left.rounds, restarts_of_probe(method));
             }
             __syncthreads();
             int chosen = -1;
