@@ -47,7 +47,6 @@ class QuotaPlanner {
 
     void solve(int64_t* quota, int32_t* slots) {
         const int64_t ranks = problem_.num_ranks;
-        std::fill_n(quota, problem_.num_experts * ranks, int64_t{0});
         const int64_t total = std::accumulate(home_load_.begin(), home_load_.end(), int64_t{0});
         target_ = target_load(total, ranks, problem_.tolerance_ppm);
         int64_t start = target_;
@@ -210,7 +209,7 @@ class QuotaPlanner {
         std::fill_n(slots + first * slots_, ranks_ * slots_, int32_t{-1});
         for (int64_t e = first * mains_; e < (first + ranks_) * mains_; ++e) {
             int64_t* row = quota + e * problem_.num_ranks;
-            std::fill_n(row + first, ranks_, int64_t{0});
+            std::fill_n(row, problem_.num_ranks, int64_t{0});
             row[e / mains_] = expert_load_[e];
         }
         if (!found) return;

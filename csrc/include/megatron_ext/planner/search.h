@@ -123,7 +123,7 @@ class DomainBound {
 // search, which end by themselves. What one try takes grows with the ranks, with what a pass over
 // them takes, and with the experts; the rest is for starting over, which pays where ranks are few.
 MEGATRON_EXT_HOST_DEVICE inline int32_t work_budget(int ranks, int mains) {
-    return 12288 + 16 * ranks * mains + 2 * ranks * ranks;
+    return 12288 + 24 * ranks * mains + 2 * ranks * ranks;
 }
 
 // The same for each of the tries that compete with one that reached the threshold.
