@@ -88,7 +88,7 @@ __device__ __noinline__ void sort_falling(const int64_t* value, int32_t* order, 
     MEGATRON_EXT_ROLLED
     for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
         int place = 0;
-        MEGATRON_EXT_ROLLED
+#pragma unroll 8  // reads in flight at once
         for (int j = 0; j < count; ++j) place += comes_first(value[j], j, value[i], i);
         order[place] = i;
     }
