@@ -88,9 +88,10 @@ class QuotaPlanner {
 
     void write(const Replicas& replicas, int64_t* quota, int32_t* slots) const {
         const int64_t ranks = problem_.num_ranks;
-        std::fill_n(quota, problem_.num_experts * ranks, int64_t{0});
         for (int64_t e = 0; e < problem_.num_experts; ++e) {
-            quota[e * ranks + e / mains_] = expert_load_[e];
+            int64_t* row = quota + e * ranks;
+            std::fill_n(row, ranks, int64_t{0});
+            row[e / mains_] = expert_load_[e];
         }
         std::copy(replicas.expert.begin(), replicas.expert.end(), slots);
         for (int64_t i = 0; i < ranks * slots_; ++i) {
@@ -204,7 +205,11 @@ class QuotaPlanner {
             const bool is_reached = search.try_round(
                 left,
                 [&](int probe, Method method) {
-                    return run(domain, search.threshold(probe), method, left.rounds);
+                    return run(domain,
+                               search.threshold(probe),
+                               method,
+                               left.rounds,
+                               restarts_of_probe(method));
                 },
                 [&](int, Method) { keep(); });
             found = found || is_reached;
@@ -413,8 +418,7 @@ void solve_fastest(const QuotaProblem& problem,
     QuotaPlanner planner(problem, load);
     LayerClock clock(problem, costs, load, planner);
     Replicas best = planner.replicas();
-    const LayerClock::Measured home = clock.measure(best);
-    int64_t best_time = home.time;
+    int64_t best_time = clock.measure(best).time;
     const auto try_one = [&](int64_t ppm) {
         planner.plan(ppm);
         const LayerClock::Measured tried = clock.measure(planner.replicas());
@@ -430,8 +434,7 @@ void solve_fastest(const QuotaProblem& problem,
     };
     int64_t most_sends = 1;
     const auto is_worth_it = [&](int64_t i) {
-        const int64_t target = target_of(i);
-        return target < home.busiest && clock.least_time((most_sends + 1) / 2, target) < best_time;
+        return clock.least_time((most_sends + 1) / 2, target_of(i)) < best_time;
     };
     if (is_worth_it(tightest)) {
         try_one(tolerances.ppm[tightest]);

@@ -89,7 +89,7 @@ __device__ __noinline__ void sort_falling(const int64_t* value, int32_t* order, 
     MEGATRON_EXT_ROLLED
     for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
         int place = 0;
-        MEGATRON_EXT_ROLLED
+#pragma unroll 8  // reads in flight at once
         for (int j = 0; j < count; ++j) place += comes_first(value[j], j, value[i], i);
         order[place] = i;
     }
@@ -178,7 +178,7 @@ class BlockPlanner {
             const int probe = warp_idx() / 2;
             const Method method = method_of_probe(warp_idx());
             if (!search.nothing_to_do(probe)) {
-                run(search.threshold(probe), method, left.rounds, 0);
+                run(search.threshold(probe), method, left.rounds, restarts_of_probe(method));
             }
             __syncthreads();
             int chosen = -1;

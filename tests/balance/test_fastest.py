@@ -58,7 +58,7 @@ def test_the_choice_on_hard_loads(ranks, experts, slots, domain):
     assert max(slower) <= 1.02
     missed = sum(ratio > 1 for ratio in slower)
     # Where none is missed, nothing above has shown that both ways leave out the same.
-    assert 0 < missed < len(slower) * 0.05
+    assert 0 < missed < len(slower) * 0.1
 
 
 @given(
@@ -68,7 +68,7 @@ def test_the_choice_on_hard_loads(ranks, experts, slots, domain):
 )
 def test_by_tensors_as_on_the_cpu(instance, expert_bytes, token_bytes):
     costs = LayerCosts(
-        expert_bytes=expert_bytes, link_bandwidth=1.0, assignment_time=2.0, token_bytes=token_bytes
+        expert_bytes=expert_bytes, link_bandwidth=1e9, assignment_time=2e-9, token_bytes=token_bytes
     )
     settings = PlanSettings(costs=costs, min_quota=instance.min_quota)
     loads = torch.stack([instance.load, instance.load.flip(1), instance.load * 2**20])
@@ -104,7 +104,7 @@ def test_the_least_time_by_hand():
         assert int(least) == (100 + 2 * 5 * tokens + busiest) * 10**12
 
 
-# Rank 0 has all 1600 assignments, so tolerances from 1.0 on are kept by no balancing.
+# Rank 0 has all 1600 assignments, so no balancing takes 1600 seconds.
 LAYOUT = ExpertLayout(num_experts=8, ep_size=2, slots=4, nvlink_domain=2)
 LOAD = torch.zeros(2, 8, dtype=torch.int64).index_fill_(1, torch.tensor([0]), 800)
 
@@ -142,30 +142,21 @@ def test_the_fastest_is_chosen():
     assert chosen_of(100, at_0_05=(1, 840)) == (1, 840)
     # Equally fast: what comes first, which is no balancing and then the tightest.
     assert chosen_of(200) == (0, 1600)
-    assert chosen_of(100, at_0_5=(0, 1200)) == (4, 800)
-
-
-def test_what_no_balancing_keeps_is_left_out():
-    assert chosen_of(100, at_1=(0, 900)) == (4, 800)
-    assert chosen_of(100, at_0_5=(0, 900)) == (0, 900)
+    assert chosen_of(100, at_0_3=(2, 1000)) == (4, 800)
 
 
 def test_the_first_that_misses_its_tolerance_is_the_last():
-    assert chosen_of(100, at_0_5=(4, 1201), at_0_05=(1, 840)) == (4, 800)
+    assert chosen_of(100, at_0_3=(4, 1041), at_0_05=(1, 840)) == (4, 800)
     # It counts itself, and the tightest may miss its own.
-    assert chosen_of(100, at_0_5=(0, 1201), at_0=(4, 900)) == (0, 1201)
+    assert chosen_of(100, at_0_3=(0, 1041), at_0=(4, 900)) == (0, 1041)
     assert chosen_of(100, at_0=(4, 801), at_0_05=(1, 840)) == (1, 840)
 
 
 def test_what_could_not_be_faster_is_left_out():
-    # The tightest takes 860 s. Half of the 4 sends seen, and 840 assignments, take 870.
-    assert chosen_of(15, at_0_05=(1, 700)) == (4, 800)
-    # With 2 sends seen, one is half: 855.
-    few = {f"at_0_{digits}": (2, 800 + each) for digits, each in LOOSER}
-    assert chosen_of(15, **few, at_0_05=(1, 700)) == (1, 700)
-
-
-LOOSER = [("5", 400), ("3", 240), ("2", 160), ("12", 96), ("08", 64)]
+    # The tightest takes 920 s. Half of the 4 sends at 0.08, and 840 assignments, take as much.
+    assert chosen_of(40, at_0=(3, 800), at_0_05=(1, 840)) == (3, 800)
+    # Half of 2 sends take less.
+    assert chosen_of(40, at_0=(3, 800), at_0_08=(2, 864), at_0_05=(1, 840)) == (1, 840)
 
 
 def test_nothing_is_planned_if_one_send_is_too_much():

@@ -5,9 +5,9 @@ rule: the tightest comes first, then the others from loose to tight. Taken for g
 plan's busiest rank is just within its tolerance, and that what the busiest sender has to send, which
 goes up and down, never falls below half of what it was in a looser plan.
 
-- A tolerance is left out if no balancing keeps it, or if its plan could not be faster than the
-  fastest so far: with half of the most sends seen on the way, at least 1, and the fewest tokens
-  that may have to be sent (`LayerCosts.least_time`). If the tightest is left out, so are all.
+- A tolerance is left out if its plan could not be faster than the fastest so far: with half of the
+  most sends seen on the way, at least 1, and the fewest tokens that may have to be sent
+  (`LayerCosts.least_time`). If the tightest is left out, so are all.
 - The first on the way whose plan misses its tolerance is the last one: tighter ones ask for what
   was not found.
 
@@ -121,7 +121,6 @@ def _choose(load: Tensor, ladder: BalancePlan, settings: PlanSettings) -> Balanc
     costs = settings.costs
     assert costs is not None, "planning for time needs costs"
     home = none.solve(load, ladder.layout, settings)
-    home_load = home.rank_loads().amax(-1)
     targets = _target_loads(load)
     each = load.unsqueeze(-3)
     times = costs.layer_time(each, ladder)
@@ -138,7 +137,7 @@ def _choose(load: Tensor, ladder: BalancePlan, settings: PlanSettings) -> Balanc
     tightest = len(TOLERANCES) - 1
     for i in (tightest, *range(tightest)):
         is_worth_it = floors[..., i] + (most_sends + 1) // 2 * expert_ps < best_time
-        is_tried = goes_on & is_worth_it & (targets[..., i] < home_load)
+        is_tried = goes_on & is_worth_it
         is_best = is_tried & (times[..., i] < best_time)
         best_time = best_time.where(~is_best, times[..., i])
         chosen = chosen.masked_fill(is_best, i)
