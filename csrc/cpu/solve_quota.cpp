@@ -235,7 +235,7 @@ class QuotaPlanner {
                 Method method,
                 int32_t work_limit,
                 int restarts = 0) {
-        Attempt<HostWarp> attempt(domain, try_, warp_, work_limit);
+        Attempt<HostPlannerWarp> attempt(domain, {&try_}, {}, work_limit);
         return attempt.run(threshold, method, restarts);
     }
 

@@ -281,14 +281,15 @@ def test_small_domains_come_close_to_what_they_allow() -> None:
 
 
 def test_a_domain_spends_nothing_below_what_the_worst_one_reaches() -> None:
-    """The bound cannot know that the first rank has no hot expert to give."""
+    """The bound cannot know that the only free slot relieves just one of two ranks."""
     load = torch.zeros(6, 60, dtype=torch.int64)
     load[0, :10] = 10  # rank 0: 100 in ten pieces, so with one slot a host takes 10 off it
-    load[0, 10] = 40
-    load[0, 30], load[0, 40], load[0, 50] = 75, 30, 30  # the other domain
+    load[0, 10], load[0, 11] = 60, 60
+    load[0, 30], load[0, 40], load[0, 50] = 85, 30, 30  # the other domain
     plan = solve(load, ep_size=6, slots=1, nvlink_domain=3)
-    assert int(lower_bound(load, plan.layout)) == 50
-    assert plan.rank_loads().tolist() == [80, 50, 10, 75, 30, 30]
+    assert int(lower_bound(load, plan.layout)) == 80
+    assert int(plan.rank_loads()[:3].max()) == 90 == least_busiest(load, plan.layout).value
+    assert plan.rank_loads()[3:].tolist() == [85, 30, 30]
 
 
 @pytest.mark.parametrize("min_quota", [16, 1024])

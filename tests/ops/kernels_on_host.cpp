@@ -58,7 +58,7 @@ class Guarded {
 };
 
 QuotaProblem random_problem() {
-    const int64_t ranks = one_of<int64_t>({2, 4, 6, 8, 8, 8, 40});
+    const int64_t ranks = one_of<int64_t>({2, 4, 6, 8, 8, 8, 40, 72});
     int64_t domain = pick(1, 3) == 1 ? pick(1, ranks) : ranks;
     while (ranks % domain != 0) --domain;
     return {ranks,

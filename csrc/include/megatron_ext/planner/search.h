@@ -214,7 +214,7 @@ class PublishedSearch {
     MEGATRON_EXT_HOST_DEVICE int64_t threshold() const { return threshold_; }
     MEGATRON_EXT_HOST_DEVICE int64_t reached() const { return reached_; }
 
-    MEGATRON_EXT_HOST_DEVICE void narrow(bool reached) {
+    MEGATRON_EXT_ONCE_IN_CODE void narrow(bool reached) {
         if (reached) {
             reached_ = threshold_;
         } else {
@@ -265,7 +265,7 @@ class ThresholdSearch {
     }
 
     // Go on with what the round told: the lowest probe that reached its threshold, or -1.
-    MEGATRON_EXT_HOST_DEVICE void narrow(int lowest) {
+    MEGATRON_EXT_ONCE_IN_CODE void narrow(int lowest) {
         int64_t below = below_;
         MEGATRON_EXT_ROLLED
         for (int probe = 0; probe < (lowest < 0 ? kProbes : lowest); ++probe) {
