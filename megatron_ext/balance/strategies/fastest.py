@@ -2,8 +2,8 @@
 
 Candidates are no balancing and the plans for `TOLERANCES`. Not all of them are planned, by one
 rule: the tightest comes first, then the others from loose to tight. Taken for granted is that a
-plan's busiest rank is just within its tolerance, and that what the busiest sender has to send, which
-goes up and down, never falls below half of what it was in a looser plan.
+plan's busiest rank is just within its tolerance, and that what the busiest sender has to send,
+which goes up and down, never falls below half of what it was in a looser plan.
 
 - A tolerance is left out if its plan could not be faster than the fastest so far: with half of the
   most sends seen on the way, at least 1, and the fewest tokens that may have to be sent
