@@ -159,22 +159,23 @@ class QuotaPlanner {
         };
         hottest_load_.assign(1, 0);  // of the k busiest ranks together
         int64_t brought = 0;
-        int64_t total = 0;
+        int64_t left = 0;  // above the threshold, and without room
         for (int k = 0; k < ranks_; ++k) {
             const int r = domain.busiest_first[k];
-            total += domain.home_load[r];
+            left += larger(domain.home_load[r] - threshold, 0);
             const int64_t load = hottest(r);
             brought = larger(brought, load);
             hottest_load_.push_back(hottest_load_.back() + load);
         }
-        int64_t computed = 0;
-        for (int r = 0; r < ranks_; ++r) {
-            computed += std::min<int64_t>(threshold, domain.home_load[r] + brought);
+        // Sums end where nothing is left: with a loose threshold all of them would leave int64.
+        for (int r = 0; r < ranks_ && left > 0; ++r) {
+            left -= std::min(larger(threshold - domain.home_load[r], 0), brought);
         }
-        if (computed < total) return false;
+        if (left > 0) return false;
         int64_t excess = 0;
         for (int64_t k = 1; k <= ranks_; ++k) {
             excess += domain.home_load[domain.busiest_first[k - 1]] - threshold;
+            if (excess <= 0) return true;
             const int64_t free = slots_ * (ranks_ - k);
             if (free < k * mains_ && excess > hottest_load_[std::min(k, free)]) return false;
         }
