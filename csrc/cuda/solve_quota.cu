@@ -131,8 +131,10 @@ __host__ __device__ int64_t tries_bytes(const QuotaProblem& problem) {
            (kWarps + 1) * try_bytes<Memory>(ranks, mains, static_cast<int>(problem.num_slots));
 }
 
+// Of a block in global memory; kSharedRanks as at the kernel.
+template <int kSharedRanks>
 __host__ __device__ int64_t block_bytes(const QuotaProblem& problem) {
-    return sums_bytes(problem) + tries_bytes<GlobalMemory>(problem);
+    return sums_bytes(problem) + (kSharedRanks > 0 ? 0 : tries_bytes<GlobalMemory>(problem));
 }
 
 template <class TheMemory>
@@ -409,8 +411,8 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
     const int own = static_cast<int>(blockIdx.x);
     const int64_t* load = loads + blockIdx.y * ranks * experts;
     const auto memory_of = [&](int d) {
-        return workspace +
-               (static_cast<int64_t>(blockIdx.y) * num_domains + d) * block_bytes(problem);
+        return workspace + (static_cast<int64_t>(blockIdx.y) * num_domains + d) *
+                               block_bytes<kSharedRanks>(problem);
     };
     char* memory = memory_of(own);
     Sums sums;
@@ -515,10 +517,11 @@ int64_t loads_at_once(const QuotaProblem& problem) {
     return std::max<int64_t>(kBlocks / num_domains(problem), 1);
 }
 
-// The kernel for a problem, and its bytes of dynamic shared memory.
+// What a problem is solved by.
 struct Kernel {
     decltype(&solve_quota_kernel<0>) function;
-    int64_t bytes;
+    int64_t shared_bytes;  // dynamic shared memory of a block
+    int64_t block_bytes;   // its global memory
 };
 
 template <int kRanks>
@@ -527,20 +530,24 @@ bool fits_shared(const QuotaProblem& problem) {
     return problem.nvlink_domain <= kRanks && tries_bytes<SharedMemory<kRanks>>(problem) <= kMost;
 }
 
+template <int kRanks>
+Kernel in_shared_memory(const QuotaProblem& problem) {
+    return {solve_quota_kernel<kRanks>,
+            tries_bytes<SharedMemory<kRanks>>(problem),
+            block_bytes<kRanks>(problem)};
+}
+
 Kernel kernel_for(const QuotaProblem& problem) {
-    if (fits_shared<64>(problem)) {
-        return {solve_quota_kernel<64>, tries_bytes<SharedMemory<64>>(problem)};
-    }
-    if (fits_shared<96>(problem)) {
-        return {solve_quota_kernel<96>, tries_bytes<SharedMemory<96>>(problem)};
-    }
-    return {solve_quota_kernel<0>, (kWarps + 1) * sizeof(TryMemory)};
+    if (fits_shared<64>(problem)) return in_shared_memory<64>(problem);
+    if (fits_shared<96>(problem)) return in_shared_memory<96>(problem);
+    return {solve_quota_kernel<0>, (kWarps + 1) * sizeof(TryMemory), block_bytes<0>(problem)};
 }
 
 }  // namespace
 
 int64_t solve_quota_cuda_bytes(const QuotaProblem& problem, int64_t batch) {
-    return std::min(batch, loads_at_once(problem)) * num_domains(problem) * block_bytes(problem);
+    return std::min(batch, loads_at_once(problem)) * num_domains(problem) *
+           kernel_for(problem).block_bytes;
 }
 
 cudaError_t solve_quota_cuda(const QuotaProblem& problem,
@@ -551,9 +558,10 @@ cudaError_t solve_quota_cuda(const QuotaProblem& problem,
                              int32_t* slots,
                              cudaStream_t stream) {
     const int64_t pairs = problem.num_ranks * problem.num_experts;
-    const auto [kernel, shared] = kernel_for(problem);
+    const Kernel chosen = kernel_for(problem);
+    const auto kernel = chosen.function;
     const cudaError_t allowed = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(chosen.shared_bytes));
     if (allowed != cudaSuccess) return allowed;
     MEGATRON_EXT_ROLLED
     for (int64_t first = 0; first < batch; first += loads_at_once(problem)) {
@@ -561,7 +569,7 @@ cudaError_t solve_quota_cuda(const QuotaProblem& problem,
         const dim3 grid(static_cast<unsigned>(num_domains(problem)), static_cast<unsigned>(loads));
         MEGATRON_EXT_ROLLED
         for (int launch = 0; launch < (num_domains(problem) > 1 ? 2 : 1); ++launch) {
-            kernel<<<grid, kThreads, static_cast<size_t>(shared), stream>>>(
+            kernel<<<grid, kThreads, static_cast<size_t>(chosen.shared_bytes), stream>>>(
                 problem,
                 launch > 0,
                 load + first * pairs,
