@@ -233,23 +233,35 @@ class BlockPlanner {
         return found;
     }
 
-    // Whether a plan for just this threshold was found.
+    // Whether a plan for just this threshold was found. What mostly decides comes first by itself,
+    // where it is quicker than the others: the exact fill; and what mostly is not needed last:
+    // refilling.
     __device__ __noinline__ bool reach(int64_t threshold, WorkLeft& left) {
-        if (warp_idx() < kMethods) {
-            const auto method = static_cast<Method>(warp_idx());
-            if (method != Method::kFill || domain_.even) {
-                run(threshold,
-                    method,
-                    work_at_start(method, domain_.ranks, domain_.mains),
-                    restarts_at_start(method));
+        const auto method = static_cast<Method>(warp_idx());
+        const auto run_here = [&] {
+            run(threshold,
+                method,
+                work_at_start(method, domain_.ranks, domain_.mains),
+                restarts_at_start(method));
+        };
+        if (domain_.even) {
+            if (method == Method::kFill) run_here();
+            __syncthreads();
+        }
+        if (!domain_.even || !verdict_of(Method::kFill).reached) {
+            const bool is_method = warp_idx() < kMethods;
+            if (is_method && method != Method::kFill && method != Method::kRefill) run_here();
+            __syncthreads();
+            if (!verdict_of(Method::kBestFit).reached) {
+                if (method == Method::kRefill) run_here();
+                __syncthreads();
             }
         }
-        __syncthreads();
         int chosen = -1;
         const bool reached = choose_at_start(
             domain_.even,
             left,
-            [&](Method method) { return shared_.verdicts[static_cast<int>(method)]; },
+            [&](Method method) { return verdict_of(method); },
             [&](Method method) { chosen = static_cast<int>(method); });
         keep(chosen);
         return reached;
@@ -268,6 +280,10 @@ class BlockPlanner {
 
     __device__ static int thread() { return static_cast<int>(threadIdx.x); }
     __device__ static int warp_idx() { return thread() / DeviceWarp::kLanes; }
+
+    __device__ Verdict verdict_of(Method method) const {
+        return shared_.verdicts[static_cast<int>(method)];
+    }
 
     __device__ static Method method_of_probe(int warp) {
         return warp % 2 == 0 ? Method::kRefill : Method::kBestFit;
