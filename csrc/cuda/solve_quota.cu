@@ -244,15 +244,18 @@ class BlockPlanner {
                 work_at_start(method, domain_.ranks, domain_.mains),
                 restarts_at_start(method));
         };
+        WorkLeft then = left;  // what the host would have left
+        bool decided = false;
         if (domain_.even) {
             if (method == Method::kFill) run_here();
             __syncthreads();
+            decided = then.pays_for(verdict_of(Method::kFill));
         }
-        if (!domain_.even || !verdict_of(Method::kFill).reached) {
+        if (!decided) {
             const bool is_method = warp_idx() < kMethods;
             if (is_method && method != Method::kFill && method != Method::kRefill) run_here();
             __syncthreads();
-            if (!verdict_of(Method::kBestFit).reached) {
+            if (!then.pays_for(verdict_of(Method::kBestFit))) {
                 if (method == Method::kRefill) run_here();
                 __syncthreads();
             }
