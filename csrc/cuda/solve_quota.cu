@@ -131,8 +131,10 @@ __host__ __device__ int64_t tries_bytes(const QuotaProblem& problem) {
            (kWarps + 1) * try_bytes<Memory>(ranks, mains, static_cast<int>(problem.num_slots));
 }
 
+// Of a block in global memory; kSharedRanks as at the kernel.
+template <int kSharedRanks>
 __host__ __device__ int64_t block_bytes(const QuotaProblem& problem) {
-    return sums_bytes(problem) + tries_bytes<GlobalMemory>(problem);
+    return sums_bytes(problem) + (kSharedRanks > 0 ? 0 : tries_bytes<GlobalMemory>(problem));
 }
 
 template <class TheMemory>
@@ -232,23 +234,38 @@ class BlockPlanner {
         return found;
     }
 
-    // Whether a plan for just this threshold was found.
+    // Whether a plan for just this threshold was found. What mostly decides comes first by itself,
+    // where it is quicker than the others: the exact fill; and what mostly is not needed last:
+    // refilling.
     __device__ __noinline__ bool reach(int64_t threshold, WorkLeft& left) {
-        if (warp_idx() < kMethods) {
-            const auto method = static_cast<Method>(warp_idx());
-            if (method != Method::kFill || domain_.even) {
-                run(threshold,
-                    method,
-                    work_at_start(method, domain_.ranks, domain_.mains),
-                    restarts_at_start(method));
+        const auto method = static_cast<Method>(warp_idx());
+        const auto run_here = [&] {
+            run(threshold,
+                method,
+                work_at_start(method, domain_.ranks, domain_.mains),
+                restarts_at_start(method));
+        };
+        WorkLeft then = left;  // what the host would have left
+        bool decided = false;
+        if (domain_.even) {
+            if (method == Method::kFill) run_here();
+            __syncthreads();
+            decided = then.pays_for(verdict_of(Method::kFill));
+        }
+        if (!decided) {
+            const bool is_method = warp_idx() < kMethods;
+            if (is_method && method != Method::kFill && method != Method::kRefill) run_here();
+            __syncthreads();
+            if (!then.pays_for(verdict_of(Method::kBestFit))) {
+                if (method == Method::kRefill) run_here();
+                __syncthreads();
             }
         }
-        __syncthreads();
         int chosen = -1;
         const bool reached = choose_at_start(
             domain_.even,
             left,
-            [&](Method method) { return shared_.verdicts[static_cast<int>(method)]; },
+            [&](Method method) { return verdict_of(method); },
             [&](Method method) { chosen = static_cast<int>(method); });
         keep(chosen);
         return reached;
@@ -267,6 +284,10 @@ class BlockPlanner {
 
     __device__ static int thread() { return static_cast<int>(threadIdx.x); }
     __device__ static int warp_idx() { return thread() / DeviceWarp::kLanes; }
+
+    __device__ Verdict verdict_of(Method method) const {
+        return shared_.verdicts[static_cast<int>(method)];
+    }
 
     __device__ static Method method_of_probe(int warp) {
         return warp % 2 == 0 ? Method::kRefill : Method::kBestFit;
@@ -415,8 +436,8 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
     const int own = static_cast<int>(blockIdx.x);
     const int64_t* load = loads + plan_idx / tolerances.count * ranks * experts;
     const auto memory_of = [&](int d) {
-        return workspace +
-               (static_cast<int64_t>(blockIdx.y) * num_domains + d) * block_bytes(problem);
+        return workspace + (static_cast<int64_t>(blockIdx.y) * num_domains + d) *
+                               block_bytes<kSharedRanks>(problem);
     };
     char* memory = memory_of(own);
     Sums sums;
@@ -521,10 +542,11 @@ int64_t plans_at_once(const QuotaProblem& problem) {
     return std::max<int64_t>(kBlocks / num_domains(problem), 1);
 }
 
-// The kernel for a problem, and its bytes of dynamic shared memory.
+// What a problem is solved by.
 struct Kernel {
     decltype(&solve_quota_kernel<0>) function;
-    int64_t bytes;
+    int64_t shared_bytes;  // dynamic shared memory of a block
+    int64_t block_bytes;   // its global memory
 };
 
 template <int kRanks>
@@ -533,14 +555,17 @@ bool fits_shared(const QuotaProblem& problem) {
     return problem.nvlink_domain <= kRanks && tries_bytes<SharedMemory<kRanks>>(problem) <= kMost;
 }
 
+template <int kRanks>
+Kernel in_shared_memory(const QuotaProblem& problem) {
+    return {solve_quota_kernel<kRanks>,
+            tries_bytes<SharedMemory<kRanks>>(problem),
+            block_bytes<kRanks>(problem)};
+}
+
 Kernel kernel_for(const QuotaProblem& problem) {
-    if (fits_shared<64>(problem)) {
-        return {solve_quota_kernel<64>, tries_bytes<SharedMemory<64>>(problem)};
-    }
-    if (fits_shared<96>(problem)) {
-        return {solve_quota_kernel<96>, tries_bytes<SharedMemory<96>>(problem)};
-    }
-    return {solve_quota_kernel<0>, (kWarps + 1) * sizeof(TryMemory)};
+    if (fits_shared<64>(problem)) return in_shared_memory<64>(problem);
+    if (fits_shared<96>(problem)) return in_shared_memory<96>(problem);
+    return {solve_quota_kernel<0>, (kWarps + 1) * sizeof(TryMemory), block_bytes<0>(problem)};
 }
 
 }  // namespace
@@ -549,7 +574,7 @@ int64_t solve_ladder_cuda_bytes(const QuotaProblem& problem,
                                 const Tolerances& tolerances,
                                 int64_t batch) {
     return std::min(batch * tolerances.count, plans_at_once(problem)) * num_domains(problem) *
-           block_bytes(problem);
+           kernel_for(problem).block_bytes;
 }
 
 cudaError_t solve_ladder_cuda(const QuotaProblem& problem,
@@ -561,9 +586,10 @@ cudaError_t solve_ladder_cuda(const QuotaProblem& problem,
                               int32_t* slots,
                               cudaStream_t stream) {
     const int64_t plans = batch * tolerances.count;
-    const auto [kernel, shared] = kernel_for(problem);
+    const Kernel chosen = kernel_for(problem);
+    const auto kernel = chosen.function;
     const cudaError_t allowed = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(chosen.shared_bytes));
     if (allowed != cudaSuccess) return allowed;
     MEGATRON_EXT_ROLLED
     for (int64_t first = 0; first < plans; first += plans_at_once(problem)) {
@@ -571,7 +597,7 @@ cudaError_t solve_ladder_cuda(const QuotaProblem& problem,
         const dim3 grid(static_cast<unsigned>(num_domains(problem)), static_cast<unsigned>(now));
         MEGATRON_EXT_ROLLED
         for (int launch = 0; launch < (num_domains(problem) > 1 ? 2 : 1); ++launch) {
-            kernel<<<grid, kThreads, static_cast<size_t>(shared), stream>>>(
+            kernel<<<grid, kThreads, static_cast<size_t>(chosen.shared_bytes), stream>>>(
                 problem,
                 tolerances,
                 first,

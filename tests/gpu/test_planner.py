@@ -47,6 +47,15 @@ def test_plans_equal_the_host(ranks, experts, slots, domain, tolerance, min_quot
     assert_equal_plans(host, device)
 
 
+@pytest.mark.parametrize(("ranks", "experts", "slots"), [(8, 64, 1), (64, 256, 2), (72, 288, 2)])
+@pytest.mark.parametrize("scale", [1, 2**20])
+def test_plans_of_hard_loads_equal_the_host(ranks, experts, slots, scale):
+    """Searches that spend their budget; with amounts beyond 32 bits too."""
+    load = scale * torch.stack([load for _, load in workloads.hard_loads(ranks, experts)])
+    host, device = (solve(where, ep_size=ranks, slots=slots) for where in (load, load.cuda()))
+    assert_equal_plans(host, device)
+
+
 @pytest.mark.parametrize(("ranks", "experts", "slots", "domain"), SIZES)
 @pytest.mark.parametrize("expert_bytes", [0, 10_000_000, 100_000_000])
 def test_fastest_plans_equal_the_host(ranks, experts, slots, domain, expert_bytes):
