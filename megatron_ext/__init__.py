@@ -37,7 +37,7 @@ _HOMES = {
     "enable_cpu_platform": "megatron_ext.cpu_platform",
     "grouped_mm_spec": "megatron_ext.mcore.spec",
     "reset_after_abort": "megatron_ext.mcore.moe_layer",
-    "solve": "megatron_ext.balance.plan",
+    "solve": "megatron_ext.balance.solve",
 }
 
 __all__ = [

@@ -13,6 +13,9 @@ from typing import Any
 MISSING: Any = "???"
 """OmegaConf's mark of a value that the user has to give."""
 
+COST_UNITS = {"link_bandwidth": "bytes per second", "assignment_time": "seconds"}
+"""The costs among the fields of `BalanceConfig`, and their units."""
+
 
 @dataclass(kw_only=True, slots=True)
 class BalanceConfig:
@@ -54,13 +57,16 @@ class BalanceConfig:
 
     objective: str = "tolerance"
     """`tolerance`: within `tolerance` at least cost. `time`: every load gets the tolerance at which
-    the modelled time of the layer is least; needs the two settings below."""
+    the modelled time of the layer is least, by the two costs below."""
 
-    link_bandwidth: float = 0.0
-    """Bytes per second that a rank sends to its peers. For objective and strategy `time`."""
+    # OmegaConf takes a whole number for a float only where int is named, too.
+    link_bandwidth: float | int | str = "auto"
+    """Bytes per second that a rank sends to its peers. For objective and strategy `time`. `auto` is
+    measured when the run begins, on its own ranks (`mcore/measure.py`)."""
 
-    assignment_time: float = 0.0
-    """Seconds of expert computation per assignment. For objective and strategy `time`."""
+    assignment_time: float | int | str = "auto"
+    """Seconds of expert computation, forward, per assignment. For objective and strategy `time`.
+    `auto` as above."""
 
     min_quota: int = 1
     """Fewest assignments a replica must take over to be worth its transfer."""
@@ -104,22 +110,37 @@ class BalanceConfig:
             raise ValueError(
                 f"balance.objective ({self.objective!r}) must be 'tolerance' or 'time'"
             )
-        for name in ("link_bandwidth", "assignment_time"):
-            if self.plans_for_time and not 0 < getattr(self, name) < float("inf"):
-                cause = "objective" if self.objective == "time" else "strategy"
-                raise ValueError(
-                    f"balance.{name} ({getattr(self, name)}) must be > 0 and finite with "
-                    f"balance.{cause}=time"
-                )
+        for name in COST_UNITS:
+            self._check_cost(name)
         for name in ("max_in_flight", "nvlink_domain"):
             value = getattr(self, name)
             if value != "auto" and not (isinstance(value, int) and value >= 1):
                 raise ValueError(f"balance.{name} ({value!r}) must be 'auto' or an integer >= 1")
 
+    def _check_cost(self, name: str) -> None:
+        value = getattr(self, name)
+        if value == "auto":
+            return
+        if not isinstance(value, int | float):
+            raise ValueError(f"balance.{name} ({value!r}) must be 'auto' or a number")
+        if self.plans_for_time and not 0 < value < math.inf:
+            cause = "objective" if self.objective == "time" else "strategy"
+            raise ValueError(
+                f"balance.{name} ({value}) must be > 0 and finite with balance.{cause}=time, "
+                "or 'auto', which measures it"
+            )
+
     @property
     def plans_for_time(self) -> bool:
         """Whether the planner has to know what a layer costs in time."""
         return "time" in (self.objective, self.strategy)
+
+    @property
+    def costs_to_measure(self) -> tuple[str, ...]:
+        """The costs that plans are chosen by and that are not given."""
+        if not self.plans_for_time:
+            return ()
+        return tuple(name for name in COST_UNITS if getattr(self, name) == "auto")
 
 
 _PLAN_RANGES: dict[str, tuple[float, float]] = {

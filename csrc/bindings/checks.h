@@ -57,10 +57,39 @@ inline QuotaProblem quota_problem(const Tensor& load,
     return {ranks, experts, num_slots, nvlink_domain, tolerance_ppm, min_quota};
 }
 
-// Empty quota and slots for the loads, a batch or one.
-inline std::tuple<Tensor, Tensor> empty_plan(const Tensor& load, const QuotaProblem& problem) {
+inline Tolerances tolerances_of(at::IntArrayRef ppm) {
+    const auto count = static_cast<int64_t>(ppm.size());
+    TORCH_CHECK_VALUE(count >= 1 && count <= Tolerances::kMost,
+                      "tolerances_ppm must be 1 to ",
+                      int{Tolerances::kMost},
+                      " tolerances, got ",
+                      count);
+    Tolerances tolerances{{}, count};
+    for (int64_t i = 0; i < count; ++i) {
+        TORCH_CHECK_VALUE(ppm[i] >= 0 && (i == 0 || ppm[i] < ppm[i - 1]),
+                          "tolerances_ppm must be >= 0 and go from loose to tight, got ",
+                          ppm);
+        tolerances.ppm[i] = ppm[i];
+    }
+    return tolerances;
+}
+
+inline LayerCosts layer_costs(int64_t expert_ps, int64_t token_ps, int64_t assignment_ps) {
+    TORCH_CHECK_VALUE(expert_ps >= 0, "expert_ps (", expert_ps, ") must be >= 0");
+    TORCH_CHECK_VALUE(token_ps >= 0, "token_ps (", token_ps, ") must be >= 0");
+    TORCH_CHECK_VALUE(assignment_ps >= 0, "assignment_ps (", assignment_ps, ") must be >= 0");
+    return {expert_ps, token_ps, assignment_ps};
+}
+
+// Empty quota and slots for the loads, a batch or one; with a number of tolerances, [..., T, E, R]
+// and [..., T, R, S].
+inline std::tuple<Tensor, Tensor> empty_plan(const Tensor& load,
+                                             const QuotaProblem& problem,
+                                             std::optional<int64_t> num_tolerances = {}) {
     auto quota_shape = load.sizes().vec();
+    if (num_tolerances.has_value()) quota_shape.insert(quota_shape.end() - 2, *num_tolerances);
     auto slots_shape = quota_shape;
+    slots_shape.end()[-2] = problem.num_ranks;
     quota_shape.end()[-2] = problem.num_experts;
     quota_shape.end()[-1] = problem.num_ranks;
     slots_shape.end()[-1] = problem.num_slots;

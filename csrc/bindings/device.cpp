@@ -48,6 +48,28 @@ Tensor count_load_op(const Tensor& routing_map) {
     return counts;
 }
 
+// Plan each load of a batch, or the one, with each tolerance.
+std::tuple<Tensor, Tensor> plan_all(const Tensor& load,
+                                    const QuotaProblem& problem,
+                                    const Tolerances& tolerances,
+                                    std::optional<int64_t> num_tolerances) {
+    const c10::cuda::CUDAGuard guard(load.device());
+    const Tensor loads = load.contiguous();
+    auto [quota, slots] = empty_plan(load, problem, num_tolerances);
+    const int64_t batch = load.dim() == 3 ? load.size(0) : 1;
+    const Tensor workspace =
+        workspace_of(solve_ladder_cuda_bytes(problem, tolerances, batch), load);
+    C10_CUDA_CHECK(solve_ladder_cuda(problem,
+                                     tolerances,
+                                     loads.const_data_ptr<int64_t>(),
+                                     batch,
+                                     workspace.mutable_data_ptr(),
+                                     quota.mutable_data_ptr<int64_t>(),
+                                     slots.mutable_data_ptr<int32_t>(),
+                                     current_stream()));
+    return {quota, slots};
+}
+
 std::tuple<Tensor, Tensor> solve_quota_op(const Tensor& load,
                                           int64_t num_slots,
                                           int64_t nvlink_domain,
@@ -55,19 +77,17 @@ std::tuple<Tensor, Tensor> solve_quota_op(const Tensor& load,
                                           int64_t min_quota) {
     const QuotaProblem problem =
         quota_problem(load, num_slots, nvlink_domain, tolerance_ppm, min_quota);
-    const c10::cuda::CUDAGuard guard(load.device());
-    const Tensor loads = load.contiguous();
-    auto [quota, slots] = empty_plan(load, problem);
-    const int64_t batch = load.dim() == 3 ? load.size(0) : 1;
-    const Tensor workspace = workspace_of(solve_quota_cuda_bytes(problem, batch), load);
-    C10_CUDA_CHECK(solve_quota_cuda(problem,
-                                    loads.const_data_ptr<int64_t>(),
-                                    batch,
-                                    workspace.mutable_data_ptr(),
-                                    quota.mutable_data_ptr<int64_t>(),
-                                    slots.mutable_data_ptr<int32_t>(),
-                                    current_stream()));
-    return {quota, slots};
+    return plan_all(load, problem, {{tolerance_ppm}, 1}, {});
+}
+
+std::tuple<Tensor, Tensor> solve_ladder_op(const Tensor& load,
+                                           int64_t num_slots,
+                                           int64_t nvlink_domain,
+                                           at::IntArrayRef tolerances_ppm,
+                                           int64_t min_quota) {
+    const QuotaProblem problem = quota_problem(load, num_slots, nvlink_domain, 0, min_quota);
+    const Tolerances tolerances = tolerances_of(tolerances_ppm);
+    return plan_all(load, problem, tolerances, tolerances.count);
 }
 
 Tensor split_quota_op(const Tensor& load, const Tensor& quota, std::optional<int64_t> source_rank) {
@@ -167,6 +187,7 @@ Tensor place_back_op(const Tensor& grad,
 TORCH_LIBRARY_IMPL(megatron_ext, CUDA, m) {
     m.impl("count_load", &megatron_ext::count_load_op);
     m.impl("solve_quota", &megatron_ext::solve_quota_op);
+    m.impl("solve_ladder", &megatron_ext::solve_ladder_op);
     m.impl("split_quota", &megatron_ext::split_quota_op);
     m.impl("assign", &megatron_ext::assign_op);
     m.impl("place", &megatron_ext::place_op);

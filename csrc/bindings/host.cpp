@@ -21,6 +21,26 @@ Tensor count_load_op(const Tensor& routing_map) {
     return counts;
 }
 
+// Plan each load of a batch, or the one, by `solver(load, quota, slots)`.
+template <class Solver>
+std::tuple<Tensor, Tensor> plan_each(const Tensor& load,
+                                     const QuotaProblem& problem,
+                                     std::optional<int64_t> num_tolerances,
+                                     Solver solver) {
+    const Tensor loads = load.contiguous();
+    auto [quota, slots] = empty_plan(load, problem, num_tolerances);
+    const int64_t batch = load.dim() == 3 ? load.size(0) : 1;
+    const int64_t pairs = problem.num_ranks * problem.num_experts;
+    const int64_t plans = num_tolerances.value_or(1);
+    for (int64_t b = 0; b < batch; ++b) {
+        solver(loads.const_data_ptr<int64_t>() + b * pairs,
+               quota.template mutable_data_ptr<int64_t>() + b * plans * pairs,
+               slots.template mutable_data_ptr<int32_t>() +
+                   b * plans * problem.num_ranks * problem.num_slots);
+    }
+    return {quota, slots};
+}
+
 // A solver of api.h as an op.
 template <void (*solver)(const QuotaProblem&, const int64_t*, int64_t*, int32_t*)>
 std::tuple<Tensor, Tensor> solve_op(const Tensor& load,
@@ -30,17 +50,35 @@ std::tuple<Tensor, Tensor> solve_op(const Tensor& load,
                                     int64_t min_quota) {
     const QuotaProblem problem =
         quota_problem(load, num_slots, nvlink_domain, tolerance_ppm, min_quota);
-    const Tensor loads = load.contiguous();
-    auto [quota, slots] = empty_plan(load, problem);
-    const int64_t batch = load.dim() == 3 ? load.size(0) : 1;
-    const int64_t pairs = problem.num_ranks * problem.num_experts;
-    for (int64_t b = 0; b < batch; ++b) {
-        solver(problem,
-               loads.const_data_ptr<int64_t>() + b * pairs,
-               quota.mutable_data_ptr<int64_t>() + b * pairs,
-               slots.mutable_data_ptr<int32_t>() + b * problem.num_ranks * num_slots);
-    }
-    return {quota, slots};
+    return plan_each(load, problem, {}, [&](auto... pointers) { solver(problem, pointers...); });
+}
+
+std::tuple<Tensor, Tensor> solve_ladder_op(const Tensor& load,
+                                           int64_t num_slots,
+                                           int64_t nvlink_domain,
+                                           at::IntArrayRef tolerances_ppm,
+                                           int64_t min_quota) {
+    const QuotaProblem problem = quota_problem(load, num_slots, nvlink_domain, 0, min_quota);
+    const Tolerances tolerances = tolerances_of(tolerances_ppm);
+    return plan_each(load, problem, tolerances.count, [&](auto... pointers) {
+        solve_ladder(problem, tolerances, pointers...);
+    });
+}
+
+std::tuple<Tensor, Tensor> solve_fastest_op(const Tensor& load,
+                                            int64_t num_slots,
+                                            int64_t nvlink_domain,
+                                            at::IntArrayRef tolerances_ppm,
+                                            int64_t min_quota,
+                                            int64_t expert_ps,
+                                            int64_t token_ps,
+                                            int64_t assignment_ps) {
+    const QuotaProblem problem = quota_problem(load, num_slots, nvlink_domain, 0, min_quota);
+    const Tolerances tolerances = tolerances_of(tolerances_ppm);
+    const LayerCosts costs = layer_costs(expert_ps, token_ps, assignment_ps);
+    return plan_each(load, problem, {}, [&](auto... pointers) {
+        solve_fastest(problem, tolerances, costs, pointers...);
+    });
 }
 
 Tensor lower_bound_op(const Tensor& load, int64_t num_slots, int64_t nvlink_domain) {
@@ -162,6 +200,8 @@ Tensor place_back_op(const Tensor& grad,
 TORCH_LIBRARY_IMPL(megatron_ext, CPU, m) {
     m.impl("count_load", &megatron_ext::count_load_op);
     m.impl("solve_quota", &megatron_ext::solve_op<megatron_ext::solve_quota>);
+    m.impl("solve_ladder", &megatron_ext::solve_ladder_op);
+    m.impl("solve_fastest", &megatron_ext::solve_fastest_op);
     m.impl("solve_paper", &megatron_ext::solve_op<megatron_ext::solve_paper>);
     m.impl("lower_bound", &megatron_ext::lower_bound_op);
     m.impl("split_quota", &megatron_ext::split_quota_op);

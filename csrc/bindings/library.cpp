@@ -8,6 +8,13 @@ TORCH_LIBRARY(megatron_ext, m) {
         "solve_quota(Tensor load, int num_slots, int nvlink_domain, int tolerance_ppm, "
         "int min_quota) -> (Tensor quota, Tensor slots)");
     m.def(
+        "solve_ladder(Tensor load, int num_slots, int nvlink_domain, int[] tolerances_ppm, "
+        "int min_quota) -> (Tensor quota, Tensor slots)");
+    m.def(
+        "solve_fastest(Tensor load, int num_slots, int nvlink_domain, int[] tolerances_ppm, "
+        "int min_quota, int expert_ps, int token_ps, int assignment_ps) -> "
+        "(Tensor quota, Tensor slots)");
+    m.def(
         "solve_paper(Tensor load, int num_slots, int nvlink_domain, int tolerance_ppm, "
         "int min_quota) -> (Tensor quota, Tensor slots)");
     m.def("lower_bound(Tensor load, int num_slots, int nvlink_domain) -> Tensor");

@@ -14,8 +14,13 @@ void no_cuda_part(const c10::OperatorHandle& op, torch::jit::Stack*) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(megatron_ext, CUDA, m) {
-    for (const char* name :
-         {"count_load", "solve_quota", "split_quota", "assign", "place", "place_back"}) {
+    for (const char* name : {"count_load",
+                             "solve_quota",
+                             "solve_ladder",
+                             "split_quota",
+                             "assign",
+                             "place",
+                             "place_back"}) {
         m.impl(name, torch::CppFunction::makeFromBoxedFunction<&no_cuda_part>());
     }
 }

@@ -1,7 +1,8 @@
-// Stage 2, host build: the quota planner. What it does is in planner/; here is the memory, and the
-// loop over domains, thresholds and methods.
+// Stage 2, host build: the quota planner. What it does is in planner/; here is the memory, the loop
+// over domains, thresholds and methods, and that over tolerances where the fastest plan is wanted.
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 #include <utility>
 #include <vector>
@@ -13,6 +14,13 @@
 namespace megatron_ext {
 namespace {
 
+// Replicas of a plan. What they do not take stays with the mains.
+struct Replicas {
+    std::vector<int32_t> expert;  // [R, S] logical expert or -1, filled from slot 0
+    std::vector<int64_t> amount;  // [R, S] assignments, where there is an expert
+};
+
+// Plans one load, with one tolerance after the other.
 class QuotaPlanner {
   public:
     QuotaPlanner(const QuotaProblem& problem, const int64_t* load)
@@ -23,7 +31,10 @@ class QuotaPlanner {
           expert_load_(problem.num_experts, 0),
           home_load_(problem.num_ranks, 0),
           busiest_first_(problem.num_ranks),
-          hottest_first_(problem.num_experts) {
+          hottest_first_(problem.num_experts),
+          bounds_(num_domains(), kUnknown),
+          replicas_{std::vector<int32_t>(problem.num_ranks * slots_, -1),
+                    std::vector<int64_t>(problem.num_ranks * slots_)} {
         for (int64_t r = 0; r < problem.num_ranks; ++r) {
             const int64_t* row = load + r * problem.num_experts;
             for (int64_t e = 0; e < problem.num_experts; ++e) expert_load_[e] += row[e];
@@ -45,17 +56,16 @@ class QuotaPlanner {
         return bound;
     }
 
-    void solve(int64_t* quota, int32_t* slots) {
-        const int64_t ranks = problem_.num_ranks;
-        std::fill_n(quota, problem_.num_experts * ranks, int64_t{0});
-        const int64_t total = std::accumulate(home_load_.begin(), home_load_.end(), int64_t{0});
-        target_ = target_load(total, ranks, problem_.tolerance_ppm);
+    // Plan for `tolerance_ppm`.
+    void plan(int64_t tolerance_ppm) {
+        problem_.tolerance_ppm = tolerance_ppm;
+        target_ = target_load(total(), problem_.num_ranks, tolerance_ppm);
         int64_t start = target_;
         for (int d = 0; d < num_domains(); ++d) start = bound_above(start, d);
         std::vector<int64_t> reached(num_domains());
         for (int d = 0; d < num_domains(); ++d) {
             const bool found = search(domain(d), start, &reached[d]);
-            write(d, found, quota, slots);
+            take(d, found);
         }
         const int64_t worst = *std::max_element(reached.begin(), reached.end());
         for (int d = 0; d < num_domains(); ++d) {
@@ -63,7 +73,32 @@ class QuotaPlanner {
             const Domain own = domain(d);
             const bool found = own.before() > worst;
             WorkLeft left{work_budget(ranks_, mains_)};
-            if (!found || reach(own, worst, left)) write(d, found, quota, slots);
+            if (!found || reach(own, worst, left)) take(d, found);
+        }
+    }
+
+    // Of the last plan; none before the first.
+    const Replicas& replicas() const { return replicas_; }
+
+    int64_t total() const {
+        return std::accumulate(home_load_.begin(), home_load_.end(), int64_t{0});
+    }
+
+    const std::vector<int64_t>& expert_load() const { return expert_load_; }
+
+    void write(const Replicas& replicas, int64_t* quota, int32_t* slots) const {
+        const int64_t ranks = problem_.num_ranks;
+        for (int64_t e = 0; e < problem_.num_experts; ++e) {
+            int64_t* row = quota + e * ranks;
+            std::fill_n(row, ranks, int64_t{0});
+            row[e / mains_] = expert_load_[e];
+        }
+        std::copy(replicas.expert.begin(), replicas.expert.end(), slots);
+        for (int64_t i = 0; i < ranks * slots_; ++i) {
+            const int64_t expert = replicas.expert[i];
+            if (expert < 0) continue;
+            quota[expert * ranks + expert / mains_] -= replicas.amount[i];
+            quota[expert * ranks + i / slots_] = replicas.amount[i];
         }
     }
 
@@ -100,8 +135,11 @@ class QuotaPlanner {
     int64_t bound_above(int64_t least, int d) {
         const Domain own = domain(d);
         if (slots_ == 0) return larger(least, own.before());
-        if (is_bound_within(own, least)) return least;
-        return larger(least, bound_of(d));
+        if (bounds_[d] == kUnknown) {
+            if (is_bound_within(own, least)) return least;
+            bounds_[d] = bound_of(d);
+        }
+        return larger(least, bounds_[d]);
     }
 
     int64_t bound_of(int d) {
@@ -121,22 +159,23 @@ class QuotaPlanner {
         };
         hottest_load_.assign(1, 0);  // of the k busiest ranks together
         int64_t brought = 0;
-        int64_t total = 0;
+        int64_t left = 0;  // above the threshold, and without room
         for (int k = 0; k < ranks_; ++k) {
             const int r = domain.busiest_first[k];
-            total += domain.home_load[r];
+            left += larger(domain.home_load[r] - threshold, 0);
             const int64_t load = hottest(r);
             brought = larger(brought, load);
             hottest_load_.push_back(hottest_load_.back() + load);
         }
-        int64_t computed = 0;
-        for (int r = 0; r < ranks_; ++r) {
-            computed += std::min<int64_t>(threshold, domain.home_load[r] + brought);
+        // Sums end where nothing is left: with a loose threshold all of them would leave int64.
+        for (int r = 0; r < ranks_ && left > 0; ++r) {
+            left -= std::min(larger(threshold - domain.home_load[r], 0), brought);
         }
-        if (computed < total) return false;
+        if (left > 0) return false;
         int64_t excess = 0;
         for (int64_t k = 1; k <= ranks_; ++k) {
             excess += domain.home_load[domain.busiest_first[k - 1]] - threshold;
+            if (excess <= 0) return true;
             const int64_t free = slots_ * (ranks_ - k);
             if (free < k * mains_ && excess > hottest_load_[std::min(k, free)]) return false;
         }
@@ -167,7 +206,11 @@ class QuotaPlanner {
             const bool is_reached = search.try_round(
                 left,
                 [&](int probe, Method method) {
-                    return run(domain, search.threshold(probe), method, left.rounds);
+                    return run(domain,
+                               search.threshold(probe),
+                               method,
+                               left.rounds,
+                               restarts_of_probe(method));
                 },
                 [&](int, Method) { keep(); });
             found = found || is_reached;
@@ -193,36 +236,29 @@ class QuotaPlanner {
                 Method method,
                 int32_t work_limit,
                 int restarts = 0) {
-        Attempt<HostWarp> attempt(domain, try_, warp_, work_limit);
+        Attempt<HostPlannerWarp> attempt(domain, {&try_}, {}, work_limit);
         return attempt.run(threshold, method, restarts);
     }
 
     // The plan of the last try is the best so far.
     void keep() { std::swap(best_, try_); }
 
-    // Write a domain's plan: best_, or, if none was found, no replicas.
-    void write(int d, bool found, int64_t* quota, int32_t* slots) const {
-        const int64_t first = static_cast<int64_t>(d) * ranks_;
-        std::fill_n(slots + first * slots_, ranks_ * slots_, int32_t{-1});
-        for (int64_t e = first * mains_; e < (first + ranks_) * mains_; ++e) {
-            int64_t* row = quota + e * problem_.num_ranks;
-            std::fill_n(row + first, ranks_, int64_t{0});
-            row[e / mains_] = expert_load_[e];
-        }
+    // Take a domain's plan over: best_, or, if none was found, no replicas.
+    void take(int d, bool found) {
+        const int64_t first = static_cast<int64_t>(d) * ranks_ * slots_;
+        std::fill_n(replicas_.expert.begin() + first, ranks_ * slots_, int32_t{-1});
         if (!found) return;
         for (int r = 0; r < ranks_; ++r) {
-            for (int k = 0; k < best_.held[r]; ++k) {
-                const int64_t expert = first * mains_ + best_.expert[r * slots_ + k];
-                const int64_t amount = best_.amount[r * slots_ + k];
-                int64_t* row = quota + expert * problem_.num_ranks;
-                row[expert / mains_] -= amount;
-                row[first + r] = amount;
-                slots[(first + r) * slots_ + k] = static_cast<int32_t>(expert);
+            for (int i = r * slots_; i < r * slots_ + best_.held[r]; ++i) {
+                replicas_.expert[first + i] = d * ranks_ * mains_ + best_.expert[i];
+                replicas_.amount[first + i] = best_.amount[i];
             }
         }
     }
 
-    const QuotaProblem problem_;
+    static constexpr int64_t kUnknown = -1;
+
+    QuotaProblem problem_;
     const int ranks_;  // of a domain
     const int mains_;
     const int slots_;
@@ -232,16 +268,185 @@ class QuotaPlanner {
     std::vector<int32_t> busiest_first_;  // [R], counted within the domain
     std::vector<int32_t> hottest_first_;  // [E], counted within the domain
     std::vector<int64_t> hottest_load_;
+    std::vector<int64_t> bounds_;  // of the domains, or kUnknown
+    Replicas replicas_;
     std::vector<char> memory_;
     TryMemory best_;
     TryMemory try_;
     int64_t target_ = 0;
 };
 
+// The modelled time of plans of one load, as `LayerCosts` of megatron_ext/balance/costs.py has it.
+class LayerClock {
+  public:
+    LayerClock(const QuotaProblem& problem,
+               const LayerCosts& costs,
+               const int64_t* load,
+               const QuotaPlanner& planner)
+        : problem_(problem),
+          costs_(costs),
+          load_(load),
+          mains_(problem.num_experts / problem.num_ranks),
+          expert_load_(planner.expert_load()),
+          kept_(problem.num_experts),
+          ranks_(problem.num_ranks) {
+        for (int64_t r = 0; r < problem.num_ranks; ++r) {
+            const int64_t* row = load + r * problem.num_experts;
+            ranks_[r].own = std::accumulate(row, row + problem.num_experts, int64_t{0});
+        }
+        find_locals();
+    }
+
+    struct Measured {
+        int64_t time;
+        int64_t sends;    // of the busiest sender
+        int64_t busiest;  // rank's assignments
+    };
+
+    Measured measure(const Replicas& replicas) {
+        std::copy(expert_load_.begin(), expert_load_.end(), kept_.begin());
+        for (Rank& rank : ranks_) rank.sends = rank.computed = rank.local = 0;
+        for (int64_t t = 0; t < problem_.num_ranks; ++t) {
+            for (int64_t i = t * problem_.num_slots; i < (t + 1) * problem_.num_slots; ++i) {
+                const int64_t expert = replicas.expert[i];
+                if (expert < 0) break;
+                kept_[expert] -= replicas.amount[i];
+                compute(t, expert, replicas.amount[i]);
+                ++ranks_[expert / mains_].sends;
+            }
+        }
+        for (int64_t e = 0; e < problem_.num_experts; ++e) compute(e / mains_, e, kept_[e]);
+        int64_t sends = 0, tokens = 0, busiest = 0;
+        for (const Rank& rank : ranks_) {
+            sends = larger(sends, rank.sends);
+            tokens = larger(tokens, larger(rank.own, rank.computed) - rank.local);
+            busiest = larger(busiest, rank.computed);
+        }
+        return {picoseconds(sends, tokens, busiest), sends, busiest};
+    }
+
+    // What no plan with so many sends, and so much for the busiest rank, is below.
+    int64_t least_time(int64_t sends, int64_t busiest) const {
+        return picoseconds(sends, larger(least_sent_, busiest - most_local_), busiest);
+    }
+
+  private:
+    struct Rank {
+        int64_t own;  // assignments of its tokens
+        int64_t sends;
+        int64_t computed;
+        int64_t local;  // assignments of its tokens that it computes
+    };
+
+    void compute(int64_t rank, int64_t expert, int64_t amount) {
+        ranks_[rank].computed += amount;
+        ranks_[rank].local += std::min(load_[rank * problem_.num_experts + expert], amount);
+    }
+
+    // A rank computes of its own tokens at most what is for its mains, and for the experts that
+    // would serve most of its tokens from its slots.
+    void find_locals() {
+        const int64_t slots = std::min(problem_.num_slots, problem_.num_experts);
+        std::vector<int64_t> most(slots);  // falling
+        for (int64_t r = 0; r < problem_.num_ranks; ++r) {
+            const int64_t* row = load_ + r * problem_.num_experts;
+            int64_t local = 0;
+            std::fill(most.begin(), most.end(), int64_t{0});
+            for (int64_t e = 0; e < problem_.num_experts; ++e) {
+                if (e / mains_ == r) {
+                    local += row[e];
+                } else if (slots > 0 && row[e] > most.back()) {
+                    most.pop_back();
+                    most.insert(
+                        std::upper_bound(most.begin(), most.end(), row[e], std::greater<>()),
+                        row[e]);
+                }
+            }
+            local = std::accumulate(most.begin(), most.end(), local);
+            least_sent_ = larger(least_sent_, ranks_[r].own - local);
+            most_local_ = larger(most_local_, local);
+        }
+    }
+
+    static __int128 product(int64_t count, int64_t each) { return __int128{count} * each; }
+
+    static int64_t cut(__int128 time) {
+        return time < INT64_MAX ? static_cast<int64_t>(time) : INT64_MAX;
+    }
+
+    int64_t picoseconds(int64_t sends, int64_t tokens, int64_t busiest) const {
+        return cut(product(sends, costs_.expert) + product(tokens, costs_.token) +
+                   product(busiest, costs_.assignment));
+    }
+
+    const QuotaProblem problem_;
+    const LayerCosts costs_;
+    const int64_t* load_;
+    const int64_t mains_;
+    const std::vector<int64_t>& expert_load_;
+    std::vector<int64_t> kept_;  // by the mains
+    std::vector<Rank> ranks_;
+    int64_t least_sent_ = 0;
+    int64_t most_local_ = 0;
+};
+
 }  // namespace
 
 void solve_quota(const QuotaProblem& problem, const int64_t* load, int64_t* quota, int32_t* slots) {
-    QuotaPlanner(problem, load).solve(quota, slots);
+    solve_ladder(problem, {{problem.tolerance_ppm}, 1}, load, quota, slots);
+}
+
+void solve_ladder(const QuotaProblem& problem,
+                  const Tolerances& tolerances,
+                  const int64_t* load,
+                  int64_t* quota,
+                  int32_t* slots) {
+    QuotaPlanner planner(problem, load);
+    for (int64_t i = 0; i < tolerances.count; ++i) {
+        planner.plan(tolerances.ppm[i]);
+        planner.write(planner.replicas(),
+                      quota + i * problem.num_experts * problem.num_ranks,
+                      slots + i * problem.num_ranks * problem.num_slots);
+    }
+}
+
+void solve_fastest(const QuotaProblem& problem,
+                   const Tolerances& tolerances,
+                   const LayerCosts& costs,
+                   const int64_t* load,
+                   int64_t* quota,
+                   int32_t* slots) {
+    QuotaPlanner planner(problem, load);
+    LayerClock clock(problem, costs, load, planner);
+    Replicas best = planner.replicas();
+    int64_t best_time = clock.measure(best).time;
+    const auto try_one = [&](int64_t ppm) {
+        planner.plan(ppm);
+        const LayerClock::Measured tried = clock.measure(planner.replicas());
+        if (tried.time < best_time) {
+            best = planner.replicas();
+            best_time = tried.time;
+        }
+        return tried;
+    };
+    const int64_t tightest = tolerances.count - 1;
+    const auto target_of = [&](int64_t i) {
+        return target_load(planner.total(), problem.num_ranks, tolerances.ppm[i]);
+    };
+    int64_t most_sends = 1;
+    const auto is_worth_it = [&](int64_t i) {
+        return clock.least_time((most_sends + 1) / 2, target_of(i)) < best_time;
+    };
+    if (is_worth_it(tightest)) {
+        try_one(tolerances.ppm[tightest]);
+        for (int64_t i = 0; i < tightest; ++i) {
+            if (!is_worth_it(i)) continue;
+            const LayerClock::Measured tried = try_one(tolerances.ppm[i]);
+            if (tried.busiest > target_of(i)) break;
+            most_sends = larger(most_sends, tried.sends);
+        }
+    }
+    planner.write(best, quota, slots);
 }
 
 int64_t lower_bound(const QuotaProblem& problem, const int64_t* load) {

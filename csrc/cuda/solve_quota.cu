@@ -1,10 +1,10 @@
 // Stage 2 on the device: the quota planner.
 //
-// 1. Plans every load of a batch, every NVLink domain for itself: the same tries and search as on
-//    the host (planner/), so the same bits.
-// 2. One block: one domain of one load. One warp: one try at a time. With more domains than one the
-//    kernel is launched again, because what the worst domain reached, which the others need not get
-//    below, is known only when all blocks are done.
+// 1. Plans every load of a batch with every tolerance, every NVLink domain for itself: the same
+//    tries and search as on the host (planner/), so the same bits.
+// 2. One block: one domain of one load, with one tolerance. One warp: one try at a time. With more
+//    domains than one the kernel is launched again, because what the worst domain reached, which
+//    the others need not get below, is known only when all blocks are done.
 // 3. A kernel, because the plan is needed on the device without a host sync.
 // 4. Warps share only their verdicts; thread 0 chooses between two barriers of the block. The tries
 //    that a round may ask for run side by side: all methods at the threshold asked for, then the
@@ -58,26 +58,13 @@ __host__ __device__ int mains_of(const QuotaProblem& problem) {
     return static_cast<int>(problem.num_experts / problem.num_ranks);
 }
 
-// The domain's own loads, and the tries with the best plan.
-__host__ __device__ int64_t tries_bytes(const QuotaProblem& problem) {
-    const auto ranks = static_cast<int>(problem.nvlink_domain);
-    const int64_t loads = ranks * (mains_of(problem) + 1) * static_cast<int64_t>(sizeof(int64_t));
-    return (loads + 15) / 16 * 16 +
-           (kWarps + 1) *
-               TryMemory::bytes(ranks, mains_of(problem), static_cast<int>(problem.num_slots));
-}
-
-__host__ __device__ int64_t block_bytes(const QuotaProblem& problem) {
-    return sums_bytes(problem) + tries_bytes(problem);
-}
-
-__device__ Domain domain_of(const QuotaProblem& problem, const Sums& sums, int d) {
+__device__ Domain domain_of(const QuotaProblem& problem, const Sums& sums, int d, bool even) {
     const auto ranks = static_cast<int>(problem.nvlink_domain);
     return {ranks,
             mains_of(problem),
             static_cast<int>(problem.num_slots),
             problem.min_quota,
-            problem.tolerance_ppm == 0,
+            even,
             sums.expert_load + static_cast<int64_t>(d) * ranks * mains_of(problem),
             sums.home_load + d * ranks,
             sums.busiest_first + d * ranks};
@@ -88,31 +75,94 @@ __device__ __noinline__ void sort_falling(const int64_t* value, int32_t* order, 
     MEGATRON_EXT_ROLLED
     for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
         int place = 0;
-        MEGATRON_EXT_ROLLED
+#pragma unroll 8  // reads in flight at once
         for (int j = 0; j < count; ++j) place += comes_first(value[j], j, value[i], i);
         order[place] = i;
     }
 }
 
+extern __shared__ float4 dynamic_memory[];
+
+// The dynamic shared memory from `offset` on, for domains of up to kRanks ranks. Addresses are
+// computed, not kept: as all functions see where they come from, they are those of shared memory,
+// at distances that are known, and it takes no read to get one.
+template <int kRanks>
+struct SharedMemory {
+    int offset;
+
+    __host__ __device__ static int capacity(int) { return kRanks; }
+    __device__ char* bytes() const { return reinterpret_cast<char*>(dynamic_memory) + offset; }
+    __device__ SharedMemory of_try(int64_t where, int) const {
+        return {offset + static_cast<int>(where)};
+    }
+    __device__ TryMemory arrays(const Domain& domain) const {
+        TryMemory memory;
+        memory.place(bytes(), kRanks, domain.mains, domain.slots);
+        return memory;
+    }
+};
+
+// Global memory, whose addresses would take too many registers: they are kept in shared memory.
+struct GlobalMemory {
+    char* start;
+    const TryMemory* placed;  // [kWarps + 1], in shared memory
+
+    __host__ __device__ static int capacity(int ranks) { return ranks; }
+    __device__ char* bytes() const { return start; }
+    __device__ GlobalMemory of_try(int64_t, int idx) const { return {start, placed + idx}; }
+    __device__ const TryMemory& arrays(const Domain&) const { return *placed; }
+};
+
+template <class Memory>
+__host__ __device__ int64_t try_bytes(int ranks, int mains, int slots) {
+    return TryMemory::bytes(Memory::capacity(ranks), mains, slots);
+}
+
+__host__ __device__ int64_t loads_bytes(int ranks, int mains) {
+    return (8 * ranks * (mains + 1) + 15) / 16 * 16;
+}
+
+// The domain's own loads, and the tries with the best plan.
+template <class Memory>
+__host__ __device__ int64_t tries_bytes(const QuotaProblem& problem) {
+    const auto ranks = static_cast<int>(problem.nvlink_domain);
+    const int mains = mains_of(problem);
+    return loads_bytes(ranks, mains) +
+           (kWarps + 1) * try_bytes<Memory>(ranks, mains, static_cast<int>(problem.num_slots));
+}
+
+// Of a block in global memory; kSharedRanks as at the kernel.
+template <int kSharedRanks>
+__host__ __device__ int64_t block_bytes(const QuotaProblem& problem) {
+    return sums_bytes(problem) + (kSharedRanks > 0 ? 0 : tries_bytes<GlobalMemory>(problem));
+}
+
+template <class TheMemory>
+struct PlannerWarp : DeviceWarp {
+    using Memory = TheMemory;
+};
+
 // What the warps of a block share while they plan.
 struct Shared {
+    int64_t tolerance_ppm;
     Domain domain;
-    TryMemory memory[kWarps + 1];
     Verdict verdicts[kWarps];
     int state_of[kWarps];  // which memory a warp works on
     int best;              // which memory holds the best plan
     int chosen;            // the warp whose plan it was, or -1
 };
 
+// Warp::Memory: where the tries lie.
+template <class Warp>
 class BlockPlanner {
   public:
     __device__ BlockPlanner(Shared& shared,
                             const QuotaProblem& problem,
-                            DeviceWarp warp,
+                            Warp warp,
                             const Domain& domain,
-                            char* memory)
-        : shared_(shared), problem_(problem), warp_(warp), domain_(domain) {
-        auto* const expert_load = reinterpret_cast<int64_t*>(memory);
+                            typename Warp::Memory memory)
+        : shared_(shared), problem_(problem), warp_(warp), domain_(domain), memory_(memory) {
+        auto* const expert_load = reinterpret_cast<int64_t*>(memory.bytes());
         auto* const home_load = expert_load + domain.experts();
         MEGATRON_EXT_ROLLED
         for (int e = thread(); e < domain.experts(); e += kThreads) {
@@ -121,12 +171,6 @@ class BlockPlanner {
         MEGATRON_EXT_ROLLED
         for (int r = thread(); r < domain.ranks; r += kThreads) {
             home_load[r] = domain.home_load[r];
-        }
-        if (thread() <= kWarps) {
-            const int64_t bytes = TryMemory::bytes(domain.ranks, domain.mains, domain.slots);
-            const int64_t loads = tries_bytes(problem) - (kWarps + 1) * bytes;
-            shared.memory[thread()].place(
-                memory + loads + thread() * bytes, domain.ranks, domain.mains, domain.slots);
         }
         if (thread() < kWarps) shared.state_of[thread()] = thread();
         if (thread() == 0) {
@@ -170,13 +214,13 @@ class BlockPlanner {
             keep(chosen);
             found = found || chosen >= 0;
         }
-        ThresholdSearch search(start, published.reached(), problem_.tolerance_ppm);
+        ThresholdSearch search(start, published.reached(), shared_.tolerance_ppm);
         MEGATRON_EXT_ROLLED
         while (!search.done() && left.rounds > 0) {
             const int probe = warp_idx() / 2;
             const Method method = method_of_probe(warp_idx());
             if (!search.nothing_to_do(probe)) {
-                run(search.threshold(probe), method, left.rounds, 0);
+                run(search.threshold(probe), method, left.rounds, restarts_of_probe(method));
             }
             __syncthreads();
             int chosen = -1;
@@ -190,33 +234,60 @@ class BlockPlanner {
         return found;
     }
 
-    // Whether a plan for just this threshold was found.
+    // Whether a plan for just this threshold was found. What mostly decides comes first by itself,
+    // where it is quicker than the others: the exact fill; and what mostly is not needed last:
+    // refilling.
     __device__ __noinline__ bool reach(int64_t threshold, WorkLeft& left) {
-        if (warp_idx() < kMethods) {
-            const auto method = static_cast<Method>(warp_idx());
-            if (method != Method::kFill || domain_.even) {
-                run(threshold,
-                    method,
-                    work_at_start(method, domain_.ranks, domain_.mains),
-                    restarts_at_start(method));
+        const auto method = static_cast<Method>(warp_idx());
+        const auto run_here = [&] {
+            run(threshold,
+                method,
+                work_at_start(method, domain_.ranks, domain_.mains),
+                restarts_at_start(method));
+        };
+        WorkLeft then = left;  // what the host would have left
+        bool decided = false;
+        if (domain_.even) {
+            if (method == Method::kFill) run_here();
+            __syncthreads();
+            decided = then.pays_for(verdict_of(Method::kFill));
+        }
+        if (!decided) {
+            const bool is_method = warp_idx() < kMethods;
+            if (is_method && method != Method::kFill && method != Method::kRefill) run_here();
+            __syncthreads();
+            if (!then.pays_for(verdict_of(Method::kBestFit))) {
+                if (method == Method::kRefill) run_here();
+                __syncthreads();
             }
         }
-        __syncthreads();
         int chosen = -1;
         const bool reached = choose_at_start(
             domain_.even,
             left,
-            [&](Method method) { return shared_.verdicts[static_cast<int>(method)]; },
+            [&](Method method) { return verdict_of(method); },
             [&](Method method) { chosen = static_cast<int>(method); });
         keep(chosen);
         return reached;
     }
 
-    __device__ const TryMemory& best() const { return shared_.memory[shared_.best]; }
+    __device__ TryMemory best() const { return memory_of(shared_.best).arrays(domain_); }
 
   private:
+    // Behind the domain's own loads.
+    __device__ typename Warp::Memory memory_of(int state) const {
+        return memory_.of_try(loads_bytes(domain_.ranks, domain_.mains) +
+                                  state * try_bytes<typename Warp::Memory>(
+                                              domain_.ranks, domain_.mains, domain_.slots),
+                              state);
+    }
+
     __device__ static int thread() { return static_cast<int>(threadIdx.x); }
     __device__ static int warp_idx() { return thread() / DeviceWarp::kLanes; }
+
+    __device__ Verdict verdict_of(Method method) const {
+        return shared_.verdicts[static_cast<int>(method)];
+    }
 
     __device__ static Method method_of_probe(int warp) {
         return warp % 2 == 0 ? Method::kRefill : Method::kBestFit;
@@ -251,8 +322,8 @@ class BlockPlanner {
                                      Method method,
                                      int32_t work_limit,
                                      int restarts) {
-        const TryMemory& memory = shared_.memory[shared_.state_of[warp_idx()]];
-        Attempt<DeviceWarp> attempt(shared_.domain, memory, warp_, work_limit);
+        Attempt<Warp> attempt(
+            shared_.domain, memory_of(shared_.state_of[warp_idx()]), warp_, work_limit);
         const Verdict verdict = attempt.run(threshold, method, restarts);
         if (thread() % DeviceWarp::kLanes == 0) shared_.verdicts[warp_idx()] = verdict;
     }
@@ -271,26 +342,26 @@ class BlockPlanner {
 
     Shared& shared_;
     const QuotaProblem& problem_;
-    const DeviceWarp warp_;
+    const Warp warp_;
     const Domain& domain_;
+    const typename Warp::Memory memory_;
 };
 
-extern __shared__ float4 dynamic_memory[];
-
 // Plan the domain, or plan it once more for `worst` alone, and write its plan.
+template <class Memory>
 __device__ void plan_domain(Shared& shared,
                             const QuotaProblem& problem,
                             DeviceWarp warp,
                             const Domain& domain,
                             const Sums& sums,
-                            char* tries,
+                            Memory tries,
                             int64_t target,
                             int64_t start,
                             int64_t worst,
                             int64_t* quota,
                             int32_t* slots) {
     const int thread = static_cast<int>(threadIdx.x);
-    BlockPlanner planner(shared, problem, warp, domain, tries);
+    BlockPlanner<PlannerWarp<Memory>> planner(shared, problem, {warp}, domain, tries);
     bool found = false;
     if (worst == 0) {
         int64_t reached;
@@ -322,7 +393,7 @@ __device__ void plan_domain(Shared& shared,
     }
     __syncthreads();
     if (!found) return;
-    const TryMemory& best = planner.best();
+    const TryMemory best = planner.best();
     MEGATRON_EXT_ROLLED
     for (int r = thread; r < domain.ranks; r += kThreads) {
         MEGATRON_EXT_ROLLED
@@ -340,9 +411,12 @@ __device__ void plan_domain(Shared& shared,
     }
 }
 
+// kSharedRanks: for how many ranks there is shared memory; 0 if the tries lie in global memory.
+template <int kSharedRanks>
 __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem problem,
+                                                                  Tolerances tolerances,
+                                                                  int64_t first_plan,
                                                                   bool again,
-                                                                  bool tries_are_shared,
                                                                   const int64_t* loads,
                                                                   char* workspace,
                                                                   int64_t* quotas,
@@ -353,14 +427,17 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
 
     const int thread = static_cast<int>(threadIdx.x);
     const int warp_idx = thread / DeviceWarp::kLanes;
+    const int64_t plan_idx = first_plan + blockIdx.y;
+    const int64_t tolerance_ppm = tolerances.ppm[plan_idx % tolerances.count];
+    if (thread == 0) shared.tolerance_ppm = tolerance_ppm;
     const int64_t ranks = problem.num_ranks;
     const int64_t experts = problem.num_experts;
     const int num_domains = static_cast<int>(gridDim.x);
     const int own = static_cast<int>(blockIdx.x);
-    const int64_t* load = loads + blockIdx.y * ranks * experts;
+    const int64_t* load = loads + plan_idx / tolerances.count * ranks * experts;
     const auto memory_of = [&](int d) {
-        return workspace +
-               (static_cast<int64_t>(blockIdx.y) * num_domains + d) * block_bytes(problem);
+        return workspace + (static_cast<int64_t>(blockIdx.y) * num_domains + d) *
+                               block_bytes<kSharedRanks>(problem);
     };
     char* memory = memory_of(own);
     Sums sums;
@@ -397,7 +474,7 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
         const int first = d * domain_ranks;
         sort_falling(sums.home_load + first, sums.busiest_first + first, domain_ranks);
     }
-    if (thread == 0) domain = domain_of(problem, sums, own);
+    if (thread == 0) domain = domain_of(problem, sums, own, shared.tolerance_ppm == 0);
     __syncthreads();
 
     const DeviceWarp wide{false};
@@ -411,13 +488,13 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
         }
         if (*sums.reached == worst) return;
     }
-    const int64_t target = target_load(total, ranks, problem.tolerance_ppm);
+    const int64_t target = target_load(total, ranks, shared.tolerance_ppm);
     int64_t start = target;
     if (!again) {
         int64_t bound = 0;
         MEGATRON_EXT_ROLLED
         for (int d = 0; d < num_domains; ++d) {
-            const Domain each = domain_of(problem, sums, d);
+            const Domain each = domain_of(problem, sums, d, shared.tolerance_ppm == 0);
             const DomainBound<DeviceWarp> of_domain(
                 wide, each, sums.hottest_first + d * domain_experts);
             if (d % kWarps == warp_idx) bound = larger(bound, of_domain.by_receivers());
@@ -432,63 +509,103 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
         for (int w = 0; w < kWarps; ++w) start = larger(start, bounds[w]);
     }
 
-    int64_t* quota = quotas + blockIdx.y * experts * ranks;
-    int32_t* held = slots + blockIdx.y * ranks * problem.num_slots;
-    if (tries_are_shared) tries = reinterpret_cast<char*>(dynamic_memory);
+    int64_t* quota = quotas + plan_idx * experts * ranks;
+    int32_t* held = slots + plan_idx * ranks * problem.num_slots;
     // What is compared is at most the total and one more.
     const DeviceWarp warp{total < INT32_MAX};
-    plan_domain(shared, problem, warp, domain, sums, tries, target, start, worst, quota, held);
+    const auto plan = [&](auto memory) {
+        plan_domain(shared, problem, warp, domain, sums, memory, target, start, worst, quota, held);
+    };
+    if constexpr (kSharedRanks > 0) {
+        plan(SharedMemory<kSharedRanks>{0});
+    } else {
+        auto* const placed = reinterpret_cast<TryMemory*>(dynamic_memory);
+        if (thread <= kWarps) {
+            const int64_t bytes = try_bytes<GlobalMemory>(domain.ranks, domain.mains, domain.slots);
+            placed[thread].place(tries + loads_bytes(domain.ranks, domain.mains) + thread * bytes,
+                                 domain.ranks,
+                                 domain.mains,
+                                 domain.slots);
+        }
+        __syncthreads();
+        plan(GlobalMemory{tries, placed});
+    }
 }
 
 int64_t num_domains(const QuotaProblem& problem) {
     return problem.num_ranks / problem.nvlink_domain;
 }
 
-// A few blocks for every multiprocessor. Larger batches go in parts, in the same workspace.
-int64_t loads_at_once(const QuotaProblem& problem) {
+// A few blocks for every multiprocessor. More plans go in parts, in the same workspace.
+int64_t plans_at_once(const QuotaProblem& problem) {
     constexpr int64_t kBlocks = 512;
     return std::max<int64_t>(kBlocks / num_domains(problem), 1);
 }
 
-// Bytes of dynamic shared memory for the tries; 0 if they do not fit into a block's.
-int64_t shared_bytes(const QuotaProblem& problem) {
-    constexpr int64_t kMost = 216 << 10;  // of 227 KB; the rest is what the kernel declares
-    const int64_t bytes = tries_bytes(problem);
-    return bytes <= kMost ? bytes : 0;
+// What a problem is solved by.
+struct Kernel {
+    decltype(&solve_quota_kernel<0>) function;
+    int64_t shared_bytes;  // dynamic shared memory of a block
+    int64_t block_bytes;   // its global memory
+};
+
+template <int kRanks>
+bool fits_shared(const QuotaProblem& problem) {
+    constexpr int64_t kMost = 220 << 10;  // of 227 KB; the rest is what the kernel declares
+    return problem.nvlink_domain <= kRanks && tries_bytes<SharedMemory<kRanks>>(problem) <= kMost;
+}
+
+template <int kRanks>
+Kernel in_shared_memory(const QuotaProblem& problem) {
+    return {solve_quota_kernel<kRanks>,
+            tries_bytes<SharedMemory<kRanks>>(problem),
+            block_bytes<kRanks>(problem)};
+}
+
+Kernel kernel_for(const QuotaProblem& problem) {
+    if (fits_shared<64>(problem)) return in_shared_memory<64>(problem);
+    if (fits_shared<96>(problem)) return in_shared_memory<96>(problem);
+    return {solve_quota_kernel<0>, (kWarps + 1) * sizeof(TryMemory), block_bytes<0>(problem)};
 }
 
 }  // namespace
 
-int64_t solve_quota_cuda_bytes(const QuotaProblem& problem, int64_t batch) {
-    return std::min(batch, loads_at_once(problem)) * num_domains(problem) * block_bytes(problem);
+int64_t solve_ladder_cuda_bytes(const QuotaProblem& problem,
+                                const Tolerances& tolerances,
+                                int64_t batch) {
+    return std::min(batch * tolerances.count, plans_at_once(problem)) * num_domains(problem) *
+           kernel_for(problem).block_bytes;
 }
 
-cudaError_t solve_quota_cuda(const QuotaProblem& problem,
-                             const int64_t* load,
-                             int64_t batch,
-                             void* workspace,
-                             int64_t* quota,
-                             int32_t* slots,
-                             cudaStream_t stream) {
-    const int64_t pairs = problem.num_ranks * problem.num_experts;
-    const int64_t shared = shared_bytes(problem);
+cudaError_t solve_ladder_cuda(const QuotaProblem& problem,
+                              const Tolerances& tolerances,
+                              const int64_t* load,
+                              int64_t batch,
+                              void* workspace,
+                              int64_t* quota,
+                              int32_t* slots,
+                              cudaStream_t stream) {
+    const int64_t plans = batch * tolerances.count;
+    const Kernel chosen = kernel_for(problem);
+    const auto kernel = chosen.function;
     const cudaError_t allowed = cudaFuncSetAttribute(
-        solve_quota_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(chosen.shared_bytes));
     if (allowed != cudaSuccess) return allowed;
     MEGATRON_EXT_ROLLED
-    for (int64_t first = 0; first < batch; first += loads_at_once(problem)) {
-        const int64_t loads = std::min(batch - first, loads_at_once(problem));
-        const dim3 grid(static_cast<unsigned>(num_domains(problem)), static_cast<unsigned>(loads));
+    for (int64_t first = 0; first < plans; first += plans_at_once(problem)) {
+        const int64_t now = std::min(plans - first, plans_at_once(problem));
+        const dim3 grid(static_cast<unsigned>(num_domains(problem)), static_cast<unsigned>(now));
         MEGATRON_EXT_ROLLED
         for (int launch = 0; launch < (num_domains(problem) > 1 ? 2 : 1); ++launch) {
-            solve_quota_kernel<<<grid, kThreads, static_cast<size_t>(shared), stream>>>(
+            kernel<<<grid, kThreads, static_cast<size_t>(chosen.shared_bytes), stream>>>(
                 problem,
+                tolerances,
+                first,
                 launch > 0,
-                shared > 0,
-                load + first * pairs,
+                load,
                 static_cast<char*>(workspace),
-                quota + first * pairs,
-                slots + first * problem.num_ranks * problem.num_slots);
+                quota,
+                slots);
             const cudaError_t launched = cudaGetLastError();
             if (launched != cudaSuccess) return launched;
         }

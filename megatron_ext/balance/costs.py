@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import rank_sends
 from megatron_ext.balance.plan import BalancePlan
 
@@ -64,6 +65,13 @@ class LayerCosts:
         """Seconds of one token's way there and back."""
         return 2 * self.token_bytes / (self.token_bandwidth or self.link_bandwidth)
 
+    @property
+    def picoseconds(self) -> tuple[int, int, int]:
+        """Of an expert's weights, of a token there and back, and of an assignment."""
+        seconds = self._expert_s, self._token_s, self.assignment_time
+        expert, token, assignment = (round(each * _PICOSECONDS) for each in seconds)
+        return expert, token, assignment
+
     def layer_time(self, load: Tensor, plan: BalancePlan) -> Tensor:
         """Modelled time of the parts of a forward that depend on the plan, in picoseconds.
 
@@ -99,15 +107,39 @@ class LayerCosts:
 
         Source: UltraEP, Eq. 5, 4 and 3.
         """
+        expert, token, assignment = self.picoseconds
         local = torch.minimum(load.mT, plan.quota)
         received = (plan.quota - local).sum(-2).amax(-1)
         sent = (load.mT - local).sum(-2).amax(-1)
         return (
-            sends.amax(-1) * _picoseconds(self._expert_s),
-            torch.maximum(received, sent) * _picoseconds(self._token_s),
-            plan.rank_loads().amax(-1) * _picoseconds(self.assignment_time),
+            sends.amax(-1) * expert,
+            torch.maximum(received, sent) * token,
+            plan.rank_loads().amax(-1) * assignment,
         )
 
+    def least_time(
+        self, load: Tensor, sends: Tensor, busiest: Tensor, layout: ExpertLayout
+    ) -> Tensor:
+        """What `layer_time` is at least, of every plan with so much to send and to compute.
 
-def _picoseconds(seconds: float) -> int:
-    return round(seconds * _PICOSECONDS)
+        A rank computes, of its own tokens, at most those for its mains and for as many other
+        experts as it has slots. So the others are sent by it, and received by the busiest rank.
+
+        Args:
+            load: Assignments, int64 [..., R, E].
+            sends: Experts that the busiest sender sends, int64 [...].
+            busiest: Assignments of the busiest rank, int64 [...].
+            layout: Where experts and slots are.
+
+        Returns:
+            int64 [...].
+        """
+        expert, token, assignment = self.picoseconds
+        ranks = torch.arange(layout.ep_size, device=load.device)
+        is_main = ranks.repeat_interleave(layout.mains_per_rank) == ranks[:, None]
+        others = load.masked_fill(is_main, 0)
+        slots = min(layout.slots, layout.num_experts)
+        sent = others.sum(-1) - others.topk(slots).values.sum(-1)
+        local = load.sum(-1) - sent
+        tokens = torch.maximum(sent.amax(-1), busiest - local.amax(-1))
+        return sends * expert + tokens * token + busiest * assignment

@@ -70,6 +70,16 @@ def home_loads(load: Tensor) -> Tensor:
     return load.sum(-2).unflatten(-1, (load.shape[-2], -1)).sum(-1)
 
 
+def mean_loads(load: Tensor) -> Tensor:
+    """Assignments that a rank computes on average, rounded up: int64 [...] of a load [..., R, E].
+
+    >>> mean_loads(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 0]])).tolist()
+    8
+    """
+    total, ranks = load.sum((-2, -1)), load.shape[-2]
+    return total // ranks + (total % ranks != 0)
+
+
 def max_fanout(plan: BalancePlan) -> int:
     """Replicas of the expert that has most of them."""
     return int(max_fanouts(plan))

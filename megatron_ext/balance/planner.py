@@ -7,7 +7,6 @@ ranks of the EP group, E logical experts, S slots per rank, B loads.
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch.nn import functional
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan, check_load, stack_plans, with_spare_slots
 from megatron_ext.balance.strategies import get_planner
-from megatron_ext.balance.strategies.fastest import TIME, fastest_plan
+from megatron_ext.balance.strategies.fastest import solver_for_time
 from megatron_ext.balance.strategies.strategy import PlanSettings
 
 
@@ -60,9 +59,9 @@ class LayerPlanner:
         self._settings = settings
         self._place, self._place_predicted = planner.place, planner.place_predicted
         self._fill, self._solve = planner.fill, planner.solve
-        if settings.costs is not None and strategy != TIME.name:
+        if settings.costs is not None:
             assert self._solve is not None, "`get_planner` refused what does not solve"
-            self._solve = partial(fastest_plan, solve_one=self._solve)
+            self._solve = solver_for_time(self._solve)
         self._expert_load = torch.zeros(layout.num_experts, dtype=torch.int64)
         self._num_observed = 0
         self._previous_load: Tensor | None = None

@@ -80,7 +80,7 @@ def solve(
     Args:
         load: Assignments, int64 [R, E] or [B, R, E], >= 0.
         ep_size: Ranks of the EP group (R).
-        slots: Replicas a rank can hold (S); strategy `exact` takes E / R instead.
+        slots: Replicas a rank can hold (S); strategies `exact` and `moonep` take E / R instead.
         strategy: A planner of `megatron_ext.balance.strategies`.
         tolerance: How far above the mean the busiest rank may be, as a fraction of the mean.
         min_quota: Fewest assignments a replica may carry.

@@ -6,7 +6,7 @@ Options of planners have the names, types and defaults of `BalanceConfig`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +25,6 @@ _PLAN_SETTINGS = (
     ("locality_share", "X", "part of the slots for a rank's own tokens, for libra"),
     ("min_tokens_per_gemm", "N", "fewest assignments in a piece, for llep"),
 )
-# (field of `LayerCosts`, type, metavar, help).
-_COSTS = (
-    ("expert_bytes", int, "N", "bytes of one expert's weights"),
-    ("link_bandwidth", float, "X", "bytes per second that a rank sends"),
-    ("assignment_time", float, "X", "seconds of expert computation per assignment"),
-    ("token_bytes", int, "N", "bytes of a hidden state (0: tokens cost nothing)"),
-)
-_OPTIONAL_COSTS = ("token_bytes",)
 
 
 def add_group(commands: Any, name: str, summary: str) -> Any:
@@ -70,6 +62,16 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number >= 1")
     return number
+
+
+# (field of `LayerCosts`, type, metavar, help).
+_COSTS = (
+    ("expert_bytes", positive, "N", "bytes of one expert's weights"),
+    ("link_bandwidth", float, "X", "bytes per second that a rank sends"),
+    ("assignment_time", float, "X", "seconds of expert computation per assignment"),
+    ("token_bytes", int, "N", "bytes of a hidden state (0: tokens cost nothing)"),
+)
+_OPTIONAL_COSTS = ("token_bytes",)
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
@@ -151,8 +153,16 @@ def add_costs(parser: argparse.ArgumentParser, for_what: str) -> None:
         group.add_argument(_option(field), type=kind, metavar=metavar, help=text)
 
 
-def layer_costs(arguments: argparse.Namespace, *, for_time: bool, switch: str) -> LayerCosts | None:
+def layer_costs(
+    arguments: argparse.Namespace, *, for_time: bool, switch: str, alone: Collection[str] = ()
+) -> LayerCosts | None:
     """Return what the options of `add_costs` say, if planning is `for_time`, else None.
+
+    Args:
+        arguments: The command's.
+        for_time: Whether planning is for time.
+        switch: What asks for that, for messages.
+        alone: Fields that the command also has another use for.
 
     Raises:
         ValueError: If one is missing, or given without the `switch` that asks to plan for time.
@@ -162,12 +172,14 @@ def layer_costs(arguments: argparse.Namespace, *, for_time: bool, switch: str) -
     fields = [field for field, *_ in _COSTS]
     given = {field: value for field in fields if (value := getattr(arguments, field)) is not None}
     if not for_time:
-        if given:
-            raise ValueError(f"{_option(next(iter(given)))} is for {switch}")
+        if stray := [field for field in given if field not in alone]:
+            raise ValueError(f"{_option(stray[0])} is for {switch}")
         return None
     missing = [_option(field) for field in fields if field not in {*given, *_OPTIONAL_COSTS}]
     if missing:
-        raise ValueError(f"{switch} needs {', '.join(missing)}")
+        raise ValueError(
+            f"{switch} needs {', '.join(missing)}: only a training has the ranks to measure on"
+        )
     return LayerCosts(**given)
 
 

@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
         help="the planners; `megatron-ext plan --list` names them",
     )
     add_plan_settings(replay)
-    add_costs(replay, "strategy time")
+    add_costs(replay, "strategy time; --expert-bytes also alone, to see the bytes that move")
     add_out(replay, "DIR", "folder for replay.md, replay.json and replay.png", required=False)
     add_overwrite(replay, "these files in DIR")
 
@@ -49,7 +49,12 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_ext.offline.replay import check_out, make_report, replay, write_report
 
     strategies = arguments.strategies.split(",")
-    costs = layer_costs(arguments, for_time="time" in strategies, switch="time among --strategies")
+    costs = layer_costs(
+        arguments,
+        for_time="time" in strategies,
+        switch="time among --strategies",
+        alone=("expert_bytes",),
+    )
     settings = plan_settings(arguments, costs)
     if arguments.out is not None:
         check_out(arguments.out, overwrite=arguments.overwrite)
@@ -59,7 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
     room = {"slots": arguments.slots, "nvlink_domain": arguments.nvlink_domain}
     with progress("Replaying", len(loads) * len(strategies)) as on_load:
         replayed = replay(loads, strategies, settings, **room, on_load=on_load)
-    report = make_report(loads, replayed, settings, slots=arguments.slots)
+    report = make_report(
+        loads, replayed, settings, slots=arguments.slots, expert_bytes=arguments.expert_bytes
+    )
     if arguments.out is not None:
         with progress("Drawing", more_replays(loads, replayed, **room)) as on_load:
             exhibits = make_exhibits(loads, replayed, settings, **room, on_load=on_load)
@@ -69,11 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
-    from megatron_ext.offline.replay import overall_table, prediction_table
+    from megatron_ext.offline.replay import bytes_table, overall_table, prediction_table
 
     yield report["title"]
-    yield ""
-    yield overall_table(report)
-    if prediction := prediction_table(report):
-        yield ""
-        yield prediction
+    for table in (overall_table, bytes_table, prediction_table):
+        if text := table(report):
+            yield ""
+            yield text

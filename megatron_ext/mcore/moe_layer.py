@@ -3,6 +3,7 @@
     forward                                           backward
     route       choose logical experts (Megatron)     postprocess (Megatron)
     preprocess  1 gather load                         combine  4 start materializing from the plan
+                  (once: what plans cost, measure.py)
                 2 solve plan                          experts  6 experts' backward
                 4 start materializing replicas                 8 start reducing replica gradients
                 3 reroute: logical -> physical        dispatch (Megatron)
@@ -24,7 +25,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -53,12 +54,15 @@ from megatron_ext.balance.replicas import (
 from megatron_ext.balance.reroute import assign, reroute
 from megatron_ext.balance.solve import plan_layout
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
+from megatron_ext.balance.strategies.fastest import TIME
 from megatron_ext.balance.strategies.ideal import force_even
-from megatron_ext.config import BalanceConfig
+from megatron_ext.balance.strategies.quota import QUOTA
+from megatron_ext.config import COST_UNITS, BalanceConfig
 from megatron_ext.mcore.dispatcher import physical_dispatcher, release_graph
 from megatron_ext.mcore.experts import expert_weights, finish_parameter_gather, run_experts
 from megatron_ext.mcore.local_first import Dispatched, LocalFirstDispatcher
 from megatron_ext.mcore.lookahead import LayerOrder, Lookahead, Prediction, PredictionReport
+from megatron_ext.mcore.measure import CostMeter, measure_costs
 from megatron_ext.mcore.schedule import most_in_flight
 from megatron_ext.mcore.validate import validate_for_balancing
 
@@ -159,6 +163,12 @@ class BalancedMoELayer(MoELayer):
             local_first=balance.local_first and ep_size > 1,  # One rank has nothing to exchange.
         )
         self.expert_weights = expert_weights(self.experts)
+        self.measured: dict[str, float] = {}
+        """Costs that plans are chosen by and that were measured, by their setting; settled in the
+        first forward, equal on all ranks of the EP group."""
+        # Where no replica can go anywhere, all plans are the same.
+        has_choice = self.layout.slots > 0 and self.layout.nvlink_domain > 1
+        self._to_measure = balance.costs_to_measure if has_choice else ()
         self.chunk: int | None = None
         """Layers before the first of this layer's chunk; told by the transformer layer."""
         self.lookahead: Lookahead | None = None
@@ -192,6 +202,8 @@ class BalancedMoELayer(MoELayer):
         prediction = self.lookahead.arrive() if self.lookahead is not None else None
         sent = prediction.sent if prediction is not None else None
         load = gather_load(routing_map, self.ep_group)
+        if self._to_measure:
+            self._measure_costs(load, probs.dtype)
         plan = self._planner.solve(load, sent.slots if sent is not None else None)
         if self.balance.check_plans:
             _check_equal_plans(plan, self.ep_group, self.layer_number)
@@ -296,19 +308,49 @@ class BalancedMoELayer(MoELayer):
     @cached_property
     def _planner(self) -> LayerPlanner:
         """Made in the first forward: Megatron tells a layer its number after it is made."""
-        balance = self.balance
-        costs = self._costs() if balance.plans_for_time else None
-        settings = PlanSettings.of(balance, costs, self._placement)
-        return LayerPlanner(balance.strategy, self.layout, settings, layer=self.layer_number or 0)
+        assert not self._to_measure, "costs are measured before the first plan"
+        costs, strategy = self._costs(), self.balance.strategy
+        if costs is None and strategy == TIME.name:
+            strategy = QUOTA.name  # All of its plans are the same, too.
+        settings = PlanSettings.of(self.balance, costs, self._placement)
+        return LayerPlanner(strategy, self.layout, settings, layer=self.layer_number or 0)
 
-    def _costs(self) -> LayerCosts:
+    def _costs(self) -> LayerCosts | None:
+        """What the fastest plan is chosen by; None if that is not asked for, or there is no choice.
+
+        What is given counts, and what is not was measured.
+        """
+        costs = {name: getattr(self.balance, name) for name in COST_UNITS} | self.measured
+        if not self.balance.plans_for_time or "auto" in costs.values():
+            return None
         element_size = next(self.experts.parameters()).element_size()
         return LayerCosts(
             expert_bytes=self._expert_bytes,
-            link_bandwidth=self.balance.link_bandwidth,
-            assignment_time=self.balance.assignment_time,
-            token_bytes=element_size * (self.config.moe_latent_size or self.config.hidden_size),
+            token_bytes=element_size * self._expert_width,
+            **costs,
         )
+
+    def _measure_costs(self, load: Tensor, probs_dtype: torch.dtype) -> None:
+        """Measure what plans are chosen by and is not given; all EP ranks call."""
+        finish_parameter_gather(self.experts)
+        mains = self.expert_weights.mains()
+        buffers, _ = self._shared_state(mains.parameters()[0])
+        meter = CostMeter(
+            buffers=buffers,
+            mains=mains,
+            run_mains=partial(run_experts, self.experts, self.expert_weights, _NO_SLOTS),
+            width=self._expert_width,
+            probs_dtype=probs_dtype,
+            load=load,
+            ep_group=self.ep_group,
+        )
+        self.measured = measure_costs(self._to_measure, meter, f"layer {self.layer_number}")
+        self._to_measure = ()
+
+    @property
+    def _expert_width(self) -> int:
+        """Elements of what an expert takes, and gives, for an assignment."""
+        return int(self.config.moe_latent_size or self.config.hidden_size)
 
     @property
     def _expert_bytes(self) -> int:

@@ -29,6 +29,7 @@ from megatron_ext.data.affinity import scheduled_microbatches
 from megatron_ext.data.semantics import read_semantics
 from megatron_ext.mcore import build
 from megatron_ext.mcore.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from megatron_ext.mcore.moe_layer import BalancedMoELayer
 from megatron_ext.telemetry.progress import TrainingProgress
 from megatron_ext.telemetry.recorder import LoadRecorder, PredictedLoads, StepLoads
 from megatron_ext.telemetry.routes import ROUTES_FOLDER, RouteRecorder
@@ -110,7 +111,8 @@ class Training:
         """Do one optimizer step on the next global batch.
 
         Returns:
-            The step's line of `metrics.jsonl`, equal on all ranks but for the times.
+            The step's line of `metrics.jsonl`, equal on all ranks but for the times and measured
+            costs.
         """
         started = time.perf_counter()
         self.scheduler.step(increment=1)
@@ -148,6 +150,7 @@ class Training:
             "imbalance_after": after / forwards,
             "replicas": replicas / forwards,
             **_prediction_metrics(self.config, loads),
+            **_measured_costs(self.chunks),
         }
 
     def close(self) -> None:
@@ -301,6 +304,12 @@ def _prediction_metrics(config: TrainConfig, loads: StepLoads) -> dict[str, floa
         for layer, one in zip(layers, by_layer, strict=True)
         if one.forwards
     }
+
+
+def _measured_costs(chunks: list[Any]) -> dict[str, float]:
+    """What this rank's EP group measured to choose plans by; nothing where nothing was measured."""
+    layers = (one for one in build.moe_layers(chunks) if isinstance(one, BalancedMoELayer))
+    return next((layer.measured for layer in layers if layer.measured), {})
 
 
 def _sum_over_ranks(*values: float) -> list[float]:

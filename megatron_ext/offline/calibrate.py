@@ -34,6 +34,7 @@ from megatron_ext.config import (
 )
 from megatron_ext.offline.hardware import Hardware
 from megatron_ext.offline.shape import shape_of
+from megatron_ext.timing import slowest_s
 
 ROUNDS = 100
 """Of each measurement."""
@@ -162,17 +163,7 @@ def _measure(folder: str) -> None:
 
 def _median_s(work: Callable[[], object]) -> float:
     """Seconds of a round, in the median."""
-    return _median([_slowest_s(work) for _ in range(ROUNDS)])
-
-
-def _slowest_s(work: Callable[[], object]) -> float:
-    """Seconds of a round, which all ranks begin together, on its slowest rank."""
-    dist.barrier()
-    started = time.perf_counter()
-    work()
-    elapsed_s = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-    dist.all_reduce(elapsed_s, dist.ReduceOp.MAX)
-    return float(elapsed_s)
+    return _median([slowest_s(work) for _ in range(ROUNDS)])
 
 
 def _median(values: list[float]) -> float:
@@ -197,11 +188,11 @@ def _part_rates(config: TrainConfig) -> dict[str, float]:
     blocks = StepBlocks(config, _VOCAB_SIZE)
     times: dict[str, list[float]] = {"dense": [], "tokens": [], "expert": [], "optimizer": []}
     for load in _uneven_loads(num_tokens * ranks, ranks):
-        times["dense"].append(_slowest_s(blocks.run_dense))
-        times["tokens"].append(_slowest_s(blocks.run_tokens))
-        expert_s = _slowest_s(partial(blocks.run_experts, load[dist.get_rank()]))
+        times["dense"].append(slowest_s(blocks.run_dense))
+        times["tokens"].append(slowest_s(blocks.run_tokens))
+        expert_s = slowest_s(partial(blocks.run_experts, load[dist.get_rank()]))
         times["expert"].append(expert_s / int(load.sum(-1).max()))
-        times["optimizer"].append(_slowest_s(blocks.run_optimizer))
+        times["optimizer"].append(slowest_s(blocks.run_optimizer))
     # Forward is a third of the FLOPs, and half of the transfers: there, back, and both again.
     dense_flops = 3 * shape.dense_flops(shape.moe_dense_params) * num_tokens
     sent_bytes = 4 * shape.token_bytes * num_tokens * (ranks - 1) / ranks

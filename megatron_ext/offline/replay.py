@@ -133,19 +133,47 @@ def _measure_prediction(
 
 
 def make_report(
-    loads: Loads, replayed: Mapping[str, Measured], settings: PlanSettings, *, slots: int
+    loads: Loads,
+    replayed: Mapping[str, Measured],
+    settings: PlanSettings,
+    *,
+    slots: int,
+    expert_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Return the comparison, for JSON.
+
+    Args:
+        loads: What was replayed.
+        replayed: `replay` of it.
+        settings: What planners were asked for.
+        slots: Replicas a rank can hold, as asked for.
+        expert_bytes: Of one expert's weights, if they are known.
 
     Returns:
         `strategies`: of each the slots it planned for, its numbers (see `_summarize`), and in
         `layers` the numbers of each layer; `before`: the imbalance without balancing; `title`,
-        `settings` and the sizes of the trace.
+        `settings` and the sizes of the trace. With `expert_bytes`, which is then there too, of each
+        strategy also `slot_bytes`, the weights that a rank's slots hold, and means over the loads:
+        `moved_bytes`, the weights that fill slots, and `sent_bytes`, those of the busiest sender.
     """
     layers = np.array(loads.layers())
     before = {"imbalance": imbalances(home_loads(loads.load)).numpy()}
     names = np.unique(layers)
     batch, ranks, experts = loads.load.shape
+    strategies: dict[str, dict[str, Any]] = {}
+    for name, measured in replayed.items():
+        num_slots = get_strategy(name).num_slots(slots, experts // ranks)
+        of = strategies[name] = {"slots": num_slots} | _summarize(measured)
+        if expert_bytes is not None:
+            of["slot_bytes"] = expert_bytes * num_slots
+            of["moved_bytes"] = expert_bytes * of["replicas_mean"]
+            of["sent_bytes"] = expert_bytes * of["max_rank_sends_mean"]
+        of["layers"] = {
+            str(layer): _summarize(
+                {key: values[layers == layer] for key, values in measured.items()}
+            )
+            for layer in names
+        }
     return {
         "title": f"{batch} loads of {len(names)} layers, {ranks} ranks, {experts} experts, "
         f"{slots} slots",
@@ -153,21 +181,10 @@ def make_report(
         "ranks": ranks,
         "experts": experts,
         "slots": slots,
+        **({} if expert_bytes is None else {"expert_bytes": expert_bytes}),
         "settings": settings.to_json(),
         "before": _summarize(before),
-        "strategies": {
-            name: {"slots": get_strategy(name).num_slots(slots, experts // ranks)}
-            | _summarize(measured)
-            | {
-                "layers": {
-                    str(layer): _summarize(
-                        {key: values[layers == layer] for key, values in measured.items()}
-                    )
-                    for layer in names
-                }
-            }
-            for name, measured in replayed.items()
-        },
+        "strategies": strategies,
     }
 
 
@@ -219,6 +236,17 @@ def overall_table(report: Mapping[str, Any]) -> str:
             )
         )
     return markdown_table(header, rows)
+
+
+def bytes_table(report: Mapping[str, Any]) -> str:
+    """Return what the strategies move, as a Markdown table; empty if no expert's size is known."""
+    rows = [
+        (name, *(f"{of[f'{what}_bytes'] / 2**20:,.2f}" for what in ("slot", "moved", "sent")))
+        for name, of in report["strategies"].items()
+        if "expert_bytes" in report
+    ]
+    header = ("strategy", "slots, MiB", "moved, MiB", "by the busiest sender")
+    return markdown_table(header, rows) if rows else ""
 
 
 def prediction_table(report: Mapping[str, Any]) -> str:
@@ -279,6 +307,13 @@ def write_report(folder: Path, report: Mapping[str, Any], exhibits: Sequence[Exh
     """Write `replay.json` (the report), `replay.md` and `replay.png` into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "replay.json").write_text(json.dumps(report, indent=2) + "\n")
+    if moved := bytes_table(report):
+        moved = (
+            "\n## Weights that fill slots: mean of a load\n\n"
+            f"{moved}\n\n"
+            "Of one rank's slots, and of a forward. Training moves them again in backward, and\n"
+            "gradients the other way.\n"
+        )
     if prediction := prediction_table(report):
         prediction = (
             "\n## Replicas placed by a prediction: mean of a load\n\n"
@@ -289,7 +324,8 @@ def write_report(folder: Path, report: Mapping[str, Any], exhibits: Sequence[Exh
         f"# Replay\n\n{report['title']}.\n\n{overall_table(report)}\n\n"
         "Imbalance: busiest rank / mean, of every load. Replicas and remote assignments: mean of a "
         "load.\nSolving includes placing from history; `before` is without balancing.\n"
-        f"{prediction}\n## Imbalance of each layer: mean (worst)\n\n{_layer_table(report)}\n\n"
+        f"{moved}{prediction}\n"
+        f"## Imbalance of each layer: mean (worst)\n\n{_layer_table(report)}\n\n"
         f"{to_markdown(exhibits)}\n![the same as pictures](replay.png)\n"
     )
     draw(exhibits, folder / "replay.png")

@@ -39,6 +39,8 @@ def load_library() -> None:
         ) from error
     torch.library.register_fake("megatron_ext::count_load", _fake_count_load)
     torch.library.register_fake("megatron_ext::solve_quota", _fake_solve)
+    torch.library.register_fake("megatron_ext::solve_ladder", _fake_solve_ladder)
+    torch.library.register_fake("megatron_ext::solve_fastest", _fake_solve_fastest)
     torch.library.register_fake("megatron_ext::solve_paper", _fake_solve)
     torch.library.register_fake("megatron_ext::lower_bound", _fake_lower_bound)
     torch.library.register_fake("megatron_ext::split_quota", _fake_split_quota)
@@ -75,10 +77,33 @@ def _fake_count_load(routing_map: Tensor) -> Tensor:
 def _fake_solve(
     load: Tensor, num_slots: int, nvlink_domain: int, tolerance_ppm: int, min_quota: int
 ) -> tuple[Tensor, Tensor]:
+    return _empty_plan(load, num_slots)
+
+
+def _fake_solve_ladder(
+    load: Tensor, num_slots: int, nvlink_domain: int, tolerances_ppm: list[int], min_quota: int
+) -> tuple[Tensor, Tensor]:
+    return _empty_plan(load, num_slots, len(tolerances_ppm))
+
+
+def _fake_solve_fastest(
+    load: Tensor,
+    num_slots: int,
+    nvlink_domain: int,
+    tolerances_ppm: list[int],
+    min_quota: int,
+    expert_ps: int,
+    token_ps: int,
+    assignment_ps: int,
+) -> tuple[Tensor, Tensor]:
+    return _empty_plan(load, num_slots)
+
+
+def _empty_plan(load: Tensor, num_slots: int, *num_tolerances: int) -> tuple[Tensor, Tensor]:
     *batch, ranks, experts = load.shape
     return (
-        load.new_empty(*batch, experts, ranks),
-        load.new_empty(*batch, ranks, num_slots, dtype=torch.int32),
+        load.new_empty(*batch, *num_tolerances, experts, ranks),
+        load.new_empty(*batch, *num_tolerances, ranks, num_slots, dtype=torch.int32),
     )
 
 

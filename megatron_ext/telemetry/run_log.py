@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from megatron_ext.config import TrainConfig
+from megatron_ext.config import COST_UNITS, TrainConfig
 
 CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.jsonl"
 
@@ -19,7 +19,9 @@ CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.jsonl"
 class RunLog:
     """Writes one line a step; a context manager.
 
-    What a killed run wrote after its last checkpoint is dropped.
+    What a killed run wrote after its last checkpoint is dropped. Costs that the run measured are in
+    the lines of its steps, and as comments at the end of the config: another run from it measures
+    its own.
 
     Args:
         config: The run; the resolved config is written beside the metrics.
@@ -35,6 +37,8 @@ class RunLog:
         for metrics in kept:
             self._file.write(json.dumps(metrics) + "\n")
         self._file.flush()
+        self._config_file = run_dir / CONFIG_FILE
+        self._told_costs = False
         self._wandb = None if config.logging.wandb == "off" else _start_wandb(config, run_dir)
 
     def __enter__(self) -> RunLog:
@@ -54,8 +58,16 @@ class RunLog:
         """Write the metrics of a step, which is in them as `step`."""
         self._file.write(json.dumps(metrics) + "\n")
         self._file.flush()
+        if not self._told_costs:
+            self._tell_costs(metrics)
+            self._told_costs = True
         if self._wandb is not None:
             self._wandb.log(metrics, step=metrics["step"])
+
+    def _tell_costs(self, metrics: dict[str, Any]) -> None:
+        with self._config_file.open("a") as file:
+            for name in (each for each in COST_UNITS if each in metrics):
+                file.write(f"# measured: balance.{name} = {metrics[name]:.4g} {COST_UNITS[name]}\n")
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

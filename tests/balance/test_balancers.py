@@ -11,7 +11,7 @@ from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.plan import BalancePlan, check_plan
 from megatron_ext.balance.solve import solve
-from megatron_ext.balance.strategies import eplb, eplb_exact, get_strategy, llep, lplb
+from megatron_ext.balance.strategies import eplb, eplb_exact, get_strategy, llep, lplb, moonep
 from megatron_ext.balance.strategies.strategy import PlanSettings
 from tests.balance.instances import instances
 
@@ -191,6 +191,82 @@ class TestLlep:
         plan = self.solve([6, 6, 4, 0, 0, 0], layout(2, 3))
         assert plan.quota[:3].tolist() == [[0, 6], [6, 0], [4, 0]]
         assert plan.slots.tolist() == [[-1], [0]]
+
+
+class TestMoonep:
+    @staticmethod
+    def solve(loads, where, **asked):
+        return moonep.solve(one_source(where.ep_size, *loads), where, PlanSettings(**asked))
+
+    def test_the_transfer_of_which_most_is_left_takes_of_the_main_of_which_most_is_left(self):
+        """Mean 5; rank 0 has 12 and gives 5 to rank 2, 2 to rank 1.
+
+        Rank 2 gets all 4 of e0; now rank 1 misses more, and gets 2 of e1; the last 1 is of e2.
+        """
+        plan = self.solve([4, 4, 4, 3, 0, 0, 0, 0, 0], layout(3, 3, slots=3))
+        assert plan.quota[:4].tolist() == [[0, 0, 4], [2, 2, 0], [3, 0, 1], [0, 3, 0]]
+        assert plan.slots.tolist() == [[-1, -1, -1], [1, -1, -1], [0, 2, -1]]
+
+    def test_a_host_takes_all_from_one_sender_which_is_filled_by_another(self):
+        """Mean 4; rank 0 has 2 and rank 1 has 1 too many. Rank 2 gets its 3 from rank 0 alone."""
+        plan = self.solve([6, 5, 1], layout(3, 1))
+        assert plan.quota.tolist() == [[3, 0, 3], [1, 4, 0], [0, 0, 1]]
+        assert plan.slots.tolist() == [[1], [-1], [0]]
+
+    def test_of_equals_the_first_comes_first(self):
+        """Ranks 0 and 1 have one too many, 2 and 5 one too few."""
+        plan = self.solve([3, 3, 1, 2, 2, 1], layout(6, 1))
+        assert plan.slots.flatten().tolist() == [-1, -1, 0, -1, -1, 1]
+        # When rank 2 has e0, both hosts miss 1, and e1 and e2 have 4.
+        plan = self.solve([4, 4, 4, 5, 0, 0, 1, 0, 0], layout(3, 3, slots=3))
+        assert plan.slots.tolist() == [[-1, -1, -1], [1, -1, -1], [0, 2, -1]]
+
+    def test_who_was_busiest_keeps_what_does_not_divide(self):
+        assert self.solve([2, 9, 0], layout(3, 1)).rank_loads().tolist() == [4, 4, 3]
+        assert self.solve([1, 3, 3, 3], layout(4, 1)).rank_loads().tolist() == [2, 3, 3, 2]
+        plan = self.solve([2, 3, 2, 3], layout(4, 1))
+        assert (plan.rank_loads().tolist(), plan.num_replicas()) == ([2, 3, 2, 3], 0)
+
+    def test_each_domain_is_even_by_itself(self):
+        plan = self.solve([8, 0, 3, 1], layout(4, 1, domain=2))
+        assert plan.rank_loads().tolist() == [4, 4, 2, 2]
+
+    def test_slots_begin_with_the_largest_and_of_equals_the_last_expert(self):
+        """Rank 0 keeps 6 of its 12: e1's 5 go, then 1 of e0."""
+        loads = [4, 5, 3, 0, 0, 0]
+        assert self.solve(loads, layout(2, 3, slots=3)).slots.tolist() == [[-1] * 3, [1, 0, -1]]
+        loads = [3, 3, 3, 3, 0, 0, 0, 0]
+        assert self.solve(loads, layout(2, 4, slots=4)).slots[1].tolist() == [1, 0, -1, -1]
+
+    def test_what_finds_no_slot_or_is_too_small_stays_at_home(self):
+        loads = [4, 5, 3, 0, 0, 0]
+        for few in (
+            self.solve(loads, layout(2, 3, slots=1)),
+            self.solve(loads, layout(2, 3, slots=3), min_quota=2),
+        ):
+            assert few.quota[:3].tolist() == [[4, 0], [0, 5], [3, 0]]
+        nothing = self.solve(loads, layout(2, 3, slots=3), min_quota=6)
+        assert (nothing.num_replicas(), nothing.rank_loads().tolist()) == (0, [12, 0])
+
+    def test_few_slots_that_would_make_it_worse_are_not_used(self):
+        """Rank 0 would give 9 and get 4. With one slot 3 leave it, so it would end at 16."""
+        loads = [3, 3, 3, 3, 3, 14, 0, 0, 0, 0, 1, 0, 0, 0, 0]
+        assert self.solve(loads, layout(3, 5, slots=5)).rank_loads().tolist() == [10, 10, 10]
+        plan = self.solve(loads, layout(3, 5, slots=1))
+        assert (plan.rank_loads().tolist(), plan.num_replicas()) == ([15, 14, 1], 0)
+
+    @given(instance=instances(max_ranks=8))
+    @settings(max_examples=300)
+    def test_every_rank_gets_the_mean_and_replicas_of_one_home(self, instance):
+        ranks, domain = instance.layout.ep_size, instance.layout.nvlink_domain
+        plan = solve(instance.load, ep_size=ranks, slots=0, strategy="moonep", nvlink_domain=domain)
+        check_plan(instance.load, plan)
+        mains = plan.layout.mains_per_rank
+        assert plan.slots.shape == (ranks, mains)
+        by_domain = plan.rank_loads().view(-1, domain)
+        assert (by_domain.amax(1) - by_domain.amin(1) <= 1).all()
+        for held in plan.slots.tolist():
+            assert len({expert // mains for expert in held if expert != NONE_PLACED}) <= 1
 
 
 HISTORY = ("eplb", "lplb")

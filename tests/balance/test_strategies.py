@@ -21,6 +21,7 @@ def test_registry():
         "eplb_exact": "planner",
         "lplb": "planner",
         "llep": "planner",
+        "moonep": "planner",
         "craft": "planner",
         "libra": "planner",
         "libra_paper": "planner",

@@ -111,7 +111,11 @@ def test_plan_lists_the_strategies(capsys):
         (["--split"], "--split adds to the file of --out, which is not given"),
         (["--out", "."], ". is a folder"),
         (["--objective", "speed"], "--objective (speed) must be tolerance or time"),
-        (["--objective", "time"], "--objective time needs --expert-bytes, --link-bandwidth"),
+        (
+            ["--objective", "time"],
+            "--objective time needs --expert-bytes, --link-bandwidth, --assignment-time: only a "
+            "training has the ranks to measure on",
+        ),
         (["--expert-bytes", 5], "--expert-bytes is for --objective time"),
         (["--strategy", "time"], "--strategy time needs --expert-bytes, --link-bandwidth"),
         (["--strategy", "eplb", "--interval", 0], "interval (0) must be >= 1"),

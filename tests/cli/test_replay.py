@@ -28,6 +28,20 @@ def test_replay_prints_the_contract(loads, capsys, tmp_path):
     assert "| quota " in stdout
 
 
+def test_bytes_that_move(loads, capsys):
+    """Of one size of experts; without a size there is no table."""
+    words = ["replay", loads, "--strategies", "none,moonep"]
+    status, stdout, stderr = run(capsys, *words, "--expert-bytes", 2**20)
+    assert (status, stderr) == (0, "")
+    assert "moved, MiB" in stdout
+    slots_mib = {line.split()[1]: line.split()[3] for line in stdout.splitlines()[-2:]}
+    assert slots_mib == {"none": "2.00", "moonep": "4.00"}
+    assert "MiB" not in run(capsys, *words)[1]
+    status, _, stderr = run(capsys, *words, "--expert-bytes", 0)
+    assert status == 2
+    assert "--expert-bytes: '0' must be a whole number >= 1" in stderr
+
+
 def test_slots_that_nothing_can_fill_are_named(loads, capsys):
     """8 ranks of 4 experts: 28 are on other ranks."""
     said = "warning: slots (29) beyond 28 stay empty: a rank has no more experts to borrow\n"

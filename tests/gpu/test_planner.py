@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as runs
 
 from megatron_ext import ops
+from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.plan import BalancePlan, split_quota
 from megatron_ext.balance.reroute import assign, reroute
 from megatron_ext.balance.solve import solve, solve_plan
@@ -45,6 +47,30 @@ def test_plans_equal_the_host(ranks, experts, slots, domain, tolerance, min_quot
     assert_equal_plans(host, device)
 
 
+@pytest.mark.parametrize(("ranks", "experts", "slots"), [(8, 64, 1), (64, 256, 2), (72, 288, 2)])
+@pytest.mark.parametrize("scale", [1, 2**20])
+def test_plans_of_hard_loads_equal_the_host(ranks, experts, slots, scale):
+    """Searches that spend their budget; with amounts beyond 32 bits too."""
+    load = scale * torch.stack([load for _, load in workloads.hard_loads(ranks, experts)])
+    host, device = (solve(where, ep_size=ranks, slots=slots) for where in (load, load.cuda()))
+    assert_equal_plans(host, device)
+
+
+@pytest.mark.parametrize(("ranks", "experts", "slots", "domain"), SIZES)
+@pytest.mark.parametrize("expert_bytes", [0, 10_000_000, 100_000_000])
+def test_fastest_plans_equal_the_host(ranks, experts, slots, domain, expert_bytes):
+    load = torch.stack(
+        [workloads.zipf(ranks, experts, 2000, exponent) for exponent in (0.3, 0.8, 1.3)]
+        + [workloads.cold_ranks(ranks, experts, 2000, cold=ranks // 3)]
+    )
+    costs = LayerCosts(
+        expert_bytes=expert_bytes, link_bandwidth=4e11, assignment_time=1e-6, token_bytes=8192
+    )
+    options = {"slots": slots, "nvlink_domain": domain, "costs": costs}
+    host, device = (solve(where, ep_size=ranks, **options) for where in (load, load.cuda()))
+    assert_equal_plans(host, device)
+
+
 @pytest.mark.parametrize(("ranks", "experts", "slots", "domain"), SIZES)
 def test_splits_equal_the_host(ranks, experts, slots, domain):
     load = workloads.zipf(ranks, experts, 2000, 1.0)
@@ -56,7 +82,7 @@ def test_splits_equal_the_host(ranks, experts, slots, domain):
 
 
 @given(instance=instances(max_ranks=8))
-@settings(max_examples=100)
+@runs(max_examples=100)
 def test_small_plans_equal_the_host(instance):
     host, device = (
         solve_plan(load, instance.layout, **instance.settings)
@@ -137,7 +163,12 @@ def test_tensors_on_two_devices_are_rejected():
         split_quota(load, BalancePlan(plan.layout, plan.quota.cuda(), plan.slots.cuda()))
 
 
-def test_replay_of_a_graph_follows_the_load():
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"costs": LayerCosts(expert_bytes=10**7, link_bandwidth=4e11, assignment_time=1e-7)}],
+    ids=["tolerance", "time"],
+)
+def test_replay_of_a_graph_follows_the_load(settings):
     ops.load_library()
     native = torch.ops.megatron_ext
     maps = [[workloads.routing_map(2048, 64, 4, 8 * s + r) for r in range(8)] for s in range(3)]
@@ -147,7 +178,7 @@ def test_replay_of_a_graph_follows_the_load():
     def plan_and_assign():
         load = others.clone()
         load[0] = native.count_load(routed)
-        plan = solve(load, ep_size=8, slots=2)
+        plan = solve(load, ep_size=8, slots=2, **settings)
         shares = split_quota(load, plan, 0)
         assignment = assign(routed, shares, plan.physical_index(), 4)
         return plan, assignment
@@ -166,7 +197,7 @@ def test_replay_of_a_graph_follows_the_load():
         graph.replay()
         torch.cuda.synchronize()
         load = torch.stack([one.sum(0) for one in step])
-        expected = solve(load, ep_size=8, slots=2)
+        expected = solve(load, ep_size=8, slots=2, **settings)
         assert_equal_plans(expected, plan)
         on_host = assign(step[0], split_quota(load, expected, 0), expected.physical_index(), 4)
         assert torch.equal(on_host.physical, assignment.physical.cpu())

@@ -46,7 +46,8 @@ def balanced_gpt(case: dict[str, Any], balance: BalanceConfig, **settings: Any) 
         layer.num_replicas = 0
         layer.num_hits = 0
         layer.observers.append(partial(_count, layer))
-        layer._planner.solve = partial(_count_hits, layer, layer._planner.solve)
+        if layer.lookahead is not None:  # Only then is anything sent ahead.
+            layer._planner.solve = partial(_count_hits, layer, layer._planner.solve)
     return gpt
 
 

@@ -17,6 +17,7 @@ import torch
 from megatron_ext.balance.placement import Placement, write_placement
 from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.config import BalanceConfig
+from tests.mcore.clock import DEAR_EXPERTS_MS, rounds_take
 from tests.mcore.parity import gradient_difference, step_difference
 from tests.ranks import run_ranks
 
@@ -125,10 +126,12 @@ PLANNERS = (
     dict(strategy="quota_paper", tolerance=0.0),
     dict(objective="time", link_bandwidth=1e12, assignment_time=1e-6),
     dict(strategy="time", link_bandwidth=1e12, assignment_time=1e-6),
+    dict(objective="time"),  # with measured costs
     dict(strategy="eplb", interval=1),
     dict(strategy="eplb_exact"),
     dict(strategy="lplb", interval=1),
     dict(strategy="llep", alpha=1.0, min_tokens_per_gemm=1),
+    dict(strategy="moonep", slots=0),
     dict(strategy="craft", tolerance=0.0, placement="placement.npz"),
     dict(strategy="quota", tolerance=0.0, placement="placement.npz"),  # as a limit of its slots
     dict(strategy="libra", tolerance=0.0),
@@ -137,7 +140,7 @@ PLANNERS = (
 
 
 def _planners(rank: int, folder: Path, local_first: bool) -> list[Any]:
-    with contextlib.chdir(folder):
+    with contextlib.chdir(folder), rounds_take(DEAR_EXPERTS_MS):
         # The second microbatch is the first that can be planned from history.
         return [
             gradient_difference(

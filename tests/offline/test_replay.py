@@ -16,6 +16,7 @@ from megatron_ext.offline.loads import Loads
 from megatron_ext.offline.papers import make_exhibits, to_json, to_markdown
 from megatron_ext.offline.replay import (
     FILES,
+    bytes_table,
     check_out,
     make_report,
     prediction_table,
@@ -107,11 +108,30 @@ def test_summary_by_hand():
     assert of["before"]["imbalance_mean"] == numbers["imbalance_mean"]
 
 
+def test_bytes_by_hand():
+    """Experts of 3 MiB; the second load is even already, and the first needs one replica."""
+    load = worked_example().load
+    loads = Loads(torch.stack([load, torch.ones_like(load)]))
+    replayed = run(loads, "none", "quota", "moonep")
+    report = make_report(loads, replayed, PlanSettings(), slots=1, expert_bytes=3 * 2**20)
+    assert report["expert_bytes"] == 3 * 2**20
+    numbers = {
+        name: [of[f"{what}_bytes"] / 2**20 for what in ("slot", "moved", "sent")]
+        for name, of in report["strategies"].items()
+    }
+    assert numbers == {"none": [3, 0, 0], "quota": [3, 1.5, 1.5], "moonep": [6, 1.5, 1.5]}
+    last = bytes_table(report).splitlines()[-1].split()
+    assert last == ["|", "moonep", "|", "6.00", "|", "1.50", "|", "1.50", "|"]
+    unknown = make_report(loads, replayed, PlanSettings(), slots=1)
+    assert bytes_table(unknown) == ""
+    assert "expert_bytes" not in unknown
+
+
 def test_files(trace, tmp_path):
     folder = tmp_path / "new" / "out"
     check_out(folder, overwrite=False)
     replayed = run(trace, "none", "eplb", "exact", "libra", interval=2)
-    report = make_report(trace, replayed, PlanSettings(interval=2), slots=1)
+    report = make_report(trace, replayed, PlanSettings(interval=2), slots=1, expert_bytes=2**20)
     exhibits = make_exhibits(trace, replayed, PlanSettings(interval=2), slots=1, nvlink_domain=None)
     report["papers"] = to_json(exhibits)
     write_report(folder, report, exhibits)
@@ -128,6 +148,7 @@ def test_files(trace, tmp_path):
     text = (folder / "replay.md").read_text()
     assert "| eplb " in text
     assert prediction_table(report) in text
+    assert bytes_table(report) in text
     assert to_markdown(exhibits) in text
     worst = np.max(replayed["eplb"]["imbalance"][::2])
     assert f"({worst:.3f})" in text

@@ -58,15 +58,20 @@ class Guarded {
 };
 
 QuotaProblem random_problem() {
-    const int64_t ranks = one_of<int64_t>({2, 4, 6, 8, 8, 8, 40});
+    const int64_t ranks = one_of<int64_t>({2, 4, 6, 8, 8, 8, 40, 72});
     int64_t domain = pick(1, 3) == 1 ? pick(1, ranks) : ranks;
     while (ranks % domain != 0) --domain;
     return {ranks,
             ranks * one_of<int64_t>({1, 2, 3, 8}),
             one_of<int64_t>({1, 1, 2, 3, 8}),
             domain,
-            one_of<int64_t>({0, 0, 10'000, 10'000, 200'000}),
+            0,
             one_of<int64_t>({1, 1, 1, 7})};
+}
+
+Tolerances random_tolerances() {
+    if (pick(1, 4) == 1) return {{200'000, 10'000, 0}, 3};
+    return {{one_of<int64_t>({0, 0, 10'000, 10'000, 200'000})}, 1};
 }
 
 // Of hot and cold experts, and of some ranks that have only cold ones: such loads take the planner
@@ -89,28 +94,32 @@ std::vector<int64_t> random_loads(const QuotaProblem& problem, int64_t batch) {
     return load;
 }
 
-void plan_and_split(const QuotaProblem& problem, int64_t batch) {
+void plan_and_split(const QuotaProblem& problem, int64_t batch, const Tolerances& tolerances) {
     const int64_t ranks = problem.num_ranks;
     const int64_t experts = problem.num_experts;
     const std::vector<int64_t> load = random_loads(problem, batch);
-    std::vector<int64_t> quota(batch * experts * ranks);
-    std::vector<int32_t> slots(batch * ranks * problem.num_slots);
+    const int64_t plans = batch * tolerances.count;
+    std::vector<int64_t> quota(plans * experts * ranks);
+    std::vector<int32_t> slots(plans * ranks * problem.num_slots);
     Guarded<int64_t> quota_there(quota.size());
     Guarded<int32_t> slots_there(slots.size());
-    Guarded<char> workspace(solve_quota_cuda_bytes(problem, batch));
-    solve_quota_cuda(problem,
-                     load.data(),
-                     batch,
-                     workspace.data(),
-                     quota_there.data(),
-                     slots_there.data(),
-                     nullptr);
+    Guarded<char> workspace(solve_ladder_cuda_bytes(problem, tolerances, batch));
+    solve_ladder_cuda(problem,
+                      tolerances,
+                      load.data(),
+                      batch,
+                      workspace.data(),
+                      quota_there.data(),
+                      slots_there.data(),
+                      nullptr);
     workspace.values();
-    for (int64_t b = 0; b < batch; ++b) {
-        solve_quota(problem,
-                    load.data() + b * ranks * experts,
-                    quota.data() + b * experts * ranks,
-                    slots.data() + b * ranks * problem.num_slots);
+    for (int64_t p = 0; p < plans; ++p) {
+        QuotaProblem one = problem;
+        one.tolerance_ppm = tolerances.ppm[p % tolerances.count];
+        solve_quota(one,
+                    load.data() + p / tolerances.count * ranks * experts,
+                    quota.data() + p * experts * ranks,
+                    slots.data() + p * ranks * problem.num_slots);
     }
     require(quota_there.values() == quota, "the quotas equal the host's");
     require(slots_there.values() == slots, "the slots equal the host's");
@@ -263,14 +272,17 @@ void route() {
 
 int main(int, char** arguments) {
     const int rounds = std::atoi(arguments[1]);
-    plan_and_split({1, 4, 2, 1, 0, 1}, 2);   // one rank
-    plan_and_split({8, 64, 0, 8, 0, 1}, 1);  // no slots
-    plan_and_split({8, 8, 1, 8, 0, 1}, 0);   // no loads
-    plan_and_split({8, 8, 1, 1, 0, 1}, 70);  // more blocks than are launched at once
-    plan_and_split({64, 256, 2, 64, 10'000, 1}, 1);
+    const Tolerances even{{0}, 1}, usual{{10'000}, 1}, ladder{{500'000, 50'000, 0}, 3};
+    plan_and_split({1, 4, 2, 1, 0, 1}, 2, even);     // one rank
+    plan_and_split({8, 64, 0, 8, 0, 1}, 1, even);    // no slots
+    plan_and_split({8, 8, 1, 8, 0, 1}, 0, even);     // no loads
+    plan_and_split({8, 8, 1, 1, 0, 1}, 70, even);    // more blocks than are launched at once
+    plan_and_split({8, 8, 1, 1, 0, 1}, 25, ladder);  // the same, parted within a load
+    plan_and_split({64, 256, 2, 64, 0, 1}, 1, usual);
     for (int i = 0; i < rounds; ++i) {
         const QuotaProblem problem = random_problem();
-        plan_and_split(problem, problem.num_ranks > 8 ? 1 : pick(1, 3));
+        const Tolerances tolerances = random_tolerances();
+        plan_and_split(problem, problem.num_ranks > 8 ? 1 : pick(1, 3), tolerances);
         route();
     }
     std::printf("%d rounds\n", rounds);

@@ -1,5 +1,6 @@
 """Every CUDA source compiles for the two architectures, without Torch and without a GPU."""
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -16,10 +17,42 @@ def test_there_are_sources():
     assert SOURCES
 
 
+SAVED_FOR_CALLERS = 256
+"""Bytes. The planner's functions are called, not written out at each place; those that run once a
+try put aside what their callers keep in registers. Its inner functions spill nothing."""
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_the_planners_inner_functions_spill_nothing(tmp_path):
+    """What runs for every replica, where it runs in shared memory."""
+    lines = compile_source(CSRC / "cuda" / "solve_quota.cu", "90a", tmp_path).splitlines()
+    inner = ["relieve", "move", "take", "refill", "update_host", "add", "larger_of_tightest_pair"]
+    found = set()
+    for name, told in itertools.pairwise(lines):
+        function = re.search(r"Function properties for (\S+)", name)
+        if function is None or "GlobalMemory" in name:
+            continue
+        called = [each for each in inner if re.search(rf"\d{each}[EI]", function[1])]
+        if called:
+            found.update(called)
+            assert "0 bytes spill stores, 0 bytes spill loads" in told, function[1]
+    assert found == set(inner)
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("architecture", ["90a", "100a"])
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 def test_compiles(source, architecture, tmp_path):
+    told = compile_source(source, architecture, tmp_path)
+    # A spilled register is traffic nobody planned for; there is one line for each function.
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", told)
+    assert spills
+    most = SAVED_FOR_CALLERS if source.name == "solve_quota.cu" else 0
+    assert max(int(count) for pair in spills for count in pair) <= most
+
+
+def compile_source(source, architecture, tmp_path):
+    """Compile, and return what the assembler says of each function."""
     result = subprocess.run(
         [
             "nvcc",
@@ -38,9 +71,7 @@ def test_compiles(source, architecture, tmp_path):
         timeout=300,
     )
     assert result.returncode == 0, result.stderr
-    # A spilled register is traffic nobody planned for; there is one line for each kernel.
-    spills = re.findall(r"\d+ bytes spill stores, \d+ bytes spill loads", result.stderr)
-    assert set(spills) == {"0 bytes spill stores, 0 bytes spill loads"}
+    return result.stderr
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

@@ -81,6 +81,18 @@ def test_chains_equal_the_reference(seed):
 
 
 @given(instance=instances(max_ranks=8))
+def test_a_ladder_is_its_tolerances_one_by_one(instance):
+    layout, tolerances = instance.layout, [2_000_000, 300_000, 10_000, 0]
+    loads = torch.stack([instance.load, instance.load.flip(0, 1)])
+    where = layout.slots, layout.nvlink_domain
+    quota, slots = native.solve_ladder(loads, *where, tolerances, instance.min_quota)
+    for i, ppm in enumerate(tolerances):
+        alone = native.solve_quota(loads, *where, ppm, instance.min_quota)
+        assert torch.equal(quota[:, i], alone[0])
+        assert torch.equal(slots[:, i], alone[1])
+
+
+@given(instance=instances(max_ranks=8))
 def test_lower_bound_equals_the_reference(instance):
     layout = instance.layout
     bound = native.lower_bound(instance.load, layout.slots, layout.nvlink_domain)
@@ -132,6 +144,10 @@ def test_opcheck():
         (native.count_load, (workloads.routing_map(9, 4, 2),)),
         (native.solve_quota, (load, 1, 2, 10_000, 1)),
         (native.solve_quota, (batch, 0, 1, 0, 3)),
+        (native.solve_ladder, (load, 1, 2, [500_000, 0], 1)),
+        (native.solve_ladder, (batch, 1, 2, [10_000], 1)),
+        (native.solve_fastest, (load, 1, 2, [500_000, 0], 1, 3, 2, 1)),
+        (native.solve_fastest, (batch, 0, 2, [500_000, 0], 1, 3, 2, 1)),
         (native.solve_paper, (batch, 1, 2, 10_000, 1)),
         (native.lower_bound, (load, 1, 2)),
         (native.lower_bound, (batch, 1, 2)),
@@ -164,6 +180,27 @@ def test_solve_rejects(args, message):
     for solver in SOLVERS:
         with pytest.raises(ValueError, match=message):
             getattr(native, solver)(*args)
+
+
+@pytest.mark.parametrize(
+    ("tolerances", "costs", "message"),
+    [
+        ([], (1, 1, 1), "tolerances_ppm must be 1 to 16 tolerances, got 0"),
+        (list(range(17, 0, -1)), (1, 1, 1), "1 to 16 tolerances, got 17"),
+        ([1, 1], (1, 1, 1), r"go from loose to tight, got \[1, 1\]"),
+        ([1, -1], (1, 1, 1), r"tolerances_ppm must be >= 0 .* got \[1, -1\]"),
+        ([1], (-1, 1, 1), r"expert_ps \(-1\) must be >= 0"),
+        ([1], (1, -2, 1), r"token_ps \(-2\) must be >= 0"),
+        ([1], (1, 1, -3), r"assignment_ps \(-3\) must be >= 0"),
+    ],
+)
+def test_solve_fastest_rejects(tolerances, costs, message):
+    load = worked_example().load
+    with pytest.raises(ValueError, match=message):
+        native.solve_fastest(load, 1, 2, tolerances, 1, *costs)
+    if costs == (1, 1, 1):
+        with pytest.raises(ValueError, match=message):
+            native.solve_ladder(load, 1, 2, tolerances, 1)
 
 
 def assign_arguments():

@@ -1,15 +1,22 @@
 """All planners on the same loads in one run: balance, replicas, senders, time.
 
-    python tests/perf/planner.py [--loads N] [--quick] [--json FILE]
+    python tests/perf/planner.py [--loads N] [--quick] [--only smooth|hard] [--json FILE]
 
-Columns: `imbalance` and `worst` are mean and worst of busiest rank / mean, `gap` and `worst gap` of
-busiest rank / its proven lower bound. `x bound` is replicas / the proven bound for the busiest
-rank's load that was reached (or allowed, if that is more), `x plain` the same for the plainest
-bound, the number of ranks with excess or of roomy ranks needed. `sends` are replicas that the
-busiest sender has to fill.
+Two tables. The first is of smooth loads, which are Zipf-distributed, with all planners. Columns:
+`imbalance` and `worst` are mean and worst of busiest rank / mean, `gap` and `worst gap` of busiest
+rank / its proven bound. `x bound` is replicas / the proven bound for the busiest rank's load that
+was reached (or allowed, if that is more), `x plain` the same for the plainest bound, the number of
+ranks with excess or of roomy ranks needed. `sends` are replicas that the busiest sender has to
+fill.
+
+The second is of the loads that planners may stumble over (`tests.workloads.hard_loads`), with the
+quota planner beside the published one: median, 99th percentile and worst of the times of single
+loads, and the name of the worst load.
 
 Times are of one load on one core: the planner alone, that is its native op and a few microseconds
-of Python, after a warm-up, strategies in turn load by load. Every call counts for p50 and p99.
+of Python, after a warm-up, strategies in turn load by load. Processor time of the thread, so that
+other programs do not count where they take the core away. In the first table every call counts; in
+the second the median of a load's calls, so that a worst time is a load's and not a moment's.
 """
 
 from __future__ import annotations
@@ -22,6 +29,7 @@ import shlex
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +43,7 @@ from megatron_ext.balance.bounds import lower_bound, replicas_lower_bound  # noq
 from megatron_ext.balance.layout import ExpertLayout  # noqa: E402
 from megatron_ext.balance.metrics import home_loads, imbalance, max_rank_sends  # noqa: E402
 from megatron_ext.balance.plan import BalancePlan  # noqa: E402
-from megatron_ext.balance.strategies import STRATEGIES, PlanSettings  # noqa: E402
+from megatron_ext.balance.strategies import STRATEGIES, PlanSettings, Strategy  # noqa: E402
 from megatron_ext.config import BalanceConfig  # noqa: E402
 from tests import workloads  # noqa: E402
 
@@ -47,6 +55,35 @@ GRID = [
     (64, (256,), 2),
     *((ranks, (8 * ranks,), 2) for ranks in (128, 256, 512)),
 ]
+HARD = [
+    *(
+        (ranks, experts, slots)
+        for ranks, experts in (
+            (8, 64),
+            (8, 256),
+            (16, 128),
+            (32, 256),
+            (64, 64),
+            (64, 256),
+            (64, 512),
+        )
+        for slots in (1, 2, 4)
+    ),
+    (72, 288, 2),
+]
+HARD_COLUMNS = (
+    "EP",
+    "experts",
+    "slots",
+    "strategy",
+    "imbalance",
+    "gap",
+    "worst gap",
+    "p50 us",
+    "p99 us",
+    "max us",
+    "worst load",
+)
 COLUMNS = (
     "EP",
     "experts",
@@ -70,23 +107,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--loads", type=int, default=8, help="loads of each kind (default: 8)")
     parser.add_argument("--quick", action="store_true", help="one of each kind, up to 64 ranks")
+    parser.add_argument("--only", choices=("smooth", "hard"), help="one of the two tables")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the table")
     options = parser.parse_args()
     torch.set_num_threads(1)
     command = shlex.join(["python", *sys.argv])
     print(command)
     print(describe_machine())
-    print(" ".join(f"{name:>11}" for name in COLUMNS))
-    rows = []
-    for ranks, experts, slots in GRID:
-        if options.quick and ranks > 64:
-            continue
-        for row in measure(ranks, experts, slots, 1 if options.quick else options.loads):
-            rows.append(row)
-            print(" ".join(f"{_text(row[name]):>11}" for name in COLUMNS), flush=True)
+    num_loads = 1 if options.quick else options.loads
+    table: dict[str, Any] = {"command": command, "machine": describe_machine()}
+    if options.only != "hard":
+        grid = [row for row in GRID if row[0] <= 64 or not options.quick]
+        table["rows"] = _print_rows(COLUMNS, (measure(*sizes, num_loads) for sizes in grid))
+    if options.only != "smooth":
+        grid = HARD[:3] if options.quick else HARD
+        seeds = max(num_loads // 2, 1)
+        table["hard"] = _print_rows(HARD_COLUMNS, (measure_hard(*sizes, seeds) for sizes in grid))
     if options.json:
-        table = {"command": command, "machine": describe_machine(), "rows": rows}
         options.json.write_text(json.dumps(table, indent=1))
+
+
+def _print_rows(
+    columns: tuple[str, ...], groups: Iterable[list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    print(" ".join(f"{name:>11}" for name in columns))
+    rows = []
+    for row in itertools.chain.from_iterable(groups):
+        rows.append(row)
+        print(" ".join(f"{_text(row[name]):>11}" for name in columns), flush=True)
+    return rows
 
 
 def describe_machine() -> str:
@@ -127,9 +176,7 @@ def measure(
                     slots=strategy.num_slots(slots, size // ranks),
                     nvlink_domain=ranks,
                 )
-                start = time.perf_counter()
-                plan = strategy.solve(load, layout, PlanSettings(tolerance=tolerance))
-                elapsed_us = (time.perf_counter() - start) * 1e6
+                plan, elapsed_us = _solve(strategy, load, layout)
                 if repeat > 0:
                     times[name].append(elapsed_us)
                     continue
@@ -159,6 +206,54 @@ def measure(
         }
         for name, each in found.items()
     ]
+
+
+def measure_hard(ranks: int, experts: int, slots: int, seeds: int) -> list[dict[str, Any]]:
+    """One row for each planner, over all kinds of hard loads, each from `seeds` seeds."""
+    layout = ExpertLayout(num_experts=experts, ep_size=ranks, slots=slots, nvlink_domain=ranks)
+    rows = []
+    found: dict[str, list[tuple[float, float, float, str]]] = {"quota": [], "quota_paper": []}
+    for seed in range(seeds):
+        for kind, load in workloads.hard_loads(ranks, experts, seed):
+            bound = int(lower_bound(load, layout))
+            times: dict[str, list[float]] = {name: [] for name in found}
+            for _ in range(REPEATS):
+                for name in found:
+                    plan, elapsed_us = _solve(STRATEGIES[name], load, layout)
+                    times[name].append(elapsed_us)
+                    if len(times[name]) == REPEATS:
+                        busiest = int(plan.rank_loads().max())
+                        us = statistics.median(times[name])
+                        found[name].append(
+                            (us, busiest * ranks / int(load.sum()), busiest / bound, kind)
+                        )
+    for name, each in found.items():
+        each.sort()
+        rows.append(
+            {
+                "EP": ranks,
+                "experts": experts,
+                "slots": slots,
+                "strategy": name,
+                "imbalance": statistics.fmean(one[1] for one in each),
+                "gap": statistics.fmean(one[2] for one in each),
+                "worst gap": max(one[2] for one in each),
+                "p50 us": each[len(each) // 2][0],
+                "p99 us": each[len(each) * 99 // 100][0],
+                "max us": each[-1][0],
+                "worst load": each[-1][3],
+            }
+        )
+    return rows
+
+
+def _solve(strategy: Strategy, load: Tensor, layout: ExpertLayout) -> tuple[BalancePlan, float]:
+    """Plan, and the thread's microseconds of that."""
+    assert strategy.solve is not None
+    settings = PlanSettings(tolerance=BalanceConfig().tolerance)
+    start = time.thread_time_ns()
+    plan = strategy.solve(load, layout, settings)
+    return plan, (time.thread_time_ns() - start) / 1e3
 
 
 def plain_bound(load: Tensor, busiest: int) -> int:

@@ -5,14 +5,17 @@
 // Input, a line for each load: R E S, the tolerance in millionths, min_quota, and the E loads of
 // the experts. Output, a line for each: JSON, with the plan.
 //
-// What is counted follows what nvcc 13 makes of the planner for sm_90a; a comment says where.
+// What is counted follows what nvcc 13 makes of the planner for sm_90a:
 //   A warp's collective runs its lanes 32 indices at a time, which take as long as the slowest
 //   lane. A read waits for the reads before it, as its address or its branch comes from them,
 //   unless its index has been used before: then the address was known, and it overlaps. After a
-//   barrier, a vote or a write all values are read anew, and the pointer to an array before them. A
-//   write counts as a read of the same place, as most of them are `+=`. A round of a block's warps
-//   takes as long as its slowest warp, or as the instructions of the four warps of a scheduler if
-//   that is more.
+//   barrier, a vote or a write all values are read anew. A write counts as a read of the same
+//   place, as most of them are `+=`. Where an array is has to be found out first, and again after a
+//   barrier, a vote, a write or a call: by one read of local memory where the tries lie in shared
+//   memory, and one more for arrays behind those that grow with the slots; by two where they lie in
+//   global memory. A function that keeps `at` finds out once. A round of a block's warps takes as
+//   long as its slowest warp, or as the instructions of the four warps of a scheduler if that is
+//   more.
 //
 // Not counted: what a launch takes, code that is in no cache, lanes that part ways, conflicts of
 // shared memory's banks, spills, and integer divisions but for those that are named below.
@@ -45,27 +48,26 @@
 namespace {
 
 // Cycles. H100: Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via
-// Microbenchmarking" (2024): shared memory 29, L1 41, L2 263. The rest from the instructions of the
-// compiled kernel, at 4 to 5 cycles an integer instruction that another one waits for.
-constexpr int64_t kAddress = 5;                 // 64-bit address of an entry, from the pointer
-constexpr int64_t kShared = 29 + kAddress;      // generic load of shared memory
-constexpr int64_t kL1 = 41 + kAddress;          // global or local memory, in L1
-constexpr int64_t kL2 = 263 + kAddress;         // what another kernel has just written
-constexpr int64_t kOverlapped = 4;              // a load that nothing waits for
-constexpr int64_t kCall = 20;                   // of a function that stays one, and back
-constexpr int64_t kSyncWarp = 8;                // __syncwarp of lanes that are together
-constexpr int64_t kSyncThreads = 22 + 2 * 16;   // of 16 warps
-constexpr int64_t kBegin = 40;                  // a collective's lane number, and the bound's load
-constexpr int64_t kLoop = 14;                   // a rolled loop's step: count, compare, branch
-constexpr int64_t kCompare = 12;                // of 64 bits, and three selects
-constexpr int64_t kReduce = 35 + 8;             // __reduce_*_sync, and out of the uniform register
-constexpr int64_t kVote = 20 + 8;               // __ballot_sync, and a count or a test of it
-constexpr int64_t kShuffle = 24 + 16;           // two shuffles for 64 bits, an addition, a branch
-constexpr int64_t kAtomicFirst = 40 + 20 + 60;  // 64 bits, generic: fails, asks where, LDS, CAS
-constexpr int64_t kAtomicAgain = 30 + 60;       // each further one that finds another's value
-constexpr int64_t kDivide = 40;                 // 32 bits by what is not constant
-constexpr int64_t kDivideWide = 300;            // share_of's, of 128 bits
-constexpr double kCyclesPerUs = 1750;           // 1.75 GHz
+// Microbenchmarking" (2024): chains of reads take 29 in shared memory, 41 in L1, 263 in L2. The
+// rest is from the instructions of the compiled kernel, at 4 to 5 cycles for an integer instruction
+// that another one waits for, and 20 to 35 for shuffles, votes and reductions.
+constexpr int64_t kShared = 29;
+constexpr int64_t kGeneric = 29 + 5;           // shared memory by an address that could be anywhere
+constexpr int64_t kL1 = 41;                    // global or local memory
+constexpr int64_t kL2 = 263;                   // what another kernel has just written
+constexpr int64_t kOverlapped = 4;             // a read that nothing waits for
+constexpr int64_t kCall = 20;                  // of a function that stays one, and back
+constexpr int64_t kSyncWarp = 8;               // __syncwarp of lanes that are together
+constexpr int64_t kSyncThreads = 22 + 2 * 16;  // of 16 warps
+constexpr int64_t kBegin = 40;                 // a collective's lane number, and the bound's load
+constexpr int64_t kLoop = 14;                  // a rolled loop's step: count, compare, branch
+constexpr int64_t kCompare = 12;               // of 64 bits, and three selects
+constexpr int64_t kReduce = 35 + 8;            // __reduce_*_sync, and out of the uniform register
+constexpr int64_t kVote = 20 + 8;              // __ballot_sync, and a count or a test of it
+constexpr int64_t kShuffle = 24 + 16;          // two shuffles for 64 bits, an addition, a branch
+constexpr int64_t kAtomic = kShared + 60;  // of 64 bits in shared memory: read, compare and swap
+constexpr int64_t kDivide = 40;            // 32 bits by what is not constant
+constexpr int64_t kDivideWide = 300;       // share_of's, of 128 bits
 
 // Instructions, for the issue limit.
 constexpr int64_t kIssueAccess = 6;
@@ -111,12 +113,12 @@ struct Spent {
 struct Function {
     std::string name;
     bool is_part;
-    bool through_this;  // reads its arrays through a reference that has to be read first
-    int64_t extra;      // cycles that no other rule counts
+    bool is_member;  // has its domain in a reference that has to be read first
+    int64_t extra;   // cycles that no other rule counts
 };
 
 std::vector<Function>& functions() {
-    static std::vector<Function> functions{{"Attempt::run", true, true, 0}};
+    static std::vector<Function> functions{{"kernel", true, true, 0}};
     return functions;
 }
 
@@ -168,15 +170,22 @@ int id_of(void* address) {
                           : last == "threshold" ? 2 * kDivide
                           : last == "share_of"  ? kDivideWide
                                                 : 0;
-    functions().push_back({name, is_part, name.rfind("Moves::", 0) == 0, extra});
+    functions().push_back({name, is_part, name.find("::") != std::string::npos, extra});
     return found->second;
 }
+
+// Where a kernel's memory is.
+struct Layout {
+    const char* loads = nullptr;  // the domain's own, before the tries
+    const char* tries = nullptr;
+    const char* end = nullptr;
+    bool in_shared = false;
+};
 
 // Time of one warp, or within a collective of one lane.
 class Clock {
   public:
-    const char* shared_begin = nullptr;  // what lies in shared memory
-    const char* shared_end = nullptr;
+    Layout layout;
 
     Clock() { enter(0); }
 
@@ -204,6 +213,13 @@ class Clock {
         }
     }
 
+    // Arrays are asked for; those from `behind` on have a place that depends on the slots.
+    void find_arrays(const void* behind) {
+        settle();
+        behind_ = static_cast<const char*>(behind);
+        if (at_.found == 0) at_.found = at_.unknown + kL1 + (layout.in_shared ? 0 : kGeneric);
+    }
+
     void access(const void* address, int size, int64_t index) {
         settle();
         const bool in_register =
@@ -211,11 +227,19 @@ class Clock {
         if (!in_register) {
             at_.read[at_.next_read++ % kRemembered] = address;
             const auto* byte = static_cast<const char*>(address);
-            const bool is_shared = byte >= shared_begin && byte < shared_end;
-            const int64_t pointer =
-                at_.changed + kShared + (functions()[stack_[depth_]].through_this ? kL1 : 0);
-            const int64_t done =
-                std::max(known_since(index), pointer) + (is_shared ? kShared : kL1);
+            int64_t found = at_.found;
+            int64_t latency = kL1;
+            if (byte >= layout.tries && byte < layout.end) {
+                if (layout.in_shared) latency = kShared;
+                if (layout.in_shared && found > 0 && byte >= behind_) found += kGeneric;
+            } else {
+                // A domain's: its pointer is in shared memory.
+                found = at_.unknown + kGeneric + (functions()[stack_[depth_]].is_member ? kL1 : 0);
+                if (layout.in_shared && byte >= layout.loads && byte < layout.tries) {
+                    latency = kGeneric;
+                }
+            }
+            const int64_t done = std::max(known_since(index), found) + latency;
             spend(std::max(done - at_.now, kOverlapped), kReads, kIssueAccess);
         }
         watched_ = address;
@@ -226,8 +250,8 @@ class Clock {
     // Memory is read anew from now on.
     void forget() {
         settle();
-        at_.changed = at_.now;
         std::fill_n(at_.read, kRemembered, nullptr);
+        lose_arrays();
     }
 
     // Up to 32 indices from `first` on, one a lane; takes the time of the slowest lane.
@@ -264,12 +288,16 @@ class Clock {
         ++depth_;
         stack_[depth_] = static_cast<int8_t>(function);
         parts_[depth_] = functions()[function].is_part ? stack_[depth_] : parts_[depth_ - 1];
-        if (depth_ > 0) spend(kCall + functions()[function].extra, kCalls, kIssueCall);
+        if (depth_ == 0) return;
+        settle();
+        spend(kCall + functions()[function].extra, kCalls, kIssueCall);
+        lose_arrays();
     }
 
     void leave() {
         settle();
         --depth_;
+        lose_arrays();
     }
 
   private:
@@ -278,13 +306,19 @@ class Clock {
     struct State {
         int64_t now = 0;
         int64_t issued = 0;
-        int64_t changed = 0;                 // since when memory is as it is
-        const void* read[kRemembered] = {};  // since then
+        int64_t unknown = 0;                 // since when nobody knows where arrays are
+        int64_t found = 0;                   // when it is known; 0 if nobody has asked
+        const void* read[kRemembered] = {};  // since memory has changed
         int64_t index[kRemembered];          // used last
         int64_t known[kRemembered];          // when it was used first
         unsigned next_read = 0;
         unsigned indices = 0;
     };
+
+    void lose_arrays() {
+        at_.unknown = at_.now;
+        at_.found = 0;
+    }
 
     // What was accessed last has been written if it is another value now.
     void settle() {
@@ -318,6 +352,7 @@ class Clock {
     bool in_lane_ = false;
     std::vector<Entry> log_;
     std::vector<Entry> slowest_;
+    const char* behind_ = nullptr;
     const void* watched_ = nullptr;
     int64_t value_ = 0;
     int size_ = 0;
@@ -339,6 +374,8 @@ MEGATRON_EXT_HOST_DEVICE void __cyg_profile_func_exit(void*, void*) { counted.le
 #define MEGATRON_EXT_COUNTED
 namespace megatron_ext {
 
+struct CountedMemory;
+
 template <class T>
 class Array {
   public:
@@ -358,6 +395,8 @@ class Array {
 
 // As DeviceWarp in warp.h, function by function.
 struct CountingWarp {
+    using Memory = CountedMemory;
+
     bool narrow = false;
 
     template <class Function>
@@ -457,11 +496,14 @@ struct CountingWarp {
     template <class A, class B>
     void sort(int count, A a, B b, A scratch_a, B scratch_b) const {
         counted.spend(kCall, kCalls, kIssueCall);
+        // Nothing overlaps: whether b is read hangs on a.
         for_each(count, [&](int) {
-            const int64_t step = kShared + 2 * kLoop;
+            const int64_t step = read_by_address() + 2 * kLoop;
             counted.spend(count * step, kReads, count * (kIssueAccess + kIssueLoop));
         });
-        for_each(count, [&](int) { counted.spend(kShared + kOverlapped, kReads, kIssueAccess); });
+        for_each(count, [&](int) {
+            counted.spend(read_by_address() + kOverlapped, kReads, kIssueAccess);
+        });
         host_.sort(
             count, a.uncounted(), b.uncounted(), scratch_a.uncounted(), scratch_b.uncounted());
     }
@@ -507,8 +549,9 @@ struct CountingWarp {
                     most[which.first] = std::max(most[which.first], times);
                 }
                 for (const auto& [nth, times] : most) {
-                    counted.spend(
-                        kAtomicFirst + (times - 1) * kAtomicAgain, kAtomics, 12 + 6 * times);
+                    // Only the first pass has to know what becomes of it.
+                    const int64_t each = counted.layout.in_shared ? kAtomic : kL2;
+                    counted.spend(pass > 0 ? kOverlapped : times * each, kAtomics, 6 + 6 * times);
                 }
                 counted.forget();
                 counted.spend(kLoop, kLoops, kIssueLoop);
@@ -550,15 +593,18 @@ struct CountingWarp {
     }
 
     static void shift(int count) {
-        counted.spend(kCall + kShared, kCalls, 3 * kIssueCall);
+        counted.spend(kCall, kCalls, 3 * kIssueCall);
         for (int first = 0; first < count; first += 32) {
             counted.run_lanes(first, count, [](int) {
-                counted.spend(kShared + kOverlapped, kReads, 2 * kIssueAccess);
+                counted.spend(read_by_address() + kOverlapped, kReads, 2 * kIssueAccess);
             });
             counted.spend(kLoop + 2 * kSyncWarp, kLoops, 3 * kIssueLoop);
         }
         counted.forget();
     }
+
+    // What is given to a function that stays one could lie anywhere.
+    static int64_t read_by_address() { return counted.layout.in_shared ? kGeneric : kL1; }
 
     static inline const HostWarp host_{};
 };
@@ -568,6 +614,15 @@ struct CountingWarp {
 #include "megatron_ext/planner/attempt.h"
 #include "megatron_ext/planner/search.h"
 
+struct megatron_ext::CountedMemory {
+    const TryMemory* placed;
+
+    MEGATRON_EXT_HOST_DEVICE const TryMemory& arrays(const Domain&) const {
+        counted.find_arrays(placed->expert.uncounted());
+        return *placed;
+    }
+};
+
 namespace {
 
 using namespace megatron_ext;
@@ -576,7 +631,7 @@ using namespace megatron_ext;
 constexpr int kWarps = 16;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kSteps = 4;
-constexpr int64_t kMostShared = 216 << 10;
+constexpr int64_t kMostShared = 220 << 10;
 
 const char* const kMethodNames[] = {
     "BestFit", "PairFit", "Rising", "Remainder", "RemainderRising", "Refill", "Roomiest", "Fill"};
@@ -625,12 +680,26 @@ class CountedBlock {
                    expert_load_.data(),
                    home_load_.data(),
                    busiest_first_.data()};
-        const int64_t loads = (ranks * (mains + 1) * 8 + 15) / 16 * 16;
-        const int64_t bytes = TryMemory::bytes(ranks, mains, slots);
-        tries_.resize(loads + (kWarps + 1) * bytes);
-        in_shared_ = static_cast<int64_t>(tries_.size()) <= kMostShared;
+        // Shared memory, for as many ranks as there is a kernel for, or else global memory.
+        const int64_t loads = (8 * ranks * (mains + 1) + 15) / 16 * 16;
+        const auto bytes_for = [&](int capacity) {
+            return loads + (kWarps + 1) * TryMemory::bytes(capacity, mains, slots);
+        };
+        int capacity = ranks;
+        for (const int each : {96, 64}) {
+            if (ranks > each || bytes_for(each) > kMostShared) continue;
+            capacity = each;
+            layout_.in_shared = true;
+        }
+        tries_.resize(bytes_for(capacity));
+        layout_.loads = tries_.data();
+        layout_.tries = tries_.data() + loads;
+        layout_.end = tries_.data() + tries_.size();
         for (int w = 0; w <= kWarps; ++w) {
-            memory_[w].place(tries_.data() + loads + w * bytes, ranks, mains, slots);
+            memory_[w].place(tries_.data() + loads + w * TryMemory::bytes(capacity, mains, slots),
+                             capacity,
+                             mains,
+                             slots);
             state_of_[w % kWarps] = w % kWarps;
         }
         best_ = kWarps;
@@ -644,12 +713,9 @@ class CountedBlock {
     }
 
     void plan() {
-        counted.shared_begin = counted.shared_end = nullptr;
+        counted.layout = {};
         const int64_t start = count_before();
-        if (in_shared_) {
-            counted.shared_begin = tries_.data();
-            counted.shared_end = tries_.data() + tries_.size();
-        }
+        counted.layout = layout_;
         warp_.narrow = total_ < INT32_MAX;
         found_ = search(target_, start);
         count_write();
@@ -676,11 +742,11 @@ class CountedBlock {
                       kReads,
                       ranks * 6);
         counted.spend(domain_.mains * (kL1 + kLoop), kReads, domain_.mains * 8);
-        // sort_falling: nothing overlaps in its rolled loop.
-        const int64_t step = kL1 + kLoop + kCompare;
+        // sort_falling: 8 reads in flight, and then 8 comparisons.
+        constexpr int64_t kEach = 2 * 5;
         for (const int64_t count : {experts, ranks}) {
-            const int64_t steps = count * ((count + kThreads - 1) / kThreads);
-            counted.spend(steps * step, kReads, steps * 16);
+            const int64_t steps = (count + 7) / 8 * ((count + kThreads - 1) / kThreads);
+            counted.spend(steps * (kL1 + kLoop + 8 * kEach), kReads, steps * 8 * 9);
         }
         counted.spend(4 * kSyncThreads, kLoops, 8);
         sorted_ = counted.now();
@@ -750,7 +816,8 @@ class CountedBlock {
                 counted.restart();
                 verdicts_[w] = {};
                 if (!search.nothing_to_do(w / 2)) {
-                    run(w, search.threshold(w / 2), method_of_probe(w), left.rounds, 0);
+                    const Method method = method_of_probe(w);
+                    run(w, search.threshold(w / 2), method, left.rounds, restarts_of_probe(method));
                 }
                 end_warp(w);
             }
@@ -773,30 +840,44 @@ class CountedBlock {
     }
 
     bool reach(int64_t threshold, WorkLeft& left) {
-        begin_round();
-        for (int w = 0; w < kMethods; ++w) {
-            const auto method = static_cast<Method>(w);
-            if (method == Method::kFill && !domain_.even) continue;
-            counted.restart();
-            run(w,
-                threshold,
-                method,
-                work_at_start(method, domain_.ranks, domain_.mains),
-                restarts_at_start(method));
-            tries_run_.back().is_first = true;
-            end_warp(w);
+        const auto run_here = [&](auto is_asked) {
+            begin_round();
+            for (int w = 0; w < kMethods; ++w) {
+                const auto method = static_cast<Method>(w);
+                if (!is_asked(method)) continue;
+                counted.restart();
+                run(w,
+                    threshold,
+                    method,
+                    work_at_start(method, domain_.ranks, domain_.mains),
+                    restarts_at_start(method));
+                tries_run_.back().is_first = true;
+                end_warp(w);
+            }
+            end_round(phases_[1]);
+        };
+        const auto verdict_of = [&](Method method) {
+            counted.spend(kShared + 3 * kLoop, kLoops, 3 * kIssueLoop);
+            return verdicts_[static_cast<int>(method)];
+        };
+        WorkLeft then = left;  // what the host would have left
+        bool decided = false;
+        if (domain_.even) {
+            run_here([](Method method) { return method == Method::kFill; });
+            decided = then.pays_for(verdict_of(Method::kFill));
         }
-        end_round(phases_[1]);
+        if (!decided) {
+            run_here(
+                [](Method method) { return method != Method::kFill && method != Method::kRefill; });
+            if (!then.pays_for(verdict_of(Method::kBestFit))) {
+                run_here([](Method method) { return method == Method::kRefill; });
+            }
+        }
         int chosen = -1;
         counted.restart();
-        const bool reached = choose_at_start(
-            domain_.even,
-            left,
-            [&](Method method) {
-                counted.spend(kShared + 3 * kLoop, kLoops, 3 * kIssueLoop);
-                return verdicts_[static_cast<int>(method)];
-            },
-            [&](Method method) { chosen = static_cast<int>(method); });
+        const bool reached = choose_at_start(domain_.even, left, verdict_of, [&](Method method) {
+            chosen = static_cast<int>(method);
+        });
         keep(chosen);
         end_serial(phases_[1]);
         return reached;
@@ -828,7 +909,7 @@ class CountedBlock {
     }
 
     void run(int w, int64_t threshold, Method method, int32_t work_limit, int restarts) {
-        Attempt<CountingWarp> attempt(tried_, memory_[state_of_[w]], warp_, work_limit);
+        Attempt<CountingWarp> attempt(tried_, {&memory_[state_of_[w]]}, warp_, work_limit);
         verdicts_[w] = attempt.run(threshold, method, restarts);
         most_work_ = std::max<int64_t>(most_work_, verdicts_[w].work);
         tries_run_.push_back({method,
@@ -855,7 +936,7 @@ class CountedBlock {
                       rows * (30 + chunks * 16));
         counted.spend(2 * kSyncThreads, kLoops, 4);
         if (found_) {
-            const int64_t replica = kShared + 2 * kOverlapped + 2 * kLoop + 2 * kAddress;
+            const int64_t replica = kShared + 2 * kOverlapped + 3 * kLoop;
             counted.spend(2 * kShared + domain_.slots * replica, kReads, domain_.slots * 30);
             counted.spend(kL2, kAtomics, 1);
         }
@@ -901,7 +982,7 @@ class CountedBlock {
     Domain domain_;  // in global memory
     Domain tried_;   // what the tries see
     std::vector<char> tries_;
-    bool in_shared_;
+    Layout layout_;
     CountingWarp warp_;
     TryMemory memory_[kWarps + 1];
     Verdict verdicts_[kWarps];
@@ -949,19 +1030,20 @@ void CountedBlock::print() const {
         "{\"sorted\": %lld, \"in_shared\": %s, \"budget\": %d, \"work\": %lld, "
         "\"published_work\": %lld, \"phases\": {",
         (long long)sorted_,
-        in_shared_ ? "true" : "false",
+        layout_.in_shared ? "true" : "false",
         work_budget(domain_.ranks, domain_.mains),
         (long long)work_,
         (long long)published_work_);
     for (int p = 0; p < 5; ++p) {
         const Phase& phase = phases_[p];
-        std::printf("%s\"%s\": {\"cycles\": %lld, \"rounds\": %d, \"work\": %lld, \"issue_bound\": %d, ",
-                    p > 0 ? ", " : "",
-                    kPhaseNames[p],
-                    (long long)phase.cycles,
-                    phase.rounds,
-                    (long long)phase.work,
-                    phase.issue_bound);
+        std::printf(
+            "%s\"%s\": {\"cycles\": %lld, \"rounds\": %d, \"work\": %lld, \"issue_bound\": %d, ",
+            p > 0 ? ", " : "",
+            kPhaseNames[p],
+            (long long)phase.cycles,
+            phase.rounds,
+            (long long)phase.work,
+            phase.issue_bound);
         print_spent("spent", phase.spent);
         std::printf("}");
     }

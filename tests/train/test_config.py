@@ -38,9 +38,16 @@ WRONG = {
     "negative slots": (["balance.slots=-1"], ["balance.slots (-1) must be >= 0"]),
     "no interval": (["balance.interval=0"], ["balance.interval (0) must be >= 1"]),
     "capacity below the mean": (["balance.alpha=0.9"], ["balance.alpha (0.9) must be from 1"]),
-    "time without costs": (
-        ["balance.strategy=time"],
-        ["balance.link_bandwidth (0.0) must be > 0 and finite with balance.strategy=time"],
+    "time with a link that sends nothing": (
+        ["balance.strategy=time", "balance.link_bandwidth=0"],
+        [
+            "balance.link_bandwidth (0) must be > 0 and finite with balance.strategy=time, or "
+            "'auto', which measures it"
+        ],
+    ),
+    "a cost that is no number": (
+        ["balance.objective=time", "balance.assignment_time=short"],
+        ["balance.assignment_time ('short') must be 'auto' or a number"],
     ),
     "time from history": (
         ["balance.strategy=eplb", "balance.objective=time", *COSTS],
@@ -203,6 +210,19 @@ def test_sizes_that_do_not_fit(ranks: int, sizes: dict[str, int], rule: str, dat
     with pytest.raises(ConfigError) as error:
         validate(config, num_ranks=ranks)
     assert any(rule in problem for problem in error.value.problems)
+
+
+@pytest.mark.parametrize(
+    "time",
+    [
+        ["balance.objective=time"],
+        ["balance.strategy=time"],
+        ["balance.objective=time", "balance.link_bandwidth=400000000000"],
+        ["balance.objective=time", *COSTS],
+    ],
+)
+def test_costs_may_be_given_or_not(time: list[str], data: Path, tmp_path: Path) -> None:
+    validate(load_config([*overrides(data, tmp_path), *time]), num_ranks=2)
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)

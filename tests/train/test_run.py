@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ext.config import TrainConfig
+from megatron_ext.config import COST_UNITS, TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.data.semantics import Semantics, write_semantics
 from megatron_ext.telemetry.run_log import RunLog, read_metrics
@@ -150,6 +150,26 @@ def test_run_directory(data: Path, tmp_path: Path) -> None:
     assert load_config((), str(tmp_path), "again") == load_config(
         [*overrides(data, tmp_path), "steps=3"]
     )
+
+
+@pytest.mark.parametrize("given", [[], ["balance.link_bandwidth=1e9"]])
+def test_a_run_tells_what_it_measured(given: list[str], data: Path, tmp_path: Path) -> None:
+    arguments = [*overrides(data, tmp_path), "steps=3", "balance.objective=time", *given]
+    run_ranks(_train, 2, arguments)
+    names = ("assignment_time",) if given else ("link_bandwidth", "assignment_time")
+    lines = read_metrics(tmp_path)
+    costs = {name: lines[0][name] for name in names}
+    assert all(cost > 0 for cost in costs.values())
+    for line in lines:
+        assert {name: line.get(name) for name in COST_UNITS} == dict.fromkeys(COST_UNITS) | costs
+    recipe = (tmp_path / "config.yaml").read_text()
+    assert [line for line in recipe.splitlines() if line.startswith("#")] == [
+        f"# measured: balance.{name} = {costs[name]:.4g} {COST_UNITS[name]}" for name in names
+    ]
+    assert all(float(f"{cost:.4g}") == cost for cost in costs.values()), "more is known than told"
+    # It is still what the user asked for: on another machine, other costs are measured.
+    (tmp_path / "again.yaml").write_text(f"defaults: [train, _self_]\n{recipe}")
+    assert load_config((), str(tmp_path), "again") == load_config(arguments)
 
 
 def test_wandb_offline(tmp_path: Path) -> None:

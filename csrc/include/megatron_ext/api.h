@@ -25,7 +25,42 @@ struct QuotaProblem {
 // Deterministic; equals reference.solve_quota bit by bit.
 void solve_quota(const QuotaProblem& problem, const int64_t* load, int64_t* quota, int32_t* slots);
 
-// The same by UltraEP's Algorithm 1, to compare with; equals reference.solve_paper bit by bit.
+// Tolerances to plan one load with, from loose to tight; each takes the place of `tolerance_ppm`.
+struct Tolerances {
+    static constexpr int kMost = 16;
+    int64_t ppm[kMost];
+    int64_t count;  // T, from 1 to kMost
+};
+
+// solve_quota() for each tolerance.
+//   quota  [T, E, R] out, slots [T, R, S] out
+void solve_ladder(const QuotaProblem& problem,
+                  const Tolerances& tolerances,
+                  const int64_t* load,
+                  int64_t* quota,
+                  int32_t* slots);
+
+// Picoseconds of sending an expert's weights, of a token's way there and back, and of computing an
+// assignment; >= 0.
+struct LayerCosts {
+    int64_t expert;
+    int64_t token;
+    int64_t assignment;
+};
+
+// The plan of solve_ladder(), or of no balancing, with which the modelled time of the layer is
+// least; the earlier of equally fast ones. Tolerances are tried by the rule of
+// megatron_ext/balance/strategies/fastest.py, so not always all of them. Times that leave int64
+// count as its largest. load, quota and slots as of solve_quota().
+void solve_fastest(const QuotaProblem& problem,
+                   const Tolerances& tolerances,
+                   const LayerCosts& costs,
+                   const int64_t* load,
+                   int64_t* quota,
+                   int32_t* slots);
+
+// Replicas and quotas by UltraEP's Algorithm 1, to compare with; equals reference.solve_paper bit
+// by bit.
 void solve_paper(const QuotaProblem& problem, const int64_t* load, int64_t* quota, int32_t* slots);
 
 // Assignments that the busiest rank has at least in every legal plan; load as above.

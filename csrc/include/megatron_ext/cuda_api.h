@@ -23,17 +23,21 @@ cudaError_t count_load_cuda(const bool* routing_map,
                             int64_t* counts,
                             cudaStream_t stream);
 
-// Choose replicas and quotas for `batch` loads, bit by bit as solve_quota() does.
-//   load [batch, R, E]; quota [batch, E, R] and slots [batch, R, S] out
-//   workspace  of solve_quota_cuda_bytes(), aligned to 16
-int64_t solve_quota_cuda_bytes(const QuotaProblem& problem, int64_t batch);
-cudaError_t solve_quota_cuda(const QuotaProblem& problem,
-                             const int64_t* load,
-                             int64_t batch,
-                             void* workspace,
-                             int64_t* quota,
-                             int32_t* slots,
-                             cudaStream_t stream);
+// Choose replicas and quotas for `batch` loads and each tolerance, bit by bit as solve_ladder()
+// does.
+//   load [batch, R, E]; quota [batch, T, E, R] and slots [batch, T, R, S] out
+//   workspace  of solve_ladder_cuda_bytes(), aligned to 16
+int64_t solve_ladder_cuda_bytes(const QuotaProblem& problem,
+                                const Tolerances& tolerances,
+                                int64_t batch);
+cudaError_t solve_ladder_cuda(const QuotaProblem& problem,
+                              const Tolerances& tolerances,
+                              const int64_t* load,
+                              int64_t batch,
+                              void* workspace,
+                              int64_t* quota,
+                              int32_t* slots,
+                              cudaStream_t stream);
 
 // Share every quota among the source ranks, as split_quota() does.
 //   split  [num_sources, E, R] out: the rows of the sources from `first_source` on

@@ -276,7 +276,7 @@ struct DeviceWarp {
             const A own_a = a[i];
             const B own_b = b[i];
             int place = 0;
-#pragma unroll 1
+#pragma unroll 8  // reads in flight at once
             for (int j = 0; j < count; ++j) {
                 place += a[j] < own_a || (a[j] == own_a && b[j] < own_b);
             }

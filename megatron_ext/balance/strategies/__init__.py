@@ -17,6 +17,7 @@ from megatron_ext.balance.strategies.libra import LIBRA
 from megatron_ext.balance.strategies.libra_paper import LIBRA_PAPER
 from megatron_ext.balance.strategies.llep import LLEP
 from megatron_ext.balance.strategies.lplb import LPLB
+from megatron_ext.balance.strategies.moonep import MOONEP
 from megatron_ext.balance.strategies.none import NONE
 from megatron_ext.balance.strategies.quota import QUOTA
 from megatron_ext.balance.strategies.quota_paper import QUOTA_PAPER
@@ -36,6 +37,7 @@ STRATEGIES: dict[str, Strategy] = {
         EPLB_EXACT,
         LPLB,
         LLEP,
+        MOONEP,
         CRAFT,
         LIBRA,
         LIBRA_PAPER,

@@ -1,25 +1,86 @@
-"""The quota planner at the tolerance that makes each load's modelled layer time least."""
+"""The plan that makes each load's modelled layer time least: one planner at several tolerances.
+
+Candidates are no balancing and the plans for `TOLERANCES`. Not all of them are planned, by one
+rule: the tightest comes first, then the others from loose to tight. Taken for granted is that a
+plan's busiest rank is just within its tolerance, and that what the busiest sender has to send,
+which goes up and down, never falls below half of what it was in a looser plan.
+
+- A tolerance is left out if its plan could not be faster than the fastest so far: with half of the
+  most sends seen on the way, at least 1, and the fewest tokens that may have to be sent
+  (`LayerCosts.least_time`). If the tightest is left out, so are all.
+- The first on the way whose plan misses its tolerance is the last one: tighter ones ask for what
+  was not found.
+
+Chosen is the fastest of those planned; of equally fast ones the first, with no balancing before all
+others. A plan that was left out may be faster where what is taken for granted is wrong:
+docs/decisions/020 says how often, and by how much.
+
+The quota planner on the CPU does all of that in one native op (`solve_fastest`). On a device all
+tolerances are planned by one launch and the rule is applied to their plans, by tensors: both choose
+the same plan. Legend: R ranks, E logical experts, S slots per rank, B loads, T tolerances.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.metrics import mean_loads, rank_sends
 from megatron_ext.balance.plan import BalancePlan, pick_plans
 from megatron_ext.balance.strategies import none, quota
 from megatron_ext.balance.strategies.strategy import PlanSettings, Solver, Strategy
+from megatron_ext.ops import load_library
 
-TOLERANCES = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5, 1.0, 2.0)
-"""The tolerances that are compared; no balancing at all is compared too."""
+TOLERANCES = (2.0, 1.0, 0.5, 0.3, 0.2, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01, 0.005, 0.0)
+"""From loose to tight; no balancing at all comes before them."""
+
+_MILLION = 1_000_000
+_PPM = tuple(round(tolerance * _MILLION) for tolerance in TOLERANCES)
 
 
-def fastest_plan(
+def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+    """Plan for the least time with the quota planner; `settings.tolerance` counts for nothing.
+
+    Raises:
+        ValueError: If the costs of the layer are not given.
+    """
+    costs = settings.costs
+    if costs is None:
+        raise ValueError(
+            "strategy 'time' needs the costs of the layer: bytes of an expert, link bandwidth and "
+            "time of an assignment"
+        )
+    if load.device.type != "cpu":
+        return solve_by_tensors(load, layout, settings)
+    load_library()
+    quota, slots = torch.ops.megatron_ext.solve_fastest(
+        load,
+        layout.slots,
+        layout.nvlink_domain,
+        _PPM,
+        settings.min_quota,
+        *costs.picoseconds,
+    )
+    return BalancePlan(layout, quota, slots)
+
+
+def solve_by_tensors(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+    """Plan as `solve` does, bit by bit, with all candidates at once and without asking the host."""
+    load_library()
+    quota, slots = torch.ops.megatron_ext.solve_ladder(
+        load, layout.slots, layout.nvlink_domain, _PPM, settings.min_quota
+    )
+    return _choose(load, BalancePlan(layout, quota, slots), settings)
+
+
+def solve_with(
     load: Tensor, layout: ExpertLayout, settings: PlanSettings, *, solve_one: Solver
 ) -> BalancePlan:
-    """Plan with the tolerance that makes the modelled time of the layer least.
+    """Plan for the least time with another planner.
 
     Args:
         load: Assignments, int64 [R, E] or [B, R, E]; each load gets its own tolerance.
@@ -28,33 +89,83 @@ def fastest_plan(
         solve_one: Plans with one tolerance.
 
     Returns:
-        The plan; of equally fast ones that with least to send.
+        The plan, by the module's rule.
+    """
+    plans = [
+        solve_one(load, layout, dataclasses.replace(settings, tolerance=tolerance))
+        for tolerance in TOLERANCES
+    ]
+    ladder = BalancePlan(
+        plans[0].layout,
+        torch.stack([plan.quota for plan in plans], -3),
+        torch.stack([plan.slots for plan in plans], -3),
+    )
+    return _choose(load, ladder, settings)
+
+
+def solver_for_time(solve_one: Solver) -> Solver:
+    """Return what plans for the least time where `solve_one` plans with one tolerance."""
+    if solve_one in (solve, quota.solve):
+        return solve
+    return partial(solve_with, solve_one=solve_one)
+
+
+def _choose(load: Tensor, ladder: BalancePlan, settings: PlanSettings) -> BalancePlan:
+    """Choose by the module's rule.
+
+    Args:
+        load: Int64 [..., R, E].
+        ladder: A plan for each of `TOLERANCES`: quota [..., T, E, R], slots [..., T, R, S].
+        settings: With costs.
     """
     costs = settings.costs
     assert costs is not None, "planning for time needs costs"
-    best = none.solve(load, layout, settings)
-    best_time = costs.layer_time(load, best)
-    # From loose to tight, and only what is faster counts.
-    for tolerance in reversed(TOLERANCES):
-        plan = solve_one(load, layout, dataclasses.replace(settings, tolerance=tolerance))
-        time = costs.layer_time(load, plan)
-        best = pick_plans(time < best_time, plan, best)
-        best_time = torch.minimum(time, best_time)
-    return best
+    home = none.solve(load, ladder.layout, settings)
+    targets = _target_loads(load)
+    each = load.unsqueeze(-3)
+    times = costs.layer_time(each, ladder)
+    sends = rank_sends(ladder).amax(-1)
+    misses = ladder.rank_loads().amax(-1) > targets
+    # Without the experts' way, which depends on what was planned before.
+    floors = costs.least_time(each, torch.zeros_like(sends), targets, ladder.layout)
+    expert_ps = costs.picoseconds[0]
+
+    best_time = costs.layer_time(load, home)
+    most_sends = torch.ones_like(best_time)
+    chosen = torch.full_like(best_time, -1)
+    goes_on = torch.ones_like(best_time, dtype=torch.bool)
+    tightest = len(TOLERANCES) - 1
+    for i in (tightest, *range(tightest)):
+        is_worth_it = floors[..., i] + (most_sends + 1) // 2 * expert_ps < best_time
+        is_tried = goes_on & is_worth_it
+        is_best = is_tried & (times[..., i] < best_time)
+        best_time = best_time.where(~is_best, times[..., i])
+        chosen = chosen.masked_fill(is_best, i)
+        if i == tightest:
+            goes_on = is_tried
+        else:
+            goes_on = goes_on & ~(is_tried & misses[..., i])
+            most_sends = most_sends.where(~is_tried, torch.maximum(most_sends, sends[..., i]))
+
+    def take(of_all: Tensor) -> Tensor:
+        index = chosen.clamp(min=0)[..., None, None, None]
+        return of_all.take_along_dim(index, -3).squeeze(-3)
+
+    of_ladder = BalancePlan(ladder.layout, take(ladder.quota), take(ladder.slots))
+    return pick_plans(chosen >= 0, of_ladder, home)
 
 
-def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
-    """Plan for the least time; `settings.tolerance` counts for nothing.
-
-    Raises:
-        ValueError: If the costs of the layer are not given.
-    """
-    if settings.costs is None:
-        raise ValueError(
-            "strategy 'time' needs the costs of the layer: bytes of an expert, link bandwidth and "
-            "time of an assignment"
-        )
-    return fastest_plan(load, layout, settings, solve_one=quota.solve)
+def _target_loads(load: Tensor) -> Tensor:
+    """The busiest rank's load of each tolerance, rounded as the quota planner does: [..., T]."""
+    ranks = load.shape[-2]
+    total, mean = load.sum((-2, -1)), mean_loads(load)
+    targets = []
+    for ppm in _PPM:
+        whole, part = ranks * _MILLION, _MILLION + ppm
+        # In two steps, because the product leaves int64 first. All on one rank is always allowed.
+        share = total // whole * part + total % whole * part // whole if part < whole else total
+        targets.append(torch.maximum(share, mean))
+    return torch.stack(targets, -1)
 
 
 TIME = Strategy(

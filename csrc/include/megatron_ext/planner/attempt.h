@@ -39,7 +39,7 @@ class Attempt {
   public:
     // work_limit: a try that takes as many rounds has failed.
     MEGATRON_EXT_HOST_DEVICE Attempt(const Domain& domain,
-                                     const TryMemory& memory,
+                                     typename Warp::Memory memory,
                                      Warp warp,
                                      int32_t work_limit)
         : moves_(domain, memory, warp, work_limit) {}
@@ -48,7 +48,7 @@ class Attempt {
     // the front of the order, and the try starts over, up to `restarts` times; so does refilling,
     // with a detour. Where one pass is much work, the ranks are so many that starting over found
     // nothing more.
-    MEGATRON_EXT_HOST_DEVICE Verdict run(int64_t threshold, Method method, int restarts) {
+    MEGATRON_EXT_ONCE_IN_CODE Verdict run(int64_t threshold, Method method, int restarts) {
         bool reached = false;
         MEGATRON_EXT_ROLLED
         for (int pass = 0; !reached && pass <= restarts; ++pass) {
@@ -76,7 +76,7 @@ class Attempt {
   private:
     static constexpr int32_t kWorkToRestart = 2048;
 
-    MEGATRON_EXT_HOST_DEVICE void set_order(Method method) {
+    MEGATRON_EXT_ONCE_IN_CODE void set_order(Method method) {
         const auto& at = moves_.at();
         const Domain& domain = moves_.domain();
         const auto& warp = moves_.warp();
@@ -106,7 +106,7 @@ class Attempt {
     }
 
     // Returns the place in the order of the first rank that could not be relieved, or -1.
-    MEGATRON_EXT_HOST_DEVICE int relieve_all(bool pairs) {
+    MEGATRON_EXT_ONCE_IN_CODE int relieve_all(bool pairs) {
         Shedding<Warp> shedding(moves_, pairs);
         MEGATRON_EXT_ROLLED
         for (int i = 0; i < moves_.domain().ranks; ++i) {

@@ -63,21 +63,22 @@ struct TryMemory {
     MEGATRON_EXT_HOST_DEVICE int64_t place(char* memory, int ranks, int mains, int slots) {
         int64_t offset = 0;
         const int64_t d = ranks;
+        // Those of one number first: where that is known to the compiler, so is their place.
         put(offers, memory, offset, d);
         put(room, memory, offset, d);
-        put(kept, memory, offset, d * mains);
-        put(amount, memory, offset, d * slots);
         put(host_room, memory, offset, d);
         put(width, memory, offset, d);
         put(wider, memory, offset, d);
         put(host, memory, offset, d);
-        put(expert, memory, offset, d * slots);
-        put(giver, memory, offset, d * slots);
         put(held, memory, offset, d);
         put(sends, memory, offset, d);
         put(hottest, memory, offset, d);
         put(order, memory, offset, d);
         put(step, memory, offset, d);
+        put(amount, memory, offset, d * slots);
+        put(expert, memory, offset, d * slots);
+        put(giver, memory, offset, d * slots);
+        put(kept, memory, offset, d * mains);
         return (offset + 15) / 16 * 16;
     }
 
@@ -92,7 +93,19 @@ struct TryMemory {
     }
 };
 
-// The state of a try and what may be done to it.
+// On the host: the arrays' places are kept. (On a GPU it takes less time to compute an address than
+// to read it.)
+struct PlacedMemory {
+    const TryMemory* placed;
+
+    const TryMemory& arrays(const Domain&) const { return *placed; }
+};
+
+struct HostPlannerWarp : HostWarp {
+    using Memory = PlacedMemory;
+};
+
+// The state of a try and what may be done to it. `Warp::Memory` says where its arrays are.
 //
 // Hosts are the ranks that have a free slot and room for the smallest replica. They are kept sorted
 // by room, so that the tightest and the roomiest one are found without looking at all.
@@ -102,10 +115,10 @@ class Moves {
     static constexpr int64_t kMost = INT64_MAX;
 
     MEGATRON_EXT_HOST_DEVICE Moves(const Domain& domain,
-                                   const TryMemory& memory,
+                                   typename Warp::Memory memory,
                                    Warp warp,
                                    int32_t work_limit)
-        : domain_(domain), at_(memory), warp_(warp), work_limit_(work_limit) {}
+        : domain_(domain), memory_(memory), warp_(warp), work_limit_(work_limit) {}
 
     // Nothing has moved, and every rank may keep `threshold`. For an even plan that leaves less
     // than one spare assignment a rank, the coldest ranks stay below it, so that nothing is spare.
@@ -121,14 +134,14 @@ class Moves {
                 coldest = rest > 0 ? static_cast<int>(ranks - rest) : 0;
             }
         }
-        warp_.for_each(domain_.experts(), [&](int e) { at_.kept[e] = domain_.expert_load[e]; });
+        warp_.for_each(domain_.experts(), [&](int e) { at().kept[e] = domain_.expert_load[e]; });
         warp_.for_each(ranks, [&](int i) {
             const int r = domain_.busiest_first[i];
-            at_.room[r] = threshold - (i >= ranks - coldest) - domain_.home_load[r];
-            at_.held[r] = 0;
-            at_.sends[r] = 0;
+            at().room[r] = threshold - (i >= ranks - coldest) - domain_.home_load[r];
+            at().held[r] = 0;
+            at().sends[r] = 0;
         });
-        warp_.for_each(ranks, [&](int r) { at_.hottest[r] = keeps_most(r); });
+        warp_.for_each(ranks, [&](int r) { at().hottest[r] = keeps_most(r); });
         list_hosts(coldest == 0);
         spend(rounds_of(domain_.experts()) + 3 * rounds_of(ranks));
     }
@@ -138,65 +151,65 @@ class Moves {
         const int home = home_of(expert);
         warp_.once([&] {
             place_replica(expert, home, t, amount);
-            at_.room[home] += amount;
-            at_.room[t] -= amount;
-            at_.hottest[home] = keeps_most(home);
+            at().room[home] += amount;
+            at().room[t] -= amount;
+            at().hottest[home] = keeps_most(home);
         });
         update_host(t);
-        if (at_.room[home] > 0) update_host(home);
+        if (at().room[home] > 0) update_host(home);
     }
 
     // By one lane.
     MEGATRON_EXT_HOST_DEVICE void place_replica(int expert, int home, int t, int64_t amount) {
-        const int k = t * domain_.slots + at_.held[t]++;
-        at_.expert[k] = expert;
-        at_.giver[k] = home;
-        at_.amount[k] = amount;
-        at_.kept[expert] -= amount;
-        ++at_.sends[home];
+        const int k = t * domain_.slots + at().held[t]++;
+        at().expert[k] = expert;
+        at().giver[k] = home;
+        at().amount[k] = amount;
+        at().kept[expert] -= amount;
+        ++at().sends[home];
     }
 
     // By one lane: the replica that rank t holds of `expert`, if it has no assignments.
     MEGATRON_EXT_ONCE_IN_CODE void drop_if_empty(int t, int expert) {
         const int k = t * domain_.slots + slot_of(t, expert);
-        if (at_.amount[k] > 0) return;
-        --at_.sends[at_.giver[k]];
-        const int last = t * domain_.slots + --at_.held[t];
-        at_.expert[k] = at_.expert[last];
-        at_.giver[k] = at_.giver[last];
-        at_.amount[k] = at_.amount[last];
+        if (at().amount[k] > 0) return;
+        --at().sends[at().giver[k]];
+        const int last = t * domain_.slots + --at().held[t];
+        at().expert[k] = at().expert[last];
+        at().giver[k] = at().giver[last];
+        at().amount[k] = at().amount[last];
     }
 
     // Put rank t where it now belongs among the hosts, or nowhere.
     MEGATRON_EXT_ONCE_IN_CODE void update_host(int t) {
-        const int64_t room = at_.room[t];
+        const int64_t room = at().room[t];
         const bool can_host = can_take(t) && room >= least_room();
-        const int from = warp_.find(hosts_, [&](int i) { return at_.host[i] == t; });
+        const int from = warp_.find(hosts_, [&](int i) { return at().host[i] == t; });
         int to = from;
         if (can_host) {
             to = warp_.count_first(hosts_, [&](int i) {
-                return at_.host_room[i] < room || (at_.host_room[i] == room && at_.host[i] < t);
+                return at().host_room[i] < room || (at().host_room[i] == room && at().host[i] < t);
             });
             // `from` was counted if it lies before.
             if (from >= 0 && from < to) --to;
         }
         if (from >= 0 && !can_host) {
-            warp_.shift_down(from, hosts_, at_.host_room, at_.host);
+            warp_.shift_down(from, hosts_, at().host_room, at().host);
             --hosts_;
             return;
         }
         if (!can_host) return;
         if (from < 0) {
-            warp_.shift_up(to, hosts_, at_.host_room, at_.host);
+            warp_.shift_up(to, hosts_, at().host_room, at().host);
             ++hosts_;
         } else if (to < from) {
-            warp_.shift_up(to, from, at_.host_room, at_.host);
+            warp_.shift_up(to, from, at().host_room, at().host);
         } else if (to > from) {
-            warp_.shift_down(from, to + 1, at_.host_room, at_.host);
+            warp_.shift_down(from, to + 1, at().host_room, at().host);
         }
         warp_.once([&] {
-            at_.host_room[to] = room;
-            at_.host[to] = t;
+            at().host_room[to] = room;
+            at().host[to] = t;
         });
     }
 
@@ -204,7 +217,7 @@ class Moves {
 
     // How many hosts have less room.
     MEGATRON_EXT_HOST_DEVICE int hosts_below(int64_t room) const {
-        return warp_.count_first(hosts_, [&](int i) { return at_.host_room[i] < room; });
+        return warp_.count_first(hosts_, [&](int i) { return at().host_room[i] < room; });
     }
 
     // The first host from `place` on, in steps of `by`, that may get a replica of `expert`; -1 if
@@ -212,7 +225,7 @@ class Moves {
     MEGATRON_EXT_ONCE_IN_CODE int host_for(int expert, int place, int by) const {
         MEGATRON_EXT_ROLLED
         for (; place >= 0 && place < hosts_; place += by) {
-            const int t = at_.host[place];
+            const int t = at().host[place];
             if (slot_of(t, expert) < 0) return t;
         }
         return -1;
@@ -220,21 +233,21 @@ class Moves {
 
     // Ranks that have to shed; 0 when the threshold is reached.
     MEGATRON_EXT_HOST_DEVICE Best busiest() const {
-        return warp_.best(domain_.ranks, [&](int r) { return -at_.room[r]; });
+        return warp_.best(domain_.ranks, [&](int r) { return -at().room[r]; });
     }
 
     MEGATRON_EXT_HOST_DEVICE Best roomiest() const {
-        return warp_.best(domain_.ranks, [&](int r) { return at_.room[r]; });
+        return warp_.best(domain_.ranks, [&](int r) { return at().room[r]; });
     }
 
-    MEGATRON_EXT_HOST_DEVICE bool can_take(int t) const { return at_.held[t] < domain_.slots; }
+    MEGATRON_EXT_HOST_DEVICE bool can_take(int t) const { return at().held[t] < domain_.slots; }
 
     // The slot in which rank t holds `expert`, or -1.
     MEGATRON_EXT_ONCE_IN_CODE int slot_of(int t, int expert) const {
         const int first = t * domain_.slots;
         MEGATRON_EXT_ROLLED
-        for (int k = 0; k < at_.held[t]; ++k) {
-            if (at_.expert[first + k] == expert) return k;
+        for (int k = 0; k < at().held[t]; ++k) {
+            if (at().expert[first + k] == expert) return k;
         }
         return -1;
     }
@@ -246,19 +259,19 @@ class Moves {
         int best = rank * domain_.mains;
         MEGATRON_EXT_ROLLED
         for (int e = best + 1; e < (rank + 1) * domain_.mains; ++e) {
-            if (at_.kept[e] > at_.kept[best]) best = e;
+            if (at().kept[e] > at().kept[best]) best = e;
         }
         return best;
     }
 
     // The main of `rank` that keeps most of those that are not on rank t; -1 if all are there.
     MEGATRON_EXT_ONCE_IN_CODE int main_for(int rank, int t) const {
-        const int hot = at_.hottest[rank];
+        const int hot = at().hottest[rank];
         if (slot_of(t, hot) < 0) return hot;
         int best = -1;
         MEGATRON_EXT_ROLLED
         for (int e = rank * domain_.mains; e < (rank + 1) * domain_.mains; ++e) {
-            if ((best < 0 || at_.kept[e] > at_.kept[best]) && slot_of(t, e) < 0) best = e;
+            if ((best < 0 || at().kept[e] > at().kept[best]) && slot_of(t, e) < 0) best = e;
         }
         return best;
     }
@@ -276,38 +289,37 @@ class Moves {
 
     // Replicas that the busiest sender has to fill.
     MEGATRON_EXT_HOST_DEVICE int32_t most_sends() const {
-        return warp_.best(domain_.ranks, [&](int r) { return at_.sends[r]; }).key;
+        return warp_.best(domain_.ranks, [&](int r) { return at().sends[r]; }).key;
     }
 
     MEGATRON_EXT_HOST_DEVICE int32_t replicas() const {
         return static_cast<int32_t>(
-            warp_.sum(domain_.ranks, [&](int r) -> int64_t { return at_.held[r]; }));
+            warp_.sum(domain_.ranks, [&](int r) -> int64_t { return at().held[r]; }));
     }
 
     MEGATRON_EXT_HOST_DEVICE const Domain& domain() const { return domain_; }
-    MEGATRON_EXT_HOST_DEVICE const TryMemory& at() const { return at_; }
+    // The arrays.
+    MEGATRON_EXT_HOST_DEVICE decltype(auto) at() const { return memory_.arrays(domain_); }
     MEGATRON_EXT_HOST_DEVICE const Warp& warp() const { return warp_; }
 
   private:
     // The ranks from the busiest to the coldest have rising room: those that can host are the last.
     // Not so if the coldest of an even plan may keep one less; then they are sorted anew.
-    MEGATRON_EXT_HOST_DEVICE void list_hosts(bool sorted) {
+    MEGATRON_EXT_ONCE_IN_CODE void list_hosts(bool sorted) {
         const int ranks = domain_.ranks;
-        const auto can_host = [&](int t) { return can_take(t) && at_.room[t] >= least_room(); };
+        const auto can_host = [&](int t) { return can_take(t) && at().room[t] >= least_room(); };
         hosts_ = static_cast<int>(warp_.sum(ranks, [&](int t) -> int64_t { return can_host(t); }));
         const int first = sorted ? ranks - hosts_ : 0;
         warp_.for_each(ranks - first, [&](int i) {
             const int t = domain_.busiest_first[first + i];
-            at_.host[i] = t;
-            at_.host_room[i] = can_host(t) ? at_.room[t] : kMost;
+            at().host[i] = t;
+            at().host_room[i] = can_host(t) ? at().room[t] : kMost;
         });
-        if (!sorted) warp_.sort(ranks, at_.host_room, at_.host, at_.width, at_.step);
+        if (!sorted) warp_.sort(ranks, at().host_room, at().host, at().width, at().step);
     }
 
-    // Not copies: on a GPU they lie in shared memory, and all their pointers in registers would
-    // spill.
     const Domain& domain_;
-    const TryMemory& at_;
+    const typename Warp::Memory memory_;
     const Warp warp_;
     const int32_t work_limit_;
     int32_t work_ = 0;

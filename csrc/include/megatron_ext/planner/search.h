@@ -123,7 +123,7 @@ class DomainBound {
 // search, which end by themselves. What one try takes grows with the ranks, with what a pass over
 // them takes, and with the experts; the rest is for starting over, which pays where ranks are few.
 MEGATRON_EXT_HOST_DEVICE inline int32_t work_budget(int ranks, int mains) {
-    return 8192 + 64 * ranks * rounds_of(ranks) + 32 * ranks * mains;
+    return 12288 + 24 * ranks * mains + 2 * ranks * ranks;
 }
 
 // The same for each of the tries that compete with one that reached the threshold.
@@ -143,17 +143,21 @@ struct WorkLeft {
     }
 };
 
-constexpr int kRestarts = 8;  // of the first tries; more of them found nothing more
-
-// What a first try may work on, and how often it may start over.
+// What a first try may work on.
 MEGATRON_EXT_HOST_DEVICE inline int32_t work_at_start(Method method, int ranks, int mains) {
     const bool is_first =
         method == Method::kBestFit || method == Method::kRefill || method == Method::kFill;
     return is_first ? work_budget(ranks, mains) : work_to_compete(ranks);
 }
 
+// How often it may start over: more often found nothing more.
 MEGATRON_EXT_HOST_DEVICE inline int restarts_at_start(Method method) {
-    return method == Method::kBestFit || method == Method::kRefill ? kRestarts : 0;
+    return method == Method::kBestFit || method == Method::kRefill ? 8 : 0;
+}
+
+// The same of a try of a later threshold.
+MEGATRON_EXT_HOST_DEVICE inline int restarts_of_probe(Method method) {
+    return method == Method::kBestFit ? 3 : 0;
 }
 
 // Choose between plans for one threshold: least work for the busiest sender, then fewest replicas.
@@ -210,7 +214,7 @@ class PublishedSearch {
     MEGATRON_EXT_HOST_DEVICE int64_t threshold() const { return threshold_; }
     MEGATRON_EXT_HOST_DEVICE int64_t reached() const { return reached_; }
 
-    MEGATRON_EXT_HOST_DEVICE void narrow(bool reached) {
+    MEGATRON_EXT_ONCE_IN_CODE void narrow(bool reached) {
         if (reached) {
             reached_ = threshold_;
         } else {
@@ -261,7 +265,7 @@ class ThresholdSearch {
     }
 
     // Go on with what the round told: the lowest probe that reached its threshold, or -1.
-    MEGATRON_EXT_HOST_DEVICE void narrow(int lowest) {
+    MEGATRON_EXT_ONCE_IN_CODE void narrow(int lowest) {
         int64_t below = below_;
         MEGATRON_EXT_ROLLED
         for (int probe = 0; probe < (lowest < 0 ? kProbes : lowest); ++probe) {

@@ -1,0 +1,122 @@
+"""MoonEP's exact fill: an overloaded rank fills the roomiest one completely, until all are even.
+
+Every rank computes the mean, rounded down or up, whatever that costs in replicas; it needs as many
+slots as mains. Legend: R ranks of the EP group, E logical experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.plan import BalancePlan, plan_each
+from megatron_ext.balance.strategies import none
+from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
+
+
+def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+    """Plan for busiest - idlest <= 1 in each NVLink domain, which is planned by itself.
+
+    The rank that is furthest above the mean, the sender, gives the roomiest rank all that this has
+    room for, also more than the sender has above the mean: then it is filled itself, by another
+    one. As every rank is filled at most once, it holds replicas of one home rank only, so as many
+    slots as mains suffice. Which experts a sender gives is chosen when all of this is settled: the
+    transfer of which most is left takes of the main of which most is left. Where the mean is no
+    whole number, the ranks that were busiest get it rounded up. On the CPU, one load after the
+    other.
+
+    It knows neither a tolerance nor a least quota, nor fewer slots than mains. If it is given such,
+    it leaves out the replicas below `min_quota`, and of each rank the smallest that find no slot;
+    what they would compute stays at home. Where that is worse than no balancing, no replica is
+    used. Plans are not even then.
+
+    Rank 0 has 14, rank 1 has 9, and rank 2 has room for 7: rank 0 gives it all 7, and gets 1 back.
+
+    >>> layout = ExpertLayout(num_experts=6, ep_size=3, slots=2, nvlink_domain=3)
+    >>> load = torch.tensor([[6, 8, 4, 5, 1, 0], [0] * 6, [0] * 6])
+    >>> plan = solve(load, layout, PlanSettings())
+    >>> plan.quota.tolist()
+    [[6, 0, 0], [1, 0, 7], [0, 4, 0], [1, 4, 0], [0, 0, 1], [0, 0, 0]]
+    >>> plan.slots.tolist()
+    [[3, -1], [-1, -1], [1, -1]]
+
+    Source: MoonEP, `moonep/planning.py` and `tests/planning_reference.py` (in public copies:
+    zhumakhan/MoonEP at f08da5e and 4818969, Ascend/MoonEP at 33327eb); Megatron-LM pull request
+    7450, `virtual_expert_triton.py` (NVIDIA/Megatron-LM at 28a708c), which plans the same, ties
+    included. Differs from both in what becomes of a mean that is no whole number (there all ranks
+    have equally many tokens), in NVLink domains, and in what it does with few slots.
+    """
+    return plan_each(load, layout, lambda one: _plan_one(one, layout, settings))
+
+
+def _plan_one(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+    """Plan one load, int64 [R, E]."""
+    mains, domain = layout.mains_per_rank, layout.nvlink_domain
+    expert_load = load.sum(0).tolist()
+    held: list[list[tuple[int, int]]] = [[] for _ in range(layout.ep_size)]
+    for first in range(0, layout.ep_size, domain):
+        ranks = range(first, first + domain)
+        given_by = _transfers([sum(expert_load[r * mains : (r + 1) * mains]) for r in ranks])
+        for sender, given in zip(ranks, given_by, strict=True):
+            start = sender * mains
+            for host, main, count in _choose(expert_load[start : start + mains], given):
+                held[first + host].append((count, start + main))
+
+    # The largest first; of equal ones the last expert, as the source has it.
+    kept = [
+        [replica for replica in sorted(replicas, reverse=True) if replica[0] >= settings.min_quota]
+        for replicas in held
+    ]
+    slots = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
+    quota = none.solve(load, layout, settings).quota
+    for host, replicas in enumerate(kept):
+        for slot, (count, expert) in enumerate(replicas[: layout.slots]):
+            slots[host, slot] = expert
+            quota[expert, layout.home_rank(expert)] -= count
+            quota[expert, host] += count
+    return none.unless_worse(load, BalancePlan(layout, quota, slots))
+
+
+def _transfers(loads: list[int]) -> list[dict[int, int]]:
+    """What each rank gives to which, by their assignments, so that all are even.
+
+    A sender always has what it gives: with at least one more than the mean, rounded down or up, it
+    has at least as many as a host has room for. Each round makes a rank even for good.
+    """
+    mean, num_rounded_up = divmod(sum(loads), len(loads))
+    excess = [load - mean for load in loads]
+    for rank in sorted(range(len(loads)), key=lambda rank: -loads[rank])[:num_rounded_up]:
+        excess[rank] -= 1
+    given: list[dict[int, int]] = [{} for _ in loads]
+    while max(excess) > 0:
+        sender, host = excess.index(max(excess)), excess.index(min(excess))
+        given[sender][host] = -excess[host]
+        excess[sender] += excess[host]
+        excess[host] = 0
+    return given
+
+
+def _choose(loads: list[int], given: dict[int, int]) -> list[tuple[int, int, int]]:
+    """Which mains a sender gives, by their assignments: host, main and count of each replica.
+
+    Each round settles a main or a host, so no pair of them comes twice.
+    """
+    left, chosen = list(loads), []
+    missing = dict(sorted(given.items()))
+    while any(missing.values()):
+        host, main = max(missing, key=missing.__getitem__), left.index(max(left))
+        count = min(missing[host], left[main])
+        chosen.append((host, main, count))
+        missing[host] -= count
+        left[main] -= count
+    return chosen
+
+
+MOONEP = Strategy(
+    name="moonep",
+    summary="MoonEP: every rank the mean; each takes replicas of one overloaded rank only",
+    kind="planner",
+    solve=solve,
+    num_slots=lambda asked, mains_per_rank: mains_per_rank,
+)

@@ -1,0 +1,193 @@
+"""What the fastest plan is chosen by, measured where it counts: on the ranks of the EP group.
+
+`balance.objective=time` weighs weights on their way against assignments that wait to be computed.
+How fast both are, no setting of Megatron says. So it is measured with what the layer has: replicas
+are pushed by its transport into its slots, and its mains run forward on as many assignments as a
+microbatch brings them in the mean. Ranks wait for each other in a layer, so a round takes as long
+as its slowest rank; the median of a few rounds counts.
+
+When: in the first forward, between the load and its plan. Earlier, wrappers have not settled dtype
+and place of the weights, and nobody knows how large a microbatch is. All ranks of the EP group are
+there together, whatever program trains the model. Layers that share slots share what was measured.
+
+What it leaves as it was: no autograd graph, no plan in flight, no shared random generator. Slots
+get weights, as by any push, and are marked to hold nobody's replicas. Of the transport's
+generations it uses a few, on all ranks alike.
+
+What it leaves out, like the `LayerCosts` that it is for: the backward. It pushes once more and
+pulls gradients, and computes twice what the forward computes. So with gradients as large as weights
+both sides are three times as much in all, and the choice is the same. With weights in bfloat16,
+whose gradients are twice as large, pulling is undercounted; but it runs beside other work.
+
+Legend: R ranks of the EP group, E logical experts, M mains per rank, S slots per rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.replicas import MainWeights, SlotBuffers
+from megatron_ext.config import COST_UNITS
+from megatron_ext.timing import slowest_s
+
+logger = logging.getLogger(__name__)
+
+_ROUNDS = 9
+_WARMUP = 2
+"""Rounds at the beginning that do not count: they allocate, and load code."""
+_ENOUGH_S = 0.4
+"""Rounds end once they took so long; one counts in any case, after one to warm up."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CostMeter:
+    """Measures the costs of one layer; a method is called as the setting that it gives a value for.
+
+    All ranks of the EP group call the same methods in the same order, and get the same values.
+    """
+
+    buffers: SlotBuffers
+    """Where replicas go, with the transport that moves them."""
+    mains: MainWeights
+    """This rank's."""
+    run_mains: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """Computes the mains: tokens [N', width] sorted by main, counts int64 [M], probabilities [N']
+    to outputs [N', width]."""
+    width: int
+    """Elements of an expert's input."""
+    probs_dtype: torch.dtype
+    """Of the router's probabilities."""
+    load: Tensor
+    """Of the microbatch that is to be planned: int64 [R, E], equal on all ranks."""
+    ep_group: ProcessGroup
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert's weights."""
+        return sum(buffer[0].nbytes for buffer in self.buffers.weights)
+
+    @property
+    def assignments_per_expert(self) -> int:
+        """What an expert gets in the mean, one at least."""
+        return max(1, round(int(self.load.sum()) / self.buffers.layout.num_experts))
+
+    def link_bandwidth(self) -> float:
+        """Return the bytes per second that a rank sends while all ranks send as much."""
+        slots = neighbor_experts(self.buffers.layout)
+        sent_bytes = int((slots[0] >= 0).sum()) * self.expert_bytes
+        slots = slots.to(self._example.device)
+
+        def push() -> None:
+            # Nobody's replicas, so also none that a plan would find there and not push again.
+            self.buffers.send_ahead(slots, self.mains, "measuring balance.link_bandwidth").wait()
+
+        return sent_bytes / self._median_s(push)
+
+    def assignment_time(self) -> float:
+        """Return the seconds of computing an assignment, as part of an even microbatch."""
+        example, per_expert = self._example, self.assignments_per_expert
+        counts = torch.full((self.buffers.layout.mains_per_rank,), per_expert)
+        # Not zeros: a GPU multiplies them with less power, and so faster.
+        tokens = torch.randn(
+            int(counts.sum()),
+            self.width,
+            generator=torch.Generator(example.device).manual_seed(0),
+            dtype=example.dtype,
+            device=example.device,
+        )
+        probs = tokens.new_ones(len(tokens), dtype=self.probs_dtype)
+        return self._median_s(lambda: self.run_mains(tokens, counts, probs)) / len(tokens)
+
+    @property
+    def _example(self) -> Tensor:
+        return self.mains.parameters()[0]
+
+    def _median_s(self, work: Callable[[], object]) -> float:
+        """Seconds of a round on its slowest rank, in the median of those that count."""
+        times: list[float] = []
+        # All ranks have the same times, so they end together.
+        while len(times) < 2 or (len(times) < _ROUNDS and sum(times) < _ENOUGH_S):
+            times.append(slowest_s(work, self.ep_group, self._example.device))
+        return statistics.median(times[min(_WARMUP, len(times) - 1) :])
+
+
+_MEASURED: WeakKeyDictionary[SlotBuffers, dict[str, float]] = WeakKeyDictionary()
+"""What was measured for the layers that share slots, by setting."""
+
+
+@torch.no_grad()
+def measure_costs(names: Sequence[str], meter: CostMeter, where: str) -> dict[str, float]:
+    """Measure costs that are not given, unless a layer with the same slots has done so.
+
+    All ranks of the EP group call; rank 0 of it logs what was measured.
+
+    Args:
+        names: Of the costs: keys of `COST_UNITS`.
+        meter: Measures them.
+        where: The layer, to be named in errors.
+
+    Returns:
+        The costs by name, in their units, equal on all ranks of the EP group.
+
+    Raises:
+        RuntimeError: A measurement failed; the message names the settings to give instead.
+    """
+    known = _MEASURED.setdefault(meter.buffers, {})
+    for name in (each for each in names if each not in known):
+        try:
+            # As it is logged, so that a run can be given exactly what another one measured.
+            cost = float(f"{getattr(meter, name)():.4g}")
+        except Exception as error:
+            settings = " and ".join(f"balance.{each} ({COST_UNITS[each]})" for each in names)
+            raise RuntimeError(
+                f"{where}: balance.{name} could not be measured: {error}. Give numbers instead of "
+                f"'auto' for {settings}"
+            ) from error
+        known[name] = cost
+        if meter.ep_group.rank() == 0:
+            logger.info(
+                "balance.%s=auto: measured %.4g %s (%d ranks, experts of %d bytes, with %d "
+                "assignments each)",
+                name,
+                cost,
+                COST_UNITS[name],
+                meter.ep_group.size(),
+                meter.expert_bytes,
+                meter.assignments_per_expert,
+            )
+    return {name: known[name] for name in names}
+
+
+def neighbor_experts(layout: ExpertLayout) -> Tensor:
+    """Return slots that hold experts of the rank before in the NVLink domain, as many as go in.
+
+    Every rank sends to one other rank and receives from one, so all links are busy and none more
+    than another.
+
+    >>> layout = ExpertLayout(num_experts=8, ep_size=4, slots=3, nvlink_domain=2)
+    >>> neighbor_experts(layout).tolist()
+    [[2, 3, -1], [0, 1, -1], [6, 7, -1], [4, 5, -1]]
+
+    Args:
+        layout: With slots, and more than one rank in a domain.
+
+    Returns:
+        Logical expert in each slot, or -1: int32 [R, S], on the CPU.
+    """
+    ranks = torch.arange(layout.ep_size)
+    first_of_domain = ranks - ranks % layout.nvlink_domain
+    before = first_of_domain + (ranks - 1) % layout.nvlink_domain
+    slots = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
+    num_filled = min(layout.slots, layout.mains_per_rank)
+    experts = before[:, None] * layout.mains_per_rank + torch.arange(num_filled)
+    slots[:, :num_filled] = experts.to(torch.int32)
+    return slots
