@@ -6,16 +6,18 @@
 // the experts. Output, a line for each: JSON, with the plan.
 //
 // What is counted follows what nvcc 13 makes of the planner for sm_90a:
-//   A warp's collective runs its lanes 32 indices at a time, which take as long as the slowest
-//   lane. A read waits for the reads before it, as its address or its branch comes from them,
-//   unless its index has been used before: then the address was known, and it overlaps. After a
-//   barrier, a vote or a write all values are read anew. A write counts as a read of the same
-//   place, as most of them are `+=`. Where an array is has to be found out first, and again after a
-//   barrier, a vote, a write or a call: by one read of local memory where the tries lie in shared
-//   memory, and one more for arrays behind those that grow with the slots; by two where they lie in
-//   global memory. A function that keeps `at` finds out once. A round of a block's warps takes as
-//   long as its slowest warp, or as the instructions of the four warps of a scheduler if that is
-//   more.
+//
+// 1. A warp's collective runs its lanes 32 indices at a time, which take as long as the slowest.
+// 2. A read waits for the reads before it, as its address or its branch comes from them, unless its
+//    index has been used before: then the address was known, and it overlaps. After a barrier, a
+//    vote or a write all values are read anew. A write counts as a read of the same place, as most
+//    of them are `+=`.
+// 3. Where an array is has to be found out first, and again after a barrier, a vote, a write or a
+//    call: by a read of local memory where the tries lie in shared memory, with one more where the
+//    place depends on the number of slots; by two where they lie in global memory. A function that
+//    keeps `at` finds out once.
+// 4. A round of a block's warps takes as long as its slowest warp, or as the instructions of the
+//    four warps of a scheduler if that is more.
 //
 // Not counted: what a launch takes, code that is in no cache, lanes that part ways, conflicts of
 // shared memory's banks, spills, and integer divisions but for those that are named below.
@@ -642,15 +644,14 @@ struct Try {
     int64_t cycles;
     int64_t issued;
     int64_t rounds;
-    Spent spent;
-    bool is_first;  // of the first round
+    bool is_first;  // at the threshold asked for
 };
 
 struct Phase {
     int64_t cycles = 0;
     int rounds = 0;       // of the block's warps
-    int64_t work = 0;     // Verdict.work of the try with the most, of each round
     int issue_bound = 0;  // of those, how many took as long as their instructions
+    int64_t work = 0;     // Verdict.work of the try with the most, of each round
     Spent spent;          // of the slowest warp of each
 };
 
@@ -749,7 +750,6 @@ class CountedBlock {
             counted.spend(steps * (kL1 + kLoop + 8 * kEach), kReads, steps * 8 * 9);
         }
         counted.spend(4 * kSyncThreads, kLoops, 8);
-        sorted_ = counted.now();
         const CountingWarp wide{false};
         wide.sum(domain_.ranks, [&](int r) -> int64_t { return domain_.home_load[r]; });
         target_ = target_load(total_, ranks, tolerance_ppm_);
@@ -775,23 +775,18 @@ class CountedBlock {
                           (experts + kThreads - 1) / kThreads * 2 * kL1,
                       kLoops,
                       kWarps * kIssueLoop);
-        counted.spend(300, kLoops, 100);  // where the arrays of the tries lie
+        // In global memory also where the arrays of the tries lie.
+        if (!layout_.in_shared) counted.spend(300, kLoops, 100);
         end_serial(before);
         return start;
     }
 
     bool search(int64_t target, int64_t start) {
-        reached_ = domain_.before();
-        if (reached_ <= start || domain_.slots == 0) return false;
+        if (domain_.before() <= start || domain_.slots == 0) return false;
         WorkLeft left{work_budget(domain_.ranks, domain_.mains)};
-        const bool is_reached = reach(start, left);
-        work_ = work_budget(domain_.ranks, domain_.mains) - left.rounds;
-        if (is_reached) {
-            reached_ = start;
-            return true;
-        }
+        if (reach(start, left)) return true;
         bool found = false;
-        PublishedSearch published(target, reached_);
+        PublishedSearch published(target, domain_.before());
         while (!published.done()) {
             run_next_steps(published, start);
             int node = 0;
@@ -800,7 +795,6 @@ class CountedBlock {
             for (int step = 0; step < kSteps && !published.done(); ++step) {
                 counted.spend(kShared + 2 * kLoop, kLoops, 2 * kIssueLoop);
                 const bool is_reached = verdicts_[node].reached;
-                published_work_ += verdicts_[node].work;
                 if (is_reached) chosen = node;
                 published.narrow(is_reached);
                 node = 2 * node + (is_reached ? 1 : 2);
@@ -834,8 +828,6 @@ class CountedBlock {
             keep(chosen);
             end_serial(phases_[3]);
         }
-        work_ = work_budget(domain_.ranks, domain_.mains) - left.rounds;
-        reached_ = search.reached();
         return found;
     }
 
@@ -912,13 +904,8 @@ class CountedBlock {
         Attempt<CountingWarp> attempt(tried_, {&memory_[state_of_[w]]}, warp_, work_limit);
         verdicts_[w] = attempt.run(threshold, method, restarts);
         most_work_ = std::max<int64_t>(most_work_, verdicts_[w].work);
-        tries_run_.push_back({method,
-                              verdicts_[w],
-                              counted.now(),
-                              counted.issued(),
-                              counted.rounds(),
-                              counted.spent(),
-                              false});
+        tries_run_.push_back(
+            {method, verdicts_[w], counted.now(), counted.issued(), counted.rounds(), false});
     }
 
     void keep(int warp) {
@@ -989,10 +976,6 @@ class CountedBlock {
     int state_of_[kWarps];
     int best_;
     bool found_ = false;
-    int64_t reached_ = 0;
-    int64_t sorted_ = 0;
-    int64_t work_ = 0;            // that the budget paid for
-    int64_t published_work_ = 0;  // of the steps that UltraEP's search took
     Phase phases_[5];
     std::vector<Try> tries_run_;
     Spent slowest_;
@@ -1026,14 +1009,9 @@ void print_spent(const char* name, const Spent& spent) {
 }
 
 void CountedBlock::print() const {
-    std::printf(
-        "{\"sorted\": %lld, \"in_shared\": %s, \"budget\": %d, \"work\": %lld, "
-        "\"published_work\": %lld, \"phases\": {",
-        (long long)sorted_,
-        layout_.in_shared ? "true" : "false",
-        work_budget(domain_.ranks, domain_.mains),
-        (long long)work_,
-        (long long)published_work_);
+    std::printf("{\"in_shared\": %s, \"budget\": %d, \"phases\": {",
+                layout_.in_shared ? "true" : "false",
+                work_budget(domain_.ranks, domain_.mains));
     for (int p = 0; p < 5; ++p) {
         const Phase& phase = phases_[p];
         std::printf(

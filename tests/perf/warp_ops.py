@@ -84,7 +84,7 @@ class Try:
     """One try of one warp, as the program reports it."""
 
     method: str
-    is_first: bool  # of the first round
+    is_first: bool  # at the threshold asked for
     reached: bool
     work: int  # that the planner accounts for, in rounds of a warp
     rounds: int  # of 32 lanes that were counted
@@ -97,6 +97,7 @@ class Counted:
     """What the program reports of a load."""
 
     problem: Problem
+    in_shared: bool  # where the tries lie: shared memory, or else global memory
     budget: int  # of work, for all tries but UltraEP's search
     phases: dict[str, dict[str, Any]]
     tries: list[Try]
@@ -181,10 +182,8 @@ def count(program: Path, problems: Iterable[Problem]) -> list[Counted]:
     counted = []
     for problem, line in zip(problems, result.stdout.splitlines(), strict=True):
         report = json.loads(line)
-        tries = [Try(*each) for each in report["tries"]]
-        counted.append(
-            Counted(problem, report["budget"], report["phases"], tries, report["replicas"])
-        )
+        report["tries"] = [Try(*each) for each in report["tries"]]
+        counted.append(Counted(problem, **report))
     return counted
 
 
