@@ -16,11 +16,14 @@ from megatron_ext.ops import load_library
 def lower_bound(load: Tensor, layout: ExpertLayout) -> Tensor:
     """Assignments that the busiest rank must have in every legal plan.
 
-    Three arguments, for each NVLink domain, of which the worst counts. Replicas stay in the domain,
-    so its ranks share the load of their mains: one has at least the mean, rounded up. A rank
+    The worst of several bounds, each for every NVLink domain, as replicas stay there. Its ranks
+    share the load of their mains: one has at least the mean, rounded up. By receivers: a rank
     computes at most its own load and what the domain's S hottest experts bring into its slots, so
     if the busiest rank has T, all ranks together compute at most `sum(min(T, own + brought))`,
-    which must be the whole load. Without slots every rank keeps its own.
+    which must be the whole load. By senders: of the k busiest ranks' load no more leaves them than
+    their `S * (D - k)` hottest experts have, as the D - k other ranks have no more slots; one of
+    the k computes at least a k-th of the rest. Without slots every rank keeps its own. The proofs
+    are in docs/method.md.
 
     Args:
         load: Assignments, int64 [R, E] or [B, R, E].
