@@ -129,12 +129,13 @@ class QuotaPlanner {
             brought = larger(brought, load);
             hottest_load_.push_back(hottest_load_.back() + load);
         }
-        int64_t computed = 0;
+        __int128 computed = 0;  // of 128 bits, as the sums need not fit 64, like the excess below
         for (int r = 0; r < ranks_; ++r) {
-            computed += std::min<int64_t>(threshold, domain.home_load[r] + brought);
+            const __int128 most = static_cast<__int128>(domain.home_load[r]) + brought;
+            computed += std::min<__int128>(threshold, most);
         }
         if (computed < total) return false;
-        int64_t excess = 0;
+        __int128 excess = 0;
         for (int64_t k = 1; k <= ranks_; ++k) {
             excess += domain.home_load[domain.busiest_first[k - 1]] - threshold;
             const int64_t free = slots_ * (ranks_ - k);

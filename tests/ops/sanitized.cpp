@@ -118,6 +118,24 @@ void plan_split_assign(std::mt19937_64& random) {
     require(filled == quota, "the columns of the split are the quotas");
 }
 
+// A third of the ranks is cold, and replicas are large: the longest chains there are.
+void plan_for_cold_ranks(std::mt19937_64& random) {
+    const int64_t ranks = pick(random, 8, 14);
+    const int64_t experts = 3 * ranks;
+    std::vector<int64_t> load(ranks * experts, 0);
+    int64_t total = 0;
+    for (int64_t e = 0; e < experts; ++e) {
+        load[e] = e / 3 % 3 == 0 ? 0 : pick(random, 900, 1000);
+        total += load[e];
+    }
+    const int64_t fifth_of_mean = total / ranks / 5;
+    const QuotaProblem problem{ranks, experts, 3, ranks, 10'000, fifth_of_mean};
+    std::vector<int64_t> quota(experts * ranks);
+    std::vector<int32_t> slots(ranks * problem.num_slots);
+    solve_quota(problem, load.data(), quota.data(), slots.data());
+    check_plan(problem, load, quota, slots);
+}
+
 void route(std::mt19937_64& random) {
     const int64_t ranks = one_of<int64_t>(random, {1, 2, 4});
     const int64_t experts = ranks * one_of<int64_t>(random, {1, 3, 8});
@@ -202,6 +220,7 @@ int main(int, char** arguments) {
     const int rounds = std::atoi(arguments[1]);
     for (int i = 0; i < rounds; ++i) {
         plan_split_assign(random);
+        if (i % 4 == 0) plan_for_cold_ranks(random);
         route(random);
     }
     std::printf("%d rounds\n", rounds);

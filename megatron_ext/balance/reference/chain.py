@@ -40,6 +40,9 @@ def move_along_chain(moves: Moves, rank: int, whole: int, at_least: int) -> bool
     steps = [arrival[last]]
     while steps[-1].giver != rank:
         steps.append(arrival[steps[-1].giver])
+    # A rank on the way may since be reached by more, but over more ranks.
+    if len(steps) > CHAIN_STEPS:
+        return False
     carried = _whole_replicas_only(moves, steps, carried)
     if carried <= at_least:
         return False

@@ -36,7 +36,11 @@ class Chain {
         // The steps, from the last to the first.
         Step steps[kChainSteps];
         int length = 0;
-        for (int t = last; t != rank; t = steps[length++].from) steps[length] = step_to(t);
+        for (int t = last; t != rank; t = steps[length++].from) {
+            // A rank on the way may since be reached by more, but over more ranks.
+            if (length == kChainSteps) return false;
+            steps[length] = step_to(t);
+        }
         carried = whole_replicas_only(steps, length, carried);
         if (carried <= at_least) return false;
         take(steps, length, carried);
