@@ -12,15 +12,21 @@
 
 namespace megatron_ext {
 
+// An array that tries read. tests/perf/warp_ops.cpp has a class in its place, which counts.
+#ifndef MEGATRON_EXT_COUNTED
+template <class T>
+using Array = T*;
+#endif
+
 struct Domain {
     int ranks;  // D
     int mains;  // M
     int slots;  // S
     int64_t min_quota;
     bool even;  // whether no rank may be idler than the others by more than one assignment
-    const int64_t* expert_load;    // [D * M] assignments of all sources
-    const int64_t* home_load;      // [D] assignments of a rank's mains
-    const int32_t* busiest_first;  // [D] ranks
+    Array<const int64_t> expert_load;    // [D * M] assignments of all sources
+    Array<const int64_t> home_load;      // [D] assignments of a rank's mains
+    Array<const int32_t> busiest_first;  // [D] ranks
 
     MEGATRON_EXT_HOST_DEVICE int experts() const { return ranks * mains; }
     MEGATRON_EXT_HOST_DEVICE int64_t before() const { return home_load[busiest_first[0]]; }
@@ -32,21 +38,21 @@ MEGATRON_EXT_HOST_DEVICE inline int32_t rounds_of(int count) { return (count + 3
 
 // Arrays of a try, in memory of the caller.
 struct TryMemory {
-    int64_t* room;       // [D] assignments a rank may still take; below 0 it has to shed some
-    int64_t* kept;       // [D * M] assignments that stay with the main
-    int64_t* amount;     // [D * S] assignments of a replica
-    int64_t* host_room;  // [D] of the hosts, rising
-    int64_t* width;      // [D] what a chain carries to a rank
-    int64_t* wider;      // [D] the same after one more step
-    int64_t* offers;     // [D] for Warp::take_offers
-    int32_t* host;       // [D] ranks that can take a replica, by rising room; see Moves
-    int32_t* expert;     // [D * S] expert of a replica
-    int32_t* giver;      // [D * S] home of that expert
-    int32_t* held;       // [D] slots in use, from slot 0
-    int32_t* sends;      // [D] replicas of a rank's mains
-    int32_t* hottest;    // [D] expert of a rank that keeps most
-    int32_t* order;      // [D] ranks, in the order of shedding
-    int32_t* step;       // [D] last step of the chain to a rank
+    Array<int64_t> room;       // [D] assignments a rank may still take; below 0 it has to shed some
+    Array<int64_t> kept;       // [D * M] assignments that stay with the main
+    Array<int64_t> amount;     // [D * S] assignments of a replica
+    Array<int64_t> host_room;  // [D] of the hosts, rising
+    Array<int64_t> width;      // [D] what a chain carries to a rank
+    Array<int64_t> wider;      // [D] the same after one more step
+    Array<int64_t> offers;     // [D] for Warp::take_offers
+    Array<int32_t> host;       // [D] ranks that can take a replica, by rising room; see Moves
+    Array<int32_t> expert;     // [D * S] expert of a replica
+    Array<int32_t> giver;      // [D * S] home of that expert
+    Array<int32_t> held;       // [D] slots in use, from slot 0
+    Array<int32_t> sends;      // [D] replicas of a rank's mains
+    Array<int32_t> hottest;    // [D] expert of a rank that keeps most
+    Array<int32_t> order;      // [D] ranks, in the order of shedding
+    Array<int32_t> step;       // [D] last step of the chain to a rank
 
     // Lay the arrays out behind `memory`, which has `bytes` for them.
     MEGATRON_EXT_HOST_DEVICE static int64_t bytes(int ranks, int mains, int slots) {
@@ -78,7 +84,10 @@ struct TryMemory {
 
   private:
     template <class T>
-    MEGATRON_EXT_HOST_DEVICE static void put(T*& array, char* memory, int64_t& offset, int64_t n) {
+    MEGATRON_EXT_HOST_DEVICE static void put(Array<T>& array,
+                                             char* memory,
+                                             int64_t& offset,
+                                             int64_t n) {
         if (memory != nullptr) array = reinterpret_cast<T*>(memory + offset);
         offset += n * static_cast<int64_t>(sizeof(T));
     }
@@ -241,10 +250,10 @@ class Moves {
 
     // The slot in which rank t holds `expert`, or -1.
     MEGATRON_EXT_ONCE_IN_CODE int slot_of(int t, int expert) const {
-        const int32_t* held = at().expert + t * domain_.slots;
+        const int first = t * domain_.slots;
         MEGATRON_EXT_ROLLED
         for (int k = 0; k < at().held[t]; ++k) {
-            if (held[k] == expert) return k;
+            if (at().expert[first + k] == expert) return k;
         }
         return -1;
     }

@@ -52,7 +52,7 @@ class DomainBound {
     // hottest_first: [D * M] experts by falling load.
     MEGATRON_EXT_HOST_DEVICE DomainBound(Warp warp,
                                          const Domain& domain,
-                                         const int32_t* hottest_first)
+                                         Array<const int32_t> hottest_first)
         : warp_(warp), domain_(domain), hottest_first_(hottest_first) {}
 
     // The mean, rounded up, and more where slots cannot bring cold ranks enough: a rank computes at
@@ -116,7 +116,7 @@ class DomainBound {
   private:
     const Warp warp_;
     const Domain& domain_;
-    const int32_t* hottest_first_;
+    const Array<const int32_t> hottest_first_;
 };
 
 // Rounds of a warp that the tries of a domain may take all together, but for those of UltraEP's
