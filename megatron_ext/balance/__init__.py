@@ -14,6 +14,6 @@ A microbatch passes the files in this order (numbers as in the package's map):
     reroute.py    3   logical to physical routing that meets the quotas
     replicas.py 4 8   weights into slots, slot gradients back into main experts
     in_flight.py      plans kept from forward to backward
-    reference.py      stages 2 and 3 in slow plain Python: the specification
+    reference/        stages 2 and 3 in slow plain Python: the specification
     metrics.py        what the reported numbers mean
 """

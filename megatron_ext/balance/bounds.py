@@ -16,11 +16,13 @@ from megatron_ext.ops import load_library
 def lower_bound(load: Tensor, layout: ExpertLayout) -> Tensor:
     """Assignments that the busiest rank must have in every legal plan.
 
-    Three arguments, for each NVLink domain, of which the worst counts. Replicas stay in the domain,
-    so its ranks share the load of their mains: one has at least the mean, rounded up. A rank
-    computes at most its own load and what the domain's S hottest experts bring into its slots, so
-    if the busiest rank has T, all ranks together compute at most `sum(min(T, own + brought))`,
-    which must be the whole load. Without slots every rank keeps its own.
+    Two arguments, for each NVLink domain, of which the worst counts; docs/method.md has the proofs.
+
+    - By senders: the slots outside the k busiest ranks take no more off these than the so many
+      hottest of their experts have. What stays, shared by k, is with one of them. Of all ranks
+      that is the mean, rounded up; of one rank without slots anywhere, its own load.
+    - By receivers: a rank computes at most its own load and what the domain's S hottest experts
+      bring into its slots.
 
     Args:
         load: Assignments, int64 [R, E] or [B, R, E].

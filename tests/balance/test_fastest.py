@@ -40,7 +40,7 @@ def candidates(load, layout, settings=PlanSettings()):  # noqa: B008
 
 @pytest.mark.parametrize(("ranks", "experts", "slots", "domain"), SIZES)
 def test_the_choice_on_hard_loads(ranks, experts, slots, domain):
-    """One of the candidates, and nearly always the fastest; decision 020 has the worst of more."""
+    """One of the candidates, and nearly always the fastest; decision 022 has the worst of more."""
     layout = ExpertLayout(num_experts=experts, ep_size=ranks, slots=slots, nvlink_domain=domain)
     slower = []
     for _, load in workloads.hard_loads(ranks, experts, seed=1):

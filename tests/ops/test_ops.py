@@ -1,4 +1,4 @@
-"""The native ops against `reference.py`, bit by bit; their registration against Torch's checks."""
+"""The native ops against `reference`, bit by bit; their registration against Torch's checks."""
 
 import importlib.metadata
 

@@ -13,7 +13,7 @@ which goes up and down, never falls below half of what it was in a looser plan.
 
 Chosen is the fastest of those planned; of equally fast ones the first, with no balancing before all
 others. A plan that was left out may be faster where what is taken for granted is wrong:
-docs/decisions/020 says how often, and by how much.
+docs/decisions/022 says how often, and by how much.
 
 The quota planner on the CPU does all of that in one native op (`solve_fastest`). On a device all
 tolerances are planned by one launch and the rule is applied to their plans, by tensors: both choose

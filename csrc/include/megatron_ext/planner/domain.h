@@ -150,23 +150,29 @@ class Moves {
     MEGATRON_EXT_ONCE_IN_CODE void add(int expert, int t, int64_t amount) {
         const int home = home_of(expert);
         warp_.once([&] {
+            const int64_t room_there = at().room[t] - amount;
+            const int64_t room_home = at().room[home] + amount;
             place_replica(expert, home, t, amount);
-            at().room[home] += amount;
-            at().room[t] -= amount;
+            at().room[home] = room_home;
+            at().room[t] = room_there;
             at().hottest[home] = keeps_most(home);
         });
         update_host(t);
         if (at().room[home] > 0) update_host(home);
     }
 
-    // By one lane.
+    // By one lane. Reads come first, so that they do not wait for each other behind writes.
     MEGATRON_EXT_HOST_DEVICE void place_replica(int expert, int home, int t, int64_t amount) {
-        const int k = t * domain_.slots + at().held[t]++;
+        const int32_t held = at().held[t];
+        const int32_t sends = at().sends[home];
+        const int64_t kept = at().kept[expert] - amount;
+        const int k = t * domain_.slots + held;
+        at().held[t] = held + 1;
+        at().sends[home] = sends + 1;
+        at().kept[expert] = kept;
         at().expert[k] = expert;
         at().giver[k] = home;
         at().amount[k] = amount;
-        at().kept[expert] -= amount;
-        ++at().sends[home];
     }
 
     // By one lane: the replica that rank t holds of `expert`, if it has no assignments.
