@@ -10,8 +10,7 @@
 // 1. A warp's collective runs its lanes 32 indices at a time, which take as long as the slowest.
 // 2. A read waits for the reads before it, as its address or its branch comes from them, unless its
 //    index has been used before: then the address was known, and it overlaps. After a barrier, a
-//    vote or a write all values are read anew. A write counts as a read of the same place, as most
-//    of them are `+=`.
+//    vote or a write all values are read anew. A write waits for nothing but its address.
 // 3. Where an array is has to be found out first, and again after a barrier, a vote, a write or a
 //    call: by a read of local memory where the tries lie in shared memory, with one more where the
 //    place depends on the number of slots; by two where they lie in global memory. A function that
@@ -78,12 +77,13 @@ constexpr int64_t kIssueCall = 6;
 constexpr int64_t kIssueBegin = 10;
 constexpr int64_t kIssueReduce = 14;
 
-enum Kind { kReads, kReductions, kVotes, kAtomics, kCalls, kLoops, kKinds };
-const char* const kKindNames[] = {"reads", "reductions", "votes", "atomics", "calls", "loops"};
+enum Kind { kReads, kWrites, kReductions, kVotes, kAtomics, kCalls, kLoops, kKinds };
+const char* const kKindNames[] = {
+    "reads", "writes", "reductions", "votes", "atomics", "calls", "loops"};
 
 constexpr int kMostFunctions = 64;
 
-struct Entry {
+struct Spending {
     int8_t function;
     int8_t part;
     int8_t kind;
@@ -97,10 +97,10 @@ struct Spent {
     int64_t part[kMostFunctions] = {};
     int64_t kind[kKinds] = {};
 
-    void add(const Entry& entry) {
-        function[entry.function] += entry.cycles;
-        part[entry.part] += entry.cycles;
-        kind[entry.kind] += entry.cycles;
+    void add(const Spending& each) {
+        function[each.function] += each.cycles;
+        part[each.part] += each.cycles;
+        kind[each.kind] += each.cycles;
     }
 
     void add(const Spent& other) {
@@ -201,57 +201,44 @@ class Clock {
         at_ = {};
         rounds_ = 0;
         spent_ = {};
-        watched_ = nullptr;
     }
 
     void spend(int64_t cycles, Kind kind, int64_t instructions) {
         at_.now += cycles;
         at_.issued += instructions;
-        const Entry entry{stack_[depth_], parts_[depth_], static_cast<int8_t>(kind), cycles};
+        const Spending each{stack_[depth_], parts_[depth_], static_cast<int8_t>(kind), cycles};
         if (in_lane_) {
-            log_.push_back(entry);
+            log_.push_back(each);
         } else {
-            spent_.add(entry);
+            spent_.add(each);
         }
     }
 
     // Arrays are asked for; those from `behind` on have a place that depends on the slots.
     void find_arrays(const void* behind) {
-        settle();
         behind_ = static_cast<const char*>(behind);
         if (at_.found == 0) at_.found = at_.unknown + kL1 + (layout.in_shared ? 0 : kGeneric);
     }
 
-    void access(const void* address, int size, int64_t index) {
-        settle();
-        const bool in_register =
-            std::find(at_.read, at_.read + kRemembered, address) != at_.read + kRemembered;
-        if (!in_register) {
-            at_.read[at_.next_read++ % kRemembered] = address;
-            const auto* byte = static_cast<const char*>(address);
-            int64_t found = at_.found;
-            int64_t latency = kL1;
-            if (byte >= layout.tries && byte < layout.end) {
-                if (layout.in_shared) latency = kShared;
-                if (layout.in_shared && found > 0 && byte >= behind_) found += kGeneric;
-            } else {
-                // A domain's: its pointer is in shared memory.
-                found = at_.unknown + kGeneric + (functions()[stack_[depth_]].is_member ? kL1 : 0);
-                if (layout.in_shared && byte >= layout.loads && byte < layout.tries) {
-                    latency = kGeneric;
-                }
-            }
-            const int64_t done = std::max(known_since(index), found) + latency;
-            spend(std::max(done - at_.now, kOverlapped), kReads, kIssueAccess);
+    void read(const void* address, int64_t index) {
+        if (std::find(at_.read, at_.read + kRemembered, address) != at_.read + kRemembered) {
+            return;  // in a register
         }
-        watched_ = address;
-        size_ = size;
-        std::memcpy(&value_, address, size);
+        at_.read[at_.next_read++ % kRemembered] = address;
+        const Place place = place_of(address);
+        const int64_t done = std::max(known_since(index), place.found) + place.latency;
+        spend(std::max(done - at_.now, kOverlapped), kReads, kIssueAccess);
+    }
+
+    void write(const void* address) {
+        const int64_t waits = std::max<int64_t>(place_of(address).found - at_.now, 0);
+        spend(waits + kOverlapped, kWrites, kIssueAccess);
+        wrote_ = true;
+        forget();
     }
 
     // Memory is read anew from now on.
     void forget() {
-        settle();
         std::fill_n(at_.read, kRemembered, nullptr);
         lose_arrays();
     }
@@ -260,7 +247,6 @@ class Clock {
     template <class Lane>
     void run_lanes(int first, int count, Lane lane) {
         ++rounds_;
-        settle();
         const State start = at_;
         int64_t now = at_.now;
         int64_t issued = at_.issued;
@@ -272,14 +258,13 @@ class Clock {
             log_.clear();
             remember(i);
             lane(i);
-            settle();
             issued = std::max(issued, at_.issued);
             if (at_.now <= now) continue;
             now = at_.now;
             std::swap(log_, slowest_);
         }
         in_lane_ = false;
-        for (const Entry& entry : slowest_) spent_.add(entry);
+        for (const Spending& each : slowest_) spent_.add(each);
         at_ = start;
         at_.now = now;
         at_.issued = issued;
@@ -291,13 +276,11 @@ class Clock {
         stack_[depth_] = static_cast<int8_t>(function);
         parts_[depth_] = functions()[function].is_part ? stack_[depth_] : parts_[depth_ - 1];
         if (depth_ == 0) return;
-        settle();
         spend(kCall + functions()[function].extra, kCalls, kIssueCall);
         lose_arrays();
     }
 
     void leave() {
-        settle();
         --depth_;
         lose_arrays();
     }
@@ -322,13 +305,22 @@ class Clock {
         at_.found = 0;
     }
 
-    // What was accessed last has been written if it is another value now.
-    void settle() {
-        const void* const address = watched_;
-        watched_ = nullptr;
-        if (address == nullptr || std::memcmp(address, &value_, size_) == 0) return;
-        wrote_ = true;
-        forget();
+    struct Place {
+        int64_t found;  // when the array is
+        int64_t latency;
+    };
+
+    Place place_of(const void* address) const {
+        const auto* byte = static_cast<const char*>(address);
+        if (byte >= layout.tries && byte < layout.end) {
+            if (!layout.in_shared) return {at_.found, kL1};
+            const bool is_behind = at_.found > 0 && byte >= behind_;
+            return {at_.found + (is_behind ? kGeneric : 0), kShared};
+        }
+        // A domain's: its pointer is in shared memory.
+        const bool is_member = functions()[stack_[depth_]].is_member;
+        const bool is_own = layout.in_shared && byte >= layout.loads && byte < layout.tries;
+        return {at_.unknown + kGeneric + (is_member ? kL1 : 0), is_own ? kGeneric : kL1};
     }
 
     int64_t known_since(int64_t index) {
@@ -352,12 +344,9 @@ class Clock {
     int8_t parts_[32];
     int depth_ = -1;
     bool in_lane_ = false;
-    std::vector<Entry> log_;
-    std::vector<Entry> slowest_;
+    std::vector<Spending> log_;
+    std::vector<Spending> slowest_;
     const char* behind_ = nullptr;
-    const void* watched_ = nullptr;
-    int64_t value_ = 0;
-    int size_ = 0;
     bool wrote_ = false;
 };
 
@@ -378,16 +367,43 @@ namespace megatron_ext {
 
 struct CountedMemory;
 
+// In the place of a reference to an entry. Beware of `is_there ? array[i] : 0`, whose type is that
+// of the 0.
+template <class T>
+class Entry {
+  public:
+    Entry(T* place, int64_t index) : place_(place), index_(index) {}
+    Entry(const Entry&) = default;
+
+    operator T() const {
+        counted.read(place_, index_);
+        return *place_;
+    }
+
+    const Entry& operator=(T value) const {
+        counted.write(place_);
+        *place_ = value;
+        return *this;
+    }
+
+    const Entry& operator=(const Entry& other) const { return *this = static_cast<T>(other); }
+    const Entry& operator+=(T value) const { return *this = *this + value; }
+    const Entry& operator-=(T value) const { return *this = *this - value; }
+    const Entry& operator++() const { return *this += 1; }
+    const Entry& operator--() const { return *this -= 1; }
+
+  private:
+    T* place_;
+    int64_t index_;
+};
+
 template <class T>
 class Array {
   public:
     Array() = default;
     Array(T* first) : first_(first) {}
 
-    T& operator[](int64_t index) const {
-        counted.access(first_ + index, sizeof(T), index);
-        return first_[index];
-    }
+    Entry<T> operator[](int64_t index) const { return {first_ + index, index}; }
 
     T* uncounted() const { return first_; }
 

@@ -56,7 +56,8 @@ MEGATRON_EXT_ONCE_IN_CODE bool fill_exactly(Moves<Warp>& moves) {
         const int t = moves.warp()
                           .best(domain.ranks,
                                 [&](int t) -> int64_t {
-                                    return at.held[t] == 0 && domain.slots > 0 ? at.room[t] : 0;
+                                    const bool is_free = at.held[t] == 0 && domain.slots > 0;
+                                    return is_free ? at.room[t] : int64_t{0};
                                 })
                           .index;
         if (t < 0) return false;
