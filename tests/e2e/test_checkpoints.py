@@ -6,6 +6,7 @@ with the run that wrote it: losses equal but for float32 rounding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,21 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("text"))
 
 
+@pytest.fixture(scope="module")
+def saved_by(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], Path]:
+    """The folder of a run with these settings, which has a checkpoint of step 2."""
+    folders: dict[tuple[str, ...], Path] = {}
+
+    def train(settings: list[str]) -> Path:
+        folder = folders.get(tuple(settings))
+        if folder is None:
+            folder = folders[tuple(settings)] = tmp_path_factory.mktemp("saved")
+            run_ranks(_train, 2, [*overrides(data, folder), *settings, "checkpoint.every=2"])
+        return folder
+
+    return train
+
+
 def losses(run_dir: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(run_dir)]
 
@@ -50,10 +66,14 @@ def losses(run_dir: Path) -> list[float]:
     ],
 )
 def test_training_goes_on_under_other_balancing(
-    saved: list[str], loaded: list[str], num_ranks: int, data: Path, tmp_path: Path
+    saved: list[str],
+    loaded: list[str],
+    num_ranks: int,
+    data: Path,
+    saved_by: Callable[[list[str]], Path],
+    tmp_path: Path,
 ) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    run_ranks(_train, 2, [*overrides(data, first), *SETTINGS, *saved, "checkpoint.every=2"])
+    first, second = saved_by([*SETTINGS, *saved]), tmp_path / "second"
     checkpoint = first / "checkpoints" / "step_00000002"
     start = f"checkpoint.load={checkpoint}"
     run_ranks(_train, num_ranks, [*overrides(data, second), *SETTINGS, *loaded, start])
@@ -69,19 +89,20 @@ def test_training_goes_on_under_other_balancing(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_training_goes_on_with_experts_moved(num_ranks: int, data: Path, tmp_path: Path) -> None:
+def test_training_goes_on_with_experts_moved(
+    num_ranks: int, data: Path, saved_by: Callable[[list[str]], Path], tmp_path: Path
+) -> None:
     """Weights, moments and routers under other numbers: the same steps, on one rank or two."""
-    first, second = tmp_path / "first", tmp_path / "second"
-    settings = [*SETTINGS, "model.topk=2", "checkpoint.every=2"]
-    run_ranks(_train, 2, [*overrides(data, first), *settings, *QUOTA])
+    settings = [*SETTINGS, "model.topk=2", *QUOTA]
+    first, second = saved_by(settings), tmp_path / "second"
     moved = tmp_path / "moved" / "step_00000002"
     moved.parent.mkdir()
     order = {1: np.array([2, 0, 3, 1]), 2: np.array([3, 1, 0, 2])}
     # Of two layers a router and two weights of four experts; the optimizer has each three times.
     assert relayout(first / "checkpoints" / "step_00000002", order, moved) == 2 * (1 + 2 * 4) * 4
     assert find_problems(read_contents(moved)) == []
-    start = [f"checkpoint.load={moved}", f"parallel.ep_size={num_ranks}"]
-    run_ranks(_train, num_ranks, [*overrides(data, second), *settings, *QUOTA, *start])
+    start = [f"checkpoint.load={moved}", f"parallel.ep_size={num_ranks}", "checkpoint.every=2"]
+    run_ranks(_train, num_ranks, [*overrides(data, second), *settings, *start])
     assert losses(second) == pytest.approx(losses(first)[2:], rel=1e-5)
     # Losses would be the same if nothing had moved.
     for moment in ("exp_avg", "exp_avg_sq"):
@@ -127,14 +148,14 @@ def test_samples_by_affinity_are_the_same_steps(data: Path, tmp_path: Path) -> N
     assert not torch.equal(*loads)
 
 
-def test_a_checkpoint_of_another_model_is_refused(data: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(
+    data: Path, saved_by: Callable[[list[str]], Path], tmp_path: Path
+) -> None:
     from megatron_ext.config import ConfigError
     from megatron_ext.train import load_config
     from megatron_ext.validate import validate
 
-    first = tmp_path / "first"
-    run_ranks(_train, 2, [*overrides(data, first), "steps=3", "checkpoint.every=2"])
-    start = f"checkpoint.load={first}/checkpoints/step_00000002"
+    start = f"checkpoint.load={saved_by([*SETTINGS, *QUOTA])}/checkpoints/step_00000002"
     other = [*overrides(data, tmp_path / "second"), start, "model.expert_hidden_size=48"]
     with pytest.raises(ConfigError) as raised:
         validate(load_config(other), num_ranks=2)

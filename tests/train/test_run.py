@@ -87,6 +87,17 @@ def test_pipeline_run_continues_exactly(data: Path, tmp_path: Path) -> None:
     assert [line["loss"] for line in read_metrics(stopped)] == _losses(whole)[2:]
 
 
+SHORT = ["steps=4", "optimizer.eps=1e-3"]
+
+
+@pytest.fixture(scope="module")
+def saved(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with `SHORT`, which has a checkpoint of step 2."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(_train, 2, [*overrides(data, folder), *SHORT, "checkpoint.every=2"])
+    return folder
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -95,15 +106,12 @@ def test_pipeline_run_continues_exactly(data: Path, tmp_path: Path) -> None:
     ],
 )
 def test_other_parallel_sizes_and_no_balancing_continue_the_same_model(
-    changed: list[str], data: Path, tmp_path: Path
+    changed: list[str], data: Path, saved: Path, tmp_path: Path
 ) -> None:
-    settings = ["steps=4", "optimizer.eps=1e-3"]
-    whole, moved = tmp_path / "whole", tmp_path / "moved"
-    run_ranks(_train, 2, [*overrides(data, whole), *settings, "checkpoint.every=2"])
-    start = f"checkpoint.load={whole}/checkpoints/step_00000002"
-    run_ranks(_train, 2, [*overrides(data, moved), *settings, *changed, start])
-    continued = [line["loss"] for line in read_metrics(moved)]
-    assert continued == pytest.approx(_losses(whole)[2:], rel=1e-5)
+    start = f"checkpoint.load={saved}/checkpoints/step_00000002"
+    run_ranks(_train, 2, [*overrides(data, tmp_path), *SHORT, *changed, start])
+    continued = [line["loss"] for line in read_metrics(tmp_path)]
+    assert continued == pytest.approx(_losses(saved)[2:], rel=1e-5)
 
 
 def test_tokens_go_to_their_experts_and_the_run_is_the_same(data: Path, tmp_path: Path) -> None:
