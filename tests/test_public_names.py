@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -77,9 +76,7 @@ def test_a_name_asked_for_first(home):
     """By a program that imported nothing before but, for Megatron's part, the CPU platform."""
     names = [name for name, module in homes().items() if module == home]
     run_fresh(f"""
-import sys
 import torch
-assert not {{name for name in sys.modules if name.startswith({PACKAGES})}}
 if {home.startswith(NEEDS_MEGATRON)} and not torch.cuda.is_available():
     from megatron_ext import enable_cpu_platform
     enable_cpu_platform()
@@ -93,7 +90,7 @@ def test_names_that_must_not_need_megatron():
     """The CPU platform has to come before Megatron, and planning does without it."""
     names = [name for name, home in homes().items() if not home.startswith(NEEDS_MEGATRON)]
     assert {"enable_cpu_platform", "solve", "BalanceConfig"} <= set(names)
-    run_alone(f"""
+    run_fresh(f"""
 import sys
 from megatron_ext import {", ".join(names)}
 assert "megatron" not in sys.modules, "Megatron was imported"
