@@ -1,8 +1,9 @@
 """Runs a function on several local processes that form one gloo group.
 
-Starting a process and importing Megatron takes longer than most tests, so processes are kept for
-the next call with as many ranks. Every call gets a new process group; after a failure the processes
-are ended. A function that changes global state must undo it.
+Starting a process and importing Megatron takes longer than most tests. So processes are forked from
+a server that has imported it, and kept for the next call with as many ranks. Every call gets a new
+process group; after a failure the processes are ended. A function that changes global state must
+undo it.
 """
 
 from __future__ import annotations
@@ -28,10 +29,14 @@ class _Rank:
     """One kept process and the pipe to it."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        context = mp.get_context("spawn")
+        # CUDA does not survive a fork.
+        context = mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+        context.set_forkserver_preload(["tests.gpt", "megatron_ext.train"])
         self.pipe, theirs = context.Pipe()
+        # A forked process has the environment of the server's start.
+        arguments = (rank, world_size, dict(os.environ), theirs)
         # Not a daemon: Megatron's checkpoint writers are processes of their own.
-        self.process = context.Process(target=_serve, args=(rank, world_size, theirs), daemon=False)
+        self.process = context.Process(target=_serve, args=arguments, daemon=False)
         self.process.start()
         theirs.close()
 
@@ -132,9 +137,11 @@ def _end_all() -> None:
         _end(_kept.popitem()[1])
 
 
-def _serve(rank: int, world_size: int, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, environment: dict[str, str], pipe: Connection) -> None:
     """Run calls until the pipe closes. Leads a process group of its own (see `_end`)."""
     os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1"
     )
