@@ -146,6 +146,7 @@ def _serve(rank: int, world_size: int, environment: dict[str, str], pipe: Connec
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1"
     )
     torch.set_num_threads(1)
+    gc.freeze()  # What is imported by now stays: no need to look through it after each call.
     while True:
         try:
             call = pipe.recv_bytes()
