@@ -146,7 +146,7 @@ class QuotaPlanner {
         const Domain own = domain(d);
         const DomainBound<HostWarp> bounds(warp_, own, hottest_first(d));
         int64_t bound = bounds.by_receivers();
-        for (int k = 1; k <= ranks_; ++k) bound = larger(bound, bounds.by_senders(k));
+        for (int k = 1; k <= ranks_; ++k) bound = bounds.by_senders(k, bound);
         return bound;
     }
 

@@ -491,7 +491,7 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
     const int64_t target = target_load(total, ranks, shared.tolerance_ppm);
     int64_t start = target;
     if (!again) {
-        int64_t bound = 0;
+        int64_t bound = target;
         MEGATRON_EXT_ROLLED
         for (int d = 0; d < num_domains; ++d) {
             const Domain each = domain_of(problem, sums, d, shared.tolerance_ppm == 0);
@@ -500,7 +500,7 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
             if (d % kWarps == warp_idx) bound = larger(bound, of_domain.by_receivers());
             MEGATRON_EXT_ROLLED
             for (int k = 1 + warp_idx; k <= domain_ranks; k += kWarps) {
-                bound = larger(bound, of_domain.by_senders(k));
+                bound = of_domain.by_senders(k, bound);
             }
         }
         if (thread % DeviceWarp::kLanes == 0) bounds[warp_idx] = bound;

@@ -168,8 +168,7 @@ int id_of(void* address) {
                              "share_of"}) {
         is_part = is_part && last != each;
     }
-    const int64_t extra = last == "add"         ? kDivide
-                          : last == "threshold" ? 2 * kDivide
+    const int64_t extra = last == "threshold" ? 2 * kDivide
                           : last == "share_of"  ? kDivideWide
                                                 : 0;
     functions().push_back({name, is_part, name.find("::") != std::string::npos, extra});
@@ -235,6 +234,13 @@ class Clock {
         spend(waits + kOverlapped, kWrites, kIssueAccess);
         wrote_ = true;
         forget();
+    }
+
+    // Reads at this index hang on nothing that came after `since`.
+    void know(int64_t index, int64_t since) {
+        const unsigned place = at_.indices++ % kRemembered;
+        at_.index[place] = index;
+        at_.known[place] = since;
     }
 
     // Memory is read anew from now on.
@@ -331,11 +337,7 @@ class Clock {
         return at_.now;
     }
 
-    void remember(int64_t index) {
-        const unsigned place = at_.indices++ % kRemembered;
-        at_.index[place] = index;
-        at_.known[place] = at_.now;
-    }
+    void remember(int64_t index) { know(index, at_.now); }
 
     State at_;
     int64_t rounds_ = 0;
@@ -438,7 +440,7 @@ struct CountingWarp {
             });
             counted.spend(kLoop + kCompare, kLoops, 2 * kIssueLoop);
         }
-        counted.spend(kL1, kReads, kIssueAccess);  // `narrow`
+        counted.spend(kOverlapped, kReads, kIssueAccess);  // `narrow`
         counted.spend(kCall, kCalls, kIssueCall);
         counted.spend((narrow ? 2 : 3) * kReduce, kReductions, kIssueReduce);
         return best;
@@ -457,10 +459,11 @@ struct CountingWarp {
     }
 
     template <class Counts, class Function>
-    int64_t sum_first(int count, int64_t most, Counts counts, Function value_of) const {
+    int64_t sum_first(
+        int count, int64_t most, int64_t enough, Counts counts, Function value_of) const {
         counted.spend(kBegin, kLoops, kIssueBegin);
         int64_t total = 0;
-        for (int first = 0; first < count && most > 0; first += 32) {
+        for (int first = 0; first < count && most > 0 && total < enough; first += 32) {
             bool counts_of[32];
             counted.run_lanes(first, count, [&](int i) { counts_of[i - first] = counts(i); });
             vote();
@@ -470,8 +473,8 @@ struct CountingWarp {
                 --most;
             });
             counted.spend(kLoop, kLoops, 2 * kIssueLoop);
+            sum_lanes();
         }
-        sum_lanes();
         return total;
     }
 
@@ -493,31 +496,70 @@ struct CountingWarp {
         counted.spend(kBegin, kLoops, kIssueBegin);
         int found = 0;
         for (int first = 0; first < count; first += 32) {
-            counted.run_lanes(first, count, [&](int i) { found += is_it(i); });
+            int here = 0;
+            counted.run_lanes(first, count, [&](int i) { here += is_it(i); });
             vote();
+            found += here;
+            if (here < 32) break;
         }
         return found;
     }
 
-    template <class A, class B>
-    void shift_up(int first, int last, A a, B b) const {
-        shift(last - first);
-        host_.shift_up(first, last, a.uncounted(), b.uncounted());
+    template <class Is, class Before>
+    Place find_and_count(int count, Is is_it, Before comes_before) const {
+        counted.spend(kBegin, kLoops, kIssueBegin);
+        Place place{-1, 0};
+        for (int first = 0; first < count; first += 32) {
+            counted.run_lanes(first, count, [&](int i) {
+                if (is_it(i) && place.found < 0) place.found = i;
+                place.count += comes_before(i);
+            });
+            vote();
+            counted.spend(kOverlapped, kVotes, kIssueLoop);  // the second, right behind the first
+        }
+        return place;
     }
 
-    template <class A, class B>
-    void shift_down(int first, int last, A a, B b) const {
-        shift(last - first - 1);
-        host_.shift_down(first, last, a.uncounted(), b.uncounted());
+    // Four reads in flight, then their comparisons.
+    template <class Values>
+    int highest_entry(const Values& values, int first, int count) const {
+        int best = first;
+        int64_t most = -1;
+        int64_t begun = 0;
+        for (int i = first; i < first + count; ++i) {
+            if ((i - first) % 4 == 0) {
+                counted.spend(kLoop, kLoops, kIssueLoop);
+                begun = counted.now();
+            }
+            counted.know(i, begun);
+            const int64_t value = values[i];
+            counted.spend(kCompare, kLoops, kIssueLoop);
+            if (value <= most) continue;
+            most = value;
+            best = i;
+        }
+        return best;
+    }
+
+    template <class A, class B, class NewA, class NewB>
+    void move_down(int from, int to, A a, B b, NewA new_a, NewB new_b) const {
+        move(from - to);
+        host_.move_down(from, to, a.uncounted(), b.uncounted(), new_a, new_b);
+    }
+
+    template <class A, class B, class NewA, class NewB>
+    void move_up(int from, int to, A a, B b, NewA new_a, NewB new_b) const {
+        move(to - from);
+        host_.move_up(from, to, a.uncounted(), b.uncounted(), new_a, new_b);
     }
 
     template <class A, class B>
     void sort(int count, A a, B b, A scratch_a, B scratch_b) const {
         counted.spend(kCall, kCalls, kIssueCall);
-        // Nothing overlaps: whether b is read hangs on a.
+        // Four steps at once.
         for_each(count, [&](int) {
-            const int64_t step = read_by_address() + 2 * kLoop;
-            counted.spend(count * step, kReads, count * (kIssueAccess + kIssueLoop));
+            const int64_t step = read_by_address() + 7 * kOverlapped + 4 * kCompare + kLoop;
+            counted.spend((count + 3) / 4 * step, kReads, count * 2 * (kIssueAccess + kIssueLoop));
         });
         for_each(count, [&](int) {
             counted.spend(read_by_address() + kOverlapped, kReads, kIssueAccess);
@@ -610,8 +652,8 @@ struct CountingWarp {
         counted.spend(5 * kShuffle, kReductions, 5 * 8);
     }
 
-    static void shift(int count) {
-        counted.spend(kCall, kCalls, 3 * kIssueCall);
+    static void move(int count) {
+        counted.spend(kCall + kSyncWarp + 2 * kOverlapped, kCalls, 5 * kIssueCall);
         for (int first = 0; first < count; first += 32) {
             counted.run_lanes(first, count, [](int) {
                 counted.spend(read_by_address() + kOverlapped, kReads, 2 * kIssueAccess);
@@ -778,10 +820,10 @@ class CountedBlock {
         begin_round();
         for (int w = 0; w < kWarps; ++w) {
             counted.restart();
-            if (w == 0) start = larger(start, bounds.by_receivers());
-            for (int k = 1 + w; k <= ranks; k += kWarps) {
-                start = larger(start, bounds.by_senders(k));
-            }
+            int64_t bound = target_;
+            if (w == 0) bound = larger(bound, bounds.by_receivers());
+            for (int k = 1 + w; k <= ranks; k += kWarps) bound = bounds.by_senders(k, bound);
+            start = larger(start, bound);
             end_warp(w);
         }
         end_round(before);

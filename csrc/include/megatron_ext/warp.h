@@ -28,6 +28,12 @@ struct Best {
     int64_t key = 0;
 };
 
+// What `find_and_count` tells.
+struct Place {
+    int found;  // the lowest index that is the one looked for, or -1
+    int count;  // how many come before what is to be placed
+};
+
 // How many indices it is true for, where those are the first. By one lane.
 template <class Function>
 MEGATRON_EXT_HOST_DEVICE int search_first(int count, Function is_it) {
@@ -68,11 +74,13 @@ struct HostWarp {
         return total;
     }
 
-    // The sum over the first `most` indices that count.
+    // The sum over the first `most` indices that count, of values that are not negative; anything
+    // from `enough` on if it is that much.
     template <class Counts, class Function>
-    int64_t sum_first(int count, int64_t most, Counts counts, Function value_of) const {
+    int64_t sum_first(
+        int count, int64_t most, int64_t enough, Counts counts, Function value_of) const {
         int64_t total = 0;
-        for (int i = 0; i < count && most > 0; ++i) {
+        for (int i = 0; i < count && most > 0 && total < enough; ++i) {
             if (!counts(i)) continue;
             total += value_of(i);
             --most;
@@ -95,22 +103,43 @@ struct HostWarp {
         return search_first(count, is_it);
     }
 
-    // Move the entries from `first` to before `last` of two arrays up by one place, or those behind
-    // `first` to before `last` down by one.
+    // Both at once.
+    template <class Is, class Before>
+    Place find_and_count(int count, Is is_it, Before comes_before) const {
+        return {find(count, is_it), count_first(count, comes_before)};
+    }
+
+    // By one lane: the index of the highest of `count` entries from `first` on, which are not
+    // negative; the lowest of equals.
+    template <class Values>
+    int highest_entry(const Values& values, int first, int count) const {
+        int best = first;
+        for (int i = first + 1; i < first + count; ++i) {
+            if (values[i] > values[best]) best = i;
+        }
+        return best;
+    }
+
+    // Move an entry of two arrays from one place to another, down or up; those between make room.
+    // What arrives is new_a and new_b.
     template <class A, class B>
-    void shift_up(int first, int last, A* a, B* b) const {
-        for (int i = last; i > first; --i) {
+    void move_down(int from, int to, A* a, B* b, A new_a, B new_b) const {
+        for (int i = from; i > to; --i) {
             a[i] = a[i - 1];
             b[i] = b[i - 1];
         }
+        a[to] = new_a;
+        b[to] = new_b;
     }
 
     template <class A, class B>
-    void shift_down(int first, int last, A* a, B* b) const {
-        for (int i = first; i + 1 < last; ++i) {
+    void move_up(int from, int to, A* a, B* b, A new_a, B new_b) const {
+        for (int i = from; i < to; ++i) {
             a[i] = a[i + 1];
             b[i] = b[i + 1];
         }
+        a[to] = new_a;
+        b[to] = new_b;
     }
 
     // Sort two arrays by rising a, then rising b; `scratch` is as large as they are.
@@ -182,13 +211,14 @@ struct DeviceWarp {
 
     template <class Function>
     __device__ Best best(int count, Function key_of) const {
+        const bool narrow = this->narrow;  // read beside the first keys, not behind them
         Best best;
 #pragma unroll 1
         for (int i = lane(); i < count; i += kLanes) {
             const int64_t key = key_of(i);
             if (key > best.key) best = {i, key};
         }
-        return best_of_lanes(best);
+        return best_of_lanes(best, narrow);
     }
 
     template <class Function>
@@ -200,17 +230,19 @@ struct DeviceWarp {
     }
 
     template <class Counts, class Function>
-    __device__ int64_t sum_first(int count, int64_t most, Counts counts, Function value_of) const {
-        long long total = 0;
+    __device__ int64_t sum_first(
+        int count, int64_t most, int64_t enough, Counts counts, Function value_of) const {
+        int64_t total = 0;
 #pragma unroll 1
-        for (int first = 0; first < count && most > 0; first += kLanes) {
+        for (int first = 0; first < count && most > 0 && total < enough; first += kLanes) {
             const int i = first + lane();
             const unsigned counting = __ballot_sync(kAll, i < count && counts(i));
             const unsigned before = counting & ((1u << lane()) - 1);
-            if ((counting >> lane() & 1) != 0 && __popc(before) < most) total += value_of(i);
+            const bool is_one = (counting >> lane() & 1) != 0 && __popc(before) < most;
+            total += sum_of_lanes(is_one ? value_of(i) : 0);
             most -= __popc(counting);
         }
-        return sum_of_lanes(total);
+        return total;
     }
 
     template <class Function>
@@ -230,44 +262,79 @@ struct DeviceWarp {
 #pragma unroll 1
         for (int first = 0; first < count; first += kLanes) {
             const int i = first + lane();
-            found += __popc(__ballot_sync(kAll, i < count && is_it(i)));
+            const int here = __popc(__ballot_sync(kAll, i < count && is_it(i)));
+            found += here;
+            if (here < kLanes) break;
         }
         return found;
     }
 
+    template <class Is, class Before>
+    __device__ Place find_and_count(int count, Is is_it, Before comes_before) const {
+        Place place{-1, 0};
+#pragma unroll 1
+        for (int first = 0; first < count; first += kLanes) {
+            const int i = first + lane();
+            const bool is_there = i < count && is_it(i);
+            const bool is_before = i < count && comes_before(i);
+            const unsigned found = __ballot_sync(kAll, is_there);
+            if (found != 0) place.found = first + __ffs(static_cast<int>(found)) - 1;
+            place.count += __popc(__ballot_sync(kAll, is_before));
+        }
+        return place;
+    }
+
+    template <class Values>
+    __device__ int highest_entry(const Values& values, int first, int count) const {
+        int best = first;
+        int64_t most = -1;
+#pragma unroll 4  // reads in flight at once
+        for (int i = first; i < first + count; ++i) {
+            const int64_t value = values[i];
+            if (value > most) {
+                most = value;
+                best = i;
+            }
+        }
+        return best;
+    }
+
     template <class A, class B>
-    __device__ __noinline__ void shift_up(int first, int last, A* a, B* b) const {
+    __device__ __noinline__ void move_down(
+        int from, int to, A* a, B* b, A new_a, B new_b) const {
         __syncwarp();
 // From the end, so that no entry is written before it was read.
 #pragma unroll 1
-        for (int chunk = last - 1 - (last - 1 - first) % kLanes; chunk >= first; chunk -= kLanes) {
+        for (int chunk = from - 1 - (from - 1 - to) % kLanes; chunk >= to; chunk -= kLanes) {
             const int i = chunk + lane();
-            const A own_a = a[i < last ? i : first];
-            const B own_b = b[i < last ? i : first];
+            const A own_a = a[i < from ? i : to];
+            const B own_b = b[i < from ? i : to];
             __syncwarp();
-            if (i < last) {
+            if (i < from) {
                 a[i + 1] = own_a;
                 b[i + 1] = own_b;
             }
             __syncwarp();
         }
+        put(a + to, b + to, new_a, new_b);
     }
 
     template <class A, class B>
-    __device__ __noinline__ void shift_down(int first, int last, A* a, B* b) const {
+    __device__ __noinline__ void move_up(int from, int to, A* a, B* b, A new_a, B new_b) const {
         __syncwarp();
 #pragma unroll 1
-        for (int chunk = first + 1; chunk < last; chunk += kLanes) {
+        for (int chunk = from + 1; chunk <= to; chunk += kLanes) {
             const int i = chunk + lane();
-            const A own_a = a[i < last ? i : first];
-            const B own_b = b[i < last ? i : first];
+            const A own_a = a[i <= to ? i : from];
+            const B own_b = b[i <= to ? i : from];
             __syncwarp();
-            if (i < last) {
+            if (i <= to) {
                 a[i - 1] = own_a;
                 b[i - 1] = own_b;
             }
             __syncwarp();
         }
+        put(a + to, b + to, new_a, new_b);
     }
 
     template <class A, class B>
@@ -276,9 +343,12 @@ struct DeviceWarp {
             const A own_a = a[i];
             const B own_b = b[i];
             int place = 0;
-#pragma unroll 8  // reads in flight at once
+#pragma unroll 4  // reads in flight at once, so they hang on no comparison
             for (int j = 0; j < count; ++j) {
-                place += a[j] < own_a || (a[j] == own_a && b[j] < own_b);
+                const A other_a = a[j];
+                const B other_b = b[j];
+                place += static_cast<int>(other_a < own_a) |
+                         (static_cast<int>(other_a == own_a) & static_cast<int>(other_b < own_b));
             }
             scratch_a[place] = own_a;
             scratch_b[place] = own_b;
@@ -337,15 +407,24 @@ struct DeviceWarp {
     }
 
   private:
-    __device__ __noinline__ Best best_of_lanes(Best own) const {
-        const int64_t key = highest(own.key);
+    template <class A, class B>
+    __device__ void put(A* a, B* b, A new_a, B new_b) const {
+        if (lane() == 0) {
+            *a = new_a;
+            *b = new_b;
+        }
+        __syncwarp();
+    }
+
+    __device__ __noinline__ static Best best_of_lanes(Best own, bool narrow) {
+        const int64_t key = highest(own.key, narrow);
         const unsigned none = 0xffffffffu;
         const unsigned index = own.key == key ? static_cast<unsigned>(own.index) : none;
         // -1, where there is none, is the highest unsigned number too.
         return {static_cast<int>(__reduce_min_sync(kAll, index)), key};
     }
 
-    __device__ int64_t highest(int64_t value) const {
+    __device__ static int64_t highest(int64_t value, bool narrow) {
         const auto lower = static_cast<unsigned>(value);
         if (narrow) return __reduce_max_sync(kAll, lower);
         const auto upper = static_cast<int32_t>(value >> 32);
@@ -354,7 +433,7 @@ struct DeviceWarp {
         return static_cast<int64_t>(most) << 32 | rest;
     }
 
-    __device__ __noinline__ int64_t sum_of_lanes(long long own) const {
+    __device__ __noinline__ static int64_t sum_of_lanes(long long own) {
 #pragma unroll 1
         for (int distance = kLanes / 2; distance > 0; distance /= 2) {
             own += __shfl_xor_sync(kAll, own, distance);

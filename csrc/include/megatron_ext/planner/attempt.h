@@ -53,7 +53,7 @@ class Attempt {
         MEGATRON_EXT_ROLLED
         for (int pass = 0; !reached && pass <= restarts; ++pass) {
             if (pass > 0 && moves_.work() >= kWorkToRestart) break;
-            moves_.reset(threshold);
+            moves_.reset(threshold, method != Method::kFill);
             if (method == Method::kFill || method == Method::kRoomiest) {
                 reached = method == Method::kFill ? fill_exactly(moves_) : shed_to_roomiest(moves_);
                 break;
@@ -108,9 +108,12 @@ class Attempt {
     // Returns the place in the order of the first rank that could not be relieved, or -1.
     MEGATRON_EXT_ONCE_IN_CODE int relieve_all(bool pairs) {
         Shedding<Warp> shedding(moves_, pairs);
+        const auto& at = moves_.at();
         MEGATRON_EXT_ROLLED
         for (int i = 0; i < moves_.domain().ranks; ++i) {
-            if (!shedding.relieve(moves_.at().order[i])) return i;
+            const int rank = at.order[i];
+            if (at.room[rank] >= 0) break;  // Those that have too much come first.
+            if (!shedding.relieve(rank)) return i;
         }
         return -1;
     }
@@ -118,8 +121,7 @@ class Attempt {
     MEGATRON_EXT_HOST_DEVICE void move_to_front(int place) {
         const auto& at = moves_.at();
         const int32_t rank = at.order[place];
-        moves_.warp().shift_up(0, place, at.order, at.order);
-        moves_.warp().once([&] { at.order[0] = rank; });
+        moves_.warp().move_down(place, 0, at.order, at.order, rank, rank);
     }
 
     Moves<Warp> moves_;

@@ -163,7 +163,7 @@ class Chain {
             for (int i = 0; i < length; ++i) {
                 const Step& step = steps[i];
                 if (step.replica < 0) {
-                    moves_.place_replica(step.expert, step.from, step.to, carried);
+                    moves_.place_replica(at, step.expert, step.from, step.to, carried);
                 } else {
                     const int64_t more = step.shrinks ? -carried : carried;
                     at.amount[step.replica] += more;
@@ -181,8 +181,10 @@ class Chain {
             at.room[steps[0].to] -= carried;
         });
         MEGATRON_EXT_ROLLED
-        for (int i = 0; i < length; ++i) moves_.update_host(steps[i].to);
-        moves_.update_host(rank);
+        for (int i = 0; i < length; ++i) {
+            moves_.update_host(steps[i].to, at.room[steps[i].to]);
+        }
+        moves_.update_host(rank, at.room[rank]);
         moves_.spend(2 * length * rounds_of(moves_.domain().ranks));
     }
 

@@ -122,7 +122,8 @@ class Moves {
 
     // Nothing has moved, and every rank may keep `threshold`. For an even plan that leaves less
     // than one spare assignment a rank, the coldest ranks stay below it, so that nothing is spare.
-    MEGATRON_EXT_ONCE_IN_CODE void reset(int64_t threshold) {
+    // A method that never asks for hosts needs no list of them.
+    MEGATRON_EXT_ONCE_IN_CODE void reset(int64_t threshold, bool lists_hosts) {
         const int ranks = domain_.ranks;
         int coldest = 0;
         if (domain_.even) {
@@ -134,105 +135,115 @@ class Moves {
                 coldest = rest > 0 ? static_cast<int>(ranks - rest) : 0;
             }
         }
-        warp_.for_each(domain_.experts(), [&](int e) { at().kept[e] = domain_.expert_load[e]; });
+        const auto& at = this->at();
+        warp_.for_each(domain_.experts(), [&](int e) { at.kept[e] = domain_.expert_load[e]; });
         warp_.for_each(ranks, [&](int i) {
             const int r = domain_.busiest_first[i];
-            at().room[r] = threshold - (i >= ranks - coldest) - domain_.home_load[r];
-            at().held[r] = 0;
-            at().sends[r] = 0;
+            at.room[r] = threshold - (i >= ranks - coldest) - domain_.home_load[r];
+            at.held[r] = 0;
+            at.sends[r] = 0;
         });
-        warp_.for_each(ranks, [&](int r) { at().hottest[r] = keeps_most(r); });
-        list_hosts(coldest == 0);
+        warp_.for_each(ranks, [&](int r) { at.hottest[r] = keeps_most(r); });
+        lists_hosts_ = lists_hosts;
+        if (lists_hosts) list_hosts(coldest == 0);
         spend(rounds_of(domain_.experts()) + 3 * rounds_of(ranks));
     }
 
-    // Give rank t a replica of `expert` with `amount` assignments.
-    MEGATRON_EXT_ONCE_IN_CODE void add(int expert, int t, int64_t amount) {
-        const int home = home_of(expert);
+    // Give rank t a replica of `expert`, whose home is given, with `amount` assignments.
+    MEGATRON_EXT_ONCE_IN_CODE void add(int home, int expert, int t, int64_t amount) {
+        const auto& at = this->at();
+        const int first = home * domain_.mains;
+        const int64_t room_there = at.room[t] - amount;
+        const int64_t room_home = at.room[home] + amount;
         warp_.once([&] {
-            const int64_t room_there = at().room[t] - amount;
-            const int64_t room_home = at().room[home] + amount;
-            place_replica(expert, home, t, amount);
-            at().room[home] = room_home;
-            at().room[t] = room_there;
-            at().hottest[home] = keeps_most(home);
+            place_replica(at, expert, home, t, amount);
+            at.room[home] = room_home;
+            at.room[t] = room_there;
+            if (!has_many_mains()) {
+                at.hottest[home] = warp_.highest_entry(at.kept, first, domain_.mains);
+            }
         });
-        update_host(t);
-        if (at().room[home] > 0) update_host(home);
+        if (has_many_mains()) {
+            const int hottest = warp_.best(domain_.mains, [&](int m) { return at.kept[first + m]; }).index;
+            // The first one if nothing is left of any.
+            warp_.once([&] { at.hottest[home] = hottest < 0 ? first : first + hottest; });
+        }
+        if (!lists_hosts_) return;
+        update_host(t, room_there);
+        if (room_home > 0) update_host(home, room_home);
     }
 
     // By one lane. Reads come first, so that they do not wait for each other behind writes.
-    MEGATRON_EXT_HOST_DEVICE void place_replica(int expert, int home, int t, int64_t amount) {
-        const int32_t held = at().held[t];
-        const int32_t sends = at().sends[home];
-        const int64_t kept = at().kept[expert] - amount;
+    MEGATRON_EXT_HOST_DEVICE void place_replica(
+        const TryMemory& at, int expert, int home, int t, int64_t amount) const {
+        const int32_t held = at.held[t];
+        const int32_t sends = at.sends[home];
+        const int64_t kept = at.kept[expert] - amount;
         const int k = t * domain_.slots + held;
-        at().held[t] = held + 1;
-        at().sends[home] = sends + 1;
-        at().kept[expert] = kept;
-        at().expert[k] = expert;
-        at().giver[k] = home;
-        at().amount[k] = amount;
+        at.held[t] = held + 1;
+        at.sends[home] = sends + 1;
+        at.kept[expert] = kept;
+        at.expert[k] = expert;
+        at.giver[k] = home;
+        at.amount[k] = amount;
     }
 
     // By one lane: the replica that rank t holds of `expert`, if it has no assignments.
     MEGATRON_EXT_ONCE_IN_CODE void drop_if_empty(int t, int expert) {
+        const auto& at = this->at();
         const int k = t * domain_.slots + slot_of(t, expert);
-        if (at().amount[k] > 0) return;
-        --at().sends[at().giver[k]];
-        const int last = t * domain_.slots + --at().held[t];
-        at().expert[k] = at().expert[last];
-        at().giver[k] = at().giver[last];
-        at().amount[k] = at().amount[last];
+        if (at.amount[k] > 0) return;
+        --at.sends[at.giver[k]];
+        const int last = t * domain_.slots + --at.held[t];
+        at.expert[k] = at.expert[last];
+        at.giver[k] = at.giver[last];
+        at.amount[k] = at.amount[last];
     }
 
-    // Put rank t where it now belongs among the hosts, or nowhere.
-    MEGATRON_EXT_ONCE_IN_CODE void update_host(int t) {
-        const int64_t room = at().room[t];
-        const bool can_host = can_take(t) && room >= least_room();
-        const int from = warp_.find(hosts_, [&](int i) { return at().host[i] == t; });
-        int to = from;
-        if (can_host) {
-            to = warp_.count_first(hosts_, [&](int i) {
-                return at().host_room[i] < room || (at().host_room[i] == room && at().host[i] < t);
+    // Put rank t, which has `room`, where it now belongs among the hosts, or nowhere.
+    MEGATRON_EXT_ONCE_IN_CODE void update_host(int t, int64_t room) {
+        const auto& at = this->at();
+        const bool can_host = room >= least_room() && can_take(t);
+        const auto place = warp_.find_and_count(
+            hosts_,
+            [&](int i) { return at.host[i] == t; },
+            [&](int i) {
+                const int64_t other = at.host_room[i];
+                return other < room || (other == room && at.host[i] < t);
             });
-            // `from` was counted if it lies before.
-            if (from >= 0 && from < to) --to;
-        }
-        if (from >= 0 && !can_host) {
-            warp_.shift_down(from, hosts_, at().host_room, at().host);
+        const int from = place.found;
+        // It was counted itself if it lies before.
+        const int to = place.count - (from >= 0 && from < place.count);
+        if (!can_host) {
+            if (from < 0) return;
             --hosts_;
-            return;
-        }
-        if (!can_host) return;
-        if (from < 0) {
-            warp_.shift_up(to, hosts_, at().host_room, at().host);
+            warp_.move_up(from, hosts_, at.host_room, at.host, room, t);
+        } else if (from < 0) {
+            warp_.move_down(hosts_, to, at.host_room, at.host, room, t);
             ++hosts_;
-        } else if (to < from) {
-            warp_.shift_up(to, from, at().host_room, at().host);
-        } else if (to > from) {
-            warp_.shift_down(from, to + 1, at().host_room, at().host);
+        } else if (from < to) {
+            warp_.move_up(from, to, at.host_room, at.host, room, t);
+        } else {
+            warp_.move_down(from, to, at.host_room, at.host, room, t);
         }
-        warp_.once([&] {
-            at().host_room[to] = room;
-            at().host[to] = t;
-        });
     }
 
     MEGATRON_EXT_HOST_DEVICE int hosts() const { return hosts_; }
 
     // How many hosts have less room.
     MEGATRON_EXT_HOST_DEVICE int hosts_below(int64_t room) const {
-        return warp_.count_first(hosts_, [&](int i) { return at().host_room[i] < room; });
+        const auto& at = this->at();
+        return warp_.count_first(hosts_, [&](int i) { return at.host_room[i] < room; });
     }
 
     // The first host from `place` on, in steps of `by`, that may get a replica of `expert`; -1 if
     // there is none.
     MEGATRON_EXT_ONCE_IN_CODE int host_for(int expert, int place, int by) const {
+        const auto& at = this->at();
         MEGATRON_EXT_ROLLED
         for (; place >= 0 && place < hosts_; place += by) {
-            const int t = at().host[place];
-            if (slot_of(t, expert) < 0) return t;
+            const int t = at.host[place];
+            if (find_slot(at, t, expert) < 0) return t;
         }
         return -1;
     }
@@ -250,34 +261,23 @@ class Moves {
 
     // The slot in which rank t holds `expert`, or -1.
     MEGATRON_EXT_ONCE_IN_CODE int slot_of(int t, int expert) const {
-        const int first = t * domain_.slots;
-        MEGATRON_EXT_ROLLED
-        for (int k = 0; k < at().held[t]; ++k) {
-            if (at().expert[first + k] == expert) return k;
-        }
-        return -1;
+        return find_slot(this->at(), t, expert);
     }
-
-    MEGATRON_EXT_HOST_DEVICE int home_of(int expert) const { return expert / domain_.mains; }
 
     // By one lane: the main of `rank` that keeps most.
     MEGATRON_EXT_ONCE_IN_CODE int keeps_most(int rank) const {
-        int best = rank * domain_.mains;
-        MEGATRON_EXT_ROLLED
-        for (int e = best + 1; e < (rank + 1) * domain_.mains; ++e) {
-            if (at().kept[e] > at().kept[best]) best = e;
-        }
-        return best;
+        return warp_.highest_entry(this->at().kept, rank * domain_.mains, domain_.mains);
     }
 
     // The main of `rank` that keeps most of those that are not on rank t; -1 if all are there.
     MEGATRON_EXT_ONCE_IN_CODE int main_for(int rank, int t) const {
-        const int hot = at().hottest[rank];
+        const auto& at = this->at();
+        const int hot = at.hottest[rank];
         if (slot_of(t, hot) < 0) return hot;
         int best = -1;
         MEGATRON_EXT_ROLLED
         for (int e = rank * domain_.mains; e < (rank + 1) * domain_.mains; ++e) {
-            if ((best < 0 || at().kept[e] > at().kept[best]) && slot_of(t, e) < 0) best = e;
+            if ((best < 0 || at.kept[e] > at.kept[best]) && slot_of(t, e) < 0) best = e;
         }
         return best;
     }
@@ -309,19 +309,33 @@ class Moves {
     MEGATRON_EXT_HOST_DEVICE const Warp& warp() const { return warp_; }
 
   private:
+    MEGATRON_EXT_HOST_DEVICE int find_slot(const TryMemory& at, int t, int expert) const {
+        const int first = t * domain_.slots;
+        const int held = at.held[t];
+        MEGATRON_EXT_ROLLED
+        for (int k = 0; k < held; ++k) {
+            if (at.expert[first + k] == expert) return k;
+        }
+        return -1;
+    }
+
+    // So many that the lanes look through them more quickly than one does.
+    MEGATRON_EXT_HOST_DEVICE bool has_many_mains() const { return domain_.mains > 8; }
+
     // The ranks from the busiest to the coldest have rising room: those that can host are the last.
     // Not so if the coldest of an even plan may keep one less; then they are sorted anew.
     MEGATRON_EXT_ONCE_IN_CODE void list_hosts(bool sorted) {
+        const auto& at = this->at();
         const int ranks = domain_.ranks;
-        const auto can_host = [&](int t) { return can_take(t) && at().room[t] >= least_room(); };
+        const auto can_host = [&](int t) { return at.room[t] >= least_room() && can_take(t); };
         hosts_ = static_cast<int>(warp_.sum(ranks, [&](int t) -> int64_t { return can_host(t); }));
         const int first = sorted ? ranks - hosts_ : 0;
         warp_.for_each(ranks - first, [&](int i) {
             const int t = domain_.busiest_first[first + i];
-            at().host[i] = t;
-            at().host_room[i] = can_host(t) ? at().room[t] : kMost;
+            at.host[i] = t;
+            at.host_room[i] = can_host(t) ? at.room[t] : kMost;
         });
-        if (!sorted) warp_.sort(ranks, at().host_room, at().host, at().width, at().step);
+        if (!sorted) warp_.sort(ranks, at.host_room, at.host, at.width, at.step);
     }
 
     const Domain& domain_;
@@ -330,6 +344,7 @@ class Moves {
     const int32_t work_limit_;
     int32_t work_ = 0;
     int hosts_ = 0;
+    bool lists_hosts_ = true;
 };
 
 }  // namespace megatron_ext

@@ -36,7 +36,7 @@ MEGATRON_EXT_ONCE_IN_CODE bool shed_to_roomiest(Moves<Warp>& moves) {
                 const int64_t piece =
                     moves.least(moves.least(-at.room[rank], at.room[t]), at.kept[expert]);
                 if (piece < domain.min_quota) break;
-                moves.add(expert, t, piece);
+                moves.add(rank, expert, t, piece);
             }
         }
         if (at.room[rank] < 0) return false;
@@ -68,7 +68,7 @@ MEGATRON_EXT_ONCE_IN_CODE bool fill_exactly(Moves<Warp>& moves) {
             const int hot = moves.main_for(rank, t);
             const int64_t piece = hot < 0 ? 0 : moves.least(at.room[t], at.kept[hot]);
             if (piece < domain.min_quota) return false;
-            moves.add(hot, t, piece);
+            moves.add(rank, hot, t, piece);
         }
     }
 }

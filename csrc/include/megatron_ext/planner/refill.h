@@ -49,10 +49,11 @@ MEGATRON_EXT_ONCE_IN_CODE bool refill(Moves<Warp>& moves, int detour) {
                 return r != passed && gives(r) && at.kept[at.hottest[r]] >= enough ? load(r) : 0;
             });
         }
+        int home = giver.index;
         int main = -1;
         if (giver.index >= 0) {
-            const int first = giver.index * domain.mains;
-            const int64_t hot = at.kept[at.hottest[giver.index]];
+            const int first = home * domain.mains;
+            const int64_t hot = at.kept[at.hottest[home]];
             main = first + warp.best(domain.mains,
                                      [&](int m) -> int64_t {
                                          const int e = first + m;
@@ -66,10 +67,11 @@ MEGATRON_EXT_ONCE_IN_CODE bool refill(Moves<Warp>& moves, int detour) {
                 const int64_t kept = at.kept[at.hottest[r]];
                 return gives(r) && kept >= moves.least_room() ? kept : 0;
             });
-            if (hottest.index >= 0) main = at.hottest[hottest.index];
+            home = hottest.index;
+            if (home >= 0) main = at.hottest[home];
         }
         if (main < 0) return false;
-        moves.add(main, t, moves.least(room, at.kept[main]));
+        moves.add(home, main, t, moves.least(room, at.kept[main]));
         if (at.room[t] == 0 || !moves.can_take(t)) {
             spare -= at.room[t];
             warp.once([&] { at.order[t] = 1; });

@@ -95,21 +95,26 @@ class DomainBound {
     }
 
     // What the `senders` busiest ranks keep at least, per rank and rounded up: the slots of the
-    // others take no more than the so many hottest experts of theirs.
-    MEGATRON_EXT_ONCE_IN_CODE int64_t by_senders(int senders) const {
+    // others take no more than the so many hottest experts of theirs. Or `known`, if that is more.
+    MEGATRON_EXT_ONCE_IN_CODE int64_t by_senders(int senders, int64_t known) const {
         const int last = domain_.busiest_first[senders - 1];
         const int64_t least = domain_.home_load[last];
         const int64_t load = warp_.sum(
             senders, [&](int i) -> int64_t { return domain_.home_load[domain_.busiest_first[i]]; });
         const int64_t free = static_cast<int64_t>(domain_.slots) * (domain_.ranks - senders);
+        if (load / senders + (load % senders != 0) <= known) return known;
+        // What is known stands if they may get rid of all that is above it.
+        const int64_t enough = load - known * senders;
         const int64_t taken = warp_.sum_first(
             domain_.experts(),
             free,
+            enough,
             [&](int i) {
                 const int home = hottest_first_[i] / domain_.mains;
                 return home == last || comes_first(domain_.home_load[home], home, least, last);
             },
             [&](int i) -> int64_t { return domain_.expert_load[hottest_first_[i]]; });
+        if (taken >= enough) return known;
         return (load - taken) / senders + ((load - taken) % senders != 0);
     }
 

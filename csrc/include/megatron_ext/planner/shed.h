@@ -29,14 +29,15 @@ class Shedding {
             // A replica that must carry more than the excess may: nobody is hurt by room.
             const int64_t needed = moves_.most(whole, moves_.domain().min_quota);
             if (kept >= needed) {
-                const int tightest = moves_.host_for(hot, moves_.hosts_below(needed), 1);
+                const int smaller = moves_.hosts_below(needed);
+                const int tightest = moves_.host_for(hot, smaller, 1);
                 if (tightest >= 0) {
-                    moves_.add(hot, tightest, needed);
+                    moves_.add(rank, hot, tightest, needed);
                     continue;
                 }
-                const int larger = pairs_ ? larger_of_tightest_pair(hot, whole) : -1;
+                const int larger = pairs_ ? larger_of_tightest_pair(hot, whole, smaller) : -1;
                 if (larger >= 0) {
-                    moves_.add(hot, larger, at.room[larger]);
+                    moves_.add(rank, hot, larger, at.room[larger]);
                     continue;
                 }
             }
@@ -56,7 +57,7 @@ class Shedding {
             return true;
         }
         if (host < 0) return exchange(rank, whole);
-        moves_.add(hot, host, piece);
+        moves_.add(rank, hot, host, piece);
         return true;
     }
 
@@ -69,11 +70,10 @@ class Shedding {
         return tightest >= 0 ? tightest : moves_.host_for(expert, place - 1, -1);
     }
 
-    // Two hosts that take `whole` of `expert` together, with the least room left over: the roomier
-    // one. -1 if there are none. No host takes all of it.
-    MEGATRON_EXT_ONCE_IN_CODE int larger_of_tightest_pair(int expert, int64_t whole) {
+    // Two of the first `hosts` hosts that take `whole` of `expert` together, with the least room
+    // left over: the roomier one. -1 if there are none. The hosts behind them hold `expert`.
+    MEGATRON_EXT_ONCE_IN_CODE int larger_of_tightest_pair(int expert, int64_t whole, int hosts) {
         const auto& at = moves_.at();
-        const int hosts = moves_.hosts_below(whole);  // the others hold `expert` already
         moves_.spend(6 * rounds_of(hosts));
         // The tightest partner of each comes from the hosts that are no roomier than it.
         const auto closest = moves_.warp().best(hosts, [&](int larger) -> int64_t {
@@ -108,8 +108,8 @@ class Shedding {
         if (host.index < 0) return false;
         const int there = moves_.main_for(rank, host.index);
         const int back = moves_.main_for(host.index, rank);
-        moves_.add(there, host.index, min_quota + host.key);
-        moves_.add(back, rank, min_quota);
+        moves_.add(rank, there, host.index, min_quota + host.key);
+        moves_.add(host.index, back, rank, min_quota);
         return true;
     }
 
