@@ -70,14 +70,25 @@ __device__ Domain domain_of(const QuotaProblem& problem, const Sums& sums, int d
             sums.busiest_first + d * ranks};
 }
 
-// Order indices by falling value; one index a thread.
+// Order indices by falling value. Neighboring lanes compare an index with a part of the others each.
 __device__ __noinline__ void sort_falling(const int64_t* value, int32_t* order, int count) {
+    int parts = DeviceWarp::kLanes;
+    while (parts > 1 && parts * count > kThreads) parts /= 2;
+    const int thread = static_cast<int>(threadIdx.x);
     MEGATRON_EXT_ROLLED
-    for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
+    for (int first = 0; first < count; first += kThreads / parts) {
+        const int i = first + thread / parts;
+        const int64_t own = i < count ? value[i] : 0;
         int place = 0;
 #pragma unroll 8  // reads in flight at once
-        for (int j = 0; j < count; ++j) place += comes_first(value[j], j, value[i], i);
-        order[place] = i;
+        for (int j = thread % parts; j < count; j += parts) {
+            place += comes_first(value[j], j, own, i);
+        }
+        MEGATRON_EXT_ROLLED
+        for (int distance = 1; distance < parts; distance *= 2) {
+            place += __shfl_xor_sync(DeviceWarp::kAll, place, distance);
+        }
+        if (i < count && thread % parts == 0) order[place] = i;
     }
 }
 

@@ -520,6 +520,22 @@ struct CountingWarp {
         return place;
     }
 
+    template <class List, class Function>
+    int gather(int count, List list, Function is_it) const {
+        begin_synced();
+        int found = 0;
+        for (int first = 0; first < count; first += 32) {
+            bool is_one[32] = {};
+            counted.run_lanes(first, count, [&](int i) { is_one[i - first] = is_it(i); });
+            vote();
+            counted.run_lanes(first, count, [&](int i) {
+                if (is_one[i - first]) list[found++] = i;
+            });
+        }
+        sync();
+        return found;
+    }
+
     // Four reads in flight, then their comparisons.
     template <class Values>
     int highest_entry(const Values& values, int first, int count) const {
@@ -804,8 +820,14 @@ class CountedBlock {
         // sort_falling: 8 reads in flight, and then 8 comparisons.
         constexpr int64_t kEach = 2 * 5;
         for (const int64_t count : {experts, ranks}) {
-            const int64_t steps = (count + 7) / 8 * ((count + kThreads - 1) / kThreads);
+            int64_t parts = 32;
+            while (parts > 1 && parts * count > kThreads) parts /= 2;
+            const int64_t rounds = (count * parts + kThreads - 1) / kThreads;
+            const int64_t steps = (count + 8 * parts - 1) / (8 * parts) * rounds;
             counted.spend(steps * (kL1 + kLoop + 8 * kEach), kReads, steps * 8 * 9);
+            for (int64_t part = 1; part < parts; part *= 2) {
+                counted.spend(rounds * kShuffle, kReductions, rounds * 8);
+            }
         }
         counted.spend(4 * kSyncThreads, kLoops, 8);
         const CountingWarp wide{false};

@@ -109,6 +109,16 @@ struct HostWarp {
         return {find(count, is_it), count_first(count, comes_before)};
     }
 
+    // The indices that it is true for, rising, to `list`; returns how many.
+    template <class List, class Function>
+    int gather(int count, List list, Function is_it) const {
+        int found = 0;
+        for (int i = 0; i < count; ++i) {
+            if (is_it(i)) list[found++] = i;
+        }
+        return found;
+    }
+
     // By one lane: the index of the highest of `count` entries from `first` on, which are not
     // negative; the lowest of equals.
     template <class Values>
@@ -282,6 +292,22 @@ struct DeviceWarp {
             place.count += __popc(__ballot_sync(kAll, is_before));
         }
         return place;
+    }
+
+    template <class List, class Function>
+    __device__ int gather(int count, List list, Function is_it) const {
+        int found = 0;
+        __syncwarp();
+#pragma unroll 1
+        for (int first = 0; first < count; first += kLanes) {
+            const int i = first + lane();
+            const unsigned here = __ballot_sync(kAll, i < count && is_it(i));
+            const unsigned before = here & ((1u << lane()) - 1);
+            if ((here >> lane() & 1) != 0) list[found + __popc(before)] = i;
+            found += __popc(here);
+        }
+        __syncwarp();
+        return found;
     }
 
     template <class Values>

@@ -48,6 +48,7 @@ struct TryMemory {
     Array<int32_t> host;       // [D] ranks that can take a replica, by rising room; see Moves
     Array<int32_t> expert;     // [D * S] expert of a replica
     Array<int32_t> giver;      // [D * S] home of that expert
+    Array<int32_t> given;      // [D * S] replicas of one rank's mains
     Array<int32_t> held;       // [D] slots in use, from slot 0
     Array<int32_t> sends;      // [D] replicas of a rank's mains
     Array<int32_t> hottest;    // [D] expert of a rank that keeps most
@@ -78,6 +79,7 @@ struct TryMemory {
         put(amount, memory, offset, d * slots);
         put(expert, memory, offset, d * slots);
         put(giver, memory, offset, d * slots);
+        put(given, memory, offset, d * slots);
         put(kept, memory, offset, d * mains);
         return (offset + 15) / 16 * 16;
     }

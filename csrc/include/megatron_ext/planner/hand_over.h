@@ -29,40 +29,48 @@ class HandOver {
     MEGATRON_EXT_HOST_DEVICE bool spare(int sender) {
         const auto& at = moves_.at();
         const int ranks = moves_.domain().ranks;
+        const auto& warp = moves_.warp();
+        const int slots = moves_.domain().slots;
+        const int count = warp.gather(ranks * slots, at.given, [&](int i) {
+            const int t = i / slots;
+            return i - t * slots < at.held[t] && at.giver[i] == sender;
+        });
         // What a host can send more without being the busiest; 0 for others.
-        moves_.warp().for_each(ranks, [&](int r) {
-            const bool is_host = slot_given(sender, r) >= 0;
-            at.step[r] = is_host ? at.sends[sender] - 1 - at.sends[r] : 0;
+        warp.for_each(ranks, [&](int r) { at.step[r] = 0; });
+        warp.for_each(count, [&](int i) {
+            const int r = at.given[i] / slots;
+            at.step[r] = at.sends[sender] - 1 - at.sends[r];
         });
         MEGATRON_EXT_ROLLED
         while (!moves_.is_spent()) {
-            const int via = moves_.warp().best(ranks, [&](int r) { return at.step[r]; }).index;
+            const int via = warp.best(ranks, [&](int r) { return at.step[r]; }).index;
             if (via < 0) return false;
-            const int replica = smallest_for(sender, via);
+            const int replica = smallest_for(sender, via, count);
             moves_.spend(3 * rounds_of(ranks) + rounds_of(ranks * moves_.domain().slots));
             if (replica >= 0) {
                 hand_over(sender, via, replica);
                 return true;
             }
-            moves_.warp().once([&] { at.step[via] = 0; });
+            warp.once([&] { at.step[via] = 0; });
         }
         return false;
     }
 
-    // The sender's smallest replica that `via` can take over, or -1.
-    MEGATRON_EXT_HOST_DEVICE int smallest_for(int sender, int via) const {
+    // The smallest of the sender's `count` replicas that `via` can take over, or -1.
+    MEGATRON_EXT_HOST_DEVICE int smallest_for(int sender, int via, int count) const {
         const auto& at = moves_.at();
         const int slots = moves_.domain().slots;
         const int64_t most = moves_.domain().home_load[sender] + 1;  // more than any of them
-        const auto key = [&](int i) -> int64_t {
+        const auto smallest = moves_.warp().best(count, [&](int g) -> int64_t {
+            const int i = at.given[g];
             const int t = i / slots;
-            if (i - t * slots >= at.held[t] || at.giver[i] != sender || t == via) return 0;
+            if (t == via) return 0;
             const int64_t amount = at.amount[i];
             if (slot_that_grows(sender, via, at.expert[i], amount) < 0) return 0;
             const int main = moves_.main_for(via, t);
             return main < 0 || at.kept[main] < amount ? 0 : most - amount;
-        };
-        return moves_.warp().best(moves_.domain().ranks * slots, key).index;
+        });
+        return smallest.index < 0 ? -1 : at.given[smallest.index];
     }
 
     MEGATRON_EXT_HOST_DEVICE void hand_over(int sender, int via, int replica) {
@@ -84,15 +92,6 @@ class HandOver {
             at.hottest[sender] = moves_.keeps_most(sender);
             at.hottest[via] = moves_.keeps_most(via);
         });
-    }
-
-    MEGATRON_EXT_HOST_DEVICE int slot_given(int sender, int t) const {
-        const auto& at = moves_.at();
-        MEGATRON_EXT_ROLLED
-        for (int k = 0; k < at.held[t]; ++k) {
-            if (at.giver[t * moves_.domain().slots + k] == sender) return k;
-        }
-        return -1;
     }
 
     // A slot of rank `via` whose replica can take `amount` that `expert` of the sender gets back.
