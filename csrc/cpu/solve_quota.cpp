@@ -43,10 +43,10 @@ class QuotaPlanner {
         for (int d = 0; d < num_domains(); ++d) {
             sort_falling(home_load_.data() + d * ranks_, &busiest_first_[d * ranks_], ranks_);
         }
-        const int64_t bytes = TryMemory::bytes(ranks_, mains_, slots_);
+        const int64_t bytes = TryMemory::bytes(ranks_, ranks_ * mains_, slots_);
         memory_.resize(2 * bytes);
-        best_.place(memory_.data(), ranks_, mains_, slots_);
-        try_.place(memory_.data() + bytes, ranks_, mains_, slots_);
+        best_.place(memory_.data(), ranks_, ranks_ * mains_, slots_);
+        try_.place(memory_.data() + bytes, ranks_, ranks_ * mains_, slots_);
     }
 
     // What the busiest rank has at least in every plan.

@@ -108,7 +108,7 @@ struct SharedMemory {
     }
     __device__ TryMemory arrays(const Domain& domain) const {
         TryMemory memory;
-        memory.place(bytes(), kRanks, domain.mains, domain.slots);
+        memory.place(bytes(), kRanks, domain.experts(), domain.slots);
         return memory;
     }
 };
@@ -126,7 +126,7 @@ struct GlobalMemory {
 
 template <class Memory>
 __host__ __device__ int64_t try_bytes(int ranks, int mains, int slots) {
-    return TryMemory::bytes(Memory::capacity(ranks), mains, slots);
+    return TryMemory::bytes(Memory::capacity(ranks), ranks * mains, slots);
 }
 
 __host__ __device__ int64_t loads_bytes(int ranks, int mains) {
@@ -535,7 +535,7 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
             const int64_t bytes = try_bytes<GlobalMemory>(domain.ranks, domain.mains, domain.slots);
             placed[thread].place(tries + loads_bytes(domain.ranks, domain.mains) + thread * bytes,
                                  domain.ranks,
-                                 domain.mains,
+                                 domain.experts(),
                                  domain.slots);
         }
         __syncthreads();

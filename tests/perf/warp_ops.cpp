@@ -758,7 +758,7 @@ class CountedBlock {
         // Shared memory, for as many ranks as there is a kernel for, or else global memory.
         const int64_t loads = (8 * ranks * (mains + 1) + 15) / 16 * 16;
         const auto bytes_for = [&](int capacity) {
-            return loads + (kWarps + 1) * TryMemory::bytes(capacity, mains, slots);
+            return loads + (kWarps + 1) * TryMemory::bytes(capacity, ranks * mains, slots);
         };
         int capacity = ranks;
         for (const int each : {96, 64}) {
@@ -771,9 +771,9 @@ class CountedBlock {
         layout_.tries = tries_.data() + loads;
         layout_.end = tries_.data() + tries_.size();
         for (int w = 0; w <= kWarps; ++w) {
-            memory_[w].place(tries_.data() + loads + w * TryMemory::bytes(capacity, mains, slots),
+            memory_[w].place(tries_.data() + loads + w * TryMemory::bytes(capacity, ranks * mains, slots),
                              capacity,
-                             mains,
+                             ranks * mains,
                              slots);
             state_of_[w % kWarps] = w % kWarps;
         }

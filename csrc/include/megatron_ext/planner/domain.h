@@ -55,13 +55,13 @@ struct TryMemory {
     Array<int32_t> order;      // [D] ranks, in the order of shedding
     Array<int32_t> step;       // [D] last step of the chain to a rank
 
-    // Lay the arrays out behind `memory`, which has `bytes` for them.
-    MEGATRON_EXT_HOST_DEVICE static int64_t bytes(int ranks, int mains, int slots) {
+    // Lay the arrays out behind `memory`, which has `bytes` for them; for `ranks` ranks or fewer.
+    MEGATRON_EXT_HOST_DEVICE static int64_t bytes(int ranks, int experts, int slots) {
         TryMemory memory{};
-        return memory.place(nullptr, ranks, mains, slots);
+        return memory.place(nullptr, ranks, experts, slots);
     }
 
-    MEGATRON_EXT_HOST_DEVICE int64_t place(char* memory, int ranks, int mains, int slots) {
+    MEGATRON_EXT_HOST_DEVICE int64_t place(char* memory, int ranks, int experts, int slots) {
         int64_t offset = 0;
         const int64_t d = ranks;
         // Those of one number first: where that is known to the compiler, so is their place.
@@ -80,7 +80,7 @@ struct TryMemory {
         put(expert, memory, offset, d * slots);
         put(giver, memory, offset, d * slots);
         put(given, memory, offset, d * slots);
-        put(kept, memory, offset, d * mains);
+        put(kept, memory, offset, experts);
         return (offset + 15) / 16 * 16;
     }
 

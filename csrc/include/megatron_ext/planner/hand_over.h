@@ -77,18 +77,29 @@ class HandOver {
         const auto& at = moves_.at();
         const int slots = moves_.domain().slots;
         moves_.warp().once([&] {
+            // Reads come first: see `place_replica`.
             const int expert = at.expert[replica];
             const int64_t amount = at.amount[replica];
             const int main = moves_.main_for(via, replica / slots);
             const int grown = via * slots + slot_that_grows(sender, via, expert, amount);
-            at.kept[expert] += amount;
-            at.kept[at.expert[grown]] -= amount;
-            at.amount[grown] += amount;
-            at.kept[main] -= amount;
+            const int returned = at.expert[grown];
+            const int64_t of_grown = at.amount[grown] + amount;
+            const int64_t of_main = at.kept[main] - amount;
+            const int64_t of_expert = at.kept[expert] + amount;
+            const int64_t of_returned = at.kept[returned] - amount;
+            const int32_t fewer = at.sends[sender] - 1;
+            const int32_t more = at.sends[via] + 1;
+            at.amount[grown] = of_grown;
+            at.kept[main] = of_main;
+            // What the host returns of the very expert goes back and forth.
+            if (returned != expert) {
+                at.kept[expert] = of_expert;
+                at.kept[returned] = of_returned;
+            }
             at.expert[replica] = main;
             at.giver[replica] = via;
-            --at.sends[sender];
-            ++at.sends[via];
+            at.sends[sender] = fewer;
+            at.sends[via] = more;
             at.hottest[sender] = moves_.keeps_most(sender);
             at.hottest[via] = moves_.keeps_most(via);
         });
