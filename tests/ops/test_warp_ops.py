@@ -120,7 +120,7 @@ def test_a_planner_that_does_more_is_noticed(of_recorded, tmp_path):
     include = tmp_path / "include"
     shutil.copytree(warp_ops.ROOT / "csrc" / "include", include)
     header = include / "megatron_ext" / "planner" / "domain.h"
-    once = "        update_host(t);\n"
+    once = "        update_host(t, room_there);\n"
     text = header.read_text()
     assert text.count(once) == 1, "the planner has changed: choose another line"
     header.write_text(text.replace(once, 2 * once))

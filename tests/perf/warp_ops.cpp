@@ -694,7 +694,7 @@ struct megatron_ext::CountedMemory {
     const TryMemory* placed;
 
     MEGATRON_EXT_HOST_DEVICE const TryMemory& arrays(const Domain&) const {
-        counted.find_arrays(placed->expert.uncounted());
+        counted.find_arrays(placed->kept.uncounted());
         return *placed;
     }
 };

@@ -64,7 +64,8 @@ struct TryMemory {
     MEGATRON_EXT_HOST_DEVICE int64_t place(char* memory, int ranks, int experts, int slots) {
         int64_t offset = 0;
         const int64_t d = ranks;
-        // Those of one number first: where that is known to the compiler, so is their place.
+        // Those of one number first: where that is known to the compiler, so is their place. Before
+        // 64-bit arrays is an even number of 32-bit ones.
         put(offers, memory, offset, d);
         put(room, memory, offset, d);
         put(host_room, memory, offset, d);
@@ -77,10 +78,10 @@ struct TryMemory {
         put(order, memory, offset, d);
         put(step, memory, offset, d);
         put(amount, memory, offset, d * slots);
+        put(kept, memory, offset, experts);
         put(expert, memory, offset, d * slots);
         put(giver, memory, offset, d * slots);
         put(given, memory, offset, d * slots);
-        put(kept, memory, offset, experts);
         return (offset + 15) / 16 * 16;
     }
 
