@@ -123,6 +123,7 @@ def main() -> None:
         grid = HARD[:3] if options.quick else HARD
         seeds = max(num_loads // 2, 1)
         table["hard"] = _print_rows(HARD_COLUMNS, (measure_hard(*sizes, seeds) for sizes in grid))
+        table["hard, all"] = [summarize(table["hard"], name) for name in ("quota", "quota_paper")]
     if options.json:
         options.json.write_text(json.dumps(table, indent=1))
 
@@ -242,9 +243,25 @@ def measure_hard(ranks: int, experts: int, slots: int, seeds: int) -> list[dict[
                 "p99 us": each[len(each) * 99 // 100][0],
                 "max us": each[-1][0],
                 "worst load": each[-1][3],
+                "times us": [one[0] for one in each],
             }
         )
     return rows
+
+
+def summarize(rows: list[dict[str, Any]], strategy: str) -> dict[str, Any]:
+    """Times over all hard loads of up to 64 ranks and 256 experts; printed, too."""
+    times = sorted(
+        time
+        for row in rows
+        if row["strategy"] == strategy and row["EP"] <= 64 and row["experts"] <= 256
+        for time in row["times us"]
+    )
+    summary = {"p50 us": times[len(times) // 2], "p99 us": times[len(times) * 99 // 100]}
+    summary["max us"] = times[-1]
+    figures = ", ".join(f"{name} {_text(value)}" for name, value in summary.items())
+    print(f"{strategy}, {len(times)} loads of up to 64 ranks and 256 experts: {figures}")
+    return {"strategy": strategy, "loads": len(times), **summary}
 
 
 def _solve(strategy: Strategy, load: Tensor, layout: ExpertLayout) -> tuple[BalancePlan, float]:
