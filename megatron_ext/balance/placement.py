@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.arrays import check_dtype, read_arrays, write_arrays
 from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.files.arrays import check_dtype, read_arrays, write_arrays
 
 
 @dataclass(frozen=True, eq=False)

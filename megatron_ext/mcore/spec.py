@@ -27,7 +27,7 @@ from megatron_ext.mcore.backward import JoiningTransformerLayer
 from megatron_ext.mcore.experts import GroupedExperts
 from megatron_ext.mcore.lookahead import LayerOrder
 from megatron_ext.mcore.moe_layer import BalancedMoELayer, EvenMoELayer
-from megatron_ext.mcore.norms import SequenceParallelNorm
+from megatron_ext.trainer.norms import SequenceParallelNorm
 
 
 def balance_spec(spec: Any, balance: BalanceConfig) -> Any:

@@ -11,11 +11,12 @@ from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.plan import check_plan
 from megatron_ext.balance.planner import LayerPlanner
-from megatron_ext.balance.reference import target_load
 from megatron_ext.balance.solve import solve
-from megatron_ext.balance.strategies import PlanSettings, craft
+from megatron_ext.balance.strategies import PlanSettings
+from megatron_ext.methods.craft import craft
 from tests import workloads
 from tests.balance.instances import instances, placement_for
+from tests.reference import target_load
 
 LAYOUT = ExpertLayout(num_experts=8, ep_size=4, slots=2, nvlink_domain=4)
 

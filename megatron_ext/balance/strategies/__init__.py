@@ -7,23 +7,23 @@ from __future__ import annotations
 
 import importlib.util
 
-from megatron_ext.balance.strategies.craft import CRAFT
-from megatron_ext.balance.strategies.eplb import EPLB
-from megatron_ext.balance.strategies.eplb_exact import EPLB_EXACT
 from megatron_ext.balance.strategies.exact import EXACT
 from megatron_ext.balance.strategies.fastest import TIME
 from megatron_ext.balance.strategies.ideal import IDEAL
-from megatron_ext.balance.strategies.libra import LIBRA
-from megatron_ext.balance.strategies.libra_paper import LIBRA_PAPER
-from megatron_ext.balance.strategies.llep import LLEP
-from megatron_ext.balance.strategies.lplb import LPLB
-from megatron_ext.balance.strategies.moonep import MOONEP
 from megatron_ext.balance.strategies.none import NONE
 from megatron_ext.balance.strategies.quota import QUOTA
-from megatron_ext.balance.strategies.quota_paper import QUOTA_PAPER
-from megatron_ext.balance.strategies.sem_moe import SEM_MOE
 from megatron_ext.balance.strategies.strategy import PlanSettings as PlanSettings
 from megatron_ext.balance.strategies.strategy import Strategy
+from megatron_ext.methods.craft.craft import CRAFT
+from megatron_ext.methods.eplb.eplb import EPLB
+from megatron_ext.methods.eplb.eplb_exact import EPLB_EXACT
+from megatron_ext.methods.libra.libra import LIBRA
+from megatron_ext.methods.libra.libra_paper import LIBRA_PAPER
+from megatron_ext.methods.llep.llep import LLEP
+from megatron_ext.methods.lplb.lplb import LPLB
+from megatron_ext.methods.moonep.moonep import MOONEP
+from megatron_ext.methods.sem_moe.sem_moe import SEM_MOE
+from megatron_ext.methods.ultraep_paper.quota_paper import QUOTA_PAPER
 
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
