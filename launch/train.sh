@@ -14,4 +14,4 @@ exec .venv/bin/torchrun \
     --master-addr "${MASTER_ADDR:-localhost}" \
     --master-port "${MASTER_PORT:-29500}" \
     --nproc-per-node "${RANKS_PER_NODE:-gpu}" \
-    -m megatron_ext.trainer.train "$@"
+    -m megatron_ext.train "$@"

@@ -63,11 +63,11 @@ def _add_craft(place: Any) -> None:
 
 def run_craft(arguments: argparse.Namespace) -> int:
     """Place replicas, write them, and show what each layer gains."""
-    from megatron_ext.balance.placement import write_placement
     from megatron_ext.balance.solve import plan_layout
     from megatron_ext.balance.strategies import PlanSettings
     from megatron_ext.files.arrays import check_free
     from megatron_ext.files.loads import read_loads
+    from megatron_ext.files.placement import write_placement
     from megatron_ext.lab.planning import idle_slots
     from megatron_ext.methods.craft.place import place, replica_counts
 
@@ -149,8 +149,8 @@ def run_eplb(arguments: argparse.Namespace) -> int:
     """Place all experts, write where, and show how even the ranks of the trace would have been."""
     from megatron_ext.files.arrays import check_free
     from megatron_ext.files.loads import read_loads
+    from megatron_ext.files.relayout import write_layout
     from megatron_ext.methods.eplb.rearrange import rearrange
-    from megatron_ext.methods.sem_moe.semantics import write_layout
 
     check_free(arguments.out, overwrite=arguments.overwrite)
     loads = read_loads(arguments.trace)

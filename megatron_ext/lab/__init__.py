@@ -1,11 +1,13 @@
-"""Planning without a model: load files, generated loads, plans compared.
+"""Planning without a model: synthetic loads, plans compared, machines simulated.
 
-loads.py        files of loads and plans, traces of a run
-synthetic.py    loads from a seed, by what is wrong with them
-planning.py     plans for many loads, and the numbers by which they are compared
-replay.py       every strategy on the same trace
-routes.py       files of tokens' choices, by token id
-sem_moe.py      Sem-MoE: experts and samples clustered, so that tokens stay
-craft.py        CRAFT: replicas by what each layer of a trace gains
-relayout.py     EPLB's placement of all experts, for checkpoint time
+    synthetic.py  loads from a seed, by what is wrong with them
+    planning.py   plans for many loads, and the numbers by which they are compared
+    replay.py     every strategy on the same trace
+    papers.py     the same as the papers' tables and figures
+    simulate.py   what strategies would make of a trace on other hardware
+    shape.py      a model's sizes, and its work per token
+    hardware.py   files of a machine's constants, each with its source
+    calibrate.py  measures this machine's, with the trainer's parts
+
+It uses every room but `cli/`. Nothing here trains; `calibrate.py` alone starts ranks.
 """

@@ -26,9 +26,9 @@ from megatron_ext.balance.metrics import (
 from megatron_ext.balance.solve import plan_layout
 from megatron_ext.balance.strategies import PlanSettings
 from megatron_ext.files.loads import Loads
+from megatron_ext.files.tables import markdown_table
 from megatron_ext.methods.craft.craft import CRAFT
 from megatron_ext.methods.craft.place import estimate_gains, replica_counts
-from megatron_ext.trainer.report import markdown_table
 
 BEFORE = "before"
 """What is shown as the loads are without balancing."""

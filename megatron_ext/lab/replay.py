@@ -29,10 +29,10 @@ from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.balance.strategies.fastest import TIME
 from megatron_ext.files.arrays import check_free
 from megatron_ext.files.loads import Loads
+from megatron_ext.files.tables import markdown_table
 from megatron_ext.lab.papers import Exhibit, draw, to_markdown
 from megatron_ext.lab.planning import make_planners
 from megatron_ext.methods.libra.libra import split_over_placed
-from megatron_ext.trainer.report import markdown_table
 
 FILES = ("replay.json", "replay.md", "replay.png")
 

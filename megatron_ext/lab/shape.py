@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from megatron_ext.config import ConfigError, TrainConfig
-from megatron_ext.lab.hardware import find_file, read_yaml
+from megatron_ext.files.yaml_files import find_file, read_yaml
 
 SHAPES = Path("recipes/shapes")
 RECIPES = Path("recipes")

@@ -25,10 +25,10 @@ from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.files.arrays import check_free
 from megatron_ext.files.loads import Loads
+from megatron_ext.files.tables import markdown_table
 from megatron_ext.lab.hardware import SOLVED_PAIRS, Hardware, constants
 from megatron_ext.lab.planning import make_planners, plan_loads
 from megatron_ext.lab.shape import ModelShape
-from megatron_ext.trainer.report import markdown_table
 from megatron_ext.transport import Transfers
 from megatron_ext.transport.relay import compile_copies
 

@@ -1,4 +1,4 @@
-"""What in a Megatron configuration excludes balancing, or re-batching of tokens.
+"""What in a Megatron configuration excludes balancing.
 
 All problems at once, before training.
 """
@@ -55,49 +55,11 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
             for name, allowed, reason in _MUST_BE_FOR_LOCAL_FIRST
             if getattr(config, name, allowed) != allowed
         ]
-    if _predicts(balance) and getattr(config, "moe_enable_routing_replay", False):
+    if predicts(balance) and getattr(config, "moe_enable_routing_replay", False):
         problems.append(
             "moe_enable_routing_replay (True) must be False "
             f"with balance.strategy={balance.strategy}: predictions would be recorded as choices"
         )
-    return problems
-
-
-def validate_for_rebatching(config: Any, balance: BalanceConfig | None) -> list[str]:
-    """Return every reason why tokens of `config` cannot be dealt to ranks by their experts.
-
-    Args:
-        config: Megatron's TransformerConfig.
-        balance: What the balancer may do; None for Megatron's own layers.
-    """
-    tp_size, ep_size = config.tensor_model_parallel_size, config.expert_model_parallel_size
-    problems = []
-    sequence_parallel = getattr(config, "sequence_parallel", False)
-    if tp_size == 1 or tp_size != ep_size or not sequence_parallel:
-        problems.append(
-            "token re-batching needs a tensor-parallel group that is the EP group, with sequence "
-            f"parallelism: tensor_model_parallel_size ({tp_size}) must be "
-            f"expert_model_parallel_size ({ep_size}) and > 1, sequence_parallel "
-            f"({sequence_parallel}) must be True"
-        )
-    recompute = getattr(config, "recompute_granularity", None)
-    if recompute == "full" and config.pipeline_model_parallel_size > 1:
-        problems.append(
-            "recompute_granularity ('full') must not be 'full' with token re-batching and "
-            f"pipeline_model_parallel_size ({config.pipeline_model_parallel_size}) > 1: a layer "
-            "that is recomputed does not know its microbatch's token ids"
-        )
-    if balance is not None and _predicts(balance):
-        problems.append(
-            f"balance.strategy ({balance.strategy}) must not predict with token re-batching: a "
-            "layer's tokens are not those of the layer before it, whose routing would be compared"
-        )
-    problems += [
-        f"{name} ({getattr(config, name)!r}) must be one of {allowed} with token re-batching: "
-        f"{reason}"
-        for name, allowed, reason in _ONE_OF_FOR_REBATCHING
-        if getattr(config, name, allowed[0]) not in allowed
-    ]
     return problems
 
 
@@ -107,7 +69,7 @@ def _is_absent(balance: BalanceConfig) -> bool:
     return strategy is not None and strategy.kind == "absent"
 
 
-def _predicts(balance: BalanceConfig) -> bool:
+def predicts(balance: BalanceConfig) -> bool:
     """Whether a layer predicts the load of the next one."""
     strategy = STRATEGIES.get(balance.strategy)
     return strategy is not None and strategy.place_predicted is not None
@@ -150,17 +112,3 @@ _MUST_BE_FOR_LOCAL_FIRST = (
     ),
 )
 """As above."""
-
-_ONE_OF_FOR_REBATCHING: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("expert_tensor_parallel_size", (1, None), "a rank must have whole experts"),
-    (
-        "moe_router_load_balancing_type",
-        ("none", "aux_loss", "global_aux_loss"),
-        "others look at tokens of one sample, or of one rank, together",
-    ),
-    ("moe_expert_capacity_factor", (None,), "which tokens are dropped would change"),
-    ("moe_enable_routing_replay", (False,), "choices are replayed by place, not by token"),
-    ("overlap_moe_expert_parallel_comm", (False,), "it runs a layer's parts without the layer"),
-    ("cuda_graph_impl", ("none",), "the exchange is decided on the host"),
-)
-"""(field of TransformerConfig, values it may have, why). A field that Megatron lacks is fine."""

@@ -30,9 +30,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_ext.config import TrainConfig
 from megatron_ext.data import Manifest, MixedDataset, padded_vocab_size
-from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec, sequence_parallel_spec
+from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec
 from megatron_ext.methods.sem_moe.attach import rebatch_tokens
 from megatron_ext.methods.sem_moe.semantics import read_semantics
+from megatron_ext.trainer.norms import sequence_parallel_spec
 
 OVERRIDABLE: dict[str, Any] = {
     "expert_tensor_parallel_size": 1,

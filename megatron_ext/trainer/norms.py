@@ -8,6 +8,8 @@ from typing import Any
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import nn
 
+from megatron_ext.mcore.spec import replace_parts
+
 
 class SequenceParallelNorm:
     """Makes Megatron's `WrappedTorchNorm`, and has the gradients of its parameters summed.
@@ -24,3 +26,10 @@ class SequenceParallelNorm:
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
+
+
+def sequence_parallel_spec(spec: Any) -> Any:
+    """Return `spec` with norms of PyTorch that sequence parallelism can use; Apex's stay."""
+    return replace_parts(
+        spec, lambda part: part is WrappedTorchNorm, lambda _: SequenceParallelNorm
+    )

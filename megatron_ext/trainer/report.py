@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import IO, Any
 
-from megatron_ext.lab.hardware import read_yaml
+from megatron_ext.files.tables import markdown_table
+from megatron_ext.files.yaml_files import read_yaml
 from megatron_ext.trainer.run_log import CONFIG_FILE, METRICS_FILE, read_metrics
 
 Metrics = Sequence[Mapping[str, Any]]
@@ -139,24 +140,6 @@ def _cells(
         for name, run in summaries.items()
     ]
     return header, rows
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table, aligned as text too: the first column left, the others right.
-
-    >>> print(markdown_table(("run", "loss"), [("none", "2.5")]))
-    | run  | loss |
-    | ---- | ---: |
-    | none |  2.5 |
-    """
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    rule = ["-" * (width - 1) + ":" for width in widths]
-    rule[0] = "-" * widths[0]
-    lines = []
-    for first, *numbers in (header, rule, *rows):
-        cells = [first.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 def steps_line(steps: Mapping[str, int]) -> str:

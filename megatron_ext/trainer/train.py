@@ -1,4 +1,4 @@
-"""Entry point of a training run: `megatron-ext train`, or `torchrun -m megatron_ext.trainer.train`.
+"""Entry point of a training run: `megatron-ext train`, or `torchrun -m megatron_ext.train`.
 
 Arguments are Hydra's: `--config-dir recipes --config-name NAME` and overrides such as
 `balance.slots=1`. The settings are checked before any process group exists. Under torchrun this
@@ -248,7 +248,3 @@ def run_rank(config: TrainConfig) -> None:
         from megatron_ext.trainer.loop import Training
 
         Training(config).run()
-
-
-if __name__ == "__main__":
-    main()

@@ -209,7 +209,8 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
     """The section `megatron`, the balancing, and what Megatron itself says."""
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_ext.mcore.limits import validate_for_balancing, validate_for_rebatching
+    from megatron_ext.mcore.limits import validate_for_balancing
+    from megatron_ext.methods.sem_moe.attach import validate_for_rebatching
     from megatron_ext.trainer.build import transformer_config, transformer_settings
 
     settings = transformer_settings(config) if values_fit else {}
@@ -251,10 +252,10 @@ def _check_placement(config: TrainConfig) -> list[str]:
     balance = config.balance
     if not balance.placement:
         return []
-    from megatron_ext.balance.placement import read_placement
     from megatron_ext.balance.planner import LayerPlanner
     from megatron_ext.balance.solve import plan_layout
     from megatron_ext.balance.strategies import PlanSettings
+    from megatron_ext.files.placement import read_placement
 
     domain = balance.nvlink_domain
     try:

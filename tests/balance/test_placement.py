@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from megatron_ext.balance.bounds import target_load
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.placement import Placement
@@ -16,7 +17,6 @@ from megatron_ext.balance.strategies import PlanSettings
 from megatron_ext.methods.craft import craft
 from tests import workloads
 from tests.balance.instances import instances, placement_for
-from tests.reference import target_load
 
 LAYOUT = ExpertLayout(num_experts=8, ep_size=4, slots=2, nvlink_domain=4)
 

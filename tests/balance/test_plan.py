@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from megatron_ext.balance.bounds import lower_bound
+from megatron_ext.balance.bounds import lower_bound, target_load
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads, imbalance
 from megatron_ext.balance.plan import BalancePlan, check_plan
@@ -16,7 +16,6 @@ from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.config import BalanceConfig
 from tests import workloads
 from tests.balance.instances import instances, needs_of, worked_example
-from tests.reference import target_load
 
 PLANNERS = sorted(name for name, strategy in STRATEGIES.items() if strategy.makes_plans)
 

@@ -78,7 +78,7 @@ def trace(loads):
 
 def test_place_eplb(trace, capsys):
     """What is written is the order of a checkpoint's experts; with it the loads are more even."""
-    from megatron_ext.methods.sem_moe.semantics import read_layout
+    from megatron_ext.files.relayout import read_layout
 
     out = trace.parent / "layout.npz"
     words = ["place", "eplb", trace, "--out", out]

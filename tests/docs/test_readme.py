@@ -120,8 +120,8 @@ def test_there_are_commands():
 def test_command_is_understood(words, capsys):
     while "=" in words[0]:  # a variable for the command
         words = words[1:]
-    if "megatron_ext.trainer.train" in words:
-        check_training(words[words.index("megatron_ext.trainer.train") + 1 :], capsys)
+    if "megatron_ext.train" in words:
+        check_training(words[words.index("megatron_ext.train") + 1 :], capsys)
     elif words[:2] == ["megatron-ext", "train"]:
         check_training(words[2:], capsys)
     elif words[0] == "launch/train.sh":

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.balance.placement import Placement, read_placement, write_placement
+from megatron_ext.balance.placement import Placement
+from megatron_ext.files.placement import read_placement, write_placement
 
 RIGHT = {
     "layer": np.array([1, 4]),

@@ -15,7 +15,7 @@ here when it is needed; but work is counted the same, as it decides when a try i
     published.py    two published planners
     hand_over.py    busy senders spared
     attempt.py      one try for one threshold
-    bound.py        what no plan can beat; the load that is asked for
+    bound.py        what no plan can beat
     search.py       the threshold, and the plan that is taken
     paper.py        UltraEP's Algorithm 1 as published
     reroute.py      stage 3
@@ -26,9 +26,9 @@ rank t. In the files of the quota planner, D is the number of ranks of an NVLink
 and experts are counted from the domain's first.
 """
 
-from tests.reference.bound import lower_bound, target_load
+from tests.reference.bound import lower_bound
 from tests.reference.paper import solve_paper
 from tests.reference.reroute import assign, split_quota
 from tests.reference.search import solve_quota
 
-__all__ = ["assign", "lower_bound", "solve_paper", "solve_quota", "split_quota", "target_load"]
+__all__ = ["assign", "lower_bound", "solve_paper", "solve_quota", "split_quota"]

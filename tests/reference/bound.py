@@ -1,30 +1,13 @@
-"""What no plan can beat, and the load of the busiest rank that is asked for."""
+"""What no plan can beat."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 
+from megatron_ext.balance.bounds import target_load
 from tests.reference.domain import Domain, Matrix
 
 MOST_MOVED = 2**51  # more is not told apart, for sums to fit 64 bits: a bound may be too low
-
-
-def target_load(total: int, ranks: int, tolerance_ppm: int) -> int:
-    """Busiest-rank load that is good enough: `(1 + tolerance) * mean`, as far as integers allow.
-
-    Rounded down, so that meeting the target means meeting the tolerance; no plan can go below the
-    mean rounded up.
-
-    Args:
-        total: Assignments of all ranks together.
-        ranks: Ranks that share them.
-        tolerance_ppm: Tolerance in millionths of the mean.
-
-    >>> target_load(16, 2, 10_000), target_load(17, 2, 0), target_load(1000, 2, 10_000)
-    (8, 9, 505)
-    """
-    mean_rounded_up = -(-total // ranks)
-    return max(mean_rounded_up, total * (1_000_000 + tolerance_ppm) // (ranks * 1_000_000))
 
 
 def lower_bound(load: Matrix, *, num_slots: int, nvlink_domain: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.reference.bound import target_load
+from megatron_ext.balance.bounds import target_load
 from tests.reference.domain import Matrix
 
 

@@ -6,8 +6,9 @@ compete. If that is not reached, UltraEP's search follows, then one over rising 
 
 from __future__ import annotations
 
+from megatron_ext.balance.bounds import target_load
 from tests.reference.attempt import NO_LIMIT, Method, Verdict, attempt
-from tests.reference.bound import domain_bound, target_load
+from tests.reference.bound import domain_bound
 from tests.reference.domain import Domain, Matrix, Replicas, rounds_of
 
 RESTARTS = 8  # of the first tries

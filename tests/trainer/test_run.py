@@ -43,7 +43,7 @@ def test_killed_run_continues_exactly(data: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_ranks(_train, 2, overrides(data, whole))
 
-    command = [sys.executable, "-m", "megatron_ext.trainer.train", *overrides(data, killed)]
+    command = [sys.executable, "-m", "megatron_ext.train", *overrides(data, killed)]
     command += ["checkpoint.every=3", "checkpoint.keep=1", "eval_every=2", "eval_steps=1"]
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     with subprocess.Popen(

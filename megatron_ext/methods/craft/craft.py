@@ -1,7 +1,7 @@
 """CRAFT: replicas placed before the run, each load split over them for the least busiest rank.
 
-`place.py` decides from a trace which layers get how many replicas, and where.
-Legend: R ranks of the EP group, E logical experts, S slots per rank.
+`place.py` decides from a trace which layers get how many replicas, and where. Legend: R
+ranks of the EP group, E logical experts, S slots per rank.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from megatron_ext.balance.bounds import target_load
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan, plan_each
 from megatron_ext.balance.strategies import none
 from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
-from tests.reference import target_load
 
 
 def fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:

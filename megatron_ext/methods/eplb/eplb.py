@@ -1,9 +1,9 @@
 """EPLB: replicas for the experts that were hot in the past, loads split evenly over instances.
 
 Here with fixed mains, so that parameters and optimizer state stay where they are; the published
-re-layout of all experts is `rearrange.py`. Legend: R ranks of the EP group, D
-ranks of an NVLink domain, E logical experts, M mains per rank, S slots per rank, G groups of
-assignments that are dealt each by itself.
+re-layout of all experts is `rearrange.py`. Legend: R ranks of the EP group, D ranks of an NVLink
+domain, E logical experts, M mains per rank, S slots per rank, G groups of assignments that are
+dealt each by itself.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ import math
 import torch
 from torch import Tensor
 
+from megatron_ext.balance.bounds import target_load
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan, plan_each
 from megatron_ext.balance.strategies import quota as quota_planner
 from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
-from tests.reference import target_load
 
 
 def place(predicted: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Tensor:

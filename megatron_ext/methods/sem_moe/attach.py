@@ -32,7 +32,8 @@ from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
-from megatron_ext.mcore.limits import validate_for_rebatching
+from megatron_ext.config import BalanceConfig
+from megatron_ext.mcore.limits import predicts
 from megatron_ext.methods.sem_moe.semantics import Semantics
 from megatron_ext.methods.sem_moe.tokens import LayerTables, predict, rebatch, resume
 
@@ -228,3 +229,56 @@ def rebatch_tokens(chunk: nn.Module, semantics: Semantics) -> TokenRebatcher | N
         raise ValueError("; ".join(problems))
     layers = {semantics.layers.index(module.layer_number): module for module in modules}
     return TokenRebatcher(chunk, layers, semantics)
+
+
+def validate_for_rebatching(config: Any, balance: BalanceConfig | None) -> list[str]:
+    """Return every reason why tokens of `config` cannot be dealt to ranks by their experts.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        balance: What the balancer may do; None for Megatron's own layers.
+    """
+    tp_size, ep_size = config.tensor_model_parallel_size, config.expert_model_parallel_size
+    problems = []
+    sequence_parallel = getattr(config, "sequence_parallel", False)
+    if tp_size == 1 or tp_size != ep_size or not sequence_parallel:
+        problems.append(
+            "token re-batching needs a tensor-parallel group that is the EP group, with sequence "
+            f"parallelism: tensor_model_parallel_size ({tp_size}) must be "
+            f"expert_model_parallel_size ({ep_size}) and > 1, sequence_parallel "
+            f"({sequence_parallel}) must be True"
+        )
+    recompute = getattr(config, "recompute_granularity", None)
+    if recompute == "full" and config.pipeline_model_parallel_size > 1:
+        problems.append(
+            "recompute_granularity ('full') must not be 'full' with token re-batching and "
+            f"pipeline_model_parallel_size ({config.pipeline_model_parallel_size}) > 1: a layer "
+            "that is recomputed does not know its microbatch's token ids"
+        )
+    if balance is not None and predicts(balance):
+        problems.append(
+            f"balance.strategy ({balance.strategy}) must not predict with token re-batching: a "
+            "layer's tokens are not those of the layer before it, whose routing would be compared"
+        )
+    problems += [
+        f"{name} ({getattr(config, name)!r}) must be one of {allowed} with token re-batching: "
+        f"{reason}"
+        for name, allowed, reason in _ONE_OF_FOR_REBATCHING
+        if getattr(config, name, allowed[0]) not in allowed
+    ]
+    return problems
+
+
+_ONE_OF_FOR_REBATCHING: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("expert_tensor_parallel_size", (1, None), "a rank must have whole experts"),
+    (
+        "moe_router_load_balancing_type",
+        ("none", "aux_loss", "global_aux_loss"),
+        "others look at tokens of one sample, or of one rank, together",
+    ),
+    ("moe_expert_capacity_factor", (None,), "which tokens are dropped would change"),
+    ("moe_enable_routing_replay", (False,), "choices are replayed by place, not by token"),
+    ("overlap_moe_expert_parallel_comm", (False,), "it runs a layer's parts without the layer"),
+    ("cuda_graph_impl", ("none",), "the exchange is decided on the host"),
+)
+"""(field of TransformerConfig, values it may have, why). A field that Megatron lacks is fine."""

@@ -5,9 +5,9 @@
     3 tables      expert in each place of each layer; share of a token id's choices on each rank;
                   which rank a token goes to, by its id, and after two others
 
-A checkpoint's experts are moved by `checkpoints_tools.relayout`, a run's samples by
-`samples.py`, its single tokens by `tokens.py`. Legend: N tokens, Q
-samples, L layers, K experts of a token, V vocabulary, E logical experts, R ranks of the EP group.
+A checkpoint's experts are moved by `checkpoints_tools.relayout`, a run's samples by `samples.py`,
+its single tokens by `tokens.py`. Legend: N tokens, Q samples, L layers, K experts of a token, V
+vocabulary, E logical experts, R ranks of the EP group.
 
 Source: Sem-MoE (Y. Li et al.), sections 3.2 and 3.3, Algorithm 1, section B.1.
 """

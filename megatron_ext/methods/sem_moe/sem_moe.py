@@ -1,8 +1,8 @@
 """Sem-MoE: no replicas; experts, samples and tokens are put on the ranks where they meet.
 
-`learn.py` decides from recorded routes where that is. Experts are moved in a
-checkpoint, samples by `samples.py`, tokens by `tokens.py`, so that
-nothing is left to plan in a layer. All of it also goes with other strategies.
+`learn.py` decides from recorded routes where that is. Experts are moved in a checkpoint,
+samples by `samples.py`, tokens by `tokens.py`, so that nothing is left to plan in a layer. All of
+it also goes with other strategies.
 """
 
 from __future__ import annotations

@@ -6,13 +6,12 @@ vocabulary, E logical experts, R ranks of the EP group.
 
 Files of semantics, `.npz`, hold what `Semantics` does: layer int64 [L], expert int64 [L, E],
 affinity float32 [V, R], token_rank int16 [L, V], token_confidence float32 [L, V], transition
-float32 [L - 2, R, R, R]. The first two alone are a layout: where experts should be, which is all
-that a checkpoint asks for, and all that `megatron-ext place eplb` writes.
+float32 [L - 2, R, R, R]. The first two alone are a file of `files/relayout.py`: where
+experts should be, which is all that a checkpoint asks for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 from megatron_ext.files.arrays import check_dtype, read_arrays, write_arrays
+from megatron_ext.files.relayout import check_layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +108,7 @@ def read_semantics(path: Path) -> Semantics:
             raise ValueError(f"{path}: {name} must be finite and >= 0")
     if experts % ranks:
         raise ValueError(f"{path}: experts ({experts}) must be a multiple of ranks ({ranks})")
-    _check_layout(path, layer, expert)
+    check_layout(path, layer, expert)
     return Semantics(tuple(layer.tolist()), *(arrays[name] for name in list(_DTYPES)[1:]))
 
 
@@ -128,52 +128,3 @@ def write_semantics(path: Path, semantics: Semantics, *, overwrite: bool = False
     }
     tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
     write_arrays(path, tensors, overwrite=overwrite)
-
-
-def read_layout(path: Path) -> dict[int, np.ndarray]:
-    """Read where experts should be, from a layout or a file of semantics.
-
-    Returns:
-        Of each layer's number `Semantics.expert`: int64 [E].
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It holds something else; the message names file, value and rule.
-    """
-    names = ("layer", "expert")
-    arrays = read_arrays(path, required=names, optional=())
-    layer, expert = (arrays[name] for name in names)
-    for name in names:
-        check_dtype(path, name, arrays[name], _DTYPES[name])
-    if expert.ndim != 2 or 0 in expert.shape or layer.shape != expert.shape[:1]:
-        raise ValueError(
-            f"{path}: layer must be [L] and expert [L, E], got shapes {layer.shape} and "
-            f"{expert.shape}"
-        )
-    _check_layout(path, layer, expert)
-    return dict(zip(layer.tolist(), expert, strict=True))
-
-
-def write_layout(path: Path, layout: Mapping[int, np.ndarray], *, overwrite: bool = False) -> None:
-    """Write where experts should be, as `read_layout` returns it.
-
-    Raises:
-        FileExistsError: The file exists and is not to be replaced.
-    """
-    arrays = {
-        "layer": torch.tensor(list(layout)),
-        "expert": torch.from_numpy(np.stack(list(layout.values()))),
-    }
-    write_arrays(path, arrays, overwrite=overwrite)
-
-
-def _check_layout(path: Path, layer: np.ndarray, expert: np.ndarray) -> None:
-    num_experts = expert.shape[1]
-    for number, of_layer in zip(layer.tolist(), expert, strict=True):
-        if not np.array_equal(np.sort(of_layer), np.arange(num_experts)):
-            raise ValueError(
-                f"{path}: expert of layer {number} must be every number from 0 to "
-                f"{num_experts - 1} once, got {of_layer.tolist()}"
-            )
-    if len(set(layer.tolist())) != len(layer):
-        raise ValueError(f"{path}: layers must differ, got {layer.tolist()}")

@@ -18,8 +18,8 @@ from megatron_ext.ops import load_library
 def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Plan for the lowest busiest-rank load, from the tolerance up, that the greedy test reaches.
 
-    Source: UltraEP, Algorithm 1 (SolveReplication); `reference.solve_paper`, which this equals bit
-    by bit, lists the differences.
+    Source: UltraEP, Algorithm 1 (SolveReplication); `solve_paper` in `tests/reference/paper.py`,
+    which this equals bit by bit, lists the differences.
     """
     load_library()
     quota, slots = torch.ops.megatron_ext.solve_paper(

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.files.loads import Loads
+from megatron_ext.files.relayout import read_layout, write_layout
 from megatron_ext.methods.eplb.rearrange import rearrange, relayout
-from megatron_ext.methods.sem_moe.semantics import read_layout, write_layout
 from tests.balance.instances import worked_example
 
 PUBLISHED = [

@@ -27,8 +27,7 @@ from tests.mcore.parity import balanced_gpt
 from tests.ranks import run_ranks
 
 from megatron_ext.methods.sem_moe import attach  # isort: skip
-from megatron_ext.methods.sem_moe.attach import Exchange, rebatch_tokens  # isort: skip
-from megatron_ext.mcore.limits import validate_for_rebatching  # isort: skip
+from megatron_ext.methods.sem_moe.attach import Exchange, rebatch_tokens, validate_for_rebatching  # isort: skip
 
 TOLERANCE = 1e-12
 HIDDEN = 16
