@@ -22,7 +22,7 @@ class BalanceConfig:
     """What the balancer may do. Equal on all ranks of an EP group (compared once at start)."""
 
     strategy: str = "quota"
-    """Name of the balancer: a file of `megatron_ext.balance.strategies`. `none` leaves Megatron's
+    """Name of the balancer, in `megatron_ext.balance.strategies`. `none` leaves Megatron's
     own layer in place, and so does `sem_moe`, which needs `data.affinity` or `data.rebatch`."""
 
     slots: int = 2

@@ -38,7 +38,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
-from megatron_ext.mcore.spec import sequence_parallel_spec  # noqa: E402
+from megatron_ext.trainer.norms import sequence_parallel_spec  # noqa: E402
 
 VOCAB = 32
 SEQUENCE = 16

@@ -31,7 +31,7 @@ class _Rank:
     def __init__(self, rank: int, world_size: int) -> None:
         # CUDA does not survive a fork.
         context = mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-        context.set_forkserver_preload(["tests.gpt", "megatron_ext.train"])
+        context.set_forkserver_preload(["tests.gpt", "megatron_ext.trainer.train"])
         self.pipe, theirs = context.Pipe()
         # A forked process has the environment of the server's start.
         arguments = (rank, world_size, dict(os.environ), theirs)

@@ -97,6 +97,42 @@ assert "megatron" not in sys.modules, "Megatron was imported"
 """)
 
 
+def test_the_plug_in_does_without_the_methods_of_papers():
+    """As if their folder were not there: it imports, and knows its own strategies."""
+    run_fresh("""
+import sys
+import torch
+sys.modules["megatron_ext.methods"] = None  # What `import` finds absent.
+if not torch.cuda.is_available():
+    from megatron_ext import enable_cpu_platform
+    enable_cpu_platform()
+import megatron_ext.mcore.spec, megatron_ext.telemetry.recorder, megatron_ext.telemetry.routes
+from megatron_ext.balance.strategies import STRATEGIES, get_strategy
+assert list(STRATEGIES) == ["none", "quota", "time", "exact", "ideal"], list(STRATEGIES)
+assert [get_strategy(name).name for name in STRATEGIES] == list(STRATEGIES)
+try:
+    get_strategy("eplb")
+except ValueError as error:
+    known = "exact, ideal, none, quota, time"
+    assert str(error) == f"unknown strategy 'eplb'; known: {known}", error
+else:
+    raise AssertionError("eplb is there")
+""")
+
+
+def test_methods_of_papers_are_imported_when_they_are_asked_for():
+    run_fresh("""
+import sys
+from megatron_ext.balance.strategies import STRATEGIES, get_strategy
+get_strategy("quota")
+assert "eplb" in STRATEGIES
+assert [name for name in sys.modules if name.startswith("megatron_ext.methods.")] == []
+get_strategy("eplb")
+assert "megatron_ext.methods.eplb.eplb" in sys.modules
+assert "megatron_ext.methods.libra" not in sys.modules
+""")
+
+
 def test_other_names_are_refused():
     with pytest.raises(AttributeError, match="module 'megatron_ext' has no attribute 'solv'"):
         megatron_ext.solv  # noqa: B018

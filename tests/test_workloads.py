@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_ext.balance.metrics import home_loads, imbalance
-from megatron_ext.offline.synthetic import generate, make_spec
+from megatron_ext.lab.synthetic import generate, make_spec
 from tests import workloads
 
 RANKS, EXPERTS, PER_RANK = 4, 16, 1000

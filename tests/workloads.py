@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.offline.routes import Routes
-from megatron_ext.offline.synthetic import generate, make_spec
+from megatron_ext.files.routes import Routes
+from megatron_ext.lab.synthetic import generate, make_spec
 
 
 def uniform(ranks: int, experts: int, per_rank: int, seed: int = 0) -> Tensor:
@@ -83,7 +83,7 @@ def cold_ranks(ranks: int, experts: int, per_rank: int, cold: int) -> Tensor:
 
 
 def of_kind(kind: str, ranks: int, experts: int, **given: Any) -> Tensor:
-    """Loads of a kind of `megatron_ext.offline.synthetic`, int64 [B, R, E]; B is 1 or a trace's.
+    """Loads of a kind of `megatron_ext.lab.synthetic`, int64 [B, R, E]; B is 1 or a trace's.
 
     `given` are fields of its `LoadSpec`, such as `tokens`, `top_k`, `batch`, `seed`, `exponent`.
     """

@@ -5,15 +5,14 @@ A microbatch passes the files in this order (numbers as in the package's map):
     layout.py         who holds which expert
     load.py       1   exact load [R, E]
     plan.py       2   replicas and quotas, and every source rank's share of them
-    strategies/       the planners, one file each
-    placement.py      replicas placed before the run, and files of them
+    strategies/       our planners, one file each, and the registry of all
+    placement.py      replicas placed before the run
     planner.py        a layer's microbatches planned in order; what is remembered of the past
     solve.py          plans for loads, by the name of a strategy
     costs.py          what a plan costs in time
-    bounds.py         what no planner can beat
+    bounds.py         what no planner can beat, and what is asked for
     reroute.py    3   logical to physical routing that meets the quotas
     replicas.py 4 8   weights into slots, slot gradients back into main experts
     in_flight.py      plans kept from forward to backward
-    reference/        stages 2 and 3 in slow plain Python: the specification
     metrics.py        what the reported numbers mean
 """

@@ -1,4 +1,4 @@
-"""Proven lower bounds: what no legal plan can beat, whatever its strategy.
+"""Proven lower bounds: what no legal plan can beat; and the load that is asked for above them.
 
 Legend: R ranks, E logical experts, M mains per rank, S slots per rank.
 """
@@ -11,6 +11,24 @@ from torch import Tensor
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads
 from megatron_ext.ops import load_library
+
+
+def target_load(total: int, ranks: int, tolerance_ppm: int) -> int:
+    """Busiest-rank load that is good enough: `(1 + tolerance) * mean`, as far as integers allow.
+
+    Rounded down, so that meeting the target means meeting the tolerance; no plan can go below the
+    mean rounded up.
+
+    Args:
+        total: Assignments of all ranks together.
+        ranks: Ranks that share them.
+        tolerance_ppm: Tolerance in millionths of the mean.
+
+    >>> target_load(16, 2, 10_000), target_load(17, 2, 0), target_load(1000, 2, 10_000)
+    (8, 9, 505)
+    """
+    mean_rounded_up = -(-total // ranks)
+    return max(mean_rounded_up, total * (1_000_000 + tolerance_ppm) // (ranks * 1_000_000))
 
 
 def lower_bound(load: Tensor, layout: ExpertLayout) -> Tensor:

@@ -1,10 +1,6 @@
-"""Replicas that were placed before the run, layer by layer; `megatron-ext place` makes them.
+"""Replicas that were placed before the run, layer by layer.
 
-Files of placements, `.npz`, hold what `Placement` does:
-
-    layer        int64 [L]         number of each layer, counted from 1; 0 where it was not known
-    slots        int32 [L, R, S]   logical expert in each slot of each rank, or -1
-    expert_load  int64 [L, E]      assignments of each expert in the trace it was made from
+`megatron-ext place` makes them; `files/placement.py` reads and writes them.
 
 Legend: L layers, R ranks of the EP group, E logical experts, S slots per rank.
 """
@@ -12,13 +8,10 @@ Legend: L layers, R ranks of the EP group, E logical experts, S slots per rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.arrays import check_dtype, read_arrays, write_arrays
 from megatron_ext.balance.layout import ExpertLayout
 
 
@@ -90,56 +83,3 @@ class Placement:
             known = ", ".join(map(str, self.layers))
             raise ValueError(f"the placement has no layer {layer}; it has {known}")
         return self.layers.index(layer)
-
-
-def read_placement(path: Path) -> Placement:
-    """Read and check a file of a placement.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It holds no placement; the message names file, value and rule.
-    """
-    arrays = read_arrays(path, required=("layer", "slots", "expert_load"), optional=())
-    layer, slots, expert_load = arrays["layer"], arrays["slots"], arrays["expert_load"]
-    check_dtype(path, "layer", layer, np.int64)
-    check_dtype(path, "slots", slots, np.int32)
-    check_dtype(path, "expert_load", expert_load, np.int64)
-    if slots.ndim != 3 or 0 in slots.shape[:2]:
-        raise ValueError(f"{path}: slots must be [L, R, S], got shape {slots.shape}")
-    num_layers, ranks, _ = slots.shape
-    if layer.shape != (num_layers,) or expert_load.shape[:1] != (num_layers,):
-        raise ValueError(
-            f"{path}: layer and expert_load must begin with {num_layers} as slots does, got shapes "
-            f"{layer.shape} and {expert_load.shape}"
-        )
-    if len(set(layer.tolist())) != num_layers:
-        raise ValueError(f"{path}: layers must differ, got {layer.tolist()}")
-    if expert_load.ndim != 2 or expert_load.shape[1] == 0 or expert_load.shape[1] % ranks:
-        raise ValueError(
-            f"{path}: expert_load must be [L, E] with E a multiple of {ranks} ranks, got shape "
-            f"{expert_load.shape}"
-        )
-    mains = expert_load.shape[1] // ranks
-    for index, rank in np.ndindex(num_layers, ranks):
-        held = slots[index, rank][slots[index, rank] != -1].tolist()
-        where = f"{path}: layer {layer[index]}, rank {rank}"
-        for expert in held:
-            if not 0 <= expert < expert_load.shape[1]:
-                raise ValueError(f"{where}: no expert {expert}; there are {expert_load.shape[1]}")
-            if expert // mains == rank or held.count(expert) > 1:
-                raise ValueError(f"{where}: expert {expert} is there twice")
-    return Placement(tuple(layer.tolist()), torch.from_numpy(slots), torch.from_numpy(expert_load))
-
-
-def write_placement(path: Path, placement: Placement, *, overwrite: bool = False) -> None:
-    """Write a file of a placement, whole or not at all.
-
-    Raises:
-        FileExistsError: The file exists and is not to be replaced.
-    """
-    arrays = {
-        "layer": torch.tensor(placement.layers),
-        "slots": placement.slots,
-        "expert_load": placement.expert_load,
-    }
-    write_arrays(path, arrays, overwrite=overwrite)

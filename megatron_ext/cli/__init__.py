@@ -3,6 +3,20 @@
 Exit status: 0 done, 1 failed, 2 wrong usage. What is wrong with the input is said in one line.
 Results go to stdout, progress and complaints to stderr. Everything heavy is imported by the
 command that needs it, so that `--help` answers at once.
+
+    train.py       trains a model: hands over to `trainer/train.py`
+    report.py      runs compared, as a table and a page
+    plan.py        plans for the loads of a file; lists the strategies
+    replay.py      several strategies on the same trace
+    place.py       what to put where before a run
+    simulate.py    a trace on other hardware
+    synth.py       loads from a seed
+    data.py        text and datasets
+    checkpoint.py  a look into checkpoints; experts moved
+    doctor.py      what this machine has; calibrates
+    examine.py     what this machine and installation have, for `doctor`
+    options.py     how commands and shared options are declared
+    output.py      results, progress, exit status
 """
 
 from __future__ import annotations

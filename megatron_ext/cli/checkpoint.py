@@ -84,7 +84,7 @@ def _add_relayout(checkpoint: Any) -> None:
 def run_relayout(arguments: argparse.Namespace) -> int:
     """Write the checkpoint with its experts under other numbers."""
     from checkpoints_tools import relayout
-    from megatron_ext.data.semantics import read_layout
+    from megatron_ext.files.relayout import read_layout
 
     layout = read_layout(arguments.layout)
     report = {

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _calibrate(arguments)
     if arguments.out is not None:
         raise ValueError("--out is for what --calibrate measures")
-    from megatron_ext.doctor import examine
+    from megatron_ext.cli.examine import examine
 
     report = examine()
     show(arguments, report, _lines)
@@ -76,9 +76,9 @@ def _torch_lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from megatron_ext.arrays import check_free
-    from megatron_ext.offline.calibrate import calibrate
-    from megatron_ext.offline.hardware import write_hardware
+    from megatron_ext.files.arrays import check_free
+    from megatron_ext.lab.calibrate import calibrate
+    from megatron_ext.lab.hardware import write_hardware
 
     if arguments.out is not None:
         check_free(arguments.out, overwrite=arguments.overwrite)

@@ -136,8 +136,8 @@ def add_plan_settings(parser: argparse.ArgumentParser) -> None:
 
 def plan_settings(arguments: argparse.Namespace, costs: LayerCosts | None = None) -> PlanSettings:
     """Return what the options of `add_plan_settings` ask planners for."""
-    from megatron_ext.balance.placement import read_placement
     from megatron_ext.balance.strategies import PlanSettings
+    from megatron_ext.files.placement import read_placement
 
     return PlanSettings(
         **{field: getattr(arguments, field) for field, *_ in _PLAN_SETTINGS},

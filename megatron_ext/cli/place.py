@@ -63,13 +63,13 @@ def _add_craft(place: Any) -> None:
 
 def run_craft(arguments: argparse.Namespace) -> int:
     """Place replicas, write them, and show what each layer gains."""
-    from megatron_ext.arrays import check_free
-    from megatron_ext.balance.placement import write_placement
     from megatron_ext.balance.solve import plan_layout
     from megatron_ext.balance.strategies import PlanSettings
-    from megatron_ext.offline.craft import place, replica_counts
-    from megatron_ext.offline.loads import read_loads
-    from megatron_ext.offline.planning import idle_slots
+    from megatron_ext.files.arrays import check_free
+    from megatron_ext.files.loads import read_loads
+    from megatron_ext.files.placement import write_placement
+    from megatron_ext.lab.planning import idle_slots
+    from megatron_ext.methods.craft.place import place, replica_counts
 
     check_free(arguments.out, overwrite=arguments.overwrite)
     settings = PlanSettings(tolerance=arguments.tolerance, min_quota=arguments.min_quota)
@@ -147,10 +147,10 @@ def _add_eplb(place: Any) -> None:
 
 def run_eplb(arguments: argparse.Namespace) -> int:
     """Place all experts, write where, and show how even the ranks of the trace would have been."""
-    from megatron_ext.arrays import check_free
-    from megatron_ext.data.semantics import write_layout
-    from megatron_ext.offline.loads import read_loads
-    from megatron_ext.offline.relayout import rearrange
+    from megatron_ext.files.arrays import check_free
+    from megatron_ext.files.loads import read_loads
+    from megatron_ext.files.relayout import write_layout
+    from megatron_ext.methods.eplb.rearrange import rearrange
 
     check_free(arguments.out, overwrite=arguments.overwrite)
     loads = read_loads(arguments.trace)
@@ -225,11 +225,11 @@ def _add_sem_moe(place: Any) -> None:
 
 def run_sem_moe(arguments: argparse.Namespace) -> int:
     """Cluster experts and samples, write what was learned, and show how many tokens stay."""
-    from megatron_ext.arrays import check_free
-    from megatron_ext.data.semantics import write_semantics
-    from megatron_ext.offline.rebatch import compare_tokens, sample_starts
-    from megatron_ext.offline.routes import read_routes
-    from megatron_ext.offline.sem_moe import STEPS, check_batches, check_fit, compare, learn
+    from megatron_ext.files.arrays import check_free
+    from megatron_ext.files.routes import read_routes
+    from megatron_ext.methods.sem_moe.learn import STEPS, check_batches, check_fit, compare, learn
+    from megatron_ext.methods.sem_moe.savings import compare_tokens, sample_starts
+    from megatron_ext.methods.sem_moe.semantics import write_semantics
 
     check_free(arguments.out, overwrite=arguments.overwrite)
     routes = read_routes(arguments.routes)

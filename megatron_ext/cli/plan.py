@@ -21,7 +21,7 @@ from megatron_ext.cli.output import columns, progress, show, warn
 
 if TYPE_CHECKING:
     from megatron_ext.balance.strategies import PlanSettings
-    from megatron_ext.offline.planning import Planned
+    from megatron_ext.lab.planning import Planned
 
 
 def add(commands: Any) -> None:
@@ -52,8 +52,8 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, write the plans if asked to, and show their numbers; or list the strategies."""
-    from megatron_ext.offline.loads import read_loads, write_plans
-    from megatron_ext.offline.planning import idle_slots, make_planners, missing_history, plan_loads
+    from megatron_ext.files.loads import read_loads, write_plans
+    from megatron_ext.lab.planning import idle_slots, make_planners, missing_history, plan_loads
 
     if arguments.list:
         return show(arguments, _strategies(), _strategy_lines)
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse what can be seen to be wrong before anything is read."""
-    from megatron_ext.arrays import check_free
+    from megatron_ext.files.arrays import check_free
 
     if arguments.loads is None:
         raise ValueError("LOADS.npz is not given (nor --list)")
@@ -106,7 +106,7 @@ def _report(
     arguments: argparse.Namespace, settings: PlanSettings, planned: list[Planned]
 ) -> dict[str, Any]:
     """The numbers of the plans, and what was asked of the planner."""
-    from megatron_ext.offline.planning import summarize
+    from megatron_ext.lab.planning import summarize
 
     layout = planned[0].plan.layout
     used = settings.to_json()

@@ -43,10 +43,10 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan the trace with every strategy, and show their numbers side by side."""
-    from megatron_ext.offline.loads import read_loads
-    from megatron_ext.offline.papers import make_exhibits, more_replays, to_json
-    from megatron_ext.offline.planning import idle_slots, missing_history
-    from megatron_ext.offline.replay import check_out, make_report, replay, write_report
+    from megatron_ext.files.loads import read_loads
+    from megatron_ext.lab.papers import make_exhibits, more_replays, to_json
+    from megatron_ext.lab.planning import idle_slots, missing_history
+    from megatron_ext.lab.replay import check_out, make_report, replay, write_report
 
     strategies = arguments.strategies.split(",")
     costs = layer_costs(
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
-    from megatron_ext.offline.replay import bytes_table, overall_table, prediction_table
+    from megatron_ext.lab.replay import bytes_table, overall_table, prediction_table
 
     yield report["title"]
     for table in (overall_table, bytes_table, prediction_table):

@@ -40,8 +40,8 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the runs' numbers side by side, and write the page."""
-    from megatron_ext.arrays import check_free
-    from megatron_ext.telemetry.report import differing_settings, page, read_runs, summarize
+    from megatron_ext.files.arrays import check_free
+    from megatron_ext.trainer.report import differing_settings, page, read_runs, summarize
 
     out: Path | None = arguments.out
     if out is not None:
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
-    from megatron_ext.telemetry.report import steps_line, table
+    from megatron_ext.trainer.report import steps_line, table
 
     yield table(report["runs"], report["against"])
     yield steps_line({name: len(run["losses"]) for name, run in report["runs"].items()})

@@ -67,11 +67,11 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate the trace with every strategy, and show what a step would take."""
-    from megatron_ext.offline.hardware import read_hardware
-    from megatron_ext.offline.loads import read_loads
-    from megatron_ext.offline.planning import idle_slots, missing_history
-    from megatron_ext.offline.shape import read_shape
-    from megatron_ext.offline.simulate import IDEAL, NONE, check_out, simulate, write_report
+    from megatron_ext.files.loads import read_loads
+    from megatron_ext.lab.hardware import read_hardware
+    from megatron_ext.lab.planning import idle_slots, missing_history
+    from megatron_ext.lab.shape import read_shape
+    from megatron_ext.lab.simulate import IDEAL, NONE, check_out, simulate, write_report
 
     strategies = arguments.strategies.split(",")
     settings = plan_settings(arguments)
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
-    from megatron_ext.offline.simulate import LEGEND, layer_table, overall_table
+    from megatron_ext.lab.simulate import LEGEND, layer_table, overall_table
 
     yield report["title"]
     yield ""

@@ -51,10 +51,10 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Generate loads, write them, and show how uneven they are; or list the kinds."""
-    from megatron_ext.arrays import check_free
     from megatron_ext.balance.metrics import home_loads, imbalance
-    from megatron_ext.offline.loads import write_loads
-    from megatron_ext.offline.synthetic import generate, make_spec
+    from megatron_ext.files.arrays import check_free
+    from megatron_ext.files.loads import write_loads
+    from megatron_ext.lab.synthetic import generate, make_spec
 
     if arguments.list:
         return show(arguments, _kinds(), _kind_lines)
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
-    from megatron_ext.offline.synthetic import KINDS
+    from megatron_ext.lab.synthetic import KINDS
 
     before = report["imbalance"]
     yield f"loads      {report['path']}"
@@ -95,7 +95,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
 
 def _kinds() -> dict[str, Any]:
     """What `--list` says."""
-    from megatron_ext.offline.synthetic import KINDS
+    from megatron_ext.lab.synthetic import KINDS
 
     return {
         name: {

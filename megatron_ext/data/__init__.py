@@ -1,14 +1,13 @@
 """Text in, microbatches out: a Megatron indexed dataset per domain, mixed during training.
 
-corpus.py     text that every machine has, gathered into folders
-build.py      text files -> one indexed dataset per domain and a manifest
-manifest.py   what a dataset folder holds
-tokenizer.py  bytes, or any Hugging Face tokenizer.json
-semantics.py  where experts, samples and tokens should be
-affinity.py   samples to the ranks that have the experts they choose
-rebatch.py    tokens to the ranks that probably have their experts
-mixing.py     indexed datasets -> the microbatches of each data-parallel rank
-files.py      inputs in a stable order, outputs complete or absent
+    corpus.py     text that every machine has, gathered into folders
+    build.py      text files -> one indexed dataset per domain and a manifest
+    manifest.py   what a dataset folder holds
+    tokenizer.py  bytes, or any Hugging Face tokenizer.json
+    mixing.py     indexed datasets -> the microbatches of each data-parallel rank
+    files.py      inputs in a stable order, outputs complete or absent
+
+`build.py` and `mixing.py` import Megatron's indexed dataset when they are used.
 """
 
 from megatron_ext.data.build import BuildResult, Skipped, build_dataset, parse_sources

@@ -37,7 +37,7 @@ from torch.distributed import ProcessGroup
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.replicas import MainWeights, SlotBuffers
 from megatron_ext.config import COST_UNITS
-from megatron_ext.timing import slowest_s
+from megatron_ext.mcore.timing import slowest_s
 
 logger = logging.getLogger(__name__)
 

@@ -60,11 +60,11 @@ from megatron_ext.balance.strategies.quota import QUOTA
 from megatron_ext.config import COST_UNITS, BalanceConfig
 from megatron_ext.mcore.dispatcher import physical_dispatcher, release_graph
 from megatron_ext.mcore.experts import expert_weights, finish_parameter_gather, run_experts
+from megatron_ext.mcore.limits import validate_for_balancing
 from megatron_ext.mcore.local_first import Dispatched, LocalFirstDispatcher
 from megatron_ext.mcore.lookahead import LayerOrder, Lookahead, Prediction, PredictionReport
 from megatron_ext.mcore.measure import CostMeter, measure_costs
 from megatron_ext.mcore.schedule import most_in_flight
-from megatron_ext.mcore.validate import validate_for_balancing
 
 
 @dataclass(frozen=True)

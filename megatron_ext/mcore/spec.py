@@ -17,17 +17,15 @@ from typing import Any
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_ext.balance.placement import read_placement
 from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.config import BalanceConfig
+from megatron_ext.files.placement import read_placement
 from megatron_ext.mcore.backward import JoiningTransformerLayer
 from megatron_ext.mcore.experts import GroupedExperts
 from megatron_ext.mcore.lookahead import LayerOrder
 from megatron_ext.mcore.moe_layer import BalancedMoELayer, EvenMoELayer
-from megatron_ext.mcore.norms import SequenceParallelNorm
 
 
 def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
@@ -58,10 +56,10 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
             )
         return functools.partial(layer_class, *layer.args, **layer.keywords, **params)
 
-    spec = _replace(spec, lambda part: _is_spec_of(part, MoELayer), balanced, "MoE layer")
+    spec = replace_parts(spec, lambda part: _is_spec_of(part, MoELayer), balanced, "MoE layer")
     if layer_class is not BalancedMoELayer:
         return spec
-    return _replace(
+    return replace_parts(
         spec,
         lambda part: (
             _is_spec_of(part, TransformerLayer)
@@ -89,12 +87,9 @@ def grouped_mm_spec(spec: Any) -> Any:
             return dataclasses.replace(experts, module=GroupedExperts)
         return functools.partial(GroupedExperts, *experts.args, **experts.keywords)
 
-    return _replace(spec, lambda part: _is_spec_of(part, SequentialMLP), grouped, "SequentialMLP")
-
-
-def sequence_parallel_spec(spec: Any) -> Any:
-    """Return `spec` with norms of PyTorch that sequence parallelism can use; Apex's stay."""
-    return _replace(spec, lambda part: part is WrappedTorchNorm, lambda _: SequenceParallelNorm)
+    return replace_parts(
+        spec, lambda part: _is_spec_of(part, SequentialMLP), grouped, "SequentialMLP"
+    )
 
 
 def _is_spec_of(part: Any, module: type) -> bool:
@@ -103,13 +98,19 @@ def _is_spec_of(part: Any, module: type) -> bool:
     return isinstance(part, functools.partial) and part.func is module
 
 
-def _replace(
+def replace_parts(
     spec: Any,
     is_wanted: Callable[[Any], bool],
     change: Callable[[Any], Any],
     what: str | None = None,
 ) -> Any:
     """Return a copy of `spec` with every wanted part changed; shared parts stay shared.
+
+    Args:
+        spec: A Megatron layer spec, block spec, or anything that holds such.
+        is_wanted: Whether a part is to be changed.
+        change: What takes its place.
+        what: What has to be there; None if nothing has to.
 
     Raises:
         ValueError: There is no wanted part, and `what` names it.

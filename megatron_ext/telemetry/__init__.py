@@ -1,8 +1,9 @@
-"""What a run tells about itself.
+"""What balanced layers tell, for any training program.
 
-recorder.py   the loads of a step's MoE layers
-trace.py      these loads written to files
-progress.py   the display on rank 0
-run_log.py    the run directory: config.yaml, metrics.jsonl, W&B
-report.py     runs compared: table, summary, picture
+    recorder.py    the loads of a step's MoE layers
+    trace.py       these loads written to files
+    routes.py      some tokens' choices written to files
+    step_files.py  such files, every few steps
+
+It knows neither Megatron nor the trainer.
 """

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatron_ext.offline.routes import Routes, write_routes
+from megatron_ext.files.routes import Routes, write_routes
 from megatron_ext.telemetry.step_files import StepFiles
 
 ROUTES_FOLDER = "routes"

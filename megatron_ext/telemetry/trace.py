@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from megatron_ext.offline.loads import TRACE_FIELDS, Loads, read_loads, write_loads
+from megatron_ext.files.loads import TRACE_FIELDS, Loads, read_loads, write_loads
 from megatron_ext.telemetry.step_files import StepFiles
 
 TRACE_FOLDER = "trace"

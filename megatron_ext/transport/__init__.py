@@ -3,6 +3,13 @@
 A transport allocates the slot buffers (a symmetric heap must own them), pushes main weights into
 peers' slots and adds peers' slot gradients into the mains' sums. It knows transfers, not plans:
 what to replicate is decided elsewhere.
+
+    collective.py      over torch.distributed
+    shared_memory.py   over memory that CPU ranks of one machine share
+    shared_heap.py     how they come to share it
+    cuda.py            over GPU memory that ranks reach over NVLink
+    one_sided.py       what these two share
+    relay.py           who copies what to whom, so that no rank sends too much
 """
 
 from __future__ import annotations

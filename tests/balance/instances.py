@@ -11,7 +11,8 @@ from torch import Tensor
 from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.placement import Placement
-from megatron_ext.balance.strategies import PlanSettings, eplb
+from megatron_ext.balance.strategies import PlanSettings
+from megatron_ext.methods.eplb import eplb
 
 
 class Instance(NamedTuple):

@@ -6,14 +6,15 @@ import pytest
 import torch
 from hypothesis import given
 
+from megatron_ext.balance.bounds import target_load
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.plan import check_plan
 from megatron_ext.balance.planner import LayerPlanner
-from megatron_ext.balance.reference import target_load
 from megatron_ext.balance.solve import solve
-from megatron_ext.balance.strategies import PlanSettings, craft
+from megatron_ext.balance.strategies import PlanSettings
+from megatron_ext.methods.craft import craft
 from tests import workloads
 from tests.balance.instances import instances, placement_for
 

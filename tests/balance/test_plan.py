@@ -7,11 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from megatron_ext.balance.bounds import lower_bound
+from megatron_ext.balance.bounds import lower_bound, target_load
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads, imbalance
 from megatron_ext.balance.plan import BalancePlan, check_plan
-from megatron_ext.balance.reference import target_load
 from megatron_ext.balance.solve import solve, solve_plan
 from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.config import BalanceConfig

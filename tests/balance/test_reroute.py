@@ -5,12 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.balance import reference
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import split_quota
 from megatron_ext.balance.reroute import RoutingMaps, assign, reroute
 from megatron_ext.balance.solve import solve_plan
-from tests import workloads
+from tests import reference, workloads
 
 
 def make_case(ranks=3, mains=2, slots=2, tokens=(20, 0, 13), top_k=2, seed=0, dtype=torch.float64):

@@ -37,7 +37,7 @@ def loads(tmp_path, capsys):
 
 @pytest.fixture
 def routes(tmp_path):
-    from megatron_ext.offline.routes import write_routes
+    from megatron_ext.files.routes import write_routes
     from tests import workloads
 
     path = tmp_path / "routes.npz"

@@ -60,7 +60,7 @@ def test_checkpoint_relayout(routes, capsys, monkeypatch):
 def test_checkpoint_relayout_by_loads(tmp_path, capsys, monkeypatch):
     """A layout is all that is needed; layers keep their numbers."""
     import checkpoints_tools
-    from megatron_ext.data.semantics import write_layout
+    from megatron_ext.files.relayout import write_layout
 
     asked = []
     monkeypatch.setattr(

@@ -108,9 +108,9 @@ def test_what_is_no_number_from_1_on(capsys, ranks):
 
 def test_train_gets_every_word(monkeypatch, capsys):
     seen = []
-    fake = types.ModuleType("megatron_ext.train")
+    fake = types.ModuleType("megatron_ext.trainer.train")
     fake.main = seen.append
-    monkeypatch.setitem(sys.modules, "megatron_ext.train", fake)
+    monkeypatch.setitem(sys.modules, "megatron_ext.trainer.train", fake)
     words = ["--config-name", "quickstart", "balance.slots=1", "+megatron.x=[1,2]", "--help"]
     assert main(["train", *words]) == 0
     assert seen == [words]

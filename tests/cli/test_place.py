@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from megatron_ext.offline.routes import read_routes, write_routes
+from megatron_ext.files.routes import read_routes, write_routes
 from tests.cli.command import run
 
 
@@ -78,7 +78,7 @@ def trace(loads):
 
 def test_place_eplb(trace, capsys):
     """What is written is the order of a checkpoint's experts; with it the loads are more even."""
-    from megatron_ext.data.semantics import read_layout
+    from megatron_ext.files.relayout import read_layout
 
     out = trace.parent / "layout.npz"
     words = ["place", "eplb", trace, "--out", out]
@@ -130,7 +130,7 @@ def test_eplb_with_wrong_settings(loads, trace, capsys, words, message):
 
 
 def test_place_sem_moe(routes, capsys):
-    from megatron_ext.data.semantics import read_semantics
+    from megatron_ext.methods.sem_moe.semantics import read_semantics
 
     out = routes.parent / "semantics.npz"
     words = ["place", "sem_moe", routes, "--ranks", 4, "--out", out]
@@ -180,7 +180,7 @@ def test_sem_moe_with_wrong_settings(loads, routes, capsys, words, message):
 
 def test_sem_moe_learns_only_what_it_can_measure(routes, capsys, monkeypatch):
     learned = []
-    monkeypatch.setattr("megatron_ext.offline.sem_moe.learn", learned.append)
+    monkeypatch.setattr("megatron_ext.methods.sem_moe.learn.learn", learned.append)
     other = routes.parent / "other.npz"
     whole = read_routes(routes)
     write_routes(other, dataclasses.replace(whole, vocab_size=whole.vocab_size + 1))

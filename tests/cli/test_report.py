@@ -76,7 +76,7 @@ def test_a_run_that_diverged_is_valid_json(runs, capsys):
 def test_curves_are_of_imbalance_time_and_loss(runs, monkeypatch):
     import matplotlib.pyplot as plt
 
-    from megatron_ext.telemetry.report import draw, read_runs
+    from megatron_ext.trainer.report import draw, read_runs
 
     kept = []
     monkeypatch.setattr(plt, "close", kept.append)

@@ -21,7 +21,7 @@ def test_synth_says_what_it_made(loads, capsys):
 
 
 def test_synth_of_a_public_workload(tmp_path, capsys):
-    from megatron_ext.offline.loads import read_loads
+    from megatron_ext.files.loads import read_loads
 
     out = tmp_path / "burst.npz"
     words = ["w7-burst", "--ranks", 8, "--experts", 32, "--top-k", 4, "--batch", 4]
@@ -45,7 +45,7 @@ def test_synth_without_chance(tmp_path, capsys):
 
 
 def test_synth_lists_the_kinds(capsys):
-    from megatron_ext.offline.synthetic import KINDS
+    from megatron_ext.lab.synthetic import KINDS
 
     status, stdout, _ = run(capsys, "synth", "--list")
     assert status == 0

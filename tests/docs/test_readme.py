@@ -16,8 +16,8 @@ import megatron_ext
 from megatron_ext import cli
 from megatron_ext.config import TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
-from megatron_ext.offline.loads import read_loads
-from megatron_ext.train import load_config
+from megatron_ext.files.loads import read_loads
+from megatron_ext.trainer.train import load_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

@@ -16,12 +16,12 @@ import torch.distributed.checkpoint as dcp
 
 from checkpoints_tools.contents import find_problems, read_contents
 from checkpoints_tools.relayout import relayout
-from megatron_ext.data.semantics import Semantics, write_semantics
-from megatron_ext.offline.loads import read_loads
-from megatron_ext.telemetry.run_log import read_metrics
+from megatron_ext.files.loads import read_loads
+from megatron_ext.methods.sem_moe.semantics import Semantics, write_semantics
+from megatron_ext.trainer.run_log import read_metrics
 from tests.ranks import run_ranks
-from tests.train.dataset import build, overrides
-from tests.train.test_run import _train
+from tests.trainer.dataset import build, overrides
+from tests.trainer.test_run import _train
 
 # A large epsilon keeps Adam from turning the rounding of a tiny gradient into a step of its own.
 SETTINGS = ["steps=4", "optimizer.eps=1e-3"]
@@ -152,8 +152,8 @@ def test_a_checkpoint_of_another_model_is_refused(
     data: Path, saved_by: Callable[[list[str]], Path], tmp_path: Path
 ) -> None:
     from megatron_ext.config import ConfigError
-    from megatron_ext.train import load_config
-    from megatron_ext.validate import validate
+    from megatron_ext.trainer.train import load_config
+    from megatron_ext.trainer.validate import validate
 
     start = f"checkpoint.load={saved_by([*SETTINGS, *QUOTA])}/checkpoints/step_00000002"
     other = [*overrides(data, tmp_path / "second"), start, "model.expert_hidden_size=48"]

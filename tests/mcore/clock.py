@@ -1,6 +1,6 @@
 """A clock for measured costs that says what a test wants: no test depends on how fast a machine is.
 
-`megatron_ext.timing.slowest_s` reads the clock before and after each round.
+`megatron_ext.mcore.timing.slowest_s` reads the clock before and after each round.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from megatron_ext import timing
+from megatron_ext.mcore import timing
 
 ROUNDS = 9
 """Of one measurement, if they are short."""

@@ -18,7 +18,7 @@ from tests.gpt import TinyGPT, TransformerConfig, build_gpt  # first: it enables
 from tests.mcore.parity import balanced_gpt, balanced_layers
 from tests.ranks import run_ranks
 
-from megatron_ext.mcore.validate import validate_for_balancing  # isort: skip
+from megatron_ext.mcore.limits import validate_for_balancing  # isort: skip
 
 HIDDEN = 16
 TOLERANCE = 1e-12

@@ -20,7 +20,7 @@ from tests.gpt import TinyGPT, TransformerConfig  # first: it enables the CPU pl
 from tests.mcore.parity import balanced_gpt, balanced_layers
 from tests.ranks import run_ranks
 
-from megatron_ext.mcore.validate import validate_for_balancing  # isort: skip
+from megatron_ext.mcore.limits import validate_for_balancing  # isort: skip
 
 LIBRA = BalanceConfig(strategy="libra", tolerance=0.0)
 LAYERS = 3

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.balance.placement import Placement, write_placement
+from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.config import BalanceConfig
+from megatron_ext.files.placement import write_placement
 from tests.mcore.clock import DEAR_EXPERTS_MS, rounds_take
 from tests.mcore.parity import gradient_difference, step_difference
 from tests.ranks import run_ranks

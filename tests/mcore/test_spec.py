@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.balance.placement import Placement, write_placement
+from megatron_ext.balance.placement import Placement
 from megatron_ext.config import BalanceConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.files.placement import write_placement
 
 enable_cpu_platform()
 

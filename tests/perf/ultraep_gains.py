@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 
 from megatron_ext.balance.strategies.strategy import PlanSettings
-from megatron_ext.offline.hardware import read_hardware
-from megatron_ext.offline.loads import Loads
-from megatron_ext.offline.shape import read_shape
-from megatron_ext.offline.simulate import simulate
-from megatron_ext.offline.synthetic import generate, make_spec
-from megatron_ext.telemetry.report import markdown_table
+from megatron_ext.files.loads import Loads
+from megatron_ext.files.tables import markdown_table
+from megatron_ext.lab.hardware import read_hardware
+from megatron_ext.lab.shape import read_shape
+from megatron_ext.lab.simulate import simulate
+from megatron_ext.lab.synthetic import generate, make_spec
 
 PAPER = {"lplb": 0.12, "eplb": 0.20, "eplb_exact": 0.29, "quota_paper": 0.42}
 """Gains over no balancing. `quota_paper` is UltraEP's own planner."""

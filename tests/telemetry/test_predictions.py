@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_ext.cpu_platform import enable_cpu_platform
-from megatron_ext.train import load_config
+from megatron_ext.trainer.train import load_config
 from tests.ranks import run_ranks
-from tests.train.dataset import build, overrides
+from tests.trainer.dataset import build, overrides
 
 LAYERS = 3
 
@@ -20,8 +20,8 @@ def _steps(rank: int, arguments: list[str]) -> list[tuple[dict[str, Any], list[A
     enable_cpu_platform()
     from megatron.core import parallel_state
 
-    from megatron_ext.mcore.build import moe_layers
-    from megatron_ext.mcore.training import Training
+    from megatron_ext.trainer.build import moe_layers
+    from megatron_ext.trainer.loop import Training
 
     parallel_state.destroy_model_parallel()
     training = Training(load_config(arguments))

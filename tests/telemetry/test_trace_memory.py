@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_ext.offline.loads import read_loads
+from megatron_ext.files.loads import read_loads
 from megatron_ext.telemetry import step_files
 from megatron_ext.telemetry.trace import LayerLoad, TraceWriter
 from tests import workloads

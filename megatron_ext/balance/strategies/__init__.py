@@ -1,50 +1,78 @@
-"""The balancers, one file each, and the registry by name.
+"""The balancers by name: our own, one file each, and those of `methods/` if that folder is there.
 
-Adding one is one file with a `Strategy` and one line here.
+    strategy.py   what a balancer is, and what it is asked for
+    none.py       no balancing
+    quota.py      the quota planner
+    fastest.py    the quota planner at the tolerance that is fastest (`time`)
+    exact.py      the quota planner without slack: all ranks equal
+    ideal.py      even routing forced: the upper bound
+
+Adding one of our own is one file with a `Strategy` and one line here. Of others, it is a file in
+`methods/` and a line of the table there.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import pkgutil
+from collections.abc import Iterator, Mapping
 
-from megatron_ext.balance.strategies.craft import CRAFT
-from megatron_ext.balance.strategies.eplb import EPLB
-from megatron_ext.balance.strategies.eplb_exact import EPLB_EXACT
 from megatron_ext.balance.strategies.exact import EXACT
 from megatron_ext.balance.strategies.fastest import TIME
 from megatron_ext.balance.strategies.ideal import IDEAL
-from megatron_ext.balance.strategies.libra import LIBRA
-from megatron_ext.balance.strategies.libra_paper import LIBRA_PAPER
-from megatron_ext.balance.strategies.llep import LLEP
-from megatron_ext.balance.strategies.lplb import LPLB
-from megatron_ext.balance.strategies.moonep import MOONEP
 from megatron_ext.balance.strategies.none import NONE
 from megatron_ext.balance.strategies.quota import QUOTA
-from megatron_ext.balance.strategies.quota_paper import QUOTA_PAPER
-from megatron_ext.balance.strategies.sem_moe import SEM_MOE
 from megatron_ext.balance.strategies.strategy import PlanSettings as PlanSettings
 from megatron_ext.balance.strategies.strategy import Strategy
 
-STRATEGIES: dict[str, Strategy] = {
-    strategy.name: strategy
-    for strategy in (
-        NONE,
-        QUOTA,
-        TIME,
-        EXACT,
-        QUOTA_PAPER,
-        EPLB,
-        EPLB_EXACT,
-        LPLB,
-        LLEP,
-        MOONEP,
-        CRAFT,
-        LIBRA,
-        LIBRA_PAPER,
-        SEM_MOE,
-        IDEAL,
-    )
-}
+_METHODS = "megatron_ext.methods"
+
+
+class _Registry(Mapping[str, Strategy]):
+    """Every balancer by its name; those of `methods/` are imported when they are asked for."""
+
+    def __init__(self, entries: Mapping[str, Strategy | str]) -> None:
+        """Take strategies, or where they are as `module:constant`, in the order to list them in."""
+        self._entries = dict(entries)
+
+    def __getitem__(self, name: str) -> Strategy:
+        entry = self._entries[name]
+        if isinstance(entry, str):
+            entry = self._entries[name] = pkgutil.resolve_name(entry)
+        return entry
+
+    def __contains__(self, name: object) -> bool:
+        # What `Mapping` has would import the module.
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _of_methods() -> Mapping[str, str]:
+    """Return where the strategies of `methods/` are: nowhere, if the folder is absent."""
+    try:
+        methods = importlib.import_module(_METHODS)
+    except ModuleNotFoundError as missing:
+        if missing.name != _METHODS:
+            raise
+        return {}
+    # A folder without files, such as one with nothing but caches, imports as an empty namespace.
+    table: Mapping[str, str] = getattr(methods, "STRATEGIES", {})
+    return table
+
+
+STRATEGIES: Mapping[str, Strategy] = _Registry(
+    {
+        **{strategy.name: strategy for strategy in (NONE, QUOTA, TIME, EXACT)},
+        **_of_methods(),
+        IDEAL.name: IDEAL,
+    }
+)
 
 
 def get_strategy(name: str) -> Strategy:

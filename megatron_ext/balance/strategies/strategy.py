@@ -98,7 +98,7 @@ class Filler(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """A balancer of the field; one constant per file of this folder.
+    """A balancer; one constant per file of this folder, or of `methods/`.
 
     A planner either solves every load by itself (`solve`), or shares it (`fill`) among replicas
     that were there before the load was known: placed before the run, by the loads of the past

@@ -1,0 +1,12 @@
+"""Formats: files read and checked, and written whole or not at all.
+
+    arrays.py      `.npz` files
+    loads.py       loads and plans, traces of a run
+    routes.py      tokens' choices, by token id
+    placement.py   replicas that were placed before the run
+    relayout.py    where experts should be
+    tables.py      tables in Markdown
+    yaml_files.py  YAML that holds a mapping
+
+It knows the values of `balance/` that are written, and no room above.
+"""

@@ -1,0 +1,234 @@
+"""Files of loads and of plans, both `.npz`.
+
+loads   load  int64 [B, R, E] or [R, E]      assignments from source rank to logical expert
+        step, microbatch, layer  int [B]     optional: with them the loads are a trace; layers are
+                                             counted from 1, as Megatron does
+        predicted  int64 [B, R, E]           optional: what was predicted of each load before it
+                                             was known; all of a load's entries -1 where nothing was
+plans   quota int64 [B, E, R]                assignments of expert e computed on rank t
+        slots int32 [B, R, S]                logical expert in each slot, or -1
+        split int64 [B, R, E, R]             optional: the quota by source rank
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_ext.balance.plan import BalancePlan, check_counts, split_quota
+from megatron_ext.files.arrays import check_dtype, find_arrays, read_arrays, write_arrays
+
+TRACE_FIELDS = ("step", "microbatch", "layer")
+
+
+@dataclass(frozen=True, eq=False)
+class Loads:
+    """Some loads of one EP group."""
+
+    load: Tensor
+    """int64 [B, R, E]."""
+    trace: dict[str, Tensor] = field(default_factory=dict)
+    """Of `TRACE_FIELDS`, what is known: int64 [B] each."""
+    predicted: Tensor | None = None
+    """What was predicted of each load before it was known, or -1: int64 [B, R, E]."""
+
+    def __len__(self) -> int:
+        return self.load.shape[0]
+
+    def prediction(self, index: int) -> Tensor | None:
+        """What was predicted of one load, int64 [R, E]; None where nothing was."""
+        if self.predicted is None or int(self.predicted[index].min()) < 0:
+            return None
+        return self.predicted[index]
+
+    def layers(self) -> list[int]:
+        """The layer of each load; all of one layer, 0, where it is not known."""
+        if "layer" not in self.trace:
+            return [0] * len(self)
+        return [int(layer) for layer in self.trace["layer"]]
+
+
+@dataclass(frozen=True, eq=False)
+class Plans:
+    """Plans of a file. The NVLink domain they keep to is not in it."""
+
+    quota: Tensor
+    """int64 [B, E, R]."""
+    slots: Tensor
+    """int32 [B, R, S]."""
+    split: Tensor | None = None
+    """int64 [B, R, E, R]."""
+
+    def __len__(self) -> int:
+        return self.quota.shape[0]
+
+
+def read_loads(path: Path) -> Loads:
+    """Read and check a file of loads, or a folder of traces such as a run's `trace/`.
+
+    The loads of a folder are put into the order of step, microbatch and layer.
+
+    Raises:
+        FileNotFoundError: There is no such file or folder, or the folder has no `.npz` file.
+        ValueError: It holds no loads, or files that do not belong together; the message names file,
+            value and rule.
+    """
+    return _read_folder(path) if path.is_dir() else _read_file(path)
+
+
+def _read_folder(path: Path) -> Loads:
+    files = find_arrays(path)
+    parts = [_read_file(file) for file in files]
+    for file, part in zip(files, parts, strict=True):
+        if part.load.shape[1:] != parts[0].load.shape[1:]:
+            raise ValueError(
+                f"{file}: load is {list(part.load.shape)}, but {list(parts[0].load.shape)} in "
+                f"{files[0]}: ranks and experts of a trace must be equal"
+            )
+        if missing := [name for name in TRACE_FIELDS if name not in part.trace]:
+            raise ValueError(f"{file} has no {', '.join(missing)}: it is no part of a trace")
+    trace = {name: torch.cat([part.trace[name] for part in parts]) for name in TRACE_FIELDS}
+    order = torch.from_numpy(np.lexsort([trace[name].numpy() for name in reversed(TRACE_FIELDS)]))
+    keys = torch.stack([values[order] for values in trace.values()], 1)
+    if (same := (keys[1:] == keys[:-1]).all(1)).any():
+        step, microbatch, layer = keys[:-1][same][0].tolist()
+        raise ValueError(
+            f"{path}: step {step}, microbatch {microbatch}, layer {layer} is there more than once"
+        )
+    load = torch.cat([part.load for part in parts])[order]
+    predicted = None
+    if any(part.predicted is not None for part in parts):
+        predicted = torch.cat(
+            [
+                torch.full_like(part.load, -1) if part.predicted is None else part.predicted
+                for part in parts
+            ]
+        )[order]
+    return Loads(load, {name: values[order] for name, values in trace.items()}, predicted)
+
+
+def _read_file(path: Path) -> Loads:
+    arrays = read_arrays(path, required=("load",), optional=(*TRACE_FIELDS, "predicted"))
+    load = arrays["load"]
+    check_dtype(path, "load", load, np.int64)
+    if load.ndim == 2:
+        load = load[None]
+    if load.ndim != 3 or 0 in load.shape:
+        raise ValueError(
+            f"{path}: load must be [B, R, E] or [R, E] and not empty, got shape {load.shape}"
+        )
+    batch, ranks, experts = load.shape
+    if experts % ranks:
+        raise ValueError(f"{path}: experts ({experts}) must be a multiple of ranks ({ranks})")
+    try:
+        check_counts(torch.from_numpy(load))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    trace = {}
+    for name in TRACE_FIELDS:
+        if name not in arrays:
+            continue
+        values = arrays[name]
+        if values.shape != (batch,) or not np.issubdtype(values.dtype, np.integer):
+            raise ValueError(
+                f"{path}: {name} must be integers [{batch}], got {values.dtype} {values.shape}"
+            )
+        trace[name] = torch.from_numpy(values.astype(np.int64))
+    predicted = None
+    if "predicted" in arrays:
+        predicted = torch.from_numpy(_checked_prediction(path, arrays["predicted"], load))
+    return Loads(torch.from_numpy(np.ascontiguousarray(load)), trace, predicted)
+
+
+def _checked_prediction(path: Path, predicted: np.ndarray, load: np.ndarray) -> np.ndarray:
+    check_dtype(path, "predicted", predicted, np.int64)
+    if predicted.ndim == 2:
+        predicted = predicted[None]
+    if predicted.shape != load.shape:
+        raise ValueError(
+            f"{path}: predicted must be {list(load.shape)} as load is, got {list(predicted.shape)}"
+        )
+    if int(predicted.min()) < -1:
+        raise ValueError(f"{path}: predicted has an entry below -1 ({int(predicted.min())})")
+    is_nothing = (predicted == -1).reshape(len(predicted), -1)
+    if (mixed := is_nothing.any(1) & ~is_nothing.all(1)).any():
+        raise ValueError(
+            f"{path}: predicted of load {int(mixed.argmax())} has entries of -1 beside counts; "
+            "where nothing was predicted, all of a load's are -1"
+        )
+    return np.ascontiguousarray(predicted)
+
+
+def read_plans(path: Path) -> Plans:
+    """Read a file of plans and check that types and sizes fit each other.
+
+    Whether the plans are legal is a question to `check_plan`, which needs the loads.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is no file of plans; the message names file, value and rule.
+    """
+    arrays = read_arrays(path, required=("quota", "slots"), optional=("split",))
+    quota, slots = arrays["quota"], arrays["slots"]
+    if quota.ndim != 3 or 0 in quota.shape:
+        raise ValueError(f"{path}: quota must be [B, E, R] and not empty, got shape {quota.shape}")
+    batch, experts, ranks = quota.shape
+    shapes = {
+        "quota": quota.shape,
+        "slots": (batch, ranks, slots.shape[-1] if slots.ndim else 0),
+        "split": (batch, ranks, experts, ranks),
+    }
+    for name, values in arrays.items():
+        check_dtype(path, name, values, np.int32 if name == "slots" else np.int64)
+        if values.shape != shapes[name]:
+            raise ValueError(
+                f"{path}: {name} must be {list(shapes[name])} beside a quota of "
+                f"{list(quota.shape)}, got {list(values.shape)}"
+            )
+    return Plans(**{name: torch.from_numpy(values) for name, values in arrays.items()})
+
+
+def write_loads(path: Path, loads: Loads, *, overwrite: bool = False) -> None:
+    """Write a file of loads, whole or not at all.
+
+    Raises:
+        FileExistsError: The file exists and is not to be replaced.
+    """
+    arrays = {"load": loads.load, **loads.trace}
+    if loads.predicted is not None:
+        arrays["predicted"] = loads.predicted
+    write_arrays(path, arrays, overwrite=overwrite)
+
+
+def write_plans(
+    path: Path,
+    load: Tensor,
+    plans: list[BalancePlan],
+    *,
+    with_split: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Write a file of plans, whole or not at all.
+
+    Args:
+        path: Where.
+        load: What was planned for, int64 [B, R, E].
+        plans: One for each load, of one layout.
+        with_split: Add whose assignments fill each quota.
+        overwrite: Replace an existing file.
+
+    Raises:
+        FileExistsError: The file exists and is not to be replaced.
+    """
+    arrays = {
+        "quota": torch.stack([plan.quota for plan in plans]),
+        "slots": torch.stack([plan.slots for plan in plans]),
+    }
+    if with_split:
+        pairs = zip(load, plans, strict=True)
+        arrays["split"] = torch.stack([split_quota(one, plan) for one, plan in pairs])
+    write_arrays(path, arrays, overwrite=overwrite)

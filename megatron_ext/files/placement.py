@@ -1,0 +1,73 @@
+"""Files of replicas that were placed before the run.
+
+They are `.npz` and hold what `Placement` does:
+
+    layer        int64 [L]         number of each layer, counted from 1; 0 where it was not known
+    slots        int32 [L, R, S]   logical expert in each slot of each rank, or -1
+    expert_load  int64 [L, E]      assignments of each expert in the trace it was made from
+
+Legend: L layers, R ranks of the EP group, E logical experts, S slots per rank.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_ext.balance.placement import Placement
+from megatron_ext.files.arrays import check_dtype, read_arrays, write_arrays
+
+
+def read_placement(path: Path) -> Placement:
+    """Read and check a file of a placement.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It holds no placement; the message names file, value and rule.
+    """
+    arrays = read_arrays(path, required=("layer", "slots", "expert_load"), optional=())
+    layer, slots, expert_load = arrays["layer"], arrays["slots"], arrays["expert_load"]
+    check_dtype(path, "layer", layer, np.int64)
+    check_dtype(path, "slots", slots, np.int32)
+    check_dtype(path, "expert_load", expert_load, np.int64)
+    if slots.ndim != 3 or 0 in slots.shape[:2]:
+        raise ValueError(f"{path}: slots must be [L, R, S], got shape {slots.shape}")
+    num_layers, ranks, _ = slots.shape
+    if layer.shape != (num_layers,) or expert_load.shape[:1] != (num_layers,):
+        raise ValueError(
+            f"{path}: layer and expert_load must begin with {num_layers} as slots does, got shapes "
+            f"{layer.shape} and {expert_load.shape}"
+        )
+    if len(set(layer.tolist())) != num_layers:
+        raise ValueError(f"{path}: layers must differ, got {layer.tolist()}")
+    if expert_load.ndim != 2 or expert_load.shape[1] == 0 or expert_load.shape[1] % ranks:
+        raise ValueError(
+            f"{path}: expert_load must be [L, E] with E a multiple of {ranks} ranks, got shape "
+            f"{expert_load.shape}"
+        )
+    mains = expert_load.shape[1] // ranks
+    for index, rank in np.ndindex(num_layers, ranks):
+        held = slots[index, rank][slots[index, rank] != -1].tolist()
+        where = f"{path}: layer {layer[index]}, rank {rank}"
+        for expert in held:
+            if not 0 <= expert < expert_load.shape[1]:
+                raise ValueError(f"{where}: no expert {expert}; there are {expert_load.shape[1]}")
+            if expert // mains == rank or held.count(expert) > 1:
+                raise ValueError(f"{where}: expert {expert} is there twice")
+    return Placement(tuple(layer.tolist()), torch.from_numpy(slots), torch.from_numpy(expert_load))
+
+
+def write_placement(path: Path, placement: Placement, *, overwrite: bool = False) -> None:
+    """Write a file of a placement, whole or not at all.
+
+    Raises:
+        FileExistsError: The file exists and is not to be replaced.
+    """
+    arrays = {
+        "layer": torch.tensor(placement.layers),
+        "slots": placement.slots,
+        "expert_load": placement.expert_load,
+    }
+    write_arrays(path, arrays, overwrite=overwrite)

@@ -1,0 +1,75 @@
+"""Files of where experts should be: `.npz` of layer int64 [L] and expert int64 [L, E].
+
+Entry p of a layer's `expert` is the logical expert that is to become expert p. `megatron-ext place`
+makes such files, `megatron-ext checkpoint relayout` moves experts by them. A file of semantics
+(`methods/sem_moe/semantics.py`) begins with the same two arrays and is read here as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_ext.files.arrays import check_dtype, read_arrays, write_arrays
+
+
+def read_layout(path: Path) -> dict[int, np.ndarray]:
+    """Read where experts should be, from a layout or a file of semantics.
+
+    Returns:
+        Of each layer's number `Semantics.expert`: int64 [E].
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It holds something else; the message names file, value and rule.
+    """
+    names = ("layer", "expert")
+    arrays = read_arrays(path, required=names, optional=())
+    layer, expert = (arrays[name] for name in names)
+    for name in names:
+        check_dtype(path, name, arrays[name], np.int64)
+    if expert.ndim != 2 or 0 in expert.shape or layer.shape != expert.shape[:1]:
+        raise ValueError(
+            f"{path}: layer must be [L] and expert [L, E], got shapes {layer.shape} and "
+            f"{expert.shape}"
+        )
+    check_layout(path, layer, expert)
+    return dict(zip(layer.tolist(), expert, strict=True))
+
+
+def write_layout(path: Path, layout: Mapping[int, np.ndarray], *, overwrite: bool = False) -> None:
+    """Write where experts should be, as `read_layout` returns it.
+
+    Raises:
+        FileExistsError: The file exists and is not to be replaced.
+    """
+    arrays = {
+        "layer": torch.tensor(list(layout)),
+        "expert": torch.from_numpy(np.stack(list(layout.values()))),
+    }
+    write_arrays(path, arrays, overwrite=overwrite)
+
+
+def check_layout(path: Path, layer: np.ndarray, expert: np.ndarray) -> None:
+    """Check that a file has every expert of every layer once.
+
+    Args:
+        path: Of the file, for the message.
+        layer: Number of each layer: int64 [L].
+        expert: Logical expert in each place of each layer: int64 [L, E].
+
+    Raises:
+        ValueError: It does not; the message names file, layer and rule.
+    """
+    num_experts = expert.shape[1]
+    for number, of_layer in zip(layer.tolist(), expert, strict=True):
+        if not np.array_equal(np.sort(of_layer), np.arange(num_experts)):
+            raise ValueError(
+                f"{path}: expert of layer {number} must be every number from 0 to "
+                f"{num_experts - 1} once, got {of_layer.tolist()}"
+            )
+    if len(set(layer.tolist())) != len(layer):
+        raise ValueError(f"{path}: layers must differ, got {layer.tolist()}")

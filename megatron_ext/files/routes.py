@@ -1,0 +1,184 @@
+"""Which experts each token chose, by token id and sample: a trace that tells more than loads do.
+
+Files of routes, `.npz`; a folder of them, as a run records it, is read as one:
+
+token    int64 [N]         id of each token in the vocabulary
+sample   int64 [N]         number of the sample that it belongs to, from 0, in the order of the data
+layer    int64 [L]         number of each layer, counted from 1
+choice   int16 [L, N, K]   logical experts that the token chose in the layer; most probable first
+sizes    int64 [2]         tokens of the vocabulary (V), logical experts (E)
+
+Legend: N tokens, L layers, K experts of a token, V vocabulary, E logical experts, Q samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_ext.files.arrays import check_dtype, find_arrays, read_arrays, write_arrays
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """The choices of some samples' tokens in all layers, as in the file."""
+
+    token: np.ndarray
+    """Id of each token, int64 [N]."""
+
+    sample: np.ndarray
+    """Sample of each token, int64 [N], from 0 to Q - 1."""
+
+    layers: tuple[int, ...]
+    """Number of each layer, counted from 1."""
+
+    choice: np.ndarray
+    """Logical experts that each token chose, int16 [L, N, K]."""
+
+    vocab_size: int
+    """Ids that a token can have (V)."""
+
+    num_experts: int
+    """Logical experts of a layer (E)."""
+
+    def sizes(self) -> tuple[int, int, int]:
+        """Ids of the vocabulary (V), logical experts (E), experts of a token (K)."""
+        return self.vocab_size, self.num_experts, self.choice.shape[2]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples (Q)."""
+        return int(self.sample.max()) + 1
+
+    def counts(self, layer: int, rows: np.ndarray, num_rows: int) -> np.ndarray:
+        """Count how often each expert was chosen by the tokens of each row: int64 [rows, E].
+
+        Args:
+            layer: Place of the layer in `layers`.
+            rows: The row of each token, int64 [N], such as `token` or `sample`.
+            num_rows: Rows there are.
+        """
+        cells = rows[:, None] * self.num_experts + self.choice[layer]
+        size = num_rows * self.num_experts
+        return np.bincount(cells.ravel(), minlength=size).reshape(num_rows, -1)
+
+
+def read_routes(path: Path) -> Routes:
+    """Read and check a file of routes, or a run's folder of them.
+
+    Of a folder, layers of all pipeline stages are put together. The last steps of a killed run may
+    be there of some stages only: they are left out.
+
+    Raises:
+        FileNotFoundError: There is no such file or folder, or the folder has no `.npz` file.
+        ValueError: It holds no routes, or files that do not belong together; the message names
+            file, value and rule.
+    """
+    return _read_folder(path) if path.is_dir() else _read_file(path)
+
+
+def _read_folder(path: Path) -> Routes:
+    by_steps: dict[str, list[Path]] = {}
+    for file in find_arrays(path):
+        by_steps.setdefault(file.name.partition("_stage_")[0], []).append(file)
+    joined = [
+        _join_stages([(one, _read_file(one)) for one in files]) for files in by_steps.values()
+    ]
+    # Not stages: a run may go on with another number of them.
+    num_layers = max(len(part.layers) for part in joined)
+    whole = [
+        (stages[0], part)
+        for stages, part in zip(by_steps.values(), joined, strict=True)
+        if len(part.layers) == num_layers
+    ]
+    first_file, first = whole[0]
+    for file, part in whole:
+        if (part.sizes(), part.layers) != (first.sizes(), first.layers):
+            raise ValueError(
+                f"{file}: vocabulary, experts, choices {part.sizes()} and layers "
+                f"{part.layers} must be those of {first_file}: {first.sizes()}, {first.layers}"
+            )
+    parts = [part for _, part in whole]
+    first_samples = np.cumsum([0, *(part.num_samples for part in parts[:-1])])
+    return dataclasses.replace(
+        first,
+        token=np.concatenate([part.token for part in parts]),
+        sample=np.concatenate(
+            [part.sample + start for part, start in zip(parts, first_samples, strict=True)]
+        ),
+        choice=np.concatenate([part.choice for part in parts], axis=1),
+    )
+
+
+def _join_stages(stages: list[tuple[Path, Routes]]) -> Routes:
+    """Put the layers of the same tokens together."""
+    first_file, first = stages[0]
+    for file, part in stages[1:]:
+        same = all(
+            np.array_equal(*pair)
+            for pair in ((part.token, first.token), (part.sample, first.sample))
+        )
+        if not same or part.sizes() != first.sizes():
+            raise ValueError(f"{file}: token, sample and sizes must be those of {first_file}")
+    layers = [layer for _, part in stages for layer in part.layers]
+    if len(set(layers)) != len(layers):
+        raise ValueError(f"{first_file}: layers of the stages beside it must differ, got {layers}")
+    choice = np.concatenate([part.choice for _, part in stages])
+    order = np.argsort(layers)
+    return dataclasses.replace(first, layers=tuple(sorted(layers)), choice=choice[order])
+
+
+def _read_file(path: Path) -> Routes:
+    names = ("token", "sample", "layer", "choice", "sizes")
+    arrays = read_arrays(path, required=names, optional=())
+    for name in names:
+        check_dtype(path, name, arrays[name], np.int16 if name == "choice" else np.int64)
+    token, sample, layer, choice, sizes = (arrays[name] for name in names)
+    if choice.ndim != 3 or 0 in choice.shape:
+        raise ValueError(f"{path}: choice must be [L, N, K] and not empty, got {choice.shape}")
+    num_layers, num_tokens, _ = choice.shape
+    for name, values, shape in (
+        ("token", token, (num_tokens,)),
+        ("sample", sample, (num_tokens,)),
+        ("layer", layer, (num_layers,)),
+        ("sizes", sizes, (2,)),
+    ):
+        if values.shape != shape:
+            raise ValueError(f"{path}: {name} must be {list(shape)}, got shape {values.shape}")
+    vocab_size, num_experts = sizes.tolist()
+    for name, values, limit in (
+        ("token", token, vocab_size),
+        ("choice", choice, num_experts),
+        ("sample", sample, num_tokens),
+    ):
+        if int(values.min()) < 0 or int(values.max()) >= limit:
+            raise ValueError(
+                f"{path}: {name} must be from 0 to {limit - 1}, is from {values.min()} to "
+                f"{values.max()}"
+            )
+    if len(set(layer.tolist())) != num_layers:
+        raise ValueError(f"{path}: layers must differ, got {layer.tolist()}")
+    if len(np.unique(sample)) != int(sample.max()) + 1:
+        raise ValueError(f"{path}: samples must be numbered from 0 without gaps")
+    return Routes(token, sample, tuple(layer.tolist()), choice, vocab_size, num_experts)
+
+
+def write_routes(path: Path, routes: Routes, *, overwrite: bool = False) -> None:
+    """Write a file of routes, whole or not at all.
+
+    Raises:
+        FileExistsError: The file exists and is not to be replaced.
+    """
+    arrays = {
+        "token": routes.token,
+        "sample": routes.sample,
+        "layer": np.array(routes.layers, dtype=np.int64),
+        "choice": routes.choice,
+        "sizes": np.array([routes.vocab_size, routes.num_experts], dtype=np.int64),
+    }
+    tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
+    write_arrays(path, tensors, overwrite=overwrite)

@@ -1,0 +1,268 @@
+"""This machine's constants for `simulate`, measured on ranks that work at the same time.
+
+On CPUs, with as many ranks as there are cores but two at least, one thread each, as a training
+here has them. The rates of experts, dense parts, tokens and optimizer are those of the parts of the
+quickstart's step (`trainer/blocks.py`); never of a step itself, which a simulation is to predict.
+
+Ranks wait for each other between the parts of a step. So a round takes as long as its slowest rank,
+and what counts is the median of the rounds: the machine as it is, with what else runs on it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ext.config import (
+    BalanceConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from megatron_ext.lab.hardware import Hardware
+from megatron_ext.lab.shape import shape_of
+from megatron_ext.mcore.timing import slowest_s
+
+ROUNDS = 100
+"""Of each measurement."""
+_WARMUP = 20
+"""Rounds at the beginning that do not count: by then the allocator has what it needs."""
+
+_SQUARE = 1024
+"""Side of the matrices whose product gives the peak."""
+_COPIED_BYTES = 32 << 20
+"""Moved at a time: more than caches hold."""
+_EXPERTS = 8
+"""Of a layer on a rank."""
+_VOCAB_SIZE = 257
+"""Bytes and the end of a document."""
+
+
+def calibration_run(num_ranks: int) -> TrainConfig:
+    """Return the run whose parts are measured: the recipe `quickstart` without balancing.
+
+    It is said here again because a recipe is not part of the installed package. On more than two
+    ranks it has more experts.
+    """
+    micro_batch_size = 48
+    return TrainConfig(
+        model=ModelConfig(
+            num_layers=3,
+            hidden_size=128,
+            num_attention_heads=2,
+            num_experts=_EXPERTS * num_ranks,
+            topk=1,
+            expert_hidden_size=1024,
+        ),
+        parallel=ParallelConfig(ep_size=num_ranks),
+        balance=BalanceConfig(strategy="none"),
+        data=DataConfig(
+            path="",
+            sequence_length=128,
+            micro_batch_size=micro_batch_size,
+            global_batch_size=micro_batch_size * num_ranks,
+        ),
+        optimizer=OptimizerConfig(),
+        megatron={"moe_router_pre_softmax": True},
+    )
+
+
+def calibrate(name: str, *, num_ranks: int | None = None) -> Hardware:
+    """Measure this machine.
+
+    Args:
+        name: Of the hardware.
+        num_ranks: Ranks that work at the same time; by default one for each core, two at least.
+
+    Raises:
+        RuntimeError: There is a GPU; they are not measured yet.
+        SystemExit: With status 1 if a rank failed.
+    """
+    from megatron_ext.trainer.train import launch_ranks
+
+    if torch.cuda.is_available():
+        raise RuntimeError("--calibrate measures CPU ranks only, and this machine has a GPU")
+    cores = len(os.sched_getaffinity(0))
+    num_ranks = max(2, cores) if num_ranks is None else num_ranks
+    with tempfile.TemporaryDirectory() as folder:
+        launch_ranks(_measure, folder, num_ranks=num_ranks)
+        measured = json.loads((Path(folder) / "measured.json").read_text())
+    summary = f"{num_ranks} CPU ranks at a time on {cores} cores, one thread each"
+    rate = "measured by doctor --calibrate: "
+    part = f"{rate}the quickstart's "
+    sources = {
+        "domain_ranks": "ranks of this machine that were measured",
+        "memory_bytes": "physical memory / ranks",
+        "peak_flops_per_s": f"{rate}float32 product of {_SQUARE} x {_SQUARE}, or the next",
+        "expert_efficiency": f"{part}experts, each round with other loads, / peak",
+        "dense_efficiency": f"{part}layer without experts, / peak",
+        "memory_bandwidth": f"{rate}sums of new tensors",
+        "optimizer_bandwidth": f"{part}Adam, gradients clipped and cleared",
+        "token_bandwidth": f"{part}dispatch and combine over gloo, evenly routed",
+        "weight_bandwidth": f"{rate}copies into shared memory",
+        "outer_bandwidth": "that of tokens: nothing outside was measured",
+        "overlap": "ranks of a CPU copy themselves: nothing hides",
+        "relay_threshold": "this package's",
+        "solve_us": f"{rate}Zipf 0.8, 64 ranks, 256 experts, 2 slots, on one rank",
+    }
+    return Hardware(
+        name=name,
+        summary=summary,
+        sources=sources,
+        domain_ranks=num_ranks,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_ranks,
+        outer_bandwidth=measured["token_bandwidth"],
+        overlap=0.0,
+        relay_threshold=_relay_threshold(),
+        solve_us=measured.pop("solve_us"),
+        **measured,
+    )
+
+
+def _relay_threshold() -> int:
+    from megatron_ext.transport.one_sided import RELAY_THRESHOLD
+
+    return RELAY_THRESHOLD
+
+
+def _measure(folder: str) -> None:
+    """Measure on one rank of a launch; rank 0 writes what was measured."""
+    from megatron_ext.trainer.train import join_ranks
+
+    with join_ranks():
+        rates = _part_rates(calibration_run(dist.get_world_size()))
+        peak = max(_matrix_rate(), rates["expert"], rates["dense"])
+        measured = {
+            "peak_flops_per_s": peak,
+            "expert_efficiency": rates["expert"] / peak,
+            "dense_efficiency": rates["dense"] / peak,
+            "memory_bandwidth": _memory_bandwidth(),
+            "optimizer_bandwidth": rates["optimizer"],
+            "token_bandwidth": rates["tokens"],
+            "weight_bandwidth": _weight_bandwidth(Path(folder)),
+        }
+        if dist.get_rank() == 0:
+            rounded = {name: float(f"{value:.4g}") for name, value in measured.items()}
+            report = rounded | {"solve_us": _solve_us()}
+            (Path(folder) / "measured.json").write_text(json.dumps(report))
+        dist.barrier()
+
+
+def _median_s(work: Callable[[], object]) -> float:
+    """Seconds of a round, in the median."""
+    return _median([slowest_s(work) for _ in range(ROUNDS)])
+
+
+def _median(values: list[float]) -> float:
+    """Of the rounds that count."""
+    return statistics.median(values[_WARMUP:])
+
+
+def _matrix_rate() -> float:
+    left, right = torch.randn(2, _SQUARE, _SQUARE)
+    return 2 * _SQUARE**3 / _median_s(lambda: left @ right)
+
+
+def _part_rates(config: TrainConfig) -> dict[str, float]:
+    """FLOPs or bytes per second of a step's parts, as the shape of the run counts them.
+
+    A round is all parts in the order of a step, so that each finds caches and allocator as in one.
+    """
+    from megatron_ext.trainer.blocks import StepBlocks
+
+    shape, ranks = shape_of(config, ""), config.parallel.ep_size
+    num_tokens = config.data.sequence_length * config.data.micro_batch_size
+    blocks = StepBlocks(config, _VOCAB_SIZE)
+    times: dict[str, list[float]] = {"dense": [], "tokens": [], "expert": [], "optimizer": []}
+    for load in _uneven_loads(num_tokens * ranks, ranks):
+        times["dense"].append(slowest_s(blocks.run_dense))
+        times["tokens"].append(slowest_s(blocks.run_tokens))
+        expert_s = slowest_s(partial(blocks.run_experts, load[dist.get_rank()]))
+        times["expert"].append(expert_s / int(load.sum(-1).max()))
+        times["optimizer"].append(slowest_s(blocks.run_optimizer))
+    # Forward is a third of the FLOPs, and half of the transfers: there, back, and both again.
+    dense_flops = 3 * shape.dense_flops(shape.moe_dense_params) * num_tokens
+    sent_bytes = 4 * shape.token_bytes * num_tokens * (ranks - 1) / ranks
+    return {
+        "dense": dense_flops / _median(times["dense"]),
+        "tokens": sent_bytes / _median(times["tokens"]),
+        "expert": 3 * shape.expert_flops / _median(times["expert"]),
+        "optimizer": shape.optimizer_bytes * blocks.optimizer_params / _median(times["optimizer"]),
+    }
+
+
+def _uneven_loads(assignments: int, ranks: int) -> Tensor:
+    """Random loads of all experts, of another popularity in every round: int64 [ROUNDS, R, M].
+
+    Never the same sizes twice, as in a training. The busiest rank's rounds come first, so that the
+    allocator has seen the largest blocks when the warm-up ends.
+    """
+    generator = np.random.default_rng(0)
+    experts = ranks * _EXPERTS
+    popularity = generator.dirichlet(np.ones(experts), size=ROUNDS)
+    loads = generator.multinomial(assignments, popularity).reshape(ROUNDS, ranks, _EXPERTS)
+    busiest = loads.sum(-1).max(-1)
+    heaviest = np.argsort(-busiest, kind="stable")[:_WARMUP]
+    order = [*heaviest, *np.setdiff1d(np.arange(ROUNDS), heaviest)]
+    return torch.from_numpy(loads[order].astype(np.int64))
+
+
+def _memory_bandwidth() -> float:
+    """Bytes per second of a sum: two reads and a write."""
+    one = torch.ones(_COPIED_BYTES // 4)
+    return 3 * _COPIED_BYTES / _median_s(lambda: one + one)
+
+
+def _weight_bandwidth(folder: Path) -> float:
+    """Bytes per second that a rank copies into memory that a neighbour reads."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    size = _COPIED_BYTES // 4
+    shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else folder
+    names = [shared / f"{folder.name}.{each}" for each in range(ranks)]
+    mine = torch.from_file(str(names[rank]), shared=True, size=size).fill_(0)
+    dist.barrier()
+    try:
+        theirs = torch.from_file(str(names[(rank + 1) % ranks]), shared=True, size=size)
+        weights = torch.ones(size)
+        elapsed_s = _median_s(lambda: theirs.copy_(weights))
+    finally:
+        names[rank].unlink()
+    assert mine[-1] == 1, "what a neighbour copies here arrives here"
+    return _COPIED_BYTES / elapsed_s
+
+
+def _solve_us() -> dict[str, float]:
+    """Microseconds of a plan for 64 ranks and 256 experts, of strategies that need no more."""
+    from megatron_ext.balance.solve import solve
+    from megatron_ext.balance.strategies import STRATEGIES
+
+    generator = np.random.default_rng(0)
+    popularity = np.arange(1, 257) ** -0.8
+    generator.shuffle(popularity)
+    load = torch.from_numpy(
+        generator.multinomial(8192 * 8, popularity / popularity.sum(), size=64).astype(np.int64)
+    )
+    times_us = {}
+    for name, strategy in STRATEGIES.items():
+        if strategy.solve is None or name in ("none", "time") or strategy.package:
+            continue
+        times = []
+        for _ in range(ROUNDS):
+            started = time.perf_counter()
+            solve(load, ep_size=64, strategy=name)
+            times.append(time.perf_counter() - started)
+        times_us[name] = float(f"{1e6 * _median(times):.4g}")
+    return times_us

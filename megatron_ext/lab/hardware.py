@@ -1,0 +1,163 @@
+"""Hardware files: what `simulate` has to know of a machine, each number with its source.
+
+    summary: one line
+    constants:
+      memory_bytes: {value: 190e9, source: "UltraEP, Table 2"}
+      ...
+
+All constants of `Hardware` are needed; there are no defaults, so that none is overlooked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from megatron_ext.balance.strategies import STRATEGIES
+from megatron_ext.files.yaml_files import find_file, read_yaml
+
+FOLDER = Path("recipes/hardware")
+"""Where the files are that have a name, below the working directory."""
+
+SOLVED_PAIRS = 64 * 256
+"""Ranks x experts at which `solve_us` is said: 64 ranks, 256 experts."""
+
+_WHOLE = ("domain_ranks", "relay_threshold")
+_MOST_WHOLE = 1_000_000
+"""Far beyond the ranks there are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One kind of machine. "A rank" is a GPU, or a process on a CPU."""
+
+    name: str
+    summary: str
+    sources: Mapping[str, str]
+    """Of each constant below: a section of a paper, a data sheet, a measurement, an assumption."""
+
+    domain_ranks: int
+    """Ranks that reach each other over the fast links."""
+    memory_bytes: float
+    """Of a rank."""
+    peak_flops_per_s: float
+    """Of a rank, dense matrix products."""
+    expert_efficiency: float
+    """Share of the peak that experts reach: their matrix products, in the time of these, of the
+    activation function and of weighing by the router's probabilities."""
+    dense_efficiency: float
+    """The same of what all ranks have: matrix products and attention, in the time of these and of
+    norms, sums, mask, softmax and router. Of logits too, with their loss."""
+    memory_bandwidth: float
+    """Bytes per second that a rank reads and writes where it does no more than move them."""
+    optimizer_bandwidth: float
+    """Bytes per second (`ModelShape.optimizer_bytes`) in an optimizer's step, which clips and
+    clears gradients too."""
+    token_bandwidth: float
+    """Bytes per second that a rank sends in dispatch and combine within the domain, as reached, in
+    the time of the transfer and of bringing tokens into the order of experts and back."""
+    weight_bandwidth: float
+    """Bytes per second that a rank sends as replicas within the domain, as reached."""
+    outer_bandwidth: float
+    """Bytes per second that a rank sends out of its domain, as reached."""
+    overlap: float
+    """Share of a computation behind which a transfer can hide: 0 where ranks copy themselves."""
+    relay_threshold: int
+    """Most sends of a rank without relays (`transport/relay.py`)."""
+    solve_us: Mapping[str, float]
+    """Microseconds of planning one load of 64 ranks and 256 experts, by strategy. For others it is
+    what the planner took where the simulation ran."""
+
+    def __post_init__(self) -> None:
+        """Check every constant."""
+        for name in constants():
+            value = getattr(self, name)
+            if name == "solve_us":
+                numbers = {f"solve_us.{strategy}": time for strategy, time in value.items()}
+            else:
+                numbers = {name: value}
+            least = 0.0 if name in ("overlap", "solve_us", "relay_threshold") else None
+            most = 1.0 if name == "overlap" or name.endswith("_efficiency") else math.inf
+            if name in _WHOLE:
+                most = _MOST_WHOLE
+            for label, number in numbers.items():
+                _check_number(label, number, least, most)
+
+
+def constants() -> list[str]:
+    """Names of the constants, in their order."""
+    described = ("name", "summary", "sources")
+    return [field.name for field in fields(Hardware) if field.name not in described]
+
+
+def _check_number(label: str, number: Any, least: float | None, most: float) -> None:
+    if isinstance(number, bool) or not isinstance(number, int | float) or math.isnan(number):
+        raise ValueError(f"{label} ({number!r}) must be a number")
+    fits = number > 0 if least is None else number >= least
+    if not fits or number > most or math.isinf(number):
+        rule = "> 0" if least is None else f">= {least:g}"
+        limit = "finite" if math.isinf(most) else f"<= {most:g}"
+        raise ValueError(f"{label} ({number}) must be {rule} and {limit}")
+
+
+def read_hardware(name_or_file: str) -> Hardware:
+    """Read a hardware file by its path, or by its name below `recipes/hardware`.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It lacks a constant or a source, or a value is wrong; the message says which.
+    """
+    path = find_file(name_or_file, FOLDER, "hardware")
+    content = read_yaml(path)
+    given = content.get("constants")
+    if not isinstance(given, dict):
+        raise ValueError(f"{path} has no section 'constants'")
+    known = constants()
+    if unknown := sorted(set(given) - set(known)):
+        raise ValueError(f"{path}: unknown constant {unknown[0]!r}; known: {', '.join(known)}")
+    values, sources = {}, {}
+    for name in known:
+        entry = given.get(name)
+        if not isinstance(entry, dict) or set(entry) != {"value", "source"}:
+            raise ValueError(f"{path}: {name} must be there, as {{value: ..., source: ...}}")
+        if not isinstance(entry["source"], str) or not entry["source"].strip():
+            raise ValueError(f"{path}: {name} must say its source")
+        values[name], sources[name] = entry["value"], entry["source"]
+    if not isinstance(values["solve_us"], dict):
+        raise ValueError(f"{path}: solve_us must be microseconds by strategy")
+    strategies = ", ".join(sorted(STRATEGIES))
+    if unknown := sorted(set(map(str, values["solve_us"])) - set(STRATEGIES)):
+        raise ValueError(
+            f"{path}: solve_us of unknown strategy {unknown[0]!r}; known: {strategies}"
+        )
+    for name in _WHOLE:
+        if not isinstance(values[name], int):
+            raise ValueError(f"{path}: {name} ({values[name]!r}) must be a whole number")
+    try:
+        return Hardware(
+            name=path.stem, summary=str(content.get("summary", "")), sources=sources, **values
+        )
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def write_hardware(path: Path, hardware: Hardware) -> None:
+    """Write a hardware file, which `read_hardware` reads."""
+    content = {
+        "summary": hardware.summary,
+        "constants": {
+            name: {"value": _plain(getattr(hardware, name)), "source": hardware.sources[name]}
+            for name in constants()
+        },
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(OmegaConf.create(content), path)
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value

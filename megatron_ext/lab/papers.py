@@ -1,0 +1,394 @@
+"""Tables and figures of the papers, in their form, of the loads and strategies of a replay.
+
+An exhibit is a table of numbers. As JSON and as Markdown it is that table, as a picture its columns
+over the first one. What a paper shows of its models and data is shown of one trace here.
+
+Legend: B loads, R ranks of the EP group, E logical experts, L layers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.metrics import (
+    home_loads,
+    imbalances,
+    load_accuracy,
+    load_imbalance_rates,
+)
+from megatron_ext.balance.solve import plan_layout
+from megatron_ext.balance.strategies import PlanSettings
+from megatron_ext.files.loads import Loads
+from megatron_ext.files.tables import markdown_table
+from megatron_ext.methods.craft.craft import CRAFT
+from megatron_ext.methods.craft.place import estimate_gains, replica_counts
+
+BEFORE = "before"
+"""What is shown as the loads are without balancing."""
+
+_MOST_ROWS = 20
+"""Rows of a figure in Markdown; of more, some are left out evenly."""
+
+_SAMPLE_LAYERS = 4
+"""Layers that CRAFT's Figure 9 shows."""
+
+_SHARES = np.arange(1, 21) / 20
+"""Shares of the loads at which a distribution is told."""
+
+_IMBALANCE = "imbalance (busiest rank / mean)"
+
+_LINE_STYLES = ("-", "--", ":")
+"""One after the other when all colors were used, so that no two strategies look alike."""
+
+_GROUPS = 4
+"""Groups of loads, by their imbalance without balancing, in the lower part of Figure 15."""
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """One table or figure."""
+
+    name: str
+    """Paper and number, such as `ultraep_table_4`."""
+
+    title: str
+    """What it shows; ends without a period."""
+
+    form: Literal["table", "lines", "bars"]
+    """How it is drawn: figures as lines or bars over the first column."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[str | float, ...]]
+    """As long as `columns` each; after the first, numbers."""
+
+    quantity: str = ""
+    """Of a figure, what its numbers are, as its axis says it."""
+
+
+def make_exhibits(
+    loads: Loads,
+    replayed: Mapping[str, Mapping[str, np.ndarray]],
+    settings: PlanSettings,
+    *,
+    slots: int,
+    nvlink_domain: int | None,
+    on_load: Callable[[int], object] = lambda count: None,
+) -> list[Exhibit]:
+    """Show a replay as the papers would.
+
+    Args:
+        loads: What was replayed.
+        replayed: `replay.replay` of it.
+        settings: What planners were asked for.
+        slots: Replicas a rank can hold, as asked for.
+        nvlink_domain: Ranks per NVLink domain; one domain if None.
+        on_load: Called with 1 after every load that is replayed once more, `more_replays` times.
+
+    Returns:
+        UltraEP's Table 4 and Figures 6 and 15, Libra's Table 1 where a load has one to be predicted
+        by, Sem-MoE's Figure 5b and, if `craft` was replayed with slots, CRAFT's Figures 8 and 9.
+    """
+    before = imbalances(home_loads(loads.load)).numpy()
+    after = {BEFORE: before} | {name: of["imbalance"] for name, of in replayed.items()}
+    exhibits = [
+        _ultraep_table_4(loads, replayed),
+        _ultraep_figure_6(loads, after),
+        _ultraep_figure_15_upper(after),
+        _ultraep_figure_15_lower(after),
+        _sem_moe_figure_5b(loads, replayed),
+    ]
+    accuracies = _libra_table_1(loads)
+    if accuracies.rows:
+        exhibits.append(accuracies)
+    layout = _craft_layout(loads, replayed, slots, nvlink_domain)
+    if layout is not None:
+        exhibits += _craft_figures(loads, settings, layout, on_load)
+    return exhibits
+
+
+def more_replays(
+    loads: Loads, replayed: Iterable[str], *, slots: int, nvlink_domain: int | None
+) -> int:
+    """Return how many loads `make_exhibits` replays, each as often as CRAFT compares numbers."""
+    layout = _craft_layout(loads, replayed, slots, nvlink_domain)
+    return 0 if layout is None else len(loads) * len(replica_counts(layout))
+
+
+def _craft_layout(
+    loads: Loads, replayed: Iterable[str], slots: int, nvlink_domain: int | None
+) -> ExpertLayout | None:
+    """What CRAFT's figures are of; None if they are not to be shown."""
+    if CRAFT.name not in replayed or slots == 0:
+        return None
+    _, ranks, experts = loads.load.shape
+    return plan_layout(
+        CRAFT.name, num_experts=experts, ep_size=ranks, slots=slots, nvlink_domain=nvlink_domain
+    )
+
+
+def _ultraep_table_4(loads: Loads, replayed: Mapping[str, Mapping[str, np.ndarray]]) -> Exhibit:
+    """Means over the loads, as the paper's are over its simulations."""
+    total = _totals(loads)
+    metrics: dict[str, Callable[[Mapping[str, np.ndarray]], np.ndarray]] = {
+        "imbalance": lambda of: of["imbalance"],
+        "solving time, ms": lambda of: of["solve_us"] / 1e3,
+        "replicas": lambda of: of["replicas"],
+        "most replicas of an expert": lambda of: of["max_fanout"],
+        "in-flight token ratio": lambda of: of["remote_assignments"] / total,
+    }
+    rows: list[tuple[str | float, ...]] = [
+        (name, *(float(metric(of).mean()) for of in replayed.values()))
+        for name, metric in metrics.items()
+    ]
+    return Exhibit(
+        "ultraep_table_4",
+        "UltraEP, Table 4: balancing metrics, mean of the loads",
+        "table",
+        ("metric", *replayed),
+        rows,
+    )
+
+
+def _ultraep_figure_6(loads: Loads, after: Mapping[str, np.ndarray]) -> Exhibit:
+    """Of each microbatch the mean over its layers."""
+    layers = np.array(loads.layers())
+    moment = np.zeros(len(loads), dtype=np.int64)
+    for layer in np.unique(layers):
+        moment[layers == layer] = np.arange((layers == layer).sum())
+    curves = [np.bincount(moment, values) / np.bincount(moment) for values in after.values()]
+    return Exhibit(
+        "ultraep_figure_6",
+        "UltraEP, Figure 6: imbalance in the order of microbatches, mean over layers",
+        "lines",
+        ("microbatch", *after),
+        _rows(np.arange(len(curves[0])), *curves),
+        _IMBALANCE,
+    )
+
+
+def _ultraep_figure_15_upper(after: Mapping[str, np.ndarray]) -> Exhibit:
+    """Distributions, turned by 90 degrees: the imbalance that a share of the loads stays within."""
+    quantiles = [np.quantile(of, _SHARES, method="inverted_cdf") for of in after.values()]
+    return Exhibit(
+        "ultraep_figure_15_upper",
+        "UltraEP, Figure 15, upper: imbalance within which a share of the loads is",
+        "lines",
+        ("share of the loads", *after),
+        _rows(_SHARES, *quantiles),
+        _IMBALANCE,
+    )
+
+
+def _ultraep_figure_15_lower(after: Mapping[str, np.ndarray]) -> Exhibit:
+    """The paper draws loads of given imbalances; a trace has those that it has, in four groups."""
+    groups = np.array_split(np.argsort(after[BEFORE], kind="stable"), _GROUPS)
+    groups = [group for group in groups if len(group)]
+    means = [[values[group].mean() for group in groups] for values in after.values()]
+    return Exhibit(
+        "ultraep_figure_15_lower",
+        "UltraEP, Figure 15, lower: imbalance after by that before, each a quarter of the loads",
+        "lines",
+        ("imbalance before", *after),
+        _rows(means[0], *means),
+        _IMBALANCE,
+    )
+
+
+def _sem_moe_figure_5b(loads: Loads, replayed: Mapping[str, Mapping[str, np.ndarray]]) -> Exhibit:
+    total = _totals(loads)
+    by_home = loads.load.unflatten(-1, (loads.load.shape[1], -1)).sum(-1)  # [B, R, home R]
+    travel = by_home.sum((1, 2)) - by_home.diagonal(dim1=1, dim2=2).sum(-1)
+    rates: dict[str, tuple[np.ndarray, np.ndarray]] = {
+        BEFORE: (
+            1 - travel.numpy() / total,
+            load_imbalance_rates(home_loads(loads.load)).numpy(),
+        )
+    }
+    for name, of in replayed.items():
+        rates[name] = 1 - of["remote_assignments"] / total, of["load_imbalance_rate"]
+    return Exhibit(
+        "sem_moe_figure_5b",
+        "Sem-MoE, Figure 5b: choices on the token's rank / all; busiest rank / median of ranks",
+        "bars",
+        ("strategy", "local activation rate", "load-imbalance rate"),
+        [(name, float(lar.mean()), float(lir.mean())) for name, (lar, lir) in rates.items()],
+        "rate, mean of the loads",
+    )
+
+
+def _libra_table_1(loads: Loads) -> Exhibit:
+    """How well loads are known beforehand: by the router, and by the layer's last load.
+
+    The paper counts tokens whose experts are predicted. That is at most what is counted here, where
+    one token's wrong expert may stand in for another's. Of the router's column, loads without a
+    prediction are left out, of the other's the first of each layer. A column that no layer has
+    anything to show in is left out of the table, and so is a layer that lacks one of the others.
+    """
+    layers = np.array(loads.layers())
+    by_router: dict[int, list[float]] = {}
+    by_last: dict[int, list[float]] = {}
+    for layer in np.unique(layers).tolist():
+        of_layer = np.flatnonzero(layers == layer).tolist()
+        known = [(loads.prediction(b), loads.load[b]) for b in of_layer]
+        by_router[layer] = [load_accuracy(said, came) for said, came in known if said is not None]
+        pairs = itertools.pairwise(of_layer)
+        by_last[layer] = [load_accuracy(loads.load[a], loads.load[b]) for a, b in pairs]
+    sources = {"last load of the layer": by_last}
+    if any(by_router.values()):
+        sources["router, a layer earlier"] = by_router
+    rows: list[tuple[str | float, ...]] = [
+        (f"layer {layer}", *(float(np.mean(of[layer])) for of in sources.values()))
+        for layer in by_last
+        if all(of[layer] for of in sources.values())
+    ]
+    return Exhibit(
+        "libra_table_1",
+        "Libra, Table 1: part of the predicted assignments that fit the experts' loads",
+        "table",
+        ("layer", *sources),
+        rows,
+    )
+
+
+def _craft_figures(
+    loads: Loads,
+    settings: PlanSettings,
+    layout: ExpertLayout,
+    on_load: Callable[[int], object],
+) -> list[Exhibit]:
+    estimate = estimate_gains(loads, layout, settings, on_load=on_load)
+    counts = np.array([0, *estimate.compared])
+    gains = np.concatenate([np.zeros((len(estimate.gains), 1)), estimate.gains], axis=1)
+    # From the layer that gains least to the one that gains most.
+    order = np.argsort(gains[:, -1], kind="stable")
+    number = min(_SAMPLE_LAYERS, len(order))
+    samples = order[np.linspace(0, len(order) - 1, number).round().astype(int)]
+    names = list(estimate.by_layer)
+    return [
+        Exhibit(
+            "craft_figure_8",
+            "CRAFT, Figure 8: mean / busiest rank load by replicas of each layer, mean over layers",
+            "lines",
+            ("replicas of a layer", "balancedness"),
+            _rows(counts, (estimate.baseline[:, None] + gains).mean(0)),
+            "mean / busiest rank load",
+        ),
+        Exhibit(
+            "craft_figure_9",
+            "CRAFT, Figure 9: what replicas add to that in a layer; from least gain to most",
+            "lines",
+            ("replicas of a layer", *(f"layer {names[place]}" for place in samples)),
+            _rows(counts, *gains[samples]),
+            "added to mean / busiest rank load",
+        ),
+    ]
+
+
+def _totals(loads: Loads) -> np.ndarray:
+    """Assignments of each load, at least 1: int64 [B]."""
+    return loads.load.sum((1, 2)).clamp(min=1).numpy()
+
+
+def _rows(*columns: Sequence[float] | np.ndarray) -> list[tuple[str | float, ...]]:
+    """Columns of equal length as rows of Python's own numbers."""
+    return list(zip(*(np.asarray(column).tolist() for column in columns), strict=True))
+
+
+def to_json(exhibits: Sequence[Exhibit]) -> dict[str, Any]:
+    """Return title, columns and rows of each, by name."""
+    return {
+        one.name: {
+            "title": one.title,
+            "columns": list(one.columns),
+            "rows": list(map(list, one.rows)),
+        }
+        for one in exhibits
+    }
+
+
+def to_markdown(exhibits: Sequence[Exhibit]) -> str:
+    """Return a section with a table for each."""
+    return "".join(f"## {one.title}\n\n{_table(one)}\n\n" for one in exhibits)
+
+
+def _table(exhibit: Exhibit) -> str:
+    rows = exhibit.rows
+    note = ""
+    if exhibit.form == "lines" and len(rows) > _MOST_ROWS:
+        shown = np.linspace(0, len(rows) - 1, _MOST_ROWS).round().astype(int)
+        note = f"\n\n{_MOST_ROWS} of {len(rows)} rows; all are in the JSON file."
+        rows = [rows[place] for place in shown]
+    return markdown_table(exhibit.columns, [list(map(_cell, row)) for row in rows]) + note
+
+
+def _cell(value: str | float) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"
+
+
+def draw(exhibits: Sequence[Exhibit], path: Path) -> None:
+    """Write a PNG with all exhibits, two beside each other."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    height = -(-len(exhibits) // 2)
+    figure, axes = plt.subplots(
+        height, 2, figsize=(15, 3.5 * height), layout="constrained", squeeze=False
+    )
+    for panel in axes.flat[len(exhibits) :]:
+        panel.axis("off")
+    for one, panel in zip(exhibits, axes.flat, strict=False):
+        panel.set_title(one.title, fontsize="small")
+        _FORMS[one.form](one, panel)
+        if one.form != "table":
+            panel.set_ylabel(one.quantity, fontsize="small")
+            # Beside the panel, where it hides no numbers.
+            panel.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _draw_table(exhibit: Exhibit, panel: Any) -> None:
+    panel.axis("off")
+    lines = [exhibit.columns, *([*map(_cell, row)] for row in exhibit.rows)]
+    if len(lines[0]) > len(lines):  # A panel has more room for many lines than for many columns.
+        lines = list(zip(*lines, strict=True))
+    table = panel.table(lines[1:], colLabels=lines[0], loc="upper center")
+    table.auto_set_font_size(False)
+    table.set_fontsize(7)
+    table.auto_set_column_width(range(len(lines[0])))
+
+
+def _draw_lines(exhibit: Exhibit, panel: Any) -> None:
+    import matplotlib.pyplot as plt
+
+    num_colors = len(plt.rcParams["axes.prop_cycle"])
+    first, *others = zip(*exhibit.rows, strict=True)
+    for number, (name, values) in enumerate(zip(exhibit.columns[1:], others, strict=True)):
+        style = _LINE_STYLES[number // num_colors % len(_LINE_STYLES)]
+        # One point alone is no line.
+        panel.plot(first, values, style, label=name, linewidth=1, marker="." * (len(first) == 1))
+    panel.set_xlabel(exhibit.columns[0])
+
+
+def _draw_bars(exhibit: Exhibit, panel: Any) -> None:
+    names, *others = zip(*exhibit.rows, strict=True)
+    width = 0.8 / len(others)
+    for number, (name, values) in enumerate(zip(exhibit.columns[1:], others, strict=True)):
+        panel.bar(np.arange(len(names)) + number * width, values, width, label=name)
+    panel.set_xticks(np.arange(len(names)) + 0.4 - width / 2, names, rotation=30, ha="right")
+
+
+_FORMS: dict[str, Callable[[Exhibit, Any], None]] = {
+    "table": _draw_table,
+    "lines": _draw_lines,
+    "bars": _draw_bars,
+}

@@ -1,0 +1,146 @@
+"""Plans for many loads, and the numbers by which they are compared."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ext.balance.bounds import lower_bound
+from megatron_ext.balance.metrics import home_loads, imbalance, max_fanout, max_rank_sends
+from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.planner import LayerPlanner
+from megatron_ext.balance.solve import plan_layout
+from megatron_ext.balance.strategies import PlanSettings, get_strategy
+from megatron_ext.files.loads import Loads
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan and what was measured of it."""
+
+    plan: BalancePlan
+    measured: dict[str, float]
+    """Imbalances and their lower bound as ratios to the mean. `solve_us`: microseconds of the one
+    call of `plan_in_order` that made the plan, measured around it, what it does in Python included,
+    and what it places for the loads to come."""
+
+
+def make_planners(
+    loads: Loads, strategy: str, settings: PlanSettings, *, slots: int, nvlink_domain: int | None
+) -> list[LayerPlanner]:
+    """Return the planner of each load: one for each layer of a trace, else the same for all.
+
+    Args:
+        loads: The loads, in the order in which they are to be planned.
+        strategy: A planner of `megatron_ext.balance.strategies`.
+        settings: What is asked for.
+        slots: Replicas a rank can hold, as asked for.
+        nvlink_domain: Ranks per NVLink domain; one domain if None.
+
+    Raises:
+        ValueError: A setting is out of range, or the strategy makes no plans.
+    """
+    _, ranks, experts = loads.load.shape
+    layout = plan_layout(
+        strategy, num_experts=experts, ep_size=ranks, slots=slots, nvlink_domain=nvlink_domain
+    )
+    layers = loads.layers()
+    planners = {
+        layer: LayerPlanner(strategy, layout, settings, layer=layer)
+        for layer in sorted(set(layers))
+    }
+    return [planners[layer] for layer in layers]
+
+
+def idle_slots(loads: Loads, slots: int) -> str | None:
+    """Say that a rank has more slots than replicas to hold; None if it has not."""
+    _, ranks, experts = loads.load.shape
+    most = experts - experts // ranks
+    if slots <= most:
+        return None
+    return f"slots ({slots}) beyond {most} stay empty: a rank has no more experts to borrow"
+
+
+def missing_history(loads: Loads, strategies: Iterable[str], interval: int) -> str | None:
+    """Say which strategies have no replicas in most of the loads, for want of a past; None if none.
+
+    Args:
+        loads: To be planned.
+        strategies: Planners of `megatron_ext.balance.strategies`.
+        interval: Microbatches of a layer between placements from history.
+    """
+    from_history = [name for name in strategies if get_strategy(name).place is not None]
+    microbatches = max(Counter(loads.layers()).values())
+    if not from_history or 2 * interval <= microbatches:
+        return None
+    return (
+        f"{', '.join(from_history)} without replicas in the first {min(interval, microbatches)} of "
+        f"{microbatches} microbatches of a layer: the first placement from history comes after "
+        f"interval ({interval}) microbatches"
+    )
+
+
+def plan_loads(
+    loads: Loads,
+    planners: list[LayerPlanner],
+    *,
+    on_load: Callable[[int], object] = lambda count: None,
+) -> list[Planned]:
+    """Plan loads one by one.
+
+    Args:
+        loads: At least one.
+        planners: Of each load, from `make_planners`.
+        on_load: Called with 1 after every load.
+    """
+    planned = []
+    # The first plan of a process pays for loading the library; it is not the one that is timed.
+    planners[0].solve(loads.load[0])
+    for index, (load, planner) in enumerate(zip(loads.load, planners, strict=True)):
+        placed = planner.expect_in_order(loads.prediction(index))
+        start = time.perf_counter()
+        plan = planner.plan_in_order(load, placed)
+        solve_us = (time.perf_counter() - start) * 1e6
+        mean = int(load.sum()) / load.shape[0]
+        bound = int(lower_bound(load, plan.layout))
+        planned.append(
+            Planned(
+                plan,
+                {
+                    "imbalance_before": imbalance(home_loads(load)),
+                    "imbalance_after": imbalance(plan.rank_loads()),
+                    "lower_bound": bound / mean if mean else 1.0,
+                    "replicas": plan.num_replicas(),
+                    "max_fanout": max_fanout(plan),
+                    "max_rank_sends": max_rank_sends(plan),
+                    "solve_us": solve_us,
+                },
+            )
+        )
+        on_load(1)
+    return planned
+
+
+def summarize(planned: list[Planned]) -> dict[str, Any]:
+    """Mean and worst of every number, the gap (achieved / bound), and quantiles of the time."""
+    rows = [
+        one.measured | {"gap": one.measured["imbalance_after"] / one.measured["lower_bound"]}
+        for one in planned
+    ]
+    times = sorted(row["solve_us"] for row in rows)
+    summary: dict[str, Any] = {
+        name: {
+            "mean": statistics.fmean(row[name] for row in rows),
+            "worst": max(row[name] for row in rows),
+        }
+        for name in rows[0]
+    }
+    summary["solve_us"] |= {
+        "p50": statistics.median(times),
+        "p99": times[-(-len(times) * 99 // 100) - 1],
+    }
+    return {"instances": len(rows)} | summary

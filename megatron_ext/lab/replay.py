@@ -1,0 +1,331 @@
+"""Every strategy on the same recorded loads, in the order in which they were recorded.
+
+Legend: B loads, R ranks of the EP group, E logical experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_ext.balance.metrics import (
+    home_loads,
+    imbalances,
+    load_imbalance_rates,
+    max_fanouts,
+    rank_sends,
+    remote_counts,
+    replica_use,
+)
+from megatron_ext.balance.plan import BalancePlan, stack_plans
+from megatron_ext.balance.strategies import PlanSettings, get_strategy
+from megatron_ext.balance.strategies.fastest import TIME
+from megatron_ext.files.arrays import check_free
+from megatron_ext.files.loads import Loads
+from megatron_ext.files.tables import markdown_table
+from megatron_ext.lab.papers import Exhibit, draw, to_markdown
+from megatron_ext.lab.planning import make_planners
+from megatron_ext.methods.libra.libra import split_over_placed
+
+FILES = ("replay.json", "replay.md", "replay.png")
+
+Measured = Mapping[str, np.ndarray]
+"""Of each load, float64 [B]: what `_measure` returns, and `solve_us`, as `plan_loads` measures it.
+Of strategies that predict also what `_measure_prediction` returns."""
+
+_BATCH = 64
+"""Plans that are measured together; more would only take more memory."""
+
+
+def replay(
+    loads: Loads,
+    strategies: Sequence[str],
+    settings: PlanSettings,
+    *,
+    slots: int,
+    nvlink_domain: int | None,
+    on_load: Callable[[int], object] = lambda count: None,
+) -> dict[str, Measured]:
+    """Plan all loads with each strategy.
+
+    Args:
+        loads: In the order of time. Strategies that plan from history have one for each layer.
+        strategies: Planners of `megatron_ext.balance.strategies`.
+        settings: What they are asked for; only `time` is asked for the fastest plan.
+        slots: Replicas a rank can hold, as asked for.
+        nvlink_domain: Ranks per NVLink domain; one domain if None.
+        on_load: Called with 1 after every plan.
+
+    Returns:
+        The measures of every strategy, in their order.
+
+    Raises:
+        ValueError: A strategy is there twice or makes no plans, or a setting is out of range.
+    """
+    planners = {}
+    for name in strategies:
+        if name in planners:
+            raise ValueError(f"strategy {name!r} is there twice")
+        asked = settings if name == TIME.name else dataclasses.replace(settings, costs=None)
+        planners[name] = make_planners(loads, name, asked, slots=slots, nvlink_domain=nvlink_domain)
+    replayed: dict[str, Measured] = {}
+    for name, of_loads in planners.items():
+        of_loads[0].solve(loads.load[0])  # The first plan of a process loads the library.
+        batches: list[dict[str, np.ndarray]] = []
+        for start in range(0, len(loads), _BATCH):
+            plans, placements, times = [], [], []
+            for b in range(start, min(start + _BATCH, len(loads))):
+                placed = of_loads[b].expect_in_order(loads.prediction(b))
+                started = time.perf_counter()
+                plans.append(of_loads[b].plan_in_order(loads.load[b], placed))
+                times.append((time.perf_counter() - started) * 1e6)
+                placements.append(placed)
+                on_load(1)
+            plan = stack_plans(plans, plans[0].layout)
+            load = loads.load[start : start + _BATCH]
+            batch = _measure(load, plan) | {"solve_us": np.array(times)}
+            if known := [placed for placed in placements if placed is not None]:
+                batch |= _measure_prediction(load, plan, torch.stack(known), settings)
+            batches.append(batch)
+        replayed[name] = {
+            key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]
+        }
+    return replayed
+
+
+def _measure(load: torch.Tensor, plan: BalancePlan) -> dict[str, np.ndarray]:
+    rank_loads = plan.rank_loads()
+    measures = {
+        "imbalance": imbalances(rank_loads),
+        "load_imbalance_rate": load_imbalance_rates(rank_loads),
+        "replicas": (plan.slots >= 0).sum((-2, -1)),
+        "max_fanout": max_fanouts(plan),
+        "max_rank_sends": rank_sends(plan).amax(-1),
+        "remote_assignments": remote_counts(load, plan),
+    }
+    return {name: values.double().numpy() for name, values in measures.items()}
+
+
+def _measure_prediction(
+    load: torch.Tensor, plan: BalancePlan, placed: torch.Tensor, settings: PlanSettings
+) -> dict[str, np.ndarray]:
+    """Return what became of the placed replicas (`replica_use`), and `imbalance_of_placed`.
+
+    The latter is the imbalance of the best split over the placed replicas alone, without any that
+    were added when the load was known.
+    """
+    alone = [
+        split_over_placed(one, slots, plan.layout, settings).rank_loads()
+        for one, slots in zip(load, placed, strict=True)
+    ]
+    measures = {
+        **replica_use(placed, plan),
+        "imbalance_of_placed": imbalances(torch.stack(alone)),
+    }
+    return {name: values.double().numpy() for name, values in measures.items()}
+
+
+def make_report(
+    loads: Loads,
+    replayed: Mapping[str, Measured],
+    settings: PlanSettings,
+    *,
+    slots: int,
+    expert_bytes: int | None = None,
+) -> dict[str, Any]:
+    """Return the comparison, for JSON.
+
+    Args:
+        loads: What was replayed.
+        replayed: `replay` of it.
+        settings: What planners were asked for.
+        slots: Replicas a rank can hold, as asked for.
+        expert_bytes: Of one expert's weights, if they are known.
+
+    Returns:
+        `strategies`: of each the slots it planned for, its numbers (see `_summarize`), and in
+        `layers` the numbers of each layer; `before`: the imbalance without balancing; `title`,
+        `settings` and the sizes of the trace. With `expert_bytes`, which is then there too, of each
+        strategy also `slot_bytes`, the weights that a rank's slots hold, and means over the loads:
+        `moved_bytes`, the weights that fill slots, and `sent_bytes`, those of the busiest sender.
+    """
+    layers = np.array(loads.layers())
+    before = {"imbalance": imbalances(home_loads(loads.load)).numpy()}
+    names = np.unique(layers)
+    batch, ranks, experts = loads.load.shape
+    strategies: dict[str, dict[str, Any]] = {}
+    for name, measured in replayed.items():
+        num_slots = get_strategy(name).num_slots(slots, experts // ranks)
+        of = strategies[name] = {"slots": num_slots} | _summarize(measured)
+        if expert_bytes is not None:
+            of["slot_bytes"] = expert_bytes * num_slots
+            of["moved_bytes"] = expert_bytes * of["replicas_mean"]
+            of["sent_bytes"] = expert_bytes * of["max_rank_sends_mean"]
+        of["layers"] = {
+            str(layer): _summarize(
+                {key: values[layers == layer] for key, values in measured.items()}
+            )
+            for layer in names
+        }
+    return {
+        "title": f"{batch} loads of {len(names)} layers, {ranks} ranks, {experts} experts, "
+        f"{slots} slots",
+        "loads": batch,
+        "ranks": ranks,
+        "experts": experts,
+        "slots": slots,
+        **({} if expert_bytes is None else {"expert_bytes": expert_bytes}),
+        "settings": settings.to_json(),
+        "before": _summarize(before),
+        "strategies": strategies,
+    }
+
+
+def _summarize(measured: Measured) -> dict[str, float]:
+    """Return `imbalance_mean`, `_p50`, `_p95`, `_worst`, and so for every measure.
+
+    `max_rank_sends` is the worst. A quantile is a value that occurred. Of strategies that predict
+    also `hit_rate`, the part of the placed replicas that was used, and `share_placed`, the part of
+    the used replicas that was placed: their bytes moved before the load was known.
+    """
+    numbers = {}
+    for name, values in measured.items():
+        numbers[f"{name}_mean"] = float(values.mean())
+        for quantile in (50, 95):
+            numbers[f"{name}_p{quantile}"] = float(
+                np.quantile(values, quantile / 100, method="inverted_cdf")
+            )
+        numbers[f"{name}_worst"] = float(values.max())
+    if "max_rank_sends" in measured:
+        numbers["max_rank_sends"] = numbers["max_rank_sends_worst"]
+    if "hit_replicas" in measured:
+        hits = float(measured["hit_replicas"].sum())
+        placed = hits + float(measured["wasted_replicas"].sum())
+        used = hits + float(measured["topped_up_replicas"].sum())
+        numbers["hit_rate"] = hits / placed if placed else 0.0
+        numbers["share_placed"] = hits / used if used else 0.0
+    return numbers
+
+
+def overall_table(report: Mapping[str, Any]) -> str:
+    """Return the strategies over the whole trace as a Markdown table."""
+    header = (
+        *("strategy", "slots", "imbalance", "p50", "p95", "worst", "replicas"),
+        *("sends, most", "remote", "solve us p50", "p95"),
+    )
+    before = report["before"]
+    rows = [("before", "", *_imbalance_cells(before), "", "", "", "", "")]
+    for name, of in report["strategies"].items():
+        rows.append(
+            (
+                name,
+                str(of["slots"]),
+                *_imbalance_cells(of),
+                f"{of['replicas_mean']:.1f}",
+                f"{of['max_rank_sends']:.0f}",
+                f"{of['remote_assignments_mean']:.0f}",
+                f"{of['solve_us_p50']:.0f}",
+                f"{of['solve_us_p95']:.0f}",
+            )
+        )
+    return markdown_table(header, rows)
+
+
+def bytes_table(report: Mapping[str, Any]) -> str:
+    """Return what the strategies move, as a Markdown table; empty if no expert's size is known."""
+    rows = [
+        (name, *(f"{of[f'{what}_bytes'] / 2**20:,.2f}" for what in ("slot", "moved", "sent")))
+        for name, of in report["strategies"].items()
+        if "expert_bytes" in report
+    ]
+    header = ("strategy", "slots, MiB", "moved, MiB", "by the busiest sender")
+    return markdown_table(header, rows) if rows else ""
+
+
+def prediction_table(report: Mapping[str, Any]) -> str:
+    """Return what predictions were good for, as a Markdown table; empty if nothing predicts."""
+    rows = [
+        (
+            name,
+            f"{of['hit_replicas_mean']:.1f}",
+            f"{of['topped_up_replicas_mean']:.1f}",
+            f"{of['wasted_replicas_mean']:.1f}",
+            f"{of['hit_rate']:.3f}",
+            f"{of['share_placed']:.3f}",
+            f"{of['imbalance_of_placed_mean']:.3f}",
+            f"{of['imbalance_mean']:.3f}",
+        )
+        for name, of in report["strategies"].items()
+        if "hit_rate" in of
+    ]
+    header = (
+        *("strategy", "hit", "topped up", "wasted", "hits / placed", "hits / used"),
+        *("imbalance of placed alone", "imbalance"),
+    )
+    return markdown_table(header, rows) if rows else ""
+
+
+def _imbalance_cells(numbers: Mapping[str, float]) -> list[str]:
+    return [f"{numbers[f'imbalance_{which}']:.3f}" for which in ("mean", "p50", "p95", "worst")]
+
+
+def _layer_table(report: Mapping[str, Any]) -> str:
+    """Mean imbalance, then the worst, of every layer."""
+    strategies = report["strategies"]
+    layers = list(next(iter(strategies.values()))["layers"])
+    rows = [
+        (
+            layer,
+            *(
+                "{imbalance_mean:.3f} ({imbalance_worst:.3f})".format(**of["layers"][layer])
+                for of in strategies.values()
+            ),
+        )
+        for layer in layers
+    ]
+    return markdown_table(("layer", *strategies), rows)
+
+
+def check_out(folder: Path, *, overwrite: bool) -> None:
+    """Check that a report can be written into the folder, and replaces none unasked.
+
+    Raises:
+        OSError: What `check_free` raises for one of its files.
+    """
+    for name in FILES:
+        check_free(folder / name, overwrite=overwrite)
+
+
+def write_report(folder: Path, report: Mapping[str, Any], exhibits: Sequence[Exhibit]) -> None:
+    """Write `replay.json` (the report), `replay.md` and `replay.png` into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "replay.json").write_text(json.dumps(report, indent=2) + "\n")
+    if moved := bytes_table(report):
+        moved = (
+            "\n## Weights that fill slots: mean of a load\n\n"
+            f"{moved}\n\n"
+            "Of one rank's slots, and of a forward. Training moves them again in backward, and\n"
+            "gradients the other way.\n"
+        )
+    if prediction := prediction_table(report):
+        prediction = (
+            "\n## Replicas placed by a prediction: mean of a load\n\n"
+            f"{prediction}\n\n"
+            "Hits are placed and used: their bytes move before the load is known.\n"
+        )
+    (folder / "replay.md").write_text(
+        f"# Replay\n\n{report['title']}.\n\n{overall_table(report)}\n\n"
+        "Imbalance: busiest rank / mean, of every load. Replicas and remote assignments: mean of a "
+        "load.\nSolving includes placing from history; `before` is without balancing.\n"
+        f"{moved}{prediction}\n"
+        f"## Imbalance of each layer: mean (worst)\n\n{_layer_table(report)}\n\n"
+        f"{to_markdown(exhibits)}\n![the same as pictures](replay.png)\n"
+    )
+    draw(exhibits, folder / "replay.png")

@@ -1,0 +1,264 @@
+"""What `simulate` has to know of a model: its sizes, and what follows from them per token.
+
+A shape comes from a recipe, whose model it then is, or from a YAML file with the fields of
+`ModelShape`, such as those of `recipes/shapes`. Letters: H hidden, F width inside an expert, E
+logical experts, K choices of a token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException, ValidationError
+
+from megatron_ext.config import ConfigError, TrainConfig
+from megatron_ext.files.yaml_files import find_file, read_yaml
+
+SHAPES = Path("recipes/shapes")
+RECIPES = Path("recipes")
+
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(kw_only=True)
+class ModelShape:
+    """A model and how its training is spread. All but the first two have to be given.
+
+    FLOPs below are those of one forward; a backward has twice as many (UltraEP, Eq. 3).
+    """
+
+    name: str = ""
+    num_dense_layers: int = 0
+    """Layers with one FFN of `dense_hidden_size` instead of experts."""
+    dense_hidden_size: int = 0
+    num_layers: int
+    hidden_size: int
+    attention_params: int
+    """Weights of the projections of one layer's attention."""
+    attention_width: int
+    """Heads x the mean of the widths of a query and of a value."""
+    num_experts: int
+    topk: int
+    expert_hidden_size: int
+    shared_expert_hidden_size: int
+    is_gated: bool
+    """Whether FFNs have two matrices into their width (SwiGLU) instead of one."""
+    vocab_size: int
+    """0 leaves embedding and logits out."""
+    sequence_length: int
+    precision: str
+    pp_size: int
+    vpp_size: int
+    recompute: str
+    distributed_optimizer: bool
+    num_microbatches: int
+    """Of a step, for each data-parallel rank."""
+
+    def __post_init__(self) -> None:
+        """Check every number."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name in _MAY_BE_ZERO else 1
+            if field.type == "int" and not value >= least:
+                raise ValueError(f"{field.name} ({value}) must be >= {least}")
+        for name, known in (
+            ("precision", tuple(ELEMENT_BYTES)),
+            ("recompute", ("none", "selective", "full")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be {' or '.join(known)}")
+        if self.num_dense_layers >= self.num_layers:
+            raise ValueError(
+                f"num_dense_layers ({self.num_dense_layers}) must be < num_layers "
+                f"({self.num_layers})"
+            )
+        if self.pp_size * self.vpp_size > self.num_layers:
+            raise ValueError(
+                f"pp_size x vpp_size ({self.pp_size} x {self.vpp_size}) must be <= num_layers "
+                f"({self.num_layers})"
+            )
+        if self.topk > self.num_experts:
+            raise ValueError(f"topk ({self.topk}) must be <= num_experts ({self.num_experts})")
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts."""
+        return self.num_layers - self.num_dense_layers
+
+    @property
+    def element_bytes(self) -> int:
+        """Of a weight or an activation."""
+        return ELEMENT_BYTES[self.precision]
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a hidden state."""
+        return self.element_bytes * self.hidden_size
+
+    @property
+    def expert_params(self) -> int:
+        """Weights of one expert."""
+        return self._ffn_params(self.expert_hidden_size)
+
+    @property
+    def moe_dense_params(self) -> int:
+        """Weights of a MoE layer that every rank has: attention, router, shared expert."""
+        shared = self._ffn_params(self.shared_expert_hidden_size)
+        return self.attention_params + self.hidden_size * self.num_experts + shared
+
+    @property
+    def dense_layer_params(self) -> int:
+        """Weights of a layer without experts."""
+        return self.attention_params + self._ffn_params(self.dense_hidden_size)
+
+    def _ffn_params(self, width: int) -> int:
+        return (3 if self.is_gated else 2) * self.hidden_size * width
+
+    @property
+    def expert_flops(self) -> float:
+        """Of one assignment: the matrix products of its expert."""
+        return 2.0 * self.expert_params
+
+    def dense_flops(self, params: int) -> float:
+        """Of one token, in the parts of a layer with `params` weights that all ranks have.
+
+        Attention reads half the sequence on average.
+        """
+        return 2.0 * params + 2.0 * self.sequence_length * self.attention_width
+
+    @property
+    def logits_flops(self) -> float:
+        """Of one token."""
+        return 2.0 * self.hidden_size * self.vocab_size
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Least that a step of Adam reads and writes for a weight.
+
+        In float32 its gradient, and the weight and two moments twice; the weight in its own type.
+        """
+        return 7 * 4 + self.element_bytes
+
+    def kept_per_assignment(self) -> int:
+        """Bytes of activations that one assignment keeps for backward in a layer.
+
+        Expert input and output, what goes into the activation function and what comes out of it.
+        """
+        inside = (3 if self.is_gated else 2) * self.expert_hidden_size
+        return self.element_bytes * (2 * self.hidden_size + inside)
+
+    def kept_per_token(self) -> int:
+        """The same of a token in the rest of a layer: inputs of norms, attention and router."""
+        return self.element_bytes * (6 * self.hidden_size + 4 * self.attention_width)
+
+
+_MAY_BE_ZERO = (
+    "num_dense_layers",
+    "dense_hidden_size",
+    "shared_expert_hidden_size",
+    "vocab_size",
+)
+
+
+def read_shape(name_or_file: str, overrides: Sequence[str]) -> ModelShape:
+    """Read a shape by its path or name, or take that of a recipe.
+
+    Args:
+        name_or_file: A file with the fields of `ModelShape`, a name of `recipes/shapes`, or a
+            recipe's, or a recipe's path.
+        overrides: Settings as `name=value`: fields of `ModelShape`, or for a recipe what
+            `megatron-ext train` takes.
+
+    Raises:
+        FileNotFoundError: There is no such shape and no such recipe.
+        ValueError: A field is missing, unknown or out of range; the message names it.
+    """
+    named = Path(name_or_file)
+    if named.is_file() and named.absolute().parent == RECIPES.absolute():
+        return _of_recipe(named.stem, overrides)
+    if not named.is_file() and (RECIPES / f"{name_or_file}.yaml").is_file():
+        return _of_recipe(name_or_file, overrides)
+    path = find_file(name_or_file, SHAPES, "model")
+    try:
+        given = OmegaConf.create({"name": path.stem} | read_yaml(path))
+        merged = OmegaConf.merge(
+            OmegaConf.structured(ModelShape), given, OmegaConf.from_dotlist([*overrides])
+        )
+        if missing := sorted(OmegaConf.missing_keys(merged)):
+            raise ValueError(f"{path} has no {', '.join(missing)}")
+        shape = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        # OmegaConf names the field of a wrong value on a line of its own, that of a wrong key not.
+        field = f"{error.full_key}: " if isinstance(error, ValidationError) else ""
+        raise ValueError(f"{path}: {field}{str(error).splitlines()[0]}") from None
+    assert isinstance(shape, ModelShape)
+    return shape
+
+
+def _of_recipe(name: str, overrides: Sequence[str]) -> ModelShape:
+    from megatron_ext.trainer.train import load_config
+
+    try:
+        try:
+            config = load_config(list(overrides), config_name=name)
+        except ConfigError as error:
+            if not all(problem.startswith("data.path is missing") for problem in error.problems):
+                raise
+            config = load_config(["data.path=", *overrides], config_name=name)
+    except ConfigError as error:
+        raise ValueError("; ".join(error.problems)) from None
+    return shape_of(config, name)
+
+
+def shape_of(config: TrainConfig, name: str) -> ModelShape:
+    """Return the shape of a run's model.
+
+    The vocabulary is that of the run's data, if they are there. The microbatches are those of as
+    many data-parallel ranks as the EP group has.
+
+    Raises:
+        ValueError: The run has tensor parallelism.
+    """
+    model, parallel, data = config.model, config.parallel, config.data
+    if parallel.tp_size > 1:
+        raise ValueError(
+            f"parallel.tp_size ({parallel.tp_size}) must be 1: tensor parallelism is not modelled"
+        )
+    return ModelShape(
+        name=name,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        attention_params=4 * model.hidden_size**2,
+        attention_width=model.hidden_size,
+        num_experts=model.num_experts,
+        topk=model.topk,
+        expert_hidden_size=model.expert_hidden_size,
+        shared_expert_hidden_size=model.shared_expert_hidden_size,
+        is_gated=bool(config.megatron.get("gated_linear_unit", False)),
+        vocab_size=_vocab_size(data.path),
+        sequence_length=data.sequence_length,
+        precision=model.precision,
+        pp_size=parallel.pp_size,
+        vpp_size=parallel.vpp_size,
+        recompute=parallel.recompute,
+        distributed_optimizer=parallel.distributed_optimizer,
+        num_microbatches=max(
+            1, data.global_batch_size // (data.micro_batch_size * parallel.ep_size)
+        ),
+    )
+
+
+def _vocab_size(data_path: Any) -> int:
+    from megatron_ext.data import Manifest, padded_vocab_size
+
+    try:
+        return padded_vocab_size(
+            Manifest.load(data_path).vocab_size, divisible_by=128, tensor_parallel=1
+        )
+    except (FileNotFoundError, ValueError):
+        return 0

@@ -1,0 +1,527 @@
+"""What strategies would make of a trace on hardware that is not here.
+
+The loads are planned as in `replay`; the equations of UltraEP (section 4.3) turn each plan into
+seconds, with the costs of a model (`shape.py`) on a machine (`hardware.py`). What depends on the
+plan is `LayerCosts`, which also chooses plans in training. Legend: B loads, R ranks of the EP
+group, E logical experts, N local tokens, K choices of a token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_ext.balance.costs import LayerCosts
+from megatron_ext.balance.metrics import home_loads, imbalances, rank_sends
+from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.strategies import PlanSettings, get_strategy
+from megatron_ext.files.arrays import check_free
+from megatron_ext.files.loads import Loads
+from megatron_ext.files.tables import markdown_table
+from megatron_ext.lab.hardware import SOLVED_PAIRS, Hardware, constants
+from megatron_ext.lab.planning import make_planners, plan_loads
+from megatron_ext.lab.shape import ModelShape
+from megatron_ext.transport import Transfers
+from megatron_ext.transport.relay import compile_copies
+
+FILES = ("simulate.json", "simulate.md")
+
+IDEAL = "ideal"
+NONE = "none"
+
+PARTS = ("solve", "weights", "tokens", "experts", "dense", "reduce")
+"""Of a MoE layer, forward and backward: planning; replicas' weights, with what of reroute is
+longer; dispatch and combine; experts; attention, router and shared expert; what of the replicas'
+gradients is not hidden."""
+
+LEFT_OUT = (
+    "experts have one rate and dense parts another, whatever the number and size of products",
+    "kernel launches, latency of messages and waiting for the host, but for what is in a rate",
+    "contention between transfers, and between transfers and computation beside them",
+    "how uneven the traffic is inside an all-to-all: the busiest rank's bytes go at the full rate",
+    "which tokens leave a domain: remote ones are spread evenly over the other ranks",
+    "transfers between pipeline stages; stages that differ (each counts as the slowest)",
+    "other EP groups: all have the loads of this trace, at the same time",
+    "embeddings, and balancing on the host beside planning: gathering loads, splitting quotas",
+    "how an allocator fares with the sizes of one load: a rate has what it costs on average",
+    "memory that is fragmented, workspaces, and logits",
+)
+"""What the model leaves out; part of every report."""
+
+LEGEND = (
+    "Imbalance: busiest rank / mean. Layer: forward and backward of a MoE layer. Vs none: more "
+    "tokens/s.\nVs ideal: share of its tokens/s. Memory: most that a rank needs / what it has. OOM "
+    "risk: share of the\nmicrobatches that need more than there is. Times are means over the loads."
+)
+"""What the columns of `overall_table` are."""
+
+_GRADIENT_BYTES = 4
+_OPTIMIZER_BYTES = 12
+"""Of a parameter: float32 weight and two moments of Adam."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A model on a machine: everything that does not depend on the loads.
+
+    Args:
+        shape: Of the model.
+        hardware: It runs on.
+        ep_size: Ranks of an EP group (R).
+        num_gpus: Ranks of the whole training.
+        tokens: Of a rank in a microbatch (N).
+
+    Raises:
+        ValueError: The sizes do not fit each other.
+    """
+
+    shape: ModelShape
+    hardware: Hardware
+    ep_size: int
+    num_gpus: int
+    tokens: float
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        stage = self.ep_size * self.shape.pp_size
+        if self.num_gpus < 1 or self.num_gpus % stage:
+            raise ValueError(
+                f"gpus ({self.num_gpus}) must be a multiple of EP x PP "
+                f"({self.ep_size} x {self.shape.pp_size})"
+            )
+
+    @property
+    def costs(self) -> LayerCosts:
+        """Of one MoE layer's forward, for the parts that depend on the plan."""
+        inside, outside = self._shares()
+        hardware = self.hardware
+        slowest = max(inside / hardware.token_bandwidth, outside / hardware.outer_bandwidth)
+        expert_flops_per_s = hardware.peak_flops_per_s * hardware.expert_efficiency
+        return LayerCosts(
+            expert_bytes=self.shape.element_bytes * self.shape.expert_params,
+            link_bandwidth=hardware.weight_bandwidth,
+            assignment_time=self.shape.expert_flops / expert_flops_per_s,
+            token_bytes=self.shape.token_bytes,
+            token_bandwidth=1 / slowest,
+        )
+
+    def _shares(self) -> tuple[float, float]:
+        """Of the other ranks of the EP group, the shares inside and outside a rank's domain."""
+        others = max(self.ep_size - 1, 1)
+        outside = max(self.ep_size - self.hardware.domain_ranks, 0) / others
+        return 1 - outside, outside
+
+    def _dense_s(self, flops: float) -> float:
+        """Seconds of that many FLOPs for each token, in what all ranks have."""
+        hardware = self.hardware
+        return self.tokens * flops / (hardware.peak_flops_per_s * hardware.dense_efficiency)
+
+    def dense_s(self, params: int) -> float:
+        """Seconds of a layer's forward in the parts with `params` weights that all ranks have."""
+        return self._dense_s(self.shape.dense_flops(params))
+
+    def reroute_s(self, slots: int) -> float:
+        """Seconds of rewriting probabilities (float32) and choices (bytes), [N, E] to [N, P]."""
+        physical = self.shape.num_experts + self.ep_size * slots
+        return (
+            5 * self.tokens * (self.shape.num_experts + physical) / (self.hardware.memory_bandwidth)
+        )
+
+    def outside_layers_s(self) -> float:
+        """Seconds of a microbatch on the slowest stage, beside MoE layers: forward and backward."""
+        logits = self._dense_s(self.shape.logits_flops)
+        dense = self.dense_s(self.shape.dense_layer_params)
+        passes = 4 if self.shape.recompute == "full" else 3
+        dense_layers = self.shape.num_dense_layers / self.shape.pp_size
+        return passes * dense * dense_layers + 3 * logits
+
+    def params(self) -> tuple[float, float]:
+        """Weights of a rank: of its experts, and of what all ranks of its stage have."""
+        shape = self.shape
+        experts = shape.num_experts // self.ep_size * shape.expert_params * shape.num_moe_layers
+        dense = (
+            shape.num_moe_layers * shape.moe_dense_params
+            + shape.num_dense_layers * shape.dense_layer_params
+        )
+        embeddings = shape.vocab_size * shape.hidden_size * (2 if shape.pp_size == 1 else 1)
+        return experts / shape.pp_size, dense / shape.pp_size + embeddings
+
+    def _data_parallel(self) -> tuple[int, int]:
+        """Ranks that share a gradient: of an expert's, and of the rest's."""
+        dense = self.num_gpus // self.shape.pp_size
+        return dense // self.ep_size, dense
+
+    def _sharded_params(self) -> float:
+        """Weights whose optimizer state a rank has."""
+        pairs = zip(self.params(), self._data_parallel(), strict=True)
+        return sum(
+            params / (ranks if self.shape.distributed_optimizer else 1) for params, ranks in pairs
+        )
+
+    def after_backward_s(self, backward_s: float) -> float:
+        """Seconds of a step after its microbatches: gradients over data parallelism, optimizer.
+
+        Args:
+            backward_s: The backward that the reduction can hide behind.
+        """
+        hardware, shape = self.hardware, self.shape
+        crosses = self.num_gpus > hardware.domain_ranks
+        bandwidth = hardware.outer_bandwidth if crosses else hardware.weight_bandwidth
+        num_bytes = sum(
+            params * (ranks - 1) / ranks * (_GRADIENT_BYTES + shape.element_bytes)
+            for params, ranks in zip(self.params(), self._data_parallel(), strict=True)
+        )
+        reduction = max(0.0, num_bytes / bandwidth - hardware.overlap * backward_s)
+        optimized_bytes = self._sharded_params() * shape.optimizer_bytes
+        return reduction + optimized_bytes / hardware.optimizer_bandwidth
+
+    def static_bytes(self, slots: int) -> float:
+        """Memory of a rank before any activation: weights, gradients, optimizer, slots."""
+        each = self.shape.element_bytes + _GRADIENT_BYTES
+        weights = sum(self.params()) + slots * self.shape.expert_params
+        return each * weights + _OPTIMIZER_BYTES * self._sharded_params()
+
+    def activation_bytes(self, rank_loads: Tensor) -> Tensor:
+        """Memory of each rank's activations at the peak of the first pipeline stage.
+
+        Args:
+            rank_loads: Assignments of each rank in every layer of a microbatch, int64 [layers, R].
+                The layers stand for all of the model.
+
+        Returns:
+            float64 [R].
+        """
+        shape = self.shape
+        each = shape.kept_per_assignment()
+        # 1F1B: the first stage holds as many microbatches as there are stages, each L / PP layers.
+        held = min(shape.pp_size, shape.num_microbatches) / shape.pp_size
+        dense_kept = held * shape.num_layers * self.tokens
+        if shape.recompute == "none":
+            experts = rank_loads.double().mean(0) * (held * shape.num_moe_layers)
+        else:  # Kept of one layer at a time, while it is computed again.
+            experts = rank_loads.double().amax(0)
+        per_token = shape.token_bytes if shape.recompute == "full" else shape.kept_per_token()
+        return experts * each + dense_kept * per_token
+
+
+def relayed_sends(plan: BalancePlan, relay_threshold: int) -> Tensor:
+    """Experts that each rank sends when busy ranks have relays: int64 [R].
+
+    Source: UltraEP, section 6.2; `transport/relay.py`.
+    """
+    if int(rank_sends(plan).max()) <= relay_threshold:
+        return rank_sends(plan)
+    transfers = Transfers(plan.slots, plan.layout.mains_per_rank)
+    copies = compile_copies(transfers, plan.layout.ep_size, relay_threshold)
+    return torch.tensor([sum(len(copy.destinations) for copy in of_rank) for of_rank in copies])
+
+
+def timed_sends(plan: BalancePlan, hardware: Hardware) -> Tensor:
+    """The sends of each rank, int64 [R], in the time of one within the domain.
+
+    Replicas outside the home rank's domain go over the outer link, beside those inside, and without
+    relays; receivers have the same links.
+    """
+    domain, layout = hardware.domain_ranks, plan.layout
+    home = torch.where(plan.slots >= 0, plan.slots // layout.mains_per_rank, -1)
+    host = torch.arange(layout.ep_size)[:, None].expand_as(home)
+    outside = (home >= 0) & (home // domain != host // domain)
+    if not outside.any():
+        return torch.maximum(
+            relayed_sends(plan, hardware.relay_threshold), (plan.slots >= 0).sum(-1)
+        )
+    inner = dataclasses.replace(plan, slots=torch.where(outside, -1, plan.slots))
+    sent = torch.bincount(home[outside], minlength=layout.ep_size)
+    slower = hardware.weight_bandwidth / hardware.outer_bandwidth
+    outer = torch.maximum(sent, outside.sum(-1)) * slower
+    return torch.maximum(timed_sends(inner, hardware), outer.ceil().long())
+
+
+def even_load(load: Tensor) -> Tensor:
+    """Deal every rank's assignments to the experts in turn, as strategy `ideal` does.
+
+    Args:
+        load: int64 [..., R, E].
+
+    >>> even_load(torch.tensor([[6, 1, 1, 1], [4, 3, 1, 1]])).tolist()
+    [[3, 2, 2, 2], [2, 3, 2, 2]]
+    """
+    experts = load.shape[-1]
+    total = load.sum(-1, keepdim=True)
+    dealt_before = total.cumsum(-2) - total
+    place = (torch.arange(experts) - dealt_before) % experts
+    return total // experts + (place < total % experts)
+
+
+def simulate(
+    loads: Loads,
+    strategies: Sequence[str],
+    settings: PlanSettings,
+    *,
+    shape: ModelShape,
+    hardware: Hardware,
+    num_gpus: int | None,
+    slots: int,
+    nvlink_domain: int | None,
+    on_load: Callable[[int], object] = lambda count: None,
+) -> dict[str, Any]:
+    """Return what each strategy comes to, for JSON; `none` and `ideal` are always among them.
+
+    Args:
+        loads: In the order of time; those of a microbatch are layers that stand for all layers.
+        strategies: Planners of `megatron_ext.balance.strategies`, or `ideal`.
+        settings: What the planners are asked for.
+        shape: Of the model.
+        hardware: It runs on.
+        num_gpus: Ranks of the whole training; None is one EP group in each pipeline stage.
+        slots: Replicas a rank can hold, as asked for.
+        nvlink_domain: Ranks within which replicas are placed; the whole EP group if None.
+        on_load: Called with 1 after every plan.
+
+    Raises:
+        ValueError: A strategy is there twice or makes no plans, or sizes do not fit each other.
+    """
+    _, ranks, experts = loads.load.shape
+    if experts != shape.num_experts:
+        raise ValueError(
+            f"the loads have {experts} experts, the model {shape.name} has {shape.num_experts}"
+        )
+    if len(set(strategies)) < len(strategies):
+        raise ValueError(f"a strategy is there twice in {', '.join(strategies)}")
+    tokens = float(loads.load.sum(-1).double().mean()) / shape.topk
+    if not tokens:
+        raise ValueError("the loads are all zero")
+    if num_gpus is None:
+        num_gpus = ranks * shape.pp_size
+    machine = Machine(shape, hardware, ranks, num_gpus, tokens)
+    costs = machine.costs  # Refuses what no machine can take before anything is planned.
+    if settings.costs is None and "time" in strategies:
+        settings = dataclasses.replace(settings, costs=costs)
+    results = {}
+    names = list(dict.fromkeys([NONE, *strategies, IDEAL]))
+    for name in names:
+        asked = settings if name == "time" else dataclasses.replace(settings, costs=None)
+        even = dataclasses.replace(loads, load=even_load(loads.load)) if name == IDEAL else loads
+        planner = NONE if name == IDEAL else name
+        planners = make_planners(even, planner, asked, slots=slots, nvlink_domain=nvlink_domain)
+        planned = plan_loads(even, planners, on_load=on_load)
+        results[name] = _summarize(
+            machine,
+            even,
+            [one.plan for one in planned],
+            solve_s=0.0 if planner == NONE else _solve_s(name, hardware, planned, ranks * experts),
+            slots=0 if planner == NONE else get_strategy(name).num_slots(slots, experts // ranks),
+        )
+        if planner != NONE:
+            results[name]["solve_from"] = "hardware" if name in hardware.solve_us else "here"
+    for result in results.values():
+        result["share_of_ideal"] = results[IDEAL]["step_ms"] / result["step_ms"]
+        result["gain_over_none"] = results[NONE]["step_ms"] / result["step_ms"] - 1
+    return {
+        "title": f"{shape.name} on {num_gpus} x {hardware.name}: EP {ranks}, PP {shape.pp_size}, "
+        f"{tokens:.0f} tokens a rank in a microbatch, {shape.num_microbatches} microbatches, "
+        f"{len(loads)} loads, {slots} slots",
+        "model": dataclasses.asdict(shape),
+        "hardware": {
+            "name": hardware.name,
+            "summary": hardware.summary,
+            "constants": {
+                name: {"value": getattr(hardware, name), "source": hardware.sources[name]}
+                for name in constants()
+            },
+        },
+        "parallel": {"ep_size": ranks, "pp_size": shape.pp_size, "num_gpus": num_gpus},
+        "tokens_per_rank": tokens,
+        "slots": slots,
+        "strategies": results,
+        "left_out": list(LEFT_OUT),
+    }
+
+
+def _solve_s(name: str, hardware: Hardware, planned: Sequence[Any], pairs: int) -> float:
+    """Seconds of planning one load: the machine's, in proportion to R x E; else as it took here."""
+    if name in hardware.solve_us:
+        return hardware.solve_us[name] * 1e-6 * pairs / SOLVED_PAIRS
+    return float(np.median([one.measured["solve_us"] for one in planned])) * 1e-6
+
+
+def _summarize(
+    machine: Machine, loads: Loads, plans: Sequence[BalancePlan], *, solve_s: float, slots: int
+) -> dict[str, Any]:
+    """Return the numbers of one strategy: times are means over the loads, memory is the worst."""
+    shape, hardware = machine.shape, machine.hardware
+    forward, backward = _layer_times(machine, loads.load, plans, solve_s=solve_s, slots=slots)
+    layers = shape.num_moe_layers / shape.pp_size
+    layer_s = sum(float(part.mean()) for times in (forward, backward) for part in times.values())
+    microbatch_s = layers * layer_s + machine.outside_layers_s()
+    backward_s = layers * sum(float(part.mean()) for part in backward.values())
+    # 1F1B; with several model chunks on a stage the pipeline fills in smaller steps.
+    turns = shape.num_microbatches + (shape.pp_size - 1) / shape.vpp_size
+    step_s = turns * microbatch_s + machine.after_backward_s(backward_s)
+    rank_loads = torch.stack([plan.rank_loads() for plan in plans])
+    activations = _activations(machine, loads, rank_loads)
+    static = machine.static_bytes(slots)
+    dp_size = machine.num_gpus // shape.pp_size
+    tokens = machine.tokens * shape.num_microbatches * dp_size
+    return {
+        "imbalance_mean": float(imbalances(rank_loads).mean()),
+        "imbalance_before": float(imbalances(home_loads(loads.load)).mean()),
+        "layer_ms": {
+            f"{direction}_{part}": 1e3 * float(values.mean())
+            for direction, times in (("forward", forward), ("backward", backward))
+            for part, values in times.items()
+        }
+        | {"total": 1e3 * layer_s},
+        "step_ms": 1e3 * step_s,
+        "tokens_per_s_per_gpu": tokens / step_s / machine.num_gpus,
+        "static_bytes": static,
+        "activation_bytes": float(activations.max()),
+        "memory_share": (static + float(activations.max())) / hardware.memory_bytes,
+        "oom_risk": float((static + activations > hardware.memory_bytes).double().mean()),
+    }
+
+
+def _layer_times(
+    machine: Machine,
+    load: Tensor,
+    plans: Sequence[BalancePlan],
+    *,
+    solve_s: float,
+    slots: int,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the exposed seconds of one MoE layer, float64 [B] by part: forward and backward.
+
+    Forward is Eq. 1. Backward is Eq. 2, where replicas cost what does not hide: filling the slots
+    again behind the weight gradients, reducing their gradients behind the dense part's backward.
+    """
+    costs, shape, hardware = machine.costs, machine.shape, machine.hardware
+    picoseconds = torch.stack(
+        [
+            torch.stack(costs.layer_parts(one, plan, timed_sends(plan, hardware)))
+            for one, plan in zip(load, plans, strict=True)
+        ]
+    )
+    weights, tokens, experts = (picoseconds.double() * 1e-12).unbind(-1)
+    replicas = weights > 0
+    reroute = machine.reroute_s(slots) if slots else 0.0
+    dense = torch.full_like(weights, machine.dense_s(shape.moe_dense_params))
+    forward = {
+        "solve": torch.full_like(weights, solve_s),
+        "weights": weights.clamp(min=reroute),
+        "tokens": tokens,
+        "experts": experts,
+        "dense": dense,
+    }
+    # Of the experts' backward one half is weight gradients, as long as the forward.
+    filled_again = weights - hardware.overlap * experts
+    reduced = weights * (_GRADIENT_BYTES / shape.element_bytes) - 2 * hardware.overlap * dense
+    again = {"none": (0, 0), "selective": (1, 0), "full": (1, 1)}[shape.recompute]
+    backward = {
+        "weights": torch.where(replicas, filled_again, 0.0).clamp(min=0.0),
+        "tokens": tokens * (1 + again[0]),
+        "experts": experts * (2 + again[0]),
+        "dense": dense * (2 + again[1]),
+        "reduce": torch.where(replicas, reduced, 0.0).clamp(min=0.0),
+    }
+    return forward, backward
+
+
+def _activations(machine: Machine, loads: Loads, rank_loads: Tensor) -> Tensor:
+    """Bytes of activations on the busiest rank in each microbatch, float64 [microbatches]."""
+    if "layer" in loads.trace and {"step", "microbatch"} <= loads.trace.keys():
+        keys = torch.stack([loads.trace["step"], loads.trace["microbatch"]], 1)
+        _, of = keys.unique(dim=0, return_inverse=True)
+    else:  # Each load stands for all layers of a microbatch.
+        of = torch.arange(len(loads))
+    return torch.stack(
+        [machine.activation_bytes(rank_loads[of == which]).max() for which in of.unique()]
+    )
+
+
+def overall_table(report: Mapping[str, Any]) -> str:
+    """Return the strategies as a Markdown table."""
+    header = (
+        *("strategy", "imbalance", "layer ms", "step ms", "tokens/s/GPU", "vs none", "vs ideal"),
+        *("activations GB", "memory", "OOM risk"),
+    )
+    rows = [
+        (
+            name,
+            f"{of['imbalance_mean']:.3f}",
+            f"{of['layer_ms']['total']:.3f}",
+            f"{of['step_ms']:.1f}",
+            f"{of['tokens_per_s_per_gpu']:.0f}",
+            f"{100 * of['gain_over_none']:+.1f} %",
+            f"{of['share_of_ideal']:.3f}",
+            f"{of['activation_bytes'] / 1e9:.2f}",
+            f"{of['memory_share']:.2f}",
+            f"{of['oom_risk']:.2f}",
+        )
+        for name, of in report["strategies"].items()
+    ]
+    return markdown_table(header, rows)
+
+
+def layer_table(report: Mapping[str, Any]) -> str:
+    """Return where a MoE layer's time goes, as a Markdown table, in milliseconds.
+
+    Below it, which strategies solve as fast as this machine, of which the hardware does not tell.
+    """
+    strategies = report["strategies"]
+    parts = [name for name in next(iter(strategies.values()))["layer_ms"] if name != "total"]
+    rows = [
+        (name, *(f"{of['layer_ms'][part]:.3f}" for part in parts))
+        for name, of in strategies.items()
+    ]
+    table = markdown_table(("strategy", *(part.replace("_", " ") for part in parts)), rows)
+    here = [name for name, of in strategies.items() if of.get("solve_from") == "here"]
+    if here:
+        table += (
+            f"\n\nSolving of {', '.join(here)} as it took on this machine: "
+            f"{report['hardware']['name']} does not say."
+        )
+    return table
+
+
+def _constant(value: float | Mapping[str, float]) -> str:
+    """Write a constant of a machine, of all digits that count."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{strategy} {_constant(one)}" for strategy, one in value.items())
+    return f"{value:.6g}"
+
+
+def check_out(folder: Path, *, overwrite: bool) -> None:
+    """Check that a report can be written into the folder, and replaces none unasked.
+
+    Raises:
+        OSError: What `check_free` raises for one of its files.
+    """
+    for name in FILES:
+        check_free(folder / name, overwrite=overwrite)
+
+
+def write_report(folder: Path, report: Mapping[str, Any]) -> None:
+    """Write `simulate.json` and `simulate.md` into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "simulate.json").write_text(json.dumps(report, indent=2) + "\n")
+    rows = [
+        (name, _constant(constant["value"]), constant["source"])
+        for name, constant in report["hardware"]["constants"].items()
+    ]
+    left_out = "\n".join(f"- {what}" for what in report["left_out"])
+    (folder / "simulate.md").write_text(
+        f"# Simulation\n\n{report['title']}.\n\n{overall_table(report)}\n\n{LEGEND}\n\n"
+        f"## A MoE layer, ms\n\n{layer_table(report)}\n\n"
+        f"## Constants of {report['hardware']['name']}\n\n"
+        "In bytes, seconds and FLOPs, rates per second and rank; `solve_us` in microseconds.\n\n"
+        f"{markdown_table(('constant', 'value', 'source'), rows)}\n\n"
+        f"## Left out\n\n{left_out}\n"
+    )

@@ -1,0 +1,542 @@
+"""Loads from a seed, by what is wrong with them.
+
+Every source rank has N tokens, and each token chooses K different experts: a row of a load sums to
+N * K, and no entry is above N. Ranks draw from the same popularity, so rows differ by chance only.
+(`w4-source-ragged` is the exception: there a rank has up to N tokens.)
+
+Kinds w0 to w7 are the workloads W0 to W7 of a benchmark that was proposed for Megatron-LM. As
+there, a hot set is a quarter of the experts, K at least; three of four tokens choose all of theirs
+among it, the fourth among all experts. Here every token has the chances of that mixture, so
+expected loads are the same. Where the proposal's words and its code differ, we follow the words: in
+the code W2 is W1 once more, W3 has twice the experts at about half the heat, and all ranks of W4
+have N tokens.
+
+Source: Megatron-LM pull request 7488 (benchmarks/moe/token_imbalance), README and
+`routing_for_step`. Ours: which tokens W4's ranks have, and that W2 is the first rank, as hot as W1.
+
+Legend: B loads, R ranks of the EP group, E logical experts, N tokens of a rank, K choices a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from megatron_ext.files.loads import Loads
+
+Law: TypeAlias = Callable[[float], np.ndarray]
+"""Popularity of the experts, float [E], at an exponent: the larger, the steeper."""
+
+_STEEPEST = 12.0
+"""Exponent beyond which nothing changes: the hottest experts are chosen by every token."""
+_STEPS = 240
+"""Exponents tried from 0 to the steepest; imbalance need not grow all the way."""
+_MISS = 0.01
+"""How far the imbalance of a load may be from what was asked for, as a fraction of that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadSpec:
+    """What to generate; see `KINDS` for what a kind makes of it."""
+
+    ranks: int
+    experts: int
+    tokens: int = 8192
+    top_k: int = 8
+    batch: int = 1
+    seed: int = 0
+    exponent: float = 0.8
+    """Of the law of popularity; the larger, the steeper."""
+    imbalance: float | None = None
+    """Busiest rank / mean without balancing, of every load; chosen instead of the exponent."""
+    share: float = 0.25
+    """Of ranks that are cold, or of experts that are dead."""
+    by_chance: bool = True
+    """Whether tokens draw their choices; if not, loads are as popularity is, up to rounding."""
+
+    def __post_init__(self) -> None:
+        """Check what no kind can do without."""
+        for name in ("ranks", "experts", "tokens", "top_k", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be >= 1")
+        if self.experts % self.ranks:
+            raise ValueError(f"experts ({self.experts}) must be a multiple of ranks ({self.ranks})")
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k ({self.top_k}) must be <= experts ({self.experts})")
+        if self.seed < 0:
+            raise ValueError(f"seed ({self.seed}) must be >= 0")
+        if not 0 <= self.exponent <= _STEEPEST:
+            raise ValueError(f"exponent ({self.exponent}) must be from 0 to {_STEEPEST}")
+        if self.imbalance is not None and not 1 <= self.imbalance <= self.ranks:
+            raise ValueError(
+                f"imbalance ({self.imbalance}) must be from 1 to the number of ranks ({self.ranks})"
+            )
+        if not 0 < self.share < 1:
+            raise ValueError(f"share ({self.share}) must be between 0 and 1")
+
+
+def make_spec(kind: str, **given: Any) -> LoadSpec:
+    """Return a spec with the kind's own defaults.
+
+    Args:
+        kind: One of `KINDS`.
+        given: Fields of `LoadSpec`.
+
+    Raises:
+        ValueError: There is no such kind, a value is out of range or means nothing to the kind.
+    """
+    known = _get_kind(kind)
+    for name in ("exponent", "imbalance", "share"):
+        if name in given and name not in known.settings:
+            raise ValueError(_no_setting(name, kind))
+    return LoadSpec(**{**known.defaults, **given})
+
+
+def generate(
+    kind: str, spec: LoadSpec, *, on_load: Callable[[int], object] = lambda count: None
+) -> Loads:
+    """Generate loads; equal arguments give equal loads.
+
+    Args:
+        kind: One of `KINDS`.
+        spec: Sizes, seed and degree. An imbalance that is asked for is met by each load within 1 %.
+        on_load: Called with 1 after every load.
+
+    Returns:
+        int64 [B, R, E]; with step, microbatch and layer where the loads follow each other.
+
+    Raises:
+        ValueError: There is no such kind, or it cannot be as `spec` says.
+    """
+    known = _get_kind(kind)
+    if spec.imbalance is not None and "imbalance" not in known.settings:
+        raise ValueError(_no_setting("imbalance", kind))
+    if spec.batch < known.min_batch:
+        raise ValueError(
+            f"batch ({spec.batch}) must be >= {known.min_batch} for {kind}, which is about change"
+        )
+    generator = np.random.default_rng(spec.seed)
+    tokens = known.source_tokens(spec, generator)
+    loads = []
+    for law in known.laws(spec, generator):
+        loads.append(_draw(spec, tokens, law, generator))
+        on_load(1)
+    trace = {}
+    if known.min_batch > 1:
+        zeros = torch.zeros(spec.batch, dtype=torch.int64)
+        trace = {"step": torch.arange(spec.batch), "microbatch": zeros, "layer": zeros.clone()}
+    return Loads(torch.from_numpy(np.stack(loads)), trace)
+
+
+def _draw(
+    spec: LoadSpec, tokens: np.ndarray, law: Law, generator: np.random.Generator
+) -> np.ndarray:
+    """Draw the choices of all tokens, of which each rank has `tokens` (int [R]): int64 [R, E].
+
+    Systematic sampling: experts lie on a line of length K, each as long as its chance of being
+    chosen; a token throws a comb with teeth at distance 1. So it hits K different experts, and a
+    rank's counts need no token by itself: only how many combs start before each border. The combs
+    are thrown first; then the exponent alone decides the load, and is searched by the very load it
+    gives, chance included.
+
+    Without chance the combs of all ranks are thrown at equal distances, ranks in turn.
+    """
+    if spec.by_chance:
+        thrown = generator.random((spec.ranks, spec.tokens))
+        starts = [np.sort(thrown[rank, :count]) for rank, count in enumerate(tokens)]
+    else:
+        starts = [
+            (np.arange(count) + (rank + 0.5) / spec.ranks) / count
+            for rank, count in enumerate(tokens)
+        ]
+    exponent = spec.exponent
+    if spec.imbalance is not None:
+        exponent = _find_exponent(spec, spec.imbalance, law, np.sort(np.concatenate(starts)))
+    borders = place_on_line(law(exponent), spec.top_k)
+    return np.stack([_count_teeth(borders, of_rank) for of_rank in starts])
+
+
+def place_on_line(popularity: np.ndarray, top_k: int) -> np.ndarray:
+    """Where each expert begins on the line of length K, and the line's end: float [E + 1].
+
+    Sums are rounded, so the last expert that has a chance may seem to end beside K. The dead ones
+    behind it must not get what is left.
+
+    >>> place_on_line(np.array([8.0, 1.0, 0.0, 1.0, 0.0]), 2).tolist()
+    [0.0, 1.0, 1.5, 1.5, 2.0, 2.0]
+    """
+    borders = np.concatenate([[0.0], np.cumsum(chances(popularity, top_k))])
+    return np.where(borders == borders[-1], top_k, np.minimum(borders, top_k))
+
+
+def _count_teeth(borders: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Count the teeth between neighboring borders, of combs with these starts (sorted, < 1)."""
+    whole = np.floor(borders)
+    before = np.searchsorted(starts, borders - whole, side="left")
+    return np.diff(whole.astype(np.int64) * starts.size + before)
+
+
+def chances(popularity: np.ndarray, top_k: int) -> np.ndarray:
+    """Chance of each expert to be among a token's K, in proportion to popularity but at most 1.
+
+    >>> chances(np.array([8.0, 1.0, 1.0, 0.0]), 2).tolist()
+    [1.0, 0.5, 0.5, 0.0]
+    """
+    certain = np.zeros(popularity.shape, dtype=bool)
+    while True:
+        left = top_k - int(certain.sum())
+        rest = np.where(certain, 0.0, popularity)
+        scaled = rest * (left / rest.sum()) if left else rest * 0.0
+        above = scaled > 1.0
+        if not above.any():
+            return np.where(certain, 1.0, scaled)
+        certain |= above
+
+
+def _find_exponent(spec: LoadSpec, wanted: float, law: Law, starts: np.ndarray) -> float:
+    """Find the exponent at which the combs of all ranks (sorted) give the imbalance."""
+    mains = spec.experts // spec.ranks
+
+    def measure(exponent: float) -> float:
+        home_loads = _count_teeth(place_on_line(law(exponent), spec.top_k)[::mains], starts)
+        return float(home_loads.max() / home_loads.mean())
+
+    exponents = np.linspace(0.0, _STEEPEST, _STEPS + 1).tolist()
+    reached = [measure(exponent) for exponent in exponents]
+    above = np.array(reached) >= wanted
+    candidates = [exponents[int(np.argmin(np.abs(np.array(reached) - wanted)))]]
+    for crossing in np.flatnonzero(above[:-1] != above[1:])[:1]:
+        low, high = exponents[crossing : crossing + 2]
+        for _ in range(60):
+            middle = (low + high) / 2
+            if (measure(middle) >= wanted) == above[crossing]:
+                low = middle
+            else:
+                high = middle
+        candidates += [low, high]
+    best = min(candidates, key=lambda exponent: abs(measure(exponent) - wanted))
+    if abs(measure(best) - wanted) > _MISS * wanted:
+        raise ValueError(
+            f"imbalance ({wanted}) cannot be had within {_MISS:.0%}: these sizes and this seed "
+            f"give {min(reached):.3f} to {max(reached):.3f}, nearest {measure(best):.3f}"
+        )
+    return best
+
+
+def _zipf(spec: LoadSpec, generator: np.random.Generator) -> Law:
+    place = generator.permutation(spec.experts) + 1.0
+    return lambda exponent: place**-exponent
+
+
+def _power_law(spec: LoadSpec, generator: np.random.Generator) -> Law:
+    uniform = 1.0 - generator.random(spec.experts)
+    return lambda exponent: uniform**-exponent
+
+
+def _log_normal(spec: LoadSpec, generator: np.random.Generator) -> Law:
+    normal = generator.standard_normal(spec.experts)
+    return lambda exponent: np.exp(exponent * normal)
+
+
+def _hot_rank(spec: LoadSpec, generator: np.random.Generator) -> Law:
+    mains = spec.experts // spec.ranks
+    is_hot = np.arange(spec.experts) // mains == generator.integers(spec.ranks)
+    return lambda exponent: np.exp(np.where(is_hot, exponent, 0.0))
+
+
+def _cold_ranks(spec: LoadSpec, generator: np.random.Generator) -> Law:
+    cold = _count_cold(spec)
+    return _without_ranks(generator.permutation(spec.ranks)[:cold], spec, generator)
+
+
+def _count_cold(spec: LoadSpec) -> int:
+    cold = round(spec.share * spec.ranks)
+    if not 0 < cold < spec.ranks:
+        raise ValueError(
+            f"share ({spec.share}) of {spec.ranks} ranks must be 1 to {spec.ranks - 1}"
+        )
+    return cold
+
+
+def _without_ranks(cold: np.ndarray, spec: LoadSpec, generator: np.random.Generator) -> Law:
+    is_cold = np.isin(np.arange(spec.ranks), cold)
+    return _without(np.repeat(is_cold, spec.experts // spec.ranks), spec, generator)
+
+
+def _dead_experts(spec: LoadSpec, generator: np.random.Generator) -> Law:
+    dead = max(round(spec.share * spec.experts), 1)
+    is_dead = np.isin(np.arange(spec.experts), generator.permutation(spec.experts)[:dead])
+    return _without(is_dead, spec, generator)
+
+
+def _without(is_dead: np.ndarray, spec: LoadSpec, generator: np.random.Generator) -> Law:
+    """Zipf among the experts that are not dead."""
+    _check_alive(is_dead, spec)
+    law = _zipf(spec, generator)
+    return lambda exponent: np.where(is_dead, 0.0, law(exponent))
+
+
+def _check_alive(is_dead: np.ndarray, spec: LoadSpec) -> None:
+    alive = int((~is_dead).sum())
+    if alive < spec.top_k:
+        raise ValueError(
+            f"share ({spec.share}) leaves {alive} experts for top_k ({spec.top_k}) choices"
+        )
+
+
+def _independent(
+    make_law: Callable[[LoadSpec, np.random.Generator], Law],
+) -> Callable[[LoadSpec, np.random.Generator], list[Law]]:
+    return lambda spec, generator: [make_law(spec, generator) for _ in range(spec.batch)]
+
+
+def _drift(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
+    """Popularity turns from one draw to another and on: a half circle over the batch."""
+    here, there = generator.standard_normal((2, spec.experts))
+
+    def law(angle: float) -> Law:
+        direction = math.cos(angle) * here + math.sin(angle) * there
+        return lambda exponent: np.exp(2 * exponent * direction)
+
+    return [law(angle) for angle in np.linspace(0.0, math.pi, spec.batch)]
+
+
+def _domain_shift(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
+    first, second = _zipf(spec, generator), _zipf(spec, generator)
+    half = spec.batch // 2
+    return [first] * half + [second] * (spec.batch - half)
+
+
+def _cold_shift(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
+    """The first ranks of a random order are cold, then the last: at a half, the others."""
+    cold = _count_cold(spec)
+    order = generator.permutation(spec.ranks)
+    first = _without_ranks(order[:cold], spec, generator)
+    second = _without_ranks(order[-cold:], spec, generator)
+    half = spec.batch // 2
+    return [first] * half + [second] * (spec.batch - half)
+
+
+_HOT_TOKENS = 3 / 4
+"""Share of tokens that choose among the hot experts."""
+_BURST_TOKENS = 1 / 2
+"""The same in a burst of W7."""
+_STEPS_IN_PLACE = 3
+"""Steps after which the hot experts of W6 are others."""
+_STEPS_TO_BURST = 4
+"""The last one of so many steps of W7 is a burst."""
+
+
+def _count_hot(spec: LoadSpec) -> int:
+    return max(spec.top_k, spec.experts // 4)
+
+
+def _heat(spec: LoadSpec, share: float = _HOT_TOKENS) -> float:
+    """Load of a hot expert / mean, when this share of the tokens chooses among the hot."""
+    return share * spec.experts / _count_hot(spec) + 1 - share
+
+
+def _with_hot(hot: np.ndarray, heat: float, spec: LoadSpec) -> Law:
+    """Experts with these indices are so hot; what is left goes to the others, in equal parts."""
+    if hot.size == spec.experts:
+        return _fixed(np.ones(spec.experts))
+    popularity = np.full(spec.experts, (spec.experts - hot.size * heat) / (spec.experts - hot.size))
+    popularity[hot] = heat
+    return _fixed(popularity)
+
+
+def _fixed(popularity: np.ndarray) -> Law:
+    return lambda exponent: popularity
+
+
+def _flat(spec: LoadSpec, generator: np.random.Generator) -> Law:
+    return _fixed(np.ones(spec.experts))
+
+
+def _hot_expert_set(spec: LoadSpec, generator: np.random.Generator) -> Law:
+    return _with_hot(np.arange(_count_hot(spec)), _heat(spec), spec)
+
+
+def _hot_first_rank(spec: LoadSpec, generator: np.random.Generator) -> Law:
+    """The part of W1's hot experts that lives on the first rank, as hot as there."""
+    hot = min(_count_hot(spec), spec.experts // spec.ranks)
+    return _with_hot(np.arange(hot), _heat(spec), spec)
+
+
+def _spread_hot_experts(spec: LoadSpec, generator: np.random.Generator) -> Law:
+    """As many experts as in W1, and as hot, at equal distances."""
+    hot = _count_hot(spec)
+    return _with_hot(np.arange(hot) * spec.experts // hot, _heat(spec), spec)
+
+
+def _zero_expert_rank(spec: LoadSpec, generator: np.random.Generator) -> Law:
+    """The first experts are never chosen, the others equally often."""
+    mains = spec.experts // spec.ranks
+    dead = round(spec.share * spec.experts)
+    if dead < mains:
+        raise ValueError(
+            f"share ({spec.share}) of {spec.experts} experts must be at least the {mains} of a rank"
+        )
+    is_dead = np.arange(spec.experts) < dead
+    _check_alive(is_dead, spec)
+    return _fixed(np.where(is_dead, 0.0, 1.0))
+
+
+def _rotating_hotspot(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
+    """W1's hot set, each time on the experts after those that were hot before."""
+    hot = _count_hot(spec)
+    moves = [step // _STEPS_IN_PLACE for step in range(spec.batch)]
+    return [
+        _with_hot((move * hot + np.arange(hot)) % spec.experts, _heat(spec), spec) for move in moves
+    ]
+
+
+def _burst(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
+    steady = _flat(spec, generator)
+    burst = _with_hot(np.arange(_count_hot(spec)), _heat(spec, _BURST_TOKENS), spec)
+    return [
+        burst if step % _STEPS_TO_BURST == _STEPS_TO_BURST - 1 else steady
+        for step in range(spec.batch)
+    ]
+
+
+def _equal_tokens(spec: LoadSpec, generator: np.random.Generator) -> np.ndarray:
+    return np.full(spec.ranks, spec.tokens)
+
+
+def _ragged_tokens(spec: LoadSpec, generator: np.random.Generator) -> np.ndarray:
+    """From none to N at equal distances, in random order; the only rank has all."""
+    if spec.ranks == 1:
+        return _equal_tokens(spec, generator)
+    return generator.permutation(np.arange(spec.ranks) * spec.tokens // (spec.ranks - 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A way in which loads are uneven."""
+
+    summary: str
+    laws: Callable[[LoadSpec, np.random.Generator], list[Law]]
+    """The law of each of the B loads."""
+    settings: tuple[str, ...] = ("exponent", "imbalance")
+    """Of exponent, imbalance and share, those that mean something."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Of `LoadSpec`, where they are not its own."""
+    min_batch: int = 1
+    """Loads that it takes to see what changes; a kind with more than one makes a trace."""
+    source_tokens: Callable[[LoadSpec, np.random.Generator], np.ndarray] = _equal_tokens
+    """Tokens of each rank, int [R], N at most."""
+
+
+KINDS: dict[str, Kind] = {
+    "zipf": Kind(summary="the k-th hottest expert has 1 / k ** exponent", laws=_independent(_zipf)),
+    "power-law": Kind(
+        summary="popularity has a power-law tail",
+        laws=_independent(_power_law),
+    ),
+    "log-normal": Kind(
+        summary="popularity is e ** (exponent * a normal number)",
+        laws=_independent(_log_normal),
+    ),
+    "drift": Kind(
+        summary="popularity wanders from load to load",
+        laws=_drift,
+        # The imbalance of what wanders wanders too.
+        settings=("exponent",),
+        defaults={"batch": 16},
+        min_batch=2,
+    ),
+    "domain-shift": Kind(
+        summary="other experts are popular in the second half",
+        laws=_domain_shift,
+        defaults={"batch": 16},
+        min_batch=2,
+    ),
+    "cold-ranks": Kind(
+        summary="a share of the ranks gets nothing",
+        laws=_independent(_cold_ranks),
+        settings=("exponent", "imbalance", "share"),
+    ),
+    "cold-shift": Kind(
+        summary="as cold-ranks, and other ranks get nothing in the second half",
+        laws=_cold_shift,
+        settings=("exponent", "imbalance", "share"),
+        defaults={"batch": 16, "share": 0.5},
+        min_batch=2,
+    ),
+    "hot-rank": Kind(
+        summary="one rank's experts are e ** exponent times as popular as the others",
+        laws=_independent(_hot_rank),
+    ),
+    "few-tokens": Kind(
+        summary="Zipf with few tokens", laws=_independent(_zipf), defaults={"tokens": 256}
+    ),
+    "dead-experts": Kind(
+        summary="a share of the experts gets nothing",
+        laws=_independent(_dead_experts),
+        settings=("exponent", "imbalance", "share"),
+    ),
+    "w0-balanced": Kind(
+        summary="all experts the same, without chance",
+        laws=_independent(_flat),
+        settings=(),
+        defaults={"by_chance": False},
+    ),
+    "w1-hot-expert-set": Kind(
+        summary="three of four tokens choose among the first quarter of the experts",
+        laws=_independent(_hot_expert_set),
+        settings=(),
+    ),
+    "w2-hot-rank": Kind(
+        summary="the first rank's experts are as hot as those of w1",
+        laws=_independent(_hot_first_rank),
+        settings=(),
+    ),
+    "w3-spread-hot-experts": Kind(
+        summary="as many hot experts as in w1, as hot, at equal distances",
+        laws=_independent(_spread_hot_experts),
+        settings=(),
+    ),
+    "w4-source-ragged": Kind(
+        summary="source ranks have from no tokens to all N, experts are equally popular",
+        laws=_independent(_flat),
+        settings=(),
+        source_tokens=_ragged_tokens,
+    ),
+    "w5-zero-expert-rank": Kind(
+        summary="a share of the experts, the first, and so of the ranks gets nothing",
+        laws=_independent(_zero_expert_rank),
+        settings=("share",),
+        defaults={"share": 0.5},
+    ),
+    "w6-rotating-hotspot": Kind(
+        summary="w1, with the next quarter of the experts after every third step",
+        laws=_rotating_hotspot,
+        settings=(),
+        defaults={"batch": 4 * _STEPS_IN_PLACE},
+        min_batch=_STEPS_IN_PLACE + 1,
+    ),
+    "w7-burst": Kind(
+        summary="three steps without skew, and one in which half of the tokens choose as in w1",
+        laws=_burst,
+        settings=(),
+        defaults={"batch": 2 * _STEPS_TO_BURST},
+        min_batch=_STEPS_TO_BURST,
+    ),
+}
+
+
+def _get_kind(kind: str) -> Kind:
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}; known: {', '.join(sorted(KINDS))}")
+    return KINDS[kind]
+
+
+def _no_setting(name: str, kind: str) -> str:
+    settings = ", ".join(_get_kind(kind).settings) or "none"
+    return f"{name} is no setting of {kind}; it has {settings}"

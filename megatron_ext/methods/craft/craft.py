@@ -1,0 +1,138 @@
+"""CRAFT: replicas placed before the run, each load split over them for the least busiest rank.
+
+`place.py` decides from a trace which layers get how many replicas, and where. Legend: R
+ranks of the EP group, E logical experts, S slots per rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from megatron_ext.balance.bounds import target_load
+from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.plan import BalancePlan, plan_each
+from megatron_ext.balance.strategies import none
+from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
+
+
+def fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+    """Split every load over fixed replicas: within the tolerance, else the best that they allow.
+
+    The busiest rank has at most `(1 + tolerance)` times the mean, or the least that whole numbers
+    can reach with these replicas; proven by the ranks that no assignment can leave, see `_level`. A
+    replica below `min_quota` is left out, and its load split again. Never worse than no balancing,
+    which is where the search begins. On the CPU, one load after the other.
+
+    Args:
+        load: Assignments, int64 [R, E] or [B, R, E].
+        slots: Replicas that may be used, int32 [R, S].
+        layout: Where experts and slots are.
+        settings: `tolerance` and `min_quota` are looked at.
+
+    >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
+    >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
+    >>> plan = fill(load, torch.tensor([[-1], [0]], dtype=torch.int32), layout, PlanSettings())
+    >>> plan.quota.tolist(), plan.rank_loads().tolist()
+    ([[5, 5], [3, 0], [0, 2], [0, 1]], [8, 8])
+
+    Source: CRAFT, section 4.2, which leaves the split to the serving framework (even by Algorithm
+    1); differs from it in that mains do not move and that the split is the best one.
+    """
+    slots = slots.cpu()
+    return plan_each(load, layout, lambda one: _fill(one, slots, layout, settings))
+
+
+def _fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+    """Plan one load."""
+    plan = none.solve(load, layout, settings)
+    target = target_load(int(load.sum()), layout.ep_size, round(settings.tolerance * 1e6))
+    kept = slots.clone()
+    while True:
+        quota = plan.quota.clone()
+        _level(quota, kept, layout, target)
+        served = quota.gather(0, kept.clamp(min=0).long().T).T
+        too_small = (kept >= 0) & (served > 0) & (served < settings.min_quota)
+        if not too_small.any():
+            return BalancePlan(layout, quota, torch.where(served > 0, kept, -1))
+        kept[too_small] = -1
+
+
+def _level(quota: Tensor, slots: Tensor, layout: ExpertLayout, level: int) -> None:
+    """Move assignments between instances, in place, until no rank has more than `level`.
+
+    Assignments go from a rank above the level along a shortest path of instances to a rank below
+    it. Where no path is left, the ranks that can be reached hold what cannot leave them, all of it
+    at or above the level: no split has less than their mean, rounded up, which becomes the level.
+    So the level ends at the least one that can be met, or stays where it began.
+
+    Args:
+        quota: Of a split that is to be improved, int64 [E, R].
+        slots: Replicas, int32 [R, S].
+        layout: Where experts and slots are.
+        level: At least the mean rank load.
+    """
+    hosts: dict[int, list[int]] = {}
+    for rank, row in enumerate(slots.tolist()):
+        for expert in row:
+            if expert >= 0:
+                hosts.setdefault(expert, [layout.home_rank(expert)]).append(rank)
+    loads = quota.sum(0).tolist()
+    shares = {
+        expert: dict(zip(on, quota[expert, on].tolist(), strict=True))
+        for expert, on in hosts.items()
+    }
+    experts_of: list[list[int]] = [[] for _ in loads]
+    for expert, on in hosts.items():
+        for rank in on:
+            experts_of[rank].append(expert)
+
+    while max(loads) > level:
+        came_by: dict[int, tuple[int, int] | None] = {
+            rank: None for rank, load in enumerate(loads) if load > level
+        }
+        queue = deque(came_by)
+        end = -1
+        while queue and end < 0:
+            rank = queue.popleft()
+            for expert in experts_of[rank]:
+                if shares[expert][rank] == 0:
+                    continue
+                for host in shares[expert]:
+                    if host not in came_by:
+                        came_by[host] = (rank, expert)
+                        queue.append(host)
+                        if loads[host] < level and end < 0:
+                            end = host
+        if end < 0:
+            level = -(-sum(loads[rank] for rank in came_by) // len(came_by))
+            continue
+        steps = []
+        rank = end
+        while (step := came_by[rank]) is not None:
+            steps.append((*step, rank))
+            rank = step[0]
+        amount = min(
+            loads[rank] - level,
+            level - loads[end],
+            *(shares[expert][source] for source, expert, _ in steps),
+        )
+        for source, expert, host in steps:
+            shares[expert][source] -= amount
+            shares[expert][host] += amount
+        loads[rank] -= amount
+        loads[end] += amount
+
+    for expert, share in shares.items():
+        quota[expert, list(share)] = torch.tensor(list(share.values()))
+
+
+CRAFT = Strategy(
+    name="craft",
+    summary="CRAFT: replicas from a placement file, where a trace showed that layers gain by them",
+    kind="planner",
+    fill=fill,
+    needs_placement=True,
+)

@@ -1,0 +1,343 @@
+"""CRAFT: which layers gain by replicas, how many each gets, and where they go.
+
+    1 estimate   replay a trace with 1, 2, 4, ... replicas in every layer
+    2 budget     replicas a rank, given or where the gain of one more falls below the average
+    3 allocate   so many replicas for each layer that all layers together gain most
+    4 assign     if asked for: ranks that hold them, so that every rank holds equally many
+    5 place      the hottest experts of each layer on the least loaded (of these) ranks
+
+Made for training: mains do not move, and a rank's slots are shared by its layers, so that what a
+replica costs is not memory, but weights that are sent in every microbatch.
+docs/decisions/012-what-craft-leaves-open.md says what follows. Legend: L layers, R ranks of the EP
+group, E logical experts, S slots per rank, C numbers of replicas that are compared.
+
+Source: CRAFT (A. Zhao et al.), section 4 and Algorithms 1 to 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.metrics import home_loads, imbalances
+from megatron_ext.balance.placement import Placement
+from megatron_ext.balance.strategies.strategy import PlanSettings
+from megatron_ext.files.loads import Loads
+from megatron_ext.methods.craft import craft
+from megatron_ext.methods.eplb import eplb
+
+
+@dataclass(frozen=True, eq=False)
+class Crafted:
+    """A placement, and what it was decided by. Balancedness is mean / busiest rank load."""
+
+    placement: Placement
+
+    budget: int
+    """Replicas of a rank, over all layers, that could be given out."""
+
+    counts: np.ndarray
+    """Replicas that were allocated to each layer: int64 [L]."""
+
+    compared: np.ndarray
+    """Numbers of replicas that were compared: int64 [C]."""
+
+    baseline: np.ndarray
+    """Mean balancedness of each layer without replicas: float64 [L]."""
+
+    gains: np.ndarray
+    """Mean balancedness gained by each number of replicas: float64 [L, C]."""
+
+    achieved: np.ndarray
+    """Mean balancedness of each layer with the placement: float64 [L]."""
+
+    def layers(self) -> list[dict[str, Any]]:
+        """Return what is known of each layer, for JSON."""
+        replicas = self.placement.num_replicas()
+        return [
+            {
+                "layer": layer,
+                "replicas": replicas[str(layer)],
+                "slot_limit": self.placement.slot_limit(layer),
+                "balancedness_before": float(self.baseline[i]),
+                "balancedness_after": float(self.achieved[i]),
+                "gains": {
+                    str(count): gain
+                    for count, gain in zip(
+                        self.compared.tolist(), self.gains[i].tolist(), strict=True
+                    )
+                },
+            }
+            for i, layer in enumerate(self.placement.layers)
+        ]
+
+
+def place(
+    loads: Loads,
+    layout: ExpertLayout,
+    settings: PlanSettings,
+    *,
+    budget: int | None,
+    even: bool,
+    on_load: Callable[[int], object] = lambda count: None,
+) -> Crafted:
+    """Place replicas for a trace.
+
+    Args:
+        loads: The trace, of some layers; without layers, all are of one.
+        layout: Where experts and slots are.
+        settings: As in the run to come: the loads are replayed with them.
+        budget: Most replicas of a rank, over all layers; None takes `knee` of the gains.
+        even: Give every rank equally many replicas over all layers, as `assign` does: for replicas
+            that stay in memory. Otherwise a layer's replicas go where its load is least.
+        on_load: Called with 1 after every load that was replayed, C + 1 times for each load.
+
+    Raises:
+        ValueError: There are no slots or no two ranks to place replicas on, or the budget is < 0.
+    """
+    if layout.slots < 1 or layout.nvlink_domain < 2:
+        raise ValueError(
+            f"placing needs a slot and another rank: slots ({layout.slots}) must be >= 1, ranks of "
+            f"an NVLink domain ({layout.nvlink_domain}) >= 2"
+        )
+    if budget is not None and budget < 0:
+        raise ValueError(f"budget ({budget}) must be >= 0")
+    estimate = estimate_gains(loads, layout, settings, on_load=on_load)
+    by_layer = list(estimate.by_layer.values())
+
+    ranks = layout.ep_size
+    most = layout.slots * len(by_layer)
+    best = allocate(estimate.gains, estimate.compared, most * ranks)
+    if budget is None:
+        budget = knee(best.gain[::ranks])
+    counts = best.counts(min(budget, most) * ranks)
+    capacities = assign(counts, ranks) if even else np.full((len(counts), ranks), layout.slots)
+    slots = torch.stack(
+        [
+            _place_layer(one, layout, count, capacities[i].tolist())
+            for i, (one, count) in enumerate(zip(by_layer, counts.tolist(), strict=True))
+        ]
+    )
+    expert_load = torch.stack([one.load.sum((0, 1)) for one in by_layer])
+    placement = Placement(tuple(estimate.by_layer), slots, expert_load)
+    achieved = np.array(
+        [
+            _replay(one, held, layout, settings, on_load)
+            for one, held in zip(by_layer, slots, strict=True)
+        ]
+    )
+    return Crafted(
+        placement,
+        budget,
+        counts,
+        estimate.compared,
+        estimate.baseline,
+        estimate.gains,
+        achieved,
+    )
+
+
+def replica_counts(layout: ExpertLayout) -> np.ndarray:
+    """Return the numbers of replicas to compare: powers of 2 up to all slots, and all slots.
+
+    >>> replica_counts(ExpertLayout(num_experts=8, ep_size=4, slots=2, nvlink_domain=4)).tolist()
+    [1, 2, 4, 8]
+    """
+    most = layout.ep_size * layout.slots
+    return np.array(sorted({1 << power for power in range(most.bit_length())} | {most}))
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """What each layer of a trace gains by replicas. Balancedness is mean / busiest rank load."""
+
+    by_layer: dict[int, Loads]
+    """The loads of each layer, L of them, by its number."""
+
+    compared: np.ndarray
+    """Numbers of replicas that were compared: int64 [C]."""
+
+    baseline: np.ndarray
+    """Mean balancedness of each layer without replicas: float64 [L]."""
+
+    gains: np.ndarray
+    """Mean balancedness gained by each number of replicas: float64 [L, C]."""
+
+
+def estimate_gains(
+    loads: Loads,
+    layout: ExpertLayout,
+    settings: PlanSettings,
+    *,
+    on_load: Callable[[int], object] = lambda count: None,
+) -> Estimate:
+    """Replay each layer's loads with each number of replicas of `replica_counts`.
+
+    Args:
+        loads: The trace, of some layers; without layers, all are of one.
+        layout: Where experts and slots are.
+        settings: As in the run to come.
+        on_load: Called with 1 after every load that was replayed, C times for each load.
+
+    Source: CRAFT, Algorithm 1; differs from it in that loads are split as strategy `craft` splits
+    them in training, instead of evenly, and that replicas go to
+    the ranks with least load.
+    """
+    layers = np.array(loads.layers())
+    by_layer = {int(n): Loads(loads.load[layers == n]) for n in np.unique(layers)}
+    compared = replica_counts(layout)
+    baseline = np.array([_balancedness(home_loads(one.load)) for one in by_layer.values()])
+    gains = np.zeros((len(by_layer), len(compared)))
+    for i, of_layer in enumerate(by_layer.values()):
+        for j, count in enumerate(compared.tolist()):
+            slots = _place_layer(of_layer, layout, count)
+            gains[i, j] = _replay(of_layer, slots, layout, settings, on_load) - baseline[i]
+    return Estimate(by_layer, compared, baseline, gains)
+
+
+@dataclass(frozen=True, eq=False)
+class Allocation:
+    """The best allocation for every number of replicas up to a capacity; see `allocate`."""
+
+    gain: np.ndarray
+    """Most that all layers together gain by at most so many replicas: float64 [capacity + 1]."""
+
+    _choice: np.ndarray
+    """Replicas of layer l where the first l + 1 share c: int64 [L, capacity + 1]."""
+
+    def counts(self, capacity: int) -> np.ndarray:
+        """Replicas of each layer, int64 [L], at most `capacity` together."""
+        counts = np.zeros(len(self._choice), dtype=np.int64)
+        for layer in reversed(range(len(counts))):
+            counts[layer] = self._choice[layer, capacity]
+            capacity -= counts[layer]
+        return counts
+
+
+def allocate(gains: np.ndarray, counts: np.ndarray, capacity: int) -> Allocation:
+    """Choose a number of replicas for each layer so that the sum of their gains is greatest.
+
+    Of equal gains, fewer replicas are taken.
+
+    Args:
+        gains: By each number of replicas, float64 [L, C]; none gain 0.
+        counts: The numbers, int64 [C], rising.
+        capacity: Replicas that can be allocated.
+
+    Returns:
+        The best allocation for every capacity up to this one.
+
+    >>> gains = np.array([[0.3, 0.3], [0.2, 0.2]])
+    >>> best = allocate(gains, np.array([1, 2]), 2)
+    >>> best.counts(2).tolist(), best.counts(1).tolist(), best.gain.tolist()
+    ([1, 1], [1, 0], [0.0, 0.3, 0.5])
+
+    Source: CRAFT, Algorithm 2; differs from it in the objective, which there is the gain times the
+    number of replicas: docs/decisions/012-what-craft-leaves-open.md.
+    """
+    best = np.zeros(capacity + 1)
+    choice = np.zeros((len(gains), capacity + 1), dtype=np.int64)
+    for layer, of_layer in enumerate(gains):
+        before = best.copy()
+        for count, gain in zip(counts.tolist(), of_layer.tolist(), strict=True):
+            if count > capacity:
+                break
+            candidate = before[: capacity + 1 - count] + gain
+            is_better = candidate > best[count:]
+            best[count:][is_better] = candidate[is_better]
+            choice[layer, count:][is_better] = count
+    return Allocation(best, choice)
+
+
+def knee(gain: np.ndarray) -> int:
+    """Return the index up to which a step gains at least what the average step to the end does.
+
+    Where the curve is highest above the straight line from its first to its last point.
+
+    Args:
+        gain: Rising, float64 [points].
+
+    >>> knee(np.array([0.0, 0.5, 0.7, 0.75, 0.76]))
+    2
+    """
+    steps = max(len(gain) - 1, 1)
+    line = gain[0] + (gain[-1] - gain[0]) * np.arange(len(gain)) / steps
+    # Rounded, so that on a straight line no point is above it.
+    above = np.round(gain - line, 9)
+    last = np.flatnonzero(above == above.max())[-1]
+    return int(np.searchsorted(gain, gain[last]))
+
+
+def assign(counts: Sequence[int] | np.ndarray, ranks: int) -> np.ndarray:
+    """Assign each layer's replicas to ranks, so that ranks end up with equally many.
+
+    A layer's replicas go to all ranks alike; what is left goes to the ranks that have fewest
+    so far, evenly spaced among ranks that tie, so that neighbors on a node share it.
+
+    Args:
+        counts: Replicas of each layer, int64 [L].
+        ranks: Ranks of the EP group (R).
+
+    Returns:
+        Replicas of each layer on each rank, int64 [L, R]. In a layer, as in the sums over layers up
+        to any one, ranks differ by at most 1.
+
+    >>> assign([2, 2, 4, 0], 4).tolist()
+    [[1, 0, 1, 0], [0, 1, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0]]
+
+    Source: CRAFT, Algorithm 3 and Figure 10. Its text asks for even spacing with both endpoints
+    included, its figure takes the first of every equal part: so does this.
+    """
+    counts = np.asarray(counts)
+    assigned = np.repeat(counts[:, None] // ranks, ranks, axis=1)
+    totals = assigned.sum(0)
+    for layer, rest in enumerate((counts % ranks).tolist()):
+        if rest == 0:
+            continue
+        cutoff = np.sort(totals)[rest - 1]
+        fewest = np.flatnonzero(totals < cutoff)
+        tied = np.flatnonzero(totals == cutoff)
+        missing = rest - len(fewest)
+        spread = tied[np.arange(missing) * len(tied) // missing] if missing else tied[:0]
+        chosen = np.concatenate([fewest, spread])
+        assigned[layer, chosen] += 1
+        totals[chosen] += 1
+    return assigned
+
+
+def _place_layer(
+    loads: Loads, layout: ExpertLayout, num_replicas: int, capacities: list[int] | None = None
+) -> torch.Tensor:
+    """Place so many replicas for all loads of a layer together: int32 [R, S]."""
+    return eplb.place_replicas(
+        loads.load.sum((0, 1)),
+        layout,
+        most_replicas=layout.nvlink_domain - 1,
+        capacities=capacities,
+        num_replicas=num_replicas,
+    )
+
+
+def _replay(
+    loads: Loads,
+    slots: torch.Tensor,
+    layout: ExpertLayout,
+    settings: PlanSettings,
+    on_load: Callable[[int], object],
+) -> float:
+    """Mean balancedness of a layer's loads with these replicas."""
+    after = []
+    for load in loads.load:
+        after.append(craft.fill(load, slots, layout, settings).rank_loads())
+        on_load(1)
+    return _balancedness(torch.stack(after))
+
+
+def _balancedness(rank_loads: torch.Tensor) -> float:
+    """Mean over loads, int64 [B, R], of mean / busiest: 1 is perfect."""
+    return float((1.0 / imbalances(rank_loads)).mean())

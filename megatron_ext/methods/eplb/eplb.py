@@ -1,0 +1,213 @@
+"""EPLB: replicas for the experts that were hot in the past, loads split evenly over instances.
+
+Here with fixed mains, so that parameters and optimizer state stay where they are; the published
+re-layout of all experts is `rearrange.py`. Legend: R ranks of the EP group, D ranks of an NVLink
+domain, E logical experts, M mains per rank, S slots per rank, G groups of assignments that are
+dealt each by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.strategies import none
+from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
+
+
+def place(expert_load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Tensor:
+    """Fill the slots with replicas of the experts that are hottest per instance.
+
+    Args:
+        expert_load: Assignments of each expert in the past, int64 [E].
+        layout: Where experts and slots are; each NVLink domain is filled by itself.
+        settings: Not looked at.
+
+    Returns:
+        Logical expert in each slot, or -1: int32 [R, S]. Slots stay empty where every expert with a
+        load is on every rank already, or where the last replicas fit on no rank.
+
+    >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
+    >>> place(torch.tensor([10, 3, 4, 1]), layout, PlanSettings()).tolist()
+    [[2], [0]]
+
+    Source: DeepSeek EPLB, README (replicate the heavy, pack on the light); differs from it in that
+    mains do not move and that replicas stay in their NVLink domain.
+    """
+    return place_replicas(expert_load, layout, most_replicas=layout.nvlink_domain - 1)
+
+
+def place_replicas(
+    expert_load: Tensor,
+    layout: ExpertLayout,
+    *,
+    most_replicas: int,
+    capacities: Sequence[int] | None = None,
+    num_replicas: int | None = None,
+) -> Tensor:
+    """As `place`, within bounds.
+
+    Args:
+        expert_load: Assignments of each expert in the past, int64 [E].
+        layout: Where experts and slots are.
+        most_replicas: Of one expert.
+        capacities: Most replicas of each rank, [R]; all slots if None.
+        num_replicas: Most replicas; as many as the ranks can take if None.
+    """
+    mains, ranks = layout.mains_per_rank, layout.nvlink_domain
+    capacities = [layout.slots] * layout.ep_size if capacities is None else list(capacities)
+    room = torch.tensor(capacities).view(-1, ranks).sum(1)
+    instances = _replicate(
+        expert_load.double(),
+        room,
+        sum(capacities) if num_replicas is None else num_replicas,
+        most_replicas + 1,
+    )
+    slots = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
+    for first_rank in range(0, layout.ep_size, ranks):
+        first_expert = first_rank * mains
+        here = slice(first_expert, first_expert + ranks * mains)
+        held_by = _pack(
+            expert_load[here].tolist(),
+            instances[here],
+            capacities[first_rank : first_rank + ranks],
+        )
+        for rank, held in enumerate(held_by):
+            row = [expert + first_expert for expert in held]
+            slots[first_rank + rank, : len(row)] = torch.tensor(row, dtype=torch.int32)
+    return slots
+
+
+def fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+    """Split every expert's load evenly over its instances.
+
+    What does not divide goes to the main and the first replicas, by rank. Where the shares would be
+    below `min_quota`, the last replicas are left out. Where the result is worse than no balancing,
+    as it can be when the hot experts changed, that load is planned without replicas.
+
+    Args:
+        load: Assignments, int64 [R, E] or [B, R, E].
+        slots: Replicas that may be used, int32 [R, S].
+        layout: Where experts and slots are.
+        settings: `min_quota` is looked at.
+
+    >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
+    >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
+    >>> plan = fill(load, torch.tensor([[2], [0]], dtype=torch.int32), layout, PlanSettings())
+    >>> plan.quota.tolist(), plan.rank_loads().tolist()
+    ([[5, 5], [3, 0], [1, 1], [0, 1]], [9, 7])
+
+    Source: DeepSeek EPLB, README (an expert's load is shared evenly by its instances); differs from
+    it in that it only helps: as published, stale replicas make some loads worse (UltraEP, Figure
+    6).
+    """
+    return deal(load, load.sum(-2, keepdim=True), slots, layout, settings)
+
+
+def deal(
+    load: Tensor, groups: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings
+) -> BalancePlan:
+    """As `fill`, but every group's assignments are dealt to the instances by themselves.
+
+    Args:
+        load: Assignments, int64 [R, E] or [B, R, E].
+        groups: Of an expert's assignments, int64 [G, E] or [B, G, E]. Each group begins at the
+            main, so the more groups, the more what does not divide goes to the first instances.
+        slots: Replicas that may be used, int32 [R, S].
+        layout: Where experts and slots are.
+        settings: `min_quota` is looked at.
+    """
+    turn = _turns(slots, layout)  # [..., E, R]
+    used = (turn >= 0).sum(-1).expand(*load.shape[:-2], -1)
+    # A share grows when there are fewer of them, and an expert needs but its main.
+    while True:
+        least = (groups // used[..., None, :]).sum(-2)
+        too_small = (least < settings.min_quota) & (used > 1)
+        if not too_small.any():
+            break
+        used = used - too_small.long()
+    whole, rest = (groups // used[..., None, :]).sum(-2), groups % used[..., None, :]
+    turns = int(used.max()) if used.numel() else 1
+    extra = [(rest > i).sum(-2) for i in range(turns)]
+    shares = whole[..., None] + torch.stack(extra, -1)  # [..., E, turns]
+    serves = (turn >= 0) & (turn < used[..., None])
+    by_rank = shares.gather(-1, torch.where(serves, turn, 0).expand(*shares.shape[:-1], -1))
+    quota = torch.where(serves, by_rank, 0)
+    experts = slots.clamp(min=0).long().expand(*load.shape[:-2], -1, -1)
+    is_kept = (slots >= 0) & serves.mT.gather(-1, experts)
+    plan = BalancePlan(layout, quota, torch.where(is_kept, slots, -1).int())
+    return none.unless_worse(load, plan)
+
+
+def _turns(slots: Tensor, layout: ExpertLayout) -> Tensor:
+    """The turn at which each rank serves an expert, or -1: int64 [..., E, R].
+
+    The main has turn 0; the replicas follow by rank.
+    """
+    experts, ranks = layout.num_experts, layout.ep_size
+    # Row E takes what empty slots write.
+    is_replica = slots.new_zeros(*slots.shape[:-2], ranks, experts + 1, dtype=torch.bool)
+    held = torch.where(slots < 0, experts, slots.long())
+    is_replica = is_replica.scatter(-1, held, True)[..., :-1].mT
+    turn = torch.where(is_replica, is_replica.long().cumsum(-1), -1)
+    home = torch.arange(experts, device=slots.device) // layout.mains_per_rank
+    is_home = home[:, None] == torch.arange(ranks, device=slots.device)
+    return torch.where(is_home, 0, turn)
+
+
+def _replicate(load: Tensor, room: Tensor, num_replicas: int, most_instances: int) -> list[int]:
+    """Instances of each expert: the next replica always goes to the most load per instance.
+
+    Args:
+        load: Of each expert, float64 [E].
+        room: Replicas that each NVLink domain can take, int64 [domains]; used up.
+        num_replicas: Most replicas.
+        most_instances: Of one expert.
+    """
+    instances = torch.ones_like(load)
+    for _ in range(num_replicas):
+        has_room = (room > 0).repeat_interleave(len(load) // len(room))
+        per_instance = torch.where((instances < most_instances) & has_room, load / instances, 0.0)
+        hottest = int(per_instance.argmax())
+        if per_instance[hottest] == 0:
+            break
+        instances[hottest] += 1
+        room[hottest * len(room) // len(load)] -= 1
+    return [int(count) for count in instances]
+
+
+def _pack(loads: list[int], instances: list[int], capacities: Sequence[int]) -> list[list[int]]:
+    """Put replicas, the heaviest first, on the least loaded rank that can take them."""
+    ranks = len(capacities)
+    mains = len(loads) // ranks
+    share = [load / count for load, count in zip(loads, instances, strict=True)]
+    rank_loads = [sum(share[rank * mains : (rank + 1) * mains]) for rank in range(ranks)]
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    for expert in sorted(range(len(loads)), key=lambda expert: -share[expert]):
+        for _ in range(instances[expert] - 1):
+            takers = [
+                rank
+                for rank in range(ranks)
+                if len(held[rank]) < capacities[rank]
+                and rank != expert // mains
+                and expert not in held[rank]
+            ]
+            if not takers:
+                break
+            rank = min(takers, key=rank_loads.__getitem__)
+            held[rank].append(expert)
+            rank_loads[rank] += share[expert]
+    return held
+
+
+EPLB = Strategy(
+    name="eplb",
+    summary="EPLB: replicas by load history, every `interval` microbatches; even split",
+    kind="planner",
+    place=place,
+    fill=fill,
+)

@@ -1,0 +1,367 @@
+"""Libra: replicas from a predicted load, moved before the exact load is known; then topped up.
+
+`place` chooses replicas from the predicted load. `fill` splits the exact load over those that turn
+out useful, and adds replicas only for what the prediction missed. What it does not use is wasted:
+moved, but without quota.
+
+In Python and on the CPU, one load after the other. Integer arithmetic on equal input, ties by the
+lowest index: every rank plans alike. Legend: R ranks of the EP group, D ranks of an NVLink domain,
+E logical experts, M mains per rank, S slots per rank.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_ext.balance.bounds import target_load
+from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.plan import BalancePlan, plan_each
+from megatron_ext.balance.strategies import quota as quota_planner
+from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
+
+
+def place(predicted: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Tensor:
+    """Place replicas for a load that is only predicted; each NVLink domain by itself.
+
+    First every rank takes the experts of other ranks that its own tokens ask for most, up to
+    `locality_share` of its slots. Then, as long as a rank is above the mean, the expert of which it
+    computes most for other ranks goes to the least loaded rank that has a free slot, if that stays
+    within the mean with the assignments of its own that it then keeps. That ends where the busiest
+    rank finds no such host.
+
+    Args:
+        predicted: Assignments from each source rank to each expert, int64 [R, E].
+        layout: Where experts and slots are.
+        settings: `locality_share` is looked at.
+
+    Returns:
+        Logical expert in each slot, or -1: int32 [R, S].
+
+    >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
+    >>> place(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), layout, PlanSettings()).tolist()
+    [[-1], [0]]
+
+    Source: Libra, Algorithm 1. An iteration of its second loop that finds no host leaves everything
+    as it was, so that all that follow do too: here it is the last.
+    """
+    counts = predicted.tolist()
+    domain = layout.nvlink_domain
+    held: list[list[int]] = []
+    for first in range(0, layout.ep_size, domain):
+        held += _place_domain(counts, range(first, first + domain), layout, settings)
+    rows = [row + [-1] * (layout.slots - len(row)) for row in held]
+    return torch.tensor(rows, dtype=torch.int32).view(layout.ep_size, layout.slots)
+
+
+def _place_domain(
+    counts: list[list[int]], ranks: range, layout: ExpertLayout, settings: PlanSettings
+) -> list[list[int]]:
+    """Experts in the slots of a domain's ranks."""
+    mains, slots = layout.mains_per_rank, layout.slots
+    experts = range(ranks.start * mains, ranks.stop * mains)
+    total = [sum(row[expert] for row in counts) for expert in range(layout.num_experts)]
+    held: dict[int, list[int]] = {rank: [] for rank in ranks}
+    for rank in ranks:
+        asked = [e for e in experts if e // mains != rank and counts[rank][e] > 0]
+        asked.sort(key=lambda e, row=counts[rank]: -row[e])  # type: ignore[misc]
+        held[rank] = asked[: math.floor(slots * settings.locality_share)]
+
+    # A rank with an instance computes what its own tokens ask of it; the home rank does the rest.
+    for_others = {e: total[e] - counts[e // mains][e] for e in experts}
+    loads = {r: sum(total[r * mains : (r + 1) * mains]) for r in ranks}
+
+    def localize(expert: int, rank: int) -> None:
+        own = counts[rank][expert]
+        for_others[expert] -= own
+        loads[expert // mains] -= own
+        loads[rank] += own
+
+    for rank in ranks:
+        for expert in held[rank]:
+            localize(expert, rank)
+    sum_of_loads = sum(loads.values())
+    while True:
+        source = max(ranks, key=loads.__getitem__)
+        if loads[source] * len(ranks) <= sum_of_loads:
+            break
+        expert = max(range(source * mains, (source + 1) * mains), key=for_others.__getitem__)
+        hosts = [r for r in ranks if r != source and expert not in held[r] and len(held[r]) < slots]
+        if for_others[expert] == 0 or not hosts:
+            break
+        host = min(hosts, key=loads.__getitem__)
+        if (loads[host] + counts[host][expert]) * len(ranks) > sum_of_loads:
+            break
+        held[host].append(expert)
+        localize(expert, host)
+    return list(held.values())
+
+
+def fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+    """Split the exact load over the replicas that are there, then add what is missing.
+
+    The goal is what the quota planner promises: a busiest rank within the tolerance, or its least.
+    A replica is added where it carries most of what is left above the goal, in a slot that is empty
+    or whose replica has no quota. Where that does not reach the goal, the plan is the quota
+    planner's, with what it has in common with the replicas that are there.
+
+    A replica that is used is in the slot in which it was.
+
+    Args:
+        load: Assignments, int64 [R, E] or [B, R, E].
+        slots: Replicas that are there, int32 [R, S]; legal as those of a plan are.
+        layout: Where experts and slots are.
+        settings: `tolerance` and `min_quota` are looked at.
+
+    >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
+    >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
+    >>> hit = fill(load, torch.tensor([[-1], [0]], dtype=torch.int32), layout, PlanSettings())
+    >>> hit.rank_loads().tolist(), hit.slots.tolist()
+    ([8, 8], [[-1], [0]])
+    >>> missed = fill(load, torch.tensor([[2], [1]], dtype=torch.int32), layout, PlanSettings())
+    >>> missed.rank_loads().tolist(), missed.slots.tolist()
+    ([8, 8], [[-1], [0]])
+    """
+    placed = slots.tolist()
+    return plan_each(load, layout, lambda one: _fill(one, placed, layout, settings))
+
+
+def _fill(
+    load: Tensor, placed: list[list[int]], layout: ExpertLayout, settings: PlanSettings
+) -> BalancePlan:
+    """Plan one load."""
+    even = quota_planner.solve(load, layout, settings)
+    limit = max(_goal(load, settings), int(even.rank_loads().max()))
+    parts = _begin(load, placed, layout)
+    if all(part.reach(limit, settings.min_quota, top_up=True) for part in parts):
+        return _plan_of(parts, layout)
+    return BalancePlan(layout, even.quota, _align(even.slots, placed))
+
+
+def split_over_placed(
+    load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings
+) -> BalancePlan:
+    """Split the exact load over the replicas that are there: what the prediction alone is good for.
+
+    With `min_quota` 1 no split over them has a lower busiest rank, down to the tolerance.
+
+    Args:
+        load: Assignments, int64 [R, E] or [B, R, E].
+        slots: Replicas that are there, int32 [R, S].
+        layout: Where experts and slots are.
+        settings: `tolerance` and `min_quota` are looked at.
+
+    >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
+    >>> slots = torch.tensor([[2], [1]], dtype=torch.int32)
+    >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
+    >>> split_over_placed(load, slots, layout, PlanSettings()).rank_loads().tolist()
+    [10, 6]
+    """
+    placed = slots.tolist()
+    return plan_each(load, layout, lambda one: _split(one, placed, layout, settings))
+
+
+def _split(
+    load: Tensor, placed: list[list[int]], layout: ExpertLayout, settings: PlanSettings
+) -> BalancePlan:
+    """Plan one load, over the replicas that are there."""
+    best = _begin(load, placed, layout)
+    reached = max(max(part.rank_loads) for part in best)
+    low = min(reached, _goal(load, settings))
+    limit = low
+    while low < reached:
+        parts = _begin(load, placed, layout)
+        if all(part.reach(limit, settings.min_quota, top_up=False) for part in parts):
+            best, reached = parts, limit
+        else:
+            low = limit + 1
+        limit = (low + reached) // 2
+    return _plan_of(best, layout)
+
+
+def _goal(load: Tensor, settings: PlanSettings) -> int:
+    """Most assignments of a rank within the tolerance, as the quota planner has it."""
+    return target_load(int(load.sum()), load.shape[0], round(settings.tolerance * 1e6))
+
+
+def _align(slots: Tensor, placed: list[list[int]]) -> Tensor:
+    """The same replicas, those that were placed on their rank in the slot they were placed in."""
+    rows = []
+    for row, there in zip(slots.tolist(), placed, strict=True):
+        stay = [expert if expert in row else -1 for expert in there]
+        new = iter([expert for expert in row if expert not in there])
+        rows.append([expert if expert >= 0 else next(new, -1) for expert in stay])
+    return torch.tensor(rows, dtype=torch.int32).view(slots.shape)
+
+
+def _begin(load: Tensor, placed: list[list[int]], layout: ExpertLayout) -> list[_Shares]:
+    """Each domain with all its assignments at home."""
+    mains, ranks = layout.mains_per_rank, layout.nvlink_domain
+    loads = load.sum(0).tolist()
+    parts = []
+    for first in range(0, layout.ep_size, ranks):
+        experts = range(first * mains, (first + ranks) * mains)
+        held = [
+            [e - experts.start if e >= 0 else -1 for e in row] for row in placed[first:][:ranks]
+        ]
+        parts.append(_Shares(loads[experts.start : experts.stop], held))
+    return parts
+
+
+def _plan_of(parts: list[_Shares], layout: ExpertLayout) -> BalancePlan:
+    """The plan of all domains; replicas without quota are not in it."""
+    mains, ranks = layout.mains_per_rank, layout.nvlink_domain
+    quota = torch.zeros(layout.num_experts, layout.ep_size, dtype=torch.int64)
+    slots = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
+    for index, part in enumerate(parts):
+        first = index * ranks
+        rows = slice(first * mains, (first + ranks) * mains)
+        quota[rows, first : first + ranks] = torch.tensor(part.quota)
+        for rank, held in enumerate(part.slots):
+            for slot, expert in enumerate(held):
+                if expert >= 0 and part.quota[expert][rank] > 0:
+                    slots[first + rank, slot] = expert + first * mains
+    return BalancePlan(layout, quota, slots)
+
+
+class _Shares:
+    """How many assignments of a domain's experts each of its ranks computes; moved until all fit.
+
+    Ranks and experts are counted from the domain's first. At first everything is at home, and the
+    replicas that are there have nothing to do.
+
+    Attributes:
+        quota: Assignments of expert e on rank t: [D * M][D].
+        slots: Expert in each slot, or -1: [D][S].
+        rank_loads: [D].
+    """
+
+    def __init__(self, loads: list[int], placed: list[list[int]]) -> None:
+        ranks = len(placed)
+        self._mains = len(loads) // ranks
+        self.quota = [[0] * ranks for _ in loads]
+        self.slots = [list(row) for row in placed]
+        self.rank_loads = [0] * ranks
+        self._instances: list[set[int]] = [set() for _ in loads]
+        for expert, load in enumerate(loads):
+            home = expert // self._mains
+            self.quota[expert][home] = load
+            self.rank_loads[home] += load
+            self._instances[expert].add(home)
+        for rank, row in enumerate(placed):
+            for expert in row:
+                if expert >= 0:
+                    self._instances[expert].add(rank)
+
+    def reach(self, limit: int, min_quota: int, *, top_up: bool) -> bool:
+        """Bring every rank down to `limit`: True if that is done."""
+        busiest_first = sorted(range(len(self.rank_loads)), key=lambda r: -self.rank_loads[r])
+        for may_add in (False, True) if top_up else (False,):
+            for rank in busiest_first:
+                while self.rank_loads[rank] > limit:
+                    paths = self._paths(rank)
+                    if not self._shift(rank, paths, limit) and not (
+                        may_add and self._add(rank, paths, limit, min_quota)
+                    ):
+                        break
+        self._send_home(min_quota)
+        return max(self.rank_loads) <= limit
+
+    def _paths(self, source: int) -> dict[int, tuple[int, int]]:
+        """Ranks that assignments of `source` can get to, the nearest first: (from rank, expert).
+
+        A step takes assignments from a rank that has some of an expert to another instance of it.
+        """
+        paths = {source: (source, -1)}
+        for rank in (queue := [source]):
+            for expert in self._computed(rank):
+                for to in sorted(self._instances[expert]):
+                    if to not in paths:
+                        paths[to] = (rank, expert)
+                        queue.append(to)
+        return paths
+
+    def _computed(self, rank: int) -> list[int]:
+        """Experts with assignments on a rank, the most first."""
+        mains = range(rank * self._mains, (rank + 1) * self._mains)
+        experts = [e for e in (*mains, *self.slots[rank]) if e >= 0 and self.quota[e][rank] > 0]
+        return sorted(experts, key=lambda e: (-self.quota[e][rank], e))
+
+    def _shift(self, source: int, paths: dict[int, tuple[int, int]], limit: int) -> bool:
+        """Move assignments from `source` to the nearest rank with room, if there is one."""
+        target = next((r for r in paths if self.rank_loads[r] < limit), None)
+        if target is None:
+            return False
+        steps = []
+        rank = target
+        while rank != source:
+            previous, expert = paths[rank]
+            steps.append((expert, previous, rank))
+            rank = previous
+        amount = min(
+            self.rank_loads[source] - limit,
+            limit - self.rank_loads[target],
+            *(self.quota[expert][previous] for expert, previous, _ in steps),
+        )
+        for step in steps:
+            self._move(*step, amount)
+        return True
+
+    def _add(
+        self, source: int, paths: dict[int, tuple[int, int]], limit: int, min_quota: int
+    ) -> bool:
+        """Add the replica that carries most away from `source`, on the tightest host of those."""
+        best = None
+        for rank in paths:
+            for expert in self._computed(rank):
+                for host, load in enumerate(self.rank_loads):
+                    room = limit - load
+                    carried = min(self.rank_loads[source] - limit, room, self.quota[expert][rank])
+                    if carried < min_quota or host in self._instances[expert]:
+                        continue
+                    if self._free_slot(host) is None:
+                        continue
+                    key = (-carried, room)
+                    if best is None or key < best[0]:
+                        best = (key, expert, host)
+        if best is None:
+            return False
+        _, expert, host = best
+        slot = self._free_slot(host)
+        assert slot is not None, "the host has a free slot"
+        if (unused := self.slots[host][slot]) >= 0:
+            self._instances[unused].remove(host)
+        self.slots[host][slot] = expert
+        self._instances[expert].add(host)
+        return True
+
+    def _free_slot(self, rank: int) -> int | None:
+        """The slot for a replica to come: an empty one, else one whose replica has no quota."""
+        row = self.slots[rank]
+        unused = [s for s, e in enumerate(row) if e < 0 or self.quota[e][rank] == 0]
+        return min(unused, key=lambda s: row[s] >= 0, default=None)
+
+    def _send_home(self, min_quota: int) -> None:
+        """Let the mains compute what is too little for a replica."""
+        for rank, row in enumerate(self.slots):
+            for expert in row:
+                if expert >= 0 and 0 < self.quota[expert][rank] < min_quota:
+                    home = expert // self._mains
+                    self._move(expert, rank, home, self.quota[expert][rank])
+
+    def _move(self, expert: int, source: int, target: int, amount: int) -> None:
+        self.quota[expert][source] -= amount
+        self.quota[expert][target] += amount
+        self.rank_loads[source] -= amount
+        self.rank_loads[target] += amount
+
+
+LIBRA = Strategy(
+    name="libra",
+    summary="Libra with top-up: replicas from a predicted load, then from the exact one",
+    kind="planner",
+    place_predicted=place,
+    fill=fill,
+)

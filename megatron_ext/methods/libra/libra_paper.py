@@ -1,0 +1,111 @@
+"""Libra as published: replicas from a predicted load, and no others; adaptive token sharding.
+
+Legend: R ranks of the EP group, E logical experts, S slots per rank.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.plan import BalancePlan, plan_each
+from megatron_ext.balance.strategies import none
+from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
+from megatron_ext.methods.libra import libra
+
+
+def fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+    """Serve assignments where they come from if there is an instance; move others to balance.
+
+    A rank with an instance of an expert computes its own assignments to it; all others begin at
+    home. While the busiest rank is above the tolerance, each rank above the mean hands what it
+    computes most for others to the least loaded rank that holds the expert, up to the mean.
+
+    A replica below `min_quota` is left out, its assignments stay at home. A load whose busiest rank
+    ends higher than without balancing is planned without replicas.
+
+    Args:
+        load: Assignments, int64 [R, E] or [B, R, E].
+        slots: Replicas that are there, int32 [R, S].
+        layout: Where experts and slots are.
+        settings: `tolerance` and `min_quota` are looked at.
+
+    >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
+    >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
+    >>> plan = fill(load, torch.tensor([[2], [0]], dtype=torch.int32), layout, PlanSettings())
+    >>> plan.quota.tolist(), plan.rank_loads().tolist()
+    ([[6, 4], [3, 0], [1, 1], [0, 1]], [10, 6])
+
+    Source: Libra, Algorithm 2; differs from it in that the mean is rounded up, and taken over the
+    ranks of each NVLink domain, which replicas do not leave.
+    """
+    placed = slots.cpu()
+    plan = plan_each(load, layout, lambda one: _shard(one, placed, layout, settings))
+    return none.unless_worse(load, plan)
+
+
+def _shard(
+    load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings
+) -> BalancePlan:
+    """Plan one load, without a look at whether it is worse than none."""
+    experts, ranks, mains = layout.num_experts, layout.ep_size, layout.mains_per_rank
+    holds = torch.zeros(experts, ranks, dtype=torch.bool)
+    home = torch.arange(experts) // mains
+    holds[torch.arange(experts), home] = True
+    host, slot = (slots >= 0).nonzero(as_tuple=True)
+    holds[slots[host, slot].long(), host] = True
+
+    local = torch.where(holds, load.T, 0)
+    remote = torch.zeros_like(local)
+    remote[torch.arange(experts), home] = torch.where(holds, 0, load.T).sum(1)
+    for first in range(0, ranks, layout.nvlink_domain):
+        group = range(first, first + layout.nvlink_domain)
+        _share_remote(local, remote, holds, group, settings.tolerance)
+    quota = local + remote
+
+    too_small = quota[slots[host, slot].long(), host] < settings.min_quota
+    for rank, index in zip(host[too_small].tolist(), slot[too_small].tolist(), strict=True):
+        expert = int(slots[rank, index])
+        quota[expert, home[expert]] += quota[expert, rank]
+        quota[expert, rank] = 0
+    kept = slots.clone()
+    kept[host[too_small], slot[too_small]] = -1
+    return BalancePlan(layout, quota, kept)
+
+
+def _share_remote(
+    local: Tensor, remote: Tensor, holds: Tensor, ranks: range, tolerance: float
+) -> None:
+    """Move what a domain's ranks compute for others, in place: `remote`, int64 [E, R]."""
+    loads = (local + remote).sum(0).tolist()
+    total = sum(loads[rank] for rank in ranks)
+    mean = math.ceil(total / len(ranks))
+    while max(loads[rank] for rank in ranks) > (1 + tolerance) * total / len(ranks):
+        has_moved = False
+        busy = sorted((r for r in ranks if loads[r] > mean), key=lambda r: -loads[r])
+        for source in busy:
+            for expert in remote[:, source].argsort(descending=True, stable=True).tolist():
+                hosts = [r for r in ranks if r != source and holds[expert, r]]
+                target = min(hosts, key=loads.__getitem__, default=source)
+                amount = min(int(remote[expert, source]), mean - loads[target])
+                if amount > 0:
+                    remote[expert, source] -= amount
+                    remote[expert, target] += amount
+                    loads[source] -= amount
+                    loads[target] += amount
+                    has_moved = True
+                    break
+        if not has_moved:
+            break
+
+
+LIBRA_PAPER = Strategy(
+    name="libra_paper",
+    summary="Libra: replicas from a predicted load; adaptive token sharding",
+    kind="planner",
+    place_predicted=libra.place,
+    fill=fill,
+)

@@ -1,0 +1,101 @@
+"""LPLB: a linear program splits the exact load over replicas that were placed from history.
+
+Legend: R ranks of the EP group, E logical experts, S slots per rank, X replicas.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.metrics import home_loads
+from megatron_ext.balance.plan import BalancePlan, plan_each
+from megatron_ext.balance.strategies import none
+from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
+from megatron_ext.methods.eplb import eplb
+
+
+def place(expert_load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Tensor:
+    """As EPLB places, with at most one replica of an expert: int32 [R, S].
+
+    Source: UltraEP, section 8.1 (LPLB with at most one replica per expert, paired with EPLB).
+    """
+    most = min(1, layout.nvlink_domain - 1)
+    return eplb.place_replicas(expert_load, layout, most_replicas=most)
+
+
+def fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+    """Move assignments from mains to their replicas so that the busiest rank has least.
+
+    The program is solved by HiGHS, on the CPU, one load after the other. Its solution is rounded
+    to the nearest whole numbers, the main taking what its replica does not; a replica below
+    `min_quota` is left out. Where rounding ends worse than no balancing, the load is planned
+    without replicas. EP ranks plan alike if they run the same HiGHS on the same kind of processor;
+    `balance.check_plans` finds it if not.
+
+    Source: DeepSeek LPLB, as described by UltraEP (section 8.1); differs from it in the solver and
+    in that the replicas' places are EPLB's instead of a fixed topology.
+    """
+    slots = slots.cpu()
+    plan = plan_each(load, layout, lambda one: _fill(one, slots, layout, settings))
+    return none.unless_worse(load, plan)
+
+
+def _fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+    """Plan one load, without a look at whether it is worse than none."""
+    host, slot = (slots >= 0).nonzero(as_tuple=True)
+    expert = slots[host, slot].long()
+    expert_load = load.sum(0)
+    moved = _solve_program(
+        home_loads(load), expert_load[expert], expert // layout.mains_per_rank, host
+    )
+    moved = torch.where(moved >= settings.min_quota, moved, 0)
+    quota = none.solve(load, layout, settings).quota
+    quota[expert, expert // layout.mains_per_rank] -= moved
+    quota[expert, host] += moved
+    kept = slots.clone()
+    kept[host[moved == 0], slot[moved == 0]] = -1
+    return BalancePlan(layout, quota, kept)
+
+
+def _solve_program(home: Tensor, most: Tensor, source: Tensor, host: Tensor) -> Tensor:
+    """Assignments to move along each replica so that the busiest rank has least: int64 [X].
+
+    Minimizes T where `0 <= moved <= most`, and every rank has at most T: its home load, less what
+    leaves it, and what comes to it.
+
+    Args:
+        home: Loads of the ranks without balancing, int64 [R].
+        most: Load of each replica's expert, int64 [X].
+        source: Home rank of each replica's expert, int64 [X].
+        host: Rank of each replica, int64 [X].
+    """
+    # An extra of this strategy.
+    from scipy.optimize import linprog
+
+    replicas = len(host)
+    if replicas == 0:
+        return host
+    change = np.zeros((len(home), replicas + 1))
+    change[source.numpy(), np.arange(replicas)] -= 1
+    change[host.numpy(), np.arange(replicas)] += 1
+    change[:, -1] = -1
+    goal = np.zeros(replicas + 1)
+    goal[-1] = 1
+    bounds = [*((0, int(count)) for count in most), (0, None)]
+    solution = linprog(goal, change, -home.numpy(), bounds=bounds, method="highs-ds")
+    assert solution.status == 0, f"moving nothing is a solution, yet HiGHS: {solution.message}"
+    moved = torch.from_numpy(np.floor(solution.x[:-1] + 0.5).astype(np.int64))
+    return torch.minimum(moved.clamp(min=0), most)
+
+
+LPLB = Strategy(
+    name="lplb",
+    summary="LPLB: linear program over at most one replica per expert, placed as EPLB does",
+    kind="planner",
+    place=place,
+    fill=fill,
+    package="scipy",
+)

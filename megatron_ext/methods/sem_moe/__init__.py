@@ -1,0 +1,12 @@
+"""Sem-MoE: experts, samples and tokens that belong together on one rank.
+
+    sem_moe.py    strategy `sem_moe`: no replicas
+    learn.py      experts and samples clustered, from recorded routes
+    semantics.py  what was learned, and files of it
+    samples.py    samples to the ranks that have the experts they choose
+    tokens.py     tokens to the ranks that probably have their experts
+    attach.py     the same around Megatron's MoE layers; imports Megatron
+    savings.py    what dealing tokens would save on recorded choices
+
+A checkpoint's experts are moved by `checkpoints_tools`.
+"""

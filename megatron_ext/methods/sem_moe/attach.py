@@ -1,0 +1,284 @@
+"""Token re-batching: tokens are with their experts, probably, before the router has seen them.
+
+With sequence parallelism each tensor-parallel rank brings a slice of the sequence to an MoE layer.
+Where that group is also the EP group, its tokens can be dealt by their experts instead: it is all
+the same to the layer which rank brings a token, as everything in it is done token by token.
+
+    model's input    keep the microbatch's token ids
+    MoE layer        1 predict each token's rank, 2 rebatch, exchange hidden states
+      router         note which rank each token goes to, for the layers after
+      output         3 resume: exchange back
+
+In backward the exchanges are their own adjoints, in the other order. All of it hangs on hooks, so
+that a model without it is Megatron's, and it does not matter which MoE layer it is, if only layers
+predict nothing of each other: their tokens are not the same.
+
+Recompute: of MoE layers alone, the exchange stays outside and is not repeated. Of whole layers, it
+is repeated with the ids and ranks of the last microbatch that came in, which is the right one only
+without a pipeline.
+
+Legend: N tokens of a rank, R ranks, H hidden, s tokens of a sample, b samples of a microbatch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor, nn
+
+from megatron_ext.config import BalanceConfig
+from megatron_ext.mcore.limits import predicts
+from megatron_ext.methods.sem_moe.semantics import Semantics
+from megatron_ext.methods.sem_moe.tokens import LayerTables, predict, rebatch, resume
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """How this rank's tokens go to the ranks that a permutation deals them to."""
+
+    group: dist.ProcessGroup
+    send_order: Tensor
+    """Tokens of this rank in the order in which they are sent, rank by rank: int64 [N]."""
+    send_counts: list[int]
+    """How many go to each rank: [R]."""
+    receive_order: Tensor
+    """Place of each token in the order in which they come, rank by rank: int64 [N]."""
+    receive_counts: list[int]
+
+    @classmethod
+    def of(cls, permutation: Tensor, group: dist.ProcessGroup) -> Exchange:
+        """Read off what one rank sends and receives.
+
+        Args:
+            permutation: The token in each place, int64 [R N]; equal on all ranks.
+            group: The ranks; this one of them.
+        """
+        ranks, rank = group.size(), group.rank()
+        num_tokens = len(permutation) // ranks
+        source = permutation // num_tokens
+        place_rank = torch.arange(ranks, device=permutation.device).repeat_interleave(num_tokens)
+        counts = torch.bincount(place_rank * ranks + source, minlength=ranks**2)
+        by_place = counts.view(ranks, ranks).tolist()
+        return cls(
+            group,
+            permutation[source == rank] - rank * num_tokens,
+            [of_place[rank] for of_place in by_place],
+            source.view(ranks, -1)[rank].argsort(stable=True),
+            by_place[rank],
+        )
+
+    def inverse(self) -> Exchange:
+        """The exchange that brings the tokens back; also the adjoint."""
+        return Exchange(
+            self.group,
+            self.receive_order,
+            self.receive_counts,
+            self.send_order,
+            self.send_counts,
+        )
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """Exchange hidden states, or whatever there is of each token; autograd knows the way back.
+
+        Args:
+            hidden_states: Of this rank's tokens, [s / R, b, H].
+
+        Returns:
+            Of the tokens dealt to this rank, in the same shape.
+        """
+        flat = hidden_states.flatten(0, 1)[self.send_order]
+        arrived = all_to_all(self.group, flat, self.receive_counts, self.send_counts)
+        return arrived[self.receive_order.argsort()].view_as(hidden_states)
+
+
+@dataclass(frozen=True, eq=False)
+class _Dealt:
+    """A layer's tokens between its input and its output."""
+
+    layer: int
+    permutation: Tensor
+    exchange: Exchange
+
+
+class TokenRebatcher:
+    """Re-batches the tokens of one model chunk; made by `rebatch_tokens`, lives as long as it.
+
+    Args:
+        chunk: A model whose first argument, or `input_ids`, is token ids [b, s].
+        layers: Its MoE layers by their place in `semantics.layers`.
+        semantics: What was learned for these layers, this vocabulary and as many ranks.
+    """
+
+    def __init__(self, chunk: nn.Module, layers: dict[int, MoELayer], semantics: Semantics) -> None:
+        first = next(iter(layers.values()))
+        self._group: dist.ProcessGroup = first.attn_tp_group
+        self._num_experts = int(first.config.num_moe_experts)
+        device = next(chunk.parameters()).device
+        self._tables = {layer: LayerTables.of(semantics, layer, device) for layer in layers}
+        looks_back = [layer for layer in layers if {layer - 1, layer - 2} <= layers.keys()]
+        self._noted = {layer - back for layer in looks_back for back in (1, 2)}
+        # Of the microbatch that came in last; kept until the next one for the sake of recompute.
+        self._ids: Tensor | None = None
+        self._went: dict[int, Tensor] = {}
+        # Handed from a layer's input to its output; never outlives the layer's forward.
+        self._dealt: _Dealt | None = None
+        chunk.register_forward_pre_hook(self._keep_ids, with_kwargs=True)
+        for layer, module in layers.items():
+            module.register_forward_pre_hook(partial(self._deal, layer), with_kwargs=True)
+            module.register_forward_hook(self._put_back)
+            if layer in self._noted:
+                module.router.register_forward_hook(partial(self._note, layer))
+
+    def _keep_ids(self, chunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        if ids is None:
+            raise ValueError(
+                "input_ids (None) must be given to every model chunk with token re-batching, also "
+                "where there is no embedding"
+            )
+        self._ids = ids.t().flatten()  # As hidden states are, [s, b].
+        self._went.clear()
+
+    def _deal(
+        self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Replace a layer's input by the tokens dealt to this rank."""
+        if kwargs.get("padding_mask") is not None:
+            raise ValueError("padding_mask must be None with token re-batching")
+        assert self._ids is not None, "an MoE layer ran before its model"
+        went = None
+        if {layer - 1, layer - 2} <= self._went.keys():
+            went = self._went[layer - 2], self._went[layer - 1]
+        ranks = self._group.size()
+        guess = predict(self._tables[layer], self._ids, ranks, went)
+        permutation = rebatch(guess, ranks)
+        self._dealt = _Dealt(layer, permutation, Exchange.of(permutation, self._group))
+        if "hidden_states" in kwargs:
+            dealt = self._dealt.exchange(kwargs["hidden_states"])
+            return args, kwargs | {"hidden_states": dealt}
+        return (self._dealt.exchange(args[0]), *args[1:]), kwargs
+
+    def _note(
+        self, layer: int, router: nn.Module, args: tuple[Any, ...], outputs: tuple[Tensor, Tensor]
+    ) -> None:
+        """Let all ranks know where a layer's tokens went, in the order of the sequence."""
+        dealt = self._dealt
+        if dealt is None or dealt.layer != layer:
+            return  # The MoE layer alone is recomputed: it was noted before.
+        ranks = self._group.size()
+        _, routing_map = outputs
+        of_ranks = routing_map.view(-1, ranks, self._num_experts // ranks)
+        mine = of_ranks.sum(-1).argmax(1)
+        together = mine.new_empty(len(dealt.permutation))
+        dist.all_gather_into_tensor(together, mine, group=self._group)
+        self._went[layer] = together[resume(dealt.permutation)]
+
+    def _put_back(
+        self, module: nn.Module, args: tuple[Any, ...], outputs: tuple[Tensor, Any]
+    ) -> tuple[Tensor, Any]:
+        """Replace a layer's output by that of this rank's slice of the sequence."""
+        dealt, self._dealt = self._dealt, None
+        assert dealt is not None, "an MoE layer ended that had not begun"
+        output, bias = outputs
+        return dealt.exchange.inverse()(output), bias
+
+
+def rebatch_tokens(chunk: nn.Module, semantics: Semantics) -> TokenRebatcher | None:
+    """Deal the tokens of every MoE layer of a model chunk by where their experts probably are.
+
+    The model starts with its experts placed by the same semantics (`megatron-ext checkpoint
+    relayout`), or tokens go to the wrong ranks: no error, but nothing won.
+
+    Args:
+        chunk: A Megatron model, or one of its chunks, before it is wrapped. Every forward gets the
+            microbatch's ids.
+        semantics: See `TokenRebatcher`.
+
+    Returns:
+        What was hung on the chunk; None if it has no MoE layer.
+
+    Raises:
+        ValueError: A setting of Megatron or the strategy excludes it, its tensor-parallel group is
+            not its EP group, or the semantics are of another model.
+    """
+    modules = [module for module in chunk.modules() if isinstance(module, MoELayer)]
+    if not modules:
+        return None
+    config, group = modules[0].config, modules[0].attn_tp_group
+    problems = validate_for_rebatching(config, getattr(modules[0], "balance", None))
+    if not problems:
+        tp_ranks, ep_ranks = map(dist.get_process_group_ranks, (group, modules[0].ep_group))
+        if tp_ranks != ep_ranks:
+            problems.append(f"tensor-parallel ranks {tp_ranks} must be the EP ranks {ep_ranks}")
+        sizes = semantics.expert.shape[1], semantics.affinity.shape[1]
+        if sizes != (config.num_moe_experts, group.size()):
+            problems.append(
+                f"semantics of {sizes[0]} experts on {sizes[1]} ranks do not fit "
+                f"{config.num_moe_experts} experts on {group.size()} ranks"
+            )
+        numbers = [module.layer_number for module in modules]
+        if unknown := [number for number in numbers if number not in semantics.layers]:
+            problems.append(f"semantics know layers {semantics.layers}, not {unknown}")
+    if problems:
+        raise ValueError("; ".join(problems))
+    layers = {semantics.layers.index(module.layer_number): module for module in modules}
+    return TokenRebatcher(chunk, layers, semantics)
+
+
+def validate_for_rebatching(config: Any, balance: BalanceConfig | None) -> list[str]:
+    """Return every reason why tokens of `config` cannot be dealt to ranks by their experts.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        balance: What the balancer may do; None for Megatron's own layers.
+    """
+    tp_size, ep_size = config.tensor_model_parallel_size, config.expert_model_parallel_size
+    problems = []
+    sequence_parallel = getattr(config, "sequence_parallel", False)
+    if tp_size == 1 or tp_size != ep_size or not sequence_parallel:
+        problems.append(
+            "token re-batching needs a tensor-parallel group that is the EP group, with sequence "
+            f"parallelism: tensor_model_parallel_size ({tp_size}) must be "
+            f"expert_model_parallel_size ({ep_size}) and > 1, sequence_parallel "
+            f"({sequence_parallel}) must be True"
+        )
+    recompute = getattr(config, "recompute_granularity", None)
+    if recompute == "full" and config.pipeline_model_parallel_size > 1:
+        problems.append(
+            "recompute_granularity ('full') must not be 'full' with token re-batching and "
+            f"pipeline_model_parallel_size ({config.pipeline_model_parallel_size}) > 1: a layer "
+            "that is recomputed does not know its microbatch's token ids"
+        )
+    if balance is not None and predicts(balance):
+        problems.append(
+            f"balance.strategy ({balance.strategy}) must not predict with token re-batching: a "
+            "layer's tokens are not those of the layer before it, whose routing would be compared"
+        )
+    problems += [
+        f"{name} ({getattr(config, name)!r}) must be one of {allowed} with token re-batching: "
+        f"{reason}"
+        for name, allowed, reason in _ONE_OF_FOR_REBATCHING
+        if getattr(config, name, allowed[0]) not in allowed
+    ]
+    return problems
+
+
+_ONE_OF_FOR_REBATCHING: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("expert_tensor_parallel_size", (1, None), "a rank must have whole experts"),
+    (
+        "moe_router_load_balancing_type",
+        ("none", "aux_loss", "global_aux_loss"),
+        "others look at tokens of one sample, or of one rank, together",
+    ),
+    ("moe_expert_capacity_factor", (None,), "which tokens are dropped would change"),
+    ("moe_enable_routing_replay", (False,), "choices are replayed by place, not by token"),
+    ("overlap_moe_expert_parallel_comm", (False,), "it runs a layer's parts without the layer"),
+    ("cuda_graph_impl", ("none",), "the exchange is decided on the host"),
+)
+"""(field of TransformerConfig, values it may have, why). A field that Megatron lacks is fine."""

@@ -1,0 +1,130 @@
+"""What Sem-MoE learned before a run: where experts, samples and tokens should be.
+
+`megatron-ext place sem_moe` makes it; a run's samples and tokens and a checkpoint's experts are
+moved by it. A token's rank in a layer is the one that has most of its experts. Legend: L layers, V
+vocabulary, E logical experts, R ranks of the EP group.
+
+Files of semantics, `.npz`, hold what `Semantics` does: layer int64 [L], expert int64 [L, E],
+affinity float32 [V, R], token_rank int16 [L, V], token_confidence float32 [L, V], transition
+float32 [L - 2, R, R, R]. The first two alone are a file of `files/relayout.py`: where
+experts should be, which is all that a checkpoint asks for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_ext.files.arrays import check_dtype, read_arrays, write_arrays
+from megatron_ext.files.relayout import check_layout
+
+
+@dataclass(frozen=True, eq=False)
+class Semantics:
+    """What was learned from routes: where experts, samples and tokens should be."""
+
+    layers: tuple[int, ...]
+    """Number of each layer, counted from 1."""
+
+    expert: np.ndarray
+    """Logical expert in each place of each layer, rank by rank: int64 [L, E]. The expert that is in
+    place p is to become expert p."""
+
+    affinity: np.ndarray
+    """Share of a token id's choices, over all layers, that go to each rank: float32 [V, R]. An id
+    that was not seen has 1 / R everywhere."""
+
+    token_rank: np.ndarray
+    """Likeliest rank of a token id in each layer: int16 [L, V]."""
+
+    token_confidence: np.ndarray
+    """Chance that it is that rank: float32 [L, V]. 1 / R where the id was not seen."""
+
+    transition: np.ndarray
+    """Chance that a token goes to rank c if it went to b in the layer before and to a before that:
+    float32 [L - 2, R (a), R (b), R (c)], from the third layer on. 1 / R where that was not seen."""
+
+    def home(self) -> np.ndarray:
+        """Rank of each logical expert: int64 [L, E]."""
+        num_experts = self.expert.shape[1]
+        ranks = self.affinity.shape[1]
+        home = np.empty_like(self.expert)
+        places = np.arange(num_experts) // (num_experts // ranks)
+        np.put_along_axis(home, self.expert, np.broadcast_to(places, home.shape), axis=1)
+        return home
+
+
+_DTYPES: dict[str, Any] = {
+    "layer": np.int64,
+    "expert": np.int64,
+    "affinity": np.float32,
+    "token_rank": np.int16,
+    "token_confidence": np.float32,
+    "transition": np.float32,
+}
+"""What a file holds, in the order of `Semantics`."""
+
+
+def read_semantics(path: Path) -> Semantics:
+    """Read and check a file of semantics.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It holds something else; the message names file, value and rule.
+    """
+    arrays = read_arrays(path, required=tuple(_DTYPES), optional=())
+    for name, dtype in _DTYPES.items():
+        check_dtype(path, name, arrays[name], dtype)
+    layer, expert, affinity = (arrays[name] for name in ("layer", "expert", "affinity"))
+    if expert.ndim != 2 or affinity.ndim != 2 or 0 in (*expert.shape, *affinity.shape):
+        raise ValueError(
+            f"{path}: expert must be [L, E] and affinity [V, R], got shapes {expert.shape} and "
+            f"{affinity.shape}"
+        )
+    (layers, experts), (vocab_size, ranks) = expert.shape, affinity.shape
+    for name, shape in (
+        ("layer", (layers,)),
+        ("token_rank", (layers, vocab_size)),
+        ("token_confidence", (layers, vocab_size)),
+        ("transition", (max(layers - 2, 0), ranks, ranks, ranks)),
+    ):
+        if arrays[name].shape != shape:
+            raise ValueError(
+                f"{path}: {name} must be {list(shape)} beside an expert of {list(expert.shape)} "
+                f"and an affinity of {list(affinity.shape)}, got {list(arrays[name].shape)}"
+            )
+    token_rank = arrays["token_rank"]
+    if int(token_rank.min()) < 0 or int(token_rank.max()) >= ranks:
+        raise ValueError(
+            f"{path}: token_rank must be from 0 to {ranks - 1}, is from {token_rank.min()} to "
+            f"{token_rank.max()}"
+        )
+    for name in ("affinity", "token_confidence", "transition"):
+        if not (np.isfinite(arrays[name]) & (arrays[name] >= 0)).all():
+            raise ValueError(f"{path}: {name} must be finite and >= 0")
+    if experts % ranks:
+        raise ValueError(f"{path}: experts ({experts}) must be a multiple of ranks ({ranks})")
+    check_layout(path, layer, expert)
+    return Semantics(tuple(layer.tolist()), *(arrays[name] for name in list(_DTYPES)[1:]))
+
+
+def write_semantics(path: Path, semantics: Semantics, *, overwrite: bool = False) -> None:
+    """Write a file of semantics, whole or not at all.
+
+    Raises:
+        FileExistsError: The file exists and is not to be replaced.
+    """
+    arrays = {
+        "layer": np.array(semantics.layers, dtype=np.int64),
+        "expert": semantics.expert,
+        "affinity": semantics.affinity,
+        "token_rank": semantics.token_rank,
+        "token_confidence": semantics.token_confidence,
+        "transition": semantics.transition,
+    }
+    tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
+    write_arrays(path, tensors, overwrite=overwrite)

@@ -1,0 +1,16 @@
+"""The program behind `megatron-ext train`.
+
+    train.py       entry point: recipe, checks, ranks
+    validate.py    what must hold between settings before a run starts
+    build.py       from a run's settings to Megatron's objects
+    loop.py        one rank's part of a training run
+    checkpoint.py  save, load, resume
+    norms.py       PyTorch's norms for sequence parallelism
+    blocks.py      parts of a step, each to be run alone, for calibration
+    progress.py    the display on rank 0
+    run_log.py     the run directory: config.yaml, metrics.jsonl, W&B
+    report.py      runs compared: table, summary, picture, page
+    quickstart.py  the three runs of the quickstart, side by side in the same ranks
+
+It uses every room but `lab/` and `cli/`.
+"""

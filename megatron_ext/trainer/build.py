@@ -1,0 +1,253 @@
+"""From the sections of a run's config to Megatron's objects.
+
+Everything a training loop needs, in the order it is needed: `start_parallelism`, `build_model`,
+`build_optimizer`, `build_scheduler`; and `dataset`, which opens the text. Settings that Megatron
+knows keep Megatron's defaults, but for `OVERRIDABLE`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from megatron_ext.config import TrainConfig
+from megatron_ext.data import Manifest, MixedDataset, padded_vocab_size
+from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec
+from megatron_ext.methods.sem_moe.attach import rebatch_tokens
+from megatron_ext.methods.sem_moe.semantics import read_semantics
+from megatron_ext.trainer.norms import sequence_parallel_spec
+
+OVERRIDABLE: dict[str, Any] = {
+    "expert_tensor_parallel_size": 1,
+    "moe_router_dtype": "fp32",
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    # Needs NVIDIA Apex or Transformer Engine.
+    "gradient_accumulation_fusion": False,
+}
+"""Where this project's defaults differ from Megatron's; the section `megatron` may set them."""
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def transformer_settings(config: TrainConfig) -> dict[str, Any]:
+    """Return the fields of TransformerConfig that the sections `model` and `parallel` decide."""
+    model, parallel = config.model, config.parallel
+    dtype = _DTYPES[model.precision]
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "ffn_hidden_size": model.expert_hidden_size,
+        "num_moe_experts": model.num_experts,
+        "moe_ffn_hidden_size": model.expert_hidden_size,
+        "moe_shared_expert_intermediate_size": model.shared_expert_hidden_size or None,
+        "moe_router_topk": model.topk,
+        "moe_router_load_balancing_type": "aux_loss" if model.aux_loss else "none",
+        "moe_aux_loss_coeff": model.aux_loss,
+        "moe_token_dispatcher_type": parallel.dispatcher,
+        "expert_model_parallel_size": parallel.ep_size,
+        "tensor_model_parallel_size": parallel.tp_size,
+        "sequence_parallel": parallel.tp_size > 1,  # MoE layers cannot do without.
+        "context_parallel_size": 1,
+        "pipeline_model_parallel_size": parallel.pp_size,
+        "virtual_pipeline_model_parallel_size": parallel.vpp_size
+        if parallel.vpp_size > 1
+        else None,
+        "pipeline_dtype": dtype,
+        "params_dtype": dtype,
+        "bf16": model.precision == "bf16",
+        **_RECOMPUTE[parallel.recompute],
+    }
+
+
+def transformer_config(config: TrainConfig) -> TransformerConfig:
+    """Return Megatron's description of the model."""
+    return TransformerConfig(**(OVERRIDABLE | transformer_settings(config) | config.megatron))
+
+
+def dataset(config: TrainConfig, manifest: Manifest, split: str) -> MixedDataset:
+    """Open the split `train` or `validation` of the run's text.
+
+    Raises:
+        FileNotFoundError, ValueError: The data is not there, or does not fit the settings.
+    """
+    data = config.data
+    return MixedDataset(
+        manifest,
+        split=split,
+        sequence_length=data.sequence_length,
+        micro_batch_size=data.micro_batch_size,
+        seed=config.seed,
+        weights=data.weights,
+        mix_by=data.mix_by,
+        validation_fraction=data.validation_fraction,
+    )
+
+
+def start_parallelism(config: TrainConfig) -> None:
+    """Make Megatron's process groups, if there are none yet, and seed every generator.
+
+    Several models of equal parallel sizes may live in one process.
+    """
+    parallel = config.parallel
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tp_size,
+            pipeline_model_parallel_size=parallel.pp_size,
+            virtual_pipeline_model_parallel_size=(
+                parallel.vpp_size if parallel.vpp_size > 1 else None
+            ),
+            expert_model_parallel_size=parallel.ep_size,
+            expert_tensor_parallel_size=transformer_config(config).expert_tensor_parallel_size,
+        )
+    # As in Megatron: another seed for every pipeline stage, the same for data-parallel replicas.
+    seed = config.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataParallel]:
+    """Build this rank's model chunks, balanced as the config says, inside Megatron's DDP.
+
+    Args:
+        config: The run.
+        vocab_size: Of the tokenizer, without padding.
+    """
+    megatron = transformer_config(config)
+    parallel = config.parallel
+    padded = padded_vocab_size(vocab_size, divisible_by=128, tensor_parallel=parallel.tp_size)
+    semantics = read_semantics(Path(config.data.rebatch)) if config.data.rebatch else None
+    modules = []
+    for chunk in range(parallel.vpp_size):
+        vp_stage = chunk if parallel.vpp_size > 1 else None
+        spec = get_gpt_decoder_block_spec(megatron, use_transformer_engine=False, vp_stage=vp_stage)
+        if config.model.experts == "grouped_mm":
+            spec = grouped_mm_spec(spec)
+        if parallel.tp_size > 1:
+            spec = sequence_parallel_spec(spec)
+        stage: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage}
+        module = GPTModel(
+            megatron,
+            balance_spec(spec, config.balance),
+            vocab_size=padded,
+            max_sequence_length=config.data.sequence_length,
+            pre_process=parallel_state.is_pipeline_first_stage(**stage),
+            post_process=parallel_state.is_pipeline_last_stage(**stage),
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+            vp_stage=vp_stage,
+        ).cuda()
+        if semantics is not None:
+            rebatch_tokens(module, semantics)
+        modules.append(Float16Module(megatron, module) if megatron.bf16 else module)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        grad_reduce_in_fp32=megatron.bf16,
+    )
+    chunks = [
+        # Only the first chunk's gradients become ready late enough to be worth reducing in parts.
+        DistributedDataParallel(megatron, ddp_config, module, disable_bucketing=index > 0)
+        for index, module in enumerate(modules)
+    ]
+    megatron.finalize_model_grads_func = finalize_model_grads
+    if parallel.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        megatron.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+    return chunks
+
+
+def build_optimizer(config: TrainConfig, chunks: list[DistributedDataParallel]) -> Any:
+    """Build Megatron's optimizer of these chunks, and let their schedule scale the loss for it."""
+    settings, parallel = config.optimizer, config.parallel
+    optimizer = megatron_optimizer.get_megatron_optimizer(
+        megatron_optimizer.OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            adam_eps=settings.eps,
+            clip_grad=settings.clip_grad,
+            bf16=config.model.precision == "bf16",
+            params_dtype=_DTYPES[config.model.precision],
+            use_distributed_optimizer=parallel.distributed_optimizer,
+            overlap_param_gather=parallel.overlap_param_gather,
+        ),
+        chunks,
+    )
+    chunks[0].config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def build_scheduler(
+    config: TrainConfig, optimizer: Any, start_step: int
+) -> OptimizerParamScheduler:
+    """Return Megatron's schedule of learning rate and weight decay, after `start_step` steps."""
+    settings = config.optimizer
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=config.steps,
+        lr_decay_style=settings.decay,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=config.steps,
+        wd_incr_style="constant",
+    )
+    scheduler.step(increment=start_step)
+    return scheduler
+
+
+def moe_layers(chunks: list[DistributedDataParallel]) -> list[MoELayer]:
+    """Return this rank's MoE layers, of whatever kind."""
+    return [layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, MoELayer)]
+
+
+@contextmanager
+def whole_parameters(config: TrainConfig, chunks: list[DistributedDataParallel]) -> Iterator[None]:
+    """Finish the gathering of updated weights that otherwise the next forward would finish."""
+    if not config.parallel.overlap_param_gather:
+        yield
+        return
+    for chunk in chunks:
+        chunk.disable_forward_pre_hook()
+    yield
+    for chunk in chunks:
+        chunk.enable_forward_pre_hook()

@@ -1,0 +1,322 @@
+"""One rank's part of a training run.
+
+A step is Megatron's: its pipeline schedule, DDP, optimizer and learning-rate schedule. A run
+directory continues from its newest checkpoint, exactly: weights, optimizer, generators and the
+position in the data.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_ext.balance.strategies import get_strategy
+from megatron_ext.config import TrainConfig
+from megatron_ext.data import Manifest, MixedDataset, microbatches
+from megatron_ext.mcore.moe_layer import BalancedMoELayer
+from megatron_ext.methods.sem_moe.samples import scheduled_microbatches
+from megatron_ext.methods.sem_moe.semantics import read_semantics
+from megatron_ext.telemetry.recorder import LoadRecorder, PredictedLoads, StepLoads
+from megatron_ext.telemetry.routes import ROUTES_FOLDER, RouteRecorder
+from megatron_ext.telemetry.step_files import StepFiles
+from megatron_ext.telemetry.trace import TraceWriter
+from megatron_ext.trainer import build
+from megatron_ext.trainer.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from megatron_ext.trainer.progress import TrainingProgress
+from megatron_ext.trainer.run_log import RunLog
+
+logger = logging.getLogger(__name__)
+
+Batches = list[Iterator[dict[str, Tensor]]]
+"""The microbatches to come, one iterator per model chunk."""
+
+
+class Training:
+    """Model, optimizer and data of one rank, from the run's newest checkpoint on.
+
+    Made after the process group, on all ranks.
+
+    Args:
+        config: The run, validated.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        build.start_parallelism(config)
+        manifest = Manifest.load(config.data.path)
+        self.chunks = build.build_model(config, manifest.vocab_size)
+        self.optimizer = build.build_optimizer(config, self.chunks)
+        self.step = 0
+        checkpoint = find_checkpoint(config)
+        if checkpoint:
+            self.step = load_checkpoint(checkpoint, self.chunks, self.optimizer)["step"]
+            logger.info("continuing from %s", checkpoint)
+        self.scheduler = build.build_scheduler(config, self.optimizer, self.step)
+        self.recorder = LoadRecorder(
+            build.moe_layers(self.chunks), parallel_state.get_expert_model_parallel_group()
+        )
+        self.trace = _trace_writer(config, self.step)
+        self.routes = _route_recorder(config, self.chunks, self.step, manifest.vocab_size)
+        train_data = build.dataset(config, manifest, "train")
+        consumed_samples = self.step * config.data.global_batch_size
+        self._batches = (
+            self._read_by_affinity(train_data, consumed_samples)
+            if config.data.affinity
+            else self._read(train_data, consumed_samples)
+        )
+        self._validation = (
+            build.dataset(config, manifest, "validation") if config.eval_every else None
+        )
+
+    def run(self) -> None:
+        """Train to the last step, writing metrics and checkpoints."""
+        config = self.config
+        with ExitStack() as stack:
+            stack.callback(self.close)
+            log = display = None
+            if dist.get_rank() == 0:
+                log = stack.enter_context(RunLog(config, start_step=self.step))
+                display = stack.enter_context(
+                    TrainingProgress(
+                        Path(config.run_dir).name,
+                        start_step=self.step,
+                        steps=config.steps,
+                        every=config.logging.every,
+                    )
+                )
+            while self.step < config.steps:
+                metrics = self.train_step()
+                if _is_due(self.step, config.eval_every):
+                    metrics["eval_loss"] = self.evaluate()
+                if log and display:
+                    log.write(metrics)
+                    display.show(metrics)
+                if _is_due(self.step, config.checkpoint.every):
+                    with build.whole_parameters(config, self.chunks):
+                        save_checkpoint(config, self.chunks, self.optimizer, self.step)
+
+    def train_step(self) -> dict[str, Any]:
+        """Do one optimizer step on the next global batch.
+
+        Returns:
+            The step's line of `metrics.jsonl`, equal on all ranks but for the times and measured
+            costs.
+        """
+        started = time.perf_counter()
+        self.scheduler.step(increment=1)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = self._forward_backward(self._batches, forward_only=False)
+        _, grad_norm, _ = self.optimizer.step()
+        torch.cuda.synchronize()
+        step_s = time.perf_counter() - started
+
+        self.step += 1
+        loads = self.recorder.take_step()
+        if self.trace is not None:
+            self.trace.write(self.step, loads.loads)
+        if self.routes is not None:
+            self.routes.write(self.step)
+        loss, num_losses, before, after, replicas, forwards = _sum_over_ranks(
+            sum(losses),
+            len(losses),
+            loads.imbalance_before,
+            loads.imbalance_after,
+            loads.replicas,
+            loads.forwards,
+        )
+        data = self.config.data
+        return {
+            "step": self.step,
+            "loss": loss / num_losses,
+            "grad_norm": float(grad_norm),
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "tokens_per_s": data.global_batch_size * data.sequence_length / step_s,
+            "step_ms": 1e3 * step_s,
+            "imbalance_before": before / forwards,
+            "imbalance_after": after / forwards,
+            "replicas": replicas / forwards,
+            **_prediction_metrics(self.config, loads),
+            **_measured_costs(self.chunks),
+        }
+
+    def close(self) -> None:
+        """Write what is left to write, also after an error."""
+        if self.trace is not None:
+            self.trace.close()
+        if self.routes is not None:
+            self.routes.close(self.step)
+
+    def evaluate(self) -> float:
+        """Return the loss over always the same validation batches; does not touch the training."""
+        assert self._validation is not None, "there is a validation split only with eval_every"
+        batches = self._read(self._validation, 0)
+        losses: list[float] = []
+        for chunk in self.chunks:
+            chunk.eval()
+        with torch.no_grad(), build.whole_parameters(self.config, self.chunks):
+            for _ in range(self.config.eval_steps):
+                losses += self._forward_backward(batches, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        loss, num_losses = _sum_over_ranks(sum(losses), len(losses))
+        return loss / num_losses
+
+    def _read(self, data: MixedDataset, consumed_samples: int) -> Batches:
+        return [
+            microbatches(
+                data,
+                consumed_samples=consumed_samples,
+                data_parallel_rank=parallel_state.get_data_parallel_rank(),
+                data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            )
+            for _ in self.chunks
+        ]
+
+    def _read_by_affinity(self, data: MixedDataset, consumed_samples: int) -> Batches:
+        affinity = read_semantics(Path(self.config.data.affinity)).affinity
+        dp_rank = parallel_state.get_data_parallel_rank()
+        ep_rank = parallel_state.get_expert_model_parallel_rank()
+        assert ep_rank == dp_rank % affinity.shape[1], (ep_rank, dp_rank, affinity.shape)
+        return [
+            scheduled_microbatches(
+                data,
+                affinity,
+                consumed_samples=consumed_samples,
+                global_batch_size=self.config.data.global_batch_size,
+                data_parallel_rank=dp_rank,
+                data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            )
+            for _ in self.chunks
+        ]
+
+    def _forward_backward(self, batches: Batches, *, forward_only: bool) -> list[float]:
+        """Run the pipeline schedule over one global batch.
+
+        Returns:
+            The loss of each of this rank's microbatches; empty but on the last pipeline stage.
+        """
+        data = self.config.data
+        dp_size = parallel_state.get_data_parallel_world_size()
+        reports = get_forward_backward_func()(
+            forward_step_func=partial(_forward_step, reverse=data.reverse_samples),
+            data_iterator=batches,
+            model=self.chunks,
+            num_microbatches=data.global_batch_size // (data.micro_batch_size * dp_size),
+            seq_length=data.sequence_length,
+            micro_batch_size=data.micro_batch_size,
+            forward_only=forward_only,
+        )
+        return [float(report["loss"]) for report in reports]
+
+
+def _writes_trace(config: TrainConfig) -> bool:
+    """Whether this rank is the one of its pipeline stage that writes what a trace is made of."""
+    return (
+        config.logging.trace_steps > 0
+        and parallel_state.get_expert_model_parallel_rank() == 0
+        and parallel_state.get_expert_data_parallel_rank() == 0
+    )
+
+
+def _trace_writer(config: TrainConfig, start_step: int) -> TraceWriter | None:
+    if not _writes_trace(config):
+        return None
+    return TraceWriter(
+        Path(config.run_dir),
+        steps_per_file=config.logging.trace_steps,
+        start_step=start_step,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=config.parallel.pp_size,
+    )
+
+
+def _route_recorder(
+    config: TrainConfig, chunks: list[Any], start_step: int, vocab_size: int
+) -> RouteRecorder | None:
+    layers = build.moe_layers(chunks)
+    if not _writes_trace(config) or config.logging.route_samples == 0 or not layers:
+        return None
+    layers_of_stage = config.model.num_layers // config.parallel.pp_size
+    return RouteRecorder(
+        StepFiles(
+            Path(config.run_dir) / ROUTES_FOLDER,
+            steps_per_file=config.logging.trace_steps,
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            pp_size=config.parallel.pp_size,
+        ),
+        chunks=chunks,
+        layers=layers,
+        samples=config.logging.route_samples,
+        start_step=start_step,
+        vocab_size=vocab_size,
+        bytes_per_token=torch.int64.itemsize
+        + layers_of_stage * config.model.topk * torch.int16.itemsize,
+    )
+
+
+def _forward_step(
+    batches: Iterator[dict[str, Tensor]], model: Any, *, reverse: bool
+) -> tuple[Tensor, Any]:
+    batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(batches).items()}
+    if reverse:
+        batch = {name: tensor.flip(0) for name, tensor in batch.items()}
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(_mean_loss, batch["loss_mask"])
+
+
+def _mean_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = (losses.float() * loss_mask).sum() / loss_mask.sum()
+    # A copy: Megatron's schedule divides the loss by the number of microbatches in place.
+    return loss, {"loss": loss.detach().clone()}
+
+
+def _prediction_metrics(config: TrainConfig, loads: StepLoads) -> dict[str, float]:
+    """Means over the predicted forwards of all ranks, and the accuracy of choices in each layer.
+
+    Nothing where nothing was predicted.
+    """
+    if get_strategy(config.balance.strategy).place_predicted is None:
+        return {}
+    layers = range(1, config.model.num_layers + 1)
+    mine = [loads.predicted_by_layer.get(layer, PredictedLoads()) for layer in layers]
+    sums = iter(_sum_over_ranks(*itertools.chain.from_iterable(mine)))
+    by_layer = [PredictedLoads(*itertools.islice(sums, len(one))) for one in mine]
+    total = PredictedLoads.total(by_layer)
+    if not total.forwards:
+        return {}
+    means = {name: getattr(total, name) / total.forwards for name in total._fields[1:]}
+    return means | {
+        f"choice_accuracy_layer_{layer}": one.choice_accuracy / one.forwards
+        for layer, one in zip(layers, by_layer, strict=True)
+        if one.forwards
+    }
+
+
+def _measured_costs(chunks: list[Any]) -> dict[str, float]:
+    """What this rank's EP group measured to choose plans by; nothing where nothing was measured."""
+    layers = (one for one in build.moe_layers(chunks) if isinstance(one, BalancedMoELayer))
+    return next((layer.measured for layer in layers if layer.measured), {})
+
+
+def _sum_over_ranks(*values: float) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64, device="cuda")
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,162 @@
+"""The quickstart: one model on one text, without balancing, with it, and with ideal routing.
+
+    python -m megatron_ext.trainer.quickstart [overrides]
+
+Gathers a corpus from this machine's own text, trains the recipe `quickstart` three ways, prints a
+table and writes `summary.json` and `comparison.png` beside the runs. The three models live in the
+same processes and take their steps in turn, so that whatever else the machine does meets all alike.
+
+A fourth run is the yardstick for the losses: without balancing, the samples of every microbatch in
+reverse order. It computes the same sums in another order, so its distance from `none` is what
+rounding alone does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_ext.config import ConfigError, TrainConfig
+from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.trainer import report
+from megatron_ext.trainer.progress import TrainingProgress
+from megatron_ext.trainer.run_log import RunLog, read_metrics
+from megatron_ext.trainer.train import join_ranks, launch_ranks, load_config, quiet_megatron
+from megatron_ext.trainer.validate import validate
+
+logger = logging.getLogger(__name__)
+
+CORPUS = Path("runs/corpus")
+DOMAIN_BYTES = 8 << 20
+"""Text gathered for each domain: far more than the quickstart reads."""
+
+COMPARED_STEPS = 50
+"""Steps over which losses are compared. Rounding grows with every step, in any run."""
+
+YARDSTICK = "none_reversed"
+
+
+def main(overrides: Sequence[str] | None = None) -> None:
+    """Run the quickstart in the working directory, which holds `recipes`.
+
+    Args:
+        overrides: Of the recipe; by default the arguments of the process.
+
+    Raises:
+        SystemExit: With status 2 if a setting is wrong, 1 if a rank failed or the machine has too
+            little text.
+    """
+    quiet_megatron()
+    overrides = list(sys.argv[1:] if overrides is None else overrides)
+    try:
+        enable_cpu_platform()
+        runs = {
+            name: load_config([f"balance={name}", *overrides], config_name="quickstart")
+            for name in ("none", "quota", "ideal")
+        }
+        runs[YARDSTICK] = load_config(
+            ["balance=none", "data.reverse_samples=true", *overrides], config_name="quickstart"
+        )
+        folder = Path(runs["none"].run_dir).parent
+        runs[YARDSTICK].run_dir = str(folder / YARDSTICK)
+        build_data(Path(runs["none"].data.path))
+        num_ranks = runs["none"].parallel.ep_size
+        for config in runs.values():
+            validate(config, num_ranks=num_ranks)
+    except ConfigError as error:
+        sys.stderr.write("".join(f"error: {problem}\n" for problem in error.problems))
+        raise SystemExit(2) from None
+    except RuntimeError as error:
+        raise SystemExit(f"error: {error}") from None
+    launch_ranks(train_in_turn, runs, num_ranks=num_ranks)
+    sys.stdout.write(write_report(runs, folder))
+
+
+def build_data(path: Path) -> None:
+    """Gather the corpus and tokenize it into bytes, unless that was done before."""
+    from megatron_ext.data import build_dataset, parse_sources
+    from megatron_ext.data.corpus import gather_corpus
+
+    if path.exists():
+        return
+    logger.info("gathering text into %s", CORPUS)
+    gather_corpus(CORPUS, limit_bytes=DOMAIN_BYTES, overwrite=True, on_bytes=lambda _: None)
+    domains = sorted(str(domain) for domain in CORPUS.iterdir() if domain.is_dir())
+    built = build_dataset(
+        parse_sources(domains),
+        path,
+        tokenizer_file=None,
+        eod_token=None,
+        strict=False,
+        overwrite=False,
+        on_bytes=lambda _: None,
+    )
+    for name, domain in built.manifest.domains.items():
+        logger.info("%s: %d documents, %d tokens", name, domain.documents, domain.tokens)
+
+
+def train_in_turn(runs: dict[str, TrainConfig]) -> None:
+    """Train all runs on this rank, a step of each in turn."""
+    with join_ranks(), ExitStack() as stack:
+        from megatron_ext.trainer.loop import Training
+
+        trainings = {name: Training(config) for name, config in runs.items()}
+        for training in trainings.values():
+            stack.callback(training.close)
+        steps = runs["none"].steps
+        logs = {}
+        displays = {}
+        if dist.get_rank() == 0:
+            for name, config in runs.items():
+                logs[name] = stack.enter_context(RunLog(config, start_step=0))
+            displays["quota"] = stack.enter_context(
+                TrainingProgress(
+                    "quota", start_step=0, steps=steps, every=runs["quota"].logging.every
+                )
+            )
+        for step in range(steps):
+            for name, training in trainings.items():
+                if name == YARDSTICK and step >= COMPARED_STEPS:
+                    continue
+                metrics = training.train_step()
+                if name in logs:
+                    logs[name].write(metrics)
+                if name in displays:
+                    displays[name].show(metrics)
+
+
+def write_report(runs: dict[str, TrainConfig], folder: Path) -> str:
+    """Write `summary.json` and `comparison.png` into `folder`.
+
+    Returns:
+        The table and the comparison of losses, as text.
+    """
+    metrics = {name: read_metrics(Path(config.run_dir)) for name, config in runs.items()}
+    yardstick = report.summarize(metrics.pop(YARDSTICK))
+    summaries = {name: report.summarize(lines) for name, lines in metrics.items()}
+    none, quota = summaries["none"], summaries["quota"]
+    quota["loss_difference_to_none"] = report.largest_loss_difference(
+        none["losses"], quota["losses"], COMPARED_STEPS
+    )
+    none["loss_difference_by_rounding"] = report.largest_loss_difference(
+        none["losses"], yardstick["losses"], COMPARED_STEPS
+    )
+    (folder / "summary.json").write_text(json.dumps(summaries, indent=2) + "\n")
+    report.draw(metrics, folder / "comparison.png")
+    return (
+        f"\n{report.table(summaries, against=('none', 'ideal'))}\n\n"
+        f"Largest difference of the losses over the first {COMPARED_STEPS} steps: quota to none "
+        f"{quota['loss_difference_to_none']:.1e},\nnone to itself with sums in another order "
+        f"{none['loss_difference_by_rounding']:.1e}.\n"
+        f"Written: {folder / 'summary.json'}, {folder / 'comparison.png'}\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Entry point of a training run: `megatron-ext train`, or `torchrun -m megatron_ext.train`.
+
+Arguments are Hydra's: `--config-dir recipes --config-name NAME` and overrides such as
+`balance.slots=1`. The settings are checked before any process group exists. Under torchrun this
+process is one rank; otherwise it starts the ranks on this machine itself. What a rank does is in
+`trainer/loop.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_ext.config import ConfigError, TrainConfig
+from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.trainer.validate import validate
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = "train"
+"""Name under which recipes put `TrainConfig` first in their `defaults`."""
+
+ConfigStore.instance().store(SCHEMA, TrainConfig)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train as the command line says.
+
+    Args:
+        arguments: By default those of the process.
+
+    Raises:
+        SystemExit: With status 2 and one line a problem if the settings are wrong, with 1 if a rank
+            failed.
+    """
+    quiet_megatron()
+    options = _parser().parse_intermixed_args(arguments)
+    try:
+        config = load_config(options.overrides, options.config_dir, options.config_name)
+        if options.print:
+            sys.stdout.write(OmegaConf.to_yaml(OmegaConf.structured(config)))
+            return
+        train(config, num_ranks=options.ranks)
+    except ConfigError as error:
+        if int(os.environ.get("RANK", 0)) != 0:
+            # torchrun ends all ranks when one fails: only the one that speaks may.
+            raise SystemExit(0) from None
+        sys.stderr.write("".join(f"error: {problem}\n" for problem in error.problems))
+        raise SystemExit(2) from None
+
+
+def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
+    """Check the settings and run: as one rank under torchrun, otherwise on ranks started here.
+
+    Args:
+        config: The run.
+        num_ranks: Ranks to start. By default as many as the model needs, or one per GPU.
+
+    Raises:
+        ConfigError: The settings are wrong; nothing was started.
+        SystemExit: With status 1 if a rank failed.
+    """
+    if not torch.cuda.is_available():
+        enable_cpu_platform()
+    is_rank = "RANK" in os.environ
+    if is_rank:
+        num_ranks = int(os.environ["WORLD_SIZE"])
+    elif num_ranks is None:
+        parallel = config.parallel
+        needed = parallel.pp_size * math.lcm(parallel.ep_size, parallel.tp_size)
+        num_ranks = max(needed, torch.cuda.device_count() if torch.cuda.is_available() else 1)
+    validate(config, num_ranks=num_ranks)
+    if is_rank:
+        run_rank(config)
+    else:
+        launch_ranks(run_rank, config, num_ranks=num_ranks)
+
+
+def load_config(
+    overrides: Sequence[str] = (), config_dir: str | None = None, config_name: str | None = None
+) -> TrainConfig:
+    """Compose a run's settings from a recipe and overrides.
+
+    Args:
+        overrides: In Hydra's grammar, e.g. `["steps=10", "+megatron.kv_channels=64"]`.
+        config_dir: Folder of the recipes; by default `recipes` in the working directory.
+        config_name: The recipe; by default the bare defaults of `TrainConfig`.
+
+    Raises:
+        ConfigError: A recipe or key does not exist, or a value has the wrong type.
+    """
+    folder = Path(config_dir or "recipes").absolute()
+    if config_dir and not folder.is_dir():
+        raise ConfigError([f"--config-dir ({config_dir}) is not a folder"])
+    setup = (
+        initialize_config_dir(str(folder), version_base="1.3")
+        if folder.is_dir()
+        else initialize(None, version_base="1.3")
+    )
+    try:
+        with setup:
+            composed = compose(config_name or SCHEMA, list(overrides))
+        missing = OmegaConf.missing_keys(composed)
+        if missing:
+            raise ConfigError([f"{name} is missing: it has no default" for name in sorted(missing)])
+        config = OmegaConf.to_object(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([_hydra_problem(error)]) from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # What a section says about its own values.
+        raise ConfigError([str(error)]) from None
+    if not isinstance(config, TrainConfig):
+        raise ConfigError([f"{config_name}.yaml must have {SCHEMA} first in its defaults"])
+    return config
+
+
+def _hydra_problem(error: Exception) -> str:
+    """Hydra's message and its cause, on one line."""
+    parts = [str(part).split("\n")[0].rstrip(".") for part in (error, error.__cause__) if part]
+    return ": ".join(dict.fromkeys(parts))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-ext train",
+        description="Train an MoE model with Megatron-Core, with or without balancing.",
+        epilog="example: megatron-ext train --config-name quickstart balance.slots=1 steps=20",
+    )
+    parser.add_argument(
+        "--config-dir", "-cd", help="folder of recipes; by default ./recipes", metavar="DIR"
+    )
+    parser.add_argument("--config-name", "-cn", help="the recipe to start from", metavar="NAME")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="ranks to start here; by default as many as the model needs, or one per GPU",
+    )
+    parser.add_argument("--print", action="store_true", help="print the composed settings and stop")
+    parser.add_argument("overrides", nargs="*", help="settings, as section.name=value")
+    return parser
+
+
+def quiet_megatron() -> None:
+    """Keep Megatron's advice about optional packages from burying the run's own lines."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("megatron_ext").setLevel(logging.INFO)
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=UserWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+CPU_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    # Activations come and go every step. What was freed stays with the process, as it does with a
+    # GPU's allocator, and in huge pages: else page faults cost the busiest rank a third of a step.
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+}
+"""Of ranks on a CPU, unless it is set already; the last two are read by glibc alone."""
+
+
+def launch_ranks(function: Callable[..., None], *args: Any, num_ranks: int) -> None:
+    """Run `function(*args)` on ranks of this machine and wait for them.
+
+    Ranks on CPUs get `CPU_ENVIRONMENT`, and so does this process.
+
+    Args:
+        function: A module-level function; it begins with `join_ranks()`.
+        args: Must pickle.
+        num_ranks: How many.
+
+    Raises:
+        SystemExit: With status 1 if a rank failed; the rank has said why.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if not torch.cuda.is_available():
+        for name, value in CPU_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=f"megatron_ext_{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.2,
+    )
+    try:
+        elastic_launch(launch, function)(*args)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.stderr.write(f"error: rank {rank} failed (exit status {failure.exitcode})\n")
+        raise SystemExit(1) from None
+
+
+@contextmanager
+def join_ranks() -> Iterator[None]:
+    """Make this process a rank of its launch, of which rank 0 speaks for all."""
+    quiet_megatron()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl")
+    else:
+        enable_cpu_platform()
+        # The ranks of a machine share its cores.
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+        dist.init_process_group("gloo")
+    if dist.get_rank() != 0:
+        logging.getLogger("megatron_ext").setLevel(logging.WARNING)
+    try:
+        yield
+    except Exception:
+        # Said here, by the rank itself; the launcher only adds who fell.
+        logger.exception("rank %d failed", dist.get_rank())
+        raise SystemExit(1) from None
+    dist.destroy_process_group()
+
+
+def run_rank(config: TrainConfig) -> None:
+    """Train as one rank of a launch; the settings were checked."""
+    with join_ranks():
+        from megatron_ext.trainer.loop import Training
+
+        Training(config).run()

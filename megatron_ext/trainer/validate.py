@@ -1,0 +1,370 @@
+"""What must hold of a run before it starts: settings, Megatron, the data, the checkpoint."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import importlib.util
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.config import ConfigError, TrainConfig
+
+if TYPE_CHECKING:
+    from megatron_ext.data import Manifest
+
+_AT_LEAST: dict[str, float] = {
+    "steps": 1,
+    "eval_every": 0,
+    "eval_steps": 1,
+    "model.num_layers": 1,
+    "model.hidden_size": 1,
+    "model.num_attention_heads": 1,
+    "model.num_experts": 1,
+    "model.topk": 1,
+    "model.expert_hidden_size": 1,
+    "model.shared_expert_hidden_size": 0,
+    "model.aux_loss": 0,
+    "parallel.ep_size": 1,
+    "parallel.tp_size": 1,
+    "parallel.pp_size": 1,
+    "parallel.vpp_size": 1,
+    "data.sequence_length": 1,
+    "data.micro_batch_size": 1,
+    "data.global_batch_size": 1,
+    "optimizer.lr": 0,
+    "optimizer.min_lr": 0,
+    "optimizer.warmup_steps": 0,
+    "optimizer.weight_decay": 0,
+    "optimizer.clip_grad": 0,
+    "logging.every": 1,
+    "logging.trace_steps": 0,
+    "logging.route_samples": 0,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+}
+
+_ONE_OF: dict[str, tuple[str, ...]] = {
+    "model.experts": ("sequential", "grouped_mm"),
+    "model.precision": ("fp32", "bf16"),
+    "parallel.dispatcher": ("alltoall", "allgather", "flex"),
+    "parallel.recompute": ("none", "selective", "full"),
+    "data.mix_by": ("microbatch", "sample"),
+    "optimizer.decay": ("constant", "linear", "cosine"),
+    "logging.wandb": ("off", "offline", "online"),
+}
+
+
+def validate(config: TrainConfig, *, num_ranks: int) -> None:
+    """Check a run's settings against each other, Megatron, the data and the checkpoint.
+
+    Needs no process group. Imports Megatron.
+
+    Args:
+        config: The run.
+        num_ranks: Ranks that it would run on.
+
+    Raises:
+        ConfigError: With all problems.
+    """
+    problems = _check_values(config)
+    values_fit = not problems
+    if values_fit:
+        problems = _check_sizes(config, num_ranks)
+    if not problems:
+        problems = _check_placement(config)
+    problems += _check_megatron(config, values_fit=values_fit, sizes_fit=not problems)
+    problems += _check_semantics(config)
+    problems += _check_data(config, values_fit=values_fit)
+    problems += _check_run_dir(config)
+    if not problems:
+        problems = _check_checkpoint(config)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _value(config: TrainConfig, name: str) -> Any:
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _check_values(config: TrainConfig) -> list[str]:
+    """Each field on its own."""
+    problems = [
+        f"{name} ({_value(config, name)}) must be >= {least}"
+        for name, least in _AT_LEAST.items()
+        if not _value(config, name) >= least
+    ]
+    problems += [
+        f"{name} ({_value(config, name)!r}) must be one of {', '.join(known)}"
+        for name, known in _ONE_OF.items()
+        if _value(config, name) not in known
+    ]
+    if not 0.0 <= config.data.validation_fraction < 1.0:
+        problems.append(
+            f"data.validation_fraction ({config.data.validation_fraction}) must be >= 0 and < 1"
+        )
+    if config.logging.wandb in ("offline", "online") and not importlib.util.find_spec("wandb"):
+        problems.append(
+            f"logging.wandb ({config.logging.wandb!r}) needs the package wandb: "
+            "pip install 'megatron-ext[wandb]'"
+        )
+    return problems
+
+
+def _check_sizes(config: TrainConfig, num_ranks: int) -> list[str]:
+    """Sizes that must divide or fit each other."""
+    model, parallel, data = config.model, config.parallel, config.data
+    problems = []
+
+    def multiple(value: int, name: str, of: int, of_name: str) -> None:
+        if value % of:
+            problems.append(f"{name} ({value}) must be a multiple of {of_name} ({of})")
+
+    multiple(
+        model.hidden_size,
+        "model.hidden_size",
+        model.num_attention_heads,
+        "model.num_attention_heads",
+    )
+    multiple(model.num_experts, "model.num_experts", parallel.ep_size, "parallel.ep_size")
+    for sharded in ("model.num_attention_heads", "data.sequence_length"):
+        multiple(_value(config, sharded), sharded, parallel.tp_size, "parallel.tp_size")
+    multiple(
+        model.num_layers,
+        "model.num_layers",
+        parallel.pp_size * parallel.vpp_size,
+        "parallel.pp_size * parallel.vpp_size",
+    )
+    if model.topk > model.num_experts:
+        problems.append(
+            f"model.topk ({model.topk}) must be <= model.num_experts ({model.num_experts})"
+        )
+    if parallel.vpp_size > 1 and parallel.pp_size == 1:
+        problems.append(
+            f"parallel.vpp_size ({parallel.vpp_size}) must be 1 without a pipeline "
+            "(parallel.pp_size is 1)"
+        )
+    if parallel.overlap_param_gather and not (
+        parallel.distributed_optimizer and parallel.overlap_grad_reduce
+    ):
+        problems.append(
+            "parallel.overlap_param_gather (True) needs parallel.distributed_optimizer and "
+            "parallel.overlap_grad_reduce"
+        )
+    if config.optimizer.warmup_steps >= config.steps:
+        problems.append(
+            f"optimizer.warmup_steps ({config.optimizer.warmup_steps}) must be < "
+            f"steps ({config.steps})"
+        )
+    if config.optimizer.min_lr > config.optimizer.lr:
+        problems.append(
+            f"optimizer.min_lr ({config.optimizer.min_lr}) must be <= "
+            f"optimizer.lr ({config.optimizer.lr})"
+        )
+    if config.logging.route_samples and not config.logging.trace_steps:
+        problems.append(
+            f"logging.route_samples ({config.logging.route_samples}) needs logging.trace_steps > 0"
+        )
+    if config.logging.route_samples and config.parallel.tp_size > 1:
+        problems.append(
+            f"logging.route_samples ({config.logging.route_samples}) must be 0 with "
+            f"parallel.tp_size ({config.parallel.tp_size}) > 1: no rank's router sees whole samples"
+        )
+    if config.eval_every and data.validation_fraction == 0:
+        problems.append(f"eval_every ({config.eval_every}) needs data.validation_fraction > 0")
+    multiple(
+        num_ranks,
+        "the number of ranks",
+        parallel.ep_size * parallel.pp_size,
+        "parallel.ep_size * parallel.pp_size",
+    )
+    multiple(
+        num_ranks,
+        "the number of ranks",
+        parallel.tp_size * parallel.pp_size,
+        "parallel.tp_size * parallel.pp_size",
+    )
+    if num_ranks % (parallel.tp_size * parallel.pp_size) == 0:
+        dp_size = num_ranks // (parallel.tp_size * parallel.pp_size)
+        multiple(
+            data.global_batch_size,
+            "data.global_batch_size",
+            data.micro_batch_size * dp_size,
+            "data.micro_batch_size * data-parallel ranks",
+        )
+        num_microbatches = data.global_batch_size // (data.micro_batch_size * dp_size)
+        if parallel.vpp_size > 1:
+            multiple(
+                num_microbatches, "microbatches of a step", parallel.pp_size, "parallel.pp_size"
+            )
+    return problems
+
+
+def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -> list[str]:
+    """The section `megatron`, the balancing, and what Megatron itself says."""
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_ext.mcore.limits import validate_for_balancing
+    from megatron_ext.methods.sem_moe.attach import validate_for_rebatching
+    from megatron_ext.trainer.build import transformer_config, transformer_settings
+
+    settings = transformer_settings(config) if values_fit else {}
+    known = {megatron.name for megatron in fields(TransformerConfig)}
+    problems = []
+    for name in config.megatron:
+        if name not in known:
+            version = importlib.metadata.version("megatron-core")
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            problems.append(
+                f"megatron.{name}: Megatron-Core {version} has no setting of this name{hint}"
+            )
+        elif name in settings:
+            problems.append(
+                f"megatron.{name} ({config.megatron[name]}) cannot be set there: "
+                f"it is {settings[name]!r} by the other sections"
+            )
+    # The numbers of experts and ranks were checked above, under their names here.
+    ep_size = max(1, config.parallel.ep_size)
+    sizes = {"num_moe_experts": ep_size, "expert_model_parallel_size": ep_size}
+    checked = SimpleNamespace(**(settings | config.megatron | sizes))
+    problems += validate_for_balancing(checked, config.balance)
+    if config.data.rebatch and values_fit:
+        problems += [
+            f"data.rebatch ({config.data.rebatch}): {problem}"
+            for problem in validate_for_rebatching(checked, config.balance)
+        ]
+    if sizes_fit and not problems:
+        try:
+            transformer_config(config)
+        except (ValueError, AssertionError, TypeError) as error:
+            problems.append(f"Megatron: {_one_line(error)}")
+    return problems
+
+
+def _check_placement(config: TrainConfig) -> list[str]:
+    """The file of placed replicas, against the model and its ranks."""
+    balance = config.balance
+    if not balance.placement:
+        return []
+    from megatron_ext.balance.planner import LayerPlanner
+    from megatron_ext.balance.solve import plan_layout
+    from megatron_ext.balance.strategies import PlanSettings
+    from megatron_ext.files.placement import read_placement
+
+    domain = balance.nvlink_domain
+    try:
+        placement = read_placement(Path(balance.placement))
+        layout = plan_layout(
+            balance.strategy,
+            num_experts=config.model.num_experts,
+            ep_size=config.parallel.ep_size,
+            slots=balance.slots,
+            nvlink_domain=None if domain == "auto" else int(domain),
+        )
+        # Not every layer has experts if Megatron was told so.
+        all_layers = range(1, config.model.num_layers + 1)
+        layers = placement.layers if "moe_layer_freq" in config.megatron else all_layers
+        for layer in layers:
+            LayerPlanner(balance.strategy, layout, PlanSettings(placement=placement), layer=layer)
+    except (FileNotFoundError, ValueError, ModuleNotFoundError) as error:
+        return [f"balance.placement ({balance.placement}): {_one_line(error)}"]
+    return []
+
+
+def _check_semantics(config: TrainConfig) -> list[str]:
+    from megatron_ext.balance.strategies import STRATEGIES
+
+    strategy = STRATEGIES.get(config.balance.strategy)
+    if strategy is None or not strategy.needs_semantics:
+        return []
+    if config.data.affinity or config.data.rebatch:
+        return []
+    return [
+        f"data.affinity or data.rebatch must name a file with balance.strategy={strategy.name}: "
+        "`megatron-ext place sem_moe` makes one from a run's routes"
+    ]
+
+
+def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:
+    from megatron_ext.data import Manifest
+    from megatron_ext.trainer.build import dataset
+
+    try:
+        manifest = Manifest.load(config.data.path)
+        if values_fit:
+            dataset(config, manifest, "train")
+            if config.eval_every:
+                dataset(config, manifest, "validation")
+            return [
+                f"{name} ({path}): {problem}"
+                for name in ("data.affinity", "data.rebatch")
+                if (path := _value(config, name))
+                and (problem := _semantics_problem(config, manifest, name))
+            ]
+    except (FileNotFoundError, ValueError) as error:
+        problem = _one_line(error)
+        known = problem.startswith("data.")
+        return [problem if known else f"data.path ({config.data.path}): {problem}"]
+    return []
+
+
+def _semantics_problem(config: TrainConfig, manifest: Manifest, name: str) -> str | None:
+    """What is wrong with the file by which samples (`data.affinity`) or tokens go to ranks."""
+    from megatron_ext.methods.sem_moe.semantics import read_semantics
+
+    if name == "data.affinity" and config.parallel.tp_size > 1:
+        return f"must be empty with parallel.tp_size ({config.parallel.tp_size}) > 1"
+    try:
+        semantics = read_semantics(Path(_value(config, name)))
+    except (FileNotFoundError, ValueError) as error:
+        return _one_line(error)
+    vocab_size, ranks = semantics.affinity.shape
+    if ranks != config.parallel.ep_size:
+        return f"is for {ranks} ranks, parallel.ep_size is {config.parallel.ep_size}"
+    if vocab_size < manifest.vocab_size:
+        return f"knows {vocab_size} tokens, the dataset has {manifest.vocab_size}"
+    if name == "data.rebatch":
+        experts, model = semantics.expert.shape[1], config.model
+        # Not every layer has experts if Megatron was told so.
+        all_layers = tuple(range(1, model.num_layers + 1))
+        layers = semantics.layers if "moe_layer_freq" in config.megatron else all_layers
+        if (experts, semantics.layers) != (model.num_experts, layers):
+            return (
+                f"is for {experts} experts in layers {semantics.layers}, the model has "
+                f"{model.num_experts} in layers {layers}"
+            )
+    return None
+
+
+def _check_run_dir(config: TrainConfig) -> list[str]:
+    """The folder that the run writes to, and what a run that it continues left there."""
+    from megatron_ext.files.arrays import check_free
+    from megatron_ext.trainer.run_log import METRICS_FILE, read_metrics
+
+    run_dir = Path(config.run_dir)
+    try:
+        check_free(run_dir / METRICS_FILE, overwrite=True)
+        read_metrics(run_dir)
+    except (OSError, ValueError) as error:
+        return [f"run_dir ({config.run_dir}): {_one_line(error)}"]
+    return []
+
+
+def _check_checkpoint(config: TrainConfig) -> list[str]:
+    from megatron_ext.trainer.checkpoint import find_checkpoint, model_differences
+
+    try:
+        checkpoint = find_checkpoint(config)
+    except FileNotFoundError as error:
+        return [str(error)]
+    return model_differences(config, checkpoint) if checkpoint else []
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

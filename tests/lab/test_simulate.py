@@ -1,0 +1,584 @@
+"""Simulation: every equation by hand, what must grow with what, and files that are wrong.
+
+The worked example: 2 ranks, 4 experts, one slot; 13 and 3 assignments at home, 8 and 8 when
+balanced. Numbers of the machine are chosen so that seconds come out whole.
+"""
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+
+from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.solve import solve
+from megatron_ext.balance.strategies.strategy import PlanSettings
+from megatron_ext.cli import main
+from megatron_ext.files.loads import Loads, write_loads
+from megatron_ext.lab.hardware import (
+    SOLVED_PAIRS,
+    Hardware,
+    constants,
+    read_hardware,
+    write_hardware,
+)
+from megatron_ext.lab.shape import ModelShape, read_shape
+from megatron_ext.lab.simulate import (
+    LEGEND,
+    Machine,
+    _layer_times,
+    even_load,
+    layer_table,
+    relayed_sends,
+    simulate,
+    timed_sends,
+)
+from tests import workloads
+from tests.balance.instances import worked_example
+
+
+def a_shape(**changes) -> ModelShape:
+    """H = 2, F = 3, top-1, float32: an expert has 12 weights, 48 bytes; a token 8 bytes."""
+    return ModelShape(
+        **{
+            "name": "tiny",
+            "num_layers": 2,
+            "hidden_size": 2,
+            "attention_params": 16,
+            "attention_width": 2,
+            "num_experts": 4,
+            "topk": 1,
+            "expert_hidden_size": 3,
+            "shared_expert_hidden_size": 0,
+            "is_gated": False,
+            "vocab_size": 0,
+            "sequence_length": 4,
+            "precision": "fp32",
+            "pp_size": 1,
+            "vpp_size": 1,
+            "recompute": "none",
+            "distributed_optimizer": False,
+            "num_microbatches": 1,
+            **changes,
+        }
+    )
+
+
+def a_machine(**changes) -> Hardware:
+    """24 FLOPs, an assignment's, in a second, of what all ranks have 12; moving costs next to
+    nothing unless it is said.
+    """
+    numbers = {
+        "domain_ranks": 64,
+        "memory_bytes": 1e9,
+        "peak_flops_per_s": 48.0,
+        "expert_efficiency": 0.5,
+        "dense_efficiency": 0.25,
+        "memory_bandwidth": 1e15,
+        "optimizer_bandwidth": 1e15,
+        "token_bandwidth": 16.0,
+        "weight_bandwidth": 48.0,
+        "outer_bandwidth": 4.0,
+        "overlap": 0.0,
+        "relay_threshold": 4,
+        "solve_us": {"quota": 1000.0},
+        **changes,
+    }
+    return Hardware(
+        name="hand", summary="", sources=dict.fromkeys(constants(), "by hand"), **numbers
+    )
+
+
+def times_of(hardware, plan, load, *, shape=None, solve_s=0.0, slots=1):
+    machine = Machine(shape or a_shape(), hardware, 2, 2, tokens=8.0)
+    parts = _layer_times(machine, load[None], [plan], solve_s=solve_s, slots=slots)
+    return [{name: float(value) for name, value in part.items()} for part in parts]
+
+
+@pytest.fixture
+def load():
+    return worked_example().load
+
+
+def simulated(loads, *strategies, hardware=None, shape=None, num_gpus=None, slots=1, **settings):
+    return simulate(
+        loads,
+        strategies,
+        PlanSettings(**settings),
+        shape=shape or a_shape(),
+        hardware=hardware or a_machine(),
+        num_gpus=num_gpus,
+        slots=slots,
+        nvlink_domain=None,
+    )
+
+
+def test_equations_by_hand(load):
+    """A replica is 48 bytes at 48 a second; 2 tokens of 8 bytes go there and back at 16 a second;
+    8 assignments at a second each.
+    """
+    plan = solve(load, ep_size=2, slots=1)
+    forward, backward = times_of(a_machine(), plan, load, solve_s=0.25)
+    assert forward["solve"] == 0.25
+    assert forward["weights"] == 1.0  # Eq. 5
+    assert forward["tokens"] == 2 * 2 * 8 / 16  # Eq. 4
+    assert forward["experts"] == pytest.approx(8.0, rel=1e-9)  # Eq. 3
+    # 8 tokens, each 2 x (16 attention + 8 router) + 2 x 4 x 2 FLOPs of attention, 12 in a second.
+    assert forward["dense"] == pytest.approx(8 * (2 * 24 + 16) / 12)
+    # Eq. 2 and 3; without overlap the replicas come again, and their gradients go back.
+    assert backward["tokens"] == forward["tokens"]
+    assert backward["experts"] == pytest.approx(16.0, rel=1e-9)
+    assert backward["dense"] == pytest.approx(2 * forward["dense"])
+    assert (backward["weights"], backward["reduce"]) == (1.0, 1.0)
+
+
+def test_without_balancing_by_hand(load):
+    """Rank 0 computes 13 and receives 6 from rank 1."""
+    none = solve(load, ep_size=2, slots=1, strategy="none")
+    forward, backward = times_of(a_machine(), none, load, slots=0)
+    assert (forward["weights"], backward["weights"], backward["reduce"]) == (0, 0, 0)
+    assert forward["tokens"] == 2 * 6 * 8 / 16
+    assert forward["experts"] == pytest.approx(13.0, rel=1e-9)
+
+
+def test_reroute_hides_weights_or_is_hidden(load):
+    """Eq. 1 takes the longer one; 5 x 8 x (4 + 6) bytes at 100 a second are 4 seconds."""
+    plan = solve(load, ep_size=2, slots=1)
+    forward, _ = times_of(a_machine(memory_bandwidth=100.0), plan, load)
+    assert forward["weights"] == 4.0
+    forward, _ = times_of(a_machine(memory_bandwidth=1000.0), plan, load)
+    assert forward["weights"] == 1.0
+
+
+def test_overlap_hides_what_fits(load):
+    """Filling again has the experts' 8 seconds to hide in, reducing the dense part's 2 x 42.7."""
+    plan = solve(load, ep_size=2, slots=1)
+    _, backward = times_of(a_machine(overlap=1.0, weight_bandwidth=48 / 90), plan, load)
+    assert backward["weights"] == pytest.approx(90 - 8)
+    assert backward["reduce"] == pytest.approx(90 - 2 * 8 * 64 / 12)
+    _, backward = times_of(a_machine(overlap=1.0), plan, load)
+    assert (backward["weights"], backward["reduce"]) == (0, 0)
+
+
+def test_recompute_does_the_forward_again(load):
+    none = solve(load, ep_size=2, slots=1, strategy="none")
+    passes = {}
+    for recompute in ("none", "selective", "full"):
+        forward, backward = times_of(a_machine(), none, load, shape=a_shape(recompute=recompute))
+        passes[recompute] = [backward[p] / forward[p] for p in ("tokens", "experts", "dense")]
+    assert passes == {"none": [1, 2, 2], "selective": [2, 3, 2], "full": [2, 3, 3]}
+
+
+def test_relays_halve_and_outer_links_slow():
+    """8 replicas of expert 0 on 9 ranks; with relays its rank sends ceil(8 / sqrt(8)) = 3."""
+    plan = solve(torch.ones(9, 9, dtype=torch.int64), ep_size=9, slots=1, strategy="none")
+    slots = torch.full((9, 1), -1, dtype=torch.int32)
+    slots[1:] = 0
+    plan = BalancePlan(plan.layout, plan.quota, slots)
+    assert int(relayed_sends(plan, 8).max()) == 8
+    assert int(relayed_sends(plan, 4).max()) == 3
+    # Domains of 3: 2 replicas stay inside, 6 go outside, 48 / 4 = 12 times as slow.
+    assert int(timed_sends(plan, a_machine(domain_ranks=3)).max()) == 6 * 12
+    assert int(timed_sends(plan, a_machine(domain_ranks=9, relay_threshold=8)).max()) == 8
+
+
+def test_receivers_have_outer_links_too():
+    """Ranks 0 and 1 send an expert each, rank 2 receives both, 12 times as slow."""
+    plan = solve(torch.ones(3, 3, dtype=torch.int64), ep_size=3, slots=2, strategy="none")
+    slots = torch.full((3, 2), -1, dtype=torch.int32)
+    slots[2] = torch.tensor([0, 1])
+    plan = BalancePlan(plan.layout, plan.quota, slots)
+    assert timed_sends(plan, a_machine(domain_ranks=1)).tolist() == [12, 12, 24]
+
+
+def test_tokens_out_of_the_domain():
+    """Of 3 other ranks 2 are outside: two thirds of the bytes at 4 a second, a third at 16."""
+    machine = Machine(a_shape(), a_machine(domain_ranks=2), 4, 4, tokens=1.0)
+    assert machine.costs.token_bandwidth == pytest.approx(4 / (2 / 3))
+    inside = Machine(a_shape(), a_machine(domain_ranks=4), 4, 4, tokens=1.0)
+    assert inside.costs.token_bandwidth == 16.0
+
+
+def test_step_by_hand(load):
+    """2 layers, 3 microbatches on 2 stages: 4 turns of one layer; then Adam."""
+    shape = a_shape(pp_size=2, num_microbatches=3)
+    hardware = a_machine(optimizer_bandwidth=1e3)
+    report = simulated(Loads(load[None]), "quota", hardware=hardware, shape=shape)
+    quota = report["strategies"]["quota"]
+    # A rank: 2 experts of 12, 16 + 8 of the rest; the rest over 2 ranks, 8 bytes a weight.
+    reduction = 24 / 2 * 8 / 48
+    adam = 48 * (7 * 4 + 4) / 1e3
+    layer_s = quota["layer_ms"]["total"] / 1e3
+    assert quota["step_ms"] == pytest.approx(1e3 * (4 * layer_s + reduction + adam))
+    parts = [ms for name, ms in quota["layer_ms"].items() if name != "total"]
+    assert sum(parts) == pytest.approx(quota["layer_ms"]["total"])
+    # 3 microbatches of 8 tokens on each of 2 data-parallel ranks, 4 ranks in all.
+    tokens = 3 * 8 * 2 / 4 / (quota["step_ms"] / 1e3)
+    assert quota["tokens_per_s_per_gpu"] == pytest.approx(tokens)
+
+
+def test_chunks_fill_the_pipeline_in_smaller_steps(load):
+    """On 2 stages one chunk waits for one microbatch, of 2 layers; two chunks for half of one."""
+    one, two = (
+        simulated(
+            Loads(load[None]),
+            shape=a_shape(num_layers=4, pp_size=2, vpp_size=chunks, num_microbatches=4),
+        )["strategies"]["none"]
+        for chunks in (1, 2)
+    )
+    assert one["step_ms"] - two["step_ms"] == pytest.approx(2 * one["layer_ms"]["total"] / 2)
+
+
+def test_what_is_beside_moe_layers_by_hand():
+    """Of 2 layers one is dense; 8 tokens, 12 FLOPs of them in a second, three or four times."""
+    shape = a_shape(num_dense_layers=1, dense_hidden_size=5, vocab_size=7)
+    dense = 8 * (2 * (16 + 2 * 2 * 5) + 16) / 12
+    logits = 8 * 2 * 2 * 7 / 12
+    machine = Machine(shape, a_machine(), 2, 2, tokens=8.0)
+    assert machine.outside_layers_s() == pytest.approx(3 * (dense + logits))
+    again = dataclasses.replace(shape, recompute="full")
+    machine = Machine(again, a_machine(), 2, 2, tokens=8.0)
+    assert machine.outside_layers_s() == pytest.approx(4 * dense + 3 * logits)
+
+
+def test_solving_is_the_machines_in_proportion(load):
+    quota = simulated(Loads(load[None]), "quota")["strategies"]["quota"]
+    assert quota["layer_ms"]["forward_solve"] == pytest.approx(1.0 * 2 * 4 / SOLVED_PAIRS)
+    exact = simulated(Loads(load[None]), "exact")["strategies"]["exact"]
+    assert exact["layer_ms"]["forward_solve"] > 0.001  # Not named there: as it took here.
+    both = layer_table(simulated(Loads(load[None]), "exact", "quota", "eplb_exact"))
+    assert "Solving of exact, eplb_exact as it took on this machine: hand does not say." in both
+    assert "Solving of" not in layer_table(simulated(Loads(load[None]), "quota"))
+
+
+def test_activations_by_hand():
+    """An assignment keeps 4 x (2 x 2 + 2 x 3) bytes a layer, a token 4 x (6 x 2 + 4 x 2)."""
+    rank_loads = torch.tensor([[10, 6], [4, 12]])  # Two of the layers, which stand for 4.
+    machine = Machine(a_shape(num_layers=4), a_machine(), 2, 2, tokens=8.0)
+    dense = 4 * 8 * 80
+    assert machine.activation_bytes(rank_loads).tolist() == [28 * 40 + dense, 36 * 40 + dense]
+    again = Machine(a_shape(num_layers=4, recompute="selective"), a_machine(), 2, 2, tokens=8.0)
+    assert again.activation_bytes(rank_loads).tolist() == [10 * 40 + dense, 12 * 40 + dense]
+    full = Machine(a_shape(num_layers=4, recompute="full"), a_machine(), 2, 2, tokens=8.0)
+    assert full.activation_bytes(rank_loads).tolist() == [400 + 4 * 64, 480 + 4 * 64]
+
+
+def test_few_microbatches_fill_a_part_of_a_pipeline():
+    """2 microbatches on 4 stages of one layer each: the first holds 2, as of half of the layers."""
+    shape = a_shape(num_layers=4, pp_size=4, num_microbatches=2)
+    machine = Machine(shape, a_machine(), 2, 8, tokens=8.0)
+    rank_loads = torch.tensor([[10, 6], [4, 12]])
+    dense = 2 * 8 * 80
+    assert machine.activation_bytes(rank_loads).tolist() == [14 * 40 + dense, 18 * 40 + dense]
+
+
+def test_one_stage_has_both_embeddings():
+    for pp_size, embeddings in ((1, 2 * 7 * 2), (2, 7 * 2)):
+        machine = Machine(a_shape(vocab_size=7, pp_size=pp_size), a_machine(), 2, 4, tokens=8.0)
+        assert machine.params()[1] == 2 * (16 + 8) / pp_size + embeddings
+
+
+def test_static_memory_by_hand():
+    """2 layers of (2 experts of 12) and (16 + 8); 8 bytes, and 12 of Adam; a slot has no Adam."""
+    machine = Machine(a_shape(), a_machine(), 2, 2, tokens=8.0)
+    assert machine.static_bytes(slots=1) == (48 + 48) * 20 + 12 * 8
+    sharded = Machine(a_shape(distributed_optimizer=True), a_machine(), 2, 4, tokens=8.0)
+    assert sharded.static_bytes(slots=0) == 96 * 8 + (48 / 2 + 48 / 4) * 12
+
+
+def test_oom_risk_counts_microbatches():
+    """Of 4 microbatches the two uneven ones exceed the memory, when nothing is balanced."""
+    even = torch.full((2, 4), 2)
+    uneven = torch.tensor([[8, 0, 0, 0], [8, 0, 0, 0]])
+    loads = Loads(torch.stack([even, uneven, even, uneven]))
+    # Static 1920 bytes; activations 2 x (8 or 16) x 40 and 2 x 8 x 80.
+    risks = {}
+    for memory_bytes in (1920 + 640 + 1280 + 200, 1920 + 1280 + 1280, 1000):
+        report = simulated(loads, "exact", hardware=a_machine(memory_bytes=float(memory_bytes)))
+        risks[memory_bytes] = [report["strategies"][s]["oom_risk"] for s in ("none", "ideal")]
+    assert list(risks.values()) == [[0.5, 0.0], [0.0, 0.0], [1.0, 1.0]]
+
+
+@pytest.fixture
+def skewed():
+    return Loads(torch.stack([workloads.zipf(16, 64, 512, 0.8, seed) for seed in range(3)]))
+
+
+@pytest.fixture
+def model():
+    return a_shape(num_experts=64, hidden_size=64, expert_hidden_size=64)
+
+
+REAL = {
+    "peak_flops_per_s": 1e12,
+    "memory_bandwidth": 1e11,
+    "optimizer_bandwidth": 1e11,
+    "token_bandwidth": 1e10,
+    "weight_bandwidth": 1e10,
+    "outer_bandwidth": 1e9,
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "peak_flops_per_s",
+        "expert_efficiency",
+        "dense_efficiency",
+        "memory_bandwidth",
+        "optimizer_bandwidth",
+        "token_bandwidth",
+        "weight_bandwidth",
+    ],
+)
+def test_what_is_slower_takes_longer(name, skewed, model):
+    hardware = a_machine(**REAL)
+    slower = dataclasses.replace(hardware, **{name: getattr(hardware, name) / 4})
+    step_ms = [
+        simulated(skewed, "quota", hardware=each, shape=model)["strategies"]["quota"]["step_ms"]
+        for each in (hardware, slower)
+    ]
+    assert step_ms[1] > step_ms[0]
+
+
+def test_small_domains_take_longer(skewed, model):
+    step_ms = [
+        simulated(
+            skewed, "quota", hardware=a_machine(**REAL, domain_ranks=domain_ranks), shape=model
+        )["strategies"]["quota"]["step_ms"]
+        for domain_ranks in (16, 4)
+    ]
+    assert step_ms[1] > step_ms[0]
+
+
+def test_ideal_is_fastest_and_none_slowest(skewed, model):
+    """With links that are fast enough for balancing to be worth it."""
+    links = {"weight_bandwidth": 1e12, "token_bandwidth": 1e11}
+    fast = a_machine(**(REAL | links), solve_us={"quota": 1.0, "eplb_exact": 1.0})
+    report = simulated(skewed, "quota", "eplb_exact", hardware=fast, shape=model, slots=2)
+    step_ms = {name: of["step_ms"] for name, of in report["strategies"].items()}
+    assert list(step_ms) == ["none", "quota", "eplb_exact", "ideal"]
+    assert min(step_ms, key=step_ms.get) == "ideal"
+    assert max(step_ms, key=step_ms.get) == "none"
+    ideal = report["strategies"]["ideal"]
+    assert (ideal["share_of_ideal"], ideal["imbalance_mean"]) == (1.0, pytest.approx(1, abs=0.02))
+    assert report["strategies"]["none"]["gain_over_none"] == 0
+
+
+def test_even_load_keeps_what_ranks_send(skewed):
+    even = even_load(skewed.load)
+    assert torch.equal(even.sum(-1), skewed.load.sum(-1))
+    assert int(even.amax(-1).sub(even.amin(-1)).max()) <= 1
+    of_all_ranks = even.sum(-2)
+    assert int(of_all_ranks.amax(-1).sub(of_all_ranks.amin(-1)).max()) <= 1
+
+
+def test_time_takes_the_machines_costs(skewed, model):
+    """Where weights are dear, no replica is worth it."""
+    dear = a_machine(**(REAL | {"weight_bandwidth": 1.0}))
+    of = simulated(skewed, "time", "quota", hardware=dear, shape=model)["strategies"]
+    assert of["time"]["imbalance_mean"] == of["none"]["imbalance_mean"]
+    assert of["quota"]["imbalance_mean"] < of["none"]["imbalance_mean"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shape": a_shape(num_experts=8)}, "the loads have 4 experts, the model tiny has 8"),
+        ({"num_gpus": 3}, r"gpus \(3\) must be a multiple of EP x PP \(2 x 1\)"),
+        (
+            {"hardware": a_machine(weight_bandwidth=1e-300)},
+            r"expert_bytes / link_bandwidth \(4\.8e\+301 s\) must be <= 100000 s",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit(load, changes, message):
+    with pytest.raises(ValueError, match=message):
+        simulated(Loads(load[None]), "quota", **changes)
+
+
+def test_strategies_that_do_not_fit(load):
+    with pytest.raises(ValueError, match="there twice"):
+        simulated(Loads(load[None]), "quota", "quota")
+    with pytest.raises(ValueError, match="unknown strategy 'best'"):
+        simulated(Loads(load[None]), "best")
+    with pytest.raises(ValueError, match="the loads are all zero"):
+        simulated(Loads(torch.zeros(1, 2, 4, dtype=torch.int64)), "quota")
+
+
+# Files
+
+
+def test_hardware_file_round_trip(tmp_path):
+    hardware = a_machine()
+    write_hardware(tmp_path / "hand.yaml", hardware)
+    read = read_hardware(str(tmp_path / "hand.yaml"))
+    assert dataclasses.asdict(read) == dataclasses.asdict(hardware)
+
+
+@pytest.mark.parametrize("name", ["rack_64", "server_8_h200"])
+def test_hardware_of_the_repository(name):
+    hardware = read_hardware(name)
+    assert hardware.name == name
+    assert all(hardware.sources[constant] for constant in constants())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("overlap", "overlay", "unknown constant 'overlay'"),
+        ("value: 1000000000.0", "value: -1.0", r"memory_bytes \(-1.0\) must be > 0 and finite"),
+        ("value: 1000000000.0", "value: much", r"memory_bytes \('much'\) must be a number"),
+        ("value: 1000000000.0", "value: .nan", "must be a number"),
+        ("value: 64", "value: 6.5", r"domain_ranks \(6.5\) must be a whole number"),
+        ("value: 0.5", "value: 1.5", r"expert_efficiency \(1.5\) must be > 0 and <= 1"),
+        ("value: 0.25", "value: 0.0", r"dense_efficiency \(0.0\) must be > 0 and <= 1"),
+        ("optimizer_bandwidth", "gemm_efficiency", "unknown constant 'gemm_efficiency'"),
+        ("value: 64", "value: 1e30", "domain_ranks .* must be a whole number"),
+        ("value: 64", f"value: {10**30}", r"domain_ranks \(1000.* must be > 0 and <= 1e\+06"),
+        ("quota: 1000.0", "quota: -1", r"solve_us.quota \(-1\) must be >= 0"),
+        ("quota: 1000.0", "qota: 1", "solve_us of unknown strategy 'qota'; known: craft, eplb"),
+        ("source: by hand", "source: ''", "must say its source"),
+        ("constants:", "numbers:", "has no section 'constants'"),
+        ("constants:", "constants: [", "is no readable YAML"),
+    ],
+)
+def test_wrong_hardware_files(tmp_path, old, new, message):
+    path = tmp_path / "hand.yaml"
+    write_hardware(path, a_machine())
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(ValueError, match=message):
+        read_hardware(str(path))
+
+
+def test_a_constant_is_missing(tmp_path):
+    path = tmp_path / "hand.yaml"
+    write_hardware(path, a_machine())
+    lines = path.read_text().splitlines()
+    at = lines.index("  overlap:")
+    path.write_text("\n".join(lines[:at] + lines[at + 3 :]))
+    with pytest.raises(ValueError, match="overlap must be there"):
+        read_hardware(str(path))
+
+
+def test_shape_of_a_recipe():
+    shape = read_shape("quickstart", ["model.num_layers=5", "data.path=nowhere"])
+    assert (shape.num_layers, shape.hidden_size, shape.topk) == (5, 128, 1)
+    assert (shape.expert_params, shape.num_microbatches, shape.vocab_size) == (2 * 128 * 1024, 1, 0)
+    # This recipe leaves the data to the caller.
+    assert read_shape("gpt_8x64e_8gpu_bf16", []).num_microbatches == 16
+    with pytest.raises(ValueError, match=r"parallel.tp_size \(2\) must be 1"):
+        read_shape("quickstart", ["parallel.tp_size=2", "data.path=nowhere"])
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("qwen3_235b", 235), ("glm45_106b", 106), ("deepseek_v3", 671)]
+)
+def test_shapes_have_the_parameters_of_their_names(name, billions):
+    """All layers and both embeddings. Norms and biases are left out; DeepSeek-V3 has its third
+    dense layer counted as MoE (UltraEP, Table 3), Qwen3 two dense ones that it has not.
+    """
+    shape = read_shape(name, [])
+    params = (
+        shape.num_moe_layers * (shape.moe_dense_params + shape.num_experts * shape.expert_params)
+        + shape.num_dense_layers * shape.dense_layer_params
+        + 2 * shape.vocab_size * shape.hidden_size
+    )
+    assert params / 1e9 == pytest.approx(billions, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["topk=0"], r"topk \(0\) must be >= 1"),
+        (["topk=200"], r"topk \(200\) must be <= num_experts \(128\)"),
+        (["precision=fp8"], r"precision \(fp8\) must be fp32 or bf16"),
+        (["width=3"], "width"),
+        (["hidden_size=much"], "yaml: hidden_size: Value 'much' of type 'str' could not"),
+        (["num_microbatches"], "yaml: num_microbatches: Incompatible value 'None'"),
+        (["pp_size=95"], r"pp_size x vpp_size \(95 x 1\) must be <= num_layers \(94\)"),
+        (["num_dense_layers=94"], r"num_dense_layers \(94\) must be < num_layers \(94\)"),
+    ],
+)
+def test_wrong_shapes(overrides, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        read_shape("qwen3_235b", overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_recipe_by_its_path():
+    assert read_shape("recipes/traced.yaml", []) == read_shape("traced", [])
+
+
+# The command
+
+
+@pytest.fixture
+def files(tmp_path, load):
+    write_loads(tmp_path / "loads.npz", Loads(load[None]))
+    write_hardware(tmp_path / "hand.yaml", a_machine())
+    shape = dataclasses.asdict(a_shape())
+    (tmp_path / "tiny.yaml").write_text(json.dumps(shape))
+    return tmp_path
+
+
+def words(files, *more, model="tiny.yaml", hardware="hand.yaml", strategies="quota"):
+    return [
+        *("simulate", str(files / "loads.npz"), "--slots", "1"),
+        *("--model", str(files / model), "--hardware", str(files / hardware)),
+        *("--strategies", strategies),
+        *more,
+    ]
+
+
+def test_command_writes_what_it_says(files, capsys):
+    out = files / "out"
+    assert main(words(files, "--set", "num_microbatches=4", "--json", "--out", str(out))) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert json.loads((out / "simulate.json").read_text()) == report
+    assert report["model"]["num_microbatches"] == 4
+    assert report["hardware"]["constants"]["overlap"] == {"value": 0.0, "source": "by hand"}
+    assert list(report["strategies"]) == ["none", "quota", "ideal"]
+    assert set(report["strategies"]["quota"]) == {
+        *("imbalance_mean", "imbalance_before", "layer_ms", "step_ms", "tokens_per_s_per_gpu"),
+        *("static_bytes", "activation_bytes", "memory_share", "oom_risk", "solve_from"),
+        *("share_of_ideal", "gain_over_none"),
+    }
+    text = (out / "simulate.md").read_text()
+    assert all(name in text for name in constants())
+    assert re.search(r"\| memory_bytes +\| +1e\+09 \|", text)
+    assert re.search(r"\| solve_us +\| +quota 1000 \|", text)
+    assert LEGEND in text
+    assert all(what in text for what in report["left_out"])
+    assert main(words(files, "--out", str(out))) == 2
+    assert "replace it with --overwrite" in capsys.readouterr().err
+    assert main(words(files, "--out", str(out), "--overwrite")) == 0
+    shown = capsys.readouterr().out
+    assert LEGEND in shown
+    assert "Left out:" in shown
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hardware": "abacus"}, "no hardware"),
+        ({"model": "mind"}, "no model"),
+        ({"strategies": "best"}, "unknown strategy 'best'"),
+        ({"hardware": "tiny.yaml"}, "has no section 'constants'"),
+        ({"model": "hand.yaml"}, "Key 'summary' not in"),
+    ],
+)
+def test_command_says_what_is_wrong(files, capsys, change, message):
+    assert main(words(files, **change)) == 2
+    stdout, stderr = capsys.readouterr()
+    assert stdout == ""
+    assert stderr.count("\n") == 1
+    assert message in stderr
+
+
+def test_calibration_goes_into_a_file_only_if_asked(capsys, tmp_path):
+    assert main(["doctor", "--out", str(tmp_path / "here.yaml")]) == 2
+    assert "--out is for what --calibrate measures" in capsys.readouterr().err

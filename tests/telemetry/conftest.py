@@ -1,0 +1,3 @@
+"""The dataset that runs are made on."""
+
+from tests.trainer.conftest import data as data

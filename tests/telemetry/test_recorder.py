@@ -1,0 +1,82 @@
+"""The recorder's numbers equal those counted by hand, once per microbatch, also under recompute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.cpu_platform import enable_cpu_platform
+from tests.ranks import run_ranks
+
+EXPERTS = 6
+LAYERS = 2
+MICROBATCHES = 3
+
+
+def _record(rank: int, strategy: str, recompute: str) -> dict[str, Any]:
+    enable_cpu_platform()
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from megatron_ext.config import BalanceConfig
+    from megatron_ext.mcore.spec import balance_spec
+    from megatron_ext.telemetry.recorder import LoadRecorder
+    from megatron_ext.trainer.build import moe_layers
+    from tests.gpt import build_gpt
+
+    gpt = build_gpt(
+        ep=2,
+        num_layers=LAYERS,
+        experts=EXPERTS,
+        recompute=recompute,
+        spec_transform=lambda spec: balance_spec(spec, BalanceConfig(strategy=strategy)),
+    )
+    layers = moe_layers(gpt.chunks)
+    recorder = LoadRecorder(layers, parallel_state.get_expert_model_parallel_group())
+    by_hand = []
+
+    def count(router: Any, inputs: Any, outputs: Any) -> None:
+        if torch.is_grad_enabled():
+            load = outputs[1].sum(0)
+            dist.all_reduce(load)
+            by_hand.append(load.view(2, EXPERTS // 2).sum(1).tolist())
+
+    for layer in layers:
+        layer.router.register_forward_hook(count)
+    gpt.forward_backward(num_microbatches=MICROBATCHES)
+    with torch.no_grad():
+        gpt.forward_backward(num_microbatches=1, forward_only=True)
+    loads = recorder.take_step()
+    again = recorder.take_step()
+    before = sum(2 * max(ranks) / sum(ranks) for ranks in by_hand)
+    return {"loads": loads, "by_hand": before, "again": again.forwards}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("strategy", ["none", "quota", "ideal", "libra"])
+def test_counts_every_forward_once(strategy: str, recompute: str) -> None:
+    for result in run_ranks(_record, 2, strategy, recompute):
+        loads = result["loads"]
+        assert loads.forwards == LAYERS * MICROBATCHES
+        assert result["again"] == 0
+        # Not of the first microbatch, in which layers get to know each other, nor of a first layer.
+        predicted = loads.predicted
+        is_told = strategy == "libra" and recompute == "none"
+        assert predicted.forwards == ((LAYERS - 1) * (MICROBATCHES - 1) if is_told else 0)
+        assert sum(one.predicted is not None for one in loads.loads) == predicted.forwards
+        if is_told:
+            assert 0 < predicted.choice_accuracy <= predicted.forwards
+            assert 0 < predicted.load_accuracy <= predicted.forwards
+        if strategy == "ideal":
+            # Over all ranks, too.
+            counts = [one.load.sum(0) for one in loads.loads]
+            assert max(int(each.max() - each.min()) for each in counts) <= 1
+        else:
+            assert loads.imbalance_before == pytest.approx(result["by_hand"])
+        if strategy == "none":
+            assert loads.imbalance_after == loads.imbalance_before
+            assert loads.replicas == 0
+        else:
+            assert loads.imbalance_after <= 1.05 * loads.forwards

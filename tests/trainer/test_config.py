@@ -1,0 +1,244 @@
+"""Wrong settings end with status 2 and one line a problem, before any process is started.
+
+Every recipe of the repository composes and passes the same checks.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config import ConfigError, TrainConfig
+from megatron_ext.trainer.train import load_config, main
+from megatron_ext.trainer.validate import validate
+from tests.trainer.dataset import overrides
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.fixture(autouse=True)
+def outside_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("megatron_ext.trainer.train.launch_ranks", _must_not_start)
+
+
+def _must_not_start(*args: object, **kwargs: object) -> None:
+    raise AssertionError("ranks were started")
+
+
+COSTS = ("balance.link_bandwidth=1e9", "balance.assignment_time=1e-6")
+
+WRONG = {
+    "experts not divisible": (
+        ["model.num_experts=10", "parallel.ep_size=4", "data.global_batch_size=16"],
+        ["model.num_experts (10) must be a multiple of parallel.ep_size (4)"],
+    ),
+    "negative slots": (["balance.slots=-1"], ["balance.slots (-1) must be >= 0"]),
+    "no interval": (["balance.interval=0"], ["balance.interval (0) must be >= 1"]),
+    "capacity below the mean": (["balance.alpha=0.9"], ["balance.alpha (0.9) must be from 1"]),
+    "time with a link that sends nothing": (
+        ["balance.strategy=time", "balance.link_bandwidth=0"],
+        [
+            "balance.link_bandwidth (0) must be > 0 and finite with balance.strategy=time, or "
+            "'auto', which measures it"
+        ],
+    ),
+    "a cost that is no number": (
+        ["balance.objective=time", "balance.assignment_time=short"],
+        ["balance.assignment_time ('short') must be 'auto' or a number"],
+    ),
+    "time from history": (
+        ["balance.strategy=eplb", "balance.objective=time", *COSTS],
+        ["strategy 'eplb' fills replicas placed before, without a tolerance"],
+    ),
+    "negative steps of a trace": (
+        ["logging.trace_steps=-1"],
+        ["logging.trace_steps (-1) must be >= 0"],
+    ),
+    "strategy and transport": (
+        ["balance.strategy=magic", "balance.transport=nvlink"],
+        ["'magic'", "balance.transport ('nvlink') is not available here"],
+    ),
+    "craft without a placement": (
+        ["balance.strategy=craft"],
+        ["balance.placement must name a file with balance.strategy=craft"],
+    ),
+    "placement that is not there": (
+        ["balance.placement=absent.npz"],
+        ["balance.placement (absent.npz): absent.npz does not exist"],
+    ),
+    "affinity that is not there": (
+        ["data.affinity=absent.npz"],
+        ["data.affinity (absent.npz): absent.npz does not exist"],
+    ),
+    "routes with tensor parallelism": (
+        ["logging.trace_steps=1", "logging.route_samples=1", "parallel.tp_size=2"],
+        ["logging.route_samples (1) must be 0 with parallel.tp_size (2) > 1"],
+    ),
+    "affinity with tensor parallelism": (
+        ["data.affinity=absent.npz", "parallel.tp_size=2"],
+        ["data.affinity (absent.npz): must be empty with parallel.tp_size (2) > 1"],
+    ),
+    "re-batching without tensor parallelism": (
+        ["data.rebatch=absent.npz"],
+        [
+            "data.rebatch (absent.npz): token re-batching needs a tensor-parallel group that is "
+            "the EP group, with sequence parallelism: tensor_model_parallel_size (1) must be "
+            "expert_model_parallel_size (2) and > 1",
+        ],
+    ),
+    "re-batching by what is not there": (
+        ["data.rebatch=absent.npz", "parallel.tp_size=2"],
+        ["data.rebatch (absent.npz): absent.npz does not exist"],
+    ),
+    "heads and tokens of a sequence on too many ranks": (
+        ["parallel.tp_size=4", "parallel.ep_size=4", "data.sequence_length=18"],
+        [
+            "model.num_attention_heads (2) must be a multiple of parallel.tp_size (4)",
+            "data.sequence_length (18) must be a multiple of parallel.tp_size (4)",
+        ],
+    ),
+    "capacity factor": (
+        ["+megatron.moe_expert_capacity_factor=1.5"],
+        ["moe_expert_capacity_factor (1.5) must be None"],
+    ),
+    "sharded experts": (
+        ["+megatron.expert_tensor_parallel_size=2"],
+        ["expert_tensor_parallel_size (2) must be 1"],
+    ),
+    "unknown Megatron key": (
+        ["+megatron.moe_router_topkk=1"],
+        ["megatron.moe_router_topkk", "has no setting of this name; did you mean"],
+    ),
+    "Megatron key of another section": (
+        ["+megatron.num_layers=3"],
+        ["megatron.num_layers (3) cannot be set there: it is 2"],
+    ),
+    "Megatron's own rule": (
+        ["balance.strategy=none", "+megatron.moe_pad_expert_input_to_capacity=true"],
+        ["Megatron: moe_expert_capacity_factor must be set"],
+    ),
+    "missing data": (["data.path=/nowhere"], ["data.path (/nowhere)"]),
+    "unknown domain": (["++data.weights.poems=1"], ["data.weights names poems"]),
+    "unknown key": (["balance.slot=1"], ["balance.slot", "Key 'slot' not in 'BalanceConfig'"]),
+    "wrong type": (["model.topk=two"], ["model.topk=two"]),
+    "unknown recipe": (["--config-name", "nothing"], ["nothing"]),
+    "unknown checkpoint": (["checkpoint.load=/nowhere"], ["checkpoint.load (/nowhere)"]),
+    "batch": (
+        ["data.global_batch_size=6"],
+        ["data.global_batch_size (6) must be a multiple of data.micro_batch_size"],
+    ),
+    "everything at once": (
+        ["steps=0", "model.precision=fp7", "balance.strategy=magic", "data.path=/nowhere"],
+        ["steps (0)", "model.precision ('fp7')", "'magic'", "data.path (/nowhere)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_settings_end_with_one_line_each(
+    name: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong, expected = WRONG[name]
+    with pytest.raises(SystemExit) as exit_info:
+        main([*overrides(data, tmp_path), *wrong])
+    assert exit_info.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("error: ") for line in lines)
+    for text in expected:
+        assert any(text in line for line in lines), (text, lines)
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "rule"),
+    [
+        ("file", r"file/metrics\.jsonl cannot be written: .*/file is no folder"),
+        ("file/run", r"file/run/metrics\.jsonl cannot be written: .*/file is no folder"),
+        ("broken", r"broken/metrics\.jsonl, line 1: not the metrics of a step"),
+    ],
+)
+def test_a_run_directory_that_cannot_be_used(
+    run_dir: str, rule: str, data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "metrics.jsonl").write_text("[]\n")
+    before = sorted(tmp_path.rglob("*"))
+    config = load_config(overrides(data, tmp_path / run_dir))
+    with pytest.raises(ConfigError, match=rf"^run_dir \(.*{run_dir}\): .*{rule}$"):
+        validate(config, num_ranks=2)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_checkpoint_of_another_model(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "checkpoints" / "step_00000004"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"step": 4, "model": {"hidden_size": 64}}))
+    with pytest.raises(SystemExit) as exit_info:
+        main(overrides(data, tmp_path))
+    assert exit_info.value.code == 2
+    assert f"error: model.hidden_size (16) must be 64, as in the checkpoint {folder}" in (
+        capsys.readouterr().err
+    )
+
+
+def test_data_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main([])
+    assert exit_info.value.code == 2
+    assert "error: data.path is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "rule"),
+    [
+        (3, {"ep_size": 2}, "the number of ranks (3) must be a multiple of parallel.ep_size"),
+        (2, {"pp_size": 2, "vpp_size": 3}, "model.num_layers (4) must be a multiple of"),
+        (1, {"vpp_size": 2}, "parallel.vpp_size (2) must be 1 without a pipeline"),
+        (2, {"overlap_param_gather": True}, "parallel.overlap_param_gather (True) needs"),
+    ],
+)
+def test_sizes_that_do_not_fit(ranks: int, sizes: dict[str, int], rule: str, data: Path) -> None:
+    config = TrainConfig()
+    config.data.path = str(data)
+    for name, value in sizes.items():
+        setattr(config.parallel, name, value)
+    with pytest.raises(ConfigError) as error:
+        validate(config, num_ranks=ranks)
+    assert any(rule in problem for problem in error.value.problems)
+
+
+@pytest.mark.parametrize(
+    "time",
+    [
+        ["balance.objective=time"],
+        ["balance.strategy=time"],
+        ["balance.objective=time", "balance.link_bandwidth=400000000000"],
+        ["balance.objective=time", *COSTS],
+    ],
+)
+def test_costs_may_be_given_or_not(time: list[str], data: Path, tmp_path: Path) -> None:
+    validate(load_config([*overrides(data, tmp_path), *time]), num_ranks=2)
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_compose_and_are_valid(recipe: Path, data: Path) -> None:
+    config = load_config(
+        [f"data.path={data}", "data.sequence_length=64"], str(RECIPES), recipe.stem
+    )
+    validate(config, num_ranks=config.parallel.pp_size * config.parallel.ep_size)
+
+
+NO_GROUPS = ("hardware", "shapes")  # for `megatron-ext simulate`
+OPTIONS = sorted(path for path in RECIPES.glob("*/*.yaml") if path.parent.name not in NO_GROUPS)
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_every_group_option_composes(option: Path) -> None:
+    load_config(
+        ["data.path=somewhere", f"{option.parent.name}={option.stem}"], str(RECIPES), "quickstart"
+    )

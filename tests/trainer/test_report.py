@@ -1,0 +1,62 @@
+"""The report's arithmetic on made-up metrics; and the quickstart itself on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.trainer import quickstart
+from megatron_ext.trainer.report import WARMUP_STEPS, summarize, table
+from tests.trainer.dataset import overrides
+
+
+def _metrics(step_ms: float) -> list[dict[str, float]]:
+    return [
+        {
+            "step": step,
+            "loss": 1.0 / step,
+            "imbalance_before": 1.5,
+            "imbalance_after": 1.0 + 0.1 * (step % 2),
+            "replicas": 2.0,
+            "step_ms": 1e6 if step <= WARMUP_STEPS else step_ms,
+            "tokens_per_s": 1e6 / step_ms,
+        }
+        for step in range(1, 11)
+    ]
+
+
+def test_summary_and_table() -> None:
+    summaries = {
+        name: summarize(_metrics(step_ms))
+        for name, step_ms in (("none", 200.0), ("quota", 125.0), ("ideal", 100.0))
+    }
+    assert summaries["quota"]["step_ms"] == 125.0
+    assert summaries["quota"]["imbalance_after"] == pytest.approx(1.05)
+    assert summaries["quota"]["final_loss"] == 0.1
+    lines = table(summaries, against=("none", "ideal")).split("\n")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert rows[3] == ["quota", "1.50", "1.05", "125", "8000", "1.60", "0.80", "0.1000", "2.0"]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_quickstart_writes_its_files(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    runs = tmp_path / "${balance.strategy}"
+    quickstart.main([*overrides(data, runs), "steps=3", "data.global_batch_size=4"])
+    assert "vs ideal" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert list(summary) == ["none", "quota", "ideal"]
+    for run in summary.values():
+        assert run.keys() >= {
+            *("imbalance_before", "imbalance_after", "step_ms", "tokens_per_s"),
+            *("final_loss", "replicas", "losses"),
+        }
+        assert len(run["losses"]) == 3
+    assert summary["quota"]["losses"] == pytest.approx(summary["none"]["losses"], rel=1e-4)
+    assert summary["ideal"]["imbalance_after"] == 1.0
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "quota" / "config.yaml").is_file()

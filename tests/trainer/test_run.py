@@ -1,0 +1,191 @@
+"""Runs of 8 steps on 2 ranks: what they write, and that stopping or evaluating changes nothing.
+
+Losses are compared exactly: a continued run does the same arithmetic as one that never stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ext.config import COST_UNITS, TrainConfig
+from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.methods.sem_moe.semantics import Semantics, write_semantics
+from megatron_ext.trainer.run_log import RunLog, read_metrics
+from megatron_ext.trainer.train import load_config
+from tests.ranks import run_ranks
+from tests.trainer.dataset import overrides
+
+
+def _train(rank: int, arguments: list[str]) -> None:
+    enable_cpu_platform()
+    from megatron.core import parallel_state
+
+    from megatron_ext.trainer.loop import Training
+
+    parallel_state.destroy_model_parallel()
+    Training(load_config(arguments)).run()
+
+
+def _losses(run_dir: Path) -> list[float]:
+    metrics = read_metrics(run_dir)
+    assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
+    return [line["loss"] for line in metrics]
+
+
+def test_killed_run_continues_exactly(data: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_ranks(_train, 2, overrides(data, whole))
+
+    command = [sys.executable, "-m", "megatron_ext.train", *overrides(data, killed)]
+    command += ["checkpoint.every=3", "checkpoint.keep=1", "eval_every=2", "eval_steps=1"]
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment
+    ) as process:
+        assert process.stderr is not None
+        seen = []
+        for line in process.stderr:
+            seen.append(line)
+            if line.startswith("step 5/"):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert seen[-1].startswith("step 5/"), "".join(seen)
+    assert [path.name for path in (killed / "checkpoints").iterdir()] == ["step_00000003"]
+    # What a run leaves that is killed while saving, or while writing a line.
+    (killed / "checkpoints" / ".step_00000006.unfinished").mkdir()
+    with (killed / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+    assert _losses(killed) == _losses(whole)
+    assert [path.name for path in (killed / "checkpoints").iterdir()] == ["step_00000006"]
+    evaluated = [line["step"] for line in read_metrics(killed) if "eval_loss" in line]
+    assert evaluated == [2, 4, 6, 8]
+
+
+def test_pipeline_run_continues_exactly(data: Path, tmp_path: Path) -> None:
+    settings = [
+        "steps=4",
+        "model.num_layers=4",
+        "parallel.pp_size=2",
+        "parallel.vpp_size=2",
+        "parallel.overlap_grad_reduce=true",
+        "parallel.overlap_param_gather=true",
+        "parallel.recompute=selective",
+        "balance.strategy=quota",
+    ]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    run_ranks(_train, 4, [*overrides(data, whole), *settings, "checkpoint.every=2"])
+    start = f"checkpoint.load={whole}/checkpoints/step_00000002"
+    run_ranks(_train, 4, [*overrides(data, stopped), *settings, start])
+    assert [line["loss"] for line in read_metrics(stopped)] == _losses(whole)[2:]
+
+
+SHORT = ["steps=4", "optimizer.eps=1e-3"]
+
+
+@pytest.fixture(scope="module")
+def saved(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with `SHORT`, which has a checkpoint of step 2."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(_train, 2, [*overrides(data, folder), *SHORT, "checkpoint.every=2"])
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        ["parallel.ep_size=1", "balance.strategy=none", "model.experts=grouped_mm"],
+        ["parallel.tp_size=2"],
+    ],
+)
+def test_other_parallel_sizes_and_no_balancing_continue_the_same_model(
+    changed: list[str], data: Path, saved: Path, tmp_path: Path
+) -> None:
+    start = f"checkpoint.load={saved}/checkpoints/step_00000002"
+    run_ranks(_train, 2, [*overrides(data, tmp_path), *SHORT, *changed, start])
+    continued = [line["loss"] for line in read_metrics(tmp_path)]
+    assert continued == pytest.approx(_losses(saved)[2:], rel=1e-5)
+
+
+def test_tokens_go_to_their_experts_and_the_run_is_the_same(data: Path, tmp_path: Path) -> None:
+    """Tensor parallelism of 2; the second run moves tokens by their ids, and continues exactly."""
+    settings = ["steps=4", "optimizer.eps=1e-3", "parallel.tp_size=2", "checkpoint.every=2"]
+    plain, dealt, moved = tmp_path / "plain", tmp_path / "dealt", tmp_path / "moved"
+    rebatch = f"data.rebatch={_semantics(tmp_path / 'semantics.npz')}"
+    run_ranks(_train, 2, [*overrides(data, plain), *settings])
+    run_ranks(_train, 2, [*overrides(data, dealt), *settings, rebatch])
+    assert _losses(dealt) == pytest.approx(_losses(plain), rel=1e-5)
+    assert _losses(dealt) != _losses(plain), "sums were not even rounded differently"
+    start = f"checkpoint.load={dealt}/checkpoints/step_00000002"
+    run_ranks(_train, 2, [*overrides(data, moved), *settings, rebatch, start])
+    assert [line["loss"] for line in read_metrics(moved)] == _losses(dealt)[2:]
+
+
+def _semantics(path: Path) -> Path:
+    """Even ids belong to rank 0, odd ones to rank 1."""
+    ids = np.arange(300)
+    semantics = Semantics(
+        (1, 2),
+        np.tile(np.arange(4), (2, 1)),
+        np.full((len(ids), 2), 0.5, np.float32),
+        np.tile(ids % 2, (2, 1)).astype(np.int16),
+        np.ones((2, len(ids)), np.float32),
+        np.zeros((0, 2, 2, 2), np.float32),
+    )
+    write_semantics(path, semantics)
+    return path
+
+
+def test_run_directory(data: Path, tmp_path: Path) -> None:
+    run_ranks(_train, 2, [*overrides(data, tmp_path), "steps=3"])
+    for line in read_metrics(tmp_path):
+        assert line.keys() == {
+            *("step", "loss", "grad_norm", "lr", "tokens_per_s", "step_ms"),
+            *("imbalance_before", "imbalance_after", "replicas"),
+        }
+        assert line["imbalance_before"] >= line["imbalance_after"] >= 1.0
+        assert line["step_ms"] * line["tokens_per_s"] == pytest.approx(8 * 16 * 1e3)
+    # A run is reproduced by its config file alone.
+    recipe = (tmp_path / "config.yaml").read_text()
+    (tmp_path / "again.yaml").write_text(f"defaults: [train, _self_]\n{recipe}")
+    assert load_config((), str(tmp_path), "again") == load_config(
+        [*overrides(data, tmp_path), "steps=3"]
+    )
+
+
+@pytest.mark.parametrize("given", [[], ["balance.link_bandwidth=1e9"]])
+def test_a_run_tells_what_it_measured(given: list[str], data: Path, tmp_path: Path) -> None:
+    arguments = [*overrides(data, tmp_path), "steps=3", "balance.objective=time", *given]
+    run_ranks(_train, 2, arguments)
+    names = ("assignment_time",) if given else ("link_bandwidth", "assignment_time")
+    lines = read_metrics(tmp_path)
+    costs = {name: lines[0][name] for name in names}
+    assert all(cost > 0 for cost in costs.values())
+    for line in lines:
+        assert {name: line.get(name) for name in COST_UNITS} == dict.fromkeys(COST_UNITS) | costs
+    recipe = (tmp_path / "config.yaml").read_text()
+    assert [line for line in recipe.splitlines() if line.startswith("#")] == [
+        f"# measured: balance.{name} = {costs[name]:.4g} {COST_UNITS[name]}" for name in names
+    ]
+    assert all(float(f"{cost:.4g}") == cost for cost in costs.values()), "more is known than told"
+    # It is still what the user asked for: on another machine, other costs are measured.
+    (tmp_path / "again.yaml").write_text(f"defaults: [train, _self_]\n{recipe}")
+    assert load_config((), str(tmp_path), "again") == load_config(arguments)
+
+
+def test_wandb_offline(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    config = TrainConfig(run_dir=str(tmp_path))
+    config.data.path = "somewhere"
+    config.logging.wandb = "offline"
+    with RunLog(config, start_step=0) as log:
+        log.write({"step": 1, "loss": 2.0})
+    assert list(tmp_path.glob("wandb/offline-run-*"))
+    assert (tmp_path / "wandb_id").read_text()
