@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "host_load.h"
 #include "megatron_ext/api.h"
 #include "megatron_ext/planner/attempt.h"
 #include "megatron_ext/planner/search.h"
@@ -14,61 +15,42 @@
 namespace megatron_ext {
 namespace {
 
-// Replicas of a plan. What they do not take stays with the mains.
-struct Replicas {
-    std::vector<int32_t> expert;  // [R, S] logical expert or -1, filled from slot 0
-    std::vector<int64_t> amount;  // [R, S] assignments, where there is an expert
-};
-
 // Plans one load, with one tolerance after the other.
 class QuotaPlanner {
   public:
     QuotaPlanner(const QuotaProblem& problem, const int64_t* load)
         : problem_(problem),
-          ranks_(static_cast<int>(problem.nvlink_domain)),
-          mains_(static_cast<int>(problem.num_experts / problem.num_ranks)),
-          slots_(static_cast<int>(problem.num_slots)),
-          expert_load_(problem.num_experts, 0),
-          home_load_(problem.num_ranks, 0),
-          busiest_first_(problem.num_ranks),
+          load_(problem, load),
+          ranks_(load_.ranks()),
+          mains_(load_.mains()),
+          slots_(load_.slots()),
           hottest_first_(problem.num_experts),
-          bounds_(num_domains(), kUnknown),
-          replicas_{std::vector<int32_t>(problem.num_ranks * slots_, -1),
-                    std::vector<int64_t>(problem.num_ranks * slots_)} {
-        for (int64_t r = 0; r < problem.num_ranks; ++r) {
-            const int64_t* row = load + r * problem.num_experts;
-            for (int64_t e = 0; e < problem.num_experts; ++e) expert_load_[e] += row[e];
-        }
-        for (int64_t e = 0; e < problem.num_experts; ++e) home_load_[e / mains_] += expert_load_[e];
-        for (int d = 0; d < num_domains(); ++d) {
-            sort_falling(home_load_.data() + d * ranks_, &busiest_first_[d * ranks_], ranks_);
-        }
-        const int64_t bytes = TryMemory::bytes(ranks_, ranks_ * mains_, slots_);
-        memory_.resize(2 * bytes);
-        best_.place(memory_.data(), ranks_, ranks_ * mains_, slots_);
-        try_.place(memory_.data() + bytes, ranks_, ranks_ * mains_, slots_);
-    }
+          bounds_(load_.num_domains(), kUnknown),
+          replicas_(load_.no_replicas()),
+          memory_(2 * load_.try_bytes()),
+          best_(load_.place_try(memory_.data())),
+          try_(load_.place_try(memory_.data() + load_.try_bytes())) {}
 
     // What the busiest rank has at least in every plan.
     int64_t bound() {
         int64_t bound = 0;
-        for (int d = 0; d < num_domains(); ++d) bound = larger(bound, bound_of(d));
+        for (int d = 0; d < load_.num_domains(); ++d) bound = larger(bound, bound_of(d));
         return bound;
     }
 
     // Plan for `tolerance_ppm`.
     void plan(int64_t tolerance_ppm) {
         problem_.tolerance_ppm = tolerance_ppm;
-        target_ = target_load(total(), problem_.num_ranks, tolerance_ppm);
+        target_ = target_load(load_.total(), problem_.num_ranks, tolerance_ppm);
         int64_t start = target_;
-        for (int d = 0; d < num_domains(); ++d) start = bound_above(start, d);
-        std::vector<int64_t> reached(num_domains());
-        for (int d = 0; d < num_domains(); ++d) {
+        for (int d = 0; d < load_.num_domains(); ++d) start = bound_above(start, d);
+        std::vector<int64_t> reached(load_.num_domains());
+        for (int d = 0; d < load_.num_domains(); ++d) {
             const bool found = search(domain(d), start, &reached[d]);
             take(d, found);
         }
         const int64_t worst = *std::max_element(reached.begin(), reached.end());
-        for (int d = 0; d < num_domains(); ++d) {
+        for (int d = 0; d < load_.num_domains(); ++d) {
             if (reached[d] == worst) continue;
             const Domain own = domain(d);
             const bool found = own.before() > worst;
@@ -80,54 +62,15 @@ class QuotaPlanner {
     // Of the last plan; none before the first.
     const Replicas& replicas() const { return replicas_; }
 
-    int64_t total() const {
-        return std::accumulate(home_load_.begin(), home_load_.end(), int64_t{0});
-    }
-
-    const std::vector<int64_t>& expert_load() const { return expert_load_; }
-
-    void write(const Replicas& replicas, int64_t* quota, int32_t* slots) const {
-        const int64_t ranks = problem_.num_ranks;
-        for (int64_t e = 0; e < problem_.num_experts; ++e) {
-            int64_t* row = quota + e * ranks;
-            std::fill_n(row, ranks, int64_t{0});
-            row[e / mains_] = expert_load_[e];
-        }
-        std::copy(replicas.expert.begin(), replicas.expert.end(), slots);
-        for (int64_t i = 0; i < ranks * slots_; ++i) {
-            const int64_t expert = replicas.expert[i];
-            if (expert < 0) continue;
-            quota[expert * ranks + expert / mains_] -= replicas.amount[i];
-            quota[expert * ranks + i / slots_] = replicas.amount[i];
-        }
-    }
+    const HostLoad& load() const { return load_; }
 
   private:
-    int num_domains() const { return static_cast<int>(problem_.num_ranks) / ranks_; }
+    Domain domain(int d) const { return load_.domain(d, problem_.tolerance_ppm == 0); }
 
-    Domain domain(int d) const {
-        const int first = d * ranks_;
-        return {ranks_,
-                mains_,
-                slots_,
-                problem_.min_quota,
-                problem_.tolerance_ppm == 0,
-                expert_load_.data() + first * mains_,
-                home_load_.data() + first,
-                busiest_first_.data() + first};
-    }
-
-    static void sort_falling(const int64_t* value, int32_t* order, int count) {
-        std::iota(order, order + count, 0);
-        std::sort(order, order + count, [&](int a, int b) {
-            return comes_first(value[a], a, value[b], b);
-        });
-    }
-
-    const int32_t* hottest_first(int d) {
-        const int experts = ranks_ * mains_;
+    const int32_t* hottest_first(const Domain& domain, int d) {
+        const int experts = domain.experts();
         int32_t* order = hottest_first_.data() + d * experts;
-        sort_falling(expert_load_.data() + d * experts, order, experts);
+        HostLoad::sort_falling(domain.expert_load, order, experts);
         return order;
     }
 
@@ -144,7 +87,7 @@ class QuotaPlanner {
 
     int64_t bound_of(int d) {
         const Domain own = domain(d);
-        const DomainBound<HostWarp> bounds(warp_, own, hottest_first(d));
+        const DomainBound<HostWarp> bounds(warp_, own, hottest_first(own, d));
         int64_t bound = bounds.by_receivers();
         for (int k = 1; k <= ranks_; ++k) bound = bounds.by_senders(k, bound);
         return bound;
@@ -244,28 +187,16 @@ class QuotaPlanner {
     void keep() { std::swap(best_, try_); }
 
     // Take a domain's plan over: best_, or, if none was found, no replicas.
-    void take(int d, bool found) {
-        const int64_t first = static_cast<int64_t>(d) * ranks_ * slots_;
-        std::fill_n(replicas_.expert.begin() + first, ranks_ * slots_, int32_t{-1});
-        if (!found) return;
-        for (int r = 0; r < ranks_; ++r) {
-            for (int i = r * slots_; i < r * slots_ + best_.held[r]; ++i) {
-                replicas_.expert[first + i] = d * ranks_ * mains_ + best_.expert[i];
-                replicas_.amount[first + i] = best_.amount[i];
-            }
-        }
-    }
+    void take(int d, bool found) { load_.take(d, found ? &best_ : nullptr, replicas_); }
 
     static constexpr int64_t kUnknown = -1;
 
     QuotaProblem problem_;
+    const HostLoad load_;
     const int ranks_;  // of a domain
     const int mains_;
     const int slots_;
     const HostWarp warp_{};
-    std::vector<int64_t> expert_load_;
-    std::vector<int64_t> home_load_;
-    std::vector<int32_t> busiest_first_;  // [R], counted within the domain
     std::vector<int32_t> hottest_first_;  // [E], counted within the domain
     std::vector<int64_t> hottest_load_;
     std::vector<int64_t> bounds_;  // of the domains, or kUnknown
@@ -287,7 +218,7 @@ class LayerClock {
           costs_(costs),
           load_(load),
           mains_(problem.num_experts / problem.num_ranks),
-          expert_load_(planner.expert_load()),
+          expert_load_(planner.load().expert_load()),
           kept_(problem.num_experts),
           ranks_(problem.num_ranks) {
         for (int64_t r = 0; r < problem.num_ranks; ++r) {
@@ -404,9 +335,9 @@ void solve_ladder(const QuotaProblem& problem,
     QuotaPlanner planner(problem, load);
     for (int64_t i = 0; i < tolerances.count; ++i) {
         planner.plan(tolerances.ppm[i]);
-        planner.write(planner.replicas(),
-                      quota + i * problem.num_experts * problem.num_ranks,
-                      slots + i * problem.num_ranks * problem.num_slots);
+        planner.load().write(planner.replicas(),
+                             quota + i * problem.num_experts * problem.num_ranks,
+                             slots + i * problem.num_ranks * problem.num_slots);
     }
 }
 
@@ -431,7 +362,7 @@ void solve_fastest(const QuotaProblem& problem,
     };
     const int64_t tightest = tolerances.count - 1;
     const auto target_of = [&](int64_t i) {
-        return target_load(planner.total(), problem.num_ranks, tolerances.ppm[i]);
+        return target_load(planner.load().total(), problem.num_ranks, tolerances.ppm[i]);
     };
     int64_t most_sends = 1;
     const auto is_worth_it = [&](int64_t i) {
@@ -446,7 +377,7 @@ void solve_fastest(const QuotaProblem& problem,
             most_sends = larger(most_sends, tried.sends);
         }
     }
-    planner.write(best, quota, slots);
+    planner.load().write(best, quota, slots);
 }
 
 int64_t lower_bound(const QuotaProblem& problem, const int64_t* load) {

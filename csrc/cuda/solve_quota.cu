@@ -70,7 +70,8 @@ __device__ Domain domain_of(const QuotaProblem& problem, const Sums& sums, int d
             sums.busiest_first + d * ranks};
 }
 
-// Order indices by falling value. Neighboring lanes compare an index with a part of the others each.
+// Order indices by falling value. Neighboring lanes compare an index with a part of the others
+// each.
 __device__ __noinline__ void sort_falling(const int64_t* value, int32_t* order, int count) {
     int parts = DeviceWarp::kLanes;
     while (parts > 1 && parts * count > kThreads) parts /= 2;

@@ -43,6 +43,37 @@ class Domain:
         return max(self.home_load)
 
 
+def domains_of(
+    load: Matrix, *, num_slots: int, nvlink_domain: int, min_quota: int, even: bool
+) -> list[Domain]:
+    """The NVLink domains of a load, [R][E]."""
+    mains = len(load[0]) // len(load)
+    expert_load = [sum(row[e] for row in load) for e in range(len(load[0]))]
+    size = nvlink_domain * mains
+    return [
+        Domain(expert_load[first : first + size], nvlink_domain, num_slots, min_quota, even=even)
+        for first in range(0, len(expert_load), size)
+    ]
+
+
+def as_plan(domains: list[Domain], plans: list[Replicas]) -> tuple[Matrix, Matrix]:
+    """Quota [E][R] and slots [R][S] of what the domains hold; no replicas where a plan is empty."""
+    mains = domains[0].mains
+    loads = [own for domain in domains for own in domain.expert_load]
+    ranks = len(loads) // mains
+    quota = [[own if t == e // mains else 0 for t in range(ranks)] for e, own in enumerate(loads)]
+    slots = [[-1] * domain.slots for domain in domains for _ in range(domain.ranks)]
+    for idx, (domain, plan) in enumerate(zip(domains, plans, strict=True)):
+        first = idx * domain.ranks
+        for rank, replicas in enumerate(plan):
+            for slot, (expert, amount) in enumerate(replicas):
+                e = first * mains + expert
+                quota[e][e // mains] -= amount
+                quota[e][first + rank] = amount
+                slots[first + rank][slot] = e
+    return quota, slots
+
+
 @dataclass(eq=False)
 class Replica:
     """What is in a slot."""

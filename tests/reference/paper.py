@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from megatron_ext.balance.bounds import target_load
-from tests.reference.domain import Matrix
+from tests.reference.attempt import NO_LIMIT
+from tests.reference.domain import Domain, Matrix, Moves, Replicas, as_plan, domains_of
+from tests.reference.published import shed_to_roomiest
 
 
 def solve_paper(
@@ -30,80 +32,26 @@ def solve_paper(
     >>> quota, slots
     ([[5, 5], [3, 0], [0, 2], [0, 1]], [[-1], [0]])
     """
-    ranks, experts = len(load), len(load[0])
-    mains = experts // ranks
-    expert_load = [sum(row[e] for row in load) for e in range(experts)]
-    rank_load = [sum(expert_load[r * mains : (r + 1) * mains]) for r in range(ranks)]
-
-    best: list[tuple[int, int, int]] = []  # without any transfer every rank keeps its own load
-    low = target_load(sum(rank_load), ranks, tolerance_ppm)
-    high = max(rank_load)
+    domains = domains_of(
+        load, num_slots=num_slots, nvlink_domain=nvlink_domain, min_quota=min_quota, even=False
+    )
+    best: list[Replicas] = [[] for _ in domains]  # without any replica every rank keeps its load
+    low = target_load(sum(map(sum, load)), len(load), tolerance_ppm)
+    high = max(domain.before() for domain in domains)
     threshold = low
     while low < high:
-        transfers = _drain(
-            expert_load,
-            rank_load,
-            threshold,
-            num_slots=num_slots,
-            nvlink_domain=nvlink_domain,
-            min_quota=min_quota,
-        )
-        if transfers is None:
-            low = threshold + 1
+        plans = [_plan_for(domain, threshold) for domain in domains]
+        reached = [plan for plan in plans if plan is not None]
+        if len(reached) == len(domains):
+            best, high = reached, threshold
         else:
-            best, high = transfers, threshold
+            low = threshold + 1
         threshold = low + (high - low) // 2
-
-    quota = [[0] * ranks for _ in range(experts)]
-    slots: Matrix = [[] for _ in range(ranks)]
-    for e in range(experts):
-        quota[e][e // mains] = expert_load[e]
-    for expert, target, amount in best:
-        quota[expert][expert // mains] -= amount
-        quota[expert][target] = amount
-        slots[target].append(expert)
-    return quota, [held + [-1] * (num_slots - len(held)) for held in slots]
+    return as_plan(domains, best)
 
 
-def _drain(
-    expert_load: list[int],
-    rank_load: list[int],
-    threshold: int,
-    *,
-    num_slots: int,
-    nvlink_domain: int,
-    min_quota: int,
-) -> list[tuple[int, int, int]] | None:
-    """Bring every rank down to `threshold`: transfers (expert, target, amount), None if stuck."""
-    ranks = len(rank_load)
-    mains = len(expert_load) // ranks
-    slack = [max(threshold - own, 0) for own in rank_load]
-    held: list[set[int]] = [set() for _ in range(ranks)]
-    transfers: list[tuple[int, int, int]] = []
-    for home in sorted(range(ranks), key=lambda r: -rank_load[r]):
-        excess = max(rank_load[home] - threshold, 0)
-        domain = home // nvlink_domain
-        for expert in sorted(
-            range(home * mains, (home + 1) * mains), key=lambda e: -expert_load[e]
-        ):
-            movable = expert_load[expert]
-            while excess > 0 and movable > 0:
-                hosts = [
-                    t
-                    for t in range(domain * nvlink_domain, (domain + 1) * nvlink_domain)
-                    if slack[t] > 0 and len(held[t]) < num_slots and expert not in held[t]
-                ]
-                if not hosts:
-                    break
-                target = max(hosts, key=lambda t: slack[t])
-                amount = min(excess, slack[target], movable)
-                if amount < min_quota:
-                    break
-                transfers.append((expert, target, amount))
-                held[target].add(expert)
-                excess -= amount
-                slack[target] -= amount
-                movable -= amount
-        if excess > 0:
-            return None
-    return transfers
+def _plan_for(domain: Domain, threshold: int) -> Replicas | None:
+    """A plan that brings every rank of the domain down to `threshold`; None if there is none."""
+    moves = Moves(domain, NO_LIMIT)
+    moves.reset(threshold)
+    return moves.replicas() if shed_to_roomiest(moves) else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from megatron_ext.balance.bounds import target_load
 from tests.reference.attempt import NO_LIMIT, Method, Verdict, attempt
 from tests.reference.bound import domain_bound
-from tests.reference.domain import Domain, Matrix, Replicas, rounds_of
+from tests.reference.domain import Domain, Matrix, Replicas, as_plan, domains_of, rounds_of
 
 RESTARTS = 8  # of the first tries
 PROBES = 8  # thresholds of a round
@@ -38,37 +38,19 @@ def solve_quota(
     >>> quota, slots
     ([[5, 5], [3, 0], [0, 2], [0, 1]], [[-1], [0]])
     """
-    ranks, experts = len(load), len(load[0])
-    mains = experts // ranks
-    expert_load = [sum(row[e] for row in load) for e in range(experts)]
-    domains = [
-        Domain(
-            expert_load[first * mains : (first + nvlink_domain) * mains],
-            nvlink_domain,
-            num_slots,
-            min_quota,
-            even=tolerance_ppm == 0,
-        )
-        for first in range(0, ranks, nvlink_domain)
-    ]
-    target = target_load(sum(expert_load), ranks, tolerance_ppm)
+    domains = domains_of(
+        load,
+        num_slots=num_slots,
+        nvlink_domain=nvlink_domain,
+        min_quota=min_quota,
+        even=tolerance_ppm == 0,
+    )
+    target = target_load(sum(map(sum, load)), len(load), tolerance_ppm)
     # What the worst domain cannot get below, the others need not.
     start = max(target, *(domain_bound(domain) for domain in domains))
     searches = [_Search(domain, start, target, tolerance_ppm) for domain in domains]
     worst = max(search.reached for search in searches)
-    quota = [[0] * ranks for _ in range(experts)]
-    for e in range(experts):
-        quota[e][e // mains] = expert_load[e]
-    slots = [[-1] * num_slots for _ in range(ranks)]
-    for idx, search in enumerate(searches):
-        first = idx * nvlink_domain
-        for rank, replicas in enumerate(search.plan_for(worst)):
-            for slot, (expert, amount) in enumerate(replicas):
-                e = first * mains + expert
-                quota[e][e // mains] -= amount
-                quota[e][first + rank] = amount
-                slots[first + rank][slot] = e
-    return quota, slots
+    return as_plan(domains, [search.plan_for(worst) for search in searches])
 
 
 class _Search:

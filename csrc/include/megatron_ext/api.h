@@ -22,7 +22,7 @@ struct QuotaProblem {
 //   load   [R, E] assignments, >= 0; their sum fits int64
 //   quota  [E, R] out, every entry written
 //   slots  [R, S] out, every entry written: logical expert or -1, filled from slot 0
-// Deterministic; equals reference.solve_quota bit by bit.
+// Deterministic; equals tests/reference/search.py bit by bit.
 void solve_quota(const QuotaProblem& problem, const int64_t* load, int64_t* quota, int32_t* slots);
 
 // Tolerances to plan one load with, from loose to tight; each takes the place of `tolerance_ppm`.
@@ -59,8 +59,8 @@ void solve_fastest(const QuotaProblem& problem,
                    int64_t* quota,
                    int32_t* slots);
 
-// Replicas and quotas by UltraEP's Algorithm 1, to compare with; equals reference.solve_paper bit
-// by bit.
+// Replicas and quotas by UltraEP's Algorithm 1, to compare with; equals
+// tests/reference/paper.py bit by bit.
 void solve_paper(const QuotaProblem& problem, const int64_t* load, int64_t* quota, int32_t* slots);
 
 // Assignments that the busiest rank has at least in every legal plan; load as above.
@@ -69,7 +69,7 @@ int64_t lower_bound(const QuotaProblem& problem, const int64_t* load);
 // Share every quota among the source ranks; one source's rows.
 //   load   [R, E], quota [E, R]: equal row and column sums per expert
 //   split  [E, R] out, every entry written: assignments of `source_rank` that rank t computes
-// Deterministic; equals reference.split_quota bit by bit.
+// Deterministic; equals tests/reference/reroute.py bit by bit.
 void split_quota(int64_t num_ranks,
                  int64_t num_experts,
                  const int64_t* load,
@@ -97,7 +97,7 @@ struct AssignProblem {
 //   logical         [N, K] out, every entry written: the token's experts, rising, then -1
 //   physical        [N, K] out, every entry written: the instances that take them, then -1
 // Returns false, with nothing useful written, if a token has more than K choices or the column sums
-// of routing_map are not the row sums of source_quota. Deterministic; equals reference.assign.
+// of routing_map are not the row sums of source_quota. Deterministic; equals tests/reference/reroute.py.
 bool assign(const AssignProblem& problem,
             const bool* routing_map,
             const int64_t* source_quota,

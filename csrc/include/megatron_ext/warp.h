@@ -240,8 +240,8 @@ struct DeviceWarp {
     }
 
     template <class Counts, class Function>
-    __device__ int64_t sum_first(
-        int count, int64_t most, int64_t enough, Counts counts, Function value_of) const {
+    __device__ int64_t
+    sum_first(int count, int64_t most, int64_t enough, Counts counts, Function value_of) const {
         int64_t total = 0;
 #pragma unroll 1
         for (int first = 0; first < count && most > 0 && total < enough; first += kLanes) {
@@ -326,8 +326,7 @@ struct DeviceWarp {
     }
 
     template <class A, class B>
-    __device__ __noinline__ void move_down(
-        int from, int to, A* a, B* b, A new_a, B new_b) const {
+    __device__ __noinline__ void move_down(int from, int to, A* a, B* b, A new_a, B new_b) const {
         __syncwarp();
 // From the end, so that no entry is written before it was read.
 #pragma unroll 1

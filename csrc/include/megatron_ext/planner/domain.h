@@ -167,7 +167,8 @@ class Moves {
             }
         });
         if (has_many_mains()) {
-            const int hottest = warp_.best(domain_.mains, [&](int m) { return at.kept[first + m]; }).index;
+            const int hottest =
+                warp_.best(domain_.mains, [&](int m) { return at.kept[first + m]; }).index;
             // The first one if nothing is left of any.
             warp_.once([&] { at.hottest[home] = hottest < 0 ? first : first + hottest; });
         }
