@@ -97,7 +97,8 @@ struct AssignProblem {
 //   logical         [N, K] out, every entry written: the token's experts, rising, then -1
 //   physical        [N, K] out, every entry written: the instances that take them, then -1
 // Returns false, with nothing useful written, if a token has more than K choices or the column sums
-// of routing_map are not the row sums of source_quota. Deterministic; equals tests/reference/reroute.py.
+// of routing_map are not the row sums of source_quota. Deterministic; equals
+// tests/reference/reroute.py.
 bool assign(const AssignProblem& problem,
             const bool* routing_map,
             const int64_t* source_quota,
