@@ -23,8 +23,14 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *(page for folder in ("docs", "recipes") for page in sorted((ROOT / folder).rglob("*.md"))),
+    *(
+        page
+        for folder in ("docs", "recipes", "megatron_ext")
+        for page in sorted((ROOT / folder).rglob("*.md"))
+    ),
 ]
+MAP = ROOT / "docs" / "map.md"
+DECISIONS = ROOT / "docs" / "decisions"
 TREE_FOLDERS = ("megatron_ext", "csrc", "checkpoints_tools", "recipes", "launch", "docs", "tests")
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -49,8 +55,8 @@ def as_test_id(words: list[str]) -> str:
 
 
 def read_tree() -> set[str]:
-    """Paths in README's tree. A folder with nothing under it stands for all that is in it."""
-    (tree,) = [code for code in blocks(ROOT / "README.md", "text") if "moe_layer.py" in code]
+    """Paths in the map. A folder with nothing under it stands for all that is in it."""
+    (tree,) = blocks(MAP, "text")
     paths: set[str] = set()
     above: list[tuple[int, str]] = []
     for line in tree.splitlines():
@@ -114,6 +120,30 @@ def test_no_absolute_paths(page):
 
 def test_there_are_commands():
     assert {"launch/quickstart.sh", "tests/run.sh"} <= {words[0] for words in ALL_COMMANDS}
+
+
+def test_every_command_of_the_package_is_shown():
+    shown = {words[1] for words in ALL_COMMANDS if words[0] == "megatron-ext"}
+    files = {path.stem for path in (ROOT / "megatron_ext" / "cli").glob("*.py")}
+    assert files - shown == {"__init__", "options", "output", "examine"}
+
+
+def test_decisions_are_listed():
+    """Every decision by its number, its title and its file, in order."""
+    listed = re.findall(
+        r"^\| \[(\d{3}) (.+?)\]\((.+?)\) \|", (DECISIONS / "README.md").read_text(), re.M
+    )
+    titles = {
+        path: path.read_text().splitlines()[0] for path in sorted(DECISIONS.glob("[0-9]*.md"))
+    }
+    assert [(f"# {number} {title}", name) for number, title, name in listed] == [
+        (title, path.name) for path, title in titles.items()
+    ]
+
+
+def test_guides_are_linked_from_the_readme():
+    linked = set(re.findall(r"\]\(docs/guides/([\w-]+\.md)\)", (ROOT / "README.md").read_text()))
+    assert linked == {path.name for path in (ROOT / "docs" / "guides").iterdir()}
 
 
 @pytest.mark.parametrize("words", ALL_COMMANDS, ids=as_test_id)

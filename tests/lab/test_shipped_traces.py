@@ -1,4 +1,4 @@
-"""What README and docs/results.md claim of the strategies, on every shipped trace, whole.
+"""What docs/results.md and docs/journal.md claim of the strategies, on every shipped trace, whole.
 
 Live strategies are those that plan in every microbatch with the slots that they are given: neither
 those that need a placement made before, nor those that take slots of their own number.
@@ -93,7 +93,7 @@ def test_no_strategy_is_more_even_on_any_load(name, slots):
 @pytest.mark.parametrize("name", TRACES)
 def test_most_replicas_of_libra_move_before_the_load_is_known(name):
     """With two slots, by the router's prediction; on `late`, where that falls short (0.692), by the
-    layer's last load. docs/results.md says why, and what becomes of one slot."""
+    layer's last load. docs/journal.md says why, and what becomes of one slot."""
     loads, settings = loads_of(name), PlanSettings()
     if name == "late":
         loads = Loads(loads.load, loads.trace)
