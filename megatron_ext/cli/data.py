@@ -156,7 +156,7 @@ def _add_info(data: Any) -> None:
 def run_info(arguments: argparse.Namespace) -> int:
     """Open every domain of a dataset, and show what it holds."""
     from megatron_ext.data import Manifest
-    from megatron_ext.data.mixing import open_domain
+    from megatron_ext.data.indexed import open_domain
 
     manifest = Manifest.load(arguments.path)
     for name in manifest.domains:

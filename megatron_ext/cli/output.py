@@ -45,10 +45,9 @@ def warn(message: str | None) -> None:
 
 def columns(*rows: tuple[str, ...]) -> Iterator[str]:
     """Align cells: the first column left, the others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        yield "  ".join([first.ljust(widths[0]), *cells])
+    from megatron_ext.files.tables import text_table
+
+    yield text_table(*rows)
 
 
 def mib(num_bytes: int) -> str:

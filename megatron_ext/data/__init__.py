@@ -2,12 +2,13 @@
 
     corpus.py     text that every machine has, gathered into folders
     build.py      text files -> one indexed dataset per domain and a manifest
+    indexed.py    Megatron's indexed dataset, made and opened
     manifest.py   what a dataset folder holds
     tokenizer.py  bytes, or any Hugging Face tokenizer.json
     mixing.py     indexed datasets -> the microbatches of each data-parallel rank
     files.py      inputs in a stable order, outputs complete or absent
 
-`build.py` and `mixing.py` import Megatron's indexed dataset when they are used.
+Only `indexed.py` imports Megatron, when it is used.
 """
 
 from megatron_ext.data.build import BuildResult, Skipped, build_dataset, parse_sources

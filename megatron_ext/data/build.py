@@ -13,7 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from megatron_ext.data.files import find_files, new_folder, read_text
+from megatron_ext.data.indexed import new_domain
 from megatron_ext.data.manifest import BYTES, MANIFEST, Domain, Manifest
 from megatron_ext.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 
@@ -157,14 +160,8 @@ def _read(
 
 def _write_domain(folder: Path, name: str, texts: Iterator[str], tokenizer: Tokenizer) -> Domain:
     """Write one domain's `.bin` and `.idx`."""
-    # Megatron takes seconds to import, and `--help` must not wait for it.
-    import numpy as np
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
     prefix = folder / name
-    builder = IndexedDatasetBuilder(
-        f"{prefix}.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size)
-    )
+    builder = new_domain(prefix, vocab_size=tokenizer.vocab_size)
     documents = tokens = text_bytes = 0
     for batch in _batched(texts):
         for ids in tokenizer.encode(batch):

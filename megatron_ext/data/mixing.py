@@ -24,14 +24,13 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_ext.data.indexed import open_domain
 from megatron_ext.data.manifest import Manifest
 
 SPLITS = ("train", "validation")
@@ -251,31 +250,6 @@ def _period(
     for domain, total in enumerate(draws_per_period):
         counts[domains == domain] = np.arange(total)
     return domains, counts
-
-
-def open_domain(manifest: Manifest, name: str) -> Any:
-    """Return a domain's `IndexedDataset` of Megatron, after checking that it is all there.
-
-    Raises:
-        FileNotFoundError: A file is missing.
-        ValueError: Manifest, `.idx` and `.bin` disagree about the number of tokens.
-    """
-    # Megatron takes seconds to import; reading a manifest must not wait for it.
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    prefix = manifest.prefix(name)
-    if not IndexedDataset.exists(prefix):
-        raise FileNotFoundError(f"domain {name}: {prefix}.bin or .idx does not exist")
-    dataset = IndexedDataset(prefix)
-    by_manifest = manifest.domains[name].tokens
-    by_index = int(dataset.sequence_lengths.sum(dtype=np.int64))
-    on_disk = Path(f"{prefix}.bin").stat().st_size // np.dtype(dataset.index.dtype).itemsize
-    if not by_manifest == by_index == on_disk:
-        raise ValueError(
-            f"domain {name}: {prefix} was changed or cut off: tokens by the manifest "
-            f"{by_manifest}, by the .idx {by_index}, in the .bin {on_disk}"
-        )
-    return dataset
 
 
 class _Stream:

@@ -5,7 +5,7 @@
     routes.py      tokens' choices, by token id
     placement.py   replicas that were placed before the run
     relayout.py    where experts should be
-    tables.py      tables in Markdown
+    tables.py      tables as text, in Markdown and in HTML
     yaml_files.py  YAML that holds a mapping
 
 It knows the values of `balance/` that are written, and no room above.

@@ -1,23 +1,59 @@
-"""Tables in Markdown."""
+"""Tables as text, in Markdown and in HTML: the first column left, the others right."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from prettytable import PrettyTable, TableStyle
+
+
+def text_table(*rows: Sequence[str]) -> str:
+    """Return columns two blanks apart; the first row is the header.
+
+    >>> print(text_table(("run", "loss"), ("none", "2.5")))
+    run   loss
+    none   2.5
+    """
+    # As rows all of them: without borders there is no header over no rows.
+    table = _table([str(column) for column in range(len(rows[0]))], rows)
+    table.header = table.border = False
+    table.left_padding_width, table.right_padding_width = 0, 2
+    return "\n".join(line.rstrip() for line in table.get_string().splitlines())
+
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table, aligned as text too: the first column left, the others right.
+    """Return a Markdown table, whose columns are aligned as text too.
+
+    Raises:
+        ValueError: Two columns have the same header.
 
     >>> print(markdown_table(("run", "loss"), [("none", "2.5")]))
     | run  | loss |
-    | ---- | ---: |
+    | :----|----: |
     | none |  2.5 |
     """
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    rule = ["-" * (width - 1) + ":" for width in widths]
-    rule[0] = "-" * widths[0]
-    lines = []
-    for first, *numbers in (header, rule, *rows):
-        cells = [first.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    table = _table(header, rows)
+    table.set_style(TableStyle.MARKDOWN)
+    _align(table)  # Which the style has undone.
+    return table.get_string()
+
+
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in HTML, its cells escaped; how it looks is left to the page.
+
+    Raises:
+        ValueError: Two columns have the same header.
+    """
+    return _table(header, rows).get_html_string()
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> PrettyTable:
+    table = PrettyTable(list(header))
+    table.add_rows([list(row) for row in rows])
+    _align(table)
+    return table
+
+
+def _align(table: PrettyTable) -> None:
+    table.align = "r"
+    table.align[table.field_names[0]] = "l"

@@ -218,7 +218,7 @@ def overall_table(report: Mapping[str, Any]) -> str:
     """Return the strategies over the whole trace as a Markdown table."""
     header = (
         *("strategy", "slots", "imbalance", "p50", "p95", "worst", "replicas"),
-        *("sends, most", "remote", "solve us p50", "p95"),
+        *("sends, most", "remote", "solve us p50", "solve us p95"),
     )
     before = report["before"]
     rows = [("before", "", *_imbalance_cells(before), "", "", "", "", "")]

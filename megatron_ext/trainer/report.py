@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import IO, Any
 
-from megatron_ext.files.tables import markdown_table
+from megatron_ext.files.tables import html_table, markdown_table
 from megatron_ext.files.yaml_files import read_yaml
 from megatron_ext.trainer.run_log import CONFIG_FILE, METRICS_FILE, read_metrics
 
@@ -165,10 +165,11 @@ def page(
     picture = io.BytesIO()
     draw(runs, picture)
     summaries = {name: summarize(metrics) for name, metrics in runs.items()}
-    parts = [_html_table(*_cells(summaries, against))]
+    parts = [html_table(*_cells(summaries, against))]
     if settings:
         rows = [(key, *(each[name] for name in runs)) for key, each in settings.items()]
-        parts += ["<h2>Settings that differ</h2>", _html_table(("setting", *runs), rows)]
+        # No name above the settings: a run could have the same.
+        parts += ["<h2>Settings that differ</h2>", html_table(("", *runs), rows)]
     image = base64.b64encode(picture.getvalue()).decode()
     return _PAGE.format(
         title=html.escape(", ".join(runs)),
@@ -194,14 +195,6 @@ img {{ max-width: 100%; }}
 <img alt="Imbalance, step time and loss over the steps" src="data:image/png;base64,{image}">
 </html>
 """
-
-
-def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [
-        "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
-        for tag, row in [("th", header), *(("td", row) for row in rows)]
-    ]
-    return "<table>\n" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "\n</table>"
 
 
 def draw(runs: Mapping[str, Metrics], file: Path | IO[bytes]) -> None:
