@@ -1,15 +1,196 @@
-"""Stages 4 and 8; see `slots.py`."""
+"""Stages 4 and 8 as autograd sees them: main weights into slots, slot gradients into mains.
 
-from megatron_ext.balance.slots import Joint as Joint
-from megatron_ext.balance.slots import MainWeights as MainWeights
-from megatron_ext.balance.slots import MaterializeFunction as MaterializeFunction
-from megatron_ext.balance.slots import Materializing as Materializing
-from megatron_ext.balance.slots import Reducing as Reducing
-from megatron_ext.balance.slots import RematerializeFunction as RematerializeFunction
-from megatron_ext.balance.slots import Replication as Replication
-from megatron_ext.balance.slots import Segment as Segment
-from megatron_ext.balance.slots import SentAhead as SentAhead
-from megatron_ext.balance.slots import SlotBuffers as SlotBuffers
-from megatron_ext.balance.slots import StartRematerializeFunction as StartRematerializeFunction
-from megatron_ext.balance.slots import join_later as join_later
-from megatron_ext.balance.slots import shared_slot_buffers as shared_slot_buffers
+Replication is a linear map from main weights to slots, and the gradient reduction is its adjoint.
+Autograd sees both (`MaterializeFunction`), so a main expert's gradient reaches Megatron's hooks as
+the sum of its own part and its replicas' part: autograd adds them before it accumulates. The
+reduction is started where the slots' gradients are complete and joined where its sums are handed to
+the mains, which `JoinFunction` does further down the backward, so that router and attention run
+meanwhile.
+
+The slots are shared by all layers, so by the time of a layer's backward another layer's replicas
+are in them. `RematerializeFunction` stands behind the experts: in backward the slots are filled
+again from the saved plan before the experts' backward reads them. `StartRematerializeFunction`
+stands behind the combine and starts that, beside the combine's backward.
+
+Needs: a plan, the mains' weights (main_weights.py), slots (slots.py). Gives: slot weights as
+tensors in the graph. Sums of gradients are rounded once, to the weights' dtype.
+
+Legend: R ranks, S slots per rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.balance.in_flight import InFlightPlans, PlanHandle
+from megatron_ext.balance.main_weights import MainWeights
+from megatron_ext.balance.main_weights import Segment as Segment
+from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.reroute import RoutingMaps
+from megatron_ext.balance.slots import Materializing, Reducing, SentAhead, SlotBuffers
+
+
+class Joint:
+    """Where a layer's backward hands the replicas' gradients to the mains: made by `join_later`.
+
+    Lives in the autograd graph of one forward. A reduction is put in when the slots' gradients are
+    complete, and taken out where the backward has come to the layer's input.
+    """
+
+    def __init__(self, mains: MainWeights) -> None:
+        self.mains = mains
+        self.reducing: Reducing | None = None
+
+
+@dataclass
+class Replication:
+    """What one microbatch's replicas are made from; lives in the autograd graph until backward.
+
+    `handle` is None when no backward will come (evaluation, first pass of recomputation). `joint`
+    is None where the reduction is to be waited for at once.
+    """
+
+    buffers: SlotBuffers
+    in_flight: InFlightPlans
+    mains: MainWeights
+    plan: BalancePlan
+    handle: PlanHandle | None
+    joint: Joint | None = None
+    rematerializing: Materializing | None = None
+    """Under way between the backward of combine and that of the experts."""
+
+    def start_materialize(self, sent: SentAhead | None = None) -> Materializing:
+        """Start filling the slots for the forward, but for what was sent ahead."""
+        return self.buffers.start_materialize(self.plan, self.mains, self.handle, sent)
+
+    def start_rematerialize(self) -> Materializing:
+        """Start filling the slots for the backward, once; return what is under way."""
+        if self.rematerializing is None:
+            handle = _required(self.handle)
+            plan = self.in_flight.recall(handle)
+            self.rematerializing = self.buffers.start_materialize(plan, self.mains, handle)
+        return self.rematerializing
+
+    def materialized(self, tokens: Tensor) -> tuple[Tensor, list[Any]]:
+        """Return the tokens and, by segment, the slots' weights, as parts of the autograd graph."""
+        # With a joint the mains get these gradients there, and must not wait for them here.
+        parameters = self.mains.parameters() if self.joint is None else ()
+        tokens, *views = MaterializeFunction.apply(self, tokens, *parameters)
+        return tokens, self.mains.by_segment(views, self.plan.layout.slots)
+
+    def routing_maps(self) -> RoutingMaps | None:
+        """Memory for this microbatch's routing maps; None where no backward will come."""
+        return self.in_flight.routing_maps(self.handle) if self.handle is not None else None
+
+
+class MaterializeFunction(torch.autograd.Function):
+    """(tokens, mains) -> (tokens, slot weights); its backward reduces slot gradients into mains.
+
+    The tokens pass through so that the backward runs on every rank, also where no slot was used:
+    the reduction needs all ranks of the group at the same place of their backward. Where the
+    replication has a joint, the mains are not among the inputs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, replication: Replication, tokens: Tensor, *_parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return the tokens and the slots' weights (`MainWeights.slot_views`)."""
+        ctx.replication = replication
+        ctx.set_materialize_grads(False)
+        views = replication.mains.slot_views(replication.buffers.weights)
+        return (tokens.view_as(tokens), *views)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Start the reduction, wait for it unless there is a joint, and release the plan."""
+        replication: Replication = ctx.replication
+        handle = _required(replication.handle)
+        slots = replication.in_flight.recall_slots(handle)
+        slot_grads = replication.mains.by_segment(grads[1:], replication.buffers.layout.slots)
+        reducing = replication.buffers.reduce_replica_grads(slots, slot_grads, handle)
+        replication.in_flight.release(handle)
+        if replication.joint is not None:
+            replication.joint.reducing = reducing
+            return None, grads[0]
+        return (None, grads[0], *replication.mains.gradients(reducing.wait()))
+
+
+def join_later(hidden: Tensor, mains: MainWeights) -> tuple[Tensor, Joint]:
+    """Make the place where a backward joins a reduction that it started before.
+
+    Args:
+        hidden: What the layer starts from; all that shall run beside the reduction comes after it.
+        mains: The layer's mains.
+
+    Returns:
+        `hidden`, to go on with, and the joint to put into the layer's `Replication`.
+    """
+    joint = Joint(mains)
+    return JoinFunction.apply(joint, hidden, *mains.parameters()), joint
+
+
+class JoinFunction(torch.autograd.Function):
+    """(hidden, mains) -> hidden; its backward waits for the reduction and hands the sums over.
+
+    The mains are inputs here, so autograd accumulates a main's gradient, and calls the hooks of
+    data-parallel reduction, only after this.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, joint: Joint, hidden: Tensor, *_parameters: Tensor) -> Tensor:
+        """Return `hidden` unchanged."""
+        ctx.joint = joint
+        ctx.set_materialize_grads(False)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Join."""
+        joint: Joint = ctx.joint
+        sums = joint.reducing.wait() if joint.reducing is not None else {}
+        joint.reducing = None
+        return (None, grad, *joint.mains.gradients(sums))
+
+
+class StartRematerializeFunction(torch.autograd.Function):
+    """Identity behind the combine; its backward starts to fill the slots as in the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, replication: Replication, output: Tensor) -> Tensor:
+        """Return the output unchanged."""
+        ctx.replication = replication
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        """Start."""
+        ctx.replication.start_rematerialize()
+        return None, grad
+
+
+class RematerializeFunction(torch.autograd.Function):
+    """Identity behind the experts; before their backward the slots are as in the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, replication: Replication, output: Tensor) -> Tensor:
+        """Return the output unchanged."""
+        ctx.replication = replication
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        """Wait for the slots, which are filled now unless that has been started."""
+        replication: Replication = ctx.replication
+        replication.start_rematerialize().wait()
+        replication.rematerializing = None
+        return None, grad
+
+
+def _required(handle: PlanHandle | None) -> PlanHandle:
+    assert handle is not None, "a backward runs for a forward that kept no plan"
+    return handle

@@ -1,20 +1,10 @@
-"""Stages 4 and 8: main weights into slots, slot gradients into mains.
+"""Stages 4 and 8: the slots, their filling, and the way back of their gradients.
 
-Replication is a linear map from main weights to slots, and the gradient reduction is its adjoint.
-Autograd sees both (`MaterializeFunction`), so a main expert's gradient reaches Megatron's hooks as
-the sum of its own part and its replicas' part: autograd adds them before it accumulates. The
-reduction is started where the slots' gradients are complete and joined where its sums are handed to
-the mains, which `JoinFunction` does further down the backward, so that router and attention run
-meanwhile.
+All layers share a rank's slots, so a fill or a reduction ends before the next one begins. Gradients
+of slots are stored and added in float32 (float64 for float64 weights), in rank order of the
+replicas.
 
-The slots are shared by all layers, so by the time of a layer's backward another layer's replicas
-are in them. `RematerializeFunction` stands behind the experts: in backward the slots are filled
-again from the saved plan before the experts' backward reads them. `StartRematerializeFunction`
-stands behind the combine and starts that, beside the combine's backward.
-
-Needs: a plan, the mains' weights. Gives: slot weights as tensors in the graph. Gradients of slots
-are stored and added in float32 (float64 for float64 weights), in rank order of the replicas, then
-rounded once to the weights' dtype.
+Needs: a plan, the mains' weights, a transport. Gives: filled slots, and sums for the mains.
 
 Legend: E logical experts, R ranks, M mains per rank, S slots per rank.
 """
@@ -22,7 +12,6 @@ Legend: E logical experts, R ranks, M mains per rank, S slots per rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -30,84 +19,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_ext.balance.in_flight import InFlightPlans, PlanHandle
+from megatron_ext.balance.in_flight import PlanHandle
 from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.main_weights import MainWeights, Segment
 from megatron_ext.balance.plan import BalancePlan
-from megatron_ext.balance.reroute import RoutingMaps
 from megatron_ext.transport import Pending, Transfers, Transport, make_transport
-
-
-@dataclass(frozen=True)
-class Segment:
-    """One named part of an expert's state."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class MainWeights:
-    """This rank's main expert weights, segment by segment.
-
-    `per_segment[g]` is either the list of M parameters [*shape], or one stacked parameter [M,
-    *shape]: the two ways in which experts keep their weights. Indexing it with m gives main m in
-    both.
-    """
-
-    per_segment: tuple[Tensor | list[Tensor], ...]
-
-    def parameters(self) -> list[Tensor]:
-        """The parameters in a fixed order: what autograd must see as inputs."""
-        return [
-            parameter
-            for segment in self.per_segment
-            for parameter in ([segment] if isinstance(segment, Tensor) else segment)
-        ]
-
-    def rows(self) -> list[list[Tensor]]:
-        """`rows()[g][m]`: the values of segment g of main m, without gradient."""
-        return [[row.detach() for row in segment] for segment in self.per_segment]
-
-    def slot_views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """Slot weights as autograd outputs, held as the parameters are: slot by slot, or stacked.
-
-        Slot by slot, an unused slot costs no gradient.
-        """
-        # `.data` has a version counter of its own: other layers overwrite these buffers before this
-        # layer's backward reads them, which is right, because RematerializeFunction restores them.
-        return [
-            view
-            for segment, buffer in zip(self.per_segment, buffers, strict=True)
-            for view in ([buffer.data] if isinstance(segment, Tensor) else buffer.data.unbind())
-        ]
-
-    def by_segment(self, flat: Sequence[Any], num_slots: int) -> list[Any]:
-        """Group what goes with `slot_views` again: for each segment, indexed by slot."""
-        values = iter(flat)
-        return [
-            next(values)
-            if isinstance(segment, Tensor)
-            else [next(values) for _ in range(num_slots)]
-            for segment in self.per_segment
-        ]
-
-    def gradients(self, sums: dict[int, list[Tensor]]) -> list[Tensor | None]:
-        """Gradients of `parameters()` from the sums over replicas; None where none was made."""
-        gradients: list[Tensor | None] = []
-        for segment_idx, segment in enumerate(self.per_segment):
-            if not isinstance(segment, Tensor):
-                gradients += [
-                    sums[m][segment_idx].to(parameter.dtype) if m in sums else None
-                    for m, parameter in enumerate(segment)
-                ]
-            elif sums:
-                stacked = torch.zeros_like(segment)
-                for m, total in sums.items():
-                    stacked[m].copy_(total[segment_idx])
-                gradients.append(stacked)
-            else:
-                gradients.append(None)
-        return gradients
 
 
 class SlotBuffers:
@@ -314,18 +230,6 @@ class Reducing:
         return self._sums
 
 
-class Joint:
-    """Where a layer's backward hands the replicas' gradients to the mains: made by `join_later`.
-
-    Lives in the autograd graph of one forward. A reduction is put in when the slots' gradients are
-    complete, and taken out where the backward has come to the layer's input.
-    """
-
-    def __init__(self, mains: MainWeights) -> None:
-        self.mains = mains
-        self.reducing: Reducing | None = None
-
-
 _SHARED: WeakValueDictionary[Any, SlotBuffers] = WeakValueDictionary()
 
 
@@ -359,153 +263,3 @@ def shared_slot_buffers(
         )
         _SHARED[key] = buffers
     return buffers
-
-
-@dataclass
-class Replication:
-    """What one microbatch's replicas are made from; lives in the autograd graph until backward.
-
-    `handle` is None when no backward will come (evaluation, first pass of recomputation). `joint`
-    is None where the reduction is to be waited for at once.
-    """
-
-    buffers: SlotBuffers
-    in_flight: InFlightPlans
-    mains: MainWeights
-    plan: BalancePlan
-    handle: PlanHandle | None
-    joint: Joint | None = None
-    rematerializing: Materializing | None = None
-    """Under way between the backward of combine and that of the experts."""
-
-    def start_materialize(self, sent: SentAhead | None = None) -> Materializing:
-        """Start filling the slots for the forward, but for what was sent ahead."""
-        return self.buffers.start_materialize(self.plan, self.mains, self.handle, sent)
-
-    def start_rematerialize(self) -> Materializing:
-        """Start filling the slots for the backward, once; return what is under way."""
-        if self.rematerializing is None:
-            handle = _required(self.handle)
-            plan = self.in_flight.recall(handle)
-            self.rematerializing = self.buffers.start_materialize(plan, self.mains, handle)
-        return self.rematerializing
-
-    def materialized(self, tokens: Tensor) -> tuple[Tensor, list[Any]]:
-        """Return the tokens and, by segment, the slots' weights, as parts of the autograd graph."""
-        # With a joint the mains get these gradients there, and must not wait for them here.
-        parameters = self.mains.parameters() if self.joint is None else ()
-        tokens, *views = MaterializeFunction.apply(self, tokens, *parameters)
-        return tokens, self.mains.by_segment(views, self.plan.layout.slots)
-
-    def routing_maps(self) -> RoutingMaps | None:
-        """Memory for this microbatch's routing maps; None where no backward will come."""
-        return self.in_flight.routing_maps(self.handle) if self.handle is not None else None
-
-
-class MaterializeFunction(torch.autograd.Function):
-    """(tokens, mains) -> (tokens, slot weights); its backward reduces slot gradients into mains.
-
-    The tokens pass through so that the backward runs on every rank, also where no slot was used:
-    the reduction needs all ranks of the group at the same place of their backward. Where the
-    replication has a joint, the mains are not among the inputs.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, replication: Replication, tokens: Tensor, *_parameters: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Return the tokens and the slots' weights (`MainWeights.slot_views`)."""
-        ctx.replication = replication
-        ctx.set_materialize_grads(False)
-        views = replication.mains.slot_views(replication.buffers.weights)
-        return (tokens.view_as(tokens), *views)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Start the reduction, wait for it unless there is a joint, and release the plan."""
-        replication: Replication = ctx.replication
-        handle = _required(replication.handle)
-        slots = replication.in_flight.recall_slots(handle)
-        slot_grads = replication.mains.by_segment(grads[1:], replication.buffers.layout.slots)
-        reducing = replication.buffers.reduce_replica_grads(slots, slot_grads, handle)
-        replication.in_flight.release(handle)
-        if replication.joint is not None:
-            replication.joint.reducing = reducing
-            return None, grads[0]
-        return (None, grads[0], *replication.mains.gradients(reducing.wait()))
-
-
-def join_later(hidden: Tensor, mains: MainWeights) -> tuple[Tensor, Joint]:
-    """Make the place where a backward joins a reduction that it started before.
-
-    Args:
-        hidden: What the layer starts from; all that shall run beside the reduction comes after it.
-        mains: The layer's mains.
-
-    Returns:
-        `hidden`, to go on with, and the joint to put into the layer's `Replication`.
-    """
-    joint = Joint(mains)
-    return JoinFunction.apply(joint, hidden, *mains.parameters()), joint
-
-
-class JoinFunction(torch.autograd.Function):
-    """(hidden, mains) -> hidden; its backward waits for the reduction and hands the sums over.
-
-    The mains are inputs here, so autograd accumulates a main's gradient, and calls the hooks of
-    data-parallel reduction, only after this.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, joint: Joint, hidden: Tensor, *_parameters: Tensor) -> Tensor:
-        """Return `hidden` unchanged."""
-        ctx.joint = joint
-        ctx.set_materialize_grads(False)
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Join."""
-        joint: Joint = ctx.joint
-        sums = joint.reducing.wait() if joint.reducing is not None else {}
-        joint.reducing = None
-        return (None, grad, *joint.mains.gradients(sums))
-
-
-class StartRematerializeFunction(torch.autograd.Function):
-    """Identity behind the combine; its backward starts to fill the slots as in the forward."""
-
-    @staticmethod
-    def forward(ctx: Any, replication: Replication, output: Tensor) -> Tensor:
-        """Return the output unchanged."""
-        ctx.replication = replication
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        """Start."""
-        ctx.replication.start_rematerialize()
-        return None, grad
-
-
-class RematerializeFunction(torch.autograd.Function):
-    """Identity behind the experts; before their backward the slots are as in the forward."""
-
-    @staticmethod
-    def forward(ctx: Any, replication: Replication, output: Tensor) -> Tensor:
-        """Return the output unchanged."""
-        ctx.replication = replication
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        """Wait for the slots, which are filled now unless that has been started."""
-        replication: Replication = ctx.replication
-        replication.start_rematerialize().wait()
-        replication.rematerializing = None
-        return None, grad
-
-
-def _required(handle: PlanHandle | None) -> PlanHandle:
-    assert handle is not None, "a backward runs for a forward that kept no plan"
-    return handle

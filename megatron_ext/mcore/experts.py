@@ -28,7 +28,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
 
-from megatron_ext.balance.replicas import MainWeights, Segment
+from megatron_ext.balance.main_weights import MainWeights, Segment
 
 _EXTRA_STATE = "_extra_state"
 """Name that PyTorch gives to what a module saves besides tensors."""

@@ -29,7 +29,7 @@ from torch import Tensor
 from megatron_ext.balance.load import gather_load
 from megatron_ext.balance.metrics import load_accuracy, replica_use
 from megatron_ext.balance.plan import BalancePlan
-from megatron_ext.balance.replicas import SentAhead
+from megatron_ext.balance.slots import SentAhead
 from megatron_ext.mcore.experts import finish_parameter_gather
 
 if TYPE_CHECKING:

@@ -45,13 +45,11 @@ from megatron_ext.balance.replicas import (
     Joint,
     RematerializeFunction,
     Replication,
-    SentAhead,
-    SlotBuffers,
     StartRematerializeFunction,
     join_later,
-    shared_slot_buffers,
 )
 from megatron_ext.balance.reroute import assign, reroute
+from megatron_ext.balance.slots import SentAhead, SlotBuffers, shared_slot_buffers
 from megatron_ext.balance.solve import plan_layout
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.balance.strategies.fastest import TIME

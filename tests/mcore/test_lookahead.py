@@ -73,7 +73,7 @@ def test_a_prediction_is_the_next_routers_choice_for_this_layers_input() -> None
 @contextmanager
 def noted(events: list[Any]) -> Iterator[None]:
     """Note what is sent ahead, what is moved with the plan, and when backward begins."""
-    from megatron_ext.balance.replicas import SentAhead, SlotBuffers
+    from megatron_ext.balance.slots import SentAhead, SlotBuffers
 
     send, materialize, wait = SlotBuffers.send_ahead, SlotBuffers.start_materialize, SentAhead.wait
 
@@ -207,7 +207,7 @@ def test_a_prediction_leaves_no_trace_in_the_router() -> None:
 def _abort(rank: int, place: str) -> None:
     """Rank 0 fails when it has sent ahead, rank 1 before it or at the same place."""
     from megatron_ext import reset_after_abort
-    from megatron_ext.balance.replicas import SlotBuffers
+    from megatron_ext.balance.slots import SlotBuffers
     from megatron_ext.mcore.lookahead import Lookahead
 
     # So large that a thread copies them: small ones are copied, and peers waited for, at once.
