@@ -86,6 +86,46 @@ class Replication:
         """Memory for this microbatch's routing maps; None where no backward will come."""
         return self.in_flight.routing_maps(self.handle) if self.handle is not None else None
 
+    def rematerialize_before(self, output: Tensor) -> Tensor:
+        """Return the experts' output; before their backward the slots are as in the forward."""
+        behind: Tensor = RematerializeFunction.apply(self, output)
+        return behind
+
+    def start_rematerialize_before(self, output: Tensor) -> Tensor:
+        """Return the combine's output; its backward starts to fill the slots."""
+        behind: Tensor = StartRematerializeFunction.apply(self, output)
+        return behind
+
+
+class NoReplication:
+    """The replication of a layer without slots: moves nothing, and is nothing to autograd."""
+
+    def start_materialize(self, sent: SentAhead | None = None) -> NoReplication:
+        """Return what is to be waited for."""
+        return self
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def materialized(self, tokens: Tensor) -> tuple[Tensor, list[Any]]:
+        """Return the tokens, and one segment without slots."""
+        return tokens, NO_SLOTS
+
+    def routing_maps(self) -> None:
+        """None: no plan is kept that the maps could live as long as."""
+
+    def rematerialize_before(self, output: Tensor) -> Tensor:
+        """Return the output."""
+        return output
+
+    def start_rematerialize_before(self, output: Tensor) -> Tensor:
+        """Return the output."""
+        return output
+
+
+NO_SLOTS: list[Any] = [()]
+"""Slot weights, by segment, of a layer without slots."""
+
 
 class MaterializeFunction(torch.autograd.Function):
     """(tokens, mains) -> (tokens, slot weights); its backward reduces slot gradients into mains.
