@@ -36,32 +36,66 @@ if TYPE_CHECKING:
     from megatron_ext.mcore.moe_layer import BalancedMoELayer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PredictionReport:
-    """How good the prediction of one load was."""
+    """How good the prediction of one load was.
+
+    Fields are tensors on the layer's device. Properties are computed from them and wait for the
+    device, so they are better asked for after the step.
+    """
 
     load: Tensor
     """Predicted assignments from source rank r to logical expert e, int64 [R, E]."""
-    load_accuracy: float
-    """`metrics.load_accuracy` of it."""
-    choice_accuracy: float
-    """Part of this rank's assignments that were predicted for the same token and expert. 1 if there
-    are none."""
-    hit_replicas: int
-    """Sent ahead and used."""
-    topped_up_replicas: int
-    """Used, and moved when the load was known."""
-    wasted_replicas: int
-    """Sent ahead and not used."""
-    sent_ahead_bytes: int
-    """Weights of the replicas sent ahead: off the critical path, beside the layer before."""
-    topped_up_bytes: int
-    """Weights of the replicas topped up: on the critical path, behind the plan."""
+    exact_load: Tensor
+    """The assignments that came, int64 [R, E]."""
+    num_choices: Tensor
+    """This rank's assignments, int64 []."""
+    num_right_choices: Tensor
+    """Those that were predicted for the same token and expert, int64 []."""
+    replica_use: dict[str, Tensor]
+    """`metrics.replica_use` of the replicas sent ahead, int64 [] each."""
+    expert_bytes: int
+    """Of one expert's weights."""
+
+    @property
+    def load_accuracy(self) -> float:
+        """`metrics.load_accuracy` of it."""
+        return load_accuracy(self.load, self.exact_load)
+
+    @property
+    def choice_accuracy(self) -> float:
+        """Part of this rank's assignments that were predicted; 1 if there are none."""
+        return float(self.num_right_choices) / float(self.num_choices) if self.num_choices else 1.0
+
+    @property
+    def hit_replicas(self) -> int:
+        """Sent ahead and used."""
+        return int(self.replica_use["hit_replicas"])
+
+    @property
+    def topped_up_replicas(self) -> int:
+        """Used, and moved when the load was known."""
+        return int(self.replica_use["topped_up_replicas"])
+
+    @property
+    def wasted_replicas(self) -> int:
+        """Sent ahead and not used."""
+        return int(self.replica_use["wasted_replicas"])
+
+    @property
+    def sent_ahead_bytes(self) -> int:
+        """Weights of the replicas sent ahead: off the critical path, beside the layer before."""
+        return self.expert_bytes * (self.hit_replicas + self.wasted_replicas)
+
+    @property
+    def topped_up_bytes(self) -> int:
+        """Weights of the replicas topped up: on the critical path, behind the plan."""
+        return self.expert_bytes * self.topped_up_replicas
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a layer is told by the one before it; lives until its own forward begins."""
+    """What a layer is told by the one before it; lives until its own forward ends."""
 
     routing_map: Tensor
     """Predicted choices of this rank's tokens, bool [N, E]."""
@@ -75,17 +109,16 @@ class Prediction:
     ) -> PredictionReport:
         """Compare with what came: choices bool [N, E], load int64 [R, E], and its plan.
 
-        `expert_bytes` are those of one expert's weights.
+        `expert_bytes` are those of one expert's weights. The host waits for nothing.
         """
-        right = (self.routing_map & routing_map).sum()
-        use = {name: int(count) for name, count in replica_use(self.sent.slots, plan).items()}
+        placed = self.sent.slots.to(plan.slots.device, non_blocking=True)
         return PredictionReport(
             load=self.load,
-            load_accuracy=load_accuracy(self.load, load),
-            choice_accuracy=_ratio(right, routing_map.sum()),
-            sent_ahead_bytes=expert_bytes * (use["hit_replicas"] + use["wasted_replicas"]),
-            topped_up_bytes=expert_bytes * use["topped_up_replicas"],
-            **use,
+            exact_load=load,
+            num_choices=routing_map.sum(),
+            num_right_choices=(self.routing_map & routing_map).sum(),
+            replica_use=replica_use(placed, plan),
+            expert_bytes=expert_bytes,
         )
 
 
@@ -191,7 +224,3 @@ def predict_routing(router: Any, hidden_states: Tensor) -> Tensor:
 def in_backward() -> bool:
     """Whether autograd runs a backward in this thread: a forward is then a recomputed one."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _ratio(part: Tensor, whole: Tensor) -> float:
-    return float(part) / float(whole) if whole else 1.0

@@ -257,6 +257,25 @@ def test_without_a_chunk_nothing_is_sent_ahead() -> None:
     assert all(replicas > 0 for replicas in run_ranks(_other_transformer_layers, 2))
 
 
+def test_a_report_waits_for_no_device() -> None:
+    """Tensors on `meta` have no values: whoever asks for one in the forward fails."""
+    from megatron_ext.balance.layout import ExpertLayout
+    from megatron_ext.balance.plan import BalancePlan
+    from megatron_ext.balance.slots import SentAhead
+    from megatron_ext.mcore.lookahead import Prediction
+
+    layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
+    choices = torch.zeros(5, 4, dtype=torch.bool).to("meta")
+    load = torch.zeros(2, 4, dtype=torch.int64).to("meta")
+    slots = torch.zeros(2, 1, dtype=torch.int32).to("meta")
+    plan = BalancePlan(layout, torch.zeros(4, 2, dtype=torch.int64).to("meta"), slots)
+    prediction = Prediction(choices, load, SentAhead(slots, mock.Mock()))
+    report = prediction.report(choices, load, plan, expert_bytes=8)
+    for name in ("load_accuracy", "choice_accuracy", "sent_ahead_bytes", "topped_up_bytes"):
+        with pytest.raises(RuntimeError, match="meta"):
+            getattr(report, name)
+
+
 def test_routing_replay_is_refused() -> None:
     config = TransformerConfig(
         num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=2
