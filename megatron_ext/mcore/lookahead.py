@@ -20,20 +20,19 @@ Source: Libra, section 3.2 and 4 (lookahead predictor, even and odd buffers).
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatron_ext.balance.load import gather_load
 from megatron_ext.balance.metrics import load_accuracy, replica_use
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.slots import SentAhead
 from megatron_ext.mcore.experts import finish_parameter_gather
-
-if TYPE_CHECKING:
-    from megatron_ext.mcore.moe_layer import BalancedMoELayer
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,19 +121,29 @@ class Prediction:
         )
 
 
+class LayerPlace(NamedTuple):
+    """Where a layer stands in its model."""
+
+    chunk: int | None
+    """Layers before the first of its chunk; None where nobody said."""
+    layer_number: int
+    """1-based, as in Megatron."""
+
+
 class LayerOrder:
     """Which balanced layer runs after which; one for all layers that are made from a spec."""
 
     def __init__(self) -> None:
-        self._last: weakref.ref[BalancedMoELayer] | None = None
+        self._last: weakref.ref[Lookahead] | None = None
+        self._last_place = LayerPlace(None, 0)
 
-    def enter(self, layer: BalancedMoELayer) -> BalancedMoELayer | None:
-        """Note that `layer` runs now; return the layer before it in the same forward of a chunk."""
-        before = self._last() if self._last is not None else None
-        self._last = weakref.ref(layer)
-        if before is None or layer.chunk is None or before.chunk != layer.chunk:
+    def enter(self, layer: Lookahead, place: LayerPlace) -> Lookahead | None:
+        """Note that a layer runs now; return the layer before it in the same forward of a chunk."""
+        before, place_before = self._last() if self._last is not None else None, self._last_place
+        self._last, self._last_place = weakref.ref(layer), place
+        if place.chunk is None or place_before.chunk != place.chunk:
             return None
-        return before if before.layer_number < layer.layer_number else None
+        return before if place_before.layer_number < place.layer_number else None
 
     def forget(self) -> None:
         """Forget an aborted forward."""
@@ -145,32 +154,52 @@ class Lookahead:
     """One layer's part: what it was told by the layer before it, and tells the one after it.
 
     Args:
-        layer: The layer; makes this for strategies that predict.
         order: Shared with the other layers.
+        router: Megatron's router of the layer.
+        ep_group: The layer's.
+        send_ahead: Method of the layer, which is not kept alive by it: starts to move the replicas
+            of a predicted load, int64 [R, E], into the layer's slots.
     """
 
-    def __init__(self, layer: BalancedMoELayer, order: LayerOrder) -> None:
-        self._layer = weakref.ref(layer)
+    def __init__(
+        self,
+        order: LayerOrder,
+        *,
+        router: nn.Module,
+        ep_group: ProcessGroup,
+        send_ahead: Callable[[Tensor], SentAhead],
+    ) -> None:
         self._order = order
+        self._router = router
+        self._ep_group = ep_group
+        self._send_ahead = weakref.WeakMethod(send_ahead)
         self._after: Lookahead | None = None
         self._prediction: Prediction | None = None
-        self.slot_set = 0
-        """Which of the two sets of slots the layer uses; settled when its first forward begins."""
+        self._slot_set = 0
+        self._is_settled = False
 
-    def arrive(self) -> Prediction | None:
+    @property
+    def is_idle(self) -> bool:
+        """Whether no prediction waits for the layer's forward."""
+        return self._prediction is None
+
+    def settle_slot_set(self) -> int:
+        """Return which of the two sets of slots the layer uses, from its first forward on."""
+        self._is_settled = True
+        return self._slot_set
+
+    def arrive(self, place: LayerPlace) -> Prediction | None:
         """Begin the layer's forward; return what was predicted of it, if anything was."""
         if in_backward():
             return None
-        layer = self._layer()
-        assert layer is not None, "a layer runs that is gone"
-        before = self._order.enter(layer)
-        if before is None or before.lookahead is None:
+        before = self._order.enter(self, place)
+        if before is None:
             self._drop()
             return None
         prediction, self._prediction = self._prediction, None
-        if before.lookahead._after is None and not layer.has_slots:
-            before.lookahead._after = self
-            self.slot_set = 1 - before.lookahead.slot_set
+        if before._after is None and not self._is_settled:
+            before._after = self
+            self._slot_set = 1 - before._slot_set
         return prediction
 
     def tell_next(self, hidden_states: Tensor) -> None:
@@ -195,14 +224,13 @@ class Lookahead:
 
     @torch.no_grad()
     def _hear(self, hidden_states: Tensor) -> None:
-        layer = self._layer()
-        if layer is None:
+        send_ahead = self._send_ahead()
+        if send_ahead is None:  # The layer is gone.
             return
         self._drop()
-        routing_map = predict_routing(layer.router, hidden_states)
-        load = gather_load(routing_map, layer.ep_group)
-        sent = layer.send_ahead(load)
-        self._prediction = Prediction(routing_map, load, sent)
+        routing_map = predict_routing(self._router, hidden_states)
+        load = gather_load(routing_map, self._ep_group)
+        self._prediction = Prediction(routing_map, load, send_ahead(load))
 
 
 def predict_routing(router: Any, hidden_states: Tensor) -> Tensor:

@@ -61,7 +61,13 @@ from megatron_ext.mcore.dispatcher import physical_dispatcher, release_graph
 from megatron_ext.mcore.experts import expert_weights, finish_parameter_gather, run_experts
 from megatron_ext.mcore.limits import validate_for_balancing
 from megatron_ext.mcore.local_first import Dispatched, LocalFirstDispatcher
-from megatron_ext.mcore.lookahead import LayerOrder, Lookahead, Prediction, PredictionReport
+from megatron_ext.mcore.lookahead import (
+    LayerOrder,
+    LayerPlace,
+    Lookahead,
+    Prediction,
+    PredictionReport,
+)
 from megatron_ext.mcore.measure import CostMeter, measure_costs
 from megatron_ext.mcore.schedule import most_in_flight
 
@@ -184,7 +190,9 @@ class BalancedMoELayer(MoELayer):
         self.lookahead: Lookahead | None = None
         predicts = get_strategy(balance.strategy).place_predicted is not None
         if predicts and self.layout.slots > 0 and order is not None:
-            self.lookahead = Lookahead(self, order)
+            self.lookahead = Lookahead(
+                order, router=self.router, ep_group=self.ep_group, send_ahead=self.send_ahead
+            )
         # Made in the first forward: only then have wrappers settled the dtype and place of the
         # weights.
         self._slot_buffers: SlotBuffers | None = None
@@ -210,7 +218,9 @@ class BalancedMoELayer(MoELayer):
     ) -> tuple[Tensor, Tensor]:
         """Stages 1 to 4: from logical to physical routing, with the replicas in their slots."""
         microbatch = self._begin()
-        microbatch.prediction = self.lookahead.arrive() if self.lookahead is not None else None
+        if self.lookahead is not None:
+            place = LayerPlace(self.chunk, self.layer_number)
+            microbatch.prediction = self.lookahead.arrive(place)
         sent = microbatch.prediction.sent if microbatch.prediction is not None else None
         load = gather_load(routing_map, self.ep_group)
         if self._to_measure:
@@ -291,11 +301,6 @@ class BalancedMoELayer(MoELayer):
     def _under_way(self) -> Microbatch:
         assert self._microbatch is not None, "preprocess comes first in a forward"
         return self._microbatch
-
-    @property
-    def has_slots(self) -> bool:
-        """Whether this layer has settled which slots it uses: from its first forward on."""
-        return self._slot_buffers is not None
 
     def send_ahead(self, predicted: Tensor) -> SentAhead:
         """Start materializing the replicas of a predicted load; all EP ranks call.
@@ -388,7 +393,7 @@ class BalancedMoELayer(MoELayer):
                 ep_group=self.ep_group,
                 transport=self.balance.transport,
                 grad_reduce_share=self.balance.grad_reduce_share,
-                slot_set=self.lookahead.slot_set if self.lookahead is not None else 0,
+                slot_set=self.lookahead.settle_slot_set() if self.lookahead is not None else 0,
             )
             ring_size = self._ring_size()
             self._in_flight = InFlightPlans(

@@ -144,7 +144,7 @@ def _recomputed(rank: int, recompute: str) -> None:
     # Of each microbatch in its forward; none in backward, where layers run in reverse.
     assert sends == ["layer 2", "layer 3"] * 2
     assert sum(name == "arrive" for name, _, _ in events) == len(sends)
-    assert all(layer.lookahead._prediction is None for layer in balanced_layers(gpt))
+    assert all(layer.lookahead.is_idle for layer in balanced_layers(gpt))
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -227,7 +227,7 @@ def _abort(rank: int, place: str) -> None:
         with failing, pytest.raises(ArithmeticError):
             aborted.forward_backward()
         reset_after_abort(aborted.chunks)
-        assert all(layer.lookahead._prediction is None for layer in balanced_layers(aborted))
+        assert all(layer.lookahead.is_idle for layer in balanced_layers(aborted))
     for step in range(1, 3):
         assert clean.train_step(step) == aborted.train_step(step)
     for name, value in clean.parameters().items():
