@@ -12,7 +12,9 @@ A microbatch passes the files in this order (numbers as in the package's map):
     costs.py          what a plan costs in time
     bounds.py         what no planner can beat, and what is asked for
     reroute.py    3   logical to physical routing that meets the quotas
-    replicas.py 4 8   weights into slots, slot gradients back into main experts
+    main_weights.py   a rank's main experts, however their module holds them
+    slots.py    4 8   a rank's slots: their filling, the way back of their gradients
+    replicas.py 4 8   both as autograd sees them: slots from main experts, gradients back
     in_flight.py      plans kept from forward to backward
     metrics.py        what the reported numbers mean
 """

@@ -28,7 +28,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
 
-from megatron_ext.balance.replicas import MainWeights, Segment
+from megatron_ext.balance.main_weights import MainWeights, Segment
 
 _EXTRA_STATE = "_extra_state"
 """Name that PyTorch gives to what a module saves besides tensors."""
@@ -95,18 +95,29 @@ def run_experts(
     Returns:
         Expert outputs, [N', H], in the order of `tokens`.
     """
-    num_mains = tokens_per_expert.numel() - len(slot_weights[0])
+    num_slots = len(slot_weights[0])
+    if num_slots == 0:  # Then the host need not know the counts.
+        return _run_mains(experts, tokens, tokens_per_expert, probs)
+    num_mains = tokens_per_expert.numel() - num_slots
     main_counts, slot_counts = tokens_per_expert[:num_mains], tokens_per_expert[num_mains:].tolist()
     num_slot_tokens = sum(slot_counts)
     sizes = [tokens.shape[0] - num_slot_tokens, num_slot_tokens]
     main_tokens, slot_tokens = tokens.split(sizes)
     main_probs, slot_probs = probs.split(sizes)
-    main_output, bias = experts(main_tokens, main_counts, main_probs)
-    assert bias is None, "Megatron adds expert biases inside the experts"
+    main_output = _run_mains(experts, main_tokens, main_counts, main_probs)
     if num_slot_tokens == 0:
         return main_output
     slot_output = weights.run_slots(slot_weights, slot_tokens, slot_counts, slot_probs)
     return torch.cat([main_output, slot_output])
+
+
+def _run_mains(
+    experts: nn.Module, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
+) -> Tensor:
+    output: Tensor
+    output, bias = experts(tokens, tokens_per_expert, probs)
+    assert bias is None, "Megatron adds expert biases inside the experts"
+    return output
 
 
 def finish_parameter_gather(module: nn.Module) -> None:

@@ -20,48 +20,81 @@ Source: Libra, section 3.2 and 4 (lookahead predictor, even and odd buffers).
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatron_ext.balance.load import gather_load
 from megatron_ext.balance.metrics import load_accuracy, replica_use
 from megatron_ext.balance.plan import BalancePlan
-from megatron_ext.balance.replicas import SentAhead
+from megatron_ext.balance.slots import SentAhead
 from megatron_ext.mcore.experts import finish_parameter_gather
 
-if TYPE_CHECKING:
-    from megatron_ext.mcore.moe_layer import BalancedMoELayer
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PredictionReport:
-    """How good the prediction of one load was."""
+    """How good the prediction of one load was.
+
+    Fields are tensors on the layer's device. Properties are computed from them and wait for the
+    device, so they are better asked for after the step.
+    """
 
     load: Tensor
     """Predicted assignments from source rank r to logical expert e, int64 [R, E]."""
-    load_accuracy: float
-    """`metrics.load_accuracy` of it."""
-    choice_accuracy: float
-    """Part of this rank's assignments that were predicted for the same token and expert. 1 if there
-    are none."""
-    hit_replicas: int
-    """Sent ahead and used."""
-    topped_up_replicas: int
-    """Used, and moved when the load was known."""
-    wasted_replicas: int
-    """Sent ahead and not used."""
-    sent_ahead_bytes: int
-    """Weights of the replicas sent ahead: off the critical path, beside the layer before."""
-    topped_up_bytes: int
-    """Weights of the replicas topped up: on the critical path, behind the plan."""
+    exact_load: Tensor
+    """The assignments that came, int64 [R, E]."""
+    num_choices: Tensor
+    """This rank's assignments, int64 []."""
+    num_right_choices: Tensor
+    """Those that were predicted for the same token and expert, int64 []."""
+    replica_use: dict[str, Tensor]
+    """`metrics.replica_use` of the replicas sent ahead, int64 [] each."""
+    expert_bytes: int
+    """Of one expert's weights."""
+
+    @property
+    def load_accuracy(self) -> float:
+        """`metrics.load_accuracy` of it."""
+        return load_accuracy(self.load, self.exact_load)
+
+    @property
+    def choice_accuracy(self) -> float:
+        """Part of this rank's assignments that were predicted; 1 if there are none."""
+        return float(self.num_right_choices) / float(self.num_choices) if self.num_choices else 1.0
+
+    @property
+    def hit_replicas(self) -> int:
+        """Sent ahead and used."""
+        return int(self.replica_use["hit_replicas"])
+
+    @property
+    def topped_up_replicas(self) -> int:
+        """Used, and moved when the load was known."""
+        return int(self.replica_use["topped_up_replicas"])
+
+    @property
+    def wasted_replicas(self) -> int:
+        """Sent ahead and not used."""
+        return int(self.replica_use["wasted_replicas"])
+
+    @property
+    def sent_ahead_bytes(self) -> int:
+        """Weights of the replicas sent ahead: off the critical path, beside the layer before."""
+        return self.expert_bytes * (self.hit_replicas + self.wasted_replicas)
+
+    @property
+    def topped_up_bytes(self) -> int:
+        """Weights of the replicas topped up: on the critical path, behind the plan."""
+        return self.expert_bytes * self.topped_up_replicas
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a layer is told by the one before it; lives until its own forward begins."""
+    """What a layer is told by the one before it; lives until its own forward ends."""
 
     routing_map: Tensor
     """Predicted choices of this rank's tokens, bool [N, E]."""
@@ -75,33 +108,42 @@ class Prediction:
     ) -> PredictionReport:
         """Compare with what came: choices bool [N, E], load int64 [R, E], and its plan.
 
-        `expert_bytes` are those of one expert's weights.
+        `expert_bytes` are those of one expert's weights. The host waits for nothing.
         """
-        right = (self.routing_map & routing_map).sum()
-        use = {name: int(count) for name, count in replica_use(self.sent.slots, plan).items()}
+        placed = self.sent.slots.to(plan.slots.device, non_blocking=True)
         return PredictionReport(
             load=self.load,
-            load_accuracy=load_accuracy(self.load, load),
-            choice_accuracy=_ratio(right, routing_map.sum()),
-            sent_ahead_bytes=expert_bytes * (use["hit_replicas"] + use["wasted_replicas"]),
-            topped_up_bytes=expert_bytes * use["topped_up_replicas"],
-            **use,
+            exact_load=load,
+            num_choices=routing_map.sum(),
+            num_right_choices=(self.routing_map & routing_map).sum(),
+            replica_use=replica_use(placed, plan),
+            expert_bytes=expert_bytes,
         )
+
+
+class LayerPlace(NamedTuple):
+    """Where a layer stands in its model."""
+
+    chunk: int | None
+    """Layers before the first of its chunk; None where nobody said."""
+    layer_number: int
+    """1-based, as in Megatron."""
 
 
 class LayerOrder:
     """Which balanced layer runs after which; one for all layers that are made from a spec."""
 
     def __init__(self) -> None:
-        self._last: weakref.ref[BalancedMoELayer] | None = None
+        self._last: weakref.ref[Lookahead] | None = None
+        self._last_place = LayerPlace(None, 0)
 
-    def enter(self, layer: BalancedMoELayer) -> BalancedMoELayer | None:
-        """Note that `layer` runs now; return the layer before it in the same forward of a chunk."""
-        before = self._last() if self._last is not None else None
-        self._last = weakref.ref(layer)
-        if before is None or layer.chunk is None or before.chunk != layer.chunk:
+    def enter(self, layer: Lookahead, place: LayerPlace) -> Lookahead | None:
+        """Note that a layer runs now; return the layer before it in the same forward of a chunk."""
+        before, place_before = self._last() if self._last is not None else None, self._last_place
+        self._last, self._last_place = weakref.ref(layer), place
+        if place.chunk is None or place_before.chunk != place.chunk:
             return None
-        return before if before.layer_number < layer.layer_number else None
+        return before if place_before.layer_number < place.layer_number else None
 
     def forget(self) -> None:
         """Forget an aborted forward."""
@@ -112,32 +154,52 @@ class Lookahead:
     """One layer's part: what it was told by the layer before it, and tells the one after it.
 
     Args:
-        layer: The layer; makes this for strategies that predict.
         order: Shared with the other layers.
+        router: Megatron's router of the layer.
+        ep_group: The layer's.
+        send_ahead: Method of the layer, which is not kept alive by it: starts to move the replicas
+            of a predicted load, int64 [R, E], into the layer's slots.
     """
 
-    def __init__(self, layer: BalancedMoELayer, order: LayerOrder) -> None:
-        self._layer = weakref.ref(layer)
+    def __init__(
+        self,
+        order: LayerOrder,
+        *,
+        router: nn.Module,
+        ep_group: ProcessGroup,
+        send_ahead: Callable[[Tensor], SentAhead],
+    ) -> None:
         self._order = order
+        self._router = router
+        self._ep_group = ep_group
+        self._send_ahead = weakref.WeakMethod(send_ahead)
         self._after: Lookahead | None = None
         self._prediction: Prediction | None = None
-        self.slot_set = 0
-        """Which of the two sets of slots the layer uses; settled when its first forward begins."""
+        self._slot_set = 0
+        self._is_settled = False
 
-    def arrive(self) -> Prediction | None:
+    @property
+    def is_idle(self) -> bool:
+        """Whether no prediction waits for the layer's forward."""
+        return self._prediction is None
+
+    def settle_slot_set(self) -> int:
+        """Return which of the two sets of slots the layer uses, from its first forward on."""
+        self._is_settled = True
+        return self._slot_set
+
+    def arrive(self, place: LayerPlace) -> Prediction | None:
         """Begin the layer's forward; return what was predicted of it, if anything was."""
         if in_backward():
             return None
-        layer = self._layer()
-        assert layer is not None, "a layer runs that is gone"
-        before = self._order.enter(layer)
-        if before is None or before.lookahead is None:
+        before = self._order.enter(self, place)
+        if before is None:
             self._drop()
             return None
         prediction, self._prediction = self._prediction, None
-        if before.lookahead._after is None and not layer.has_slots:
-            before.lookahead._after = self
-            self.slot_set = 1 - before.lookahead.slot_set
+        if before._after is None and not self._is_settled:
+            before._after = self
+            self._slot_set = 1 - before._slot_set
         return prediction
 
     def tell_next(self, hidden_states: Tensor) -> None:
@@ -162,14 +224,13 @@ class Lookahead:
 
     @torch.no_grad()
     def _hear(self, hidden_states: Tensor) -> None:
-        layer = self._layer()
-        if layer is None:
+        send_ahead = self._send_ahead()
+        if send_ahead is None:  # The layer is gone.
             return
         self._drop()
-        routing_map = predict_routing(layer.router, hidden_states)
-        load = gather_load(routing_map, layer.ep_group)
-        sent = layer.send_ahead(load)
-        self._prediction = Prediction(routing_map, load, sent)
+        routing_map = predict_routing(self._router, hidden_states)
+        load = gather_load(routing_map, self._ep_group)
+        self._prediction = Prediction(routing_map, load, send_ahead(load))
 
 
 def predict_routing(router: Any, hidden_states: Tensor) -> Tensor:
@@ -191,7 +252,3 @@ def predict_routing(router: Any, hidden_states: Tensor) -> Tensor:
 def in_backward() -> bool:
     """Whether autograd runs a backward in this thread: a forward is then a recomputed one."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _ratio(part: Tensor, whole: Tensor) -> float:
-    return float(part) / float(whole) if whole else 1.0

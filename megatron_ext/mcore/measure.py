@@ -35,7 +35,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.replicas import MainWeights, SlotBuffers
+from megatron_ext.balance.main_weights import MainWeights
+from megatron_ext.balance.slots import SlotBuffers
 from megatron_ext.config import COST_UNITS
 from megatron_ext.mcore.timing import slowest_s
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -38,20 +38,19 @@ from torch import Tensor, nn
 from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.in_flight import InFlightPlans
 from megatron_ext.balance.load import gather_load
+from megatron_ext.balance.main_weights import MainWeights
 from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.plan import BalancePlan, split_quota
 from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.replicas import (
+    NO_SLOTS,
     Joint,
-    RematerializeFunction,
+    NoReplication,
     Replication,
-    SentAhead,
-    SlotBuffers,
-    StartRematerializeFunction,
     join_later,
-    shared_slot_buffers,
 )
 from megatron_ext.balance.reroute import assign, reroute
+from megatron_ext.balance.slots import SentAhead, SlotBuffers, shared_slot_buffers
 from megatron_ext.balance.solve import plan_layout
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.balance.strategies.fastest import TIME
@@ -62,7 +61,13 @@ from megatron_ext.mcore.dispatcher import physical_dispatcher, release_graph
 from megatron_ext.mcore.experts import expert_weights, finish_parameter_gather, run_experts
 from megatron_ext.mcore.limits import validate_for_balancing
 from megatron_ext.mcore.local_first import Dispatched, LocalFirstDispatcher
-from megatron_ext.mcore.lookahead import LayerOrder, Lookahead, Prediction, PredictionReport
+from megatron_ext.mcore.lookahead import (
+    LayerOrder,
+    LayerPlace,
+    Lookahead,
+    Prediction,
+    PredictionReport,
+)
 from megatron_ext.mcore.measure import CostMeter, measure_costs
 from megatron_ext.mcore.schedule import most_in_flight
 
@@ -91,8 +96,19 @@ class LayerReport:
 
 Observer = Callable[[LayerReport], None]
 
-_NO_SLOTS: list[Any] = [()]
-"""Slot weights, by segment, of a layer without slots."""
+
+@dataclass
+class Microbatch:
+    """One forward of a layer: begun before the layer or by it, gone when its outputs are back."""
+
+    mains: MainWeights
+    """This rank's, as they are in this forward."""
+    joint: Joint | None = None
+    """Where its reduction ends; None where it is waited for at once."""
+    prediction: Prediction | None = None
+    """What the layer before told of it; None where that told nothing."""
+    replication: Replication | NoReplication = field(default_factory=NoReplication)
+    """Made from its plan."""
 
 
 class BalancedMoELayer(MoELayer):
@@ -174,14 +190,15 @@ class BalancedMoELayer(MoELayer):
         self.lookahead: Lookahead | None = None
         predicts = get_strategy(balance.strategy).place_predicted is not None
         if predicts and self.layout.slots > 0 and order is not None:
-            self.lookahead = Lookahead(self, order)
+            self.lookahead = Lookahead(
+                order, router=self.router, ep_group=self.ep_group, send_ahead=self.send_ahead
+            )
         # Made in the first forward: only then have wrappers settled the dtype and place of the
         # weights.
         self._slot_buffers: SlotBuffers | None = None
         self._in_flight: InFlightPlans | None = None
-        # Handed from stage to stage of the same forward; never outlive it.
-        self._joint: Joint | None = None
-        self._replication: Replication | None = None
+        # The forward that is under way. Here because Megatron calls its stages one by one.
+        self._microbatch: Microbatch | None = None
 
     def join_reduction(self, hidden_states: Tensor) -> Tensor:
         """Let the coming forward's reduction of replica gradients end where this one's input is.
@@ -192,41 +209,43 @@ class BalancedMoELayer(MoELayer):
         # A recomputed MoE layer has a backward of its own inside the layer's: parameters must get
         # all of their gradient in one of the two.
         if self.layout.slots > 0 and torch.is_grad_enabled() and not self.moe_layer_recompute:
-            hidden_states, self._joint = join_later(hidden_states, self.expert_weights.mains())
+            microbatch = self._begin()
+            hidden_states, microbatch.joint = join_later(hidden_states, microbatch.mains)
         return hidden_states
 
     def preprocess(
         self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Stages 1 to 4: from logical to physical routing, with the replicas in their slots."""
-        prediction = self.lookahead.arrive() if self.lookahead is not None else None
-        sent = prediction.sent if prediction is not None else None
+        microbatch = self._begin()
+        if self.lookahead is not None:
+            place = LayerPlace(self.chunk, self.layer_number)
+            microbatch.prediction = self.lookahead.arrive(place)
+        sent = microbatch.prediction.sent if microbatch.prediction is not None else None
         load = gather_load(routing_map, self.ep_group)
         if self._to_measure:
-            self._measure_costs(load, probs.dtype)
+            self._measure_costs(microbatch.mains, load, probs.dtype)
         plan = self._planner.solve(load, sent.slots if sent is not None else None)
         if self.balance.check_plans:
             _check_equal_plans(plan, self.ep_group, self.layer_number)
-        self._replication = self._replicate(plan) if self.layout.slots > 0 else None
+        replication = microbatch.replication = self._replicate(microbatch, plan)
         # Between GPUs this does not make the host wait for the plan: it stays on the device, and
         # what the host needs of it in backward is copied meanwhile (in_flight.py).
-        materializing = (
-            self._replication.start_materialize(sent) if self._replication is not None else None
-        )
+        materializing = replication.start_materialize(sent)
         assignment = assign(
             routing_map,
             split_quota(load, plan, source_rank=self.ep_group.rank()),
             plan.physical_index(),
             self.config.moe_router_topk,
         )
-        maps = self._replication.routing_maps() if self._replication is not None else None
-        probs, routing_map_NP = reroute(probs, assignment, self.layout.num_physical, maps)
-        if materializing is not None:
-            materializing.wait()
+        probs, routing_map_NP = reroute(
+            probs, assignment, self.layout.num_physical, replication.routing_maps()
+        )
+        materializing.wait()
         if self.training and torch.is_grad_enabled():
             # Neither evaluation nor the first pass of recompute: every microbatch once.
             self._planner.observe(load)
-            self._report(routing_map, load, plan, prediction)
+            self._report(routing_map, load, plan, microbatch.prediction)
         if self.lookahead is not None:
             self.lookahead.tell_next(hidden_states)
         hidden_states, probs = super().preprocess(hidden_states, probs, routing_map_NP)
@@ -235,14 +254,12 @@ class BalancedMoELayer(MoELayer):
 
     def routed_experts_compute(self, hidden_states: Any, probs: Any) -> tuple[Any, None]:
         """Stage 6, with the hooks of stages 4 and 8 for backward around it."""
-        dispatcher = self.token_dispatcher
+        dispatcher, replication = self.token_dispatcher, self._under_way.replication
         if isinstance(dispatcher, LocalFirstDispatcher):
             return self._compute_own_then_others(dispatcher, hidden_states, probs), None
-        if self._replication is None:
-            return super().routed_experts_compute(hidden_states, probs)
         tokens, tokens_per_expert, probs = dispatcher.dispatch_postprocess(hidden_states, probs)
         release_graph(dispatcher)
-        tokens, slot_weights = self._replication.materialized(tokens)
+        tokens, slot_weights = replication.materialized(tokens)
         output = self._run_experts(slot_weights, tokens, tokens_per_expert, probs)
         return dispatcher.combine_preprocess(output), None
 
@@ -250,9 +267,7 @@ class BalancedMoELayer(MoELayer):
         self, dispatcher: LocalFirstDispatcher, tokens: Dispatched, probs: Dispatched
     ) -> tuple[Tensor, Tensor]:
         """Stage 6 in two parts; see `local_first.py`."""
-        own_tokens, slot_weights = tokens.own, _NO_SLOTS
-        if self._replication is not None:
-            own_tokens, slot_weights = self._replication.materialized(own_tokens)
+        own_tokens, slot_weights = self._under_way.replication.materialized(tokens.own)
         own_output = self._run_experts(
             slot_weights, own_tokens, dispatcher.own_tokens_per_expert, probs.own
         )
@@ -267,23 +282,25 @@ class BalancedMoELayer(MoELayer):
         output = run_experts(
             self.experts, self.expert_weights, slot_weights, tokens, tokens_per_expert, probs
         )
-        if self._replication is None:
-            return output
         # With own tokens first, the second of two backwards finds the slots filled.
-        return RematerializeFunction.apply(self._replication, output)
+        return self._under_way.replication.rematerialize_before(output)
 
     def combine(self, output: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Stage 7; in backward, stage 4 starts before it."""
-        replication, self._replication = self._replication, None
+        replication, self._microbatch = self._under_way.replication, None
         output = super().combine(output, *args, **kwargs)
-        if replication is None:
-            return output
-        return StartRematerializeFunction.apply(replication, output)
+        return replication.start_rematerialize_before(output)
+
+    def _begin(self) -> Microbatch:
+        """Return the coming forward's microbatch, made by the first who needs it."""
+        if self._microbatch is None:
+            self._microbatch = Microbatch(self.expert_weights.mains())
+        return self._microbatch
 
     @property
-    def has_slots(self) -> bool:
-        """Whether this layer has settled which slots it uses: from its first forward on."""
-        return self._slot_buffers is not None
+    def _under_way(self) -> Microbatch:
+        assert self._microbatch is not None, "preprocess comes first in a forward"
+        return self._microbatch
 
     def send_ahead(self, predicted: Tensor) -> SentAhead:
         """Start materializing the replicas of a predicted load; all EP ranks call.
@@ -293,7 +310,7 @@ class BalancedMoELayer(MoELayer):
         """
         slots = self._planner.expect(predicted)
         finish_parameter_gather(self.experts)
-        mains = self.expert_weights.mains()
+        mains = self._begin().mains
         buffers, _ = self._shared_state(mains.parameters()[0])
         return buffers.send_ahead(slots, mains, f"layer {self.layer_number}, sent ahead")
 
@@ -301,7 +318,7 @@ class BalancedMoELayer(MoELayer):
         """Drop what an aborted step left in this layer."""
         if self.lookahead is not None:
             self.lookahead.forget()
-        self._joint = self._replication = None
+        self._microbatch = None
         if self._in_flight is not None:
             self._in_flight.clear()
 
@@ -330,15 +347,14 @@ class BalancedMoELayer(MoELayer):
             **costs,
         )
 
-    def _measure_costs(self, load: Tensor, probs_dtype: torch.dtype) -> None:
+    def _measure_costs(self, mains: MainWeights, load: Tensor, probs_dtype: torch.dtype) -> None:
         """Measure what plans are chosen by and is not given; all EP ranks call."""
         finish_parameter_gather(self.experts)
-        mains = self.expert_weights.mains()
         buffers, _ = self._shared_state(mains.parameters()[0])
         meter = CostMeter(
             buffers=buffers,
             mains=mains,
-            run_mains=partial(run_experts, self.experts, self.expert_weights, _NO_SLOTS),
+            run_mains=partial(run_experts, self.experts, self.expert_weights, NO_SLOTS),
             width=self._expert_width,
             probs_dtype=probs_dtype,
             load=load,
@@ -358,14 +374,14 @@ class BalancedMoELayer(MoELayer):
         num_elements = sum(math.prod(segment.shape) for segment in self.expert_weights.segments)
         return next(self.experts.parameters()).element_size() * num_elements
 
-    def _replicate(self, plan: BalancePlan) -> Replication:
-        """Gather what this microbatch's replicas need; keeps the plan if a backward will come."""
+    def _replicate(self, microbatch: Microbatch, plan: BalancePlan) -> Replication | NoReplication:
+        """Gather what the microbatch's replicas need; keeps the plan if a backward will come."""
+        if self.layout.slots == 0:
+            return NoReplication()
         finish_parameter_gather(self.experts)
-        mains = self.expert_weights.mains()
-        buffers, in_flight = self._shared_state(mains.parameters()[0])
+        buffers, in_flight = self._shared_state(microbatch.mains.parameters()[0])
         handle = in_flight.keep(plan) if torch.is_grad_enabled() else None
-        joint, self._joint = self._joint, None
-        return Replication(buffers, in_flight, mains, plan, handle, joint)
+        return Replication(buffers, in_flight, microbatch.mains, plan, handle, microbatch.joint)
 
     def _shared_state(self, example: Tensor) -> tuple[SlotBuffers, InFlightPlans]:
         if self._slot_buffers is None or self._in_flight is None:
@@ -377,7 +393,7 @@ class BalancedMoELayer(MoELayer):
                 ep_group=self.ep_group,
                 transport=self.balance.transport,
                 grad_reduce_share=self.balance.grad_reduce_share,
-                slot_set=self.lookahead.slot_set if self.lookahead is not None else 0,
+                slot_set=self.lookahead.settle_slot_set() if self.lookahead is not None else 0,
             )
             ring_size = self._ring_size()
             self._in_flight = InFlightPlans(

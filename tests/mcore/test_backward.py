@@ -33,7 +33,7 @@ class OtherTransformerLayer(TransformerLayer):
 @contextmanager
 def noted(gpt: TinyGPT, events: list[str]) -> Iterator[None]:
     """Note the start and end of reductions, attention's backward, and the mains' gradients."""
-    from megatron_ext.balance.replicas import Reducing, SlotBuffers
+    from megatron_ext.balance.slots import Reducing, SlotBuffers
 
     start, wait = SlotBuffers.reduce_replica_grads, Reducing.wait
 
@@ -77,7 +77,8 @@ def _events(rank: int, transform: Any, case: dict[str, Any]) -> list[str]:
 def _restoring(rank: int, dispatcher: str) -> list[str]:
     from megatron.core.tensor_parallel.mappings import _AllToAll
 
-    from megatron_ext.balance.replicas import Materializing, Replication
+    from megatron_ext.balance.replicas import Replication
+    from megatron_ext.balance.slots import Materializing
 
     gpt = balanced_gpt({**CASE, "dispatcher": dispatcher}, BalanceConfig(tolerance=0.0))
     events: list[str] = []

@@ -22,7 +22,7 @@ CASE = dict(ep=2, experts=32, topk=1)
 
 
 def _skip_reduce() -> Any:
-    from megatron_ext.balance.replicas import SlotBuffers
+    from megatron_ext.balance.slots import SlotBuffers
 
     nothing = mock.Mock(wait=lambda: {})
     return mock.patch.object(SlotBuffers, "reduce_replica_grads", return_value=nothing)

@@ -40,7 +40,7 @@ class _NotedWork:
 @contextmanager
 def noted(gpt: TinyGPT, events: list[str]) -> Iterator[None]:
     """Note exchanges, experts and reductions of a model with one layer, forward and backward."""
-    from megatron_ext.balance.replicas import SlotBuffers
+    from megatron_ext.balance.slots import SlotBuffers
 
     exchange, reduce = dist.all_to_all_single, SlotBuffers.reduce_replica_grads
 

@@ -73,7 +73,7 @@ def test_a_prediction_is_the_next_routers_choice_for_this_layers_input() -> None
 @contextmanager
 def noted(events: list[Any]) -> Iterator[None]:
     """Note what is sent ahead, what is moved with the plan, and when backward begins."""
-    from megatron_ext.balance.replicas import SentAhead, SlotBuffers
+    from megatron_ext.balance.slots import SentAhead, SlotBuffers
 
     send, materialize, wait = SlotBuffers.send_ahead, SlotBuffers.start_materialize, SentAhead.wait
 
@@ -144,7 +144,7 @@ def _recomputed(rank: int, recompute: str) -> None:
     # Of each microbatch in its forward; none in backward, where layers run in reverse.
     assert sends == ["layer 2", "layer 3"] * 2
     assert sum(name == "arrive" for name, _, _ in events) == len(sends)
-    assert all(layer.lookahead._prediction is None for layer in balanced_layers(gpt))
+    assert all(layer.lookahead.is_idle for layer in balanced_layers(gpt))
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -207,7 +207,7 @@ def test_a_prediction_leaves_no_trace_in_the_router() -> None:
 def _abort(rank: int, place: str) -> None:
     """Rank 0 fails when it has sent ahead, rank 1 before it or at the same place."""
     from megatron_ext import reset_after_abort
-    from megatron_ext.balance.replicas import SlotBuffers
+    from megatron_ext.balance.slots import SlotBuffers
     from megatron_ext.mcore.lookahead import Lookahead
 
     # So large that a thread copies them: small ones are copied, and peers waited for, at once.
@@ -227,7 +227,7 @@ def _abort(rank: int, place: str) -> None:
         with failing, pytest.raises(ArithmeticError):
             aborted.forward_backward()
         reset_after_abort(aborted.chunks)
-        assert all(layer.lookahead._prediction is None for layer in balanced_layers(aborted))
+        assert all(layer.lookahead.is_idle for layer in balanced_layers(aborted))
     for step in range(1, 3):
         assert clean.train_step(step) == aborted.train_step(step)
     for name, value in clean.parameters().items():
@@ -255,6 +255,25 @@ def _other_transformer_layers(rank: int) -> int:
 
 def test_without_a_chunk_nothing_is_sent_ahead() -> None:
     assert all(replicas > 0 for replicas in run_ranks(_other_transformer_layers, 2))
+
+
+def test_a_report_waits_for_no_device() -> None:
+    """Tensors on `meta` have no values: whoever asks for one in the forward fails."""
+    from megatron_ext.balance.layout import ExpertLayout
+    from megatron_ext.balance.plan import BalancePlan
+    from megatron_ext.balance.slots import SentAhead
+    from megatron_ext.mcore.lookahead import Prediction
+
+    layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
+    choices = torch.zeros(5, 4, dtype=torch.bool).to("meta")
+    load = torch.zeros(2, 4, dtype=torch.int64).to("meta")
+    slots = torch.zeros(2, 1, dtype=torch.int32).to("meta")
+    plan = BalancePlan(layout, torch.zeros(4, 2, dtype=torch.int64).to("meta"), slots)
+    prediction = Prediction(choices, load, SentAhead(slots, mock.Mock()))
+    report = prediction.report(choices, load, plan, expert_bytes=8)
+    for name in ("load_accuracy", "choice_accuracy", "sent_ahead_bytes", "topped_up_bytes"):
+        with pytest.raises(RuntimeError, match="meta"):
+            getattr(report, name)
 
 
 def test_routing_replay_is_refused() -> None:

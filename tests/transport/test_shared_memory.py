@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.balance.in_flight import PlanHandle
 from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.main_weights import MainWeights, Segment
 from megatron_ext.balance.plan import BalancePlan
-from megatron_ext.balance.replicas import MainWeights, Segment, SlotBuffers
+from megatron_ext.balance.slots import SlotBuffers
 from megatron_ext.transport import Transfer, make_transport
 from megatron_ext.transport.collective import CollectiveTransport
 from megatron_ext.transport.shared_memory import SharedMemoryTransport

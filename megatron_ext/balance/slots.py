@@ -1,0 +1,265 @@
+"""Stages 4 and 8: the slots, their filling, and the way back of their gradients.
+
+All layers share a rank's slots, so a fill or a reduction ends before the next one begins. Gradients
+of slots are stored and added in float32 (float64 for float64 weights), in rank order of the
+replicas.
+
+Needs: a plan, the mains' weights, a transport. Gives: filled slots, and sums for the mains.
+
+Legend: E logical experts, R ranks, M mains per rank, S slots per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.balance.in_flight import PlanHandle
+from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.main_weights import MainWeights, Segment
+from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.transport import Pending, Transfers, Transport, make_transport
+
+
+class SlotBuffers:
+    """The slots of this rank: weights and gradients of S experts, shared by all layers.
+
+    Not parameters: no optimizer state, in no gradient bucket, in no checkpoint.
+
+    Args:
+        layout: Experts and slots of the EP group.
+        segments: Parts of one expert's state.
+        dtype: Of the weights. Gradients are float32, or float64 if the weights are.
+        device: Of both.
+        ep_rank: This rank in the EP group.
+        transport: Allocates the buffers and moves bytes between ranks.
+
+    Attributes:
+        weights: One tensor a segment, [S, *shape].
+        grads: One tensor a segment, [S, *shape].
+    """
+
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        segments: Sequence[Segment],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        ep_rank: int,
+        transport: Transport,
+    ) -> None:
+        self.layout = layout
+        self.segments = tuple(segments)
+        self.ep_rank = ep_rank
+        self.transport = transport
+        grad_dtype = torch.promote_types(dtype, torch.float32)
+        shapes = [(layout.slots, *segment.shape) for segment in segments]
+        self.weights = [transport.allocate(shape, dtype, device) for shape in shapes]
+        self.grads = [transport.allocate(shape, grad_dtype, device) for shape in shapes]
+        self._resident: tuple[int, int] | None = None
+        self._reducing: Reducing | None = None
+        self._num_virtual_layers = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers on this rank."""
+        return sum(buffer.nbytes for buffer in (*self.weights, *self.grads))
+
+    def reserve_virtual_layers(self, count: int) -> int:
+        """Return the first of `count` virtual layer ids that no other layer uses."""
+        first = self._num_virtual_layers
+        self._num_virtual_layers += count
+        return first
+
+    def send_ahead(self, slots: Tensor, mains: MainWeights, label: str) -> SentAhead:
+        """Start filling this rank's slots before the plan is known; every EP rank calls.
+
+        Args:
+            slots: Logical expert in each slot, or -1: int32 [R, S].
+            mains: This rank's mains; must not change before `wait()` returns.
+            label: Which layer this is for, to be named in errors.
+
+        Returns:
+            The transfer under way, for the `start_materialize` that comes next.
+        """
+        self._resident = None
+        return SentAhead(slots, self._push(slots, mains, label))
+
+    def start_materialize(
+        self,
+        plan: BalancePlan,
+        mains: MainWeights,
+        handle: PlanHandle | None,
+        sent: SentAhead | None = None,
+    ) -> Materializing:
+        """Start filling this rank's slots as `plan` says; every rank of the EP group calls.
+
+        Moves nothing if the slots still hold what `handle` names: the last layer's backward follows
+        its forward, and a recomputed forward is followed by its own backward. All ranks see the
+        same order of calls, so all decide alike.
+
+        Args:
+            plan: Where replicas go.
+            mains: This rank's mains; must not change before `wait()` returns.
+            handle: Name of the kept plan; None when no backward will come.
+            sent: Replicas that were sent ahead into these slots; is waited for, and what the plan
+                has in the same slot is not moved again.
+
+        Returns:
+            The transfer under way; the slots may be read after its `wait()`.
+        """
+        key = (handle.virtual_layer_id, handle.generation) if handle else None
+        if key is not None and key == self._resident:
+            return Materializing(self, key, None)
+        # Until the last byte is here the slots belong to nobody: an aborted transfer must not look
+        # complete.
+        self._resident = None
+        missing = plan.slots
+        if sent is not None:
+            sent.wait()
+            missing = torch.where(plan.slots == sent.slots.to(plan.slots.device), -1, plan.slots)
+        return Materializing(self, key, self._push(missing, mains, _label(handle)))
+
+    def reduce_replica_grads(
+        self, slots: Tensor, slot_grads: Sequence[Any], handle: PlanHandle | None = None
+    ) -> Reducing:
+        """Start adding the gradients of all replicas; every rank of the EP group calls.
+
+        The gradient slots are shared by all layers: a reduction under way is ended first.
+
+        Args:
+            slots: Logical expert in each slot, or -1, in the forward that the gradients belong to:
+                int32 [R, S], on the host, which allocates sums for experts with replicas only.
+            slot_grads: One a segment, which slot s indexes; None, whole or for a slot, where
+                nothing was computed.
+            handle: Name of the kept plan, for messages.
+
+        Returns:
+            The reduction under way.
+        """
+        if self._reducing is not None:
+            self._reducing.wait()
+        transfers = list(Transfers(slots, self.layout.mains_per_rank))
+        used = [t.slot_idx for t in transfers if t.replica_rank == self.ep_rank]
+        for buffer, grad in zip(self.grads, slot_grads, strict=True):
+            for slot_idx in used:
+                assert grad is not None, f"slot {slot_idx} has a replica but no gradient"
+                assert grad[slot_idx] is not None, f"slot {slot_idx} has a replica but no gradient"
+                buffer[slot_idx].copy_(grad[slot_idx])
+        sums = {
+            t.main_idx: [torch.empty_like(buffer[0]) for buffer in self.grads]
+            for t in transfers
+            if t.home_rank == self.ep_rank
+        }
+        pending = self.transport.pull_add(transfers, self.grads, sums, _label(handle))
+        self._reducing = Reducing(sums, pending)
+        return self._reducing
+
+    def _push(self, slots: Tensor, mains: MainWeights, label: str) -> Pending:
+        # Not listed here: whoever needs the list waits for the device that makes the plan.
+        transfers = Transfers(slots, self.layout.mains_per_rank)
+        return self.transport.push(transfers, mains.rows(), self.weights, label)
+
+    def reset(self) -> None:
+        """Forget an aborted step; every rank of the EP group calls before the next one."""
+        self._resident = None
+        self._reducing = None
+        self.transport.reset()
+
+
+def _label(handle: PlanHandle | None) -> str:
+    if handle is None:
+        return "a forward without backward"
+    return f"layer {handle.layer_number}, virtual layer {handle.virtual_layer_id}"
+
+
+class SentAhead:
+    """Replicas on their way into slots before their plan is known.
+
+    Attributes:
+        slots: Logical expert in each slot, or -1: int32 [R, S].
+    """
+
+    def __init__(self, slots: Tensor, pending: Pending) -> None:
+        self.slots = slots
+        self._pending = pending
+
+    def wait(self) -> None:
+        """Return when the slots hold them; called once."""
+        self._pending.wait()
+
+
+class Materializing:
+    """Replicas on their way into the slots."""
+
+    def __init__(
+        self, buffers: SlotBuffers, key: tuple[int, int] | None, pending: Pending | None
+    ) -> None:
+        self._buffers = buffers
+        self._key = key
+        self._pending = pending
+
+    def wait(self) -> None:
+        """Return when the slots hold the replicas."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._buffers._resident = self._key
+
+
+class Reducing:
+    """Replica gradients on their way into the mains' sums."""
+
+    def __init__(self, sums: dict[int, list[Tensor]], pending: Pending) -> None:
+        self._sums = sums
+        self._pending: Pending | None = pending
+
+    def wait(self) -> dict[int, list[Tensor]]:
+        """Return, when they are complete, the sums of each main with replicas, segment by segment.
+
+        In the dtype of `SlotBuffers.grads`. May be called again.
+        """
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        return self._sums
+
+
+_SHARED: WeakValueDictionary[Any, SlotBuffers] = WeakValueDictionary()
+
+
+def shared_slot_buffers(
+    layout: ExpertLayout,
+    segments: Sequence[Segment],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    ep_group: ProcessGroup,
+    transport: str,
+    grad_reduce_share: float,
+    slot_set: int,
+) -> SlotBuffers:
+    """Return `ep_group`'s slot buffers for such experts: made once, gone with the last user.
+
+    Layers of different slot sets have buffers, and a transport, of their own.
+    """
+    key = (ep_group, layout, tuple(segments), dtype, device, transport, grad_reduce_share, slot_set)
+    buffers = _SHARED.get(key)
+    if buffers is None:
+        buffers = SlotBuffers(
+            layout,
+            segments,
+            dtype=dtype,
+            device=device,
+            ep_rank=ep_group.rank(),
+            transport=make_transport(
+                transport, ep_group, device, grad_reduce_share=grad_reduce_share
+            ),
+        )
+        _SHARED[key] = buffers
+    return buffers
