@@ -27,30 +27,25 @@ from tests.ranks import after_call
 enable_cpu_platform()
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-from megatron.core.distributed import (  # noqa: E402
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.optimizer import get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
+from megatron_ext.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig  # noqa: E402
 from megatron_ext.trainer.norms import sequence_parallel_spec  # noqa: E402
+from megatron_ext.trainer.settings import (  # noqa: E402
+    OVERRIDABLE,
+    ddp_config,
+    optimizer_config,
+    transformer_settings,
+    wrap_in_ddp,
+)
 
 VOCAB = 32
 SEQUENCE = 16
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-    "full": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-}
 
 
 @dataclass
@@ -170,75 +165,51 @@ def build_gpt(
         expert_tensor_parallel_size=1,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    settings: dict[str, Any] = dict(
-        num_layers=num_layers,
-        hidden_size=hidden,
-        num_attention_heads=2,
-        ffn_hidden_size=ffn,
-        num_moe_experts=experts,
-        moe_ffn_hidden_size=ffn,
-        moe_router_topk=topk,
+    run = TrainConfig(
+        model=ModelConfig(
+            num_layers=num_layers,
+            hidden_size=hidden,
+            num_attention_heads=2,
+            num_experts=experts,
+            topk=topk,
+            expert_hidden_size=ffn,
+            shared_expert_hidden_size=shared_ffn or 0,
+            precision="bf16" if dtype == torch.bfloat16 else "fp32",
+        ),
+        parallel=ParallelConfig(
+            ep_size=ep,
+            tp_size=tp,
+            pp_size=pp,
+            vpp_size=vpp,
+            dispatcher=dispatcher,
+            recompute=recompute,
+            distributed_optimizer=distributed_optimizer,
+            overlap_grad_reduce=overlap_grad_reduce,
+            overlap_param_gather=overlap_param_gather,
+        ),
+        # A large eps, so that Adam does not turn the rounding of a tiny gradient into a step of
+        # size lr.
+        optimizer=OptimizerConfig(lr=lr, weight_decay=0.0, beta2=0.999, eps=1e-2),
+    )
+    differences: dict[str, Any] = dict(
         moe_router_pre_softmax=topk
         == 1,  # Megatron demands it: a softmax over one choice is constant.
-        moe_router_load_balancing_type="none",
-        moe_router_dtype="fp64" if dtype == torch.float64 else "fp32",
-        moe_token_dispatcher_type=dispatcher,
-        moe_shared_expert_intermediate_size=shared_ffn,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=1,
-        tensor_model_parallel_size=tp,
-        sequence_parallel=tp > 1,
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
-        pipeline_dtype=dtype,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        add_bias_linear=False,
-        gradient_accumulation_fusion=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
-        **RECOMPUTE[recompute],
     )
-    config = TransformerConfig(**(settings | megatron))
+    if dtype == torch.float64:  # which no run of the package has
+        differences |= dict(params_dtype=dtype, pipeline_dtype=dtype, moe_router_dtype="fp64")
+    config = TransformerConfig(**(OVERRIDABLE | transformer_settings(run) | differences | megatron))
     modules = [_build_chunk(config, chunk, vpp, spec_transform) for chunk in range(vpp)]
     for module in modules:
         module.to(dtype)  # Norms ignore params_dtype.
         _initialize(module, seed)
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=dtype == torch.bfloat16,
-        use_distributed_optimizer=distributed_optimizer,
-        overlap_grad_reduce=overlap_grad_reduce,
-        overlap_param_gather=overlap_param_gather,
-        # Far smaller than Megatron's, so that even this model has several buckets.
-        bucket_size=4 * hidden * ffn,
-    )
-    chunks = [
-        DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
-        for index, module in enumerate(modules)
-    ]
-    config.finalize_model_grads_func = finalize_model_grads
-    if overlap_grad_reduce:
-        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
+    # Buckets far smaller than Megatron's, so that even this model has several.
+    chunks = wrap_in_ddp(config, modules, ddp_config(run, bucket_size=4 * hidden * ffn))
     built = None
     if dtype != torch.float64:
-        built = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer=optimizer,
-                lr=lr,
-                weight_decay=0.0,
-                # Large, so that Adam does not turn the rounding of a tiny gradient into a step of
-                # size lr.
-                adam_eps=1e-2,
-                params_dtype=dtype,
-                bf16=dtype == torch.bfloat16,
-                use_distributed_optimizer=distributed_optimizer,
-                overlap_param_gather=overlap_param_gather,
-            ),
-            chunks,
-        )
+        built = get_megatron_optimizer(optimizer_config(run, optimizer=optimizer), chunks)
     _built.extend(chunks)
     return TinyGPT(chunks, built, config, dtype, micro_batch_size, seed)
 
@@ -297,10 +268,6 @@ def _build_chunk(
         parallel_output=False,
         vp_stage=vp_stage,
     )
-
-
-def _one_or_all(functions: list[Callable[..., Any]]) -> Any:
-    return functions[0] if len(functions) == 1 else functions
 
 
 def _stream(name: str, seed: int) -> torch.Generator:

@@ -1,10 +1,21 @@
 #!/usr/bin/env bash
-# Sets up and runs all tests: tests/run.sh [--python VERSION] [arguments of pytest].
+# Sets up and runs all tests: tests/run.sh [--quick] [--python VERSION] [arguments of pytest].
+# With --quick it runs those of the method, the plug-in and the documents that are not slow.
 # With --python the tests run in an environment of their own, .venv-VERSION.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-if [[ ${1:-} == --python ]]; then
+chosen=()
+while [[ ${1:-} == --quick || ${1:-} == --python ]]; do
+    if [[ $1 == --quick ]]; then
+        chosen=(
+            -m "not slow and not perf"
+            tests/balance tests/transport tests/mcore tests/docs tests/test_*.py
+            megatron_ext/balance megatron_ext/transport megatron_ext/mcore/{schedule,measure}.py
+        )
+        shift
+        continue
+    fi
     version=${2:?--python needs a version, e.g. 3.12}
     shift 2
     PYTHON=$(launch/find_python.sh "$version") || {
@@ -12,7 +23,7 @@ if [[ ${1:-} == --python ]]; then
         exit 1
     }
     export PYTHON VENV=.venv-$version
-fi
+done
 venv=${VENV:-.venv}
 launch/setup.sh
 
@@ -20,5 +31,5 @@ export OMP_NUM_THREADS=1
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check .
 "$venv/bin/mypy"
-# Everything but measurements.
-exec "$venv/bin/python" -m pytest -m "not perf" "$@"
+# Measurements (`perf`) are left out by the settings in pyproject.toml.
+exec "$venv/bin/python" -m pytest "${chosen[@]}" "$@"

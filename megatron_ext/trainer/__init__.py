@@ -2,7 +2,8 @@
 
     train.py       entry point: recipe, checks, ranks
     validate.py    what must hold between settings before a run starts
-    build.py       from a run's settings to Megatron's objects
+    settings.py    from a run's settings to Megatron's settings
+    build.py       from there to Megatron's objects
     loop.py        one rank's part of a training run
     checkpoint.py  save, load, resume
     norms.py       PyTorch's norms for sequence parallelism

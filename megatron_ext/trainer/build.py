@@ -1,8 +1,8 @@
 """From the sections of a run's config to Megatron's objects.
 
 Everything a training loop needs, in the order it is needed: `start_parallelism`, `build_model`,
-`build_optimizer`, `build_scheduler`; and `dataset`, which opens the text. Settings that Megatron
-knows keep Megatron's defaults, but for `OVERRIDABLE`.
+`build_optimizer`, `build_scheduler`; and `dataset`, which opens the text. `settings.py` says what
+Megatron is told.
 """
 
 from __future__ import annotations
@@ -16,15 +16,10 @@ from typing import Any
 import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
@@ -34,65 +29,12 @@ from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec
 from megatron_ext.methods.sem_moe.attach import rebatch_tokens
 from megatron_ext.methods.sem_moe.semantics import read_semantics
 from megatron_ext.trainer.norms import sequence_parallel_spec
-
-OVERRIDABLE: dict[str, Any] = {
-    "expert_tensor_parallel_size": 1,
-    "moe_router_dtype": "fp32",
-    "add_bias_linear": False,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    # Needs NVIDIA Apex or Transformer Engine.
-    "gradient_accumulation_fusion": False,
-}
-"""Where this project's defaults differ from Megatron's; the section `megatron` may set them."""
-
-_RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-    "full": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-}
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def transformer_settings(config: TrainConfig) -> dict[str, Any]:
-    """Return the fields of TransformerConfig that the sections `model` and `parallel` decide."""
-    model, parallel = config.model, config.parallel
-    dtype = _DTYPES[model.precision]
-    return {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "ffn_hidden_size": model.expert_hidden_size,
-        "num_moe_experts": model.num_experts,
-        "moe_ffn_hidden_size": model.expert_hidden_size,
-        "moe_shared_expert_intermediate_size": model.shared_expert_hidden_size or None,
-        "moe_router_topk": model.topk,
-        "moe_router_load_balancing_type": "aux_loss" if model.aux_loss else "none",
-        "moe_aux_loss_coeff": model.aux_loss,
-        "moe_token_dispatcher_type": parallel.dispatcher,
-        "expert_model_parallel_size": parallel.ep_size,
-        "tensor_model_parallel_size": parallel.tp_size,
-        "sequence_parallel": parallel.tp_size > 1,  # MoE layers cannot do without.
-        "context_parallel_size": 1,
-        "pipeline_model_parallel_size": parallel.pp_size,
-        "virtual_pipeline_model_parallel_size": parallel.vpp_size
-        if parallel.vpp_size > 1
-        else None,
-        "pipeline_dtype": dtype,
-        "params_dtype": dtype,
-        "bf16": model.precision == "bf16",
-        **_RECOMPUTE[parallel.recompute],
-    }
-
-
-def transformer_config(config: TrainConfig) -> TransformerConfig:
-    """Return Megatron's description of the model."""
-    return TransformerConfig(**(OVERRIDABLE | transformer_settings(config) | config.megatron))
+from megatron_ext.trainer.settings import (
+    ddp_config,
+    optimizer_config,
+    transformer_config,
+    wrap_in_ddp,
+)
 
 
 def dataset(config: TrainConfig, manifest: Manifest, split: str) -> MixedDataset:
@@ -171,42 +113,13 @@ def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataPar
         if semantics is not None:
             rebatch_tokens(module, semantics)
         modules.append(Float16Module(megatron, module) if megatron.bf16 else module)
-    ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=parallel.distributed_optimizer,
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
-        grad_reduce_in_fp32=megatron.bf16,
-    )
-    chunks = [
-        # Only the first chunk's gradients become ready late enough to be worth reducing in parts.
-        DistributedDataParallel(megatron, ddp_config, module, disable_bucketing=index > 0)
-        for index, module in enumerate(modules)
-    ]
-    megatron.finalize_model_grads_func = finalize_model_grads
-    if parallel.overlap_grad_reduce:
-        no_sync = [chunk.no_sync for chunk in chunks]
-        megatron.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
-    return chunks
+    return wrap_in_ddp(megatron, modules, ddp_config(config))
 
 
 def build_optimizer(config: TrainConfig, chunks: list[DistributedDataParallel]) -> Any:
     """Build Megatron's optimizer of these chunks, and let their schedule scale the loss for it."""
-    settings, parallel = config.optimizer, config.parallel
     optimizer = megatron_optimizer.get_megatron_optimizer(
-        megatron_optimizer.OptimizerConfig(
-            optimizer="adam",
-            lr=settings.lr,
-            min_lr=settings.min_lr,
-            weight_decay=settings.weight_decay,
-            adam_beta1=settings.beta1,
-            adam_beta2=settings.beta2,
-            adam_eps=settings.eps,
-            clip_grad=settings.clip_grad,
-            bf16=config.model.precision == "bf16",
-            params_dtype=_DTYPES[config.model.precision],
-            use_distributed_optimizer=parallel.distributed_optimizer,
-            overlap_param_gather=parallel.overlap_param_gather,
-        ),
+        optimizer_config(config),
         chunks,
     )
     chunks[0].config.grad_scale_func = optimizer.scale_loss

@@ -211,7 +211,7 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
 
     from megatron_ext.mcore.limits import validate_for_balancing
     from megatron_ext.methods.sem_moe.attach import validate_for_rebatching
-    from megatron_ext.trainer.build import transformer_config, transformer_settings
+    from megatron_ext.trainer.settings import transformer_config, transformer_settings
 
     settings = transformer_settings(config) if values_fit else {}
     known = {megatron.name for megatron in fields(TransformerConfig)}

@@ -85,7 +85,9 @@ def test_balance_is_within_a_percent_wherever_that_is_possible(ranks: int) -> No
         16 * workloads.zipf_top_k(4, 128, 512, 8, 1.2, seed=1),
         workloads.zipf(8, 256, PER_RANK, 0.8, seed=7),
         16 * workloads.zipf_top_k(8, 256, 512, 8, 0.4, seed=7),
-        16 * workloads.zipf_top_k(8, 256, 512, 8, 0.8, seed=7),
+        pytest.param(
+            16 * workloads.zipf_top_k(8, 256, 512, 8, 0.8, seed=7), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_one_slot_and_few_ranks_leave_hardly_any_choice(load: Tensor) -> None:
@@ -312,6 +314,7 @@ def test_min_quota_that_is_a_good_part_of_the_mean(share: float, times_optimum: 
         assert busiest(plan) <= times_optimum * max(optimum.value, within_a_percent(load))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 2])
 def test_the_busiest_sender_sends_little_more_than_it_must(slots: int) -> None:
     sent, needed = 0, 0

@@ -23,6 +23,8 @@ from tests.ranks import run_ranks
 from tests.trainer.dataset import build, overrides
 from tests.trainer.test_run import _train
 
+pytestmark = pytest.mark.slow
+
 # A large epsilon keeps Adam from turning the rounding of a tiny gradient into a step of its own.
 SETTINGS = ["steps=4", "optimizer.eps=1e-3"]
 

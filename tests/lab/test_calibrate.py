@@ -80,6 +80,7 @@ def calibrated(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 @on_a_cpu
 def test_all_constants_are_there_and_plausible(calibrated):
     read = read_hardware(str(calibrated))
@@ -93,6 +94,7 @@ def test_all_constants_are_there_and_plausible(calibrated):
         assert 1e5 < getattr(read, f"{name}_bandwidth") < 1e12
 
 
+@pytest.mark.slow
 @on_a_cpu
 def test_a_calibration_is_not_overwritten_unasked(calibrated, capsys):
     before = calibrated.read_text()
@@ -101,6 +103,7 @@ def test_a_calibration_is_not_overwritten_unasked(calibrated, capsys):
     assert calibrated.read_text() == before
 
 
+@pytest.mark.slow
 @on_a_cpu
 def test_a_calibration_is_hardware_to_simulate_on(calibrated, capsys, tmp_path):
     out = tmp_path / "loads.npz"

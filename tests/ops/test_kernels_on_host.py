@@ -99,6 +99,7 @@ def compile_kernels(
 
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
     pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's contexts"),
 ]

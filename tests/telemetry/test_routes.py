@@ -74,6 +74,7 @@ def test_routes_are_the_loads_of_their_rank(data, tmp_path, settings):
         np.testing.assert_array_equal(counts, of_microbatch[:, place].numpy())
 
 
+@pytest.mark.slow
 def test_stages_record_their_layers_of_the_same_tokens(data, tmp_path):
     """The second of two pipeline stages has other layers; a file it lacks makes no difference."""
     arguments = [*overrides(data, tmp_path), *RECORDED, "model.num_layers=4", "parallel.pp_size=2"]
@@ -93,6 +94,7 @@ def test_stages_record_their_layers_of_the_same_tokens(data, tmp_path):
     np.testing.assert_array_equal(half.choice, routes.choice[:, : 6 * SEQUENCE])
 
 
+@pytest.mark.slow
 def test_a_continued_run_has_no_sample_twice(data, tmp_path):
     """Stopped after step 3, continued from step 2: what reaches beyond is recorded anew."""
     settings = [*overrides(data, tmp_path), "logging.trace_steps=2", "checkpoint.every=2"]

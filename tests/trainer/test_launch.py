@@ -42,6 +42,7 @@ def _report_of_a_rank(folder: Path) -> dict:
     return json.loads((folder / "report.json").read_text())
 
 
+@pytest.mark.slow
 @on_a_cpu
 def test_a_rank_keeps_the_memory_it_freed(monkeypatch, tmp_path):
     for name in CPU_ENVIRONMENT:
@@ -53,6 +54,7 @@ def test_a_rank_keeps_the_memory_it_freed(monkeypatch, tmp_path):
         assert statistics.median(report["faults"]) < BLOCK // (2 << 20), report
 
 
+@pytest.mark.slow
 @on_a_cpu
 def test_what_a_user_has_set_stays(monkeypatch, tmp_path):
     for name in CPU_ENVIRONMENT:

@@ -41,6 +41,7 @@ def test_summary_and_table() -> None:
     assert len({len(line) for line in lines}) == 1
 
 
+@pytest.mark.slow
 def test_quickstart_writes_its_files(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,6 +39,7 @@ def _losses(run_dir: Path) -> list[float]:
     return [line["loss"] for line in metrics]
 
 
+@pytest.mark.slow
 def test_killed_run_continues_exactly(data: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_ranks(_train, 2, overrides(data, whole))
@@ -69,6 +70,7 @@ def test_killed_run_continues_exactly(data: Path, tmp_path: Path) -> None:
     assert evaluated == [2, 4, 6, 8]
 
 
+@pytest.mark.slow
 def test_pipeline_run_continues_exactly(data: Path, tmp_path: Path) -> None:
     settings = [
         "steps=4",
@@ -114,6 +116,7 @@ def test_other_parallel_sizes_and_no_balancing_continue_the_same_model(
     assert continued == pytest.approx(_losses(saved)[2:], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_tokens_go_to_their_experts_and_the_run_is_the_same(data: Path, tmp_path: Path) -> None:
     """Tensor parallelism of 2; the second run moves tokens by their ids, and continues exactly."""
     settings = ["steps=4", "optimizer.eps=1e-3", "parallel.tp_size=2", "checkpoint.every=2"]

@@ -1,0 +1,145 @@
+"""From the sections of a run's config to Megatron's settings: the one place where they meet.
+
+Settings that Megatron knows keep Megatron's defaults, but for `OVERRIDABLE`. Nothing here asks for
+data, a balancer or a process group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+
+from megatron_ext.config import TrainConfig
+
+OVERRIDABLE: dict[str, Any] = {
+    "expert_tensor_parallel_size": 1,
+    "moe_router_dtype": "fp32",
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    # Needs NVIDIA Apex or Transformer Engine.
+    "gradient_accumulation_fusion": False,
+}
+"""Where this project's defaults differ from Megatron's; the section `megatron` may set them."""
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def transformer_settings(config: TrainConfig) -> dict[str, Any]:
+    """Return the fields of TransformerConfig that the sections `model` and `parallel` decide."""
+    model, parallel = config.model, config.parallel
+    dtype = _DTYPES[model.precision]
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "ffn_hidden_size": model.expert_hidden_size,
+        "num_moe_experts": model.num_experts,
+        "moe_ffn_hidden_size": model.expert_hidden_size,
+        "moe_shared_expert_intermediate_size": model.shared_expert_hidden_size or None,
+        "moe_router_topk": model.topk,
+        "moe_router_load_balancing_type": "aux_loss" if model.aux_loss else "none",
+        "moe_aux_loss_coeff": model.aux_loss,
+        "moe_token_dispatcher_type": parallel.dispatcher,
+        "expert_model_parallel_size": parallel.ep_size,
+        "tensor_model_parallel_size": parallel.tp_size,
+        "sequence_parallel": parallel.tp_size > 1,  # MoE layers cannot do without.
+        "context_parallel_size": 1,
+        "pipeline_model_parallel_size": parallel.pp_size,
+        "virtual_pipeline_model_parallel_size": parallel.vpp_size
+        if parallel.vpp_size > 1
+        else None,
+        "pipeline_dtype": dtype,
+        "params_dtype": dtype,
+        "bf16": model.precision == "bf16",
+        **_RECOMPUTE[parallel.recompute],
+    }
+
+
+def transformer_config(config: TrainConfig) -> TransformerConfig:
+    """Return Megatron's description of the model."""
+    return TransformerConfig(**(OVERRIDABLE | transformer_settings(config) | config.megatron))
+
+
+def ddp_config(config: TrainConfig, **megatron: Any) -> DistributedDataParallelConfig:
+    """Return how Megatron's DDP reduces gradients.
+
+    Args:
+        config: The run.
+        megatron: Further fields, by Megatron's names.
+    """
+    parallel = config.parallel
+    return DistributedDataParallelConfig(
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        grad_reduce_in_fp32=config.model.precision == "bf16",
+        **megatron,
+    )
+
+
+def optimizer_config(config: TrainConfig, **megatron: Any) -> OptimizerConfig:
+    """Return what Megatron's optimizer does.
+
+    Args:
+        config: The run.
+        megatron: Fields with other values than the run's, by Megatron's names.
+    """
+    settings, parallel = config.optimizer, config.parallel
+    of_run: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": settings.lr,
+        "min_lr": settings.min_lr,
+        "weight_decay": settings.weight_decay,
+        "adam_beta1": settings.beta1,
+        "adam_beta2": settings.beta2,
+        "adam_eps": settings.eps,
+        "clip_grad": settings.clip_grad,
+        "bf16": config.model.precision == "bf16",
+        "params_dtype": _DTYPES[config.model.precision],
+        "use_distributed_optimizer": parallel.distributed_optimizer,
+        "overlap_param_gather": parallel.overlap_param_gather,
+    }
+    return OptimizerConfig(**(of_run | megatron))
+
+
+def wrap_in_ddp(
+    megatron: TransformerConfig,
+    modules: list[torch.nn.Module],
+    ddp: DistributedDataParallelConfig,
+) -> list[DistributedDataParallel]:
+    """Wrap a rank's model chunks in Megatron's DDP, and tell its schedules how to finish a step.
+
+    Args:
+        megatron: Of the model. Its hooks for schedules are set.
+        modules: The chunks, in their order.
+        ddp: How gradients are reduced.
+    """
+    chunks = [
+        # Only the first chunk's gradients become ready late enough to be worth reducing in parts.
+        DistributedDataParallel(megatron, ddp, module, disable_bucketing=index > 0)
+        for index, module in enumerate(modules)
+    ]
+    megatron.finalize_model_grads_func = finalize_model_grads
+    if ddp.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        megatron.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+    return chunks
