@@ -2,7 +2,6 @@
 
     moe_layer.py    the balanced layer, stage by stage
     dispatcher.py   stages 5 and 7: Megatron's dispatchers over physical experts
-    local_first.py  stages 5 to 7 in two parts: own tokens while the others travel
     experts.py      stage 6: mains and slots; grouped experts
     backward.py     the transformer layer around it: where its backward joins stage 8
     spec.py         puts the balanced layer into any layer spec
