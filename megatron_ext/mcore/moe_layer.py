@@ -100,6 +100,9 @@ class LayerReport:
 
 Observer = Callable[[LayerReport], None]
 
+PlanObserver = Callable[[BalancePlan, Tensor | None], None]
+"""Is given a plan, and the slots int32 [R, S] that were sent ahead for it, if any were."""
+
 
 @dataclass
 class Microbatch:
@@ -164,6 +167,9 @@ class BalancedMoELayer(MoELayer):
         self.balance = balance
         self._placement = placement
         self.observers: list[Observer] = []
+        """Told of every microbatch that is trained with, once."""
+        self.plan_observers: list[PlanObserver] = []
+        """Told of the plan of every forward, evaluated and recomputed ones as well."""
         ep_size = self.ep_group.size()
         self.layout = plan_layout(
             balance.strategy,
@@ -232,7 +238,10 @@ class BalancedMoELayer(MoELayer):
         load = gather_load(routing_map, self.ep_group)
         if self._to_measure:
             self._measure_costs(microbatch.mains, load, probs.dtype)
-        plan = self._planner.solve(load, sent.slots if sent is not None else None)
+        placed = sent.slots if sent is not None else None
+        plan = self._planner.solve(load, placed)
+        for observer in self.plan_observers:
+            observer(plan, placed)
         if self.balance.check_plans:
             _check_equal_plans(plan, self.ep_group, self.layer_number)
         replication = microbatch.replication = self._replicate(microbatch, plan)
@@ -289,6 +298,11 @@ class BalancedMoELayer(MoELayer):
     def _under_way(self) -> Microbatch:
         assert self._microbatch is not None, "preprocess comes first in a forward"
         return self._microbatch
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans that are kept for a backward to come."""
+        return self._in_flight.num_in_flight if self._in_flight is not None else 0
 
     def send_ahead(self, predicted: Tensor) -> SentAhead:
         """Start materializing the replicas of a predicted load; all EP ranks call.
