@@ -23,7 +23,7 @@ from megatron_ext.transport.transport import Pending as Pending
 from megatron_ext.transport.transport import Transfer as Transfer
 from megatron_ext.transport.transport import Transfers as Transfers
 from megatron_ext.transport.transport import Transport as Transport
-from megatron_ext.transport.transport import TransportKind
+from megatron_ext.transport.transport import TransportKind as TransportKind
 
 logger = logging.getLogger(__name__)
 
