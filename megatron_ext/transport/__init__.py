@@ -1,12 +1,14 @@
-"""How bytes reach a peer's slot. A new transport is a file with a `TransportKind` and a line here.
+"""How bytes reach a peer's slot. One class a file.
 
-transport.py       what a transport is
-collective.py      over torch.distributed
-shared_memory.py   over memory that CPU ranks of one machine share
-shared_heap.py     how they come to share it
-cuda.py            over GPU memory that ranks reach over NVLink
-one_sided.py       what these two share
-relay.py           who copies what to whom, so that no rank sends too much
+    transport.py       what a transport is
+    collective.py      over torch.distributed
+    shared_memory.py   over memory that CPU ranks of one machine share
+    shared_heap.py     how they come to share it
+    cuda.py            over GPU memory that ranks reach over NVLink
+    one_sided.py       what these two share
+    relay.py           who copies what to whom, so that no rank sends too much
+
+A new transport is a file with a `TransportKind` and a line here.
 """
 
 from __future__ import annotations
