@@ -237,7 +237,7 @@ class BalancedMoELayer(MoELayer):
         sent = microbatch.prediction.sent if microbatch.prediction is not None else None
         load = gather_load(routing_map, self.ep_group)
         if self._to_measure:
-            self._measure_costs(microbatch.mains, load, probs.dtype)
+            self._measure_costs(load, probs.dtype)
         placed = sent.slots if sent is not None else None
         plan = self._planner.solve(load, placed)
         for observer in self.plan_observers:
@@ -349,9 +349,10 @@ class BalancedMoELayer(MoELayer):
             **costs,
         )
 
-    def _measure_costs(self, mains: MainWeights, load: Tensor, probs_dtype: torch.dtype) -> None:
+    def _measure_costs(self, load: Tensor, probs_dtype: torch.dtype) -> None:
         """Measure what plans are chosen by and is not given; all EP ranks call."""
         finish_parameter_gather(self.experts)
+        mains = self._begin().mains
         buffers, _ = self._shared_state(mains.parameters()[0])
         meter = CostMeter(
             buffers=buffers,
