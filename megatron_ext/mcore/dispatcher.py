@@ -2,39 +2,95 @@
 
 A dispatcher sends each token to the ranks that hold its experts and knows nothing else of them.
 Given M + S experts a rank instead of M and a routing map over physical experts, Megatron's
-dispatchers do all that is needed as they are. Only `balance.local_first` needs one of another kind
-(local_first.py).
+dispatchers do all that is needed as they are: the kind `megatron`. A method of another kind brings
+one of its own; `balance.local_first` asks for that name.
+
+Legend: N' tokens at this rank's experts, H hidden, M mains and S slots per rank.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.mcore.local_first import LocalFirstDispatcher
+
+_METHODS = "megatron_ext.methods"
+
+
+class Part(NamedTuple):
+    """Tokens at this rank's physical experts that are computed together."""
+
+    tokens: Tensor
+    """[N', H], sorted by expert."""
+    tokens_per_expert: Tensor
+    """Int64 [M + S]."""
+    probs: Tensor
+    """Router probabilities of the tokens, [N']."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatcherKind:
+    """How tokens come to the experts, in one part or in several, and how their outputs leave."""
+
+    class_for: Callable[[Any], type]
+    """Class of the dispatcher over physical experts, given Megatron's over logical ones."""
+    parts: Callable[[Any, Any, Any], Iterator[Part]]
+    """From the dispatcher and the two that its dispatch returned: the parts in the order in which
+    they are computed. Each is asked for when those before it have been computed."""
+    outputs: Callable[[Any, list[Tensor]], Any]
+    """What the dispatcher's combine takes, from the dispatcher and each part's outputs [N', H]."""
+
+
+def dispatcher_kind(name: str) -> DispatcherKind:
+    """Return the kind of dispatcher of that name; one of `methods/` is imported now.
+
+    Raises:
+        ValueError: There is none; the message lists the known names.
+    """
+    of_methods = _of_methods()
+    if name in of_methods:
+        found: DispatcherKind = pkgutil.resolve_name(of_methods[name])
+        return found
+    if name not in _OWN:
+        known = ", ".join(sorted({**_OWN, **of_methods}))
+        raise ValueError(f"unknown kind of dispatcher {name!r}; known: {known}")
+    return _OWN[name]
+
+
+def _of_methods() -> Mapping[str, str]:
+    """Return where the dispatchers of `methods/` are: nowhere, if the folder is absent."""
+    if importlib.util.find_spec(_METHODS) is None:
+        return {}
+    table: Mapping[str, str] = getattr(importlib.import_module(_METHODS), "DISPATCHERS", {})
+    return table
 
 
 def physical_dispatcher(
+    kind: DispatcherKind,
     dispatcher: Any,
     layout: ExpertLayout,
     config: Any,
     ep_rank: int,
     pg_collection: Any,
-    *,
-    local_first: bool = False,
 ) -> Any:
-    """Return a dispatcher of the same kind as `dispatcher` for routing maps [N, P].
+    """Return a dispatcher for routing maps [N, P].
 
     Args:
+        kind: Of the dispatcher that is returned.
         dispatcher: The one that Megatron's layer made for logical experts.
         layout: Experts and slots of the EP group.
         config: The layer's TransformerConfig.
         ep_rank: This rank in the EP group.
         pg_collection: Process groups of the layer.
-        local_first: Keep own tokens out of the exchange; `dispatcher` is all-to-all.
     """
     per_rank = layout.physical_per_rank
     local_experts = list(range(ep_rank * per_rank, (ep_rank + 1) * per_rank))
@@ -42,8 +98,9 @@ def physical_dispatcher(
     # config.
     physical_config = copy.copy(config)
     physical_config.num_moe_experts = layout.num_physical
-    kind = LocalFirstDispatcher if local_first else type(dispatcher)
-    physical = kind(per_rank, local_experts, config=physical_config, pg_collection=pg_collection)
+    physical: Any = kind.class_for(dispatcher)(
+        per_rank, local_experts, config=physical_config, pg_collection=pg_collection
+    )
     if dispatcher.shared_experts is not None:
         physical.set_shared_experts(dispatcher.shared_experts)
     return physical
@@ -59,3 +116,20 @@ def release_graph(dispatcher: Any) -> None:
         remembered = getattr(dispatcher, name, None)
         if isinstance(remembered, torch.Tensor):
             setattr(dispatcher, name, remembered.detach())
+
+
+def _all_at_once(dispatcher: Any, tokens: Any, probs: Any) -> Iterator[Part]:
+    part = Part(*dispatcher.dispatch_postprocess(tokens, probs))
+    release_graph(dispatcher)
+    yield part
+
+
+def _the_output(dispatcher: Any, outputs: list[Tensor]) -> Any:
+    (output,) = outputs
+    return dispatcher.combine_preprocess(output)
+
+
+MEGATRON = DispatcherKind(class_for=type, parts=_all_at_once, outputs=_the_output)
+
+_OWN = {"megatron": MEGATRON}
+"""Kinds of dispatchers by name, besides those of `methods/`."""

@@ -1,37 +1,26 @@
 """Stage 6: experts over main weights and slot weights.
 
 Tokens arrive sorted by this rank's physical experts, mains first, then slots. The mains run through
-Megatron's own module, unchanged; the slots run through the same computation with slot weights in
-the place of parameters.
+their own module, unchanged; the slots run through the same computation with slot weights in the
+place of parameters.
 
-Two ways to hold experts are known here: Megatron's `SequentialMLP` (a module an expert) and
-`GroupedExperts` below (stacked parameters, one grouped matrix product a layer).
+How a module keeps its experts is said by its kind, one file each and one line of `EXPERT_KINDS`.
 
-Legend: M mains per rank, S slots per rank, H hidden, F expert FFN width.
+Legend: M mains per rank, S slots per rank, H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.random import (
-    get_cuda_rng_tracker,
-    get_expert_parallel_rng_tracker_name,
-)
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
-from torch.nn.functional import grouped_mm
 
 from megatron_ext.balance.main_weights import MainWeights, Segment
-
-_EXTRA_STATE = "_extra_state"
-"""Name that PyTorch gives to what a module saves besides tensors."""
+from megatron_ext.mcore.grouped_experts import GroupedExperts, GroupedWeights
+from megatron_ext.mcore.sequential_experts import SequentialWeights
 
 
 class ExpertWeights(Protocol):
@@ -58,16 +47,22 @@ class ExpertWeights(Protocol):
         """
 
 
+EXPERT_KINDS: dict[type[nn.Module], Callable[[Any], ExpertWeights]] = {
+    SequentialMLP: SequentialWeights,
+    GroupedExperts: GroupedWeights,
+}
+"""By class of an experts module: what makes the view of it that balancing needs."""
+
+
 def expert_weights(experts: nn.Module) -> ExpertWeights:
     """Return the view of `experts` that balancing needs.
 
     Raises:
         ValueError: Experts of this kind cannot be balanced.
     """
-    if isinstance(experts, SequentialMLP):
-        return SequentialWeights(experts)
-    if isinstance(experts, GroupedExperts):
-        return GroupedWeights(experts)
+    for module_class, kind in EXPERT_KINDS.items():
+        if isinstance(experts, module_class):
+            return kind(experts)
     raise ValueError(
         f"experts of type {type(experts).__name__} cannot be balanced; use SequentialMLP "
         "(moe_grouped_gemm=False) or GroupedExperts (megatron_ext.grouped_mm_spec)"
@@ -131,186 +126,3 @@ def finish_parameter_gather(module: nn.Module) -> None:
         for hook in part._forward_pre_hooks.values():
             if hook.__qualname__.startswith("DistributedDataParallel."):
                 hook(part)
-
-
-class SequentialWeights:
-    """`SequentialMLP`: M modules, each with the same named parameters."""
-
-    def __init__(self, experts: SequentialMLP) -> None:
-        self._experts = experts
-        self.segments = tuple(
-            Segment(name, tuple(parameter.shape))
-            for name, parameter in experts.local_experts[0].named_parameters()
-        )
-
-    def mains(self) -> MainWeights:
-        """See `ExpertWeights.mains`."""
-        per_expert = [dict(expert.named_parameters()) for expert in self._experts.local_experts]
-        return MainWeights(
-            tuple([weights[segment.name] for weights in per_expert] for segment in self.segments)
-        )
-
-    def run_slots(
-        self, weights: Sequence[Any], tokens: Tensor, num_tokens: list[int], probs: Tensor
-    ) -> Tensor:
-        """See `ExpertWeights.run_slots`. Runs main 0's module with each slot's weights in turn."""
-        if self._experts.config.moe_apply_probs_on_input:
-            tokens = (tokens * probs.unsqueeze(-1)).to(tokens.dtype)
-            probs = torch.ones_like(probs)
-        names = [segment.name for segment in self.segments]
-        rows = zip(*weights, strict=True)
-        slots = zip(rows, tokens.split(num_tokens), probs.split(num_tokens), strict=True)
-        outputs = [
-            torch.func.functional_call(
-                self._experts.local_experts[0],
-                dict(zip(names, row, strict=True)),
-                (slot_tokens, slot_probs),
-            )[0]
-            for row, slot_tokens, slot_probs in slots
-            if slot_tokens.shape[0] > 0
-        ]
-        return torch.cat(outputs)
-
-
-class GroupedExperts(MegatronModule):
-    """Experts with stacked weights, computed by PyTorch's `grouped_mm` (float32 and bfloat16).
-
-    Takes the place of `SequentialMLP` in a layer spec (`megatron_ext.grouped_mm_spec`), with the
-    same checkpoint keys, so that checkpoints can be exchanged. No biases.
-
-    Attributes:
-        fc1: [M, F1, H], F1 = 2F with a gated linear unit, else F.
-        fc2: [M, H, F].
-    """
-
-    def __init__(
-        self,
-        num_local_experts: int,
-        config: Any,
-        submodules: Any = None,
-        pg_collection: Any = None,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(config=config)
-        if config.add_bias_linear:
-            raise ValueError("add_bias_linear (True) must be False: GroupedExperts have no biases")
-        self.num_local_experts = num_local_experts
-        self.ep_group = pg_collection.ep
-        self.dp_group = pg_collection.expt_dp
-        width = config.moe_ffn_hidden_size
-        hidden = config.moe_latent_size or config.hidden_size
-        fc1_width = 2 * width if config.gated_linear_unit else width
-        self.fc1 = self._parameter((fc1_width, hidden), config.init_method, partition_dim=1)
-        self.fc2 = self._parameter(
-            (hidden, width), config.output_layer_init_method, partition_dim=2
-        )
-        self.register_load_state_dict_post_hook(self._ignore_extra_states)
-
-    def _parameter(
-        self, shape: tuple[int, int], init_method: Any, partition_dim: int
-    ) -> nn.Parameter:
-        config = self.config
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        weight = nn.Parameter(
-            torch.empty((self.num_local_experts, *shape), device=device, dtype=config.params_dtype)
-        )
-        if config.perform_initialization:
-            with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
-                for row in weight.data:
-                    init_method(row)
-        # As Megatron marks its own expert weights: counted once in the gradient norm, reduced over
-        # the expert DP group.
-        set_tensor_model_parallel_attributes(weight, True, partition_dim, 1)
-        setattr(weight, "allreduce", config.expert_model_parallel_size == 1)  # noqa: B010
-        return weight
-
-    def forward(
-        self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
-    ) -> tuple[Tensor, None]:
-        """Run the mains: tokens [N', H] sorted by expert, counts [M], probabilities [N']."""
-        return self.compute(self.fc1, self.fc2, tokens, tokens_per_expert, probs), None
-
-    def compute(
-        self, fc1: Tensor, fc2: Tensor, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
-    ) -> Tensor:
-        """Run experts with the given stacked weights on tokens sorted by expert."""
-        config = self.config
-        scale = probs.unsqueeze(-1)
-        if config.moe_apply_probs_on_input:
-            tokens = (tokens * scale).to(tokens.dtype)
-            scale = torch.ones_like(scale)
-        ends = tokens_per_expert.to(tokens.device).cumsum(0, dtype=torch.int32)
-        inner = grouped_mm(tokens, fc1.transpose(1, 2), offs=ends)
-        if config.gated_linear_unit:
-            gate, linear = inner.chunk(2, dim=-1)
-            if (limit := config.activation_func_clamp_value) is not None:
-                gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
-            inner = config.activation_func(gate) * (linear + config.glu_linear_offset)
-        else:
-            inner = config.activation_func(inner)
-        inner = (inner * scale).to(tokens.dtype)
-        return grouped_mm(inner, fc2.transpose(1, 2), offs=ends)
-
-    def backward_dw(self) -> None:
-        """Nothing: weight gradients are never delayed here."""
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[Any, ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Name the weights as `SequentialMLP` does: a global tensor [..., E, *shape] a segment."""
-        expert_axis = len(sharded_offsets)
-        ep_rank, ep_size = self.ep_group.rank(), self.ep_group.size()
-        replica_id = (0, 0, self.dp_group.rank())
-        state: dict[str, Any] = {}
-        for name, parameter in (("fc1", self.fc1), ("fc2", self.fc2)):
-            key = f"{prefix}experts.linear_{name}"
-            state[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
-                f"{key}.weight",
-                parameter,
-                *sharded_offsets,
-                (expert_axis, ep_rank, ep_size),
-                replica_id=replica_id,
-                prepend_axis_num=expert_axis,
-            )
-            # Megatron's linear layers each save an empty extra state, and miss it when it is not
-            # there.
-            for m in range(self.num_local_experts):
-                state[f"{prefix}{name}.{m}{_EXTRA_STATE}"] = ShardedObject(
-                    f"{key}.{_EXTRA_STATE}",
-                    None,
-                    (*(size for _, _, size in sharded_offsets), ep_size * self.num_local_experts),
-                    (*(idx for _, idx, _ in sharded_offsets), ep_rank * self.num_local_experts + m),
-                    replica_id,
-                )
-        return state
-
-    def _ignore_extra_states(self, module: nn.Module, incompatible_keys: Any) -> None:
-        """After loading: the empty extra states of `sharded_state_dict` belong to nothing here."""
-        unexpected = incompatible_keys.unexpected_keys
-        unexpected[:] = [key for key in unexpected if not key.endswith(_EXTRA_STATE)]
-
-
-class GroupedWeights:
-    """`GroupedExperts`: one stacked parameter a segment."""
-
-    def __init__(self, experts: GroupedExperts) -> None:
-        self._experts = experts
-        self.segments = tuple(
-            Segment(name, tuple(parameter.shape[1:]))
-            for name, parameter in experts.named_parameters()
-        )
-
-    def mains(self) -> MainWeights:
-        """See `ExpertWeights.mains`."""
-        return MainWeights((self._experts.fc1, self._experts.fc2))
-
-    def run_slots(
-        self, weights: Sequence[Any], tokens: Tensor, num_tokens: list[int], probs: Tensor
-    ) -> Tensor:
-        """See `ExpertWeights.run_slots`."""
-        fc1, fc2 = weights
-        counts = torch.tensor(num_tokens, device=tokens.device)
-        return self._experts.compute(fc1, fc2, tokens, counts, probs)

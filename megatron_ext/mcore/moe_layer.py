@@ -11,7 +11,7 @@
                   tell the next layer (lookahead.py)
     dispatch    5 tokens to physical experts          route (Megatron)
     experts     6 mains and slots
-                  (own tokens first: local_first.py)
+                  (in one part or more: dispatcher.py)
     combine     7 outputs back                        layer's input (backward.py)
                                                                8 sums into the mains
 
@@ -57,10 +57,14 @@ from megatron_ext.balance.strategies.fastest import TIME
 from megatron_ext.balance.strategies.ideal import force_even
 from megatron_ext.balance.strategies.quota import QUOTA
 from megatron_ext.config import COST_UNITS, BalanceConfig
-from megatron_ext.mcore.dispatcher import physical_dispatcher, release_graph
+from megatron_ext.mcore.dispatcher import (
+    Part,
+    dispatcher_kind,
+    physical_dispatcher,
+    release_graph,
+)
 from megatron_ext.mcore.experts import expert_weights, finish_parameter_gather, run_experts
 from megatron_ext.mcore.limits import validate_for_balancing
-from megatron_ext.mcore.local_first import Dispatched, LocalFirstDispatcher
 from megatron_ext.mcore.lookahead import (
     LayerOrder,
     LayerPlace,
@@ -95,6 +99,9 @@ class LayerReport:
 
 
 Observer = Callable[[LayerReport], None]
+
+PlanObserver = Callable[[BalancePlan, Tensor | None], None]
+"""Is given a plan, and the slots int32 [R, S] that were sent ahead for it, if any were."""
 
 
 @dataclass
@@ -160,6 +167,9 @@ class BalancedMoELayer(MoELayer):
         self.balance = balance
         self._placement = placement
         self.observers: list[Observer] = []
+        """Told of every microbatch that is trained with, once."""
+        self.plan_observers: list[PlanObserver] = []
+        """Told of the plan of every forward, evaluated and recomputed ones as well."""
         ep_size = self.ep_group.size()
         self.layout = plan_layout(
             balance.strategy,
@@ -170,13 +180,16 @@ class BalancedMoELayer(MoELayer):
         )
         if ep_size == 1:  # One rank has nobody to share its load with.
             self.layout = dataclasses.replace(self.layout, slots=0)
+        # One rank has nothing to exchange.
+        is_local_first = balance.local_first and ep_size > 1
+        self._dispatcher_kind = dispatcher_kind("local_first" if is_local_first else "megatron")
         self.token_dispatcher = physical_dispatcher(
+            self._dispatcher_kind,
             self.token_dispatcher,
             self.layout,
             config,
             self.ep_group.rank(),
             pg_collection,
-            local_first=balance.local_first and ep_size > 1,  # One rank has nothing to exchange.
         )
         self.expert_weights = expert_weights(self.experts)
         self.measured: dict[str, float] = {}
@@ -224,8 +237,11 @@ class BalancedMoELayer(MoELayer):
         sent = microbatch.prediction.sent if microbatch.prediction is not None else None
         load = gather_load(routing_map, self.ep_group)
         if self._to_measure:
-            self._measure_costs(microbatch.mains, load, probs.dtype)
-        plan = self._planner.solve(load, sent.slots if sent is not None else None)
+            self._measure_costs(load, probs.dtype)
+        placed = sent.slots if sent is not None else None
+        plan = self._planner.solve(load, placed)
+        for observer in self.plan_observers:
+            observer(plan, placed)
         if self.balance.check_plans:
             _check_equal_plans(plan, self.ep_group, self.layer_number)
         replication = microbatch.replication = self._replicate(microbatch, plan)
@@ -254,35 +270,16 @@ class BalancedMoELayer(MoELayer):
 
     def routed_experts_compute(self, hidden_states: Any, probs: Any) -> tuple[Any, None]:
         """Stage 6, with the hooks of stages 4 and 8 for backward around it."""
-        dispatcher, replication = self.token_dispatcher, self._under_way.replication
-        if isinstance(dispatcher, LocalFirstDispatcher):
-            return self._compute_own_then_others(dispatcher, hidden_states, probs), None
-        tokens, tokens_per_expert, probs = dispatcher.dispatch_postprocess(hidden_states, probs)
-        release_graph(dispatcher)
-        tokens, slot_weights = replication.materialized(tokens)
-        output = self._run_experts(slot_weights, tokens, tokens_per_expert, probs)
-        return dispatcher.combine_preprocess(output), None
+        parts = self._dispatcher_kind.parts(self.token_dispatcher, hidden_states, probs)
+        first = next(parts)
+        tokens, slot_weights = self._under_way.replication.materialized(first.tokens)
+        outputs = [self._run_experts(slot_weights, first._replace(tokens=tokens))]
+        outputs += [self._run_experts(slot_weights, part) for part in parts]
+        return self._dispatcher_kind.outputs(self.token_dispatcher, outputs), None
 
-    def _compute_own_then_others(
-        self, dispatcher: LocalFirstDispatcher, tokens: Dispatched, probs: Dispatched
-    ) -> tuple[Tensor, Tensor]:
-        """Stage 6 in two parts; see `local_first.py`."""
-        own_tokens, slot_weights = self._under_way.replication.materialized(tokens.own)
-        own_output = self._run_experts(
-            slot_weights, own_tokens, dispatcher.own_tokens_per_expert, probs.own
-        )
-        others_output = self._run_experts(
-            slot_weights, *dispatcher.dispatch_postprocess(tokens, probs)
-        )
-        return own_output, dispatcher.combine_preprocess(others_output)
-
-    def _run_experts(
-        self, slot_weights: list[Any], tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
-    ) -> Tensor:
-        output = run_experts(
-            self.experts, self.expert_weights, slot_weights, tokens, tokens_per_expert, probs
-        )
-        # With own tokens first, the second of two backwards finds the slots filled.
+    def _run_experts(self, slot_weights: list[Any], part: Part) -> Tensor:
+        output = run_experts(self.experts, self.expert_weights, slot_weights, *part)
+        # Of several parts, the second of their backwards finds the slots filled.
         return self._under_way.replication.rematerialize_before(output)
 
     def combine(self, output: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -301,6 +298,11 @@ class BalancedMoELayer(MoELayer):
     def _under_way(self) -> Microbatch:
         assert self._microbatch is not None, "preprocess comes first in a forward"
         return self._microbatch
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans that are kept for a backward to come."""
+        return self._in_flight.num_in_flight if self._in_flight is not None else 0
 
     def send_ahead(self, predicted: Tensor) -> SentAhead:
         """Start materializing the replicas of a predicted load; all EP ranks call.
@@ -347,9 +349,10 @@ class BalancedMoELayer(MoELayer):
             **costs,
         )
 
-    def _measure_costs(self, mains: MainWeights, load: Tensor, probs_dtype: torch.dtype) -> None:
+    def _measure_costs(self, load: Tensor, probs_dtype: torch.dtype) -> None:
         """Measure what plans are chosen by and is not given; all EP ranks call."""
         finish_parameter_gather(self.experts)
+        mains = self._begin().mains
         buffers, _ = self._shared_state(mains.parameters()[0])
         meter = CostMeter(
             buffers=buffers,

@@ -23,7 +23,7 @@ from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.config import BalanceConfig
 from megatron_ext.files.placement import read_placement
 from megatron_ext.mcore.backward import JoiningTransformerLayer
-from megatron_ext.mcore.experts import GroupedExperts
+from megatron_ext.mcore.grouped_experts import GroupedExperts
 from megatron_ext.mcore.lookahead import LayerOrder
 from megatron_ext.mcore.moe_layer import BalancedMoELayer, EvenMoELayer
 

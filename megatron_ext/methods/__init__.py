@@ -11,7 +11,7 @@
 
 They depend on the plug-in's rooms and on `files/` and `data/`, and nothing of the plug-in depends
 on them: `balance/strategies` looks a strategy up in the table below, if this folder is there, and
-imports its module when it is used.
+imports its module when it is used. `mcore/dispatcher.py` does so with dispatchers.
 """
 
 STRATEGIES = {
@@ -27,3 +27,6 @@ STRATEGIES = {
     "sem_moe": "megatron_ext.methods.sem_moe.sem_moe:SEM_MOE",
 }
 """Where the `Strategy` of each name is: module and constant."""
+
+DISPATCHERS = {"local_first": "megatron_ext.methods.libra.local_first:LOCAL_FIRST"}
+"""Where the `DispatcherKind` of each name is: module and constant."""

@@ -25,7 +25,7 @@ from megatron_ext.telemetry.trace import LayerLoad
 
 
 class PredictedLoads(NamedTuple):
-    """Sums over the counted forwards that were predicted; `PredictionReport` says of what."""
+    """Sums of what `PredictionReport` says, over this step's predicted forwards."""
 
     forwards: float = 0
     load_accuracy: float = 0

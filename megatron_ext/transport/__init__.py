@@ -1,123 +1,38 @@
-"""How bytes reach a peer's slot. One class a file; a new transport is a file and a line here.
+"""How bytes reach a peer's slot. One class a file.
 
-A transport allocates the slot buffers (a symmetric heap must own them), pushes main weights into
-peers' slots and adds peers' slot gradients into the mains' sums. It knows transfers, not plans:
-what to replicate is decided elsewhere.
-
+    transport.py       what a transport is
     collective.py      over torch.distributed
     shared_memory.py   over memory that CPU ranks of one machine share
     shared_heap.py     how they come to share it
     cuda.py            over GPU memory that ranks reach over NVLink
     one_sided.py       what these two share
     relay.py           who copies what to whom, so that no rank sends too much
+
+A new transport is a file with a `TransportKind` and a line here.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from megatron_ext.transport.collective import COLLECTIVE
+from megatron_ext.transport.cuda import CUDA
+from megatron_ext.transport.shared_memory import SHARED_MEMORY
+from megatron_ext.transport.transport import Pending as Pending
+from megatron_ext.transport.transport import Transfer as Transfer
+from megatron_ext.transport.transport import Transfers as Transfers
+from megatron_ext.transport.transport import Transport as Transport
+from megatron_ext.transport.transport import TransportKind as TransportKind
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Transfer:
-    """One replica: a main of one rank into a slot of another. Ranks count within the EP group."""
-
-    home_rank: int
-    main_idx: int
-    replica_rank: int
-    slot_idx: int
-
-
-@dataclass(frozen=True, eq=False)
-class Transfers:
-    """Every replica of the group, as a plan has them; equal on all ranks.
-
-    Iterating lists them by rank, then slot. For a plan on a GPU the host waits for that, so a
-    transport that can leaves the plan where it is.
-
-    >>> list(Transfers(torch.tensor([[-1], [0]], dtype=torch.int32), mains_per_rank=2))
-    [Transfer(home_rank=0, main_idx=0, replica_rank=1, slot_idx=0)]
-    """
-
-    slots: Tensor
-    """Logical expert in each slot of each rank, or -1: int32 [R, S]."""
-    mains_per_rank: int
-    """Expert e is main e % mains_per_rank of rank e // mains_per_rank."""
-
-    def __iter__(self) -> Iterator[Transfer]:
-        for rank, experts in enumerate(self.slots.tolist()):
-            for slot_idx, expert in enumerate(experts):
-                if expert >= 0:
-                    home_rank, main_idx = divmod(expert, self.mains_per_rank)
-                    yield Transfer(home_rank, main_idx, rank, slot_idx)
-
-
-class Pending(Protocol):
-    """A push or a pull under way."""
-
-    def wait(self) -> None:
-        """Return when it is done; see `Transport`."""
-
-
-class Transport(Protocol):
-    """Moves expert state between the ranks of an EP group; all call alike, in the same order."""
-
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a zeroed buffer that peers can reach; every rank calls with the same arguments."""
-
-    def push(
-        self,
-        transfers: Transfers,
-        mains: list[list[Tensor]],
-        slots: list[Tensor],
-        label: str = "",
-    ) -> Pending:
-        """Start copying mains into slots. The caller does not read their old content any more.
-
-        `wait()` returns when this rank's slots are filled and its mains may be changed.
-
-        Args:
-            transfers: Every replica of the group.
-            mains: `mains[g][m]` is segment g of this rank's main m.
-            slots: `slots[g]` is segment g of all slots of this rank, [S, *segment shape].
-            label: Which layer this is for, to be named in errors.
-        """
-
-    def pull_add(
-        self,
-        transfers: Sequence[Transfer],
-        slot_grads: list[Tensor],
-        sums: dict[int, list[Tensor]],
-        label: str = "",
-    ) -> Pending:
-        """Start adding slot gradients at the mains' home, in the order of `transfers`.
-
-        `wait()` returns when the sums are there and this rank may overwrite its slot gradients.
-
-        Args:
-            transfers: Every replica of the group, in an order that is the same on all ranks.
-            slot_grads: `slot_grads[g]` is segment g of all slot gradients of this rank, [S,
-                *segment shape].
-            sums: For each main m of this rank that has replicas, one tensor a segment, overwritten
-                with the sum of its replicas' gradients. Of the dtype of `slot_grads`, but float32
-                for gradients stored in bfloat16.
-            label: Which layer this is for, to be named in errors.
-        """
-
-    def reset(self) -> None:
-        """Forget an aborted step, so that the next call is a first one; every rank calls.
-
-        After an error on any rank the ranks may have made different calls. Once all have left the
-        step and called this, they go on alike; slots and slot gradients then hold nothing useful.
-        """
+TRANSPORTS: dict[str, TransportKind] = {
+    kind.name: kind for kind in (COLLECTIVE, SHARED_MEMORY, CUDA)
+}
+"""All transports by name. `auto` takes the last one that can serve."""
 
 
 def make_transport(
@@ -135,25 +50,16 @@ def make_transport(
         ValueError: No such transport, or not for this device.
         RuntimeError: The group's ranks are not where the transport needs them.
     """
-    # Here because they import this module.
-    from megatron_ext.transport.collective import CollectiveTransport
-    from megatron_ext.transport.cuda import CudaTransport, SymmetricHeap, can_reach_peers
-    from megatron_ext.transport.shared_heap import is_on_one_machine
-    from megatron_ext.transport.shared_memory import SharedMemoryTransport
-
-    mapped = True
-    if name == "auto" and device.type == "cpu":
-        mapped = is_on_one_machine(ep_group)
-    elif name == "auto" and device.type == "cuda":
-        mapped = can_reach_peers(ep_group, device)
-    chosen = resolve_transport(name, device_type=device.type, mapped=mapped)
-    reason = "" if mapped else ": not all ranks of the EP group can reach each other's memory"
-    logger.info("balance.transport=%s uses %s on %s%s", name, chosen, device.type, reason)
-    if chosen == "shared_memory":
-        return SharedMemoryTransport(ep_group)
-    if chosen == "cuda":
-        return CudaTransport(SymmetricHeap(ep_group, device), grad_reduce_share=grad_reduce_share)
-    return CollectiveTransport(ep_group)
+    reason = ""
+    if name == "auto":
+        candidates = _candidates(device.type)
+        kind = next(each for each in candidates if each.can_serve(ep_group, device))
+        if kind is not candidates[0]:
+            reason = ": not all ranks of the EP group can reach each other's memory"
+    else:
+        kind = TRANSPORTS[resolve_transport(name, device_type=device.type)]
+    logger.info("balance.transport=%s uses %s on %s%s", name, kind.name, device.type, reason)
+    return kind.make(ep_group, device, grad_reduce_share)
 
 
 def resolve_transport(name: str, *, device_type: str = "cpu", mapped: bool = True) -> str:
@@ -175,14 +81,15 @@ def resolve_transport(name: str, *, device_type: str = "cpu", mapped: bool = Tru
         ValueError: No such transport, or not for this device.
     """
     if name == "auto":
-        return _MAPPED.get(device_type, "collective") if mapped else "collective"
+        # What needs a device of one type is for ranks that reach each other's memory.
+        return _candidates(device_type if mapped else None)[0].name
     if name not in TRANSPORTS:
         raise ValueError(
             f"balance.transport ({name!r}) is not available here; "
             f"use 'auto' or one of {list(TRANSPORTS)}"
         )
-    if name in _MAPPED.values() and name != _MAPPED.get(device_type):
-        needed = next(each for each, transport in _MAPPED.items() if transport == name)
+    needed = TRANSPORTS[name].device_type
+    if needed not in (None, device_type):
         raise ValueError(
             f"balance.transport ({name!r}) moves experts of {needed.upper()} ranks only, these are "
             f"on {device_type}; use 'auto' or 'collective'"
@@ -190,8 +97,8 @@ def resolve_transport(name: str, *, device_type: str = "cpu", mapped: bool = Tru
     return name
 
 
-_MAPPED = {"cpu": "shared_memory", "cuda": "cuda"}
-"""By device: the transport for ranks that reach each other's memory."""
-
-TRANSPORTS = ("collective", *_MAPPED.values())
-"""Names of all transports."""
+def _candidates(device_type: str | None) -> list[TransportKind]:
+    """What `auto` may take for experts there, the best first."""
+    return [
+        kind for kind in reversed(TRANSPORTS.values()) if kind.device_type in (None, device_type)
+    ]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, Work
 
-from megatron_ext.transport import Transfer, Transfers
+from megatron_ext.transport.transport import Transfer, Transfers, TransportKind
 
 
 class _Batch:
@@ -115,3 +115,11 @@ class CollectiveTransport:
 
     def _op(self, op: Any, tensor: Tensor, peer: int) -> P2POp:
         return P2POp(op, tensor, group=self._group, group_peer=peer)
+
+
+COLLECTIVE = TransportKind(
+    name="collective",
+    device_type=None,
+    can_serve=lambda ep_group, device: True,
+    make=lambda ep_group, device, grad_reduce_share: CollectiveTransport(ep_group),
+)

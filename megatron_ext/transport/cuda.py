@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.ops import has_cuda_part
-from megatron_ext.transport import Transfers
 from megatron_ext.transport.one_sided import (
     RELAY_THRESHOLD,
     TIMEOUT_S,
@@ -38,6 +37,7 @@ from megatron_ext.transport.one_sided import (
     UnderWay,
 )
 from megatron_ext.transport.shared_heap import is_on_one_machine
+from megatron_ext.transport.transport import Transfers, TransportKind
 
 _T = TypeVar("_T")
 
@@ -229,3 +229,13 @@ def _gather(value: _T, ep_group: ProcessGroup) -> list[_T]:
     values: list[Any] = [None] * dist.get_world_size(ep_group)
     dist.all_gather_object(values, value, group=ep_group)
     return values
+
+
+CUDA = TransportKind(
+    name="cuda",
+    device_type="cuda",
+    can_serve=can_reach_peers,
+    make=lambda ep_group, device, grad_reduce_share: CudaTransport(
+        SymmetricHeap(ep_group, device), grad_reduce_share=grad_reduce_share
+    ),
+)

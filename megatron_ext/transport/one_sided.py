@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_ext.transport import Transfer
+from megatron_ext.transport.transport import Transfer
 
 TIMEOUT_S = 60.0
 """Longest wait for a peer, in seconds. A rank that is late by more (a checkpoint, say) is late for
@@ -25,7 +25,7 @@ RELAY_THRESHOLD = 4
 
 
 class UnderWay:
-    """A push or a pull; also when dropped, it ends before the next one starts."""
+    """Handle of a push or pull. If dropped without `wait`, the next one still waits for it."""
 
     def __init__(self, finish: Callable[[int], None], generation: int) -> None:
         self._finish = finish

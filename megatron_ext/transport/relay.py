@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_ext.transport import Transfer
+from megatron_ext.transport.transport import Transfer
 
 
 @dataclass(frozen=True)

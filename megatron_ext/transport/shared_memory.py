@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.ops import load_library
-from megatron_ext.transport import Transfers
 from megatron_ext.transport.one_sided import (
     RELAY_THRESHOLD,
     TIMEOUT_S,
@@ -24,7 +23,8 @@ from megatron_ext.transport.one_sided import (
     UnderWay,
 )
 from megatron_ext.transport.relay import compile_copies
-from megatron_ext.transport.shared_heap import share
+from megatron_ext.transport.shared_heap import is_on_one_machine, share
+from megatron_ext.transport.transport import Transfers, TransportKind
 
 _FLAGS_BYTES = 1 << 16
 """Flags of 256 slots of a rank, 256 bytes each."""
@@ -117,3 +117,11 @@ class SharedMemoryTransport(OneSidedTransport):
         highest = torch.tensor(value)
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._group)
         return int(highest)
+
+
+SHARED_MEMORY = TransportKind(
+    name="shared_memory",
+    device_type="cpu",
+    can_serve=lambda ep_group, device: is_on_one_machine(ep_group),
+    make=lambda ep_group, device, grad_reduce_share: SharedMemoryTransport(ep_group),
+)

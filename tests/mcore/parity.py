@@ -46,8 +46,7 @@ def balanced_gpt(case: dict[str, Any], balance: BalanceConfig, **settings: Any) 
         layer.num_replicas = 0
         layer.num_hits = 0
         layer.observers.append(partial(_count, layer))
-        if layer.lookahead is not None:  # Only then is anything sent ahead.
-            layer._planner.solve = partial(_count_hits, layer, layer._planner.solve)
+        layer.plan_observers.append(partial(_count_hits, layer))
     return gpt
 
 
@@ -62,13 +61,9 @@ def _count(layer: Any, report: Any) -> None:
     layer.num_replicas += report.num_replicas
 
 
-def _count_hits(
-    layer: Any, solve: Any, load: torch.Tensor, placed: torch.Tensor | None = None
-) -> Any:
-    plan = solve(load, placed)
-    if placed is not None:
-        layer.num_hits += int(replica_use(placed, plan)["hit_replicas"])
-    return plan
+def _count_hits(layer: Any, plan: Any, sent: torch.Tensor | None) -> None:
+    if sent is not None:
+        layer.num_hits += int(replica_use(sent, plan)["hit_replicas"])
 
 
 def gradient_difference(
@@ -81,7 +76,7 @@ def gradient_difference(
     gpt = balanced_gpt(case, balance, dtype=torch.float64)
     found = _outcome(gpt, num_microbatches)
     for layer in balanced_layers(gpt):
-        assert layer._in_flight is None or layer._in_flight.num_in_flight == 0
+        assert layer.num_in_flight == 0
     return _difference(expected, found, gpt)
 
 

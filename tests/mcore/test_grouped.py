@@ -109,7 +109,7 @@ def _initial(rank: int) -> tuple[float, float]:
     gpt = build_gpt(ep=2, hidden=64, ffn=64, spec_transform=grouped, init_method_std=0.5)
     # `build_gpt` names and fills parameters itself; here Megatron's own initialisation is looked
     # at.
-    from megatron_ext.mcore.experts import GroupedExperts
+    from megatron_ext.mcore.grouped_experts import GroupedExperts
 
     experts = GroupedExperts(2, gpt.config, pg_collection=_groups())
     return float(experts.fc1.std()), float(experts.fc1[0].sum() - experts.fc1[1].sum())

@@ -166,7 +166,7 @@ def _evaluate_in_between(rank: int) -> None:
         )
         assert busy.train_step(step) == loss
     for layer in balanced_layers(busy):
-        assert layer._in_flight.num_in_flight == 0
+        assert layer.num_in_flight == 0
 
 
 def test_evaluation_in_the_middle_of_training_changes_nothing() -> None:
@@ -210,7 +210,7 @@ def _abort_a_step(rank: int, dispatcher: str, local_first: bool) -> None:
     clean, aborted = balanced_gpt(case, balance), balanced_gpt(case, balance)
 
     def fail(*_: Any) -> None:
-        in_flight = [layer._in_flight.num_in_flight for layer in balanced_layers(aborted)]
+        in_flight = [layer.num_in_flight for layer in balanced_layers(aborted)]
         raise ArithmeticError(f"loss is not finite with {in_flight} plans in flight")
 
     # Between forward and backward: no backward comes, the graph is dropped.

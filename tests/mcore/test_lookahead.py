@@ -137,6 +137,27 @@ def test_replicas_move_between_two_layers_and_once(transport: str) -> None:
     run_ranks(_forward, 2, transport)
 
 
+def _listed(rank: int) -> list[int]:
+    """Numbers of the layers whose mains are listed in one forward, in order."""
+    gpt = balanced_gpt(dict(ep=2, num_layers=LAYERS), LIBRA)
+    gpt.forward_backward(num_microbatches=1)  # Layers get to know each other.
+    listed = []
+    for layer in balanced_layers(gpt):
+        list_mains = layer.expert_weights.mains
+
+        def noted_list(number: int = layer.layer_number, list_mains: Any = list_mains) -> Any:
+            listed.append(number)
+            return list_mains()
+
+        layer.expert_weights.mains = noted_list
+    gpt.forward_backward(num_microbatches=2)
+    return listed
+
+
+def test_mains_are_listed_once_a_forward() -> None:
+    assert run_ranks(_listed, 2) == [[1, 2, 3] * 2] * 2
+
+
 def _recomputed(rank: int, recompute: str) -> None:
     gpt = balanced_gpt(dict(ep=2, num_layers=LAYERS, recompute=recompute), LIBRA)
     events = run_noted(gpt, num_microbatches=2)

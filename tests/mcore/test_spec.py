@@ -24,7 +24,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 
-from megatron_ext.mcore.experts import GroupedExperts  # noqa: E402
+from megatron_ext.mcore.grouped_experts import GroupedExperts  # noqa: E402
 from megatron_ext.mcore.moe_layer import BalancedMoELayer, EvenMoELayer  # noqa: E402
 from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec  # noqa: E402
 

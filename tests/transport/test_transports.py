@@ -6,10 +6,12 @@ gradients are small integers, so their sums are exact in any order.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,14 +20,16 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.ops import has_cuda_part
 from megatron_ext.transport import (
+    TRANSPORTS,
     Pending,
     Transfer,
     Transfers,
     Transport,
+    TransportKind,
     make_transport,
     resolve_transport,
 )
-from megatron_ext.transport.collective import CollectiveTransport
+from megatron_ext.transport.collective import COLLECTIVE, CollectiveTransport
 from megatron_ext.transport.cuda import CudaTransport
 from megatron_ext.transport.shared_memory import SharedMemoryTransport
 from tests.ranks import run_ranks
@@ -247,6 +251,26 @@ def test_devices_have_transports_of_their_own() -> None:
         resolve_transport("shared_memory", device_type="cuda")
     with pytest.raises(ValueError, match=r"CUDA ranks only, these are on cpu; use 'auto' or"):
         resolve_transport("cuda")
+
+
+@pytest.mark.parametrize(("can_serve", "expected"), [(True, "toy"), (False, "collective")])
+def test_a_line_of_the_registry_is_all_that_a_transport_needs(
+    can_serve: bool, expected: str
+) -> None:
+    device = torch.device("meta")
+    toy = TransportKind(
+        name="toy",
+        device_type="meta",
+        can_serve=lambda *arguments: can_serve,
+        make=lambda *arguments: ("toy", arguments),
+    )
+    collective = dataclasses.replace(COLLECTIVE, make=lambda *arguments: ("collective", arguments))
+    with mock.patch.dict(TRANSPORTS, {"toy": toy, "collective": collective}):
+        made = make_transport("auto", "a group", device, grad_reduce_share=0.5)
+        assert made == (expected, ("a group", device, 0.5))
+        assert resolve_transport("toy", device_type="meta") == "toy"
+        with pytest.raises(ValueError, match="META ranks only, these are on cpu"):
+            resolve_transport("toy")
 
 
 @pytest.mark.skipif(has_cuda_part(), reason="the library has its CUDA part")

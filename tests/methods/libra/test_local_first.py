@@ -192,7 +192,7 @@ def test_a_weight_used_in_both_parts_accumulates_once(recompute: str) -> None:
 
 
 def _one_rank(rank: int) -> None:
-    from megatron_ext.mcore.local_first import LocalFirstDispatcher
+    from megatron_ext.methods.libra.local_first import LocalFirstDispatcher
 
     gpt = balanced_gpt(dict(ep=1), OWN_FIRST)
     assert not isinstance(balanced_layers(gpt)[0].token_dispatcher, LocalFirstDispatcher)

@@ -24,12 +24,15 @@ travel by all-to-all, and that there is a backward.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
+
+from megatron_ext.mcore.dispatcher import DispatcherKind, Part
 
 
 class Exchange:
@@ -207,3 +210,22 @@ class LocalFirstDispatcher(MoEAlltoAllTokenDispatcher):
         returned = super().token_combine(others, *args, **kwargs)
         before, after = returned.tensor_split([self._num_rows_before_own()])
         return torch.cat([before, own, after])
+
+
+def _own_then_others(
+    dispatcher: LocalFirstDispatcher, tokens: Dispatched, probs: Dispatched
+) -> Iterator[Part]:
+    yield Part(tokens.own, dispatcher.own_tokens_per_expert, probs.own)
+    yield Part(*dispatcher.dispatch_postprocess(tokens, probs))
+
+
+def _both_outputs(dispatcher: LocalFirstDispatcher, outputs: list[Tensor]) -> tuple[Tensor, Tensor]:
+    own, others = outputs
+    return own, dispatcher.combine_preprocess(others)
+
+
+LOCAL_FIRST = DispatcherKind(
+    class_for=lambda dispatcher: LocalFirstDispatcher,
+    parts=_own_then_others,
+    outputs=_both_outputs,
+)

@@ -1,0 +1,125 @@
+"""What a transport is: what it moves, what it promises, and where it can be used.
+
+A transport allocates the slot buffers (a symmetric heap must own them), pushes main weights into
+peers' slots and adds peers' slot gradients into the mains' sums. It knows transfers, not plans:
+what to replicate is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One replica: a main of one rank into a slot of another. Ranks count within the EP group."""
+
+    home_rank: int
+    main_idx: int
+    replica_rank: int
+    slot_idx: int
+
+
+@dataclass(frozen=True, eq=False)
+class Transfers:
+    """Every replica of the group, as a plan has them; equal on all ranks.
+
+    Iterating lists them by rank, then slot. For a plan on a GPU the host waits for that, so a
+    transport that can leaves the plan where it is.
+
+    >>> list(Transfers(torch.tensor([[-1], [0]], dtype=torch.int32), mains_per_rank=2))
+    [Transfer(home_rank=0, main_idx=0, replica_rank=1, slot_idx=0)]
+    """
+
+    slots: Tensor
+    """Logical expert in each slot of each rank, or -1: int32 [R, S]."""
+    mains_per_rank: int
+    """Expert e is main e % mains_per_rank of rank e // mains_per_rank."""
+
+    def __iter__(self) -> Iterator[Transfer]:
+        for rank, experts in enumerate(self.slots.tolist()):
+            for slot_idx, expert in enumerate(experts):
+                if expert >= 0:
+                    home_rank, main_idx = divmod(expert, self.mains_per_rank)
+                    yield Transfer(home_rank, main_idx, rank, slot_idx)
+
+
+class Pending(Protocol):
+    """A push or a pull under way."""
+
+    def wait(self) -> None:
+        """Return when it is done; see `Transport`."""
+
+
+class Transport(Protocol):
+    """Moves expert state between the ranks of an EP group; all call alike, in the same order."""
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a zeroed buffer that peers can reach; every rank calls with the same arguments."""
+
+    def push(
+        self,
+        transfers: Transfers,
+        mains: list[list[Tensor]],
+        slots: list[Tensor],
+        label: str = "",
+    ) -> Pending:
+        """Start copying mains into slots. The caller does not read their old content any more.
+
+        `wait()` returns when this rank's slots are filled and its mains may be changed.
+
+        Args:
+            transfers: Every replica of the group.
+            mains: `mains[g][m]` is segment g of this rank's main m.
+            slots: `slots[g]` is segment g of all slots of this rank, [S, *segment shape].
+            label: Which layer this is for, to be named in errors.
+        """
+
+    def pull_add(
+        self,
+        transfers: Sequence[Transfer],
+        slot_grads: list[Tensor],
+        sums: dict[int, list[Tensor]],
+        label: str = "",
+    ) -> Pending:
+        """Start adding slot gradients at the mains' home, in the order of `transfers`.
+
+        `wait()` returns when the sums are there and this rank may overwrite its slot gradients.
+
+        Args:
+            transfers: Every replica of the group, in an order that is the same on all ranks.
+            slot_grads: `slot_grads[g]` is segment g of all slot gradients of this rank, [S,
+                *segment shape].
+            sums: For each main m of this rank that has replicas, one tensor a segment, overwritten
+                with the sum of its replicas' gradients. Of the dtype of `slot_grads`, but float32
+                for gradients stored in bfloat16.
+            label: Which layer this is for, to be named in errors.
+        """
+
+    def reset(self) -> None:
+        """Forget an aborted step, so that the next call is a first one; every rank calls.
+
+        After an error on any rank the ranks may have made different calls. Once all have left the
+        step and called this, they go on alike; slots and slot gradients then hold nothing useful.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportKind:
+    """A transport that can be asked for by name: what its file hands to the registry."""
+
+    name: str
+    """`balance.transport` of it."""
+    device_type: str | None
+    """Where the experts have to be; None if anywhere."""
+    can_serve: Callable[[ProcessGroup, torch.device], bool]
+    """Whether it is for this EP group and its device; all ranks call."""
+    make: Callable[[ProcessGroup, torch.device, float], Transport]
+    """Makes it for an EP group, its device, and the share of a GPU that adding gradients may use;
+    all ranks call."""
