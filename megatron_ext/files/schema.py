@@ -68,10 +68,12 @@ class Schema:
             FileNotFoundError: There is no such file.
             ValueError: It breaks a rule; the message names file, array, value and rule.
         """
+        # Short ones first: of a file of another kind, the array named as missing is the simplest.
+        names = sorted(self.arrays, key=lambda name: self.arrays[name].axes.count(" "))
         arrays = read_arrays(
             path,
-            required=tuple(name for name, array in self.arrays.items() if array.required),
-            optional=tuple(name for name, array in self.arrays.items() if not array.required),
+            required=tuple(name for name in names if self.arrays[name].required),
+            optional=tuple(name for name in names if not self.arrays[name].required),
         )
         present = {name: array for name, array in self.arrays.items() if name in arrays}
         for name, array in present.items():
