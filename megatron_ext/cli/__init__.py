@@ -27,6 +27,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from megatron_ext.arguments import WRONG_USAGE, OneLineParser, error_line
 from megatron_ext.cli import (
     checkpoint,
     data,
@@ -39,7 +40,7 @@ from megatron_ext.cli import (
     synth,
     train,
 )
-from megatron_ext.cli.output import FAILED, INTERRUPTED, WRONG_USAGE
+from megatron_ext.cli.output import FAILED, INTERRUPTED
 
 # In the order in which `--help` lists them.
 _COMMANDS = (train, report, plan, replay, place, simulate, synth, data, checkpoint, doctor)
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; each sets `run` and `command_name`."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(  # As those of all commands are then too.
         prog="megatron-ext",
         description="Balanced MoE training on stock Megatron-Core.",
         epilog="example:\n  megatron-ext doctor",
@@ -105,5 +106,5 @@ def _complain(command_name: str, error: Exception, status: int) -> int:
     message = str(error)
     if isinstance(error, OSError) and error.filename is not None:  # The system's own words.
         message = f"{error.filename}: {error.strerror}"
-    sys.stderr.write(f"{command_name}: error: {' '.join(message.split())}\n")
+    sys.stderr.write(error_line(command_name, message))
     return status

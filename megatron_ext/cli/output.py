@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-DONE, FAILED, WRONG_USAGE = 0, 1, 2
+DONE, FAILED = 0, 1
 INTERRUPTED = 130  # As shells report a command that Ctrl-C ended.
 
 

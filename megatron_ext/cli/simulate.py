@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_ext.lab.hardware import read_hardware
     from megatron_ext.lab.planning import idle_slots, missing_history
     from megatron_ext.lab.shape import read_shape
-    from megatron_ext.lab.simulate import IDEAL, NONE, check_out, simulate, write_report
+    from megatron_ext.lab.simulate import IDEAL, NONE, Setting, check_out, simulate, write_report
 
     strategies = arguments.strategies.split(",")
     settings = plan_settings(arguments)
@@ -79,21 +79,19 @@ def run(arguments: argparse.Namespace) -> int:
         check_out(arguments.out, overwrite=arguments.overwrite)
     hardware = read_hardware(arguments.hardware)
     shape = read_shape(arguments.model, arguments.set)
+    setting = Setting(
+        shape=shape,
+        hardware=hardware,
+        num_gpus=arguments.gpus,
+        planning=settings,
+        slots=arguments.slots,
+        nvlink_domain=arguments.nvlink_domain,
+    )
     loads = read_loads(arguments.trace)
     warn(idle_slots(loads, arguments.slots))
     warn(missing_history(loads, strategies, settings.interval))
     with progress("Simulating", len(loads) * len({NONE, IDEAL, *strategies})) as on_load:
-        report = simulate(
-            loads,
-            strategies,
-            settings,
-            shape=shape,
-            hardware=hardware,
-            num_gpus=arguments.gpus,
-            slots=arguments.slots,
-            nvlink_domain=arguments.nvlink_domain,
-            on_load=on_load,
-        )
+        report = simulate(loads, strategies, setting, on_load=on_load)
     if arguments.out is not None:
         write_report(arguments.out, report)
     return show(arguments, report, _lines)

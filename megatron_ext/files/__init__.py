@@ -1,6 +1,7 @@
 """Formats: files read and checked, and written whole or not at all.
 
     arrays.py      `.npz` files
+    schema.py      what a format's arrays must be, declared once
     loads.py       loads and plans, traces of a run
     routes.py      tokens' choices, by token id
     placement.py   replicas that were placed before the run

@@ -10,7 +10,6 @@ import os
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -107,20 +106,6 @@ def _read_array(path: Path, archive: np.lib.npyio.NpzFile, name: str) -> np.ndar
     if not isinstance(values, np.ndarray):
         raise ValueError(f"{path}: {name} is no array")
     return values
-
-
-def check_dtype(path: Path, name: str, values: np.ndarray, dtype: type[np.number[Any]]) -> None:
-    """Raise ValueError, with the way out, if an array of a file is of another type."""
-    if values.dtype == dtype:
-        return
-    is_count = np.issubdtype(dtype, np.integer)
-    if is_count and values.dtype.kind == "f" and not np.isfinite(values).all():
-        raise ValueError(f"{path}: {name} has NaN or infinite entries; it must be counts")
-    wanted = np.dtype(dtype)
-    raise ValueError(
-        f"{path}: {name} must be {wanted}, got {values.dtype}: "
-        f"convert it with {name}.astype('{wanted}')"
-    )
 
 
 def write_arrays(path: Path, arrays: dict[str, Tensor], *, overwrite: bool) -> None:

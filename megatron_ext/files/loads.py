@@ -20,9 +20,26 @@ import torch
 from torch import Tensor
 
 from megatron_ext.balance.plan import BalancePlan, check_counts, split_quota
-from megatron_ext.files.arrays import check_dtype, find_arrays, read_arrays, write_arrays
+from megatron_ext.files.arrays import find_arrays, write_arrays
+from megatron_ext.files.schema import Array, Schema
 
 TRACE_FIELDS = ("step", "microbatch", "layer")
+
+_LOADS = Schema(
+    arrays={
+        "load": Array(dtype=np.int64, axes="B? R E"),
+        **{name: Array(dtype=np.integer, axes="B", required=False) for name in TRACE_FIELDS},
+        "predicted": Array(dtype=np.int64, axes="B? R E", required=False, least=-1),
+    },
+    multiple=("E", "R"),
+)
+_PLANS = Schema(
+    arrays={
+        "quota": Array(dtype=np.int64, axes="B E R"),
+        "slots": Array(dtype=np.int32, axes="B R S"),
+        "split": Array(dtype=np.int64, axes="B R E R", required=False),
+    }
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,55 +129,34 @@ def _read_folder(path: Path) -> Loads:
 
 
 def _read_file(path: Path) -> Loads:
-    arrays = read_arrays(path, required=("load",), optional=(*TRACE_FIELDS, "predicted"))
+    arrays = _LOADS.read(path)
     load = arrays["load"]
-    check_dtype(path, "load", load, np.int64)
-    if load.ndim == 2:
-        load = load[None]
-    if load.ndim != 3 or 0 in load.shape:
-        raise ValueError(
-            f"{path}: load must be [B, R, E] or [R, E] and not empty, got shape {load.shape}"
-        )
-    batch, ranks, experts = load.shape
-    if experts % ranks:
-        raise ValueError(f"{path}: experts ({experts}) must be a multiple of ranks ({ranks})")
     try:
         check_counts(torch.from_numpy(load))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    trace = {}
-    for name in TRACE_FIELDS:
-        if name not in arrays:
-            continue
-        values = arrays[name]
-        if values.shape != (batch,) or not np.issubdtype(values.dtype, np.integer):
-            raise ValueError(
-                f"{path}: {name} must be integers [{batch}], got {values.dtype} {values.shape}"
-            )
-        trace[name] = torch.from_numpy(values.astype(np.int64))
-    predicted = None
     if "predicted" in arrays:
-        predicted = torch.from_numpy(_checked_prediction(path, arrays["predicted"], load))
-    return Loads(torch.from_numpy(np.ascontiguousarray(load)), trace, predicted)
+        _check_prediction(path, arrays["predicted"])
+    return Loads(
+        torch.from_numpy(np.ascontiguousarray(load)),
+        {
+            name: torch.from_numpy(arrays[name].astype(np.int64))
+            for name in TRACE_FIELDS
+            if name in arrays
+        },
+        torch.from_numpy(np.ascontiguousarray(arrays["predicted"]))
+        if "predicted" in arrays
+        else None,
+    )
 
 
-def _checked_prediction(path: Path, predicted: np.ndarray, load: np.ndarray) -> np.ndarray:
-    check_dtype(path, "predicted", predicted, np.int64)
-    if predicted.ndim == 2:
-        predicted = predicted[None]
-    if predicted.shape != load.shape:
-        raise ValueError(
-            f"{path}: predicted must be {list(load.shape)} as load is, got {list(predicted.shape)}"
-        )
-    if int(predicted.min()) < -1:
-        raise ValueError(f"{path}: predicted has an entry below -1 ({int(predicted.min())})")
+def _check_prediction(path: Path, predicted: np.ndarray) -> None:
     is_nothing = (predicted == -1).reshape(len(predicted), -1)
     if (mixed := is_nothing.any(1) & ~is_nothing.all(1)).any():
         raise ValueError(
             f"{path}: predicted of load {int(mixed.argmax())} has entries of -1 beside counts; "
             "where nothing was predicted, all of a load's are -1"
         )
-    return np.ascontiguousarray(predicted)
 
 
 def read_plans(path: Path) -> Plans:
@@ -172,24 +168,7 @@ def read_plans(path: Path) -> Plans:
         FileNotFoundError: There is no such file.
         ValueError: It is no file of plans; the message names file, value and rule.
     """
-    arrays = read_arrays(path, required=("quota", "slots"), optional=("split",))
-    quota, slots = arrays["quota"], arrays["slots"]
-    if quota.ndim != 3 or 0 in quota.shape:
-        raise ValueError(f"{path}: quota must be [B, E, R] and not empty, got shape {quota.shape}")
-    batch, experts, ranks = quota.shape
-    shapes = {
-        "quota": quota.shape,
-        "slots": (batch, ranks, slots.shape[-1] if slots.ndim else 0),
-        "split": (batch, ranks, experts, ranks),
-    }
-    for name, values in arrays.items():
-        check_dtype(path, name, values, np.int32 if name == "slots" else np.int64)
-        if values.shape != shapes[name]:
-            raise ValueError(
-                f"{path}: {name} must be {list(shapes[name])} beside a quota of "
-                f"{list(quota.shape)}, got {list(values.shape)}"
-            )
-    return Plans(**{name: torch.from_numpy(values) for name, values in arrays.items()})
+    return Plans(**{name: torch.from_numpy(values) for name, values in _PLANS.read(path).items()})
 
 
 def write_loads(path: Path, loads: Loads, *, overwrite: bool = False) -> None:

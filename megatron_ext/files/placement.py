@@ -17,7 +17,17 @@ import numpy as np
 import torch
 
 from megatron_ext.balance.placement import Placement
-from megatron_ext.files.arrays import check_dtype, read_arrays, write_arrays
+from megatron_ext.files.arrays import write_arrays
+from megatron_ext.files.schema import Array, Schema
+
+_SCHEMA = Schema(
+    arrays={
+        "slots": Array(dtype=np.int32, axes="L R S"),
+        "layer": Array(dtype=np.int64, axes="L", all_differ=True),
+        "expert_load": Array(dtype=np.int64, axes="L E"),
+    },
+    multiple=("E", "R"),
+)
 
 
 def read_placement(path: Path) -> Placement:
@@ -27,26 +37,9 @@ def read_placement(path: Path) -> Placement:
         FileNotFoundError: There is no such file.
         ValueError: It holds no placement; the message names file, value and rule.
     """
-    arrays = read_arrays(path, required=("layer", "slots", "expert_load"), optional=())
+    arrays = _SCHEMA.read(path)
     layer, slots, expert_load = arrays["layer"], arrays["slots"], arrays["expert_load"]
-    check_dtype(path, "layer", layer, np.int64)
-    check_dtype(path, "slots", slots, np.int32)
-    check_dtype(path, "expert_load", expert_load, np.int64)
-    if slots.ndim != 3 or 0 in slots.shape[:2]:
-        raise ValueError(f"{path}: slots must be [L, R, S], got shape {slots.shape}")
     num_layers, ranks, _ = slots.shape
-    if layer.shape != (num_layers,) or expert_load.shape[:1] != (num_layers,):
-        raise ValueError(
-            f"{path}: layer and expert_load must begin with {num_layers} as slots does, got shapes "
-            f"{layer.shape} and {expert_load.shape}"
-        )
-    if len(set(layer.tolist())) != num_layers:
-        raise ValueError(f"{path}: layers must differ, got {layer.tolist()}")
-    if expert_load.ndim != 2 or expert_load.shape[1] == 0 or expert_load.shape[1] % ranks:
-        raise ValueError(
-            f"{path}: expert_load must be [L, E] with E a multiple of {ranks} ranks, got shape "
-            f"{expert_load.shape}"
-        )
     mains = expert_load.shape[1] // ranks
     for index, rank in np.ndindex(num_layers, ranks):
         held = slots[index, rank][slots[index, rank] != -1].tolist()

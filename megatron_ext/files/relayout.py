@@ -13,7 +13,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_ext.files.arrays import check_dtype, read_arrays, write_arrays
+from megatron_ext.files.arrays import write_arrays
+from megatron_ext.files.schema import Array, Schema
+
+_SCHEMA = Schema(
+    arrays={
+        "expert": Array(dtype=np.int64, axes="L E"),
+        "layer": Array(dtype=np.int64, axes="L", all_differ=True),
+    }
+)
 
 
 def read_layout(path: Path) -> dict[int, np.ndarray]:
@@ -26,16 +34,8 @@ def read_layout(path: Path) -> dict[int, np.ndarray]:
         FileNotFoundError: There is no such file.
         ValueError: It holds something else; the message names file, value and rule.
     """
-    names = ("layer", "expert")
-    arrays = read_arrays(path, required=names, optional=())
-    layer, expert = (arrays[name] for name in names)
-    for name in names:
-        check_dtype(path, name, arrays[name], np.int64)
-    if expert.ndim != 2 or 0 in expert.shape or layer.shape != expert.shape[:1]:
-        raise ValueError(
-            f"{path}: layer must be [L] and expert [L, E], got shapes {layer.shape} and "
-            f"{expert.shape}"
-        )
+    arrays = _SCHEMA.read(path)
+    layer, expert = arrays["layer"], arrays["expert"]
     check_layout(path, layer, expert)
     return dict(zip(layer.tolist(), expert, strict=True))
 
@@ -71,5 +71,3 @@ def check_layout(path: Path, layer: np.ndarray, expert: np.ndarray) -> None:
                 f"{path}: expert of layer {number} must be every number from 0 to "
                 f"{num_experts - 1} once, got {of_layer.tolist()}"
             )
-    if len(set(layer.tolist())) != len(layer):
-        raise ValueError(f"{path}: layers must differ, got {layer.tolist()}")

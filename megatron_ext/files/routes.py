@@ -20,7 +20,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_ext.files.arrays import check_dtype, find_arrays, read_arrays, write_arrays
+from megatron_ext.files.arrays import find_arrays, write_arrays
+from megatron_ext.files.schema import Array, Schema
+
+_SCHEMA = Schema(
+    arrays={
+        "choice": Array(dtype=np.int16, axes="L N K", least=0, limit="E"),
+        "token": Array(dtype=np.int64, axes="N", least=0, limit="V"),
+        "sample": Array(dtype=np.int64, axes="N", least=0, limit="N"),
+        "layer": Array(dtype=np.int64, axes="L", all_differ=True),
+        "sizes": Array(dtype=np.int64, axes="2", entries="V E"),
+    }
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,38 +144,12 @@ def _join_stages(stages: list[tuple[Path, Routes]]) -> Routes:
 
 
 def _read_file(path: Path) -> Routes:
-    names = ("token", "sample", "layer", "choice", "sizes")
-    arrays = read_arrays(path, required=names, optional=())
-    for name in names:
-        check_dtype(path, name, arrays[name], np.int16 if name == "choice" else np.int64)
-    token, sample, layer, choice, sizes = (arrays[name] for name in names)
-    if choice.ndim != 3 or 0 in choice.shape:
-        raise ValueError(f"{path}: choice must be [L, N, K] and not empty, got {choice.shape}")
-    num_layers, num_tokens, _ = choice.shape
-    for name, values, shape in (
-        ("token", token, (num_tokens,)),
-        ("sample", sample, (num_tokens,)),
-        ("layer", layer, (num_layers,)),
-        ("sizes", sizes, (2,)),
-    ):
-        if values.shape != shape:
-            raise ValueError(f"{path}: {name} must be {list(shape)}, got shape {values.shape}")
-    vocab_size, num_experts = sizes.tolist()
-    for name, values, limit in (
-        ("token", token, vocab_size),
-        ("choice", choice, num_experts),
-        ("sample", sample, num_tokens),
-    ):
-        if int(values.min()) < 0 or int(values.max()) >= limit:
-            raise ValueError(
-                f"{path}: {name} must be from 0 to {limit - 1}, is from {values.min()} to "
-                f"{values.max()}"
-            )
-    if len(set(layer.tolist())) != num_layers:
-        raise ValueError(f"{path}: layers must differ, got {layer.tolist()}")
+    arrays = _SCHEMA.read(path)
+    sample = arrays["sample"]
     if len(np.unique(sample)) != int(sample.max()) + 1:
         raise ValueError(f"{path}: samples must be numbered from 0 without gaps")
-    return Routes(token, sample, tuple(layer.tolist()), choice, vocab_size, num_experts)
+    layers = tuple(arrays["layer"].tolist())
+    return Routes(arrays["token"], sample, layers, arrays["choice"], *arrays["sizes"].tolist())
 
 
 def write_routes(path: Path, routes: Routes, *, overwrite: bool = False) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
+
+T = TypeVar("T")
 
 
 def find_file(name_or_file: str, folder: Path, what: str) -> Path:
@@ -37,3 +40,33 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no mapping")
     return {str(key): value for key, value in content.items()}
+
+
+def fill(
+    fields: type[T], content: Mapping[str, Any], path: Path, overrides: Sequence[str] = ()
+) -> T:
+    """Make a dataclass of what a file holds: keys are its fields, values of their types.
+
+    Args:
+        fields: The dataclass, as OmegaConf's structured configs are.
+        content: Of the file, as `read_yaml` returns it.
+        path: Of the file, for messages.
+        overrides: Values that replace the file's, each as `name=value`.
+
+    Raises:
+        ValueError: A field is missing, unknown or of a wrong type, or the dataclass refuses a
+            value; the message names file and field.
+    """
+    try:
+        merged = OmegaConf.merge(
+            OmegaConf.structured(fields), dict(content), OmegaConf.from_dotlist([*overrides])
+        )
+        if missing := sorted(OmegaConf.missing_keys(merged)):
+            raise ValueError(f"{path} has no {', '.join(missing)}")
+        made = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        # OmegaConf names the field of a wrong value on a line of its own, that of a wrong key not.
+        field = f"{error.full_key}: " if isinstance(error, ValidationError) else ""
+        raise ValueError(f"{path}: {field}{str(error).splitlines()[0]}") from None
+    assert isinstance(made, fields)
+    return made

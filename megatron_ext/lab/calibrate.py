@@ -101,9 +101,25 @@ def calibrate(name: str, *, num_ranks: int | None = None) -> Hardware:
         launch_ranks(_measure, folder, num_ranks=num_ranks)
         measured = json.loads((Path(folder) / "measured.json").read_text())
     summary = f"{num_ranks} CPU ranks at a time on {cores} cores, one thread each"
+    return Hardware(
+        name=name,
+        summary=summary,
+        sources=_sources(),
+        domain_ranks=num_ranks,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_ranks,
+        outer_bandwidth=measured["token_bandwidth"],
+        overlap=0.0,
+        relay_threshold=_relay_threshold(),
+        solve_us=measured.pop("solve_us"),
+        **measured,
+    )
+
+
+def _sources() -> dict[str, str]:
+    """Where each constant comes from."""
     rate = "measured by doctor --calibrate: "
     part = f"{rate}the quickstart's "
-    sources = {
+    return {
         "domain_ranks": "ranks of this machine that were measured",
         "memory_bytes": "physical memory / ranks",
         "peak_flops_per_s": f"{rate}float32 product of {_SQUARE} x {_SQUARE}, or the next",
@@ -118,18 +134,6 @@ def calibrate(name: str, *, num_ranks: int | None = None) -> Hardware:
         "relay_threshold": "this package's",
         "solve_us": f"{rate}Zipf 0.8, 64 ranks, 256 experts, 2 slots, on one rank",
     }
-    return Hardware(
-        name=name,
-        summary=summary,
-        sources=sources,
-        domain_ranks=num_ranks,
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_ranks,
-        outer_bandwidth=measured["token_bandwidth"],
-        overlap=0.0,
-        relay_threshold=_relay_threshold(),
-        solve_us=measured.pop("solve_us"),
-        **measured,
-    )
 
 
 def _relay_threshold() -> int:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 
 from megatron_ext.balance.strategies import STRATEGIES
-from megatron_ext.files.yaml_files import find_file, read_yaml
+from megatron_ext.files.yaml_files import fill, find_file, read_yaml
 
 FOLDER = Path("recipes/hardware")
 """Where the files are that have a name, below the working directory."""
@@ -30,6 +30,22 @@ SOLVED_PAIRS = 64 * 256
 _WHOLE = ("domain_ranks", "relay_threshold")
 _MOST_WHOLE = 1_000_000
 """Far beyond the ranks there are."""
+
+
+@dataclass
+class _Constant:
+    """One number of a file."""
+
+    value: Any = MISSING
+    source: str = MISSING
+
+
+@dataclass
+class _File:
+    """What of a hardware file is read."""
+
+    summary: str = ""
+    constants: dict[str, _Constant] = MISSING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,14 +136,17 @@ def read_hardware(name_or_file: str) -> Hardware:
     known = constants()
     if unknown := sorted(set(given) - set(known)):
         raise ValueError(f"{path}: unknown constant {unknown[0]!r}; known: {', '.join(known)}")
-    values, sources = {}, {}
     for name in known:
-        entry = given.get(name)
-        if not isinstance(entry, dict) or set(entry) != {"value", "source"}:
+        if name not in given:
             raise ValueError(f"{path}: {name} must be there, as {{value: ..., source: ...}}")
-        if not isinstance(entry["source"], str) or not entry["source"].strip():
+    filed = fill(
+        _File, {name: content[name] for name in ("summary", "constants") if name in content}, path
+    )
+    values, sources = {}, {}
+    for name, constant in filed.constants.items():
+        if not constant.source.strip():
             raise ValueError(f"{path}: {name} must say its source")
-        values[name], sources[name] = entry["value"], entry["source"]
+        values[name], sources[name] = constant.value, constant.source
     if not isinstance(values["solve_us"], dict):
         raise ValueError(f"{path}: solve_us must be microseconds by strategy")
     strategies = ", ".join(sorted(STRATEGIES))
@@ -139,9 +158,7 @@ def read_hardware(name_or_file: str) -> Hardware:
         if not isinstance(values[name], int):
             raise ValueError(f"{path}: {name} ({values[name]!r}) must be a whole number")
     try:
-        return Hardware(
-            name=path.stem, summary=str(content.get("summary", "")), sources=sources, **values
-        )
+        return Hardware(name=path.stem, summary=filed.summary, sources=sources, **values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -13,11 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException, ValidationError
-
 from megatron_ext.config import ConfigError, TrainConfig
-from megatron_ext.files.yaml_files import find_file, read_yaml
+from megatron_ext.files.yaml_files import fill, find_file, read_yaml
 
 SHAPES = Path("recipes/shapes")
 RECIPES = Path("recipes")
@@ -184,20 +181,7 @@ def read_shape(name_or_file: str, overrides: Sequence[str]) -> ModelShape:
     if not named.is_file() and (RECIPES / f"{name_or_file}.yaml").is_file():
         return _of_recipe(name_or_file, overrides)
     path = find_file(name_or_file, SHAPES, "model")
-    try:
-        given = OmegaConf.create({"name": path.stem} | read_yaml(path))
-        merged = OmegaConf.merge(
-            OmegaConf.structured(ModelShape), given, OmegaConf.from_dotlist([*overrides])
-        )
-        if missing := sorted(OmegaConf.missing_keys(merged)):
-            raise ValueError(f"{path} has no {', '.join(missing)}")
-        shape = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        # OmegaConf names the field of a wrong value on a line of its own, that of a wrong key not.
-        field = f"{error.full_key}: " if isinstance(error, ValidationError) else ""
-        raise ValueError(f"{path}: {field}{str(error).splitlines()[0]}") from None
-    assert isinstance(shape, ModelShape)
-    return shape
+    return fill(ModelShape, {"name": path.stem} | read_yaml(path), path, overrides)
 
 
 def _of_recipe(name: str, overrides: Sequence[str]) -> ModelShape:

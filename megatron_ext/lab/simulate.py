@@ -261,16 +261,47 @@ def even_load(load: Tensor) -> Tensor:
     return total // experts + (place < total % experts)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is simulated, but for loads and strategies."""
+
+    shape: ModelShape
+    """Of the model."""
+    hardware: Hardware
+    """It runs on."""
+    num_gpus: int | None
+    """Ranks of the whole training; None is one EP group in each pipeline stage."""
+    planning: PlanSettings
+    """What the planners are asked for."""
+    slots: int
+    """Replicas a rank can hold, as asked for."""
+    nvlink_domain: int | None
+    """Ranks within which replicas are placed; the whole EP group if None."""
+
+    def machine(self, loads: Loads) -> Machine:
+        """Return the model on its machine, with the ranks and tokens of a trace.
+
+        Raises:
+            ValueError: Sizes do not fit each other, or the loads are all zero.
+        """
+        _, ranks, experts = loads.load.shape
+        if experts != self.shape.num_experts:
+            raise ValueError(
+                f"the loads have {experts} experts, the model {self.shape.name} has "
+                f"{self.shape.num_experts}"
+            )
+        tokens = float(loads.load.sum(-1).double().mean()) / self.shape.topk
+        if not tokens:
+            raise ValueError("the loads are all zero")
+        num_gpus = ranks * self.shape.pp_size if self.num_gpus is None else self.num_gpus
+        return Machine(self.shape, self.hardware, ranks, num_gpus, tokens)
+
+
 def simulate(
     loads: Loads,
     strategies: Sequence[str],
-    settings: PlanSettings,
+    setting: Setting,
     *,
-    shape: ModelShape,
-    hardware: Hardware,
-    num_gpus: int | None,
-    slots: int,
-    nvlink_domain: int | None,
     on_load: Callable[[int], object] = lambda count: None,
 ) -> dict[str, Any]:
     """Return what each strategy comes to, for JSON; `none` and `ideal` are always among them.
@@ -278,53 +309,64 @@ def simulate(
     Args:
         loads: In the order of time; those of a microbatch are layers that stand for all layers.
         strategies: Planners of `megatron_ext.balance.strategies`, or `ideal`.
-        settings: What the planners are asked for.
-        shape: Of the model.
-        hardware: It runs on.
-        num_gpus: Ranks of the whole training; None is one EP group in each pipeline stage.
-        slots: Replicas a rank can hold, as asked for.
-        nvlink_domain: Ranks within which replicas are placed; the whole EP group if None.
+        setting: Model, machine, and what the planners are asked for.
         on_load: Called with 1 after every plan.
 
     Raises:
         ValueError: A strategy is there twice or makes no plans, or sizes do not fit each other.
     """
-    _, ranks, experts = loads.load.shape
-    if experts != shape.num_experts:
-        raise ValueError(
-            f"the loads have {experts} experts, the model {shape.name} has {shape.num_experts}"
-        )
     if len(set(strategies)) < len(strategies):
         raise ValueError(f"a strategy is there twice in {', '.join(strategies)}")
-    tokens = float(loads.load.sum(-1).double().mean()) / shape.topk
-    if not tokens:
-        raise ValueError("the loads are all zero")
-    if num_gpus is None:
-        num_gpus = ranks * shape.pp_size
-    machine = Machine(shape, hardware, ranks, num_gpus, tokens)
+    machine = setting.machine(loads)
     costs = machine.costs  # Refuses what no machine can take before anything is planned.
-    if settings.costs is None and "time" in strategies:
-        settings = dataclasses.replace(settings, costs=costs)
-    results = {}
-    names = list(dict.fromkeys([NONE, *strategies, IDEAL]))
-    for name in names:
-        asked = settings if name == "time" else dataclasses.replace(settings, costs=None)
-        even = dataclasses.replace(loads, load=even_load(loads.load)) if name == IDEAL else loads
-        planner = NONE if name == IDEAL else name
-        planners = make_planners(even, planner, asked, slots=slots, nvlink_domain=nvlink_domain)
-        planned = plan_loads(even, planners, on_load=on_load)
-        results[name] = _summarize(
-            machine,
-            even,
-            [one.plan for one in planned],
-            solve_s=0.0 if planner == NONE else _solve_s(name, hardware, planned, ranks * experts),
-            slots=0 if planner == NONE else get_strategy(name).num_slots(slots, experts // ranks),
-        )
-        if planner != NONE:
-            results[name]["solve_from"] = "hardware" if name in hardware.solve_us else "here"
+    if setting.planning.costs is None and "time" in strategies:
+        planning = dataclasses.replace(setting.planning, costs=costs)
+        setting = dataclasses.replace(setting, planning=planning)
+    results = {
+        name: _result_of(name, loads, setting, machine, on_load)
+        for name in dict.fromkeys([NONE, *strategies, IDEAL])
+    }
     for result in results.values():
         result["share_of_ideal"] = results[IDEAL]["step_ms"] / result["step_ms"]
         result["gain_over_none"] = results[NONE]["step_ms"] / result["step_ms"] - 1
+    return _report(loads, setting, machine, results)
+
+
+def _result_of(
+    name: str,
+    loads: Loads,
+    setting: Setting,
+    machine: Machine,
+    on_load: Callable[[int], object],
+) -> dict[str, Any]:
+    """Plan the loads with one strategy and return its numbers."""
+    planner = NONE if name == IDEAL else name
+    if name == IDEAL:
+        loads = dataclasses.replace(loads, load=even_load(loads.load))
+    planning = setting.planning
+    if name != "time":
+        planning = dataclasses.replace(planning, costs=None)
+    planners = make_planners(
+        loads, planner, planning, slots=setting.slots, nvlink_domain=setting.nvlink_domain
+    )
+    planned = plan_loads(loads, planners, on_load=on_load)
+    plans = [one.plan for one in planned]
+    if planner == NONE:
+        return _summarize(machine, loads, plans, solve_s=0.0, slots=0)
+    ranks, experts = machine.ep_size, machine.shape.num_experts
+    slots = get_strategy(name).num_slots(setting.slots, experts // ranks)
+    solve_s = _solve_s(name, setting.hardware, planned, ranks * experts)
+    return _summarize(machine, loads, plans, solve_s=solve_s, slots=slots) | {
+        "solve_from": "hardware" if name in setting.hardware.solve_us else "here"
+    }
+
+
+def _report(
+    loads: Loads, setting: Setting, machine: Machine, results: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the results of the strategies with all that they were made from."""
+    shape, hardware, slots = setting.shape, setting.hardware, setting.slots
+    ranks, num_gpus, tokens = machine.ep_size, machine.num_gpus, machine.tokens
     return {
         "title": f"{shape.name} on {num_gpus} x {hardware.name}: EP {ranks}, PP {shape.pp_size}, "
         f"{tokens:.0f} tokens a rank in a microbatch, {shape.num_microbatches} microbatches, "
@@ -341,7 +383,7 @@ def simulate(
         "parallel": {"ep_size": ranks, "pp_size": shape.pp_size, "num_gpus": num_gpus},
         "tokens_per_rank": tokens,
         "slots": slots,
-        "strategies": results,
+        "strategies": dict(results),
         "left_out": list(LEFT_OUT),
     }
 

@@ -8,7 +8,6 @@ process is one rank; otherwise it starts the ranks on this machine itself. What 
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
 import os
@@ -27,6 +26,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_ext.arguments import OneLineParser
 from megatron_ext.config import ConfigError, TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.trainer.validate import validate
@@ -137,8 +137,8 @@ def _hydra_problem(error: Exception) -> str:
     return ": ".join(dict.fromkeys(parts))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
         prog="megatron-ext train",
         description="Train an MoE model with Megatron-Core, with or without balancing.",
         epilog="example: megatron-ext train --config-name quickstart balance.slots=1 steps=20",

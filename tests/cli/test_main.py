@@ -1,7 +1,9 @@
 """The command as a whole: help without torch, exit status, and who gets the words."""
 
+import argparse
 import errno
 import os
+import re
 import subprocess
 import sys
 import types
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.cli import doctor, main
+from megatron_ext.cli.options import positive
 from tests.cli.command import run
 
 
@@ -91,12 +94,50 @@ def test_every_option_says_what_it_is():
         ["data", "build"],
         ["data", "corpus", "--out", "x", "--limit-mb", "0"],
         ["replay", "recipes/traces/late.npz", "--strategies", "none", "--out", ""],
+        ["plan", "loads.npz", "--slot\nter", "3"],
+        ["train", "--seed", "3"],
+        ["train", "--ranks"],
     ],
 )
 def test_wrong_usage(capsys, words):
     status, out, err = run(capsys, *words)
     assert (status, out) == (2, "")
-    assert "usage: megatron-ext" in err
+    assert err.startswith("megatron-ext")
+    assert ": error: " in err
+    assert err.count("\n") == 1
+
+
+def _typed_options():
+    """Every option of every command that does not take any word, with a word that it refuses."""
+    from megatron_ext.cli import _parser
+    from megatron_ext.trainer.train import _parser as train_parser
+
+    def below(parser):
+        found = [parser]
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found += [one for each in action.choices.values() for one in below(each)]
+        return found
+
+    for parser in [*below(_parser()), train_parser()]:
+        for action in parser._actions:
+            option = action.option_strings[:1]
+            if not option or isinstance(action, argparse._SubParsersAction):
+                continue
+            if action.choices is not None or action.type in (int, float, positive):
+                yield [*parser.prog.split()[1:], *option, "much"]
+
+
+def test_every_wrong_value_is_named_in_one_line(capsys):
+    cases = list(_typed_options())
+    commands = {tuple(words[:-2]) for words in cases}
+    assert {("train",), ("plan",), ("replay",), ("simulate",), ("synth",)} <= commands
+    for words in cases:
+        status, out, err = run(capsys, *words)
+        assert (status, out) == (2, ""), words
+        assert err.startswith(f"megatron-ext {' '.join(words[:-2])}: error: argument {words[-2]}")
+        assert re.search("'much' must be a (whole )?number|'much' [(]choose from", err), err
+        assert err.count("\n") == 1, err
 
 
 @pytest.mark.parametrize("ranks", ["0", "four", "1.5"])

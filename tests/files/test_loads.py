@@ -51,11 +51,11 @@ def test_one_load_is_a_batch_of_one(tmp_path):
         ({"load": np.full((2, 4), 2**61)}, r"wrong\.npz: load has an entry of 2305843009213693952"),
         (
             {"load": np.zeros((2, 2, 4), np.int64), "step": np.zeros(3, np.int64)},
-            r"step must be integers \[2\], got int64 \(3,\)",
+            r"step must be \[2\] beside load of \[2, 2, 4\], got shape \[3\]",
         ),
         (
             {"load": np.zeros((2, 2, 4), np.int64), "layer": np.zeros(2)},
-            r"layer must be integers \[2\], got float64",
+            "layer must be integers, got float64",
         ),
         ({"load": np.array([[None]])}, "load cannot be read .Object arrays cannot be loaded"),
     ],
@@ -153,9 +153,9 @@ def test_predictions(tmp_path):
     [
         (
             np.ones((3, 2, 4), np.int64),
-            r"predicted must be \[2, 2, 4\] as load is, got \[3, 2, 4\]",
+            r"predicted must be \[2, 2, 4\] beside load of \[2, 2, 4\], got shape \[3, 2, 4\]",
         ),
-        (np.full((2, 2, 4), -2), r"predicted has an entry below -1 \(-2\)"),
+        (np.full((2, 2, 4), -2), "predicted must be >= -1, is from -2 to -2"),
         (np.ones((2, 2, 4)), "predicted must be int64, got float64"),
         (
             np.stack([np.ones((2, 4), np.int64), np.eye(2, 4, dtype=np.int64) - 1]),
@@ -205,8 +205,14 @@ def test_plans_come_back(tmp_path, with_split, nvlink_domain):
         ({"quota": np.zeros((8, 4), np.int64)}, r"quota must be \[B, E, R\] and not empty"),
         ({"quota": np.zeros((1, 8, 4))}, "quota must be int64, got float64"),
         ({"slots": np.zeros((1, 4, 2), np.int64)}, "slots must be int32, got int64"),
-        ({"slots": np.zeros((1, 5, 2), np.int32)}, r"slots must be \[1, 4, 2\] beside a quota"),
-        ({"slots": np.array(3, np.int32)}, r"slots must be \[1, 4, 0\] beside a quota"),
+        (
+            {"slots": np.zeros((1, 5, 2), np.int32)},
+            r"slots must be \[1, 4, S\] beside quota of \[1, 8, 4\], got shape \[1, 5, 2\]",
+        ),
+        (
+            {"slots": np.array(3, np.int32)},
+            r"slots must be \[1, 4, S\] beside quota of \[1, 8, 4\], got shape \[\]",
+        ),
         ({"split": np.zeros((1, 4, 4, 8), np.int64)}, r"split must be \[1, 4, 8, 4\] beside"),
     ],
 )

@@ -39,10 +39,16 @@ def test_written_and_read(tmp_path):
     [
         ({"slots": None}, "has no array 'slots'; it has expert_load, layer"),
         ({"slots": RIGHT["slots"].astype(np.int64)}, "slots must be int32, got int64"),
-        ({"slots": RIGHT["slots"][0]}, r"slots must be \[L, R, S\], got shape \(2, 1\)"),
-        ({"layer": np.array([1])}, r"must begin with 2 as slots does, got shapes \(1,\)"),
+        ({"slots": RIGHT["slots"][0]}, r"slots must be \[L, R, S\], got shape \[2, 1\]"),
+        (
+            {"layer": np.array([1])},
+            r"layer must be \[2\] beside slots of \[2, 2, 1\], got shape \[1\]",
+        ),
         ({"layer": np.array([1, 1])}, r"layers must differ, got \[1, 1\]"),
-        ({"expert_load": RIGHT["expert_load"][:, :3]}, "a multiple of 2 ranks, got shape .2, 3"),
+        (
+            {"expert_load": RIGHT["expert_load"][:, :3]},
+            r"experts \(3\) must be a multiple of ranks \(2\)",
+        ),
         ({"slots": RIGHT["slots"] + np.int32(2)}, "layer 1, rank 0: no expert 4; there are 4"),
         ({"slots": RIGHT["slots"][:, ::-1]}, "layer 1, rank 1: expert 2 is there twice"),
         ({"slots": RIGHT["slots"].repeat(2, 2)}, "layer 1, rank 0: expert 2 is there twice"),

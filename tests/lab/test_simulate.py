@@ -27,6 +27,7 @@ from megatron_ext.lab.shape import ModelShape, read_shape
 from megatron_ext.lab.simulate import (
     LEGEND,
     Machine,
+    Setting,
     _layer_times,
     even_load,
     layer_table,
@@ -102,16 +103,15 @@ def load():
 
 
 def simulated(loads, *strategies, hardware=None, shape=None, num_gpus=None, slots=1, **settings):
-    return simulate(
-        loads,
-        strategies,
-        PlanSettings(**settings),
+    setting = Setting(
         shape=shape or a_shape(),
         hardware=hardware or a_machine(),
         num_gpus=num_gpus,
+        planning=PlanSettings(**settings),
         slots=slots,
         nvlink_domain=None,
     )
+    return simulate(loads, strategies, setting)
 
 
 def test_equations_by_hand(load):

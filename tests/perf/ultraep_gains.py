@@ -23,7 +23,7 @@ from megatron_ext.files.loads import Loads
 from megatron_ext.files.tables import markdown_table
 from megatron_ext.lab.hardware import read_hardware
 from megatron_ext.lab.shape import read_shape
-from megatron_ext.lab.simulate import simulate
+from megatron_ext.lab.simulate import Setting, simulate
 from megatron_ext.lab.synthetic import generate, make_spec
 
 PAPER = {"lplb": 0.12, "eplb": 0.20, "eplb_exact": 0.29, "quota_paper": 0.42}
@@ -70,17 +70,15 @@ def find_loads(shape, hardware, tokens: int, gpus: int) -> Loads:
 
 
 def run(loads, strategies, shape, hardware, gpus, interval, nvlink_domain=None):
-    report = simulate(
-        loads,
-        strategies,
-        PlanSettings(interval=interval),
+    setting = Setting(
         shape=shape,
         hardware=hardware,
         num_gpus=gpus,
+        planning=PlanSettings(interval=interval),
         slots=2,
         nvlink_domain=nvlink_domain,
     )
-    return report["strategies"]
+    return simulate(loads, strategies, setting)["strategies"]
 
 
 def main() -> None:

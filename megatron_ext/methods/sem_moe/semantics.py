@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_ext.files.arrays import check_dtype, read_arrays, write_arrays
+from megatron_ext.files.arrays import write_arrays
 from megatron_ext.files.relayout import check_layout
+from megatron_ext.files.schema import Array, Schema
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,15 +58,17 @@ class Semantics:
         return home
 
 
-_DTYPES: dict[str, Any] = {
-    "layer": np.int64,
-    "expert": np.int64,
-    "affinity": np.float32,
-    "token_rank": np.int16,
-    "token_confidence": np.float32,
-    "transition": np.float32,
-}
-"""What a file holds, in the order of `Semantics`."""
+_SCHEMA = Schema(
+    arrays={
+        "expert": Array(dtype=np.int64, axes="L E"),
+        "affinity": Array(dtype=np.float32, axes="V R", least=0),
+        "layer": Array(dtype=np.int64, axes="L", all_differ=True),
+        "token_rank": Array(dtype=np.int16, axes="L V", least=0, limit="R"),
+        "token_confidence": Array(dtype=np.float32, axes="L V", least=0),
+        "transition": Array(dtype=np.float32, axes="L-2 R R R", least=0),
+    },
+    multiple=("E", "R"),
+)
 
 
 def read_semantics(path: Path) -> Semantics:
@@ -76,40 +78,10 @@ def read_semantics(path: Path) -> Semantics:
         FileNotFoundError: There is no such file.
         ValueError: It holds something else; the message names file, value and rule.
     """
-    arrays = read_arrays(path, required=tuple(_DTYPES), optional=())
-    for name, dtype in _DTYPES.items():
-        check_dtype(path, name, arrays[name], dtype)
-    layer, expert, affinity = (arrays[name] for name in ("layer", "expert", "affinity"))
-    if expert.ndim != 2 or affinity.ndim != 2 or 0 in (*expert.shape, *affinity.shape):
-        raise ValueError(
-            f"{path}: expert must be [L, E] and affinity [V, R], got shapes {expert.shape} and "
-            f"{affinity.shape}"
-        )
-    (layers, experts), (vocab_size, ranks) = expert.shape, affinity.shape
-    for name, shape in (
-        ("layer", (layers,)),
-        ("token_rank", (layers, vocab_size)),
-        ("token_confidence", (layers, vocab_size)),
-        ("transition", (max(layers - 2, 0), ranks, ranks, ranks)),
-    ):
-        if arrays[name].shape != shape:
-            raise ValueError(
-                f"{path}: {name} must be {list(shape)} beside an expert of {list(expert.shape)} "
-                f"and an affinity of {list(affinity.shape)}, got {list(arrays[name].shape)}"
-            )
-    token_rank = arrays["token_rank"]
-    if int(token_rank.min()) < 0 or int(token_rank.max()) >= ranks:
-        raise ValueError(
-            f"{path}: token_rank must be from 0 to {ranks - 1}, is from {token_rank.min()} to "
-            f"{token_rank.max()}"
-        )
-    for name in ("affinity", "token_confidence", "transition"):
-        if not (np.isfinite(arrays[name]) & (arrays[name] >= 0)).all():
-            raise ValueError(f"{path}: {name} must be finite and >= 0")
-    if experts % ranks:
-        raise ValueError(f"{path}: experts ({experts}) must be a multiple of ranks ({ranks})")
-    check_layout(path, layer, expert)
-    return Semantics(tuple(layer.tolist()), *(arrays[name] for name in list(_DTYPES)[1:]))
+    arrays = _SCHEMA.read(path)
+    layer = arrays.pop("layer")
+    check_layout(path, layer, arrays["expert"])
+    return Semantics(tuple(layer.tolist()), **arrays)
 
 
 def write_semantics(path: Path, semantics: Semantics, *, overwrite: bool = False) -> None:

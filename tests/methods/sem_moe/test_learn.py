@@ -234,7 +234,10 @@ class TestFiles:
     @pytest.mark.parametrize(
         ("changed", "message"),
         [
-            ({"token": np.zeros(3, dtype=np.int64)}, r"token must be \[8\], got shape \(3,\)"),
+            (
+                {"token": np.zeros(3, dtype=np.int64)},
+                r"token must be \[8\] beside choice of \[2, 8, 1\], got shape \[3\]",
+            ),
             ({"choice": np.zeros((2, 8, 1), dtype=np.int32)}, "choice must be int16"),
             ({"choice": np.zeros((2, 8), dtype=np.int16)}, r"choice must be \[L, N, K\]"),
             ({"choice": np.full((2, 8, 1), 4, dtype=np.int16)}, "choice must be from 0 to 3"),

@@ -1,0 +1,37 @@
+"""A parser of words of a command line that says in one line what is wrong with them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from typing import NoReturn
+
+WRONG_USAGE = 2
+"""The exit status where a command was called wrongly."""
+
+_KINDS = {"int": "a whole number", "float": "a number"}
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line: command, argument, value and rule, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and leave with status 2."""
+        message = re.sub(
+            r"invalid (int|float) value: (.*)",
+            lambda said: f"{said[2]} must be {_KINDS[said[1]]}",
+            message,
+            flags=re.DOTALL,
+        )
+        sys.stderr.write(error_line(self.prog, message))
+        raise SystemExit(WRONG_USAGE)
+
+
+def error_line(command: str, message: str) -> str:
+    r"""Return what a command says on stderr about an error, as one line with its end.
+
+    >>> error_line("megatron-ext plan", "loads.npz is\n  cut off")
+    'megatron-ext plan: error: loads.npz is cut off\n'
+    """
+    return f"{command}: error: {' '.join(message.split())}\n"
