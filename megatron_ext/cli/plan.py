@@ -149,7 +149,11 @@ def _strategies() -> dict[str, Any]:
     from megatron_ext.balance.strategies import STRATEGIES
 
     return {
-        name: {"summary": strategy.summary, "training": True, "offline": strategy.makes_plans}
+        name: {
+            "summary": strategy.summary,
+            "training": True,
+            "offline": strategy.planner is not None,
+        }
         for name, strategy in STRATEGIES.items()
     }
 

@@ -15,6 +15,7 @@ from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.solve import plan_layout
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
+from megatron_ext.balance.strategies.strategy import FromHistory
 from megatron_ext.files.loads import Loads
 
 
@@ -73,7 +74,7 @@ def missing_history(loads: Loads, strategies: Iterable[str], interval: int) -> s
         strategies: Planners of `megatron_ext.balance.strategies`.
         interval: Microbatches of a layer between placements from history.
     """
-    from_history = [name for name in strategies if get_strategy(name).place is not None]
+    from_history = [name for name in strategies if isinstance(get_strategy(name).kind, FromHistory)]
     microbatches = max(Counter(loads.layers()).values())
     if not from_history or 2 * interval <= microbatches:
         return None

@@ -172,7 +172,7 @@ class BalancedMoELayer(MoELayer):
         self.chunk: int | None = None
         """Layers before the first of this layer's chunk; told by the transformer layer."""
         self.lookahead: Lookahead | None = None
-        predicts = get_strategy(balance.strategy).place_predicted is not None
+        predicts = get_strategy(balance.strategy).predicts
         if predicts and self.layout.slots > 0 and order is not None:
             self.lookahead = Lookahead(self, order)
         # Made in the first forward: only then have wrappers settled the dtype and place of the

@@ -279,9 +279,11 @@ def _check_placement(config: TrainConfig) -> list[str]:
 
 def _check_semantics(config: TrainConfig) -> list[str]:
     from megatron_ext.balance.strategies import STRATEGIES
+    from megatron_ext.balance.strategies.strategy import StaysMegatron
 
     strategy = STRATEGIES.get(config.balance.strategy)
-    if strategy is None or not strategy.needs_semantics:
+    kind = None if strategy is None else strategy.kind
+    if strategy is None or not (isinstance(kind, StaysMegatron) and kind.needs_semantics):
         return []
     if config.data.affinity or config.data.rebatch:
         return []

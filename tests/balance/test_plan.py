@@ -17,7 +17,7 @@ from megatron_ext.config import BalanceConfig
 from tests import workloads
 from tests.balance.instances import instances, needs_of, worked_example
 
-PLANNERS = sorted(name for name, strategy in STRATEGIES.items() if strategy.makes_plans)
+PLANNERS = sorted(name for name, strategy in STRATEGIES.items() if strategy.planner)
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
@@ -83,7 +83,7 @@ def test_physical_index_of_a_batch_is_that_of_its_plans():
     assert batch.num_replicas() == sum(plan.num_replicas() for plan in batch.unbatch())
 
 
-@pytest.mark.parametrize("planner", [n for n in PLANNERS if not STRATEGIES[n].place_predicted])
+@pytest.mark.parametrize("planner", [n for n in PLANNERS if not STRATEGIES[n].predicts])
 def test_a_batch_is_its_loads_one_by_one(planner):
     loads = torch.stack([workloads.zipf(4, 16, 300, 1.0, seed) for seed in range(5)])
     needs = needs_of(planner, ExpertLayout(num_experts=16, ep_size=4, slots=1, nvlink_domain=4))

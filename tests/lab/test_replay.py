@@ -64,7 +64,7 @@ def test_worked_example():
     assert list(of["none"]["layers"]) == ["0"]
 
 
-@pytest.mark.parametrize("strategy", [n for n, each in STRATEGIES.items() if each.makes_plans])
+@pytest.mark.parametrize("strategy", [n for n, each in STRATEGIES.items() if each.planner])
 def test_numbers_are_those_of_the_plans(trace, strategy):
     """Layer by layer, planned without replay; so no layer sees another's past."""
     layout = ExpertLayout(num_experts=8, ep_size=4, slots=2, nvlink_domain=2)

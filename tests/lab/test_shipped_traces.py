@@ -12,6 +12,7 @@ import torch
 
 from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.strategies import STRATEGIES, PlanSettings
+from megatron_ext.balance.strategies.strategy import FromPlacement
 from megatron_ext.files.loads import Loads, read_loads
 from megatron_ext.lab.replay import Measured, make_report, replay
 
@@ -40,8 +41,8 @@ def test_no_trace_and_no_live_strategy_is_left_out():
     live = {
         name
         for name, strategy in STRATEGIES.items()
-        if strategy.makes_plans
-        and not strategy.needs_placement
+        if strategy.planner
+        and not isinstance(strategy.kind, FromPlacement)
         and strategy.num_slots(1, 8) == 1
         and name not in ("none", "time", "quota")
     }

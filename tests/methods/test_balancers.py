@@ -281,7 +281,7 @@ HISTORY = ("eplb", "lplb")
 @settings(max_examples=60)
 def test_plans_from_any_history_are_legal(strategy, first, data):
     """What was placed for one load is legal, and not worse than nothing, for any other."""
-    planner = get_strategy(strategy)
+    planner = get_strategy(strategy).planner
     asked = PlanSettings(min_quota=first.min_quota)
     slots = planner.place(first.load.sum(0), first.layout, asked)
     mixed = data.draw(st.permutations(range(first.layout.num_experts)))

@@ -23,8 +23,8 @@ from megatron_ext.balance.strategies.fastest import TIME
 from megatron_ext.balance.strategies.ideal import IDEAL
 from megatron_ext.balance.strategies.none import NONE
 from megatron_ext.balance.strategies.quota import QUOTA
+from megatron_ext.balance.strategies.strategy import Planner, Solves, Strategy
 from megatron_ext.balance.strategies.strategy import PlanSettings as PlanSettings
-from megatron_ext.balance.strategies.strategy import Strategy
 
 _METHODS = "megatron_ext.methods"
 
@@ -93,8 +93,8 @@ def get_strategy(name: str) -> Strategy:
     return strategy
 
 
-def get_planner(name: str, *, for_time: bool = False) -> Strategy:
-    """Return the balancer of that name, which makes plans.
+def get_planner(name: str, *, for_time: bool = False) -> Planner:
+    """Return how the balancer of that name plans.
 
     Args:
         name: Of the balancer.
@@ -106,12 +106,13 @@ def get_planner(name: str, *, for_time: bool = False) -> Strategy:
         ModuleNotFoundError: If it needs a package that is not there.
     """
     strategy = get_strategy(name)
-    if not strategy.makes_plans:
-        planners = sorted(name for name, strategy in STRATEGIES.items() if strategy.makes_plans)
+    planner = strategy.planner
+    if planner is None:
+        planners = sorted(name for name, each in STRATEGIES.items() if each.planner)
         raise ValueError(f"strategy {name!r} makes no plans; planners: {', '.join(planners)}")
-    if for_time and strategy.solve is None:
+    if for_time and not isinstance(planner, Solves):
         raise ValueError(
             f"strategy {name!r} fills replicas placed before, without a tolerance that objective "
             "time chooses"
         )
-    return strategy
+    return planner

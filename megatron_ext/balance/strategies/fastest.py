@@ -32,7 +32,7 @@ from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import mean_loads, rank_sends
 from megatron_ext.balance.plan import BalancePlan, pick_plans
 from megatron_ext.balance.strategies import none, quota
-from megatron_ext.balance.strategies.strategy import PlanSettings, Solver, Strategy
+from megatron_ext.balance.strategies.strategy import PlanSettings, Solver, Solves, Strategy
 from megatron_ext.ops import load_library
 
 TOLERANCES = (2.0, 1.0, 0.5, 0.3, 0.2, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01, 0.005, 0.0)
@@ -171,6 +171,5 @@ def _target_loads(load: Tensor) -> Tensor:
 TIME = Strategy(
     name="time",
     summary="the quota planner at the tolerance that makes the layer fastest",
-    kind="planner",
-    solve=solve,
+    kind=Solves(solve),
 )

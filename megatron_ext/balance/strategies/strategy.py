@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_ext.config import BalanceConfig, check_plan_settings
 
@@ -96,15 +96,60 @@ class Filler(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Solves:
+    """Plans every load by itself, when it is known exactly."""
+
+    solve: Solver
+
+
+@dataclass(frozen=True)
+class FromHistory:
+    """Places replicas by the loads of the past, and shares every load among them."""
+
+    place: Placer
+    fill: Filler
+
+
+@dataclass(frozen=True)
+class FromPrediction:
+    """Places replicas by a prediction of one load, and shares that load when it is known."""
+
+    place: PredictedPlacer
+    fill: Filler
+
+
+@dataclass(frozen=True)
+class FromPlacement:
+    """Shares every load among the replicas of a `Placement`, placed before the run."""
+
+    fill: Filler
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaysMegatron:
+    """Leaves a model Megatron's own layer."""
+
+    offline: Solves | None = None
+    """The plans that show what this amounts to; None if there is nothing to plan."""
+
+    needs_semantics: bool = False
+    """Whether a run's samples or tokens are to go to ranks by a file of semantics."""
+
+
+@dataclass(frozen=True)
+class ForcesEven:
+    """Changes the router's choices to even ones."""
+
+
+Planner = Solves | FromHistory | FromPrediction | FromPlacement
+"""How a strategy comes to its plans. None of the functions remembers anything: the past is kept by
+`LayerPlanner`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """A balancer; one constant per file of this folder, or of `methods/`.
-
-    A planner either solves every load by itself (`solve`), or shares it (`fill`) among replicas
-    that were there before the load was known: placed before the run, by the loads of the past
-    (`place`), or by a prediction of the one load to come (`place_predicted`). None of the functions
-    remembers anything: the past is kept by `LayerPlanner`.
-    """
+    """A balancer; one constant per file of this folder, or of `methods/`."""
 
     name: str
     """The name in configs and on the command line."""
@@ -112,19 +157,8 @@ class Strategy:
     summary: str
     """What it is, in one line."""
 
-    kind: Literal["absent", "planner", "force_even"]
-    """How it enters a model: not at all, by planning, or by forcing even routing."""
-
-    solve: Solver | None = None
-    place: Placer | None = None
-    place_predicted: PredictedPlacer | None = None
-    fill: Filler | None = None
-
-    needs_placement: bool = False
-    """Whether it fills the replicas of a `Placement`."""
-
-    needs_semantics: bool = False
-    """Whether a run's samples or tokens are to go to ranks by a file of semantics."""
+    kind: Planner | StaysMegatron | ForcesEven
+    """How it balances a model."""
 
     num_slots: Callable[[int, int], int] = lambda asked, mains_per_rank: asked
     """Slots per rank that it plans for, given those asked for and the mains per rank."""
@@ -133,6 +167,13 @@ class Strategy:
     """What it imports beside the dependencies; the extra of its own name installs it."""
 
     @property
-    def makes_plans(self) -> bool:
-        """Whether there is something to plan, offline too."""
-        return self.solve is not None or self.fill is not None
+    def planner(self) -> Planner | None:
+        """How it plans, offline too; None if there is nothing to plan."""
+        if isinstance(self.kind, StaysMegatron):
+            return self.kind.offline
+        return None if isinstance(self.kind, ForcesEven) else self.kind
+
+    @property
+    def predicts(self) -> bool:
+        """Whether it places replicas by a prediction of the load to come."""
+        return isinstance(self.kind, FromPrediction)

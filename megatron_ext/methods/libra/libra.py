@@ -20,7 +20,7 @@ from megatron_ext.balance.bounds import target_load
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan, plan_each
 from megatron_ext.balance.strategies import quota as quota_planner
-from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
+from megatron_ext.balance.strategies.strategy import FromPrediction, PlanSettings, Strategy
 
 
 def place(predicted: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Tensor:
@@ -361,7 +361,5 @@ class _Shares:
 LIBRA = Strategy(
     name="libra",
     summary="Libra with top-up: replicas from a predicted load, then from the exact one",
-    kind="planner",
-    place_predicted=place,
-    fill=fill,
+    kind=FromPrediction(place, fill),
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan, plan_each
-from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
+from megatron_ext.balance.strategies.strategy import PlanSettings, Solves, Strategy
 
 
 def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
@@ -84,6 +84,5 @@ def _spill(loads: list[int], layout: ExpertLayout, settings: PlanSettings) -> Ba
 LLEP = Strategy(
     name="llep",
     summary="LLEP: what is above `alpha` times the mean spills to the least loaded ranks",
-    kind="planner",
-    solve=solve,
+    kind=Solves(solve),
 )
