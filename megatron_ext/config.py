@@ -13,6 +13,9 @@ from typing import Any
 MISSING: Any = "???"
 """OmegaConf's mark of a value that the user has to give."""
 
+OBJECTIVES = ("tolerance", "time")
+"""What a planner aims at: see `BalanceConfig.objective`."""
+
 COST_UNITS = {"link_bandwidth": "bytes per second", "assignment_time": "seconds"}
 """The costs among the fields of `BalanceConfig`, and their units."""
 
@@ -61,12 +64,12 @@ class BalanceConfig:
 
     # OmegaConf takes a whole number for a float only where int is named, too.
     link_bandwidth: float | int | str = "auto"
-    """Bytes per second that a rank sends to its peers. For objective and strategy `time`. `auto` is
-    measured when the run begins, on its own ranks (`mcore/measure.py`)."""
+    """Bytes per second that a rank sends to its peers. For objective `time`. `auto` is measured
+    when the run begins, on its own ranks (`mcore/measure.py`)."""
 
     assignment_time: float | int | str = "auto"
-    """Seconds of expert computation, forward, per assignment. For objective and strategy `time`.
-    `auto` as above."""
+    """Seconds of expert computation, forward, per assignment. For objective `time`. `auto` as
+    above."""
 
     min_quota: int = 1
     """Fewest assignments a replica must take over to be worth its transfer."""
@@ -106,7 +109,7 @@ class BalanceConfig:
             raise ValueError(
                 f"balance.grad_reduce_share ({self.grad_reduce_share}) must be above 0 and <= 1"
             )
-        if self.objective not in ("tolerance", "time"):
+        if self.objective not in OBJECTIVES:
             raise ValueError(
                 f"balance.objective ({self.objective!r}) must be 'tolerance' or 'time'"
             )
@@ -124,16 +127,15 @@ class BalanceConfig:
         if not isinstance(value, int | float):
             raise ValueError(f"balance.{name} ({value!r}) must be 'auto' or a number")
         if self.plans_for_time and not 0 < value < math.inf:
-            cause = "objective" if self.objective == "time" else "strategy"
             raise ValueError(
-                f"balance.{name} ({value}) must be > 0 and finite with balance.{cause}=time, "
+                f"balance.{name} ({value}) must be > 0 and finite with balance.objective=time, "
                 "or 'auto', which measures it"
             )
 
     @property
     def plans_for_time(self) -> bool:
         """Whether the planner has to know what a layer costs in time."""
-        return "time" in (self.objective, self.strategy)
+        return self.objective == "time"
 
     @property
     def costs_to_measure(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from megatron_ext.cli.options import (
     plan_settings,
 )
 from megatron_ext.cli.output import columns, progress, show, warn
+from megatron_ext.config import OBJECTIVES, BalanceConfig
 
 if TYPE_CHECKING:
     from megatron_ext.balance.strategies import PlanSettings
@@ -43,8 +44,8 @@ def add(commands: Any) -> None:
     plan.add_argument("--list", action="store_true", help="list the strategies instead")
     add_balance(plan, ("strategy", "NAME", "the planner"))
     add_plan_settings(plan)
-    add_balance(plan, ("objective", "NAME", "tolerance or time"))
-    add_costs(plan, "--objective time and --strategy time")
+    add_balance(plan, ("objective", "NAME", " or ".join(OBJECTIVES)))
+    add_costs(plan, "--objective time")
     add_out(plan, "PLAN.npz", "where to write the plans", required=False)
     plan.add_argument("--split", action="store_true", help="write the quotas by source rank too")
     add_overwrite(plan, "an existing PLAN.npz")
@@ -58,11 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         return show(arguments, _strategies(), _strategy_lines)
     _check(arguments)
-    by_strategy = arguments.strategy == "time"
     costs = layer_costs(
         arguments,
-        for_time=by_strategy or arguments.objective == "time",
-        switch="--strategy time" if by_strategy else "--objective time",
+        for_time=BalanceConfig(objective=arguments.objective).plans_for_time,
+        switch="--objective time",
     )
     settings = plan_settings(arguments, costs)
     loads = read_loads(arguments.loads)
@@ -98,8 +98,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError("--split adds to the file of --out, which is not given")
     if arguments.out is not None:
         check_free(arguments.out, overwrite=arguments.overwrite)
-    if arguments.objective not in ("tolerance", "time"):
-        raise ValueError(f"--objective ({arguments.objective}) must be tolerance or time")
+    if arguments.objective not in OBJECTIVES:
+        raise ValueError(f"--objective ({arguments.objective}) must be {' or '.join(OBJECTIVES)}")
 
 
 def _report(

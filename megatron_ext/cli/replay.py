@@ -33,10 +33,10 @@ def add(commands: Any) -> None:
         "--strategies",
         required=True,
         metavar="A,B,...",
-        help="the planners; `megatron-ext plan --list` names them",
+        help="the planners, of `megatron-ext plan --list`; NAME:time plans for objective time",
     )
     add_plan_settings(replay)
-    add_costs(replay, "strategy time; --expert-bytes also alone, to see the bytes that move")
+    add_costs(replay, "NAME:time; --expert-bytes also alone, to see the bytes that move")
     add_out(replay, "DIR", "folder for replay.md, replay.json and replay.png", required=False)
     add_overwrite(replay, "these files in DIR")
 
@@ -45,14 +45,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan the trace with every strategy, and show their numbers side by side."""
     from megatron_ext.files.loads import read_loads
     from megatron_ext.lab.papers import make_exhibits, more_replays, to_json
-    from megatron_ext.lab.planning import idle_slots, missing_history
+    from megatron_ext.lab.planning import idle_slots, missing_history, read_name
     from megatron_ext.lab.replay import check_out, make_report, replay, write_report
 
     strategies = arguments.strategies.split(",")
     costs = layer_costs(
         arguments,
-        for_time="time" in strategies,
-        switch="time among --strategies",
+        for_time=any(read_name(name)[1] for name in strategies),
+        switch="NAME:time among --strategies",
         alone=("expert_bytes",),
     )
     settings = plan_settings(arguments, costs)

@@ -43,7 +43,10 @@ def add(commands: Any) -> None:
         help="a name in recipes/hardware, or a file like those, as `doctor --calibrate` writes it",
     )
     simulate.add_argument(
-        "--strategies", required=True, metavar="A,B,...", help="the planners to simulate"
+        "--strategies",
+        required=True,
+        metavar="A,B,...",
+        help="the planners to simulate; NAME:time plans for objective time",
     )
     simulate.add_argument(
         "--gpus",

@@ -16,6 +16,7 @@ from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.solve import plan_layout
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.balance.strategies.strategy import FromHistory
+from megatron_ext.config import BalanceConfig
 from megatron_ext.files.loads import Loads
 
 
@@ -28,6 +29,22 @@ class Planned:
     """Imbalances and their lower bound as ratios to the mean. `solve_us`: microseconds of the one
     call of `plan_in_order` that made the plan, measured around it, what it does in Python included,
     and what it places for the loads to come."""
+
+
+def read_name(name: str) -> tuple[str, bool]:
+    """Return the strategy that a name in a comparison means, and whether it plans for time.
+
+    Args:
+        name: A strategy, or with the objective behind a colon: `quota:time`.
+
+    Raises:
+        ValueError: There is no such objective.
+
+    >>> read_name("quota"), read_name("quota:time")
+    (('quota', False), ('quota', True))
+    """
+    strategy, colon, objective = name.partition(":")
+    return strategy, colon != "" and BalanceConfig(objective=objective).plans_for_time
 
 
 def make_planners(
@@ -71,10 +88,11 @@ def missing_history(loads: Loads, strategies: Iterable[str], interval: int) -> s
 
     Args:
         loads: To be planned.
-        strategies: Planners of `megatron_ext.balance.strategies`.
+        strategies: Names as for `read_name`.
         interval: Microbatches of a layer between placements from history.
     """
-    from_history = [name for name in strategies if isinstance(get_strategy(name).kind, FromHistory)]
+    names = [read_name(name)[0] for name in strategies]
+    from_history = [name for name in names if isinstance(get_strategy(name).kind, FromHistory)]
     microbatches = max(Counter(loads.layers()).values())
     if not from_history or 2 * interval <= microbatches:
         return None

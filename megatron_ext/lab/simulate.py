@@ -27,7 +27,7 @@ from megatron_ext.files.arrays import check_free
 from megatron_ext.files.loads import Loads
 from megatron_ext.files.tables import markdown_table
 from megatron_ext.lab.hardware import SOLVED_PAIRS, Hardware, constants
-from megatron_ext.lab.planning import make_planners, plan_loads
+from megatron_ext.lab.planning import make_planners, plan_loads, read_name
 from megatron_ext.lab.shape import ModelShape
 from megatron_ext.transport import Transfers
 from megatron_ext.transport.relay import compile_copies
@@ -277,7 +277,8 @@ def simulate(
 
     Args:
         loads: In the order of time; those of a microbatch are layers that stand for all layers.
-        strategies: Planners of `megatron_ext.balance.strategies`, or `ideal`.
+        strategies: Planners of `megatron_ext.balance.strategies`; `quota:time` for the fastest;
+            or `ideal`.
         settings: What the planners are asked for.
         shape: Of the model.
         hardware: It runs on.
@@ -303,14 +304,13 @@ def simulate(
         num_gpus = ranks * shape.pp_size
     machine = Machine(shape, hardware, ranks, num_gpus, tokens)
     costs = machine.costs  # Refuses what no machine can take before anything is planned.
-    if settings.costs is None and "time" in strategies:
-        settings = dataclasses.replace(settings, costs=costs)
     results = {}
     names = list(dict.fromkeys([NONE, *strategies, IDEAL]))
     for name in names:
-        asked = settings if name == "time" else dataclasses.replace(settings, costs=None)
+        strategy, for_time = read_name(name)
+        asked = dataclasses.replace(settings, costs=(settings.costs or costs) if for_time else None)
         even = dataclasses.replace(loads, load=even_load(loads.load)) if name == IDEAL else loads
-        planner = NONE if name == IDEAL else name
+        planner = NONE if name == IDEAL else strategy
         planners = make_planners(even, planner, asked, slots=slots, nvlink_domain=nvlink_domain)
         planned = plan_loads(even, planners, on_load=on_load)
         results[name] = _summarize(
@@ -318,7 +318,9 @@ def simulate(
             even,
             [one.plan for one in planned],
             solve_s=0.0 if planner == NONE else _solve_s(name, hardware, planned, ranks * experts),
-            slots=0 if planner == NONE else get_strategy(name).num_slots(slots, experts // ranks),
+            slots=0
+            if planner == NONE
+            else get_strategy(strategy).num_slots(slots, experts // ranks),
         )
         if planner != NONE:
             results[name]["solve_from"] = "hardware" if name in hardware.solve_us else "here"

@@ -79,7 +79,7 @@ def predicts(balance: BalanceConfig) -> bool:
 def _check_strategy(balance: BalanceConfig) -> None:
     if isinstance(get_strategy(balance.strategy).kind, ForcesEven):
         return
-    planner = get_planner(balance.strategy, for_time=balance.objective == "time")
+    planner = get_planner(balance.strategy, for_time=balance.plans_for_time)
     if isinstance(planner, FromPlacement) and not balance.placement:
         raise ValueError(
             f"balance.placement must name a file with balance.strategy={balance.strategy}: "

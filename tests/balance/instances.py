@@ -14,6 +14,9 @@ from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.strategies import PlanSettings
 from megatron_ext.methods.eplb import eplb
 
+TIME = "quota:time"
+"""The planner `quota` for the objective of time."""
+
 
 class Instance(NamedTuple):
     load: Tensor  # int64 [R, E]
@@ -33,7 +36,7 @@ class Instance(NamedTuple):
 
 def needs_of(strategy: str, layout: ExpertLayout) -> dict[str, Any]:
     """What a strategy cannot do without: costs, a replica as long as 2 assignments, or replicas."""
-    if strategy == "time":
+    if strategy == TIME:
         costs = LayerCosts(expert_bytes=2000, link_bandwidth=1e9, assignment_time=1e-6)
         return {"costs": costs}
     if strategy == "craft":

@@ -6,8 +6,9 @@ import torch
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.strategies.strategy import PlanSettings
+from megatron_ext.lab.planning import read_name
 from tests import workloads
-from tests.balance.instances import needs_of
+from tests.balance.instances import TIME, needs_of
 
 LAYOUT = ExpertLayout(num_experts=16, ep_size=4, slots=2, nvlink_domain=4)
 LOADS = [workloads.zipf(4, 16, 300, 1.0, seed) for seed in range(6)]
@@ -45,9 +46,9 @@ def test_solving_remembers_nothing():
     assert asked.solve(LOADS[3]).digest() == silent.solve(LOADS[3]).digest()
 
 
-@pytest.mark.parametrize("strategy", ["quota", "eplb_exact", "time"])
+@pytest.mark.parametrize("strategy", ["quota", "eplb_exact", TIME])
 def test_without_history_every_load_is_planned_alike(strategy):
-    one = planner(strategy, **needs_of(strategy, LAYOUT))
+    one = planner(read_name(strategy)[0], **needs_of(strategy, LAYOUT))
     before = one.solve(LOADS[0]).digest()
     for load in LOADS:
         one.observe(load)
@@ -66,12 +67,12 @@ def test_objective_time_needs_a_tolerance_to_choose():
     with pytest.raises(
         ValueError, match="'eplb' fills replicas placed before, without a tolerance"
     ):
-        planner(**needs_of("time", LAYOUT))
+        planner(**needs_of(TIME, LAYOUT))
 
 
-def test_time_needs_costs():
-    with pytest.raises(ValueError, match="strategy 'time' needs the costs of the layer"):
-        planner("time").solve(LOADS[0])
+def test_time_is_an_objective():
+    with pytest.raises(ValueError, match=r"'time' is no strategy but.*balance\.objective=time"):
+        planner("time")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ def test_registry():
         "quota": Solves,
         "exact": Solves,
         "quota_paper": Solves,
-        "time": Solves,
         "eplb": FromHistory,
         "eplb_exact": Solves,
         "lplb": FromHistory,

@@ -117,7 +117,7 @@ def test_plan_lists_the_strategies(capsys):
             "training has the ranks to measure on",
         ),
         (["--expert-bytes", 5], "--expert-bytes is for --objective time"),
-        (["--strategy", "time"], "--strategy time needs --expert-bytes, --link-bandwidth"),
+        (["--strategy", "time"], "'time' is no strategy but an objective: balance.objective=time"),
         (["--strategy", "eplb", "--interval", 0], "interval (0) must be >= 1"),
         (["--strategy", "llep", "--alpha", 0.5], "alpha (0.5) must be from 1"),
         (["--min-tokens-per-gemm", 0], "min_tokens_per_gemm (0) must be >= 1"),

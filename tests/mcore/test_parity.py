@@ -126,7 +126,6 @@ PLANNERS = (
     dict(strategy="exact", slots=0),  # takes as many slots as there are mains
     dict(strategy="quota_paper", tolerance=0.0),
     dict(objective="time", link_bandwidth=1e12, assignment_time=1e-6),
-    dict(strategy="time", link_bandwidth=1e12, assignment_time=1e-6),
     dict(objective="time"),  # with measured costs
     dict(strategy="eplb", interval=1),
     dict(strategy="eplb_exact"),

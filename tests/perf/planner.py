@@ -158,11 +158,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """One row for each planner, over `num_loads` loads of every kind."""
     tolerance = BalanceConfig().tolerance
-    planners = {
-        name: each
-        for name, each in STRATEGIES.items()
-        if isinstance(each.planner, Solves) and each.name != "time"
-    }
+    planners = {name: each for name, each in STRATEGIES.items() if isinstance(each.planner, Solves)}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in planners}
     times: dict[str, list[float]] = {name: [] for name in planners}
     # Few tokens are drawn, and each is counted many times: it is the shape that matters.

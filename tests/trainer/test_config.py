@@ -39,11 +39,15 @@ WRONG = {
     "no interval": (["balance.interval=0"], ["balance.interval (0) must be >= 1"]),
     "capacity below the mean": (["balance.alpha=0.9"], ["balance.alpha (0.9) must be from 1"]),
     "time with a link that sends nothing": (
-        ["balance.strategy=time", "balance.link_bandwidth=0"],
+        ["balance.objective=time", "balance.link_bandwidth=0"],
         [
-            "balance.link_bandwidth (0) must be > 0 and finite with balance.strategy=time, or "
+            "balance.link_bandwidth (0) must be > 0 and finite with balance.objective=time, or "
             "'auto', which measures it"
         ],
+    ),
+    "an objective for a strategy": (
+        ["balance.strategy=time"],
+        ["'time' is no strategy but an objective: balance.objective=time"],
     ),
     "a cost that is no number": (
         ["balance.objective=time", "balance.assignment_time=short"],
@@ -216,7 +220,6 @@ def test_sizes_that_do_not_fit(ranks: int, sizes: dict[str, int], rule: str, dat
     "time",
     [
         ["balance.objective=time"],
-        ["balance.strategy=time"],
         ["balance.objective=time", "balance.link_bandwidth=400000000000"],
         ["balance.objective=time", *COSTS],
     ],
