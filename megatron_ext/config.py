@@ -7,8 +7,9 @@ results.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, cast
 
 MISSING: Any = "???"
 """OmegaConf's mark of a value that the user has to give."""
@@ -20,45 +21,116 @@ COST_UNITS = {"link_bandwidth": "bytes per second", "assignment_time": "seconds"
 """The costs among the fields of `BalanceConfig`, and their units."""
 
 
+MOVED = {
+    "interval": "history.interval",
+    "alpha": "llep.alpha",
+    "min_tokens_per_gemm": "llep.min_tokens_per_gemm",
+    "locality_share": "libra.locality_share",
+}
+"""Settings that were fields of `balance` itself once, and their names now."""
+
+
+class Section:
+    """Settings that stand under one name: a dataclass with fields from `setting`."""
+
+    __slots__ = ()
+
+    NAME: ClassVar[str]
+    """Name of the section, as in front of its settings on the command line."""
+
+    def problems(self) -> list[str]:
+        """Return everything that is wrong, one line a problem: setting, value, rule."""
+        problems = field_problems(type(self), self) + self.relation_problems()
+        for part in self.sections():
+            problems += part.problems()
+        return problems
+
+    def sections(self) -> list[Section]:
+        """Return the sections in this one."""
+        values = [getattr(self, each.name) for each in fields(cast("Any", self))]
+        return [value for value in values if isinstance(value, Section)]
+
+    def relation_problems(self) -> list[str]:
+        """Return what is wrong by rules that are not the range or the choices of one field."""
+        return []
+
+
+def setting(
+    default: Any, *, least: float = -math.inf, most: float = math.inf, choices: Sequence[str] = ()
+) -> Any:
+    """Declare a field of a section.
+
+    Args:
+        default: Its value where nothing else is said.
+        least: Smallest number that it may be.
+        most: Largest number that it may be.
+        choices: What it may be, if that is one of a few words.
+    """
+    return field(
+        default=default, metadata={"least": least, "most": most, "choices": tuple(choices)}
+    )
+
+
+def field_problems(section: type[Section], values: Any) -> list[str]:
+    """Return which values are out of the range or no choice that `section` declares.
+
+    Args:
+        section: Has the fields.
+        values: Has some of them, by the same names.
+    """
+    problems = []
+    for declared in fields(cast("Any", section)):
+        rules, name = declared.metadata, f"{section.NAME}.{declared.name}"
+        if not rules or not hasattr(values, declared.name):
+            continue
+        value, least, most = getattr(values, declared.name), rules["least"], rules["most"]
+        if rules["choices"]:
+            if value not in rules["choices"]:
+                problems.append(f"{name} ({value!r}) must be one of {', '.join(rules['choices'])}")
+        elif not least <= value <= most:
+            rule = f">= {least}" if most == math.inf else f"from {least} to {most}"
+            problems.append(f"{name} ({value}) must be {rule}")
+    return problems
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, one line a problem: setting, value, rule."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
 @dataclass(kw_only=True, slots=True)
-class BalanceConfig:
-    """What the balancer may do. Equal on all ranks of an EP group (compared once at start)."""
+class BalanceConfig(Section):
+    """What the balancer may do. Equal on all ranks of an EP group (compared once at start).
+
+    What only one strategy asks for is in a section of its own, beside that strategy; the class in
+    `megatron_ext.balance.strategies.settings` has these sections, too.
+    """
+
+    NAME: ClassVar[str] = "balance"
 
     strategy: str = "quota"
     """Name of the balancer, in `megatron_ext.balance.strategies`. `none` leaves Megatron's
     own layer in place, and so does `sem_moe`, which needs `data.affinity` or `data.rebatch`."""
 
-    slots: int = 2
+    slots: int = setting(2, least=0)
     """Replicas a rank can hold at a time (S). Costs S x (weights + gradients) of one expert per
     rank, whatever the number of layers; twice as much with `libra` and `libra_paper`. 2 is the
     paper's setting for 64 ranks (UltraEP, Table 3)."""
 
-    tolerance: float = 0.01
+    # Far beyond the number of ranks, above which it allows everything; in millionths it fits int64.
+    tolerance: float = setting(0.01, least=0, most=1_000_000)
     """Imbalance that is good enough, as a fraction of the mean rank load: the planner stops
     spending replicas there."""
-
-    interval: int = 50
-    """Microbatches of a layer between two placements of strategies that plan from history (`eplb`,
-    `lplb`); for n global batches, n times the microbatches of a step. 50 is what UltraEP takes for
-    EPLB in serving; in training it takes 3 global batches (section 8.1)."""
-
-    alpha: float = 1.1
-    """Capacity of a rank, as a multiple of the mean rank load, up to which `llep` fills ranks
-    before it spills to others."""
-
-    locality_share: float = 0.5
-    """Part of a rank's slots that `libra` and `libra_paper` give to the experts that the rank's own
-    tokens are predicted to ask for most; the rest goes by load. 0.5 is what Libra takes."""
-
-    min_tokens_per_gemm: int = 1024
-    """Fewest assignments that `llep` moves to another rank in one piece."""
 
     placement: str = ""
     """File of replicas that were placed before the run (`megatron-ext place craft`). `craft` needs
     it and uses its replicas; other planners use no more slots in a layer than it does. Empty is
     none."""
 
-    objective: str = "tolerance"
+    objective: str = setting("tolerance", choices=OBJECTIVES)
     """`tolerance`: within `tolerance` at least cost. `time`: every load gets the tolerance at which
     the modelled time of the layer is least, by the two costs below."""
 
@@ -71,7 +143,7 @@ class BalanceConfig:
     """Seconds of expert computation, forward, per assignment. For objective `time`. `auto` as
     above."""
 
-    min_quota: int = 1
+    min_quota: int = setting(1, least=1)
     """Fewest assignments a replica must take over to be worth its transfer."""
 
     transport: str = "auto"
@@ -101,36 +173,39 @@ class BalanceConfig:
     differently)."""
 
     def __post_init__(self) -> None:
-        """Check each field on its own; the rest is checked where the model is known."""
-        if self.slots < 0:
-            raise ValueError(f"balance.slots ({self.slots}) must be >= 0")
-        check_plan_settings(self, prefix="balance.")
+        """Check what can be checked here; the rest is checked where the model is known.
+
+        Raises:
+            ConfigError: With all problems.
+        """
+        if problems := self.problems():
+            raise ConfigError(problems)
+
+    def relation_problems(self) -> list[str]:
+        """Return what is wrong by rules that are not a range."""
+        problems = [problem for name in COST_UNITS for problem in self._cost_problems(name)]
         if not 0 < self.grad_reduce_share <= 1:
-            raise ValueError(
+            problems.append(
                 f"balance.grad_reduce_share ({self.grad_reduce_share}) must be above 0 and <= 1"
             )
-        if self.objective not in OBJECTIVES:
-            raise ValueError(
-                f"balance.objective ({self.objective!r}) must be 'tolerance' or 'time'"
-            )
-        for name in COST_UNITS:
-            self._check_cost(name)
         for name in ("max_in_flight", "nvlink_domain"):
             value = getattr(self, name)
             if value != "auto" and not (isinstance(value, int) and value >= 1):
-                raise ValueError(f"balance.{name} ({value!r}) must be 'auto' or an integer >= 1")
+                problems.append(f"balance.{name} ({value!r}) must be 'auto' or an integer >= 1")
+        return problems
 
-    def _check_cost(self, name: str) -> None:
+    def _cost_problems(self, name: str) -> list[str]:
         value = getattr(self, name)
         if value == "auto":
-            return
+            return []
         if not isinstance(value, int | float):
-            raise ValueError(f"balance.{name} ({value!r}) must be 'auto' or a number")
+            return [f"balance.{name} ({value!r}) must be 'auto' or a number"]
         if self.plans_for_time and not 0 < value < math.inf:
-            raise ValueError(
+            return [
                 f"balance.{name} ({value}) must be > 0 and finite with balance.objective=time, "
                 "or 'auto', which measures it"
-            )
+            ]
+        return []
 
     @property
     def plans_for_time(self) -> bool:
@@ -143,34 +218,6 @@ class BalanceConfig:
         if not self.plans_for_time:
             return ()
         return tuple(name for name in COST_UNITS if getattr(self, name) == "auto")
-
-
-_PLAN_RANGES: dict[str, tuple[float, float]] = {
-    # Far beyond the number of ranks, above which it allows everything; in millionths it fits int64.
-    "tolerance": (0, 1_000_000),
-    "min_quota": (1, math.inf),
-    "interval": (1, math.inf),
-    "alpha": (1, 1_000_000),
-    "locality_share": (0, 1),
-    "min_tokens_per_gemm": (1, math.inf),
-}
-
-
-def check_plan_settings(settings: Any, *, prefix: str = "") -> None:
-    """Check the numbers that planners are given.
-
-    Args:
-        settings: Has them as attributes.
-        prefix: Before their names in the message.
-
-    Raises:
-        ValueError: One is out of range; the message names it, its value and the range.
-    """
-    for name, (least, most) in _PLAN_RANGES.items():
-        value = getattr(settings, name)
-        if not least <= value <= most:
-            rule = f">= {least}" if most == math.inf else f"from {least} to {most}"
-            raise ValueError(f"{prefix}{name} ({value}) must be {rule}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -386,11 +433,3 @@ class TrainConfig:
 
     megatron: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron's TransformerConfig, by its names."""
-
-
-class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, one line a problem: setting, value, rule."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems

@@ -20,6 +20,7 @@ from megatron_ext.balance.strategies.strategy import (
     FromHistory,
     FromPlacement,
     FromPrediction,
+    HistorySettings,
     PlanSettings,
     Solves,
 )
@@ -130,7 +131,7 @@ class LayerPlanner:
             return
         self._expert_load = self._expert_load.to(load.device) + load.sum(-2)
         self._num_observed += 1
-        if self._num_observed % self._settings.interval == 0:
+        if self._num_observed % self._settings.section(HistorySettings).interval == 0:
             self._slots = self._planner.place(self._expert_load.cpu(), self._layout, self._settings)
             self._expert_load = torch.zeros_like(self._expert_load)
 

@@ -14,7 +14,9 @@ from megatron_ext.cli.options import (
     add_out,
     add_overwrite,
     add_plan_settings,
+    balance_config,
     layer_costs,
+    nvlink_domain,
     plan_settings,
 )
 from megatron_ext.cli.output import columns, progress, show, warn
@@ -59,22 +61,21 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         return show(arguments, _strategies(), _strategy_lines)
     _check(arguments)
+    balance = balance_config(arguments)
     costs = layer_costs(
-        arguments,
-        for_time=BalanceConfig(objective=arguments.objective).plans_for_time,
-        switch="--objective time",
+        arguments, balance, for_time=balance.plans_for_time, switch="--objective time"
     )
-    settings = plan_settings(arguments, costs)
+    settings = plan_settings(balance, costs)
     loads = read_loads(arguments.loads)
     planners = make_planners(
         loads,
-        arguments.strategy,
+        balance.strategy,
         settings,
-        slots=arguments.slots,
-        nvlink_domain=arguments.nvlink_domain,
+        slots=balance.slots,
+        nvlink_domain=nvlink_domain(balance),
     )
-    warn(idle_slots(loads, arguments.slots))
-    warn(missing_history(loads, [arguments.strategy], settings.interval))
+    warn(idle_slots(loads, balance.slots))
+    warn(missing_history(loads, [balance.strategy], settings))
     with progress("Planning", len(loads)) as on_load:
         planned = plan_loads(loads, planners, on_load=on_load)
     if arguments.out is not None:
@@ -85,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
             with_split=arguments.split,
             overwrite=arguments.overwrite,
         )
-    return show(arguments, _report(arguments, settings, planned), _lines)
+    return show(arguments, _report(balance, settings, planned), _lines)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -98,12 +99,10 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError("--split adds to the file of --out, which is not given")
     if arguments.out is not None:
         check_free(arguments.out, overwrite=arguments.overwrite)
-    if arguments.objective not in OBJECTIVES:
-        raise ValueError(f"--objective ({arguments.objective}) must be {' or '.join(OBJECTIVES)}")
 
 
 def _report(
-    arguments: argparse.Namespace, settings: PlanSettings, planned: list[Planned]
+    balance: BalanceConfig, settings: PlanSettings, planned: list[Planned]
 ) -> dict[str, Any]:
     """The numbers of the plans, and what was asked of the planner."""
     from megatron_ext.lab.planning import summarize
@@ -111,7 +110,7 @@ def _report(
     layout = planned[0].plan.layout
     used = settings.to_json()
     costs = used.pop("costs")
-    used |= {"strategy": arguments.strategy, "objective": arguments.objective}
+    used |= {"strategy": balance.strategy, "objective": balance.objective}
     used |= {"slots": layout.slots, "nvlink_domain": layout.nvlink_domain}
     if costs is not None:
         used |= costs | {"tolerance": None}

@@ -13,7 +13,9 @@ from megatron_ext.cli.options import (
     add_overwrite,
     add_plan_settings,
     add_trace,
+    balance_config,
     layer_costs,
+    nvlink_domain,
     plan_settings,
 )
 from megatron_ext.cli.output import progress, show, warn
@@ -49,23 +51,25 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_ext.lab.replay import check_out, make_report, replay, write_report
 
     strategies = arguments.strategies.split(",")
+    balance = balance_config(arguments)
     costs = layer_costs(
         arguments,
+        balance,
         for_time=any(read_name(name)[1] for name in strategies),
         switch="NAME:time among --strategies",
         alone=("expert_bytes",),
     )
-    settings = plan_settings(arguments, costs)
+    settings = plan_settings(balance, costs)
     if arguments.out is not None:
         check_out(arguments.out, overwrite=arguments.overwrite)
     loads = read_loads(arguments.trace)
-    warn(idle_slots(loads, arguments.slots))
-    warn(missing_history(loads, strategies, settings.interval))
-    room = {"slots": arguments.slots, "nvlink_domain": arguments.nvlink_domain}
+    warn(idle_slots(loads, balance.slots))
+    warn(missing_history(loads, strategies, settings))
+    room: dict[str, Any] = {"slots": balance.slots, "nvlink_domain": nvlink_domain(balance)}
     with progress("Replaying", len(loads) * len(strategies)) as on_load:
         replayed = replay(loads, strategies, settings, **room, on_load=on_load)
     report = make_report(
-        loads, replayed, settings, slots=arguments.slots, expert_bytes=arguments.expert_bytes
+        loads, replayed, settings, slots=balance.slots, expert_bytes=arguments.expert_bytes
     )
     if arguments.out is not None:
         with progress("Drawing", more_replays(loads, replayed, **room)) as on_load:

@@ -12,6 +12,8 @@ from megatron_ext.cli.options import (
     add_overwrite,
     add_plan_settings,
     add_trace,
+    balance_config,
+    nvlink_domain,
     plan_settings,
     positive,
 )
@@ -77,14 +79,15 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_ext.lab.simulate import IDEAL, NONE, check_out, simulate, write_report
 
     strategies = arguments.strategies.split(",")
-    settings = plan_settings(arguments)
+    balance = balance_config(arguments)
+    settings = plan_settings(balance)
     if arguments.out is not None:
         check_out(arguments.out, overwrite=arguments.overwrite)
     hardware = read_hardware(arguments.hardware)
     shape = read_shape(arguments.model, arguments.set)
     loads = read_loads(arguments.trace)
-    warn(idle_slots(loads, arguments.slots))
-    warn(missing_history(loads, strategies, settings.interval))
+    warn(idle_slots(loads, balance.slots))
+    warn(missing_history(loads, strategies, settings))
     with progress("Simulating", len(loads) * len({NONE, IDEAL, *strategies})) as on_load:
         report = simulate(
             loads,
@@ -93,8 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
             shape=shape,
             hardware=hardware,
             num_gpus=arguments.gpus,
-            slots=arguments.slots,
-            nvlink_domain=arguments.nvlink_domain,
+            slots=balance.slots,
+            nvlink_domain=nvlink_domain(balance),
             on_load=on_load,
         )
     if arguments.out is not None:

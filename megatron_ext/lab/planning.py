@@ -15,7 +15,7 @@ from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.solve import plan_layout
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
-from megatron_ext.balance.strategies.strategy import FromHistory
+from megatron_ext.balance.strategies.strategy import FromHistory, HistorySettings
 from megatron_ext.config import BalanceConfig
 from megatron_ext.files.loads import Loads
 
@@ -83,14 +83,15 @@ def idle_slots(loads: Loads, slots: int) -> str | None:
     return f"slots ({slots}) beyond {most} stay empty: a rank has no more experts to borrow"
 
 
-def missing_history(loads: Loads, strategies: Iterable[str], interval: int) -> str | None:
+def missing_history(loads: Loads, strategies: Iterable[str], settings: PlanSettings) -> str | None:
     """Say which strategies have no replicas in most of the loads, for want of a past; None if none.
 
     Args:
         loads: To be planned.
         strategies: Names as for `read_name`.
-        interval: Microbatches of a layer between placements from history.
+        settings: What planners are asked for.
     """
+    interval = settings.section(HistorySettings).interval
     names = [read_name(name)[0] for name in strategies]
     from_history = [name for name in names if isinstance(get_strategy(name).kind, FromHistory)]
     microbatches = max(Counter(loads.layers()).values())

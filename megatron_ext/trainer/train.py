@@ -27,7 +27,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_ext.config import ConfigError, TrainConfig
+from megatron_ext.balance.strategies import settings
+from megatron_ext.config import MOVED, ConfigError, TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.trainer.validate import validate
 
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 SCHEMA = "train"
 """Name under which recipes put `TrainConfig` first in their `defaults`."""
 
-ConfigStore.instance().store(SCHEMA, TrainConfig)
+ConfigStore.instance().store(SCHEMA, settings.TrainConfig)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -134,7 +135,11 @@ def load_config(
 def _hydra_problem(error: Exception) -> str:
     """Hydra's message and its cause, on one line."""
     parts = [str(part).split("\n")[0].rstrip(".") for part in (error, error.__cause__) if part]
-    return ": ".join(dict.fromkeys(parts))
+    problem = ": ".join(dict.fromkeys(parts))
+    for name, now in MOVED.items():
+        if f"Key '{name}' not in 'BalanceConfig'" in problem:
+            problem += f": it is balance.{now}"
+    return problem
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,8 +5,9 @@ import torch
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.planner import LayerPlanner
-from megatron_ext.balance.strategies.strategy import PlanSettings
+from megatron_ext.balance.strategies.strategy import HistorySettings, PlanSettings
 from megatron_ext.lab.planning import read_name
+from megatron_ext.methods.llep.llep import LlepSettings
 from tests import workloads
 from tests.balance.instances import TIME, needs_of
 
@@ -18,8 +19,12 @@ def planner(strategy="eplb", **settings):
     return LayerPlanner(strategy, LAYOUT, PlanSettings(**settings))
 
 
+def from_history(interval: int) -> LayerPlanner:
+    return planner(sections=(HistorySettings(interval=interval),))
+
+
 def test_no_replicas_before_the_first_placement():
-    one = planner(interval=3)
+    one = from_history(3)
     for load in LOADS[:3]:
         assert one.solve(load).num_replicas() == 0
         one.observe(load)
@@ -28,7 +33,10 @@ def test_no_replicas_before_the_first_placement():
 
 def test_placements_follow_the_loads_since_the_last_one():
     """Six loads at interval 3 place as the last three alone do."""
-    long, short = planner(interval=3), planner(interval=3)
+    long, short = (
+        from_history(3),
+        from_history(3),
+    )
     for load in LOADS:
         long.observe(load)
     for load in LOADS[3:]:
@@ -37,7 +45,10 @@ def test_placements_follow_the_loads_since_the_last_one():
 
 
 def test_solving_remembers_nothing():
-    asked, silent = planner(interval=2), planner(interval=2)
+    asked, silent = (
+        from_history(2),
+        from_history(2),
+    )
     for load in LOADS[:3]:
         for _ in range(3):
             asked.solve(load)
@@ -56,8 +67,8 @@ def test_without_history_every_load_is_planned_alike(strategy):
 
 
 def test_a_batch_in_order_is_its_loads_in_order():
-    batch = planner(interval=2).plan_in_order(torch.stack(LOADS))
-    one = planner(interval=2)
+    batch = from_history(2).plan_in_order(torch.stack(LOADS))
+    one = from_history(2)
     assert [plan.digest() for plan in batch.unbatch()] == [
         one.plan_in_order(load).digest() for load in LOADS
     ]
@@ -76,14 +87,14 @@ def test_time_is_an_objective():
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "message"),
+    ("section", "setting", "value", "message"),
     [
-        ("interval", 0, r"interval \(0\) must be >= 1"),
-        ("alpha", 0.9, r"alpha \(0.9\) must be from 1 to"),
-        ("alpha", float("nan"), r"alpha \(nan\) must be from 1 to"),
-        ("min_tokens_per_gemm", 0, r"min_tokens_per_gemm \(0\) must be >= 1"),
+        (HistorySettings, "interval", 0, r"interval \(0\) must be >= 1"),
+        (LlepSettings, "alpha", 0.9, r"alpha \(0.9\) must be from 1 to"),
+        (LlepSettings, "alpha", float("nan"), r"alpha \(nan\) must be from 1 to"),
+        (LlepSettings, "min_tokens_per_gemm", 0, r"min_tokens_per_gemm \(0\) must be >= 1"),
     ],
 )
-def test_settings_out_of_range(setting, value, message):
+def test_settings_out_of_range(section, setting, value, message):
     with pytest.raises(ValueError, match=message):
-        PlanSettings(**{setting: value})
+        PlanSettings(sections=(section(**{setting: value}),))

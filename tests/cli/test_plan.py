@@ -110,7 +110,7 @@ def test_plan_lists_the_strategies(capsys):
         (["--strategy", "ideal"], "strategy 'ideal' makes no plans"),
         (["--split"], "--split adds to the file of --out, which is not given"),
         (["--out", "."], ". is a folder"),
-        (["--objective", "speed"], "--objective (speed) must be tolerance or time"),
+        (["--objective", "speed"], "balance.objective ('speed') must be one of tolerance, time"),
         (
             ["--objective", "time"],
             "--objective time needs --expert-bytes, --link-bandwidth, --assignment-time: only a "

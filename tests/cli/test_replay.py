@@ -81,7 +81,10 @@ def test_strategies_without_a_past_are_named(loads, capsys):
         (["--strategies", "none,none"], "strategy 'none' is there twice"),
         (["--strategies", "none,quota:time"], "NAME:time among --strategies needs --expert-bytes"),
         (["--strategies", "none,time"], "'time' is no strategy but an objective"),
-        (["--strategies", "none,quota:speed"], "balance.objective ('speed') must be 'tolerance'"),
+        (
+            ["--strategies", "none,quota:speed"],
+            "balance.objective ('speed') must be one of tolerance, time",
+        ),
         (["--strategies", "none", "--slots", -1], "slots (-1) must be >= 0"),
         (["--strategies", "none", "--nvlink-domain", 3], "nvlink_domain (3) must divide"),
         (["--strategies", "none", "--token-bytes", 3], "--token-bytes is for NAME:time among"),

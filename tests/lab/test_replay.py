@@ -11,7 +11,7 @@ from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import imbalance, max_rank_sends, remote_assignments
 from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies import STRATEGIES
-from megatron_ext.balance.strategies.strategy import PlanSettings
+from megatron_ext.balance.strategies.strategy import HistorySettings, PlanSettings
 from megatron_ext.files.loads import Loads
 from megatron_ext.lab.papers import make_exhibits, to_json, to_markdown
 from megatron_ext.lab.planning import read_name
@@ -24,11 +24,14 @@ from megatron_ext.lab.replay import (
     replay,
     write_report,
 )
+from megatron_ext.methods.llep.llep import LlepSettings
 from tests import workloads
 from tests.balance.instances import TIME, needs_of, worked_example
 
 LAYERS = 2
 MICROBATCHES = 5
+
+HISTORY = HistorySettings(interval=2)
 
 
 @pytest.fixture
@@ -69,7 +72,10 @@ def test_worked_example():
 def test_numbers_are_those_of_the_plans(trace, strategy):
     """Layer by layer, planned without replay; so no layer sees another's past."""
     layout = ExpertLayout(num_experts=8, ep_size=4, slots=2, nvlink_domain=2)
-    settings = {"interval": 2, "min_tokens_per_gemm": 8, **needs_of(strategy, layout)}
+    settings = {
+        "sections": (HISTORY, LlepSettings(min_tokens_per_gemm=8)),
+        **needs_of(strategy, layout),
+    }
     measured = run(trace, strategy, slots=2, nvlink_domain=2, **settings)[strategy]
     for layer in (1, 2):
         here = trace.trace["layer"] == layer
@@ -130,9 +136,13 @@ def test_bytes_by_hand():
 def test_files(trace, tmp_path):
     folder = tmp_path / "new" / "out"
     check_out(folder, overwrite=False)
-    replayed = run(trace, "none", "eplb", "exact", "libra", interval=2)
-    report = make_report(trace, replayed, PlanSettings(interval=2), slots=1, expert_bytes=2**20)
-    exhibits = make_exhibits(trace, replayed, PlanSettings(interval=2), slots=1, nvlink_domain=None)
+    replayed = run(trace, "none", "eplb", "exact", "libra", sections=(HISTORY,))
+    report = make_report(
+        trace, replayed, PlanSettings(sections=(HISTORY,)), slots=1, expert_bytes=2**20
+    )
+    exhibits = make_exhibits(
+        trace, replayed, PlanSettings(sections=(HISTORY,)), slots=1, nvlink_domain=None
+    )
     report["papers"] = to_json(exhibits)
     write_report(folder, report, exhibits)
     assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)

@@ -12,9 +12,10 @@ import torch
 
 from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.strategies import STRATEGIES, PlanSettings
-from megatron_ext.balance.strategies.strategy import FromPlacement
+from megatron_ext.balance.strategies.strategy import FromPlacement, HistorySettings
 from megatron_ext.files.loads import Loads, read_loads
 from megatron_ext.lab.replay import Measured, make_report, replay
+from megatron_ext.methods.llep.llep import LlepSettings
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "traces"
 TRACES = ("early", "late", "late_ep8", "mixed", "switch")
@@ -22,7 +23,7 @@ SLOTS = (1, 2)
 OTHERS = ("quota_paper", "eplb", "eplb_exact", "lplb", "llep", "libra", "libra_paper")
 
 # EPLB and LPLB place anew every 3 steps, at EP4; LLEP's pieces fit microbatches of so few tokens.
-HISTORY_AND_PIECES = {"interval": 6, "min_tokens_per_gemm": 64}
+HISTORY_AND_PIECES = (HistorySettings(interval=6), LlepSettings(min_tokens_per_gemm=64))
 
 
 @cache
@@ -32,7 +33,7 @@ def loads_of(name: str) -> Loads:
 
 
 def replayed(name: str, slots: int, tolerance: float) -> dict[str, Measured]:
-    settings = PlanSettings(tolerance=tolerance, **HISTORY_AND_PIECES)
+    settings = PlanSettings(tolerance=tolerance, sections=HISTORY_AND_PIECES)
     return replay(loads_of(name), ("quota", *OTHERS), settings, slots=slots, nvlink_domain=None)
 
 

@@ -36,8 +36,12 @@ WRONG = {
         ["model.num_experts (10) must be a multiple of parallel.ep_size (4)"],
     ),
     "negative slots": (["balance.slots=-1"], ["balance.slots (-1) must be >= 0"]),
-    "no interval": (["balance.interval=0"], ["balance.interval (0) must be >= 1"]),
-    "capacity below the mean": (["balance.alpha=0.9"], ["balance.alpha (0.9) must be from 1"]),
+    "no interval": (["balance.history.interval=0"], ["balance.history.interval (0) must be >= 1"]),
+    "capacity below the mean": (
+        ["balance.llep.alpha=0.9"],
+        ["balance.llep.alpha (0.9) must be from 1"],
+    ),
+    "a setting that is of a strategy now": (["balance.alpha=2"], ["it is balance.llep.alpha"]),
     "time with a link that sends nothing": (
         ["balance.objective=time", "balance.link_bandwidth=0"],
         [

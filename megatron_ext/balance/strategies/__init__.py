@@ -5,6 +5,7 @@
     quota.py      the quota planner
     exact.py      the quota planner without slack: all ranks equal
     ideal.py      even routing forced: the upper bound
+    settings.py   the strategies' own settings, as sections of `balance`
     fastest.py    objective `time`: the tolerance at which a planner's plan is fastest
 
 Adding one of our own is one file with a `Strategy` and one line here. Of others, it is a file in

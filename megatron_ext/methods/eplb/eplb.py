@@ -16,7 +16,12 @@ from torch import Tensor
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.strategies import none
-from megatron_ext.balance.strategies.strategy import FromHistory, PlanSettings, Strategy
+from megatron_ext.balance.strategies.strategy import (
+    FromHistory,
+    HistorySettings,
+    PlanSettings,
+    Strategy,
+)
 
 
 def place(expert_load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Tensor:
@@ -208,4 +213,5 @@ EPLB = Strategy(
     name="eplb",
     summary="EPLB: replicas by load history, every `interval` microbatches; even split",
     kind=FromHistory(place, fill),
+    settings=HistorySettings,
 )

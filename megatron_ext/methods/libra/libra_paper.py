@@ -106,4 +106,5 @@ LIBRA_PAPER = Strategy(
     name="libra_paper",
     summary="Libra: replicas from a predicted load; adaptive token sharding",
     kind=FromPrediction(libra.place, fill),
+    settings=libra.LibraSettings,
 )
