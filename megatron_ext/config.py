@@ -6,6 +6,7 @@ results.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -80,7 +81,7 @@ def field_problems(section: type[Section], values: Any) -> list[str]:
     """
     problems = []
     for declared in fields(cast("Any", section)):
-        rules, name = declared.metadata, f"{section.NAME}.{declared.name}"
+        rules, name = declared.metadata, f"{section.NAME}.{declared.name}".lstrip(".")
         if not rules or not hasattr(values, declared.name):
             continue
         value, least, most = getattr(values, declared.name), rules["least"], rules["most"]
@@ -221,62 +222,80 @@ class BalanceConfig(Section):
 
 
 @dataclass(kw_only=True, slots=True)
-class ModelConfig:
+class ModelConfig(Section):
     """A GPT with experts in every layer. The section `megatron` takes more settings."""
 
-    num_layers: int = 4
+    NAME: ClassVar[str] = "model"
+
+    num_layers: int = setting(4, least=1)
     """Transformer layers of the whole model."""
 
-    hidden_size: int = 256
+    hidden_size: int = setting(256, least=1)
     """Width of the residual stream (H)."""
 
-    num_attention_heads: int = 4
+    num_attention_heads: int = setting(4, least=1)
     """Attention heads; must divide `hidden_size`."""
 
-    num_experts: int = 16
+    num_experts: int = setting(16, least=1)
     """Logical experts of a layer (E)."""
 
-    topk: int = 2
+    topk: int = setting(2, least=1)
     """Experts that a token goes to (K)."""
 
-    expert_hidden_size: int = 1024
+    expert_hidden_size: int = setting(1024, least=1)
     """Width inside an expert (F)."""
 
-    shared_expert_hidden_size: int = 0
+    shared_expert_hidden_size: int = setting(0, least=0)
     """Width of the expert that every token goes to besides its K; 0 has none."""
 
-    aux_loss: float = 0.0
+    aux_loss: float = setting(0.0, least=0)
     """Weight of the load-balancing loss on the router; 0 leaves the router alone."""
 
-    experts: str = "sequential"
+    experts: str = setting("sequential", choices=("sequential", "grouped_mm"))
     """How a rank computes its experts: `sequential` (one matrix product after the other,
     everywhere) or `grouped_mm` (all in one call of PyTorch's grouped product; fp32 and bf16)."""
 
-    precision: str = "fp32"
+    precision: str = setting("fp32", choices=("fp32", "bf16"))
     """Type of weights and activations: `fp32` or `bf16` (with fp32 main weights and gradients)."""
+
+    def relation_problems(self) -> list[str]:
+        """Return what is wrong by rules that are not a range."""
+        problems = []
+        if self.num_attention_heads >= 1 and self.hidden_size % self.num_attention_heads:
+            problems.append(
+                f"model.hidden_size ({self.hidden_size}) must be a multiple of "
+                f"model.num_attention_heads ({self.num_attention_heads})"
+            )
+        if self.topk > self.num_experts >= 1:
+            problems.append(
+                f"model.topk ({self.topk}) must be <= model.num_experts ({self.num_experts})"
+            )
+        return problems
 
 
 @dataclass(kw_only=True, slots=True)
-class ParallelConfig:
+class ParallelConfig(Section):
     """How the model is spread over ranks. What the sizes leave of the ranks is data parallelism."""
 
-    ep_size: int = 1
+    NAME: ClassVar[str] = "parallel"
+
+    ep_size: int = setting(1, least=1)
     """Ranks that share the experts of a layer (R)."""
 
-    tp_size: int = 1
+    tp_size: int = setting(1, least=1)
     """Ranks that share attention and embeddings (tensor parallelism), and a sequence between them
     (sequence parallelism)."""
 
-    pp_size: int = 1
+    pp_size: int = setting(1, least=1)
     """Pipeline stages."""
 
-    vpp_size: int = 1
+    vpp_size: int = setting(1, least=1)
     """Model chunks on each stage (interleaved schedule); 1 is the plain 1F1B schedule."""
 
-    dispatcher: str = "alltoall"
+    dispatcher: str = setting("alltoall", choices=("alltoall", "allgather", "flex"))
     """Megatron's token dispatcher: `alltoall`, `allgather` or `flex`."""
 
-    recompute: str = "none"
+    recompute: str = setting("none", choices=("none", "selective", "full"))
     """What is computed again in backward instead of kept: `none`, `selective` (the MoE layers) or
     `full`."""
 
@@ -289,21 +308,40 @@ class ParallelConfig:
     overlap_param_gather: bool = False
     """Gather updated weights during the next forward; needs the two settings above."""
 
+    def relation_problems(self) -> list[str]:
+        """Return what is wrong by rules that are not a range."""
+        problems = []
+        if self.vpp_size > 1 and self.pp_size == 1:
+            problems.append(
+                f"parallel.vpp_size ({self.vpp_size}) must be 1 without a pipeline "
+                "(parallel.pp_size is 1)"
+            )
+        if self.overlap_param_gather and not (
+            self.distributed_optimizer and self.overlap_grad_reduce
+        ):
+            problems.append(
+                "parallel.overlap_param_gather (True) needs parallel.distributed_optimizer and "
+                "parallel.overlap_grad_reduce"
+            )
+        return problems
+
 
 @dataclass(kw_only=True, slots=True)
-class DataConfig:
+class DataConfig(Section):
     """Which text is trained on, and how much of it in a step."""
+
+    NAME: ClassVar[str] = "data"
 
     path: str = MISSING
     """Folder made by `megatron-ext data build`."""
 
-    sequence_length: int = 256
+    sequence_length: int = setting(256, least=1)
     """Tokens of a sample."""
 
-    micro_batch_size: int = 4
+    micro_batch_size: int = setting(4, least=1)
     """Samples that a rank computes at a time."""
 
-    global_batch_size: int = 8
+    global_batch_size: int = setting(8, least=1)
     """Samples of an optimizer step, over all ranks."""
 
     affinity: str = ""
@@ -320,7 +358,7 @@ class DataConfig:
     weights: dict[str, float] = field(default_factory=dict)
     """Share of each domain; empty is in proportion to the domains' sizes."""
 
-    mix_by: str = "microbatch"
+    mix_by: str = setting("microbatch", choices=("microbatch", "sample"))
     """Draw a domain for each `microbatch` or for each `sample`."""
 
     validation_fraction: float = 0.02
@@ -330,24 +368,32 @@ class DataConfig:
     """Give the samples of a microbatch in reverse order. The step stays the same but for the order
     in which sums are rounded: the yardstick for how far two runs differ by rounding alone."""
 
+    def relation_problems(self) -> list[str]:
+        """Return what is wrong by rules that are not a range."""
+        if not 0.0 <= self.validation_fraction < 1.0:
+            return [f"data.validation_fraction ({self.validation_fraction}) must be >= 0 and < 1"]
+        return []
+
 
 @dataclass(kw_only=True, slots=True)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """Adam and its schedule: linear warm-up, then decay until the last step."""
 
-    lr: float = 1e-3
+    NAME: ClassVar[str] = "optimizer"
+
+    lr: float = setting(1e-3, least=0)
     """Highest learning rate, reached at the end of the warm-up."""
 
-    min_lr: float = 1e-4
+    min_lr: float = setting(1e-4, least=0)
     """Learning rate of the last step."""
 
-    warmup_steps: int = 10
+    warmup_steps: int = setting(10, least=0)
     """Steps from learning rate 0 to `lr`."""
 
-    decay: str = "cosine"
+    decay: str = setting("cosine", choices=("constant", "linear", "cosine"))
     """Shape of the way to `min_lr`: `constant`, `linear` or `cosine`."""
 
-    weight_decay: float = 0.01
+    weight_decay: float = setting(0.01, least=0)
     """Decoupled weight decay (AdamW)."""
 
     beta1: float = 0.9
@@ -359,27 +405,35 @@ class OptimizerConfig:
     eps: float = 1e-8
     """Added to Adam's denominator."""
 
-    clip_grad: float = 1.0
+    clip_grad: float = setting(1.0, least=0)
     """Largest norm of all gradients together; larger ones are scaled down. 0 does not clip."""
+
+    def relation_problems(self) -> list[str]:
+        """Return what is wrong by rules that are not a range."""
+        if self.min_lr > self.lr:
+            return [f"optimizer.min_lr ({self.min_lr}) must be <= optimizer.lr ({self.lr})"]
+        return []
 
 
 @dataclass(kw_only=True, slots=True)
-class LoggingConfig:
+class LoggingConfig(Section):
     """Where a run reports, besides `metrics.jsonl` and the display on rank 0."""
 
-    every: int = 1
+    NAME: ClassVar[str] = "logging"
+
+    every: int = setting(1, least=1)
     """Steps between two plain progress lines, where the display is not a terminal."""
 
-    trace_steps: int = 0
+    trace_steps: int = setting(0, least=0)
     """Steps in one file of `trace/` in the run directory, with the exact load of every microbatch
     in every layer; 0 records none. A killed run loses what is not in a file yet."""
 
-    route_samples: int = 0
+    route_samples: int = setting(0, least=0)
     """Samples of a step whose tokens' ids and chosen experts are recorded in `routes/`, in files of
     `trace_steps` steps: the first ones of one rank, at most its own. For `place sem_moe`. Costs 2
     bytes a choice in memory until the file is written; 0 records none."""
 
-    wandb: str = "off"
+    wandb: str = setting("off", choices=("off", "offline", "online"))
     """Weights & Biases: `off`, `offline` (written to the run directory) or `online`."""
 
     wandb_project: str = "megatron_ext"
@@ -388,15 +442,31 @@ class LoggingConfig:
     wandb_name: str | None = None
     """Name of the W&B run; by default the name of the run directory."""
 
+    def relation_problems(self) -> list[str]:
+        """Return what is wrong by rules that are not a range."""
+        problems = []
+        if self.wandb in ("offline", "online") and not importlib.util.find_spec("wandb"):
+            problems.append(
+                f"logging.wandb ({self.wandb!r}) needs the package wandb: "
+                "pip install 'megatron-ext[wandb]'"
+            )
+        if self.route_samples > 0 and not self.trace_steps:
+            problems.append(
+                f"logging.route_samples ({self.route_samples}) needs logging.trace_steps > 0"
+            )
+        return problems
+
 
 @dataclass(kw_only=True, slots=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """When to save, and where to start from. A run continues from its own newest checkpoint."""
 
-    every: int = 0
+    NAME: ClassVar[str] = "checkpoint"
+
+    every: int = setting(0, least=0)
     """Steps between two checkpoints; 0 saves none."""
 
-    keep: int = 2
+    keep: int = setting(2, least=1)
     """Newest checkpoints that are kept."""
 
     load: str | None = None
@@ -405,22 +475,24 @@ class CheckpointConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class TrainConfig:
+class TrainConfig(Section):
     """A training run. Together with the data, everything that determines its result."""
+
+    NAME: ClassVar[str] = ""
 
     run_dir: str = "runs/train"
     """Directory of the run's files: config, metrics, checkpoints."""
 
-    steps: int = 100
+    steps: int = setting(100, least=1)
     """Optimizer steps of the whole run."""
 
     seed: int = 1234
     """Of the initial weights and of the order of the data."""
 
-    eval_every: int = 0
+    eval_every: int = setting(0, least=0)
     """Steps between two evaluations; 0 makes none."""
 
-    eval_steps: int = 4
+    eval_steps: int = setting(4, least=1)
     """Global batches of an evaluation, always the same ones."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -433,3 +505,15 @@ class TrainConfig:
 
     megatron: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron's TransformerConfig, by its names."""
+
+    def relation_problems(self) -> list[str]:
+        """Return what is wrong by rules that are not a range."""
+        problems = []
+        if self.steps >= 1 and self.optimizer.warmup_steps >= self.steps:
+            problems.append(
+                f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) must be < "
+                f"steps ({self.steps})"
+            )
+        if self.eval_every > 0 and self.data.validation_fraction == 0:
+            problems.append(f"eval_every ({self.eval_every}) needs data.validation_fraction > 0")
+        return problems

@@ -181,8 +181,8 @@ def add_plan_settings(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="of `megatron-ext place craft`: replicas of craft, and slots of the other planners",
     )
-    for name in MOVED:  # As these settings were called before they were of a strategy.
-        parser.add_argument(_option(name), help=argparse.SUPPRESS)
+    for name, now in MOVED.items():  # What these settings were called before.
+        parser.add_argument(_option(name), metavar="X", help=f"the same as balance.{now}=X")
 
 
 def plan_settings(balance: BalanceConfig, costs: LayerCosts | None = None) -> PlanSettings:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from hydra import compose, initialize, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_ext.balance.strategies import settings
@@ -120,6 +120,8 @@ def load_config(
         missing = OmegaConf.missing_keys(composed)
         if missing:
             raise ConfigError([f"{name} is missing: it has no default" for name in sorted(missing)])
+        if problems := _balance_problems(composed):
+            raise ConfigError(problems)
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([_hydra_problem(error)]) from None
@@ -130,6 +132,19 @@ def load_config(
     if not isinstance(config, TrainConfig):
         raise ConfigError([f"{config_name}.yaml must have {SCHEMA} first in its defaults"])
     return config
+
+
+def _balance_problems(composed: DictConfig) -> list[str]:
+    """What is wrong with any section, if `balance` is, which refuses to be made then."""
+    try:
+        OmegaConf.to_object(composed.balance)
+    except ConfigError as error:
+        rest = OmegaConf.merge(composed, {})
+        rest.balance = OmegaConf.structured(settings.BalanceConfig)
+        config = OmegaConf.to_object(rest)
+        others = config.problems() if isinstance(config, TrainConfig) else []
+        return error.problems + others
+    return []
 
 
 def _hydra_problem(error: Exception) -> str:

@@ -138,6 +138,15 @@ WRONG = {
         ["data.global_batch_size=6"],
         ["data.global_batch_size (6) must be a multiple of data.micro_batch_size"],
     ),
+    "everything at once, the balancer included": (
+        ["balance.slots=-1", "balance.tolerance=-2", "balance.objective=foo", "model.topk=0"],
+        [
+            "balance.slots (-1) must be >= 0",
+            "balance.tolerance (-2.0) must be from 0 to 1000000",
+            "balance.objective ('foo') must be one of tolerance, time",
+            "model.topk (0) must be >= 1",
+        ],
+    ),
     "everything at once": (
         ["steps=0", "model.precision=fp7", "balance.strategy=magic", "data.path=/nowhere"],
         ["steps (0)", "model.precision ('fp7')", "'magic'", "data.path (/nowhere)"],
