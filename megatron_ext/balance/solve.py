@@ -158,3 +158,24 @@ def plan_layout(
         slots=get_strategy(strategy).num_slots(slots, num_experts // max(ep_size, 1)),
         nvlink_domain=ep_size if nvlink_domain is None else nvlink_domain,
     )
+
+
+def idle_slots(
+    slots: int, *, num_experts: int, ep_size: int, nvlink_domain: int | None
+) -> str | None:
+    """Say that a rank has more slots than replicas to hold; None if it has not.
+
+    Args:
+        slots: Of a rank (S).
+        num_experts: Logical experts (E).
+        ep_size: Ranks of the EP group (R).
+        nvlink_domain: Ranks per NVLink domain; one domain if None.
+
+    >>> idle_slots(29, num_experts=32, ep_size=8, nvlink_domain=None)
+    'slots (29) beyond 28 stay empty: a rank has no more experts to borrow'
+    """
+    ranks = ep_size if nvlink_domain is None else nvlink_domain
+    most = num_experts // ep_size * (ranks - 1)
+    if slots <= most:
+        return None
+    return f"slots ({slots}) beyond {most} stay empty: a rank has no more experts to borrow"

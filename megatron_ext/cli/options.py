@@ -19,6 +19,7 @@ from megatron_ext.config import COST_UNITS, MOVED, BalanceConfig
 if TYPE_CHECKING:
     from megatron_ext.balance.costs import LayerCosts
     from megatron_ext.balance.strategies import PlanSettings
+    from megatron_ext.files.loads import Loads
 
 # (field, metavar, help): fields of `BalanceConfig` that are fields of `PlanSettings` too.
 _PLAN_SETTINGS = (
@@ -158,6 +159,16 @@ def balance_config(arguments: argparse.Namespace) -> BalanceConfig:
         raise ValueError(f"balance: {str(error).splitlines()[0]}") from None
     assert isinstance(balance, BalanceConfig)
     return balance
+
+
+def empty_slots(loads: Loads, balance: BalanceConfig) -> str | None:
+    """Say that a rank has more slots than replicas to hold; None if it has not."""
+    from megatron_ext.balance.solve import idle_slots
+
+    _, ranks, experts = loads.load.shape
+    return idle_slots(
+        balance.slots, num_experts=experts, ep_size=ranks, nvlink_domain=nvlink_domain(balance)
+    )
 
 
 def nvlink_domain(balance: BalanceConfig) -> int | None:

@@ -16,6 +16,7 @@ from megatron_ext.cli.options import (
     add_overwrite,
     add_trace,
     balance_config,
+    empty_slots,
     nvlink_domain,
     plan_settings,
     positive,
@@ -70,14 +71,13 @@ def run_craft(arguments: argparse.Namespace) -> int:
     from megatron_ext.files.arrays import check_free
     from megatron_ext.files.loads import read_loads
     from megatron_ext.files.placement import write_placement
-    from megatron_ext.lab.planning import idle_slots
     from megatron_ext.methods.craft.place import place, replica_counts
 
     check_free(arguments.out, overwrite=arguments.overwrite)
     balance = balance_config(arguments)
     settings = plan_settings(balance)
     loads = read_loads(arguments.trace)
-    warn(idle_slots(loads, balance.slots))
+    warn(empty_slots(loads, balance))
     _, ranks, experts = loads.load.shape
     layout = plan_layout(
         "craft",

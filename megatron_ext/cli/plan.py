@@ -15,6 +15,7 @@ from megatron_ext.cli.options import (
     add_overwrite,
     add_plan_settings,
     balance_config,
+    empty_slots,
     layer_costs,
     nvlink_domain,
     plan_settings,
@@ -56,7 +57,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan, write the plans if asked to, and show their numbers; or list the strategies."""
     from megatron_ext.files.loads import read_loads, write_plans
-    from megatron_ext.lab.planning import idle_slots, make_planners, missing_history, plan_loads
+    from megatron_ext.lab.planning import make_planners, missing_history, plan_loads
 
     if arguments.list:
         return show(arguments, _strategies(), _strategy_lines)
@@ -74,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         slots=balance.slots,
         nvlink_domain=nvlink_domain(balance),
     )
-    warn(idle_slots(loads, balance.slots))
+    warn(empty_slots(loads, balance))
     warn(missing_history(loads, [balance.strategy], settings))
     with progress("Planning", len(loads)) as on_load:
         planned = plan_loads(loads, planners, on_load=on_load)

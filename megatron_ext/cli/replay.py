@@ -14,6 +14,7 @@ from megatron_ext.cli.options import (
     add_plan_settings,
     add_trace,
     balance_config,
+    empty_slots,
     layer_costs,
     nvlink_domain,
     plan_settings,
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan the trace with every strategy, and show their numbers side by side."""
     from megatron_ext.files.loads import read_loads
     from megatron_ext.lab.papers import make_exhibits, more_replays, to_json
-    from megatron_ext.lab.planning import idle_slots, missing_history, read_name
+    from megatron_ext.lab.planning import missing_history, read_name
     from megatron_ext.lab.replay import check_out, make_report, replay, write_report
 
     strategies = arguments.strategies.split(",")
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         check_out(arguments.out, overwrite=arguments.overwrite)
     loads = read_loads(arguments.trace)
-    warn(idle_slots(loads, balance.slots))
+    warn(empty_slots(loads, balance))
     warn(missing_history(loads, strategies, settings))
     room: dict[str, Any] = {"slots": balance.slots, "nvlink_domain": nvlink_domain(balance)}
     with progress("Replaying", len(loads) * len(strategies)) as on_load:

@@ -13,6 +13,7 @@ from megatron_ext.cli.options import (
     add_plan_settings,
     add_trace,
     balance_config,
+    empty_slots,
     nvlink_domain,
     plan_settings,
     positive,
@@ -74,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Simulate the trace with every strategy, and show what a step would take."""
     from megatron_ext.files.loads import read_loads
     from megatron_ext.lab.hardware import read_hardware
-    from megatron_ext.lab.planning import idle_slots, missing_history
+    from megatron_ext.lab.planning import missing_history
     from megatron_ext.lab.shape import read_shape
     from megatron_ext.lab.simulate import IDEAL, NONE, check_out, simulate, write_report
 
@@ -86,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     hardware = read_hardware(arguments.hardware)
     shape = read_shape(arguments.model, arguments.set)
     loads = read_loads(arguments.trace)
-    warn(idle_slots(loads, balance.slots))
+    warn(empty_slots(loads, balance))
     warn(missing_history(loads, strategies, settings))
     with progress("Simulating", len(loads) * len({NONE, IDEAL, *strategies})) as on_load:
         report = simulate(

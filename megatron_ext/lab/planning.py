@@ -74,15 +74,6 @@ def make_planners(
     return [planners[layer] for layer in layers]
 
 
-def idle_slots(loads: Loads, slots: int) -> str | None:
-    """Say that a rank has more slots than replicas to hold; None if it has not."""
-    _, ranks, experts = loads.load.shape
-    most = experts - experts // ranks
-    if slots <= most:
-        return None
-    return f"slots ({slots}) beyond {most} stay empty: a rank has no more experts to borrow"
-
-
 def missing_history(loads: Loads, strategies: Iterable[str], settings: PlanSettings) -> str | None:
     """Say which strategies have no replicas in most of the loads, for want of a past; None if none.
 

@@ -27,7 +27,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_ext.balance.strategies import settings
+from megatron_ext.balance.solve import idle_slots
+from megatron_ext.balance.strategies import get_strategy, settings
 from megatron_ext.config import MOVED, ConfigError, TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.trainer.validate import validate
@@ -87,10 +88,28 @@ def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
         needed = parallel.pp_size * math.lcm(parallel.ep_size, parallel.tp_size)
         num_ranks = max(needed, torch.cuda.device_count() if torch.cuda.is_available() else 1)
     validate(config, num_ranks=num_ranks)
+    if int(os.environ.get("RANK", 0)) == 0 and (said := _idle_slots(config)):
+        logger.warning("warning: balance.%s", said)
     if is_rank:
         run_rank(config)
     else:
         launch_ranks(run_rank, config, num_ranks=num_ranks)
+
+
+def _idle_slots(config: TrainConfig) -> str | None:
+    """Say that ranks of a balanced model have more slots than they can fill."""
+    balance, ep_size = config.balance, config.parallel.ep_size
+    strategy = get_strategy(balance.strategy)
+    # One rank has no slots, whatever is asked for.
+    if strategy.kind is not strategy.planner or ep_size == 1:
+        return None
+    experts = config.model.num_experts
+    return idle_slots(
+        strategy.num_slots(balance.slots, experts // ep_size),
+        num_experts=experts,
+        ep_size=ep_size,
+        nvlink_domain=None if balance.nvlink_domain == "auto" else int(balance.nvlink_domain),
+    )
 
 
 def load_config(

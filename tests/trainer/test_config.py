@@ -258,3 +258,28 @@ def test_every_group_option_composes(option: Path) -> None:
     load_config(
         ["data.path=somewhere", f"{option.parent.name}={option.stem}"], str(RECIPES), "quickstart"
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["balance.slots=7"], ["warning: balance.slots (7) beyond 4 stay empty"]),
+        (["balance.slots=7", "balance.strategy=exact"], []),
+        (["balance.slots=7", "balance.strategy=none"], []),
+        (["balance.slots=4"], []),
+    ],
+)
+def test_slots_that_nothing_can_fill_are_named(
+    settings: list[str],
+    said: list[str],
+    data: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """2 ranks of 4 experts: 4 are on the other one."""
+    monkeypatch.setattr("megatron_ext.trainer.train.launch_ranks", lambda *_, **__: None)
+    sizes = ["model.num_experts=8", "parallel.ep_size=2"]
+    main([*overrides(data, tmp_path), *sizes, *settings])
+    told = [each.getMessage() for each in caplog.records if "slots" in each.getMessage()]
+    assert [text[: len(want)] for text, want in zip(told, said, strict=True)] == said
