@@ -6,69 +6,145 @@ results.
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, cast
 
 MISSING: Any = "???"
 """OmegaConf's mark of a value that the user has to give."""
+
+OBJECTIVES = ("tolerance", "time")
+"""What a planner aims at: see `BalanceConfig.objective`."""
 
 COST_UNITS = {"link_bandwidth": "bytes per second", "assignment_time": "seconds"}
 """The costs among the fields of `BalanceConfig`, and their units."""
 
 
+MOVED = {
+    "interval": "history.interval",
+    "alpha": "llep.alpha",
+    "min_tokens_per_gemm": "llep.min_tokens_per_gemm",
+    "locality_share": "libra.locality_share",
+}
+"""Settings that were fields of `balance` itself once, and their names now."""
+
+
+class Section:
+    """Settings that stand under one name: a dataclass with fields from `setting`."""
+
+    __slots__ = ()
+
+    NAME: ClassVar[str]
+    """Name of the section, as in front of its settings on the command line."""
+
+    def problems(self) -> list[str]:
+        """Return everything that is wrong, one line a problem: setting, value, rule."""
+        problems = field_problems(type(self), self) + self.relation_problems()
+        for part in self.sections():
+            problems += part.problems()
+        return problems
+
+    def sections(self) -> list[Section]:
+        """Return the sections in this one."""
+        values = [getattr(self, each.name) for each in fields(cast("Any", self))]
+        return [value for value in values if isinstance(value, Section)]
+
+    def relation_problems(self) -> list[str]:
+        """Return what is wrong by rules that are not the range or the choices of one field."""
+        return []
+
+
+def setting(
+    default: Any, *, least: float = -math.inf, most: float = math.inf, choices: Sequence[str] = ()
+) -> Any:
+    """Declare a field of a section.
+
+    Args:
+        default: Its value where nothing else is said.
+        least: Smallest number that it may be.
+        most: Largest number that it may be.
+        choices: What it may be, if that is one of a few words.
+    """
+    return field(
+        default=default, metadata={"least": least, "most": most, "choices": tuple(choices)}
+    )
+
+
+def field_problems(section: type[Section], values: Any) -> list[str]:
+    """Return which values are out of the range or no choice that `section` declares.
+
+    Args:
+        section: Has the fields.
+        values: Has some of them, by the same names.
+    """
+    problems = []
+    for declared in fields(cast("Any", section)):
+        rules, name = declared.metadata, f"{section.NAME}.{declared.name}".lstrip(".")
+        if not rules or not hasattr(values, declared.name):
+            continue
+        value, least, most = getattr(values, declared.name), rules["least"], rules["most"]
+        if rules["choices"]:
+            if value not in rules["choices"]:
+                problems.append(f"{name} ({value!r}) must be one of {', '.join(rules['choices'])}")
+        elif not least <= value <= most:
+            rule = f">= {least}" if most == math.inf else f"from {least} to {most}"
+            problems.append(f"{name} ({value}) must be {rule}")
+    return problems
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, one line a problem: setting, value, rule."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
 @dataclass(kw_only=True, slots=True)
-class BalanceConfig:
-    """What the balancer may do. Equal on all ranks of an EP group (compared once at start)."""
+class BalanceConfig(Section):
+    """What the balancer may do. Equal on all ranks of an EP group (compared once at start).
+
+    What only one strategy asks for is in a section of its own, beside that strategy; the class in
+    `megatron_ext.balance.strategies.settings` has these sections, too.
+    """
+
+    NAME: ClassVar[str] = "balance"
 
     strategy: str = "quota"
     """Name of the balancer, in `megatron_ext.balance.strategies`. `none` leaves Megatron's
     own layer in place, and so does `sem_moe`, which needs `data.affinity` or `data.rebatch`."""
 
-    slots: int = 2
+    slots: int = setting(2, least=0)
     """Replicas a rank can hold at a time (S). Costs S x (weights + gradients) of one expert per
     rank, whatever the number of layers; twice as much with `libra` and `libra_paper`. 2 is the
     paper's setting for 64 ranks (UltraEP, Table 3)."""
 
-    tolerance: float = 0.01
+    # Far beyond the number of ranks, above which it allows everything; in millionths it fits int64.
+    tolerance: float = setting(0.01, least=0, most=1_000_000)
     """Imbalance that is good enough, as a fraction of the mean rank load: the planner stops
     spending replicas there."""
-
-    interval: int = 50
-    """Microbatches of a layer between two placements of strategies that plan from history (`eplb`,
-    `lplb`); for n global batches, n times the microbatches of a step. 50 is what UltraEP takes for
-    EPLB in serving; in training it takes 3 global batches (section 8.1)."""
-
-    alpha: float = 1.1
-    """Capacity of a rank, as a multiple of the mean rank load, up to which `llep` fills ranks
-    before it spills to others."""
-
-    locality_share: float = 0.5
-    """Part of a rank's slots that `libra` and `libra_paper` give to the experts that the rank's own
-    tokens are predicted to ask for most; the rest goes by load. 0.5 is what Libra takes."""
-
-    min_tokens_per_gemm: int = 1024
-    """Fewest assignments that `llep` moves to another rank in one piece."""
 
     placement: str = ""
     """File of replicas that were placed before the run (`megatron-ext place craft`). `craft` needs
     it and uses its replicas; other planners use no more slots in a layer than it does. Empty is
     none."""
 
-    objective: str = "tolerance"
+    objective: str = setting("tolerance", choices=OBJECTIVES)
     """`tolerance`: within `tolerance` at least cost. `time`: every load gets the tolerance at which
     the modelled time of the layer is least, by the two costs below."""
 
     # OmegaConf takes a whole number for a float only where int is named, too.
     link_bandwidth: float | int | str = "auto"
-    """Bytes per second that a rank sends to its peers. For objective and strategy `time`. `auto` is
-    measured when the run begins, on its own ranks (`mcore/measure.py`)."""
+    """Bytes per second that a rank sends to its peers. For objective `time`. `auto` is measured
+    when the run begins, on its own ranks (`mcore/measure.py`)."""
 
     assignment_time: float | int | str = "auto"
-    """Seconds of expert computation, forward, per assignment. For objective and strategy `time`.
-    `auto` as above."""
+    """Seconds of expert computation, forward, per assignment. For objective `time`. `auto` as
+    above."""
 
-    min_quota: int = 1
+    min_quota: int = setting(1, least=1)
     """Fewest assignments a replica must take over to be worth its transfer."""
 
     transport: str = "auto"
@@ -98,42 +174,44 @@ class BalanceConfig:
     differently)."""
 
     def __post_init__(self) -> None:
-        """Check each field on its own; the rest is checked where the model is known."""
-        if self.slots < 0:
-            raise ValueError(f"balance.slots ({self.slots}) must be >= 0")
-        check_plan_settings(self, prefix="balance.")
+        """Check what can be checked here; the rest is checked where the model is known.
+
+        Raises:
+            ConfigError: With all problems.
+        """
+        if problems := self.problems():
+            raise ConfigError(problems)
+
+    def relation_problems(self) -> list[str]:
+        """Return what is wrong by rules that are not a range."""
+        problems = [problem for name in COST_UNITS for problem in self._cost_problems(name)]
         if not 0 < self.grad_reduce_share <= 1:
-            raise ValueError(
+            problems.append(
                 f"balance.grad_reduce_share ({self.grad_reduce_share}) must be above 0 and <= 1"
             )
-        if self.objective not in ("tolerance", "time"):
-            raise ValueError(
-                f"balance.objective ({self.objective!r}) must be 'tolerance' or 'time'"
-            )
-        for name in COST_UNITS:
-            self._check_cost(name)
         for name in ("max_in_flight", "nvlink_domain"):
             value = getattr(self, name)
             if value != "auto" and not (isinstance(value, int) and value >= 1):
-                raise ValueError(f"balance.{name} ({value!r}) must be 'auto' or an integer >= 1")
+                problems.append(f"balance.{name} ({value!r}) must be 'auto' or an integer >= 1")
+        return problems
 
-    def _check_cost(self, name: str) -> None:
+    def _cost_problems(self, name: str) -> list[str]:
         value = getattr(self, name)
         if value == "auto":
-            return
+            return []
         if not isinstance(value, int | float):
-            raise ValueError(f"balance.{name} ({value!r}) must be 'auto' or a number")
+            return [f"balance.{name} ({value!r}) must be 'auto' or a number"]
         if self.plans_for_time and not 0 < value < math.inf:
-            cause = "objective" if self.objective == "time" else "strategy"
-            raise ValueError(
-                f"balance.{name} ({value}) must be > 0 and finite with balance.{cause}=time, "
+            return [
+                f"balance.{name} ({value}) must be > 0 and finite with balance.objective=time, "
                 "or 'auto', which measures it"
-            )
+            ]
+        return []
 
     @property
     def plans_for_time(self) -> bool:
         """Whether the planner has to know what a layer costs in time."""
-        return "time" in (self.objective, self.strategy)
+        return self.objective == "time"
 
     @property
     def costs_to_measure(self) -> tuple[str, ...]:
@@ -143,91 +221,81 @@ class BalanceConfig:
         return tuple(name for name in COST_UNITS if getattr(self, name) == "auto")
 
 
-_PLAN_RANGES: dict[str, tuple[float, float]] = {
-    # Far beyond the number of ranks, above which it allows everything; in millionths it fits int64.
-    "tolerance": (0, 1_000_000),
-    "min_quota": (1, math.inf),
-    "interval": (1, math.inf),
-    "alpha": (1, 1_000_000),
-    "locality_share": (0, 1),
-    "min_tokens_per_gemm": (1, math.inf),
-}
-
-
-def check_plan_settings(settings: Any, *, prefix: str = "") -> None:
-    """Check the numbers that planners are given.
-
-    Args:
-        settings: Has them as attributes.
-        prefix: Before their names in the message.
-
-    Raises:
-        ValueError: One is out of range; the message names it, its value and the range.
-    """
-    for name, (least, most) in _PLAN_RANGES.items():
-        value = getattr(settings, name)
-        if not least <= value <= most:
-            rule = f">= {least}" if most == math.inf else f"from {least} to {most}"
-            raise ValueError(f"{prefix}{name} ({value}) must be {rule}")
-
-
 @dataclass(kw_only=True, slots=True)
-class ModelConfig:
+class ModelConfig(Section):
     """A GPT with experts in every layer. The section `megatron` takes more settings."""
 
-    num_layers: int = 4
+    NAME: ClassVar[str] = "model"
+
+    num_layers: int = setting(4, least=1)
     """Transformer layers of the whole model."""
 
-    hidden_size: int = 256
+    hidden_size: int = setting(256, least=1)
     """Width of the residual stream (H)."""
 
-    num_attention_heads: int = 4
+    num_attention_heads: int = setting(4, least=1)
     """Attention heads; must divide `hidden_size`."""
 
-    num_experts: int = 16
+    num_experts: int = setting(16, least=1)
     """Logical experts of a layer (E)."""
 
-    topk: int = 2
+    topk: int = setting(2, least=1)
     """Experts that a token goes to (K)."""
 
-    expert_hidden_size: int = 1024
+    expert_hidden_size: int = setting(1024, least=1)
     """Width inside an expert (F)."""
 
-    shared_expert_hidden_size: int = 0
+    shared_expert_hidden_size: int = setting(0, least=0)
     """Width of the expert that every token goes to besides its K; 0 has none."""
 
-    aux_loss: float = 0.0
+    aux_loss: float = setting(0.0, least=0)
     """Weight of the load-balancing loss on the router; 0 leaves the router alone."""
 
-    experts: str = "sequential"
+    experts: str = setting("sequential", choices=("sequential", "grouped_mm"))
     """How a rank computes its experts: `sequential` (one matrix product after the other,
     everywhere) or `grouped_mm` (all in one call of PyTorch's grouped product; fp32 and bf16)."""
 
-    precision: str = "fp32"
+    precision: str = setting("fp32", choices=("fp32", "bf16"))
     """Type of weights and activations: `fp32` or `bf16` (with fp32 main weights and gradients)."""
+
+    def relation_problems(self) -> list[str]:
+        """Return what is wrong by rules that are not a range."""
+        problems = []
+        if self.num_attention_heads >= 1 and self.hidden_size % self.num_attention_heads:
+            problems.append(
+                f"model.hidden_size ({self.hidden_size}) must be a multiple of "
+                f"model.num_attention_heads ({self.num_attention_heads})"
+            )
+        if self.topk > self.num_experts >= 1:
+            problems.append(
+                f"model.topk ({self.topk}) must be <= model.num_experts ({self.num_experts})"
+            )
+        return problems
 
 
 @dataclass(kw_only=True, slots=True)
-class ParallelConfig:
+class ParallelConfig(Section):
     """How the model is spread over ranks. What the sizes leave of the ranks is data parallelism."""
 
-    ep_size: int = 1
+    NAME: ClassVar[str] = "parallel"
+
+    ep_size: int = setting(1, least=1)
     """Ranks that share the experts of a layer (R)."""
 
-    tp_size: int = 1
+    tp_size: int = setting(1, least=1)
     """Ranks that share attention and embeddings (tensor parallelism), and a sequence between them
     (sequence parallelism)."""
 
-    pp_size: int = 1
+    pp_size: int = setting(1, least=1)
     """Pipeline stages."""
 
-    vpp_size: int = 1
+    vpp_size: int = setting(1, least=1)
     """Model chunks on each stage (interleaved schedule); 1 is the plain 1F1B schedule."""
 
-    dispatcher: str = "alltoall"
+    dispatcher: str = setting("alltoall", choices=("alltoall", "allgather", "flex"))
     """Megatron's token dispatcher: `alltoall`, `allgather` or `flex`."""
 
-    recompute: str = "none"
+    recompute: str = setting("none", choices=("none", "selective", "full"))
     """What is computed again in backward instead of kept: `none`, `selective` (the MoE layers) or
     `full`."""
 
@@ -240,21 +308,40 @@ class ParallelConfig:
     overlap_param_gather: bool = False
     """Gather updated weights during the next forward; needs the two settings above."""
 
+    def relation_problems(self) -> list[str]:
+        """Return what is wrong by rules that are not a range."""
+        problems = []
+        if self.vpp_size > 1 and self.pp_size == 1:
+            problems.append(
+                f"parallel.vpp_size ({self.vpp_size}) must be 1 without a pipeline "
+                "(parallel.pp_size is 1)"
+            )
+        if self.overlap_param_gather and not (
+            self.distributed_optimizer and self.overlap_grad_reduce
+        ):
+            problems.append(
+                "parallel.overlap_param_gather (True) needs parallel.distributed_optimizer and "
+                "parallel.overlap_grad_reduce"
+            )
+        return problems
+
 
 @dataclass(kw_only=True, slots=True)
-class DataConfig:
+class DataConfig(Section):
     """Which text is trained on, and how much of it in a step."""
+
+    NAME: ClassVar[str] = "data"
 
     path: str = MISSING
     """Folder made by `megatron-ext data build`."""
 
-    sequence_length: int = 256
+    sequence_length: int = setting(256, least=1)
     """Tokens of a sample."""
 
-    micro_batch_size: int = 4
+    micro_batch_size: int = setting(4, least=1)
     """Samples that a rank computes at a time."""
 
-    global_batch_size: int = 8
+    global_batch_size: int = setting(8, least=1)
     """Samples of an optimizer step, over all ranks."""
 
     affinity: str = ""
@@ -271,7 +358,7 @@ class DataConfig:
     weights: dict[str, float] = field(default_factory=dict)
     """Share of each domain; empty is in proportion to the domains' sizes."""
 
-    mix_by: str = "microbatch"
+    mix_by: str = setting("microbatch", choices=("microbatch", "sample"))
     """Draw a domain for each `microbatch` or for each `sample`."""
 
     validation_fraction: float = 0.02
@@ -281,24 +368,32 @@ class DataConfig:
     """Give the samples of a microbatch in reverse order. The step stays the same but for the order
     in which sums are rounded: the yardstick for how far two runs differ by rounding alone."""
 
+    def relation_problems(self) -> list[str]:
+        """Return what is wrong by rules that are not a range."""
+        if not 0.0 <= self.validation_fraction < 1.0:
+            return [f"data.validation_fraction ({self.validation_fraction}) must be >= 0 and < 1"]
+        return []
+
 
 @dataclass(kw_only=True, slots=True)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """Adam and its schedule: linear warm-up, then decay until the last step."""
 
-    lr: float = 1e-3
+    NAME: ClassVar[str] = "optimizer"
+
+    lr: float = setting(1e-3, least=0)
     """Highest learning rate, reached at the end of the warm-up."""
 
-    min_lr: float = 1e-4
+    min_lr: float = setting(1e-4, least=0)
     """Learning rate of the last step."""
 
-    warmup_steps: int = 10
+    warmup_steps: int = setting(10, least=0)
     """Steps from learning rate 0 to `lr`."""
 
-    decay: str = "cosine"
+    decay: str = setting("cosine", choices=("constant", "linear", "cosine"))
     """Shape of the way to `min_lr`: `constant`, `linear` or `cosine`."""
 
-    weight_decay: float = 0.01
+    weight_decay: float = setting(0.01, least=0)
     """Decoupled weight decay (AdamW)."""
 
     beta1: float = 0.9
@@ -310,27 +405,35 @@ class OptimizerConfig:
     eps: float = 1e-8
     """Added to Adam's denominator."""
 
-    clip_grad: float = 1.0
+    clip_grad: float = setting(1.0, least=0)
     """Largest norm of all gradients together; larger ones are scaled down. 0 does not clip."""
+
+    def relation_problems(self) -> list[str]:
+        """Return what is wrong by rules that are not a range."""
+        if self.min_lr > self.lr:
+            return [f"optimizer.min_lr ({self.min_lr}) must be <= optimizer.lr ({self.lr})"]
+        return []
 
 
 @dataclass(kw_only=True, slots=True)
-class LoggingConfig:
+class LoggingConfig(Section):
     """Where a run reports, besides `metrics.jsonl` and the display on rank 0."""
 
-    every: int = 1
+    NAME: ClassVar[str] = "logging"
+
+    every: int = setting(1, least=1)
     """Steps between two plain progress lines, where the display is not a terminal."""
 
-    trace_steps: int = 0
+    trace_steps: int = setting(0, least=0)
     """Steps in one file of `trace/` in the run directory, with the exact load of every microbatch
     in every layer; 0 records none. A killed run loses what is not in a file yet."""
 
-    route_samples: int = 0
+    route_samples: int = setting(0, least=0)
     """Samples of a step whose tokens' ids and chosen experts are recorded in `routes/`, in files of
     `trace_steps` steps: the first ones of one rank, at most its own. For `place sem_moe`. Costs 2
     bytes a choice in memory until the file is written; 0 records none."""
 
-    wandb: str = "off"
+    wandb: str = setting("off", choices=("off", "offline", "online"))
     """Weights & Biases: `off`, `offline` (written to the run directory) or `online`."""
 
     wandb_project: str = "megatron_ext"
@@ -339,15 +442,31 @@ class LoggingConfig:
     wandb_name: str | None = None
     """Name of the W&B run; by default the name of the run directory."""
 
+    def relation_problems(self) -> list[str]:
+        """Return what is wrong by rules that are not a range."""
+        problems = []
+        if self.wandb in ("offline", "online") and not importlib.util.find_spec("wandb"):
+            problems.append(
+                f"logging.wandb ({self.wandb!r}) needs the package wandb: "
+                "pip install 'megatron-ext[wandb]'"
+            )
+        if self.route_samples > 0 and not self.trace_steps:
+            problems.append(
+                f"logging.route_samples ({self.route_samples}) needs logging.trace_steps > 0"
+            )
+        return problems
+
 
 @dataclass(kw_only=True, slots=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """When to save, and where to start from. A run continues from its own newest checkpoint."""
 
-    every: int = 0
+    NAME: ClassVar[str] = "checkpoint"
+
+    every: int = setting(0, least=0)
     """Steps between two checkpoints; 0 saves none."""
 
-    keep: int = 2
+    keep: int = setting(2, least=1)
     """Newest checkpoints that are kept."""
 
     load: str | None = None
@@ -356,22 +475,24 @@ class CheckpointConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class TrainConfig:
+class TrainConfig(Section):
     """A training run. Together with the data, everything that determines its result."""
+
+    NAME: ClassVar[str] = ""
 
     run_dir: str = "runs/train"
     """Directory of the run's files: config, metrics, checkpoints."""
 
-    steps: int = 100
+    steps: int = setting(100, least=1)
     """Optimizer steps of the whole run."""
 
     seed: int = 1234
     """Of the initial weights and of the order of the data."""
 
-    eval_every: int = 0
+    eval_every: int = setting(0, least=0)
     """Steps between two evaluations; 0 makes none."""
 
-    eval_steps: int = 4
+    eval_steps: int = setting(4, least=1)
     """Global batches of an evaluation, always the same ones."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -385,10 +506,14 @@ class TrainConfig:
     megatron: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron's TransformerConfig, by its names."""
 
-
-class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, one line a problem: setting, value, rule."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
+    def relation_problems(self) -> list[str]:
+        """Return what is wrong by rules that are not a range."""
+        problems = []
+        if self.steps >= 1 and self.optimizer.warmup_steps >= self.steps:
+            problems.append(
+                f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) must be < "
+                f"steps ({self.steps})"
+            )
+        if self.eval_every > 0 and self.data.validation_fraction == 0:
+            problems.append(f"eval_every ({self.eval_every}) needs data.validation_fraction > 0")
+        return problems

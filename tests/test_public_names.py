@@ -108,12 +108,12 @@ if not torch.cuda.is_available():
     enable_cpu_platform()
 import megatron_ext.mcore.spec, megatron_ext.telemetry.recorder, megatron_ext.telemetry.routes
 from megatron_ext.balance.strategies import STRATEGIES, get_strategy
-assert list(STRATEGIES) == ["none", "quota", "time", "exact", "ideal"], list(STRATEGIES)
+assert list(STRATEGIES) == ["none", "quota", "exact", "ideal"], list(STRATEGIES)
 assert [get_strategy(name).name for name in STRATEGIES] == list(STRATEGIES)
 try:
     get_strategy("eplb")
 except ValueError as error:
-    known = "exact, ideal, none, quota, time"
+    known = "exact, ideal, none, quota"
     assert str(error) == f"unknown strategy 'eplb'; known: {known}", error
 else:
     raise AssertionError("eplb is there")

@@ -16,7 +16,14 @@ from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan, check_load, stack_plans, with_spare_slots
 from megatron_ext.balance.strategies import get_planner
 from megatron_ext.balance.strategies.fastest import solver_for_time
-from megatron_ext.balance.strategies.strategy import PlanSettings
+from megatron_ext.balance.strategies.strategy import (
+    FromHistory,
+    FromPlacement,
+    FromPrediction,
+    HistorySettings,
+    PlanSettings,
+    Solves,
+)
 
 
 class LayerPlanner:
@@ -43,7 +50,7 @@ class LayerPlanner:
         planner = get_planner(strategy, for_time=settings.costs is not None)
         self._slots = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
         self._num_spare_slots = 0
-        if planner.needs_placement:
+        if isinstance(planner, FromPlacement):
             if settings.placement is None:
                 raise ValueError(
                     f"strategy {strategy!r} needs a placement: `megatron-ext place craft` makes one"
@@ -57,11 +64,10 @@ class LayerPlanner:
             self._slots = self._slots[:, :used]
         self._layout = layout
         self._settings = settings
-        self._place, self._place_predicted = planner.place, planner.place_predicted
-        self._fill, self._solve = planner.fill, planner.solve
         if settings.costs is not None:
-            assert self._solve is not None, "`get_planner` refused what does not solve"
-            self._solve = solver_for_time(self._solve)
+            assert isinstance(planner, Solves), "`get_planner` refused what does not solve"
+            planner = Solves(solver_for_time(planner.solve))
+        self._planner = planner
         self._expert_load = torch.zeros(layout.num_experts, dtype=torch.int64)
         self._num_observed = 0
         self._previous_load: Tensor | None = None
@@ -69,7 +75,7 @@ class LayerPlanner:
     @property
     def predicts(self) -> bool:
         """Whether it places replicas by a prediction of the load to come."""
-        return self._place_predicted is not None
+        return isinstance(self._planner, FromPrediction)
 
     def expect(self, predicted: Tensor | None) -> Tensor:
         """Place the replicas of a load that is only predicted; remembers nothing.
@@ -84,12 +90,12 @@ class LayerPlanner:
             TypeError: If `predicted` is not int64.
             ValueError: If it does not fit the layout or, on a CPU, holds impossible values.
         """
-        assert self._place_predicted is not None, "only some planners place by a prediction"
+        assert isinstance(self._planner, FromPrediction), "others place nothing by a prediction"
         if predicted is None:
             slots = torch.full_like(self._slots, -1)
         else:
             check_load(predicted, self._layout)
-            slots = self._place_predicted(predicted, self._layout, self._settings)
+            slots = self._planner.place(predicted, self._layout, self._settings)
         return functional.pad(slots, (0, self._num_spare_slots), value=-1)
 
     def solve(self, load: Tensor, placed: Tensor | None = None) -> BalancePlan:
@@ -108,12 +114,11 @@ class LayerPlanner:
             ValueError: If `load` does not fit the layout or, on a CPU, holds impossible values.
         """
         check_load(load, self._layout)
-        if self._fill is not None:
-            slots = self._slots if placed is None else placed[..., : self._layout.slots]
-            plan = self._fill(load, slots.to(load.device), self._layout, self._settings)
+        if isinstance(self._planner, Solves):
+            plan = self._planner.solve(load, self._layout, self._settings)
         else:
-            assert self._solve is not None, "a planner solves or fills"
-            plan = self._solve(load, self._layout, self._settings)
+            slots = self._slots if placed is None else placed[..., : self._layout.slots]
+            plan = self._planner.fill(load, slots.to(load.device), self._layout, self._settings)
         return with_spare_slots(plan, self._num_spare_slots)
 
     def observe(self, load: Tensor) -> None:
@@ -122,12 +127,12 @@ class LayerPlanner:
         Every `interval` microbatches the replicas are placed anew, by the sum of the loads since
         the last time.
         """
-        if self._place is None:
+        if not isinstance(self._planner, FromHistory):
             return
         self._expert_load = self._expert_load.to(load.device) + load.sum(-2)
         self._num_observed += 1
-        if self._num_observed % self._settings.interval == 0:
-            self._slots = self._place(self._expert_load.cpu(), self._layout, self._settings)
+        if self._num_observed % self._settings.section(HistorySettings).interval == 0:
+            self._slots = self._planner.place(self._expert_load.cpu(), self._layout, self._settings)
             self._expert_load = torch.zeros_like(self._expert_load)
 
     def expect_in_order(self, predicted: Tensor | None = None) -> Tensor | None:
@@ -155,7 +160,7 @@ class LayerPlanner:
             self.observe(load)
             self._previous_load = load
             return plan
-        if self._place is None and not self.predicts:
+        if not isinstance(self._planner, FromHistory | FromPrediction):
             return self.solve(load)
         check_load(load, self._layout)
         plans = [self.plan_in_order(one) for one in load]

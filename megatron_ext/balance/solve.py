@@ -6,15 +6,17 @@ Legend: R ranks of the EP group, E logical experts, S slots per rank, B independ
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
+from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
-from megatron_ext.config import BalanceConfig
+from megatron_ext.config import BalanceConfig, Section
 
 _DEFAULTS = BalanceConfig()
 
@@ -26,7 +28,9 @@ def solve_plan(
     strategy: str = _DEFAULTS.strategy,
     tolerance: float = _DEFAULTS.tolerance,
     min_quota: int = _DEFAULTS.min_quota,
-    **settings: Any,
+    sections: Sequence[Section] = (),
+    costs: LayerCosts | None = None,
+    placement: Placement | None = None,
 ) -> BalancePlan:
     """Choose replicas and split each expert's load over its instances.
 
@@ -43,7 +47,9 @@ def solve_plan(
         tolerance: How far above the mean the busiest rank may be, as a fraction of the mean;
             resolved to 1e-6.
         min_quota: Fewest assignments a replica may carry.
-        **settings: Further fields of `PlanSettings`, for strategies that know them.
+        sections: Strategies' own settings, where they are not their defaults.
+        costs: Of the layer: the objective is time.
+        placement: Replicas placed before; see `PlanSettings.placement`.
 
     Returns:
         The plan, on `load`'s device. `plan.quota.sum(-1)` equals `load.sum(-2)`; equal input gives
@@ -60,7 +66,13 @@ def solve_plan(
     >>> plan.quota[0].tolist(), plan.slots.tolist(), plan.rank_loads().tolist()
     ([5, 5], [[-1], [0]], [8, 8])
     """
-    asked = PlanSettings(tolerance=tolerance, min_quota=min_quota, **settings)
+    asked = PlanSettings(
+        tolerance=tolerance,
+        min_quota=min_quota,
+        sections=tuple(sections),
+        costs=costs,
+        placement=placement,
+    )
     return LayerPlanner(strategy, layout, asked).plan_in_order(load)
 
 
@@ -73,7 +85,9 @@ def solve(
     tolerance: float = _DEFAULTS.tolerance,
     min_quota: int = _DEFAULTS.min_quota,
     nvlink_domain: int | None = None,
-    **settings: Any,
+    sections: Sequence[Section] = (),
+    costs: LayerCosts | None = None,
+    placement: Placement | None = None,
 ) -> BalancePlan:
     """Plan one load or a batch of loads, without processes or Megatron.
 
@@ -85,9 +99,10 @@ def solve(
         tolerance: How far above the mean the busiest rank may be, as a fraction of the mean.
         min_quota: Fewest assignments a replica may carry.
         nvlink_domain: Ranks per NVLink domain; one domain if None.
-        **settings: Further fields of `PlanSettings`, for strategies that know them. With `costs` of
-            the layer the objective is time: each load gets the tolerance at which the modelled
-            layer is fastest, and `tolerance` counts for nothing.
+        sections: Strategies' own settings, where they are not their defaults: `LlepSettings(...)`.
+        costs: Of the layer: the objective is time. Each load gets the tolerance at which the
+            modelled layer is fastest, and `tolerance` counts for nothing.
+        placement: Replicas placed before; see `PlanSettings.placement`.
 
     Returns:
         The plan, or a batch of plans with a leading [B], on `load`'s device.
@@ -111,7 +126,14 @@ def solve(
         nvlink_domain=nvlink_domain,
     )
     return solve_plan(
-        load, layout, strategy=strategy, tolerance=tolerance, min_quota=min_quota, **settings
+        load,
+        layout,
+        strategy=strategy,
+        tolerance=tolerance,
+        min_quota=min_quota,
+        sections=sections,
+        costs=costs,
+        placement=placement,
     )
 
 
@@ -136,3 +158,24 @@ def plan_layout(
         slots=get_strategy(strategy).num_slots(slots, num_experts // max(ep_size, 1)),
         nvlink_domain=ep_size if nvlink_domain is None else nvlink_domain,
     )
+
+
+def idle_slots(
+    slots: int, *, num_experts: int, ep_size: int, nvlink_domain: int | None
+) -> str | None:
+    """Say that a rank has more slots than replicas to hold; None if it has not.
+
+    Args:
+        slots: Of a rank (S).
+        num_experts: Logical experts (E).
+        ep_size: Ranks of the EP group (R).
+        nvlink_domain: Ranks per NVLink domain; one domain if None.
+
+    >>> idle_slots(29, num_experts=32, ep_size=8, nvlink_domain=None)
+    'slots (29) beyond 28 stay empty: a rank has no more experts to borrow'
+    """
+    ranks = ep_size if nvlink_domain is None else nvlink_domain
+    most = num_experts // ep_size * (ranks - 1)
+    if slots <= most:
+        return None
+    return f"slots ({slots}) beyond {most} stay empty: a rank has no more experts to borrow"

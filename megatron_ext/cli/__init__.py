@@ -40,6 +40,7 @@ from megatron_ext.cli import (
     synth,
     train,
 )
+from megatron_ext.cli.options import take_overrides
 from megatron_ext.cli.output import FAILED, INTERRUPTED
 
 # In the order in which `--help` lists them.
@@ -68,7 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["train"]:
         return train.run(words[1:])
-    arguments = _parser().parse_args(words)
+    words, overrides = take_overrides(words)
+    parser = _parser()
+    arguments = parser.parse_args(words)
+    if overrides and not getattr(arguments, "takes_overrides", False):
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+    arguments.overrides = overrides
     _silence_megatron()
     try:
         return int(arguments.run(arguments))

@@ -1,29 +1,30 @@
 """How commands and the options that several of them share are declared.
 
-Options of planners have the names, types and defaults of `BalanceConfig`.
+Options of planners have the names, types and defaults of `BalanceConfig`, and all its settings can
+be given as in recipes: `balance.name=value`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config import BalanceConfig
+from megatron_ext.config import COST_UNITS, MOVED, BalanceConfig
 
 if TYPE_CHECKING:
     from megatron_ext.balance.costs import LayerCosts
     from megatron_ext.balance.strategies import PlanSettings
+    from megatron_ext.files.loads import Loads
 
 # (field, metavar, help): fields of `BalanceConfig` that are fields of `PlanSettings` too.
 _PLAN_SETTINGS = (
     ("tolerance", "T", "imbalance - 1 that is good enough"),
     ("min_quota", "N", "fewest assignments of a replica"),
-    ("interval", "N", "microbatches between placements from history"),
-    ("alpha", "X", "capacity of a rank / mean, for llep"),
-    ("locality_share", "X", "part of the slots for a rank's own tokens, for libra"),
-    ("min_tokens_per_gemm", "N", "fewest assignments in a piece, for llep"),
 )
 
 
@@ -71,6 +72,7 @@ _COSTS = (
     ("assignment_time", float, "X", "seconds of expert computation per assignment"),
     ("token_bytes", int, "N", "bytes of a hidden state (0: tokens cost nothing)"),
 )
+_COST_FIELDS = tuple(field for field, *_ in _COSTS)
 _OPTIONAL_COSTS = ("token_bytes",)
 
 
@@ -101,18 +103,77 @@ def add_overwrite(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--overwrite", action="store_true", help=f"replace {what}")
 
 
+def take_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words that are no settings `balance.name=value`, and those that are.
+
+    They may stand between options, which argparse does not allow for positional words.
+    """
+    overrides = [word for word in words if re.match(r"balance\.[\w.]+=", word)]
+    return [word for word in words if word not in overrides], overrides
+
+
 def add_balance(parser: argparse.ArgumentParser, *options: tuple[str, str, str]) -> None:
-    """Add options that are fields of `BalanceConfig`: field, metavar, help."""
+    """Add options that are fields of `BalanceConfig`: field, metavar, help.
+
+    The command then takes any setting of the section as `balance.name=value`, too;
+    `balance_config` reads all of them.
+    """
     defaults = BalanceConfig()
     for field, metavar, text in options:
         default = getattr(defaults, field)
         parser.add_argument(
-            _option(field),
-            type=type(default),
-            default=default,
-            metavar=metavar,
-            help=f"{text} (%(default)s)",
+            _option(field), type=type(default), metavar=metavar, help=f"{text} ({default})"
         )
+    parser.set_defaults(takes_overrides=True)
+
+
+def balance_config(arguments: argparse.Namespace) -> BalanceConfig:
+    """Return what options and words `balance.name=value` say.
+
+    Raises:
+        ValueError: There is no such setting, it is given twice, or it is out of range.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from megatron_ext.balance.strategies import settings
+
+    options = {
+        name: value
+        for name in (field.name for field in fields(BalanceConfig))
+        if name not in _COST_FIELDS and (value := getattr(arguments, name, None)) is not None
+    }
+    words = [word.removeprefix("balance.") for word in arguments.overrides]
+    words += [
+        f"{now}={old}" for name, now in MOVED.items() if (old := getattr(arguments, name, ""))
+    ]
+    names = [*options, *(word.split("=")[0] for word in words)]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(f"balance.{twice[0]} is given twice")
+    try:
+        merged = OmegaConf.merge(
+            OmegaConf.structured(settings.BalanceConfig), OmegaConf.from_dotlist(words), options
+        )
+        balance = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"balance: {str(error).splitlines()[0]}") from None
+    assert isinstance(balance, BalanceConfig)
+    return balance
+
+
+def empty_slots(loads: Loads, balance: BalanceConfig) -> str | None:
+    """Say that a rank has more slots than replicas to hold; None if it has not."""
+    from megatron_ext.balance.solve import idle_slots
+
+    _, ranks, experts = loads.load.shape
+    return idle_slots(
+        balance.slots, num_experts=experts, ep_size=ranks, nvlink_domain=nvlink_domain(balance)
+    )
+
+
+def nvlink_domain(balance: BalanceConfig) -> int | None:
+    """Return the ranks of an NVLink domain; None if all ranks are in one."""
+    return None if balance.nvlink_domain == "auto" else int(balance.nvlink_domain)
 
 
 def add_nvlink_domain(parser: argparse.ArgumentParser) -> None:
@@ -123,27 +184,25 @@ def add_nvlink_domain(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_settings(parser: argparse.ArgumentParser) -> None:
-    """Add what planners are asked for; `plan_settings` reads it."""
+    """Add what planners are asked for; `balance_config` reads it."""
     add_balance(parser, ("slots", "S", "replicas that a rank can hold"), *_PLAN_SETTINGS)
     add_nvlink_domain(parser)
     parser.add_argument(
         "--placement",
-        type=Path,
         metavar="FILE",
         help="of `megatron-ext place craft`: replicas of craft, and slots of the other planners",
     )
+    for name, now in MOVED.items():  # What these settings were called before.
+        parser.add_argument(_option(name), metavar="X", help=f"the same as balance.{now}=X")
 
 
-def plan_settings(arguments: argparse.Namespace, costs: LayerCosts | None = None) -> PlanSettings:
-    """Return what the options of `add_plan_settings` ask planners for."""
+def plan_settings(balance: BalanceConfig, costs: LayerCosts | None = None) -> PlanSettings:
+    """Return what a command asks planners for."""
     from megatron_ext.balance.strategies import PlanSettings
     from megatron_ext.files.placement import read_placement
 
-    return PlanSettings(
-        **{field: getattr(arguments, field) for field, *_ in _PLAN_SETTINGS},
-        costs=costs,
-        placement=None if arguments.placement is None else read_placement(arguments.placement),
-    )
+    placement = read_placement(Path(balance.placement)) if balance.placement else None
+    return PlanSettings.of(balance, costs, placement)
 
 
 def add_costs(parser: argparse.ArgumentParser, for_what: str) -> None:
@@ -154,12 +213,18 @@ def add_costs(parser: argparse.ArgumentParser, for_what: str) -> None:
 
 
 def layer_costs(
-    arguments: argparse.Namespace, *, for_time: bool, switch: str, alone: Collection[str] = ()
+    arguments: argparse.Namespace,
+    balance: BalanceConfig,
+    *,
+    for_time: bool,
+    switch: str,
+    alone: Collection[str] = (),
 ) -> LayerCosts | None:
     """Return what the options of `add_costs` say, if planning is `for_time`, else None.
 
     Args:
         arguments: The command's.
+        balance: Its settings, which may have costs, too.
         for_time: Whether planning is for time.
         switch: What asks for that, for messages.
         alone: Fields that the command also has another use for.
@@ -169,13 +234,15 @@ def layer_costs(
     """
     from megatron_ext.balance.costs import LayerCosts
 
-    fields = [field for field, *_ in _COSTS]
-    given = {field: value for field in fields if (value := getattr(arguments, field)) is not None}
+    options = {name: getattr(arguments, name) for name in _COST_FIELDS}
+    given = {name: value for name, value in options.items() if value is not None}
     if not for_time:
         if stray := [field for field in given if field not in alone]:
             raise ValueError(f"{_option(stray[0])} is for {switch}")
         return None
-    missing = [_option(field) for field in fields if field not in {*given, *_OPTIONAL_COSTS}]
+    settings = {name: getattr(balance, name) for name in COST_UNITS}
+    given = {name: value for name, value in settings.items() if value != "auto"} | given
+    missing = [_option(name) for name in _COST_FIELDS if name not in {*given, *_OPTIONAL_COSTS}]
     if missing:
         raise ValueError(
             f"{switch} needs {', '.join(missing)}: only a training has the ranks to measure on"

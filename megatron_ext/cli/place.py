@@ -15,6 +15,10 @@ from megatron_ext.cli.options import (
     add_out,
     add_overwrite,
     add_trace,
+    balance_config,
+    empty_slots,
+    nvlink_domain,
+    plan_settings,
     positive,
 )
 from megatron_ext.cli.output import columns, progress, show, warn
@@ -64,24 +68,23 @@ def _add_craft(place: Any) -> None:
 def run_craft(arguments: argparse.Namespace) -> int:
     """Place replicas, write them, and show what each layer gains."""
     from megatron_ext.balance.solve import plan_layout
-    from megatron_ext.balance.strategies import PlanSettings
     from megatron_ext.files.arrays import check_free
     from megatron_ext.files.loads import read_loads
     from megatron_ext.files.placement import write_placement
-    from megatron_ext.lab.planning import idle_slots
     from megatron_ext.methods.craft.place import place, replica_counts
 
     check_free(arguments.out, overwrite=arguments.overwrite)
-    settings = PlanSettings(tolerance=arguments.tolerance, min_quota=arguments.min_quota)
+    balance = balance_config(arguments)
+    settings = plan_settings(balance)
     loads = read_loads(arguments.trace)
-    warn(idle_slots(loads, arguments.slots))
+    warn(empty_slots(loads, balance))
     _, ranks, experts = loads.load.shape
     layout = plan_layout(
         "craft",
         num_experts=experts,
         ep_size=ranks,
-        slots=arguments.slots,
-        nvlink_domain=arguments.nvlink_domain,
+        slots=balance.slots,
+        nvlink_domain=nvlink_domain(balance),
     )
     replays = len(replica_counts(layout)) + 1
     with progress("Replaying", replays * len(loads)) as on_load:

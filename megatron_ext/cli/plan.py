@@ -14,10 +14,14 @@ from megatron_ext.cli.options import (
     add_out,
     add_overwrite,
     add_plan_settings,
+    balance_config,
+    empty_slots,
     layer_costs,
+    nvlink_domain,
     plan_settings,
 )
 from megatron_ext.cli.output import columns, progress, show, warn
+from megatron_ext.config import OBJECTIVES, BalanceConfig
 
 if TYPE_CHECKING:
     from megatron_ext.balance.strategies import PlanSettings
@@ -43,8 +47,8 @@ def add(commands: Any) -> None:
     plan.add_argument("--list", action="store_true", help="list the strategies instead")
     add_balance(plan, ("strategy", "NAME", "the planner"))
     add_plan_settings(plan)
-    add_balance(plan, ("objective", "NAME", "tolerance or time"))
-    add_costs(plan, "--objective time and --strategy time")
+    add_balance(plan, ("objective", "NAME", " or ".join(OBJECTIVES)))
+    add_costs(plan, "--objective time")
     add_out(plan, "PLAN.npz", "where to write the plans", required=False)
     plan.add_argument("--split", action="store_true", help="write the quotas by source rank too")
     add_overwrite(plan, "an existing PLAN.npz")
@@ -53,28 +57,26 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan, write the plans if asked to, and show their numbers; or list the strategies."""
     from megatron_ext.files.loads import read_loads, write_plans
-    from megatron_ext.lab.planning import idle_slots, make_planners, missing_history, plan_loads
+    from megatron_ext.lab.planning import make_planners, missing_history, plan_loads
 
     if arguments.list:
         return show(arguments, _strategies(), _strategy_lines)
     _check(arguments)
-    by_strategy = arguments.strategy == "time"
+    balance = balance_config(arguments)
     costs = layer_costs(
-        arguments,
-        for_time=by_strategy or arguments.objective == "time",
-        switch="--strategy time" if by_strategy else "--objective time",
+        arguments, balance, for_time=balance.plans_for_time, switch="--objective time"
     )
-    settings = plan_settings(arguments, costs)
+    settings = plan_settings(balance, costs)
     loads = read_loads(arguments.loads)
     planners = make_planners(
         loads,
-        arguments.strategy,
+        balance.strategy,
         settings,
-        slots=arguments.slots,
-        nvlink_domain=arguments.nvlink_domain,
+        slots=balance.slots,
+        nvlink_domain=nvlink_domain(balance),
     )
-    warn(idle_slots(loads, arguments.slots))
-    warn(missing_history(loads, [arguments.strategy], settings.interval))
+    warn(empty_slots(loads, balance))
+    warn(missing_history(loads, [balance.strategy], settings))
     with progress("Planning", len(loads)) as on_load:
         planned = plan_loads(loads, planners, on_load=on_load)
     if arguments.out is not None:
@@ -85,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
             with_split=arguments.split,
             overwrite=arguments.overwrite,
         )
-    return show(arguments, _report(arguments, settings, planned), _lines)
+    return show(arguments, _report(balance, settings, planned), _lines)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -98,12 +100,10 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError("--split adds to the file of --out, which is not given")
     if arguments.out is not None:
         check_free(arguments.out, overwrite=arguments.overwrite)
-    if arguments.objective not in ("tolerance", "time"):
-        raise ValueError(f"--objective ({arguments.objective}) must be tolerance or time")
 
 
 def _report(
-    arguments: argparse.Namespace, settings: PlanSettings, planned: list[Planned]
+    balance: BalanceConfig, settings: PlanSettings, planned: list[Planned]
 ) -> dict[str, Any]:
     """The numbers of the plans, and what was asked of the planner."""
     from megatron_ext.lab.planning import summarize
@@ -111,7 +111,7 @@ def _report(
     layout = planned[0].plan.layout
     used = settings.to_json()
     costs = used.pop("costs")
-    used |= {"strategy": arguments.strategy, "objective": arguments.objective}
+    used |= {"strategy": balance.strategy, "objective": balance.objective}
     used |= {"slots": layout.slots, "nvlink_domain": layout.nvlink_domain}
     if costs is not None:
         used |= costs | {"tolerance": None}
@@ -149,7 +149,11 @@ def _strategies() -> dict[str, Any]:
     from megatron_ext.balance.strategies import STRATEGIES
 
     return {
-        name: {"summary": strategy.summary, "training": True, "offline": strategy.makes_plans}
+        name: {
+            "summary": strategy.summary,
+            "training": True,
+            "offline": strategy.planner is not None,
+        }
         for name, strategy in STRATEGIES.items()
     }
 

@@ -13,7 +13,10 @@ from megatron_ext.cli.options import (
     add_overwrite,
     add_plan_settings,
     add_trace,
+    balance_config,
+    empty_slots,
     layer_costs,
+    nvlink_domain,
     plan_settings,
 )
 from megatron_ext.cli.output import progress, show, warn
@@ -33,10 +36,10 @@ def add(commands: Any) -> None:
         "--strategies",
         required=True,
         metavar="A,B,...",
-        help="the planners; `megatron-ext plan --list` names them",
+        help="the planners, of `megatron-ext plan --list`; NAME:time plans for objective time",
     )
     add_plan_settings(replay)
-    add_costs(replay, "strategy time; --expert-bytes also alone, to see the bytes that move")
+    add_costs(replay, "NAME:time; --expert-bytes also alone, to see the bytes that move")
     add_out(replay, "DIR", "folder for replay.md, replay.json and replay.png", required=False)
     add_overwrite(replay, "these files in DIR")
 
@@ -45,27 +48,29 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan the trace with every strategy, and show their numbers side by side."""
     from megatron_ext.files.loads import read_loads
     from megatron_ext.lab.papers import make_exhibits, more_replays, to_json
-    from megatron_ext.lab.planning import idle_slots, missing_history
+    from megatron_ext.lab.planning import missing_history, read_name
     from megatron_ext.lab.replay import check_out, make_report, replay, write_report
 
     strategies = arguments.strategies.split(",")
+    balance = balance_config(arguments)
     costs = layer_costs(
         arguments,
-        for_time="time" in strategies,
-        switch="time among --strategies",
+        balance,
+        for_time=any(read_name(name)[1] for name in strategies),
+        switch="NAME:time among --strategies",
         alone=("expert_bytes",),
     )
-    settings = plan_settings(arguments, costs)
+    settings = plan_settings(balance, costs)
     if arguments.out is not None:
         check_out(arguments.out, overwrite=arguments.overwrite)
     loads = read_loads(arguments.trace)
-    warn(idle_slots(loads, arguments.slots))
-    warn(missing_history(loads, strategies, settings.interval))
-    room = {"slots": arguments.slots, "nvlink_domain": arguments.nvlink_domain}
+    warn(empty_slots(loads, balance))
+    warn(missing_history(loads, strategies, settings))
+    room: dict[str, Any] = {"slots": balance.slots, "nvlink_domain": nvlink_domain(balance)}
     with progress("Replaying", len(loads) * len(strategies)) as on_load:
         replayed = replay(loads, strategies, settings, **room, on_load=on_load)
     report = make_report(
-        loads, replayed, settings, slots=arguments.slots, expert_bytes=arguments.expert_bytes
+        loads, replayed, settings, slots=balance.slots, expert_bytes=arguments.expert_bytes
     )
     if arguments.out is not None:
         with progress("Drawing", more_replays(loads, replayed, **room)) as on_load:

@@ -12,6 +12,9 @@ from megatron_ext.cli.options import (
     add_overwrite,
     add_plan_settings,
     add_trace,
+    balance_config,
+    empty_slots,
+    nvlink_domain,
     plan_settings,
     positive,
 )
@@ -43,7 +46,10 @@ def add(commands: Any) -> None:
         help="a name in recipes/hardware, or a file like those, as `doctor --calibrate` writes it",
     )
     simulate.add_argument(
-        "--strategies", required=True, metavar="A,B,...", help="the planners to simulate"
+        "--strategies",
+        required=True,
+        metavar="A,B,...",
+        help="the planners to simulate; NAME:time plans for objective time",
     )
     simulate.add_argument(
         "--gpus",
@@ -69,12 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Simulate the trace with every strategy, and show what a step would take."""
     from megatron_ext.files.loads import read_loads
     from megatron_ext.lab.hardware import read_hardware
-    from megatron_ext.lab.planning import idle_slots, missing_history
+    from megatron_ext.lab.planning import missing_history
     from megatron_ext.lab.shape import read_shape
     from megatron_ext.lab.simulate import IDEAL, NONE, Setting, check_out, simulate, write_report
 
     strategies = arguments.strategies.split(",")
-    settings = plan_settings(arguments)
+    balance = balance_config(arguments)
+    settings = plan_settings(balance)
     if arguments.out is not None:
         check_out(arguments.out, overwrite=arguments.overwrite)
     hardware = read_hardware(arguments.hardware)
@@ -84,12 +91,12 @@ def run(arguments: argparse.Namespace) -> int:
         hardware=hardware,
         num_gpus=arguments.gpus,
         planning=settings,
-        slots=arguments.slots,
-        nvlink_domain=arguments.nvlink_domain,
+        slots=balance.slots,
+        nvlink_domain=nvlink_domain(balance),
     )
     loads = read_loads(arguments.trace)
-    warn(idle_slots(loads, arguments.slots))
-    warn(missing_history(loads, strategies, settings.interval))
+    warn(empty_slots(loads, balance))
+    warn(missing_history(loads, strategies, settings))
     with progress("Simulating", len(loads) * len({NONE, IDEAL, *strategies})) as on_load:
         report = simulate(loads, strategies, setting, on_load=on_load)
     if arguments.out is not None:

@@ -15,6 +15,8 @@ from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.solve import plan_layout
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
+from megatron_ext.balance.strategies.strategy import FromHistory, HistorySettings
+from megatron_ext.config import BalanceConfig
 from megatron_ext.files.loads import Loads
 
 
@@ -27,6 +29,22 @@ class Planned:
     """Imbalances and their lower bound as ratios to the mean. `solve_us`: microseconds of the one
     call of `plan_in_order` that made the plan, measured around it, what it does in Python included,
     and what it places for the loads to come."""
+
+
+def read_name(name: str) -> tuple[str, bool]:
+    """Return the strategy that a name in a comparison means, and whether it plans for time.
+
+    Args:
+        name: A strategy, or with the objective behind a colon: `quota:time`.
+
+    Raises:
+        ValueError: There is no such objective.
+
+    >>> read_name("quota"), read_name("quota:time")
+    (('quota', False), ('quota', True))
+    """
+    strategy, colon, objective = name.partition(":")
+    return strategy, colon != "" and BalanceConfig(objective=objective).plans_for_time
 
 
 def make_planners(
@@ -56,24 +74,17 @@ def make_planners(
     return [planners[layer] for layer in layers]
 
 
-def idle_slots(loads: Loads, slots: int) -> str | None:
-    """Say that a rank has more slots than replicas to hold; None if it has not."""
-    _, ranks, experts = loads.load.shape
-    most = experts - experts // ranks
-    if slots <= most:
-        return None
-    return f"slots ({slots}) beyond {most} stay empty: a rank has no more experts to borrow"
-
-
-def missing_history(loads: Loads, strategies: Iterable[str], interval: int) -> str | None:
+def missing_history(loads: Loads, strategies: Iterable[str], settings: PlanSettings) -> str | None:
     """Say which strategies have no replicas in most of the loads, for want of a past; None if none.
 
     Args:
         loads: To be planned.
-        strategies: Planners of `megatron_ext.balance.strategies`.
-        interval: Microbatches of a layer between placements from history.
+        strategies: Names as for `read_name`.
+        settings: What planners are asked for.
     """
-    from_history = [name for name in strategies if get_strategy(name).place is not None]
+    interval = settings.section(HistorySettings).interval
+    names = [read_name(name)[0] for name in strategies]
+    from_history = [name for name in names if isinstance(get_strategy(name).kind, FromHistory)]
     microbatches = max(Counter(loads.layers()).values())
     if not from_history or 2 * interval <= microbatches:
         return None

@@ -26,12 +26,11 @@ from megatron_ext.balance.metrics import (
 )
 from megatron_ext.balance.plan import BalancePlan, stack_plans
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
-from megatron_ext.balance.strategies.fastest import TIME
 from megatron_ext.files.arrays import check_free
 from megatron_ext.files.loads import Loads
 from megatron_ext.files.tables import markdown_table
 from megatron_ext.lab.papers import Exhibit, draw, to_markdown
-from megatron_ext.lab.planning import make_planners
+from megatron_ext.lab.planning import make_planners, read_name
 from megatron_ext.methods.libra.libra import split_over_placed
 
 FILES = ("replay.json", "replay.md", "replay.png")
@@ -57,8 +56,8 @@ def replay(
 
     Args:
         loads: In the order of time. Strategies that plan from history have one for each layer.
-        strategies: Planners of `megatron_ext.balance.strategies`.
-        settings: What they are asked for; only `time` is asked for the fastest plan.
+        strategies: Planners of `megatron_ext.balance.strategies`; `quota:time` for the fastest.
+        settings: What they are asked for; costs are for the latter alone.
         slots: Replicas a rank can hold, as asked for.
         nvlink_domain: Ranks per NVLink domain; one domain if None.
         on_load: Called with 1 after every plan.
@@ -73,8 +72,11 @@ def replay(
     for name in strategies:
         if name in planners:
             raise ValueError(f"strategy {name!r} is there twice")
-        asked = settings if name == TIME.name else dataclasses.replace(settings, costs=None)
-        planners[name] = make_planners(loads, name, asked, slots=slots, nvlink_domain=nvlink_domain)
+        strategy, for_time = read_name(name)
+        asked = settings if for_time else dataclasses.replace(settings, costs=None)
+        planners[name] = make_planners(
+            loads, strategy, asked, slots=slots, nvlink_domain=nvlink_domain
+        )
     replayed: dict[str, Measured] = {}
     for name, of_loads in planners.items():
         of_loads[0].solve(loads.load[0])  # The first plan of a process loads the library.
@@ -162,7 +164,7 @@ def make_report(
     batch, ranks, experts = loads.load.shape
     strategies: dict[str, dict[str, Any]] = {}
     for name, measured in replayed.items():
-        num_slots = get_strategy(name).num_slots(slots, experts // ranks)
+        num_slots = get_strategy(read_name(name)[0]).num_slots(slots, experts // ranks)
         of = strategies[name] = {"slots": num_slots} | _summarize(measured)
         if expert_bytes is not None:
             of["slot_bytes"] = expert_bytes * num_slots

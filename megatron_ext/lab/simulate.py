@@ -27,7 +27,7 @@ from megatron_ext.files.arrays import check_free
 from megatron_ext.files.loads import Loads
 from megatron_ext.files.tables import markdown_table
 from megatron_ext.lab.hardware import SOLVED_PAIRS, Hardware, constants
-from megatron_ext.lab.planning import make_planners, plan_loads
+from megatron_ext.lab.planning import make_planners, plan_loads, read_name
 from megatron_ext.lab.shape import ModelShape
 from megatron_ext.transport import Transfers
 from megatron_ext.transport.relay import compile_copies
@@ -308,7 +308,8 @@ def simulate(
 
     Args:
         loads: In the order of time; those of a microbatch are layers that stand for all layers.
-        strategies: Planners of `megatron_ext.balance.strategies`, or `ideal`.
+        strategies: Planners of `megatron_ext.balance.strategies`; `quota:time` for the fastest;
+            or `ideal`.
         setting: Model, machine, and what the planners are asked for.
         on_load: Called with 1 after every plan.
 
@@ -318,10 +319,7 @@ def simulate(
     if len(set(strategies)) < len(strategies):
         raise ValueError(f"a strategy is there twice in {', '.join(strategies)}")
     machine = setting.machine(loads)
-    costs = machine.costs  # Refuses what no machine can take before anything is planned.
-    if setting.planning.costs is None and "time" in strategies:
-        planning = dataclasses.replace(setting.planning, costs=costs)
-        setting = dataclasses.replace(setting, planning=planning)
+    assert machine.costs  # Refuses what no machine can take before anything is planned.
     results = {
         name: _result_of(name, loads, setting, machine, on_load)
         for name in dict.fromkeys([NONE, *strategies, IDEAL])
@@ -340,21 +338,24 @@ def _result_of(
     on_load: Callable[[int], object],
 ) -> dict[str, Any]:
     """Plan the loads with one strategy and return its numbers."""
-    planner = NONE if name == IDEAL else name
+    strategy, for_time = read_name(name)
+    planner = NONE if name == IDEAL else strategy
     if name == IDEAL:
         loads = dataclasses.replace(loads, load=even_load(loads.load))
-    planning = setting.planning
-    if name != "time":
-        planning = dataclasses.replace(planning, costs=None)
+    costs = (setting.planning.costs or machine.costs) if for_time else None
     planners = make_planners(
-        loads, planner, planning, slots=setting.slots, nvlink_domain=setting.nvlink_domain
+        loads,
+        planner,
+        dataclasses.replace(setting.planning, costs=costs),
+        slots=setting.slots,
+        nvlink_domain=setting.nvlink_domain,
     )
     planned = plan_loads(loads, planners, on_load=on_load)
     plans = [one.plan for one in planned]
     if planner == NONE:
         return _summarize(machine, loads, plans, solve_s=0.0, slots=0)
     ranks, experts = machine.ep_size, machine.shape.num_experts
-    slots = get_strategy(name).num_slots(setting.slots, experts // ranks)
+    slots = get_strategy(strategy).num_slots(setting.slots, experts // ranks)
     solve_s = _solve_s(name, setting.hardware, planned, ranks * experts)
     return _summarize(machine, loads, plans, solve_s=solve_s, slots=slots) | {
         "solve_from": "hardware" if name in setting.hardware.solve_us else "here"

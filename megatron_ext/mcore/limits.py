@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from megatron_ext.balance.strategies import STRATEGIES, get_planner, get_strategy
+from megatron_ext.balance.strategies.strategy import ForcesEven, FromPlacement, StaysMegatron
 from megatron_ext.config import BalanceConfig
 from megatron_ext.transport import resolve_transport
 
@@ -66,23 +67,24 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
 def _is_absent(balance: BalanceConfig) -> bool:
     """Whether the layers stay Megatron's own."""
     strategy = STRATEGIES.get(balance.strategy)
-    return strategy is not None and strategy.kind == "absent"
+    return strategy is not None and isinstance(strategy.kind, StaysMegatron)
 
 
 def predicts(balance: BalanceConfig) -> bool:
     """Whether a layer predicts the load of the next one."""
     strategy = STRATEGIES.get(balance.strategy)
-    return strategy is not None and strategy.place_predicted is not None
+    return strategy is not None and strategy.predicts
 
 
 def _check_strategy(balance: BalanceConfig) -> None:
-    if get_strategy(balance.strategy).kind == "planner":
-        planner = get_planner(balance.strategy, for_time=balance.objective == "time")
-        if planner.needs_placement and not balance.placement:
-            raise ValueError(
-                f"balance.placement must name a file with balance.strategy={balance.strategy}: "
-                "`megatron-ext place craft` makes one from a trace"
-            )
+    if isinstance(get_strategy(balance.strategy).kind, ForcesEven):
+        return
+    planner = get_planner(balance.strategy, for_time=balance.plans_for_time)
+    if isinstance(planner, FromPlacement) and not balance.placement:
+        raise ValueError(
+            f"balance.placement must name a file with balance.strategy={balance.strategy}: "
+            "`megatron-ext place craft` makes one from a trace"
+        )
 
 
 _MUST_BE = (

@@ -53,9 +53,7 @@ from megatron_ext.balance.reroute import assign, reroute
 from megatron_ext.balance.slots import SentAhead, SlotBuffers, shared_slot_buffers
 from megatron_ext.balance.solve import plan_layout
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
-from megatron_ext.balance.strategies.fastest import TIME
 from megatron_ext.balance.strategies.ideal import force_even
-from megatron_ext.balance.strategies.quota import QUOTA
 from megatron_ext.config import COST_UNITS, BalanceConfig
 from megatron_ext.mcore.dispatcher import (
     Part,
@@ -201,7 +199,7 @@ class BalancedMoELayer(MoELayer):
         self.chunk: int | None = None
         """Layers before the first of this layer's chunk; told by the transformer layer."""
         self.lookahead: Lookahead | None = None
-        predicts = get_strategy(balance.strategy).place_predicted is not None
+        predicts = get_strategy(balance.strategy).predicts
         if predicts and self.layout.slots > 0 and order is not None:
             self.lookahead = Lookahead(
                 order, router=self.router, ep_group=self.ep_group, send_ahead=self.send_ahead
@@ -328,11 +326,10 @@ class BalancedMoELayer(MoELayer):
     def _planner(self) -> LayerPlanner:
         """Made in the first forward: Megatron tells a layer its number after it is made."""
         assert not self._to_measure, "costs are measured before the first plan"
-        costs, strategy = self._costs(), self.balance.strategy
-        if costs is None and strategy == TIME.name:
-            strategy = QUOTA.name  # All of its plans are the same, too.
-        settings = PlanSettings.of(self.balance, costs, self._placement)
-        return LayerPlanner(strategy, self.layout, settings, layer=self.layer_number or 0)
+        settings = PlanSettings.of(self.balance, self._costs(), self._placement)
+        return LayerPlanner(
+            self.balance.strategy, self.layout, settings, layer=self.layer_number or 0
+        )
 
     def _costs(self) -> LayerCosts | None:
         """What the fastest plan is chosen by; None if that is not asked for, or there is no choice.

@@ -20,6 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.balance.strategies import get_strategy
+from megatron_ext.balance.strategies.strategy import ForcesEven, StaysMegatron
 from megatron_ext.config import BalanceConfig
 from megatron_ext.files.placement import read_placement
 from megatron_ext.mcore.backward import JoiningTransformerLayer
@@ -44,10 +45,11 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
         FileNotFoundError: There is no such file of placed replicas.
     """
     kind = get_strategy(balance.strategy).kind
-    if kind == "absent":
+    if isinstance(kind, StaysMegatron):
         return spec
-    layer_class: Any = EvenMoELayer if kind == "force_even" else BalancedMoELayer
-    params = {} if kind == "force_even" else _shared_by_layers(balance)
+    is_even = isinstance(kind, ForcesEven)
+    layer_class: Any = EvenMoELayer if is_even else BalancedMoELayer
+    params = {} if is_even else _shared_by_layers(balance)
 
     def balanced(layer: Any) -> Any:
         if isinstance(layer, ModuleSpec):

@@ -289,7 +289,7 @@ def _prediction_metrics(config: TrainConfig, loads: StepLoads) -> dict[str, floa
 
     Nothing where nothing was predicted.
     """
-    if get_strategy(config.balance.strategy).place_predicted is None:
+    if not get_strategy(config.balance.strategy).predicts:
         return {}
     layers = range(1, config.model.num_layers + 1)
     mine = [loads.predicted_by_layer.get(layer, PredictedLoads()) for layer in layers]

@@ -23,11 +23,13 @@ import torch.distributed as dist
 from hydra import compose, initialize, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_ext.arguments import OneLineParser
-from megatron_ext.config import ConfigError, TrainConfig
+from megatron_ext.balance.solve import idle_slots
+from megatron_ext.balance.strategies import get_strategy, settings
+from megatron_ext.config import MOVED, ConfigError, TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.trainer.validate import validate
 
@@ -36,7 +38,7 @@ logger = logging.getLogger(__name__)
 SCHEMA = "train"
 """Name under which recipes put `TrainConfig` first in their `defaults`."""
 
-ConfigStore.instance().store(SCHEMA, TrainConfig)
+ConfigStore.instance().store(SCHEMA, settings.TrainConfig)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -86,10 +88,28 @@ def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
         needed = parallel.pp_size * math.lcm(parallel.ep_size, parallel.tp_size)
         num_ranks = max(needed, torch.cuda.device_count() if torch.cuda.is_available() else 1)
     validate(config, num_ranks=num_ranks)
+    if int(os.environ.get("RANK", 0)) == 0 and (said := _idle_slots(config)):
+        logger.warning("warning: balance.%s", said)
     if is_rank:
         run_rank(config)
     else:
         launch_ranks(run_rank, config, num_ranks=num_ranks)
+
+
+def _idle_slots(config: TrainConfig) -> str | None:
+    """Say that ranks of a balanced model have more slots than they can fill."""
+    balance, ep_size = config.balance, config.parallel.ep_size
+    strategy = get_strategy(balance.strategy)
+    # One rank has no slots, whatever is asked for.
+    if strategy.kind is not strategy.planner or ep_size == 1:
+        return None
+    experts = config.model.num_experts
+    return idle_slots(
+        strategy.num_slots(balance.slots, experts // ep_size),
+        num_experts=experts,
+        ep_size=ep_size,
+        nvlink_domain=None if balance.nvlink_domain == "auto" else int(balance.nvlink_domain),
+    )
 
 
 def load_config(
@@ -119,6 +139,8 @@ def load_config(
         missing = OmegaConf.missing_keys(composed)
         if missing:
             raise ConfigError([f"{name} is missing: it has no default" for name in sorted(missing)])
+        if problems := _balance_problems(composed):
+            raise ConfigError(problems)
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([_hydra_problem(error)]) from None
@@ -131,10 +153,27 @@ def load_config(
     return config
 
 
+def _balance_problems(composed: DictConfig) -> list[str]:
+    """What is wrong with any section, if `balance` is, which refuses to be made then."""
+    try:
+        OmegaConf.to_object(composed.balance)
+    except ConfigError as error:
+        rest = OmegaConf.merge(composed, {})
+        rest.balance = OmegaConf.structured(settings.BalanceConfig)
+        config = OmegaConf.to_object(rest)
+        others = config.problems() if isinstance(config, TrainConfig) else []
+        return error.problems + others
+    return []
+
+
 def _hydra_problem(error: Exception) -> str:
     """Hydra's message and its cause, on one line."""
     parts = [str(part).split("\n")[0].rstrip(".") for part in (error, error.__cause__) if part]
-    return ": ".join(dict.fromkeys(parts))
+    problem = ": ".join(dict.fromkeys(parts))
+    for name, now in MOVED.items():
+        if f"Key '{name}' not in 'BalanceConfig'" in problem:
+            problem += f": it is balance.{now}"
+    return problem
 
 
 def _parser() -> OneLineParser:

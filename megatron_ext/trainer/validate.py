@@ -4,57 +4,15 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
-import importlib.util
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config import ConfigError, TrainConfig
+from megatron_ext.config import ConfigError, TrainConfig, field_problems
 
 if TYPE_CHECKING:
     from megatron_ext.data import Manifest
-
-_AT_LEAST: dict[str, float] = {
-    "steps": 1,
-    "eval_every": 0,
-    "eval_steps": 1,
-    "model.num_layers": 1,
-    "model.hidden_size": 1,
-    "model.num_attention_heads": 1,
-    "model.num_experts": 1,
-    "model.topk": 1,
-    "model.expert_hidden_size": 1,
-    "model.shared_expert_hidden_size": 0,
-    "model.aux_loss": 0,
-    "parallel.ep_size": 1,
-    "parallel.tp_size": 1,
-    "parallel.pp_size": 1,
-    "parallel.vpp_size": 1,
-    "data.sequence_length": 1,
-    "data.micro_batch_size": 1,
-    "data.global_batch_size": 1,
-    "optimizer.lr": 0,
-    "optimizer.min_lr": 0,
-    "optimizer.warmup_steps": 0,
-    "optimizer.weight_decay": 0,
-    "optimizer.clip_grad": 0,
-    "logging.every": 1,
-    "logging.trace_steps": 0,
-    "logging.route_samples": 0,
-    "checkpoint.every": 0,
-    "checkpoint.keep": 1,
-}
-
-_ONE_OF: dict[str, tuple[str, ...]] = {
-    "model.experts": ("sequential", "grouped_mm"),
-    "model.precision": ("fp32", "bf16"),
-    "parallel.dispatcher": ("alltoall", "allgather", "flex"),
-    "parallel.recompute": ("none", "selective", "full"),
-    "data.mix_by": ("microbatch", "sample"),
-    "optimizer.decay": ("constant", "linear", "cosine"),
-    "logging.wandb": ("off", "offline", "online"),
-}
 
 
 def validate(config: TrainConfig, *, num_ranks: int) -> None:
@@ -69,10 +27,12 @@ def validate(config: TrainConfig, *, num_ranks: int) -> None:
     Raises:
         ConfigError: With all problems.
     """
-    problems = _check_values(config)
-    values_fit = not problems
+    problems = config.problems()
+    values_fit = not any(
+        field_problems(type(section), section) for section in (config, *config.sections())
+    )
     if values_fit:
-        problems = _check_sizes(config, num_ranks)
+        problems += _check_sections(config) + _check_ranks(config, num_ranks)
     if not problems:
         problems = _check_placement(config)
     problems += _check_megatron(config, values_fit=values_fit, sizes_fit=not problems)
@@ -92,116 +52,63 @@ def _value(config: TrainConfig, name: str) -> Any:
     return value
 
 
-def _check_values(config: TrainConfig) -> list[str]:
-    """Each field on its own."""
-    problems = [
-        f"{name} ({_value(config, name)}) must be >= {least}"
-        for name, least in _AT_LEAST.items()
-        if not _value(config, name) >= least
-    ]
-    problems += [
-        f"{name} ({_value(config, name)!r}) must be one of {', '.join(known)}"
-        for name, known in _ONE_OF.items()
-        if _value(config, name) not in known
-    ]
-    if not 0.0 <= config.data.validation_fraction < 1.0:
-        problems.append(
-            f"data.validation_fraction ({config.data.validation_fraction}) must be >= 0 and < 1"
-        )
-    if config.logging.wandb in ("offline", "online") and not importlib.util.find_spec("wandb"):
-        problems.append(
-            f"logging.wandb ({config.logging.wandb!r}) needs the package wandb: "
-            "pip install 'megatron-ext[wandb]'"
-        )
-    return problems
+def _multiple(value: int, name: str, of: int, of_name: str) -> list[str]:
+    if value % of:
+        return [f"{name} ({value}) must be a multiple of {of_name} ({of})"]
+    return []
 
 
-def _check_sizes(config: TrainConfig, num_ranks: int) -> list[str]:
-    """Sizes that must divide or fit each other."""
-    model, parallel, data = config.model, config.parallel, config.data
-    problems = []
-
-    def multiple(value: int, name: str, of: int, of_name: str) -> None:
-        if value % of:
-            problems.append(f"{name} ({value}) must be a multiple of {of_name} ({of})")
-
-    multiple(
-        model.hidden_size,
-        "model.hidden_size",
-        model.num_attention_heads,
-        "model.num_attention_heads",
+def _check_sections(config: TrainConfig) -> list[str]:
+    """Sizes of one section that must divide or fit those of another."""
+    model, parallel, samples = config.model, config.parallel, config.logging.route_samples
+    problems = _multiple(
+        model.num_experts, "model.num_experts", parallel.ep_size, "parallel.ep_size"
     )
-    multiple(model.num_experts, "model.num_experts", parallel.ep_size, "parallel.ep_size")
     for sharded in ("model.num_attention_heads", "data.sequence_length"):
-        multiple(_value(config, sharded), sharded, parallel.tp_size, "parallel.tp_size")
-    multiple(
+        problems += _multiple(
+            _value(config, sharded), sharded, parallel.tp_size, "parallel.tp_size"
+        )
+    problems += _multiple(
         model.num_layers,
         "model.num_layers",
         parallel.pp_size * parallel.vpp_size,
         "parallel.pp_size * parallel.vpp_size",
     )
-    if model.topk > model.num_experts:
+    if samples and parallel.tp_size > 1:
         problems.append(
-            f"model.topk ({model.topk}) must be <= model.num_experts ({model.num_experts})"
+            f"logging.route_samples ({samples}) must be 0 with "
+            f"parallel.tp_size ({parallel.tp_size}) > 1: no rank's router sees whole samples"
         )
-    if parallel.vpp_size > 1 and parallel.pp_size == 1:
-        problems.append(
-            f"parallel.vpp_size ({parallel.vpp_size}) must be 1 without a pipeline "
-            "(parallel.pp_size is 1)"
+    return problems
+
+
+def _check_ranks(config: TrainConfig, num_ranks: int) -> list[str]:
+    """Sizes that the number of ranks must be shared by, and the batches of these ranks."""
+    parallel, data = config.parallel, config.data
+    problems = []
+    for name in ("ep_size", "tp_size"):
+        problems += _multiple(
+            num_ranks,
+            "the number of ranks",
+            getattr(parallel, name) * parallel.pp_size,
+            f"parallel.{name} * parallel.pp_size",
         )
-    if parallel.overlap_param_gather and not (
-        parallel.distributed_optimizer and parallel.overlap_grad_reduce
-    ):
-        problems.append(
-            "parallel.overlap_param_gather (True) needs parallel.distributed_optimizer and "
-            "parallel.overlap_grad_reduce"
-        )
-    if config.optimizer.warmup_steps >= config.steps:
-        problems.append(
-            f"optimizer.warmup_steps ({config.optimizer.warmup_steps}) must be < "
-            f"steps ({config.steps})"
-        )
-    if config.optimizer.min_lr > config.optimizer.lr:
-        problems.append(
-            f"optimizer.min_lr ({config.optimizer.min_lr}) must be <= "
-            f"optimizer.lr ({config.optimizer.lr})"
-        )
-    if config.logging.route_samples and not config.logging.trace_steps:
-        problems.append(
-            f"logging.route_samples ({config.logging.route_samples}) needs logging.trace_steps > 0"
-        )
-    if config.logging.route_samples and config.parallel.tp_size > 1:
-        problems.append(
-            f"logging.route_samples ({config.logging.route_samples}) must be 0 with "
-            f"parallel.tp_size ({config.parallel.tp_size}) > 1: no rank's router sees whole samples"
-        )
-    if config.eval_every and data.validation_fraction == 0:
-        problems.append(f"eval_every ({config.eval_every}) needs data.validation_fraction > 0")
-    multiple(
-        num_ranks,
-        "the number of ranks",
-        parallel.ep_size * parallel.pp_size,
-        "parallel.ep_size * parallel.pp_size",
+    if num_ranks % (parallel.tp_size * parallel.pp_size):
+        return problems
+    of_microbatch = data.micro_batch_size * num_ranks // (parallel.tp_size * parallel.pp_size)
+    problems += _multiple(
+        data.global_batch_size,
+        "data.global_batch_size",
+        of_microbatch,
+        "data.micro_batch_size * data-parallel ranks",
     )
-    multiple(
-        num_ranks,
-        "the number of ranks",
-        parallel.tp_size * parallel.pp_size,
-        "parallel.tp_size * parallel.pp_size",
-    )
-    if num_ranks % (parallel.tp_size * parallel.pp_size) == 0:
-        dp_size = num_ranks // (parallel.tp_size * parallel.pp_size)
-        multiple(
-            data.global_batch_size,
-            "data.global_batch_size",
-            data.micro_batch_size * dp_size,
-            "data.micro_batch_size * data-parallel ranks",
+    if parallel.vpp_size > 1:
+        problems += _multiple(
+            data.global_batch_size // of_microbatch,
+            "microbatches of a step",
+            parallel.pp_size,
+            "parallel.pp_size",
         )
-        num_microbatches = data.global_batch_size // (data.micro_batch_size * dp_size)
-        if parallel.vpp_size > 1:
-            multiple(
-                num_microbatches, "microbatches of a step", parallel.pp_size, "parallel.pp_size"
-            )
     return problems
 
 
@@ -279,9 +186,11 @@ def _check_placement(config: TrainConfig) -> list[str]:
 
 def _check_semantics(config: TrainConfig) -> list[str]:
     from megatron_ext.balance.strategies import STRATEGIES
+    from megatron_ext.balance.strategies.strategy import StaysMegatron
 
     strategy = STRATEGIES.get(config.balance.strategy)
-    if strategy is None or not strategy.needs_semantics:
+    kind = None if strategy is None else strategy.kind
+    if strategy is None or not (isinstance(kind, StaysMegatron) and kind.needs_semantics):
         return []
     if config.data.affinity or config.data.rebatch:
         return []

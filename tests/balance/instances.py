@@ -12,7 +12,12 @@ from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.strategies import PlanSettings
+from megatron_ext.balance.strategies.strategy import HistorySettings
 from megatron_ext.methods.eplb import eplb
+from megatron_ext.methods.llep.llep import LlepSettings
+
+TIME = "quota:time"
+"""The planner `quota` for the objective of time."""
 
 
 class Instance(NamedTuple):
@@ -27,13 +32,16 @@ class Instance(NamedTuple):
 
     def settings_of(self, strategy: str) -> dict[str, Any]:
         """As `settings`, with what only this strategy needs."""
-        small = {"alpha": 1.0 + self.tolerance, "min_tokens_per_gemm": 3, "interval": 2}
-        return self.settings | small | needs_of(strategy, self.layout)
+        small = (
+            LlepSettings(alpha=1.0 + self.tolerance, min_tokens_per_gemm=3),
+            HistorySettings(interval=2),
+        )
+        return self.settings | {"sections": small} | needs_of(strategy, self.layout)
 
 
 def needs_of(strategy: str, layout: ExpertLayout) -> dict[str, Any]:
     """What a strategy cannot do without: costs, a replica as long as 2 assignments, or replicas."""
-    if strategy == "time":
+    if strategy == TIME:
         costs = LayerCosts(expert_bytes=2000, link_bandwidth=1e9, assignment_time=1e-6)
         return {"costs": costs}
     if strategy == "craft":

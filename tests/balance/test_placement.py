@@ -14,7 +14,9 @@ from megatron_ext.balance.plan import check_plan
 from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies import PlanSettings
+from megatron_ext.balance.strategies.strategy import HistorySettings
 from megatron_ext.methods.craft import craft
+from megatron_ext.methods.llep.llep import LlepSettings
 from tests import workloads
 from tests.balance.instances import instances, placement_for
 
@@ -102,7 +104,9 @@ def test_other_planners_keep_to_a_layers_slots(strategy):
         [[-1, -1]] * 4,
     )
     settings = PlanSettings(
-        placement=limits, tolerance=0.0, interval=1, alpha=1.0, min_tokens_per_gemm=1
+        placement=limits,
+        tolerance=0.0,
+        sections=(HistorySettings(interval=1), LlepSettings(alpha=1.0, min_tokens_per_gemm=1)),
     )
     loads = torch.stack([workloads.zipf(4, 8, 400, 1.5, seed) for seed in (1, 1)])
     used = []

@@ -14,10 +14,11 @@ from megatron_ext.balance.plan import BalancePlan, check_plan
 from megatron_ext.balance.solve import solve, solve_plan
 from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.config import BalanceConfig
+from megatron_ext.lab.planning import read_name
 from tests import workloads
-from tests.balance.instances import instances, needs_of, worked_example
+from tests.balance.instances import TIME, instances, needs_of, worked_example
 
-PLANNERS = sorted(name for name, strategy in STRATEGIES.items() if strategy.makes_plans)
+PLANNERS = sorted([TIME, *(name for name, strategy in STRATEGIES.items() if strategy.planner)])
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
@@ -25,7 +26,10 @@ PLANNERS = sorted(name for name, strategy in STRATEGIES.items() if strategy.make
 @settings(max_examples=150)
 def test_plans_are_legal(planner, instance):
     plan = solve_plan(
-        instance.load, instance.layout, strategy=planner, **instance.settings_of(planner)
+        instance.load,
+        instance.layout,
+        strategy=read_name(planner)[0],
+        **instance.settings_of(planner),
     )
     check_plan(instance.load, plan, min_quota=instance.min_quota)
     assert int(plan.rank_loads().max()) >= lower_bound(instance.load, instance.layout)
@@ -35,7 +39,9 @@ def test_plans_are_legal(planner, instance):
 def test_plans_of_hard_loads_are_legal(planner):
     layout = ExpertLayout(num_experts=64, ep_size=8, slots=2, nvlink_domain=8)
     for name, load in workloads.hard_loads(8, 64, tokens=1024):
-        plan = solve(load, ep_size=8, slots=2, strategy=planner, **needs_of(planner, layout))
+        plan = solve(
+            load, ep_size=8, slots=2, strategy=read_name(planner)[0], **needs_of(planner, layout)
+        )
         check_plan(load, plan)
         busiest = int(plan.rank_loads().max())
         assert lower_bound(load, plan.layout) <= busiest <= int(home_loads(load).max()), name
@@ -83,18 +89,20 @@ def test_physical_index_of_a_batch_is_that_of_its_plans():
     assert batch.num_replicas() == sum(plan.num_replicas() for plan in batch.unbatch())
 
 
-@pytest.mark.parametrize("planner", [n for n in PLANNERS if not STRATEGIES[n].place_predicted])
+@pytest.mark.parametrize(
+    "planner", [n for n in PLANNERS if not STRATEGIES[read_name(n)[0]].predicts]
+)
 def test_a_batch_is_its_loads_one_by_one(planner):
     loads = torch.stack([workloads.zipf(4, 16, 300, 1.0, seed) for seed in range(5)])
     needs = needs_of(planner, ExpertLayout(num_experts=16, ep_size=4, slots=1, nvlink_domain=4))
-    batch = solve(loads, ep_size=4, slots=1, strategy=planner, **needs)
+    batch = solve(loads, ep_size=4, slots=1, strategy=read_name(planner)[0], **needs)
     assert batch.rank_loads().shape == (5, 4)
     for load, plan in zip(loads, batch.unbatch(), strict=True):
-        alone = solve(load, ep_size=4, slots=1, strategy=planner, **needs)
+        alone = solve(load, ep_size=4, slots=1, strategy=read_name(planner)[0], **needs)
         assert torch.equal(plan.quota, alone.quota)
         assert torch.equal(plan.slots, alone.slots)
         assert plan.digest() == alone.digest()
-    empty = solve(loads[:0], ep_size=4, slots=1, strategy=planner, **needs)
+    empty = solve(loads[:0], ep_size=4, slots=1, strategy=read_name(planner)[0], **needs)
     assert empty.quota.shape == (0, 16, 4)
     assert empty.slots.shape == (0, *batch.slots.shape[1:])
 

@@ -7,29 +7,36 @@ from hypothesis import strategies as st
 
 from megatron_ext.balance.strategies import STRATEGIES, get_planner, get_strategy
 from megatron_ext.balance.strategies.ideal import force_even
+from megatron_ext.balance.strategies.strategy import (
+    ForcesEven,
+    FromHistory,
+    FromPlacement,
+    FromPrediction,
+    Solves,
+    StaysMegatron,
+)
 from tests import workloads
 
 
 def test_registry():
-    assert {name: strategy.kind for name, strategy in STRATEGIES.items()} == {
-        "none": "absent",
-        "quota": "planner",
-        "exact": "planner",
-        "quota_paper": "planner",
-        "time": "planner",
-        "eplb": "planner",
-        "eplb_exact": "planner",
-        "lplb": "planner",
-        "llep": "planner",
-        "moonep": "planner",
-        "craft": "planner",
-        "libra": "planner",
-        "libra_paper": "planner",
-        "sem_moe": "absent",
-        "ideal": "force_even",
+    assert {name: type(strategy.kind) for name, strategy in STRATEGIES.items()} == {
+        "none": StaysMegatron,
+        "quota": Solves,
+        "exact": Solves,
+        "quota_paper": Solves,
+        "eplb": FromHistory,
+        "eplb_exact": Solves,
+        "lplb": FromHistory,
+        "llep": Solves,
+        "moonep": Solves,
+        "craft": FromPlacement,
+        "libra": FromPrediction,
+        "libra_paper": FromPrediction,
+        "sem_moe": StaysMegatron,
+        "ideal": ForcesEven,
     }
     assert all(name == strategy.name for name, strategy in STRATEGIES.items())
-    assert get_planner("quota") is get_strategy("quota")
+    assert get_planner("quota") is get_strategy("quota").kind
 
 
 def test_what_makes_no_plans_is_no_planner():

@@ -80,6 +80,31 @@ def test_plan_from_history(loads, capsys):
     assert report["summary"]["interval"] == 1
 
 
+def test_settings_are_those_of_recipes(loads, capsys):
+    """Wherever they stand, and the same as the options of the same names."""
+    words = ["balance.llep.alpha=1.0", "--slots", 1, "balance.llep.min_tokens_per_gemm=8", "--json"]
+    summaries = []
+    for asked in (
+        ["plan", *words[:1], loads, *words[1:], "balance.strategy=llep"],
+        ["plan", loads, "--strategy", "llep", "balance.slots=1", "--alpha", 1, *words[3:]],
+    ):
+        status, stdout, _ = run(capsys, *asked)
+        assert status == 0
+        summaries.append(json.loads(stdout)["summary"])
+    for summary in summaries:
+        del summary["solve_us"]
+        assert summary["alpha"] == 1.0
+        assert summary["min_tokens_per_gemm"] == 8
+        assert summary["slots"] == 1
+    assert summaries[0] == summaries[1]
+
+
+def test_settings_of_commands_without_a_balancer(capsys):
+    status, _, stderr = run(capsys, "doctor", "balance.slots=1")
+    assert status == 2
+    assert "unrecognized arguments: balance.slots=1" in stderr
+
+
 def test_plan_lists_the_strategies(capsys):
     from megatron_ext.balance.strategies import STRATEGIES
 
@@ -108,16 +133,21 @@ def test_plan_lists_the_strategies(capsys):
         (["--nvlink-domain", 3], "nvlink_domain (3) must divide ep_size (8)"),
         (["--strategy", "best"], "unknown strategy 'best'; known: craft, eplb"),
         (["--strategy", "ideal"], "strategy 'ideal' makes no plans"),
+        (["--slots", 1, "balance.slots=2"], "balance.slots is given twice"),
+        (["--alpha", 2, "balance.llep.alpha=2"], "balance.llep.alpha is given twice"),
+        (["balance.slot=2"], "Key 'slot' not in 'BalanceConfig'"),
+        (["balance.llep.alpha=0"], "balance.llep.alpha (0.0) must be from 1 to 1000000"),
+        (["balance.slots=-1", "balance.min_quota=0"], "balance.min_quota (0) must be >= 1"),
         (["--split"], "--split adds to the file of --out, which is not given"),
         (["--out", "."], ". is a folder"),
-        (["--objective", "speed"], "--objective (speed) must be tolerance or time"),
+        (["--objective", "speed"], "balance.objective ('speed') must be one of tolerance, time"),
         (
             ["--objective", "time"],
             "--objective time needs --expert-bytes, --link-bandwidth, --assignment-time: only a "
             "training has the ranks to measure on",
         ),
         (["--expert-bytes", 5], "--expert-bytes is for --objective time"),
-        (["--strategy", "time"], "--strategy time needs --expert-bytes, --link-bandwidth"),
+        (["--strategy", "time"], "'time' is no strategy but an objective: balance.objective=time"),
         (["--strategy", "eplb", "--interval", 0], "interval (0) must be >= 1"),
         (["--strategy", "llep", "--alpha", 0.5], "alpha (0.5) must be from 1"),
         (["--min-tokens-per-gemm", 0], "min_tokens_per_gemm (0) must be >= 1"),

@@ -8,12 +8,12 @@ from tests.cli.command import COSTS, run
 
 
 def test_replay_prints_the_contract(loads, capsys, tmp_path):
-    words = ["--strategies", "none,quota,time", "--slots", 2, *COSTS.split()]
+    words = ["--strategies", "none,quota,quota:time", "--slots", 2, *COSTS.split()]
     out = tmp_path / "out"
     status, stdout, _ = run(capsys, "replay", loads, *words, "--out", out, "--json")
     assert status == 0
     report = json.loads(stdout)
-    assert list(report["strategies"]) == ["none", "quota", "time"]
+    assert list(report["strategies"]) == ["none", "quota", "quota:time"]
     for numbers in report["strategies"].values():
         assert numbers.keys() >= {
             *("imbalance_mean", "imbalance_p50", "imbalance_p95", "imbalance_worst"),
@@ -22,7 +22,12 @@ def test_replay_prints_the_contract(loads, capsys, tmp_path):
     assert report["strategies"]["none"]["imbalance_mean"] == pytest.approx(1.5, rel=0.01)
     assert report["strategies"]["quota"]["imbalance_worst"] <= 1.01
     assert json.loads((out / "replay.json").read_text()) == report
-    assert report["papers"]["ultraep_table_4"]["columns"] == ["metric", "none", "quota", "time"]
+    assert report["papers"]["ultraep_table_4"]["columns"] == [
+        "metric",
+        "none",
+        "quota",
+        "quota:time",
+    ]
     status, stdout, _ = run(capsys, "replay", loads, *words)
     assert status == 0
     assert "| quota " in stdout
@@ -74,10 +79,15 @@ def test_strategies_without_a_past_are_named(loads, capsys):
         (["--strategies", "none,ideal"], "strategy 'ideal' makes no plans"),
         (["--strategies", "none,,quota"], "unknown strategy ''; known: craft, eplb"),
         (["--strategies", "none,none"], "strategy 'none' is there twice"),
-        (["--strategies", "none,time"], "time among --strategies needs --expert-bytes"),
+        (["--strategies", "none,quota:time"], "NAME:time among --strategies needs --expert-bytes"),
+        (["--strategies", "none,time"], "'time' is no strategy but an objective"),
+        (
+            ["--strategies", "none,quota:speed"],
+            "balance.objective ('speed') must be one of tolerance, time",
+        ),
         (["--strategies", "none", "--slots", -1], "slots (-1) must be >= 0"),
         (["--strategies", "none", "--nvlink-domain", 3], "nvlink_domain (3) must divide"),
-        (["--strategies", "none", "--token-bytes", 3], "--token-bytes is for time among"),
+        (["--strategies", "none", "--token-bytes", 3], "--token-bytes is for NAME:time among"),
         (["--strategies", "none", "--out", "pyproject.toml"], "pyproject.toml is no folder"),
     ],
 )

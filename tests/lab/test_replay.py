@@ -11,9 +11,10 @@ from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import imbalance, max_rank_sends, remote_assignments
 from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies import STRATEGIES
-from megatron_ext.balance.strategies.strategy import PlanSettings
+from megatron_ext.balance.strategies.strategy import HistorySettings, PlanSettings
 from megatron_ext.files.loads import Loads
 from megatron_ext.lab.papers import make_exhibits, to_json, to_markdown
+from megatron_ext.lab.planning import read_name
 from megatron_ext.lab.replay import (
     FILES,
     bytes_table,
@@ -23,11 +24,14 @@ from megatron_ext.lab.replay import (
     replay,
     write_report,
 )
+from megatron_ext.methods.llep.llep import LlepSettings
 from tests import workloads
-from tests.balance.instances import needs_of, worked_example
+from tests.balance.instances import TIME, needs_of, worked_example
 
 LAYERS = 2
 MICROBATCHES = 5
+
+HISTORY = HistorySettings(interval=2)
 
 
 @pytest.fixture
@@ -64,18 +68,20 @@ def test_worked_example():
     assert list(of["none"]["layers"]) == ["0"]
 
 
-@pytest.mark.parametrize("strategy", [n for n, each in STRATEGIES.items() if each.makes_plans])
+@pytest.mark.parametrize("strategy", [TIME, *(n for n, each in STRATEGIES.items() if each.planner)])
 def test_numbers_are_those_of_the_plans(trace, strategy):
     """Layer by layer, planned without replay; so no layer sees another's past."""
     layout = ExpertLayout(num_experts=8, ep_size=4, slots=2, nvlink_domain=2)
-    settings = {"interval": 2, "min_tokens_per_gemm": 8, **needs_of(strategy, layout)}
+    settings = {
+        "sections": (HISTORY, LlepSettings(min_tokens_per_gemm=8)),
+        **needs_of(strategy, layout),
+    }
     measured = run(trace, strategy, slots=2, nvlink_domain=2, **settings)[strategy]
     for layer in (1, 2):
         here = trace.trace["layer"] == layer
         load = trace.load[here]
-        plans = solve(
-            load, ep_size=4, slots=2, nvlink_domain=2, strategy=strategy, **settings
-        ).unbatch()
+        asked = {"strategy": read_name(strategy)[0], **settings}
+        plans = solve(load, ep_size=4, slots=2, nvlink_domain=2, **asked).unbatch()
         expected = {
             "imbalance": [imbalance(plan.rank_loads()) for plan in plans],
             "replicas": [plan.num_replicas() for plan in plans],
@@ -90,10 +96,10 @@ def test_numbers_are_those_of_the_plans(trace, strategy):
 
 def test_only_time_is_asked_for_the_fastest_plan(trace):
     dear = LayerCosts(expert_bytes=10**9, link_bandwidth=1e9, assignment_time=1e-6)
-    both = run(trace, "quota", "time", tolerance=0.0, costs=dear)
+    both = run(trace, "quota", "quota:time", tolerance=0.0, costs=dear)
     alone = run(trace, "quota", tolerance=0.0)
     assert both["quota"]["imbalance"].tolist() == alone["quota"]["imbalance"].tolist()
-    assert both["quota"]["replicas"].min() > both["time"]["replicas"].max() == 0
+    assert both["quota"]["replicas"].min() > both["quota:time"]["replicas"].max() == 0
 
 
 def test_summary_by_hand():
@@ -130,9 +136,13 @@ def test_bytes_by_hand():
 def test_files(trace, tmp_path):
     folder = tmp_path / "new" / "out"
     check_out(folder, overwrite=False)
-    replayed = run(trace, "none", "eplb", "exact", "libra", interval=2)
-    report = make_report(trace, replayed, PlanSettings(interval=2), slots=1, expert_bytes=2**20)
-    exhibits = make_exhibits(trace, replayed, PlanSettings(interval=2), slots=1, nvlink_domain=None)
+    replayed = run(trace, "none", "eplb", "exact", "libra", sections=(HISTORY,))
+    report = make_report(
+        trace, replayed, PlanSettings(sections=(HISTORY,)), slots=1, expert_bytes=2**20
+    )
+    exhibits = make_exhibits(
+        trace, replayed, PlanSettings(sections=(HISTORY,)), slots=1, nvlink_domain=None
+    )
     report["papers"] = to_json(exhibits)
     write_report(folder, report, exhibits)
     assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)

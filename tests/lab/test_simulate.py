@@ -377,8 +377,8 @@ def test_even_load_keeps_what_ranks_send(skewed):
 def test_time_takes_the_machines_costs(skewed, model):
     """Where weights are dear, no replica is worth it."""
     dear = a_machine(**(REAL | {"weight_bandwidth": 1.0}))
-    of = simulated(skewed, "time", "quota", hardware=dear, shape=model)["strategies"]
-    assert of["time"]["imbalance_mean"] == of["none"]["imbalance_mean"]
+    of = simulated(skewed, "quota:time", "quota", hardware=dear, shape=model)["strategies"]
+    assert of["quota:time"]["imbalance_mean"] == of["none"]["imbalance_mean"]
     assert of["quota"]["imbalance_mean"] < of["none"]["imbalance_mean"]
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config import BalanceConfig
+from megatron_ext.balance.strategies.settings import BalanceConfig
+from megatron_ext.balance.strategies.strategy import HistorySettings
 from tests.mcore.parity import balanced, balanced_layers
 from tests.ranks import run_ranks
 
@@ -19,7 +20,7 @@ def _train_and_evaluate(rank: int, recompute: str) -> list[Any]:
     from tests.gpt import build_gpt
 
     # A rank that planned differently from another would stop the run.
-    balance = BalanceConfig(strategy="eplb", interval=2, check_plans=True)
+    balance = BalanceConfig(strategy="eplb", history=HistorySettings(interval=2), check_plans=True)
     gpt = build_gpt(ep=2, recompute=recompute, spec_transform=partial(balanced, balance=balance))
     observed: list[tuple[int, int]] = []
     for layer in balanced_layers(gpt):

@@ -119,7 +119,7 @@ def test_given_costs_win() -> None:
 
 
 def _replicas(rank: int, rounds_ms: list[float]) -> int:
-    gpt = balanced_gpt(dict(ep=2), BalanceConfig(strategy="time"))
+    gpt = balanced_gpt(dict(ep=2), BalanceConfig(objective="time"))
     with rounds_take(rounds_ms):
         gpt.forward_backward(num_microbatches=4)
     return sum(layer.num_replicas for layer in balanced_layers(gpt))
@@ -233,19 +233,14 @@ def test_a_measurement_that_fails_names_the_settings() -> None:
 
 def _nothing_to_choose(rank: int, case: dict[str, Any], settings: dict[str, Any]) -> None:
     plain = build_gpt(**case)
-    gpts = [balanced_gpt(case, BalanceConfig(**settings, **time)) for time in TIMES]
+    gpt = balanced_gpt(case, BalanceConfig(**settings, objective="time"))
     with rounds_take([1.0]) as clock:
-        for gpt in gpts:
-            gpt.train_step(0)
+        gpt.train_step(0)
     plain.train_step(0)
     assert clock.rounds == 0
-    for gpt in gpts:
-        assert all(layer.measured == {} for layer in balanced_layers(gpt))
-        found = gpt.parameters()
-        assert all(torch.equal(found[name], value) for name, value in plain.parameters().items())
-
-
-TIMES = (dict(objective="time"), dict(strategy="time"))
+    assert all(layer.measured == {} for layer in balanced_layers(gpt))
+    found = gpt.parameters()
+    assert all(torch.equal(found[name], value) for name, value in plain.parameters().items())
 
 
 @pytest.mark.parametrize(
@@ -316,7 +311,7 @@ def _steps(rank: int) -> Any:
         ep=2, distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
     )
     with rounds_take(DEAR_EXPERTS_MS):
-        return step_difference(case, num_microbatches=2, balance=BalanceConfig(strategy="time"))
+        return step_difference(case, num_microbatches=2, balance=BalanceConfig(objective="time"))
 
 
 def test_weights_still_being_gathered_are_waited_for() -> None:

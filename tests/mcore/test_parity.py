@@ -16,8 +16,11 @@ import torch
 
 from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.strategies import STRATEGIES
-from megatron_ext.config import BalanceConfig
+from megatron_ext.balance.strategies.settings import BalanceConfig
+from megatron_ext.balance.strategies.strategy import HistorySettings
 from megatron_ext.files.placement import write_placement
+from megatron_ext.methods.libra.libra import LibraSettings
+from megatron_ext.methods.llep.llep import LlepSettings
 from tests.mcore.clock import DEAR_EXPERTS_MS, rounds_take
 from tests.mcore.parity import gradient_difference, step_difference
 from tests.ranks import run_ranks
@@ -133,17 +136,16 @@ PLANNERS = (
     dict(strategy="exact", slots=0),  # takes as many slots as there are mains
     dict(strategy="quota_paper", tolerance=0.0),
     dict(objective="time", link_bandwidth=1e12, assignment_time=1e-6),
-    dict(strategy="time", link_bandwidth=1e12, assignment_time=1e-6),
     dict(objective="time"),  # with measured costs
-    dict(strategy="eplb", interval=1),
+    dict(strategy="eplb", history=HistorySettings(interval=1)),
     dict(strategy="eplb_exact"),
-    dict(strategy="lplb", interval=1),
-    dict(strategy="llep", alpha=1.0, min_tokens_per_gemm=1),
+    dict(strategy="lplb", history=HistorySettings(interval=1)),
+    dict(strategy="llep", llep=LlepSettings(alpha=1.0, min_tokens_per_gemm=1)),
     dict(strategy="moonep", slots=0),
     dict(strategy="craft", tolerance=0.0, placement="placement.npz"),
     dict(strategy="quota", tolerance=0.0, placement="placement.npz"),  # as a limit of its slots
     dict(strategy="libra", tolerance=0.0),
-    dict(strategy="libra_paper", tolerance=0.0, locality_share=1.0),
+    dict(strategy="libra_paper", tolerance=0.0, libra=LibraSettings(locality_share=1.0)),
 )
 
 
@@ -162,7 +164,9 @@ def _planners(rank: int, folder: Path, local_first: bool) -> list[Any]:
 
 def test_every_live_planner_is_tested() -> None:
     tested = {planner.get("strategy", BalanceConfig().strategy) for planner in PLANNERS}
-    assert tested == {name for name, each in STRATEGIES.items() if each.kind == "planner"}
+    assert tested == {
+        name for name, each in STRATEGIES.items() if each.planner and each.kind is each.planner
+    }
 
 
 HISTORY_CASES: list[Case] = [
@@ -173,7 +177,7 @@ HISTORY_CASES: list[Case] = [
 
 
 def _history(rank: int) -> list[Any]:
-    balance = BalanceConfig(strategy="eplb", interval=1, check_plans=True)
+    balance = BalanceConfig(strategy="eplb", history=HistorySettings(interval=1), check_plans=True)
     return [
         gradient_difference(case, num_microbatches=num_microbatches, balance=balance)
         for case, num_microbatches in HISTORY_CASES

@@ -12,7 +12,7 @@ from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.plan import BalancePlan, check_plan
 from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies import get_strategy
-from megatron_ext.balance.strategies.strategy import PlanSettings
+from megatron_ext.balance.strategies.strategy import HistorySettings, PlanSettings
 from megatron_ext.methods.eplb import eplb, eplb_exact
 from megatron_ext.methods.llep import llep
 from megatron_ext.methods.lplb import lplb
@@ -153,7 +153,7 @@ class TestLplb:
 class TestLlep:
     @staticmethod
     def solve(loads, where, alpha=1.0, least=1):
-        asked = PlanSettings(alpha=alpha, min_tokens_per_gemm=least)
+        asked = PlanSettings(sections=(llep.LlepSettings(alpha=alpha, min_tokens_per_gemm=least),))
         return llep.solve(one_source(where.ep_size, *loads), where, asked)
 
     def test_spills_what_is_above_the_capacity(self):
@@ -281,7 +281,7 @@ HISTORY = ("eplb", "lplb")
 @settings(max_examples=60)
 def test_plans_from_any_history_are_legal(strategy, first, data):
     """What was placed for one load is legal, and not worse than nothing, for any other."""
-    planner = get_strategy(strategy)
+    planner = get_strategy(strategy).planner
     asked = PlanSettings(min_quota=first.min_quota)
     slots = planner.place(first.load.sum(0), first.layout, asked)
     mixed = data.draw(st.permutations(range(first.layout.num_experts)))
@@ -313,9 +313,9 @@ def test_lplb_is_optimal_on_its_replicas():
 def test_a_batch_from_history_is_planned_in_order():
     """After each load at interval 1, else not before the fifth."""
     loads = torch.stack([one_source(2, 10, 0, 0, 2)] * 2 + [one_source(2, 2, 0, 6, 0)] * 3)
-    plan = solve(loads, ep_size=2, slots=1, strategy="eplb", interval=1)
+    plan = solve(loads, ep_size=2, slots=1, strategy="eplb", sections=[HistorySettings(interval=1)])
     assert [p.slots.flatten().tolist() for p in plan.unbatch()][:2] == [[-1, -1], [3, 0]]
-    slow = solve(loads, ep_size=2, slots=1, strategy="eplb", interval=4)
+    slow = solve(loads, ep_size=2, slots=1, strategy="eplb", sections=[HistorySettings(interval=4)])
     assert isinstance(slow, BalancePlan)
     assert (slow.slots[:4] == NONE_PLACED).all()
     assert (slow.slots[4] != NONE_PLACED).any()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_ext.balance.strategies.strategy import PlanSettings
+from megatron_ext.balance.strategies.strategy import HistorySettings, PlanSettings
 from megatron_ext.files.loads import Loads
 from megatron_ext.files.tables import markdown_table
 from megatron_ext.lab.hardware import read_hardware
@@ -74,7 +74,7 @@ def run(loads, strategies, shape, hardware, gpus, interval, nvlink_domain=None):
         shape=shape,
         hardware=hardware,
         num_gpus=gpus,
-        planning=PlanSettings(interval=interval),
+        planning=PlanSettings(sections=(HistorySettings(interval=interval),)),
         slots=2,
         nvlink_domain=nvlink_domain,
     )

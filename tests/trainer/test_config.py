@@ -36,14 +36,22 @@ WRONG = {
         ["model.num_experts (10) must be a multiple of parallel.ep_size (4)"],
     ),
     "negative slots": (["balance.slots=-1"], ["balance.slots (-1) must be >= 0"]),
-    "no interval": (["balance.interval=0"], ["balance.interval (0) must be >= 1"]),
-    "capacity below the mean": (["balance.alpha=0.9"], ["balance.alpha (0.9) must be from 1"]),
+    "no interval": (["balance.history.interval=0"], ["balance.history.interval (0) must be >= 1"]),
+    "capacity below the mean": (
+        ["balance.llep.alpha=0.9"],
+        ["balance.llep.alpha (0.9) must be from 1"],
+    ),
+    "a setting that is of a strategy now": (["balance.alpha=2"], ["it is balance.llep.alpha"]),
     "time with a link that sends nothing": (
-        ["balance.strategy=time", "balance.link_bandwidth=0"],
+        ["balance.objective=time", "balance.link_bandwidth=0"],
         [
-            "balance.link_bandwidth (0) must be > 0 and finite with balance.strategy=time, or "
+            "balance.link_bandwidth (0) must be > 0 and finite with balance.objective=time, or "
             "'auto', which measures it"
         ],
+    ),
+    "an objective for a strategy": (
+        ["balance.strategy=time"],
+        ["'time' is no strategy but an objective: balance.objective=time"],
     ),
     "a cost that is no number": (
         ["balance.objective=time", "balance.assignment_time=short"],
@@ -129,6 +137,15 @@ WRONG = {
     "batch": (
         ["data.global_batch_size=6"],
         ["data.global_batch_size (6) must be a multiple of data.micro_batch_size"],
+    ),
+    "everything at once, the balancer included": (
+        ["balance.slots=-1", "balance.tolerance=-2", "balance.objective=foo", "model.topk=0"],
+        [
+            "balance.slots (-1) must be >= 0",
+            "balance.tolerance (-2.0) must be from 0 to 1000000",
+            "balance.objective ('foo') must be one of tolerance, time",
+            "model.topk (0) must be >= 1",
+        ],
     ),
     "everything at once": (
         ["steps=0", "model.precision=fp7", "balance.strategy=magic", "data.path=/nowhere"],
@@ -216,7 +233,6 @@ def test_sizes_that_do_not_fit(ranks: int, sizes: dict[str, int], rule: str, dat
     "time",
     [
         ["balance.objective=time"],
-        ["balance.strategy=time"],
         ["balance.objective=time", "balance.link_bandwidth=400000000000"],
         ["balance.objective=time", *COSTS],
     ],
@@ -242,3 +258,28 @@ def test_every_group_option_composes(option: Path) -> None:
     load_config(
         ["data.path=somewhere", f"{option.parent.name}={option.stem}"], str(RECIPES), "quickstart"
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["balance.slots=7"], ["warning: balance.slots (7) beyond 4 stay empty"]),
+        (["balance.slots=7", "balance.strategy=exact"], []),
+        (["balance.slots=7", "balance.strategy=none"], []),
+        (["balance.slots=4"], []),
+    ],
+)
+def test_slots_that_nothing_can_fill_are_named(
+    settings: list[str],
+    said: list[str],
+    data: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """2 ranks of 4 experts: 4 are on the other one."""
+    monkeypatch.setattr("megatron_ext.trainer.train.launch_ranks", lambda *_, **__: None)
+    sizes = ["model.num_experts=8", "parallel.ep_size=2"]
+    main([*overrides(data, tmp_path), *sizes, *settings])
+    told = [each.getMessage() for each in caplog.records if "slots" in each.getMessage()]
+    assert [text[: len(want)] for text, want in zip(told, said, strict=True)] == said

@@ -3,9 +3,10 @@
     strategy.py   what a balancer is, and what it is asked for
     none.py       no balancing
     quota.py      the quota planner
-    fastest.py    the quota planner at the tolerance that is fastest (`time`)
     exact.py      the quota planner without slack: all ranks equal
     ideal.py      even routing forced: the upper bound
+    settings.py   the strategies' own settings, as sections of `balance`
+    fastest.py    objective `time`: the tolerance at which a planner's plan is fastest
 
 Adding one of our own is one file with a `Strategy` and one line here. Of others, it is a file in
 `methods/` and a line of the table there.
@@ -19,12 +20,12 @@ import pkgutil
 from collections.abc import Iterator, Mapping
 
 from megatron_ext.balance.strategies.exact import EXACT
-from megatron_ext.balance.strategies.fastest import TIME
 from megatron_ext.balance.strategies.ideal import IDEAL
 from megatron_ext.balance.strategies.none import NONE
 from megatron_ext.balance.strategies.quota import QUOTA
+from megatron_ext.balance.strategies.strategy import Planner, Solves, Strategy
 from megatron_ext.balance.strategies.strategy import PlanSettings as PlanSettings
-from megatron_ext.balance.strategies.strategy import Strategy
+from megatron_ext.config import OBJECTIVES
 
 _METHODS = "megatron_ext.methods"
 
@@ -68,7 +69,7 @@ def _of_methods() -> Mapping[str, str]:
 
 STRATEGIES: Mapping[str, Strategy] = _Registry(
     {
-        **{strategy.name: strategy for strategy in (NONE, QUOTA, TIME, EXACT)},
+        **{strategy.name: strategy for strategy in (NONE, QUOTA, EXACT)},
         **_of_methods(),
         IDEAL.name: IDEAL,
     }
@@ -83,6 +84,8 @@ def get_strategy(name: str) -> Strategy:
         ModuleNotFoundError: If it needs a package that is not there.
     """
     if name not in STRATEGIES:
+        if name in OBJECTIVES:
+            raise ValueError(f"{name!r} is no strategy but an objective: balance.objective={name}")
         raise ValueError(f"unknown strategy {name!r}; known: {', '.join(sorted(STRATEGIES))}")
     strategy = STRATEGIES[name]
     if strategy.package is not None and importlib.util.find_spec(strategy.package) is None:
@@ -93,8 +96,8 @@ def get_strategy(name: str) -> Strategy:
     return strategy
 
 
-def get_planner(name: str, *, for_time: bool = False) -> Strategy:
-    """Return the balancer of that name, which makes plans.
+def get_planner(name: str, *, for_time: bool = False) -> Planner:
+    """Return how the balancer of that name plans.
 
     Args:
         name: Of the balancer.
@@ -106,12 +109,13 @@ def get_planner(name: str, *, for_time: bool = False) -> Strategy:
         ModuleNotFoundError: If it needs a package that is not there.
     """
     strategy = get_strategy(name)
-    if not strategy.makes_plans:
-        planners = sorted(name for name, strategy in STRATEGIES.items() if strategy.makes_plans)
+    planner = strategy.planner
+    if planner is None:
+        planners = sorted(name for name, each in STRATEGIES.items() if each.planner)
         raise ValueError(f"strategy {name!r} makes no plans; planners: {', '.join(planners)}")
-    if for_time and strategy.solve is None:
+    if for_time and not isinstance(planner, Solves):
         raise ValueError(
             f"strategy {name!r} fills replicas placed before, without a tolerance that objective "
             "time chooses"
         )
-    return strategy
+    return planner

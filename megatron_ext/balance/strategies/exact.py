@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.strategies import quota
-from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
+from megatron_ext.balance.strategies.strategy import PlanSettings, Solves, Strategy
 
 
 def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
@@ -30,7 +30,6 @@ def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Balance
 EXACT = Strategy(
     name="exact",
     summary="the quota planner without slack: every rank computes the mean (MoonEP)",
-    kind="planner",
-    solve=solve,
+    kind=Solves(solve),
     num_slots=lambda asked, mains_per_rank: mains_per_rank,
 )

@@ -1,4 +1,4 @@
-"""The plan that makes each load's modelled layer time least: one planner at several tolerances.
+"""Objective `time`: of one planner's plans at several tolerances, the fastest by modelled time.
 
 Candidates are no balancing and the plans for `TOLERANCES`. Not all of them are planned, by one
 rule: the tightest comes first, then the others from loose to tight. Taken for granted is that a
@@ -32,7 +32,7 @@ from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import mean_loads, rank_sends
 from megatron_ext.balance.plan import BalancePlan, pick_plans
 from megatron_ext.balance.strategies import none, quota
-from megatron_ext.balance.strategies.strategy import PlanSettings, Solver, Strategy
+from megatron_ext.balance.strategies.strategy import PlanSettings, Solver
 from megatron_ext.ops import load_library
 
 TOLERANCES = (2.0, 1.0, 0.5, 0.3, 0.2, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01, 0.005, 0.0)
@@ -45,15 +45,10 @@ _PPM = tuple(round(tolerance * _MILLION) for tolerance in TOLERANCES)
 def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Plan for the least time with the quota planner; `settings.tolerance` counts for nothing.
 
-    Raises:
-        ValueError: If the costs of the layer are not given.
+    The costs of the layer must be given.
     """
     costs = settings.costs
-    if costs is None:
-        raise ValueError(
-            "strategy 'time' needs the costs of the layer: bytes of an expert, link bandwidth and "
-            "time of an assignment"
-        )
+    assert costs is not None, "planning for time needs costs"
     if load.device.type != "cpu":
         return solve_by_tensors(load, layout, settings)
     load_library()
@@ -166,11 +161,3 @@ def _target_loads(load: Tensor) -> Tensor:
         share = total // whole * part + total % whole * part // whole if part < whole else total
         targets.append(torch.maximum(share, mean))
     return torch.stack(targets, -1)
-
-
-TIME = Strategy(
-    name="time",
-    summary="the quota planner at the tolerance that makes the layer fastest",
-    kind="planner",
-    solve=solve,
-)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_ext.balance.strategies.strategy import Strategy
+from megatron_ext.balance.strategies.strategy import ForcesEven, Strategy
 
 
 def force_even(
@@ -55,5 +55,5 @@ def force_even(
 IDEAL = Strategy(
     name="ideal",
     summary="even routing forced: the upper bound, changes the model",
-    kind="force_even",
+    kind=ForcesEven(),
 )

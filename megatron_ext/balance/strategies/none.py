@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.plan import BalancePlan, pick_plans
-from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
+from megatron_ext.balance.strategies.strategy import PlanSettings, Solves, StaysMegatron, Strategy
 
 
 def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
@@ -41,6 +41,5 @@ def unless_worse(load: Tensor, plan: BalancePlan) -> BalancePlan:
 NONE = Strategy(
     name="none",
     summary="no balancing: Megatron's own layer",
-    kind="absent",
-    solve=solve,
+    kind=StaysMegatron(offline=Solves(solve)),
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan
-from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
+from megatron_ext.balance.strategies.strategy import PlanSettings, Solves, Strategy
 from megatron_ext.ops import load_library
 
 
@@ -34,6 +34,5 @@ def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Balance
 QUOTA = Strategy(
     name="quota",
     summary="the quota planner: within the tolerance at least cost",
-    kind="planner",
-    solve=solve,
+    kind=Solves(solve),
 )

@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
 
-from megatron_ext.config import BalanceConfig, check_plan_settings
+from megatron_ext.config import BalanceConfig, Section, field_problems, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,20 +22,21 @@ if TYPE_CHECKING:
 
 _DEFAULTS = BalanceConfig()
 
+SomeSection = TypeVar("SomeSection", bound=Section)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
     """What planners are asked for, beside the layout; each takes what it knows.
 
-    The fields of `BalanceConfig`, with its defaults, the costs of the layer, and what was placed.
+    Fields of `BalanceConfig`, with its defaults, strategies' own settings, the costs of the layer,
+    and what was placed.
     """
 
     tolerance: float = _DEFAULTS.tolerance
     min_quota: int = _DEFAULTS.min_quota
-    interval: int = _DEFAULTS.interval
-    alpha: float = _DEFAULTS.alpha
-    locality_share: float = _DEFAULTS.locality_share
-    min_tokens_per_gemm: int = _DEFAULTS.min_tokens_per_gemm
+    sections: tuple[Section, ...] = ()
+    """Strategies' own settings; a section that is not there has its defaults."""
     costs: LayerCosts | None = None
     """Given where the plan is to be the fastest one instead of one within `tolerance`."""
     placement: Placement | None = None
@@ -43,24 +44,54 @@ class PlanSettings:
     use."""
 
     def __post_init__(self) -> None:
-        """Check every number."""
-        check_plan_settings(self)
+        """Check every number.
+
+        Raises:
+            ValueError: With all problems.
+        """
+        problems = field_problems(BalanceConfig, self)
+        problems += [problem for section in self.sections for problem in section.problems()]
+        if problems:
+            raise ValueError("; ".join(problems))
 
     @classmethod
     def of(
         cls, balance: BalanceConfig, costs: LayerCosts | None, placement: Placement | None
     ) -> PlanSettings:
         """Take a run's settings."""
-        names = set(cls.__dataclass_fields__) - {"costs", "placement"}
-        settings = {name: getattr(balance, name) for name in names}
-        return cls(**settings, costs=costs, placement=placement)
+        return cls(
+            tolerance=balance.tolerance,
+            min_quota=balance.min_quota,
+            sections=tuple(balance.sections()),
+            costs=costs,
+            placement=placement,
+        )
+
+    def section(self, kind: type[SomeSection]) -> SomeSection:
+        """Return the section of that class."""
+        found = (section for section in self.sections if isinstance(section, kind))
+        return next(found, None) or kind()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings; of a placement, the replicas of each layer."""
-        told = dataclasses.asdict(dataclasses.replace(self, placement=None))
-        if self.placement is not None:
-            told["placement"] = self.placement.num_replicas()
+        """Return the settings, sections without their names; of a placement, replicas by layer."""
+        told: dict[str, Any] = {"tolerance": self.tolerance, "min_quota": self.min_quota}
+        for section in self.sections:
+            told |= dataclasses.asdict(cast("Any", section))
+        told["costs"] = None if self.costs is None else dataclasses.asdict(self.costs)
+        told["placement"] = None if self.placement is None else self.placement.num_replicas()
         return told
+
+
+@dataclass(kw_only=True, slots=True)
+class HistorySettings(Section):
+    """What strategies that place from history have in common."""
+
+    NAME: ClassVar[str] = "balance.history"
+
+    interval: int = setting(50, least=1)
+    """Microbatches of a layer between two placements (`eplb`, `lplb`); for n global batches, n
+    times the microbatches of a step. 50 is what UltraEP takes for EPLB in serving; in training it
+    takes 3 global batches (section 8.1)."""
 
 
 class Solver(Protocol):
@@ -96,15 +127,60 @@ class Filler(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Solves:
+    """Plans every load by itself, when it is known exactly."""
+
+    solve: Solver
+
+
+@dataclass(frozen=True)
+class FromHistory:
+    """Places replicas by the loads of the past, and shares every load among them."""
+
+    place: Placer
+    fill: Filler
+
+
+@dataclass(frozen=True)
+class FromPrediction:
+    """Places replicas by a prediction of one load, and shares that load when it is known."""
+
+    place: PredictedPlacer
+    fill: Filler
+
+
+@dataclass(frozen=True)
+class FromPlacement:
+    """Shares every load among the replicas of a `Placement`, placed before the run."""
+
+    fill: Filler
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaysMegatron:
+    """Leaves a model Megatron's own layer."""
+
+    offline: Solves | None = None
+    """The plans that show what this amounts to; None if there is nothing to plan."""
+
+    needs_semantics: bool = False
+    """Whether a run's samples or tokens are to go to ranks by a file of semantics."""
+
+
+@dataclass(frozen=True)
+class ForcesEven:
+    """Changes the router's choices to even ones."""
+
+
+Planner = Solves | FromHistory | FromPrediction | FromPlacement
+"""How a strategy comes to its plans. None of the functions remembers anything: the past is kept by
+`LayerPlanner`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """A balancer; one constant per file of this folder, or of `methods/`.
-
-    A planner either solves every load by itself (`solve`), or shares it (`fill`) among replicas
-    that were there before the load was known: placed before the run, by the loads of the past
-    (`place`), or by a prediction of the one load to come (`place_predicted`). None of the functions
-    remembers anything: the past is kept by `LayerPlanner`.
-    """
+    """A balancer; one constant per file of this folder, or of `methods/`."""
 
     name: str
     """The name in configs and on the command line."""
@@ -112,19 +188,11 @@ class Strategy:
     summary: str
     """What it is, in one line."""
 
-    kind: Literal["absent", "planner", "force_even"]
-    """How it enters a model: not at all, by planning, or by forcing even routing."""
+    kind: Planner | StaysMegatron | ForcesEven
+    """How it balances a model."""
 
-    solve: Solver | None = None
-    place: Placer | None = None
-    place_predicted: PredictedPlacer | None = None
-    fill: Filler | None = None
-
-    needs_placement: bool = False
-    """Whether it fills the replicas of a `Placement`."""
-
-    needs_semantics: bool = False
-    """Whether a run's samples or tokens are to go to ranks by a file of semantics."""
+    settings: type[Section] | None = None
+    """Its section of settings, if it has any of its own."""
 
     num_slots: Callable[[int, int], int] = lambda asked, mains_per_rank: asked
     """Slots per rank that it plans for, given those asked for and the mains per rank."""
@@ -133,6 +201,13 @@ class Strategy:
     """What it imports beside the dependencies; the extra of its own name installs it."""
 
     @property
-    def makes_plans(self) -> bool:
-        """Whether there is something to plan, offline too."""
-        return self.solve is not None or self.fill is not None
+    def planner(self) -> Planner | None:
+        """How it plans, offline too; None if there is nothing to plan."""
+        if isinstance(self.kind, StaysMegatron):
+            return self.kind.offline
+        return None if isinstance(self.kind, ForcesEven) else self.kind
+
+    @property
+    def predicts(self) -> bool:
+        """Whether it places replicas by a prediction of the load to come."""
+        return isinstance(self.kind, FromPrediction)

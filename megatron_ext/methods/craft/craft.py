@@ -15,7 +15,7 @@ from megatron_ext.balance.bounds import target_load
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan, plan_each
 from megatron_ext.balance.strategies import none
-from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
+from megatron_ext.balance.strategies.strategy import FromPlacement, PlanSettings, Strategy
 
 
 def fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
@@ -132,7 +132,5 @@ def _level(quota: Tensor, slots: Tensor, layout: ExpertLayout, level: int) -> No
 CRAFT = Strategy(
     name="craft",
     summary="CRAFT: replicas from a placement file, where a trace showed that layers gain by them",
-    kind="planner",
-    fill=fill,
-    needs_placement=True,
+    kind=FromPlacement(fill),
 )

@@ -16,7 +16,12 @@ from torch import Tensor
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.strategies import none
-from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
+from megatron_ext.balance.strategies.strategy import (
+    FromHistory,
+    HistorySettings,
+    PlanSettings,
+    Strategy,
+)
 
 
 def place(expert_load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Tensor:
@@ -207,7 +212,6 @@ def _pack(loads: list[int], instances: list[int], capacities: Sequence[int]) -> 
 EPLB = Strategy(
     name="eplb",
     summary="EPLB: replicas by load history, every `interval` microbatches; even split",
-    kind="planner",
-    place=place,
-    fill=fill,
+    kind=FromHistory(place, fill),
+    settings=HistorySettings,
 )

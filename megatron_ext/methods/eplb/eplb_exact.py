@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan, plan_each
-from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
+from megatron_ext.balance.strategies.strategy import PlanSettings, Solves, Strategy
 from megatron_ext.methods.eplb import eplb
 
 
@@ -36,6 +36,5 @@ def _solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Balanc
 EPLB_EXACT = Strategy(
     name="eplb_exact",
     summary="EPLB++: EPLB fed the exact load of every microbatch; round-robin split",
-    kind="planner",
-    solve=solve,
+    kind=Solves(solve),
 )

@@ -12,6 +12,8 @@ E logical experts, M mains per rank, S slots per rank.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +22,19 @@ from megatron_ext.balance.bounds import target_load
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan, plan_each
 from megatron_ext.balance.strategies import quota as quota_planner
-from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
+from megatron_ext.balance.strategies.strategy import FromPrediction, PlanSettings, Strategy
+from megatron_ext.config import Section, setting
+
+
+@dataclass(kw_only=True, slots=True)
+class LibraSettings(Section):
+    """Which replicas are placed by a prediction, by `libra` and `libra_paper`."""
+
+    NAME: ClassVar[str] = "balance.libra"
+
+    locality_share: float = setting(0.5, least=0, most=1)
+    """Part of a rank's slots for the experts that the rank's own tokens are predicted to ask for
+    most; the rest goes by load. 0.5 is what Libra takes."""
 
 
 def place(predicted: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Tensor:
@@ -67,7 +81,7 @@ def _place_domain(
     for rank in ranks:
         asked = [e for e in experts if e // mains != rank and counts[rank][e] > 0]
         asked.sort(key=lambda e, row=counts[rank]: -row[e])  # type: ignore[misc]
-        held[rank] = asked[: math.floor(slots * settings.locality_share)]
+        held[rank] = asked[: math.floor(slots * settings.section(LibraSettings).locality_share)]
 
     # A rank with an instance computes what its own tokens ask of it; the home rank does the rest.
     for_others = {e: total[e] - counts[e // mains][e] for e in experts}
@@ -361,7 +375,6 @@ class _Shares:
 LIBRA = Strategy(
     name="libra",
     summary="Libra with top-up: replicas from a predicted load, then from the exact one",
-    kind="planner",
-    place_predicted=place,
-    fill=fill,
+    kind=FromPrediction(place, fill),
+    settings=LibraSettings,
 )

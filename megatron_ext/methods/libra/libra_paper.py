@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan, plan_each
 from megatron_ext.balance.strategies import none
-from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
+from megatron_ext.balance.strategies.strategy import FromPrediction, PlanSettings, Strategy
 from megatron_ext.methods.libra import libra
 
 
@@ -105,7 +105,6 @@ def _share_remote(
 LIBRA_PAPER = Strategy(
     name="libra_paper",
     summary="Libra: replicas from a predicted load; adaptive token sharding",
-    kind="planner",
-    place_predicted=libra.place,
-    fill=fill,
+    kind=FromPrediction(libra.place, fill),
+    settings=libra.LibraSettings,
 )

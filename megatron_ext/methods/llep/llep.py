@@ -6,13 +6,30 @@ Legend: R ranks of the EP group, E logical experts, S slots per rank.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan, plan_each
-from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
+from megatron_ext.balance.strategies.strategy import PlanSettings, Solves, Strategy
+from megatron_ext.config import Section, setting
+
+
+@dataclass(kw_only=True, slots=True)
+class LlepSettings(Section):
+    """How far LLEP fills ranks, and what it moves."""
+
+    NAME: ClassVar[str] = "balance.llep"
+
+    alpha: float = setting(1.1, least=1, most=1_000_000)
+    """Capacity of a rank, as a multiple of the mean rank load, up to which ranks are filled before
+    load spills to others."""
+
+    min_tokens_per_gemm: int = setting(1024, least=1)
+    """Fewest assignments that are moved to another rank in one piece."""
 
 
 def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
@@ -29,7 +46,8 @@ def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Balance
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
-    >>> solve(load, layout, PlanSettings(alpha=1.0, min_tokens_per_gemm=2)).quota.tolist()
+    >>> small = LlepSettings(alpha=1.0, min_tokens_per_gemm=2)
+    >>> solve(load, layout, PlanSettings(sections=(small,))).quota.tolist()
     [[5, 5], [3, 0], [0, 2], [0, 1]]
 
     Source: LLEP (ICML 2026), abstract, and the settings of its published test; differs from it in
@@ -43,8 +61,9 @@ def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Balance
 def _spill(loads: list[int], layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Plan one load, given as assignments of each expert."""
     ranks, mains, domain = layout.ep_size, layout.mains_per_rank, layout.nvlink_domain
-    capacity = math.floor(settings.alpha * sum(loads) / ranks)
-    least = max(settings.min_tokens_per_gemm, settings.min_quota)
+    own = settings.section(LlepSettings)
+    capacity = math.floor(own.alpha * sum(loads) / ranks)
+    least = max(own.min_tokens_per_gemm, settings.min_quota)
     # What a rank has been given, and what its own experts that are still to come would give it.
     planned = [sum(loads[rank * mains : (rank + 1) * mains]) for rank in range(ranks)]
     quota = torch.zeros(layout.num_experts, ranks, dtype=torch.int64)
@@ -84,6 +103,6 @@ def _spill(loads: list[int], layout: ExpertLayout, settings: PlanSettings) -> Ba
 LLEP = Strategy(
     name="llep",
     summary="LLEP: what is above `alpha` times the mean spills to the least loaded ranks",
-    kind="planner",
-    solve=solve,
+    kind=Solves(solve),
+    settings=LlepSettings,
 )

@@ -13,7 +13,12 @@ from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.plan import BalancePlan, plan_each
 from megatron_ext.balance.strategies import none
-from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
+from megatron_ext.balance.strategies.strategy import (
+    FromHistory,
+    HistorySettings,
+    PlanSettings,
+    Strategy,
+)
 from megatron_ext.methods.eplb import eplb
 
 
@@ -94,8 +99,7 @@ def _solve_program(home: Tensor, most: Tensor, source: Tensor, host: Tensor) -> 
 LPLB = Strategy(
     name="lplb",
     summary="LPLB: linear program over at most one replica per expert, placed as EPLB does",
-    kind="planner",
-    place=place,
-    fill=fill,
+    kind=FromHistory(place, fill),
+    settings=HistorySettings,
     package="scipy",
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan, plan_each
 from megatron_ext.balance.strategies import none
-from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
+from megatron_ext.balance.strategies.strategy import PlanSettings, Solves, Strategy
 
 
 def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
@@ -116,7 +116,6 @@ def _choose(loads: list[int], given: dict[int, int]) -> list[tuple[int, int, int
 MOONEP = Strategy(
     name="moonep",
     summary="MoonEP: every rank the mean; each takes replicas of one overloaded rank only",
-    kind="planner",
-    solve=solve,
+    kind=Solves(solve),
     num_slots=lambda asked, mains_per_rank: mains_per_rank,
 )

@@ -7,11 +7,10 @@ it also goes with other strategies.
 
 from __future__ import annotations
 
-from megatron_ext.balance.strategies.strategy import Strategy
+from megatron_ext.balance.strategies.strategy import StaysMegatron, Strategy
 
 SEM_MOE = Strategy(
     name="sem_moe",
     summary="Sem-MoE: no replicas; samples or tokens go to the ranks that have their experts",
-    kind="absent",
-    needs_semantics=True,
+    kind=StaysMegatron(needs_semantics=True),
 )

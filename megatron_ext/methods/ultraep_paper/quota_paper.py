@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan
-from megatron_ext.balance.strategies.strategy import PlanSettings, Strategy
+from megatron_ext.balance.strategies.strategy import PlanSettings, Solves, Strategy
 from megatron_ext.ops import load_library
 
 
@@ -35,6 +35,5 @@ def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Balance
 QUOTA_PAPER = Strategy(
     name="quota_paper",
     summary="Algorithm 1 of UltraEP as published",
-    kind="planner",
-    solve=solve,
+    kind=Solves(solve),
 )
