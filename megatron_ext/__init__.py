@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_ext.balance.costs import LayerCosts
     from megatron_ext.balance.plan import BalancePlan
     from megatron_ext.balance.solve import solve
-    from megatron_ext.config import BalanceConfig
+    from megatron_ext.balance.strategies.settings import BalanceConfig
     from megatron_ext.cpu_platform import enable_cpu_platform
     from megatron_ext.mcore.moe_layer import reset_after_abort
     from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "BalanceConfig": "megatron_ext.config",
+    "BalanceConfig": "megatron_ext.balance.strategies.settings",
     "BalancePlan": "megatron_ext.balance.plan",
     "LayerCosts": "megatron_ext.balance.costs",
     "balance_spec": "megatron_ext.mcore.spec",
