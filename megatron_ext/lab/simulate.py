@@ -319,7 +319,11 @@ def simulate(
     if len(set(strategies)) < len(strategies):
         raise ValueError(f"a strategy is there twice in {', '.join(strategies)}")
     machine = setting.machine(loads)
-    assert machine.costs  # Refuses what no machine can take before anything is planned.
+    costs = machine.costs  # Refuses what no machine can take before anything is planned.
+    if setting.planning.costs is None:
+        setting = dataclasses.replace(
+            setting, planning=dataclasses.replace(setting.planning, costs=costs)
+        )
     results = {
         name: _result_of(name, loads, setting, machine, on_load)
         for name in dict.fromkeys([NONE, *strategies, IDEAL])
@@ -342,11 +346,13 @@ def _result_of(
     planner = NONE if name == IDEAL else strategy
     if name == IDEAL:
         loads = dataclasses.replace(loads, load=even_load(loads.load))
-    costs = (setting.planning.costs or machine.costs) if for_time else None
+    planning = setting.planning
+    if not for_time:
+        planning = dataclasses.replace(planning, costs=None)
     planners = make_planners(
         loads,
         planner,
-        dataclasses.replace(setting.planning, costs=costs),
+        planning,
         slots=setting.slots,
         nvlink_domain=setting.nvlink_domain,
     )
