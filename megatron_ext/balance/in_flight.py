@@ -2,7 +2,7 @@
 
 A pipeline schedule runs several forwards of one layer before the first backward comes back, so one
 layer has several plans in flight. Each lives in fixed storage under a *virtual layer id*: (MoE
-layer on this rank, in-flight place). Autograd carries a `PlanHandle`, which names the id and the
+layer on this rank, in-flight entry). Autograd carries a `PlanHandle`, which names the id and the
 generation of what is stored there; asking with an old generation is an error, never another
 microbatch's plan. Release is by id, in any order.
 
@@ -27,7 +27,7 @@ from megatron_ext.balance.reroute import RoutingMaps
 class PlanHandle:
     """Names a stored plan. Made by `InFlightPlans.keep`, held by the autograd graph of one forward.
 
-    When the graph is dropped without a backward (an aborted step), the plan's place becomes free
+    When the graph is dropped without a backward (an aborted step), the plan's entry becomes free
     again.
     """
 
@@ -81,82 +81,82 @@ class InFlightPlans:
         return self.ring_size - len(self._free)
 
     def keep(self, plan: BalancePlan) -> PlanHandle:
-        """Copy `plan` into a free place and return its handle.
+        """Copy `plan` into a free entry and return its handle.
 
         Raises:
-            RuntimeError: Every place holds a plan whose backward has not run.
+            RuntimeError: Every entry holds a plan whose backward has not run.
         """
         microbatch_idx = self._num_kept
         if not self._free:
             waiting = sorted(self._microbatch_idx)
             raise RuntimeError(
-                f"layer {self.layer_number}: no place for the plan of microbatch {microbatch_idx}: "
-                f"all {self.ring_size} places hold plans that wait for their backward "
+                f"layer {self.layer_number}: no entry for the plan of microbatch {microbatch_idx}: "
+                f"all {self.ring_size} entries hold plans that wait for their backward "
                 f"(microbatches {waiting}); set balance.max_in_flight to {self.ring_size + 1} "
                 f"or more (ring size now {self.ring_size})"
             )
-        place = min(self._free)
-        self._free.remove(place)
+        entry = min(self._free)
+        self._free.remove(entry)
         self._num_kept += 1
-        self._generation[place] += 1
-        self._microbatch_idx[place] = microbatch_idx
-        self._quota[place].copy_(plan.quota)
-        self._slots[place].copy_(plan.slots)
-        self._on_host[place].start()
+        self._generation[entry] += 1
+        self._microbatch_idx[entry] = microbatch_idx
+        self._quota[entry].copy_(plan.quota)
+        self._slots[entry].copy_(plan.slots)
+        self._on_host[entry].start()
         handle = PlanHandle(
-            self.first_virtual_layer_id + place,
-            self._generation[place],
+            self.first_virtual_layer_id + entry,
+            self._generation[entry],
             self.layer_number,
             microbatch_idx,
         )
-        weakref.finalize(handle, self._free_place, place, handle.generation)
+        weakref.finalize(handle, self._free_entry, entry, handle.generation)
         return handle
 
     def recall(self, handle: PlanHandle) -> BalancePlan:
         """Return the plan that `handle` names: views of the ring, valid until it is released.
 
         Raises:
-            RuntimeError: The place was released since, or holds another microbatch's plan.
+            RuntimeError: The entry was released since, or holds another microbatch's plan.
         """
-        place = self._place_of(handle)
-        return BalancePlan(layout=self.layout, quota=self._quota[place], slots=self._slots[place])
+        entry = self._entry_of(handle)
+        return BalancePlan(layout=self.layout, quota=self._quota[entry], slots=self._slots[entry])
 
     def recall_slots(self, handle: PlanHandle) -> Tensor:
         """Return the slots of the plan that `handle` names, on the host, until it is released.
 
         Raises:
-            RuntimeError: The place was released since, or holds another microbatch's plan.
+            RuntimeError: The entry was released since, or holds another microbatch's plan.
         """
-        return self._on_host[self._place_of(handle)].wait()
+        return self._on_host[self._entry_of(handle)].wait()
 
     def routing_maps(self, handle: PlanHandle) -> RoutingMaps:
         """Return the memory that lives as long as the plan that `handle` names."""
         return self._maps[handle.virtual_layer_id - self.first_virtual_layer_id]
 
     def release(self, handle: PlanHandle) -> None:
-        """Free the place of `handle`. Releasing twice does nothing."""
-        place = handle.virtual_layer_id - self.first_virtual_layer_id
-        self._free_place(place, handle.generation)
+        """Free the entry of `handle`. Releasing twice does nothing."""
+        entry = handle.virtual_layer_id - self.first_virtual_layer_id
+        self._free_entry(entry, handle.generation)
 
     def clear(self) -> None:
         """Release every plan: no backward will come any more."""
         self._free = list(range(self.ring_size))
 
-    def _place_of(self, handle: PlanHandle) -> int:
-        place = handle.virtual_layer_id - self.first_virtual_layer_id
-        if place in self._free or self._generation[place] != handle.generation:
+    def _entry_of(self, handle: PlanHandle) -> int:
+        entry = handle.virtual_layer_id - self.first_virtual_layer_id
+        if entry in self._free or self._generation[entry] != handle.generation:
             raise RuntimeError(
                 f"layer {handle.layer_number}: the plan of microbatch {handle.microbatch_idx} "
                 f"(virtual layer id {handle.virtual_layer_id}, generation {handle.generation}) is "
-                f"gone: that place is at generation {self._generation[place]} and "
-                f"{'free' if place in self._free else 'taken'}; one forward has one backward "
+                f"gone: that entry is at generation {self._generation[entry]} and "
+                f"{'free' if entry in self._free else 'taken'}; one forward has one backward "
                 f"(ring size {self.ring_size}, set by balance.max_in_flight)"
             )
-        return place
+        return entry
 
-    def _free_place(self, place: int, generation: int) -> None:
-        if self._generation[place] == generation and place not in self._free:
-            self._free.append(place)
+    def _free_entry(self, entry: int, generation: int) -> None:
+        if self._generation[entry] == generation and entry not in self._free:
+            self._free.append(entry)
 
 
 class _HostCopy:

@@ -118,7 +118,7 @@ class LayerPlanner:
             plan = self._planner.solve(load, self._layout, self._settings)
         else:
             slots = self._slots if placed is None else placed[..., : self._layout.slots]
-            plan = self._planner.fill(load, slots.to(load.device), self._layout, self._settings)
+            plan = self._planner.share(load, slots.to(load.device), self._layout, self._settings)
         return with_spare_slots(plan, self._num_spare_slots)
 
     def observe(self, load: Tensor) -> None:

@@ -42,7 +42,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
-def fill(
+def read_into(
     fields: type[T], content: Mapping[str, Any], path: Path, overrides: Sequence[str] = ()
 ) -> T:
     """Make a dataclass of what a file holds: keys are its fields, values of their types.

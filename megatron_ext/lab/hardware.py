@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 
 from megatron_ext.balance.strategies import STRATEGIES
-from megatron_ext.files.yaml_files import fill, find_file, read_yaml
+from megatron_ext.files.yaml_files import find_file, read_into, read_yaml
 
 FOLDER = Path("recipes/hardware")
 """Where the files are that have a name, below the working directory."""
@@ -139,7 +139,7 @@ def read_hardware(name_or_file: str) -> Hardware:
     for name in known:
         if name not in given:
             raise ValueError(f"{path}: {name} must be there, as {{value: ..., source: ...}}")
-    filed = fill(
+    filed = read_into(
         _File, {name: content[name] for name in ("summary", "constants") if name in content}, path
     )
     values, sources = {}, {}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config import ConfigError, TrainConfig
-from megatron_ext.files.yaml_files import fill, find_file, read_yaml
+from megatron_ext.files.yaml_files import find_file, read_into, read_yaml
 
 SHAPES = Path("recipes/shapes")
 RECIPES = Path("recipes")
@@ -181,7 +181,7 @@ def read_shape(name_or_file: str, overrides: Sequence[str]) -> ModelShape:
     if not named.is_file() and (RECIPES / f"{name_or_file}.yaml").is_file():
         return _of_recipe(name_or_file, overrides)
     path = find_file(name_or_file, SHAPES, "model")
-    return fill(ModelShape, {"name": path.stem} | read_yaml(path), path, overrides)
+    return read_into(ModelShape, {"name": path.stem} | read_yaml(path), path, overrides)
 
 
 def _of_recipe(name: str, overrides: Sequence[str]) -> ModelShape:

@@ -69,7 +69,7 @@ def test_a_full_ring_refuses_and_names_the_setting() -> None:
     ring = make_ring(2)
     handles = [ring.keep(make_plan(0)), ring.keep(make_plan(1))]
     message = (
-        r"layer 3: no place for the plan of microbatch 2.*microbatches \[0, 1\].*"
+        r"layer 3: no entry for the plan of microbatch 2.*microbatches \[0, 1\].*"
         r"balance.max_in_flight to 3"
     )
     with pytest.raises(RuntimeError, match=message):

@@ -52,7 +52,7 @@ def test_the_busiest_rank_is_the_least_busy_that_replicas_allow(instance):
     load, layout = instance.load, instance.layout
     slots = placement_for(layout).replicas(0, layout)
     settings = PlanSettings(tolerance=instance.tolerance, min_quota=1)
-    plan = craft.fill(load, slots, layout, settings)
+    plan = craft.share(load, slots, layout, settings)
     check_plan(load, plan)
     target = target_load(int(load.sum()), layout.ep_size, round(instance.tolerance * 1e6))
     least = least_busiest(load, slots, layout)
@@ -70,7 +70,7 @@ def test_assignments_pass_through_ranks_that_are_neither_busy_nor_idle():
     layout = ExpertLayout(num_experts=3, ep_size=3, slots=1, nvlink_domain=3)
     load = torch.tensor([[12, 6, 0], [0, 0, 0], [0, 0, 0]])
     slots = torch.tensor([[-1], [0], [1]], dtype=torch.int32)
-    plan = craft.fill(load, slots, layout, PlanSettings(tolerance=0.0))
+    plan = craft.share(load, slots, layout, PlanSettings(tolerance=0.0))
     assert plan.quota.tolist() == [[6, 6, 0], [0, 0, 6], [0, 0, 0]]
 
 
@@ -79,7 +79,7 @@ def test_replicas_below_the_least_quota_are_left_out():
     load, slots = torch.tensor([[7, 1], [0, 0]]), torch.tensor([[-1], [0]], dtype=torch.int32)
     for min_quota, quota in ((3, [[4, 3], [0, 1]]), (4, [[7, 0], [0, 1]])):
         settings = PlanSettings(tolerance=0.0, min_quota=min_quota)
-        assert craft.fill(load, slots, layout, settings).quota.tolist() == quota
+        assert craft.share(load, slots, layout, settings).quota.tolist() == quota
 
 
 def test_each_layer_has_its_replicas():

@@ -278,7 +278,7 @@ def test_a_ring_smaller_than_the_schedule_fails_before_any_wrong_gradient() -> N
     case = dict(ep=2, pp=2)
     with pytest.raises(RuntimeError) as raised:
         run_ranks(_small_ring_raises, 4, case, 1)
-    assert "layer 1: no place for the plan of microbatch 1" in str(raised.value)
+    assert "layer 1: no entry for the plan of microbatch 1" in str(raised.value)
     assert "set balance.max_in_flight to 2 or more (ring size now 1)" in str(raised.value)
 
 

@@ -59,13 +59,13 @@ class TestEplb:
 
     def test_fill(self):
         load = one_source(3, 12, 2, 6, 1, 4, 3)
-        plan = eplb.fill(load, placed([2], [0], [0]), layout(3, 2), PlanSettings())
+        plan = eplb.share(load, placed([2], [0], [0]), layout(3, 2), PlanSettings())
         assert plan.quota[[0, 2]].tolist() == [[4, 4, 4], [3, 3, 0]]
         assert plan.rank_loads().tolist() == [9, 8, 11]
 
     def test_what_does_not_divide_goes_to_the_main_and_then_by_rank(self):
         load = one_source(3, 0, 0, 11, 0, 0, 0)
-        plan = eplb.fill(load, placed([2], [-1], [2]), layout(3, 2), PlanSettings())
+        plan = eplb.share(load, placed([2], [-1], [2]), layout(3, 2), PlanSettings())
         assert plan.quota[2].tolist() == [4, 4, 3]
 
     def test_each_domain_is_filled_by_itself(self):
@@ -80,14 +80,14 @@ class TestEplb:
         load, slots = one_source(3, 11, 0, 0), placed([-1], [0], [0])
         for min_quota, quota in ((3, [4, 4, 3]), (4, [6, 5, 0]), (6, [11, 0, 0])):
             asked = PlanSettings(min_quota=min_quota)
-            plan = eplb.fill(load, slots, layout(3, 1), asked)
+            plan = eplb.share(load, slots, layout(3, 1), asked)
             assert plan.quota[0].tolist() == quota
             assert (plan.slots >= 0).sum() == sum(count > 0 for count in quota) - 1
 
     def test_placements_that_make_it_worse_are_not_used(self):
         """Rank 1 is the busy one now, and half of e0 would come on top."""
         loads = torch.stack([one_source(2, 2, 0, 0, 10), one_source(2, 10, 0, 0, 2)])
-        plan = eplb.fill(loads, placed([-1], [0]), layout(2, 2), PlanSettings())
+        plan = eplb.share(loads, placed([-1], [0]), layout(2, 2), PlanSettings())
         assert plan.rank_loads().tolist() == [[2, 10], [5, 7]]
         assert plan.slots.tolist() == [[[-1], [-1]], [[-1], [0]]]
 
@@ -106,21 +106,21 @@ class TestLplb:
         assert sorted(slots.flatten().tolist()) == [-1, -1, -1, 0, 1, 2]
 
     def test_optimum(self):
-        plan = lplb.fill(
+        plan = lplb.share(
             one_source(2, 10, 3, 2, 1), placed([-1], [0]), layout(2, 2), PlanSettings()
         )
         assert plan.quota.tolist() == [[5, 5], [3, 0], [0, 2], [0, 1]]
 
     def test_chain_with_rounding(self):
         """Rank 0 sheds to rank 1, which sheds all its own 3 to rank 2: 9 - x = x, so x is 4.5."""
-        plan = lplb.fill(
+        plan = lplb.share(
             one_source(3, 9, 3, 0), placed([-1], [0], [1]), layout(3, 1), PlanSettings()
         )
         assert plan.quota.tolist() == [[4, 5, 0], [0, 0, 3], [0, 0, 0]]
 
     def test_rounding_is_to_the_nearest(self):
         """All ranks end at 14 / 3, if 3.33 of e0 and 4.67 of e1 move."""
-        plan = lplb.fill(
+        plan = lplb.share(
             one_source(3, 8, 6, 0), placed([-1], [0], [1]), layout(3, 1), PlanSettings()
         )
         assert plan.quota.tolist() == [[5, 3, 0], [0, 1, 5], [0, 0, 0]]
@@ -128,13 +128,13 @@ class TestLplb:
     @pytest.mark.parametrize(("min_quota", "moved"), [(5, 5), (6, 0)])
     def test_replicas_that_move_too_little_are_left_out(self, min_quota, moved):
         load, slots = one_source(2, 10, 3, 2, 1), placed([-1], [0])
-        plan = lplb.fill(load, slots, layout(2, 2), PlanSettings(min_quota=min_quota))
+        plan = lplb.share(load, slots, layout(2, 2), PlanSettings(min_quota=min_quota))
         assert plan.slots.tolist() == [[-1], [0 if moved else -1]]
         assert plan.quota[0].tolist() == [10 - moved, moved]
 
     def test_rounding_that_makes_it_worse_is_not_used(self):
         """Four ranks shed 0.6 each, to end at 2.4 as rank 4 does; rounded, rank 4 would have 4."""
-        plan = lplb.fill(
+        plan = lplb.share(
             one_source(5, 3, 3, 3, 3, 0),
             placed(*[[-1] * 4] * 4, [0, 1, 2, 3]),
             layout(5, 1, slots=4),
@@ -286,7 +286,7 @@ def test_plans_from_any_history_are_legal(strategy, first, data):
     slots = planner.place(first.load.sum(0), first.layout, asked)
     mixed = data.draw(st.permutations(range(first.layout.num_experts)))
     load = first.load[:, mixed]
-    plan = planner.fill(load, slots, first.layout, asked)
+    plan = planner.share(load, slots, first.layout, asked)
     check_plan(load, plan, min_quota=first.min_quota)
     assert plan.rank_loads().max() <= home_loads(load).max()
 
@@ -298,7 +298,7 @@ def test_lplb_is_optimal_on_its_replicas():
     for _ in range(20):
         load = one_source(3, *torch.randint(0, 9, (3,)).tolist())
         slots = placed([2], [0], [1])
-        plan = lplb.fill(load, slots, where, PlanSettings())
+        plan = lplb.share(load, slots, where, PlanSettings())
         own = load.sum(0).tolist()
         best = min(
             max(own[0] - x + z, own[1] - y + x, own[2] - z + y)

@@ -115,7 +115,7 @@ class PredictedPlacer(Protocol):
         """Place replicas by an int64 load [R, E]: slots as in a plan, int32 [R, S], on the CPU."""
 
 
-class Filler(Protocol):
+class Sharer(Protocol):
     """A pure function from a load, and replicas placed before it was known, to a plan."""
 
     def __call__(
@@ -139,7 +139,7 @@ class FromHistory:
     """Places replicas by the loads of the past, and shares every load among them."""
 
     place: Placer
-    fill: Filler
+    share: Sharer
 
 
 @dataclass(frozen=True)
@@ -147,14 +147,14 @@ class FromPrediction:
     """Places replicas by a prediction of one load, and shares that load when it is known."""
 
     place: PredictedPlacer
-    fill: Filler
+    share: Sharer
 
 
 @dataclass(frozen=True)
 class FromPlacement:
     """Shares every load among the replicas of a `Placement`, placed before the run."""
 
-    fill: Filler
+    share: Sharer
 
 
 @dataclass(frozen=True, kw_only=True)

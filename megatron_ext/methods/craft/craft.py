@@ -18,7 +18,7 @@ from megatron_ext.balance.strategies import none
 from megatron_ext.balance.strategies.strategy import FromPlacement, PlanSettings, Strategy
 
 
-def fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Split every load over fixed replicas: within the tolerance, else the best that they allow.
 
     The busiest rank has at most `(1 + tolerance)` times the mean, or the least that whole numbers
@@ -34,7 +34,7 @@ def fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettin
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
-    >>> plan = fill(load, torch.tensor([[-1], [0]], dtype=torch.int32), layout, PlanSettings())
+    >>> plan = share(load, torch.tensor([[-1], [0]], dtype=torch.int32), layout, PlanSettings())
     >>> plan.quota.tolist(), plan.rank_loads().tolist()
     ([[5, 5], [3, 0], [0, 2], [0, 1]], [8, 8])
 
@@ -42,10 +42,10 @@ def fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettin
     1); differs from it in that mains do not move and that the split is the best one.
     """
     slots = slots.cpu()
-    return plan_each(load, layout, lambda one: _fill(one, slots, layout, settings))
+    return plan_each(load, layout, lambda one: _plan(one, slots, layout, settings))
 
 
-def _fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+def _plan(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Plan one load."""
     plan = none.solve(load, layout, settings)
     target = target_load(int(load.sum()), layout.ep_size, round(settings.tolerance * 1e6))
@@ -132,5 +132,5 @@ def _level(quota: Tensor, slots: Tensor, layout: ExpertLayout, level: int) -> No
 CRAFT = Strategy(
     name="craft",
     summary="CRAFT: replicas from a placement file, where a trace showed that layers gain by them",
-    kind=FromPlacement(fill),
+    kind=FromPlacement(share),
 )

@@ -333,7 +333,7 @@ def _replay(
     """Mean balancedness of a layer's loads with these replicas."""
     after = []
     for load in loads.load:
-        after.append(craft.fill(load, slots, layout, settings).rank_loads())
+        after.append(craft.share(load, slots, layout, settings).rank_loads())
         on_load(1)
     return _balancedness(torch.stack(after))
 

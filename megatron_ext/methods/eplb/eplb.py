@@ -87,7 +87,7 @@ def place_replicas(
     return slots
 
 
-def fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Split every expert's load evenly over its instances.
 
     What does not divide goes to the main and the first replicas, by rank. Where the shares would be
@@ -102,7 +102,7 @@ def fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettin
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
-    >>> plan = fill(load, torch.tensor([[2], [0]], dtype=torch.int32), layout, PlanSettings())
+    >>> plan = share(load, torch.tensor([[2], [0]], dtype=torch.int32), layout, PlanSettings())
     >>> plan.quota.tolist(), plan.rank_loads().tolist()
     ([[5, 5], [3, 0], [1, 1], [0, 1]], [9, 7])
 
@@ -116,7 +116,7 @@ def fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettin
 def deal(
     load: Tensor, groups: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings
 ) -> BalancePlan:
-    """As `fill`, but every group's assignments are dealt to the instances by themselves.
+    """As `share`, but every group's assignments are dealt to the instances by themselves.
 
     Args:
         load: Assignments, int64 [R, E] or [B, R, E].
@@ -212,6 +212,6 @@ def _pack(loads: list[int], instances: list[int], capacities: Sequence[int]) -> 
 EPLB = Strategy(
     name="eplb",
     summary="EPLB: replicas by load history, every `interval` microbatches; even split",
-    kind=FromHistory(place, fill),
+    kind=FromHistory(place, share),
     settings=HistorySettings,
 )

@@ -1,6 +1,6 @@
 """Libra: replicas from a predicted load, moved before the exact load is known; then topped up.
 
-`place` chooses replicas from the predicted load. `fill` splits the exact load over those that turn
+`place` chooses replicas from the predicted load. `share` splits the exact load over those that turn
 out useful, and adds replicas only for what the prediction missed. What it does not use is wasted:
 moved, but without quota.
 
@@ -113,7 +113,7 @@ def _place_domain(
     return list(held.values())
 
 
-def fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Split the exact load over the replicas that are there, then add what is missing.
 
     The goal is what the quota planner promises: a busiest rank within the tolerance, or its least.
@@ -131,18 +131,18 @@ def fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettin
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
-    >>> hit = fill(load, torch.tensor([[-1], [0]], dtype=torch.int32), layout, PlanSettings())
+    >>> hit = share(load, torch.tensor([[-1], [0]], dtype=torch.int32), layout, PlanSettings())
     >>> hit.rank_loads().tolist(), hit.slots.tolist()
     ([8, 8], [[-1], [0]])
-    >>> missed = fill(load, torch.tensor([[2], [1]], dtype=torch.int32), layout, PlanSettings())
+    >>> missed = share(load, torch.tensor([[2], [1]], dtype=torch.int32), layout, PlanSettings())
     >>> missed.rank_loads().tolist(), missed.slots.tolist()
     ([8, 8], [[-1], [0]])
     """
     placed = slots.tolist()
-    return plan_each(load, layout, lambda one: _fill(one, placed, layout, settings))
+    return plan_each(load, layout, lambda one: _plan(one, placed, layout, settings))
 
 
-def _fill(
+def _plan(
     load: Tensor, placed: list[list[int]], layout: ExpertLayout, settings: PlanSettings
 ) -> BalancePlan:
     """Plan one load."""
@@ -375,6 +375,6 @@ class _Shares:
 LIBRA = Strategy(
     name="libra",
     summary="Libra with top-up: replicas from a predicted load, then from the exact one",
-    kind=FromPrediction(place, fill),
+    kind=FromPrediction(place, share),
     settings=LibraSettings,
 )

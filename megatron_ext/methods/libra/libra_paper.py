@@ -17,7 +17,7 @@ from megatron_ext.balance.strategies.strategy import FromPrediction, PlanSetting
 from megatron_ext.methods.libra import libra
 
 
-def fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Serve assignments where they come from if there is an instance; move others to balance.
 
     A rank with an instance of an expert computes its own assignments to it; all others begin at
@@ -35,7 +35,7 @@ def fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettin
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
-    >>> plan = fill(load, torch.tensor([[2], [0]], dtype=torch.int32), layout, PlanSettings())
+    >>> plan = share(load, torch.tensor([[2], [0]], dtype=torch.int32), layout, PlanSettings())
     >>> plan.quota.tolist(), plan.rank_loads().tolist()
     ([[6, 4], [3, 0], [1, 1], [0, 1]], [10, 6])
 
@@ -105,6 +105,6 @@ def _share_remote(
 LIBRA_PAPER = Strategy(
     name="libra_paper",
     summary="Libra: replicas from a predicted load; adaptive token sharding",
-    kind=FromPrediction(libra.place, fill),
+    kind=FromPrediction(libra.place, share),
     settings=libra.LibraSettings,
 )

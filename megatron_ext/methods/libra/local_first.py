@@ -8,7 +8,7 @@
     combine: their outputs back (Megatron)    combine's backward (Megatron)
 
 Own tokens are those whose instance, main or slot, is on their own rank: they never leave its
-memory. They hide one exchange in forward and one in backward; beside combine there is nothing.
+memory. They hide one all-to-all in forward and one in backward; beside combine there is nothing.
 
 Permutation, counts and combine are Megatron's. What is used of the inside of its all-to-all
 dispatcher, in 0.16.1 as in 0.19.2: `preprocess` leaves the counts in `input_splits`,
@@ -35,7 +35,7 @@ from torch import Tensor
 from megatron_ext.mcore.dispatcher import DispatcherKind, Part
 
 
-class Exchange:
+class AllToAll:
     """One all-to-all of rows that goes on beside computation, and the way back of its gradients.
 
     Lives in the autograd graph of one forward.
@@ -69,7 +69,7 @@ class Exchange:
         work = dist.all_to_all_single(
             arriving, rows, receive_sizes, send_sizes, group=self._group, async_op=True
         )
-        # Without the graph: it refers to this exchange, and would keep itself alive in an aborted
+        # Without the graph: it refers to this all-to-all, and would keep itself alive in an aborted
         # step.
         self._under_way = work, rows.detach(), arriving.detach()
         return arriving
@@ -85,7 +85,7 @@ class Exchange:
 class Arriving(NamedTuple):
     """Rows on their way to this rank."""
 
-    exchange: Exchange
+    all_to_all: AllToAll
     rows: Tensor
     """Where they arrive; not to be read before `wait`."""
 
@@ -99,28 +99,28 @@ class _Send(torch.autograd.Function):
     """Rows -> memory that they arrive in."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, rows: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.start(rows)
+    def forward(ctx: Any, all_to_all: AllToAll, rows: Tensor) -> Tensor:
+        ctx.all_to_all = all_to_all
+        return all_to_all.start(rows)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor]:
         # `_Wait` has sent the gradients on their way and handed on those of the memory.
-        return None, ctx.exchange.wait()
+        return None, ctx.all_to_all.wait()
 
 
 class _Wait(torch.autograd.Function):
     """Memory that rows arrive in -> rows."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, rows: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        exchange.wait()
+    def forward(ctx: Any, all_to_all: AllToAll, rows: Tensor) -> Tensor:
+        ctx.all_to_all = all_to_all
+        all_to_all.wait()
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, grads: Tensor) -> tuple[None, Tensor]:
-        ctx.exchange.start_back(grads)
+        ctx.all_to_all.start_back(grads)
         return None, grads
 
 
@@ -132,7 +132,7 @@ class Dispatched(NamedTuple):
 
 
 class LocalFirstDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all dispatcher with own tokens kept out of its exchange.
+    """Megatron's all-to-all dispatcher with own tokens kept out of its all-to-all.
 
     Made by `physical_dispatcher`. Needs more than one EP rank and what `validate_for_balancing`
     checks of it.
@@ -164,7 +164,7 @@ class LocalFirstDispatcher(MoEAlltoAllTokenDispatcher):
         return tokens_per_expert - self.own_tokens_per_expert
 
     def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Dispatched, Dispatched]:
-        """Start to exchange tokens [N * K, H] and probabilities [N * K], both sorted by expert."""
+        """Start to send tokens [N * K, H] and probabilities [N * K], both sorted by expert."""
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
             "before_ep_alltoall", self.tokens_per_expert
         )
@@ -175,9 +175,9 @@ class LocalFirstDispatcher(MoEAlltoAllTokenDispatcher):
         num_before = self._num_rows_before_own()
         num_own = rows.shape[0] - sum(send_sizes)
         before, own, after = rows.tensor_split([num_before, num_before + num_own])
-        exchange = Exchange(self.ep_group, send_sizes, receive_sizes)
-        others = _Send.apply(exchange, torch.cat([before, after]))
-        return Dispatched(own, Arriving(exchange, others))
+        all_to_all = AllToAll(self.ep_group, send_sizes, receive_sizes)
+        others = _Send.apply(all_to_all, torch.cat([before, after]))
+        return Dispatched(own, Arriving(all_to_all, others))
 
     def _num_rows_before_own(self) -> int:
         return int(self.input_splits[: self.ep_group.rank()].sum())

@@ -31,7 +31,7 @@ def place(expert_load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> 
     return eplb.place_replicas(expert_load, layout, most_replicas=most)
 
 
-def fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Move assignments from mains to their replicas so that the busiest rank has least.
 
     The program is solved by HiGHS, on the CPU, one load after the other. Its solution is rounded
@@ -44,11 +44,11 @@ def fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettin
     in that the replicas' places are EPLB's instead of a fixed topology.
     """
     slots = slots.cpu()
-    plan = plan_each(load, layout, lambda one: _fill(one, slots, layout, settings))
+    plan = plan_each(load, layout, lambda one: _plan(one, slots, layout, settings))
     return none.unless_worse(load, plan)
 
 
-def _fill(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+def _plan(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Plan one load, without a look at whether it is worse than none."""
     host, slot = (slots >= 0).nonzero(as_tuple=True)
     expert = slots[host, slot].long()
@@ -99,7 +99,7 @@ def _solve_program(home: Tensor, most: Tensor, source: Tensor, host: Tensor) -> 
 LPLB = Strategy(
     name="lplb",
     summary="LPLB: linear program over at most one replica per expert, placed as EPLB does",
-    kind=FromHistory(place, fill),
+    kind=FromHistory(place, share),
     settings=HistorySettings,
     package="scipy",
 )

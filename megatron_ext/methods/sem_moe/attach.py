@@ -5,17 +5,17 @@ Where that group is also the EP group, its tokens can be dealt by their experts 
 the same to the layer which rank brings a token, as everything in it is done token by token.
 
     model's input    keep the microbatch's token ids
-    MoE layer        1 predict each token's rank, 2 rebatch, exchange hidden states
+    MoE layer        1 predict each token's rank, 2 rebatch, all-to-all of hidden states
       router         note which rank each token goes to, for the layers after
-      output         3 resume: exchange back
+      output         3 resume: all-to-all back
 
 In backward the exchanges are their own adjoints, in the other order. All of it hangs on hooks, so
 that a model without it is Megatron's, and it does not matter which MoE layer it is, if only layers
 predict nothing of each other: their tokens are not the same.
 
-Recompute: of MoE layers alone, the exchange stays outside and is not repeated. Of whole layers, it
-is repeated with the ids and ranks of the last microbatch that came in, which is the right one only
-without a pipeline.
+Recompute: of MoE layers alone, the all-to-all stays outside and is not repeated. Of whole layers,
+it is repeated with the ids and ranks of the last microbatch that came in. That is the right one
+only without a pipeline.
 
 Legend: N tokens of a rank, R ranks, H hidden, s tokens of a sample, b samples of a microbatch.
 """
@@ -39,7 +39,7 @@ from megatron_ext.methods.sem_moe.tokens import LayerTables, predict, rebatch, r
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
+class AllToAll:
     """How this rank's tokens go to the ranks that a permutation deals them to."""
 
     group: dist.ProcessGroup
@@ -52,7 +52,7 @@ class Exchange:
     receive_counts: list[int]
 
     @classmethod
-    def of(cls, permutation: Tensor, group: dist.ProcessGroup) -> Exchange:
+    def of(cls, permutation: Tensor, group: dist.ProcessGroup) -> AllToAll:
         """Read off what one rank sends and receives.
 
         Args:
@@ -73,9 +73,9 @@ class Exchange:
             by_place[rank],
         )
 
-    def inverse(self) -> Exchange:
-        """The exchange that brings the tokens back; also the adjoint."""
-        return Exchange(
+    def inverse(self) -> AllToAll:
+        """The all-to-all that brings the tokens back; also the adjoint."""
+        return AllToAll(
             self.group,
             self.receive_order,
             self.receive_counts,
@@ -103,7 +103,7 @@ class _Dealt:
 
     layer: int
     permutation: Tensor
-    exchange: Exchange
+    all_to_all: AllToAll
 
 
 class TokenRebatcher:
@@ -158,11 +158,11 @@ class TokenRebatcher:
         ranks = self._group.size()
         guess = predict(self._tables[layer], self._ids, ranks, went)
         permutation = rebatch(guess, ranks)
-        self._dealt = _Dealt(layer, permutation, Exchange.of(permutation, self._group))
+        self._dealt = _Dealt(layer, permutation, AllToAll.of(permutation, self._group))
         if "hidden_states" in kwargs:
-            dealt = self._dealt.exchange(kwargs["hidden_states"])
+            dealt = self._dealt.all_to_all(kwargs["hidden_states"])
             return args, kwargs | {"hidden_states": dealt}
-        return (self._dealt.exchange(args[0]), *args[1:]), kwargs
+        return (self._dealt.all_to_all(args[0]), *args[1:]), kwargs
 
     def _note(
         self, layer: int, router: nn.Module, args: tuple[Any, ...], outputs: tuple[Tensor, Tensor]
@@ -186,7 +186,7 @@ class TokenRebatcher:
         dealt, self._dealt = self._dealt, None
         assert dealt is not None, "an MoE layer ended that had not begun"
         output, bias = outputs
-        return dealt.exchange.inverse()(output), bias
+        return dealt.all_to_all.inverse()(output), bias
 
 
 def rebatch_tokens(chunk: nn.Module, semantics: Semantics) -> TokenRebatcher | None:
@@ -279,6 +279,6 @@ _ONE_OF_FOR_REBATCHING: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("moe_expert_capacity_factor", (None,), "which tokens are dropped would change"),
     ("moe_enable_routing_replay", (False,), "choices are replayed by place, not by token"),
     ("overlap_moe_expert_parallel_comm", (False,), "it runs a layer's parts without the layer"),
-    ("cuda_graph_impl", ("none",), "the exchange is decided on the host"),
+    ("cuda_graph_impl", ("none",), "the all-to-all is decided on the host"),
 )
 """(field of TransformerConfig, values it may have, why). A field that Megatron lacks is fine."""

@@ -78,7 +78,7 @@ class TestPlace:
 
 class TestSharding:
     def test_local_assignments_stay(self):
-        plan = libra_paper.fill(LOAD, slots_of(*PLACED), LAYOUT, PlanSettings(tolerance=0.0))
+        plan = libra_paper.share(LOAD, slots_of(*PLACED), LAYOUT, PlanSettings(tolerance=0.0))
         assert plan.quota.tolist() == [
             *([0, 1, 0], [0, 0, 0], [2, 6, 5]),
             *([0, 1, 0], [6, 0, 2], [0, 0, 1]),
@@ -87,7 +87,7 @@ class TestSharding:
     def test_remote_assignments_move_up_to_the_mean(self):
         """Mean 4. Rank 0 computes 12 of e0 for ranks 2 and 3; rank 1 has room for 3 of them."""
         load = torch.tensor([[0, 0, 0, 0], [0, 1, 0, 0], [6, 0, 1, 0], [6, 0, 0, 2]])
-        plan = libra_paper.fill(
+        plan = libra_paper.share(
             load, slots_of([-1], [0], [-1], [-1]), layout(4, 1), PlanSettings(tolerance=0.0)
         )
         assert plan.quota[0].tolist() == [9, 3, 0, 0]
@@ -96,15 +96,15 @@ class TestSharding:
         """Mean 5. Rank 0 computes 6 of e0 and 4 of e1 for rank 2; rank 1 has both, room for 3."""
         load = torch.tensor([[0, 0, 0, 0, 0, 0], [0, 0, 2, 0, 0, 0], [6, 4, 0, 0, 3, 0]])
         placed = slots_of([-1, -1], [0, 1], [-1, -1])
-        plan = libra_paper.fill(load, placed, LAYOUT, PlanSettings(tolerance=0.0))
+        plan = libra_paper.share(load, placed, LAYOUT, PlanSettings(tolerance=0.0))
         assert plan.quota[:2].tolist() == [[3, 3, 0], [4, 0, 0]]
 
     def test_a_rank_keeps_its_own_assignments_however_busy(self):
         """Only remote assignments are shared: e0 is asked for by its home rank alone."""
         load = torch.tensor([[10, 0], [0, 2]])
-        plan = libra_paper.fill(load, slots_of([-1], [0]), layout(2, 1), PlanSettings())
+        plan = libra_paper.share(load, slots_of([-1], [0]), layout(2, 1), PlanSettings())
         assert (plan.rank_loads().tolist(), plan.num_replicas()) == ([10, 2], 0)
-        assert libra.fill(
+        assert libra.share(
             load, slots_of([-1], [0]), layout(2, 1), PlanSettings()
         ).rank_loads().tolist() == [6, 6]
 
@@ -114,18 +114,18 @@ class TestSharding:
         load = torch.tensor([[4, 0, 0], [0, 5, 0], [4, 0, 5]])
         where, placed = layout(3, 1), slots_of([-1], [0], [-1])
         near = PlanSettings(tolerance=tolerance)
-        assert libra_paper.fill(load, placed, where, near).rank_loads().tolist() == after
+        assert libra_paper.share(load, placed, where, near).rank_loads().tolist() == after
 
     def test_a_placement_that_makes_it_worse_is_not_used(self):
         """Rank 1 is the busy one, and would take its own 5 of e0 on top."""
         load = torch.tensor([[1, 0], [5, 7]])
-        plan = libra_paper.fill(load, slots_of([-1], [0]), layout(2, 1), PlanSettings())
+        plan = libra_paper.share(load, slots_of([-1], [0]), layout(2, 1), PlanSettings())
         assert plan.rank_loads().tolist() == [6, 7]
 
 
 class TestTopUp:
     def test_a_hit_needs_nothing_else(self):
-        plan = libra.fill(LOAD, slots_of(*PLACED), LAYOUT, PlanSettings(tolerance=0.0))
+        plan = libra.share(LOAD, slots_of(*PLACED), LAYOUT, PlanSettings(tolerance=0.0))
         assert plan.rank_loads().tolist() == [8, 8, 8]
         assert {k: int(v) for k, v in replica_use(slots_of(*PLACED), plan).items()} == {
             "hit_replicas": 2,
@@ -136,7 +136,7 @@ class TestTopUp:
     def test_what_was_missed_is_added_in_a_free_slot(self):
         """Rank 1 has 14, and 6 too many; rank 0 has e4 only, which takes 1 from rank 2."""
         placed = slots_of([4, -1], [-1, -1], [-1, -1])
-        plan = libra.fill(LOAD, placed, LAYOUT, PlanSettings(tolerance=0.0))
+        plan = libra.share(LOAD, placed, LAYOUT, PlanSettings(tolerance=0.0))
         assert plan.rank_loads().tolist() == [8, 8, 8]
         assert plan.slots.tolist() == [[4, 2], [-1, -1], [-1, -1]]
 
@@ -144,21 +144,21 @@ class TestTopUp:
         """Rank 0 has 12, and 6 too many: all of them e0's, where e1 has only 4."""
         load = torch.tensor([[8, 4, 0, 0], [0, 0, 0, 0]])
         empty = torch.full((2, 2), -1, dtype=torch.int32)
-        plan = libra.fill(load, empty, layout(2, 2, slots=2), PlanSettings(tolerance=0.0))
+        plan = libra.share(load, empty, layout(2, 2, slots=2), PlanSettings(tolerance=0.0))
         assert plan.quota.tolist() == [[2, 6], [4, 0], [0, 0], [0, 0]]
         assert plan.slots.tolist() == [[-1, -1], [0, -1]]
 
     def test_an_empty_slot_is_filled_before_an_unused_one(self):
         load = torch.tensor([[12, 0, 0, 0], [0, 0, 0, 0]])
         placed = slots_of([-1, -1], [1, -1])
-        plan = libra.fill(load, placed, layout(2, 2, slots=2), PlanSettings(tolerance=0.0))
+        plan = libra.share(load, placed, layout(2, 2, slots=2), PlanSettings(tolerance=0.0))
         assert plan.slots.tolist() == [[-1, -1], [-1, 0]]
 
     def test_too_little_for_a_replica_goes_home(self):
         """In pieces of 3 the best is 4 and 6: to move only the 1 that is above 6 is no plan."""
         load = torch.tensor([[7, 0, 0, 0], [0, 0, 2, 1]])
         settings = PlanSettings(tolerance=0.0, min_quota=3)
-        plan = libra.fill(load, slots_of([-1], [0]), layout(2, 2), settings)
+        plan = libra.share(load, slots_of([-1], [0]), layout(2, 2), settings)
         check_plan(load, plan, min_quota=3)
         assert plan.rank_loads().tolist() == [4, 6]
 
@@ -166,13 +166,13 @@ class TestTopUp:
         """Rank 0 sheds e0 to rank 1, which sheds e1 to rank 2."""
         load = torch.tensor([[9, 0, 0], [0, 6, 0], [0, 0, 3]])
         placed = slots_of([-1], [0], [1])
-        plan = libra.fill(load, placed, layout(3, 1), PlanSettings(tolerance=0.0))
+        plan = libra.share(load, placed, layout(3, 1), PlanSettings(tolerance=0.0))
         assert plan.quota.tolist() == [[6, 3, 0], [0, 3, 3], [0, 0, 3]]
         assert plan.slots.tolist() == placed.tolist()
 
     def test_without_prediction(self):
         empty = torch.full((3, 2), -1, dtype=torch.int32)
-        plan = libra.fill(LOAD, empty, LAYOUT, PlanSettings(tolerance=0.0))
+        plan = libra.share(LOAD, empty, LAYOUT, PlanSettings(tolerance=0.0))
         assert plan.rank_loads().tolist() == [8, 8, 8]
 
 
@@ -262,7 +262,7 @@ def test_the_papers_algorithms(first, data):
     for load in (first.load, first.load[:, mixed]):
         quota_ER = torch.tensor(algorithm_2(load.tolist(), found, first.layout, first.tolerance))
         if quota_ER.sum(0).max() <= home_loads(load).max():
-            plan = libra_paper.fill(load, placed, first.layout, asked)
+            plan = libra_paper.share(load, placed, first.layout, asked)
             assert torch.equal(plan.quota, quota_ER)
 
 
@@ -277,10 +277,10 @@ def test_plans_from_any_prediction_are_legal(strategy, first, data):
     placed = planner.place(first.load, first.layout, asked)
     mixed = data.draw(st.permutations(range(first.layout.num_experts)))
     load = first.load[:, mixed]
-    plan = planner.fill(load, placed, first.layout, asked)
+    plan = planner.share(load, placed, first.layout, asked)
     check_plan(load, plan, min_quota=first.min_quota)
     assert plan.rank_loads().max() <= home_loads(load).max()
-    assert torch.equal(plan.quota, planner.fill(load, placed, first.layout, asked).quota)
+    assert torch.equal(plan.quota, planner.share(load, placed, first.layout, asked).quota)
     use = replica_use(placed, plan)
     assert use["hit_replicas"] + use["topped_up_replicas"] == plan.num_replicas()
     if strategy == "libra_paper":
@@ -318,10 +318,10 @@ def test_a_batch_is_predicted_by_its_loads_in_order():
     batch = solve(loads, ep_size=4, slots=2, strategy="libra").unbatch()
     where = layout(4, 4, slots=2)
     empty = torch.full((4, 2), -1, dtype=torch.int32)
-    expected = [libra.fill(loads[0], empty, where, PlanSettings())]
+    expected = [libra.share(loads[0], empty, where, PlanSettings())]
     for before, load in pairwise(loads):
         placed = libra.place(before, where, PlanSettings())
-        expected.append(libra.fill(load, placed, where, PlanSettings()))
+        expected.append(libra.share(load, placed, where, PlanSettings()))
     assert [plan.digest() for plan in batch] == [plan.digest() for plan in expected]
     assert solve(loads[:0], ep_size=4, slots=2, strategy="libra").quota.shape == (0, 16, 4)
 
