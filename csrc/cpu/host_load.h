@@ -76,9 +76,9 @@ class HostLoad {
 
     int64_t try_bytes() const { return TryMemory::bytes(ranks_, ranks_ * mains_, slots_); }
 
-    TryMemory place_try(char* memory) const {
+    TryMemory try_in(char* memory) const {
         TryMemory placed{};
-        placed.place(memory, ranks_, ranks_ * mains_, slots_);
+        placed.lay_out(memory, ranks_, ranks_ * mains_, slots_);
         return placed;
     }
 

@@ -22,7 +22,7 @@ class PaperPlanner {
           replicas_(load_.no_replicas()),
           tried_(load_.no_replicas()),
           memory_(load_.try_bytes()),
-          try_(load_.place_try(memory_.data())) {
+          try_(load_.try_in(memory_.data())) {
         int64_t busiest = 0;
         for (int d = 0; d < load_.num_domains(); ++d) busiest = larger(busiest, domain(d).before());
         PublishedSearch search(target_load(load_.total(), problem.num_ranks, problem.tolerance_ppm),

@@ -28,8 +28,8 @@ class QuotaPlanner {
           bounds_(load_.num_domains(), kUnknown),
           replicas_(load_.no_replicas()),
           memory_(2 * load_.try_bytes()),
-          best_(load_.place_try(memory_.data())),
-          try_(load_.place_try(memory_.data() + load_.try_bytes())) {}
+          best_(load_.try_in(memory_.data())),
+          try_(load_.try_in(memory_.data() + load_.try_bytes())) {}
 
     // What the busiest rank has at least in every plan.
     int64_t bound() {

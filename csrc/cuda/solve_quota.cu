@@ -38,7 +38,7 @@ struct Sums {
     int32_t* busiest_first;  // [R], counted within the domain
     int32_t* hottest_first;  // [E], counted within the domain
 
-    __host__ __device__ int64_t place(char* memory, const QuotaProblem& problem) {
+    __host__ __device__ int64_t lay_out(char* memory, const QuotaProblem& problem) {
         const int64_t ranks = problem.num_ranks;
         const int64_t experts = problem.num_experts;
         reached = reinterpret_cast<int64_t*>(memory);
@@ -51,7 +51,7 @@ struct Sums {
 };
 
 __host__ __device__ int64_t sums_bytes(const QuotaProblem& problem) {
-    return Sums{}.place(nullptr, problem);
+    return Sums{}.lay_out(nullptr, problem);
 }
 
 __host__ __device__ int mains_of(const QuotaProblem& problem) {
@@ -109,7 +109,7 @@ struct SharedMemory {
     }
     __device__ TryMemory arrays(const Domain& domain) const {
         TryMemory memory;
-        memory.place(bytes(), kRanks, domain.experts(), domain.slots);
+        memory.lay_out(bytes(), kRanks, domain.experts(), domain.slots);
         return memory;
     }
 };
@@ -453,7 +453,7 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
     };
     char* memory = memory_of(own);
     Sums sums;
-    char* tries = memory + sums.place(memory, problem);
+    char* tries = memory + sums.lay_out(memory, problem);
 
     // Sums of all domains: where the search starts depends on the worst of them.
     MEGATRON_EXT_ROLLED
@@ -534,10 +534,10 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
         auto* const placed = reinterpret_cast<TryMemory*>(dynamic_memory);
         if (thread <= kWarps) {
             const int64_t bytes = try_bytes<GlobalMemory>(domain.ranks, domain.mains, domain.slots);
-            placed[thread].place(tries + loads_bytes(domain.ranks, domain.mains) + thread * bytes,
-                                 domain.ranks,
-                                 domain.experts(),
-                                 domain.slots);
+            placed[thread].lay_out(tries + loads_bytes(domain.ranks, domain.mains) + thread * bytes,
+                                   domain.ranks,
+                                   domain.experts(),
+                                   domain.slots);
         }
         __syncthreads();
         plan(GlobalMemory{tries, placed});

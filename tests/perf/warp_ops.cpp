@@ -168,9 +168,7 @@ int id_of(void* address) {
                              "share_of"}) {
         is_part = is_part && last != each;
     }
-    const int64_t extra = last == "threshold" ? 2 * kDivide
-                          : last == "share_of"  ? kDivideWide
-                                                : 0;
+    const int64_t extra = last == "threshold" ? 2 * kDivide : last == "share_of" ? kDivideWide : 0;
     functions().push_back({name, is_part, name.find("::") != std::string::npos, extra});
     return found->second;
 }
@@ -771,10 +769,11 @@ class CountedBlock {
         layout_.tries = tries_.data() + loads;
         layout_.end = tries_.data() + tries_.size();
         for (int w = 0; w <= kWarps; ++w) {
-            memory_[w].place(tries_.data() + loads + w * TryMemory::bytes(capacity, ranks * mains, slots),
-                             capacity,
-                             ranks * mains,
-                             slots);
+            memory_[w].lay_out(
+                tries_.data() + loads + w * TryMemory::bytes(capacity, ranks * mains, slots),
+                capacity,
+                ranks * mains,
+                slots);
             state_of_[w % kWarps] = w % kWarps;
         }
         best_ = kWarps;

@@ -53,14 +53,14 @@ def _larger_of_tightest_pair(moves: Moves, expert: int, whole: int) -> int | Non
 
 
 def _shed_a_piece(moves: Moves, rank: int) -> bool:
-    """Steps 3 and 4: the largest piece a host takes, or more by a chain; or an exchange."""
+    """Steps 3 and 4: the largest piece a host takes, or more by a chain; or a swap."""
     whole, hot = -moves.room[rank], moves.hottest(rank)
     host = _host_of_largest_piece(moves, hot, whole)
     piece = 0 if host is None else min(moves.kept[hot], moves.room[host], whole)
     if piece < min(whole, max(moves.room)) and move_along_chain(moves, rank, whole, piece):
         return True
     if host is None:
-        return _exchange(moves, rank, whole)
+        return _swap(moves, rank, whole)
     moves.add(hot, host, piece)
     return True
 
@@ -74,7 +74,7 @@ def _host_of_largest_piece(moves: Moves, expert: int, whole: int) -> int | None:
     return next((t for t in hosts if moves.room[t] >= most), hosts[-1])
 
 
-def _exchange(moves: Moves, rank: int, whole: int) -> bool:
+def _swap(moves: Moves, rank: int, whole: int) -> bool:
     """Move less than `min_quota`: give so much more than is taken back in return."""
     min_quota = moves.domain.min_quota
     if min_quota == 1 or not moves.can_take(rank):

@@ -58,10 +58,10 @@ struct TryMemory {
     // Lay the arrays out behind `memory`, which has `bytes` for them; for `ranks` ranks or fewer.
     MEGATRON_EXT_HOST_DEVICE static int64_t bytes(int ranks, int experts, int slots) {
         TryMemory memory{};
-        return memory.place(nullptr, ranks, experts, slots);
+        return memory.lay_out(nullptr, ranks, experts, slots);
     }
 
-    MEGATRON_EXT_HOST_DEVICE int64_t place(char* memory, int ranks, int experts, int slots) {
+    MEGATRON_EXT_HOST_DEVICE int64_t lay_out(char* memory, int ranks, int experts, int slots) {
         int64_t offset = 0;
         const int64_t d = ranks;
         // Those of one number first: where that is known to the compiler, so is their place. Before

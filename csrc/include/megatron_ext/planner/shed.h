@@ -56,7 +56,7 @@ class Shedding {
         if (piece < whole && moves_.roomiest().key > piece && chain_.move(rank, whole, piece)) {
             return true;
         }
-        if (host < 0) return exchange(rank, whole);
+        if (host < 0) return swap(rank, whole);
         moves_.add(rank, hot, host, piece);
         return true;
     }
@@ -91,7 +91,7 @@ class Shedding {
 
     // Move less than `min_quota`: a replica on a rank with room takes that much more than one of
     // that rank's experts, on `rank`, gives back.
-    MEGATRON_EXT_ONCE_IN_CODE bool exchange(int rank, int64_t whole) {
+    MEGATRON_EXT_ONCE_IN_CODE bool swap(int rank, int64_t whole) {
         const auto& at = moves_.at();
         const int64_t min_quota = moves_.domain().min_quota;
         if (min_quota == 1) return false;
