@@ -56,6 +56,7 @@ def test_a_death_without_traceback_is_reported() -> None:
         run_ranks(_die_on_one, 2)
 
 
+@pytest.mark.slow
 def test_a_hanging_rank_is_named_and_ended() -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[1\] still ran after 20"):
         run_ranks(_hang_on_one, 2, timeout_s=20.0)

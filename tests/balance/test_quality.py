@@ -73,6 +73,7 @@ def assert_within_a_percent_or_impossible(load: Tensor, plan: BalancePlan) -> No
 
 
 @pytest.mark.parametrize("ranks", EP_SIZES)
+@pytest.mark.slow
 def test_balance_is_within_a_percent_wherever_that_is_possible(ranks: int) -> None:
     for load, plan in planned(ranks):
         assert_within_a_percent_or_impossible(load, plan)
@@ -352,6 +353,7 @@ def test_the_largest_sizes() -> None:
     assert int(home_loads(load).max()) > 1.3 * int(load.sum()) / 512
 
 
+@pytest.mark.slow
 def test_equal_plans_in_another_process() -> None:
     code = (
         "from megatron_ext.balance.solve import solve\n"

@@ -29,6 +29,7 @@ def _build(program: Path, source: str, *inputs: Path) -> subprocess.CompletedPro
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.slow
 def test_no_access_is_unordered(tmp_path: Path) -> None:
     program = tmp_path / "exchange_threads"
     probe = _build(program, "-")
