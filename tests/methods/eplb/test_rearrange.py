@@ -140,7 +140,7 @@ class TestFiles:
             (
                 [1, 2],
                 [[0, 1]],
-                r"must be \[L\] and expert \[L, E\], got shapes \(2,\) and \(1, 2\)",
+                r"layer must be \[1\] beside expert of \[1, 2\], got shape \[2\]",
             ),
             ([1], [[0.0, 1.0]], "expert must be int64"),
         ],
