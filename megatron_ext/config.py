@@ -1,7 +1,8 @@
-"""Settings of a run: structured-config dataclasses, the only place with defaults.
+"""Settings of a run: structured-config dataclasses, with their only defaults.
 
-Recipes (YAML) hold only differences from here; C++ has no defaults; no environment variable changes
-results.
+What only one strategy asks for is declared in that strategy's file and joined to these in
+`balance/strategies/settings.py`. Recipes (YAML) hold only differences; C++ has no defaults; no
+environment variable changes results.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Section:
 
     def problems(self) -> list[str]:
         """Return everything that is wrong, one line a problem: setting, value, rule."""
-        problems = field_problems(type(self), self) + self.relation_problems()
+        problems = self._not_sections() or (
+            field_problems(type(self), self) + self.relation_problems()
+        )
         for part in self.sections():
             problems += part.problems()
         return problems
@@ -54,6 +57,18 @@ class Section:
     def relation_problems(self) -> list[str]:
         """Return what is wrong by rules that are not the range or the choices of one field."""
         return []
+
+    def _not_sections(self) -> list[str]:
+        """Return which sections in this one are something else, such as a mapping."""
+        problems = []
+        for each in fields(cast("Any", self)):
+            kind: Any = each.default_factory
+            value = getattr(self, each.name)
+            is_section = isinstance(kind, type) and issubclass(kind, Section)
+            if is_section and not isinstance(value, Section):
+                name = f"{self.NAME}.{each.name}".lstrip(".")
+                problems.append(f"{name} ({value!r}) must be of class {kind.__name__}")
+        return problems
 
 
 def setting(

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from megatron_ext.balance.in_flight import InFlightPlans, PlanHandle
 from megatron_ext.balance.main_weights import MainWeights
-from megatron_ext.balance.main_weights import Segment as Segment
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.reroute import RoutingMaps
 from megatron_ext.balance.slots import Materializing, Reducing, SentAhead, SlotBuffers
@@ -141,6 +140,7 @@ class MaterializeFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Return the tokens and the slots' weights (`MainWeights.slot_views`)."""
         ctx.replication = replication
+        # PyTorch's word, not ours: a gradient that nothing made arrives as None, not as zeros.
         ctx.set_materialize_grads(False)
         views = replication.mains.slot_views(replication.buffers.weights)
         return (tokens.view_as(tokens), *views)

@@ -194,6 +194,7 @@ def add_plan_settings(parser: argparse.ArgumentParser) -> None:
     )
     for name, now in MOVED.items():  # What these settings were called before.
         parser.add_argument(_option(name), metavar="X", help=f"the same as balance.{now}=X")
+    parser.epilog = f"{parser.epilog}\n\nOther settings of `balance`: balance.NAME=VALUE."
 
 
 def plan_settings(balance: BalanceConfig, costs: LayerCosts | None = None) -> PlanSettings:

@@ -22,7 +22,8 @@ def find_file(name_or_file: str, folder: Path, what: str) -> Path:
         if path.is_file():
             return path
     known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) or "none"
-    raise FileNotFoundError(f"no {what} {name_or_file!r}: no such file, and {folder} has {known}")
+    named = f"{folder} has {known}" if folder.is_dir() else f"there is no folder {folder} here"
+    raise FileNotFoundError(f"no {what} {name_or_file!r}: no such file, and {named}")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -4,6 +4,8 @@ backward of the layer
     MoE layer    8 start reducing replica gradients, once the experts' backward is done
     router, attention (Megatron), beside the reduction
     input        8 join the reduction: the mains' gradients are complete
+
+Start and join are autograd functions of `balance/replicas.py`.
 """
 
 from __future__ import annotations

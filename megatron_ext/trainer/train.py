@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron_ext.arguments import OneLineParser
 from megatron_ext.balance.solve import idle_slots
 from megatron_ext.balance.strategies import get_strategy, settings
-from megatron_ext.config import MOVED, ConfigError, TrainConfig
+from megatron_ext.config import MOVED, ConfigError, Section, TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.trainer.validate import validate
 
@@ -128,6 +128,13 @@ def load_config(
     folder = Path(config_dir or "recipes").absolute()
     if config_dir and not folder.is_dir():
         raise ConfigError([f"--config-dir ({config_dir}) is not a folder"])
+    if config_name not in (None, SCHEMA) and not folder.is_dir():
+        raise ConfigError(
+            [
+                f"--config-name ({config_name}): there is no folder {folder.name} here; "
+                "--config-dir names another"
+            ]
+        )
     setup = (
         initialize_config_dir(str(folder), version_base="1.3")
         if folder.is_dir()
@@ -136,9 +143,9 @@ def load_config(
     try:
         with setup:
             composed = compose(config_name or SCHEMA, list(overrides))
-        missing = OmegaConf.missing_keys(composed)
-        if missing:
-            raise ConfigError([f"{name} is missing: it has no default" for name in sorted(missing)])
+        if missing := sorted(OmegaConf.missing_keys(composed)):
+            said = [f"{name} is missing: it has no default" for name in missing]
+            raise ConfigError(said + _section_problems(composed))
         if problems := _balance_problems(composed):
             raise ConfigError(problems)
         config = OmegaConf.to_object(composed)
@@ -151,6 +158,23 @@ def load_config(
     if not isinstance(config, TrainConfig):
         raise ConfigError([f"{config_name}.yaml must have {SCHEMA} first in its defaults"])
     return config
+
+
+def _section_problems(composed: DictConfig) -> list[str]:
+    """What is wrong in each section by itself, but for those in which something is missing."""
+    problems: list[str] = []
+    for name in composed:
+        if OmegaConf.is_missing(composed, name):
+            continue
+        try:
+            section = OmegaConf.to_object(composed[name])
+        except ConfigError as error:
+            problems += error.problems
+        except (OmegaConfBaseException, ValueError):
+            continue  # Incomplete, refers to what is missing, or is no section.
+        else:
+            problems += section.problems() if isinstance(section, Section) else []
+    return problems
 
 
 def _balance_problems(composed: DictConfig) -> list[str]:

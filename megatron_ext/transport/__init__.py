@@ -8,7 +8,8 @@
     one_sided.py       what these two share
     relay.py           who copies what to whom, so that no rank sends too much
 
-A new transport is a file with a `TransportKind` and a line here.
+A new transport is a file with a `TransportKind` and an entry of `TRANSPORTS`: the later it stands
+there, the sooner `auto` takes it.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext import BalanceConfig
 from megatron_ext.config import ConfigError, TrainConfig
 from megatron_ext.trainer.train import load_config, main
 from megatron_ext.trainer.validate import validate
@@ -201,6 +202,35 @@ def test_checkpoint_of_another_model(
     assert f"error: model.hidden_size (16) must be 64, as in the checkpoint {folder}" in (
         capsys.readouterr().err
     )
+
+
+def test_what_else_is_wrong_is_said_where_a_setting_is_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["balance.slots=-1", "balance.objective=foo", "model.topk=0"])
+    assert capsys.readouterr().err.splitlines() == [
+        "error: data.path is missing: it has no default",
+        "error: model.topk (0) must be >= 1",
+        "error: balance.slots (-1) must be >= 0",
+        "error: balance.objective ('foo') must be one of tolerance, time",
+    ]
+
+
+def test_a_recipe_where_no_recipes_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        load_config(["data.path=text"], config_name="quickstart")
+    assert error.value.problems == [
+        "--config-name (quickstart): there is no folder recipes here; --config-dir names another"
+    ]
+    assert load_config(["data.path=text"]).data.path == "text"
+
+
+def test_a_section_that_is_a_mapping_is_refused() -> None:
+    with pytest.raises(ConfigError) as error:
+        BalanceConfig(llep={"alpha": 7})
+    assert error.value.problems == ["balance.llep ({'alpha': 7}) must be of class LlepSettings"]
 
 
 def test_data_is_required(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,13 +29,14 @@ from megatron_ext.transport import (
     make_transport,
     resolve_transport,
 )
-from megatron_ext.transport.collective import COLLECTIVE, CollectiveTransport
+from megatron_ext.transport.collective import COLLECTIVE
 from megatron_ext.transport.cuda import CudaTransport
 from megatron_ext.transport.shared_memory import SharedMemoryTransport
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
-CPU_TRANSPORTS = ("collective", "shared_memory")  # the other one: tests/gpu/test_transport.py
+# Those of CUDA are tested in tests/gpu/test_transport.py.
+CPU_TRANSPORTS = tuple(n for n, kind in TRANSPORTS.items() if kind.device_type in (None, "cpu"))
 MAINS, SLOTS = 3, 2
 SHAPES = ((4, 3), (3, 4), (5,))
 LARGE = ((700, 1001), (3,))
@@ -75,9 +76,11 @@ def test_slots_list_the_replicas_that_they_hold() -> None:
 
 
 def build(name: str, group: ProcessGroup, **options: Any) -> Transport:
-    if name == "collective":
-        return CollectiveTransport(group)
-    return SharedMemoryTransport(group, **options)
+    """Make a transport; options are those of the shared-memory one."""
+    if options:
+        assert name == "shared_memory", name
+        return SharedMemoryTransport(group, **options)
+    return TRANSPORTS[name].make(group, CPU, 1.0)
 
 
 @dataclass
