@@ -6,11 +6,14 @@ this order):
     1 balance/load.py       exact load: every rank's assignments to every expert
     2 balance/plan.py       which experts to replicate where, and the quota of every instance
     3 balance/reroute.py    each assignment to an instance, so that the quotas are met
-    4 balance/replicas.py   main weights into slots            (transport/ moves the bytes)
+    4 balance/slots.py      main weights into slots            (transport/ moves the bytes)
     5 mcore/dispatcher.py   tokens to the instances' ranks
     6 mcore/experts.py      experts over mains and slots
     7 mcore/dispatcher.py   outputs back
-    8 balance/replicas.py   in backward: slot gradients into the mains
+    8 balance/slots.py      in backward: slot gradients into the mains
+
+Autograd's view of stages 4 and 8 is in `balance/replicas.py`; `mcore/backward.py` lets stage 8 end
+where the transformer layer's input is.
 """
 
 from __future__ import annotations

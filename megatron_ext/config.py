@@ -88,7 +88,7 @@ def setting(
 
 
 def field_problems(section: type[Section], values: Any) -> list[str]:
-    """Return which values are out of the range or no choice that `section` declares.
+    """Return which values are no number, out of the range or no choice that `section` declares.
 
     Args:
         section: Has the fields.
@@ -103,6 +103,8 @@ def field_problems(section: type[Section], values: Any) -> list[str]:
         if rules["choices"]:
             if value not in rules["choices"]:
                 problems.append(f"{name} ({value!r}) must be one of {', '.join(rules['choices'])}")
+        elif not isinstance(value, int | float):
+            problems.append(f"{name} ({value!r}) must be a number")
         elif not least <= value <= most:
             rule = f">= {least}" if most == math.inf else f"from {least} to {most}"
             problems.append(f"{name} ({value}) must be {rule}")

@@ -111,7 +111,8 @@ from megatron_ext.balance.strategies import STRATEGIES, get_strategy
 assert list(STRATEGIES) == ["none", "quota", "exact", "ideal"], list(STRATEGIES)
 assert [get_strategy(name).name for name in STRATEGIES] == list(STRATEGIES)
 from megatron_ext.balance.strategies.settings import BalanceConfig, sections
-assert sections() == {} and BalanceConfig().slots == 2
+assert not [each for each in sections().values() if "methods" in each.__module__]
+assert BalanceConfig().slots == 2
 try:
     get_strategy("eplb")
 except ValueError as error:

@@ -148,6 +148,8 @@ def balance_config(arguments: argparse.Namespace) -> BalanceConfig:
         f"{now}={old}" for name, now in MOVED.items() if (old := getattr(arguments, name, ""))
     ]
     names = [*options, *(word.split("=")[0] for word in words)]
+    if "strategy" in names and hasattr(arguments, "strategies"):
+        raise ValueError("balance.strategy: --strategies says which are compared")
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ValueError(f"balance.{twice[0]} is given twice")
     try:

@@ -8,6 +8,7 @@ process is one rank; otherwise it starts the ranks on this machine itself. What 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -197,6 +198,9 @@ def _hydra_problem(error: Exception) -> str:
     for name, now in MOVED.items():
         if f"Key '{name}' not in 'BalanceConfig'" in problem:
             problem += f": it is balance.{now}"
+    for each in dataclasses.fields(settings.BalanceConfig):
+        if f"Key '{each.name}' not in 'TrainConfig'" in problem:
+            problem += f": it is balance.{each.name}"
     return problem
 
 

@@ -80,6 +80,10 @@ def test_strategies_without_a_past_are_named(loads, capsys):
         (["--strategies", "none,,quota"], "unknown strategy ''; known: craft, eplb"),
         (["--strategies", "none,none"], "strategy 'none' is there twice"),
         (["--strategies", "none,quota:time"], "NAME:time among --strategies needs --expert-bytes"),
+        (
+            ["--strategies", "none", "balance.strategy=llep"],
+            "balance.strategy: --strategies says which are compared",
+        ),
         (["--strategies", "none,time"], "'time' is no strategy but an objective"),
         (
             ["--strategies", "none,quota:speed"],

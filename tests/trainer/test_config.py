@@ -148,6 +148,10 @@ WRONG = {
             "model.topk (0) must be >= 1",
         ],
     ),
+    "a setting of balance by itself": (
+        ["strategy=none"],
+        ["Key 'strategy' not in 'TrainConfig'", "it is balance.strategy"],
+    ),
     "everything at once": (
         ["steps=0", "model.precision=fp7", "balance.strategy=magic", "data.path=/nowhere"],
         ["steps (0)", "model.precision ('fp7')", "'magic'", "data.path (/nowhere)"],
@@ -202,6 +206,11 @@ def test_checkpoint_of_another_model(
     assert f"error: model.hidden_size (16) must be 64, as in the checkpoint {folder}" in (
         capsys.readouterr().err
     )
+
+
+def test_a_value_of_the_wrong_kind_in_a_script() -> None:
+    with pytest.raises(ConfigError, match=r"^balance\.slots \('two'\) must be a number$"):
+        BalanceConfig(slots="two")  # type: ignore[arg-type]
 
 
 def test_what_else_is_wrong_is_said_where_a_setting_is_missing(
