@@ -1,5 +1,7 @@
 """The registry, and the two balancers that do not plan: nothing and even routing forced."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.balance.strategies import STRATEGIES, get_planner, get_strategy
 from megatron_ext.balance.strategies.ideal import force_even
+from megatron_ext.balance.strategies.settings import sections
 from megatron_ext.balance.strategies.strategy import (
     ForcesEven,
     FromHistory,
@@ -86,3 +89,10 @@ def test_even_routing_is_differentiable():
     routed = workloads.routing_map(9, 4, 2)
     probs = (torch.rand(9, 4, dtype=torch.float64) * routed).requires_grad_()
     assert torch.autograd.gradcheck(lambda p: force_even(p, routed)[0], probs)
+
+
+def test_no_two_settings_are_told_under_one_name():
+    """Reports of plans tell the settings of all sections side by side."""
+    told = ["tolerance", "min_quota", "costs", "placement"]
+    told += [field.name for section in sections().values() for field in fields(section)]
+    assert len(set(told)) == len(told)
