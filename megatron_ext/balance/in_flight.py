@@ -2,12 +2,13 @@
 
 A pipeline schedule runs several forwards of one layer before the first backward comes back, so one
 layer has several plans in flight. Each lives in fixed storage under a *virtual layer id*: (MoE
-layer on this rank, in-flight place). Autograd carries a `PlanHandle`, which names the id and the
+layer on this rank, entry of its ring). Autograd carries a `PlanHandle`, which names the id and the
 generation of what is stored there; asking with an old generation is an error, never another
-microbatch's plan. Release is by id, in any order.
+microbatch's plan. Plans are released by id, in any order.
 
-What the host must know of a plan on a GPU, in backward, is on its way from the forward on. So the
-forward does not wait for the device, and by the time of the backward there is nothing to wait for.
+In backward the host must know the slots of a plan. For a plan on a GPU, the forward starts to copy
+them to the host and does not wait for the device. The copy has ended long before the backward needs
+it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megatron_ext.balance.reroute import RoutingMaps
 class PlanHandle:
     """Names a stored plan. Made by `InFlightPlans.keep`, held by the autograd graph of one forward.
 
-    When the graph is dropped without a backward (an aborted step), the plan's place becomes free
+    When the graph is dropped without a backward (an aborted step), the plan's entry becomes free
     again.
     """
 
@@ -81,10 +82,10 @@ class InFlightPlans:
         return self.ring_size - len(self._free)
 
     def keep(self, plan: BalancePlan) -> PlanHandle:
-        """Copy `plan` into a free place and return its handle.
+        """Copy `plan` into a free entry and return its handle.
 
         Raises:
-            RuntimeError: Every place holds a plan whose backward has not run.
+            RuntimeError: Every entry holds a plan whose backward has not run.
         """
         microbatch_idx = self._num_kept
         if not self._free:
@@ -116,7 +117,7 @@ class InFlightPlans:
         """Return the plan that `handle` names: views of the ring, valid until it is released.
 
         Raises:
-            RuntimeError: The place was released since, or holds another microbatch's plan.
+            RuntimeError: The entry was released since, or holds another microbatch's plan.
         """
         place = self._place_of(handle)
         return BalancePlan(layout=self.layout, quota=self._quota[place], slots=self._slots[place])
@@ -125,7 +126,7 @@ class InFlightPlans:
         """Return the slots of the plan that `handle` names, on the host, until it is released.
 
         Raises:
-            RuntimeError: The place was released since, or holds another microbatch's plan.
+            RuntimeError: The entry was released since, or holds another microbatch's plan.
         """
         return self._on_host[self._place_of(handle)].wait()
 
@@ -134,7 +135,7 @@ class InFlightPlans:
         return self._maps[handle.virtual_layer_id - self.first_virtual_layer_id]
 
     def release(self, handle: PlanHandle) -> None:
-        """Free the place of `handle`. Releasing twice does nothing."""
+        """Free the entry of `handle`. Releasing twice does nothing."""
         place = handle.virtual_layer_id - self.first_virtual_layer_id
         self._free_place(place, handle.generation)
 
@@ -162,7 +163,8 @@ class InFlightPlans:
 class _HostCopy:
     """A tensor's values on the host, as they were at the last `start`.
 
-    On the CPU that is the tensor itself: who starts changes it no more until all have read it.
+    On the CPU no copy is made: the ring's entry is not written again before its release, so its
+    values are stable.
     """
 
     def __init__(self, source: Tensor) -> None:
@@ -174,13 +176,13 @@ class _HostCopy:
             self._copied = torch.cuda.Event()
 
     def start(self) -> None:
-        """Copy, behind the work of the current stream; the host does not wait."""
+        """Start to copy, behind the work of the current stream; the host does not wait."""
         if self._copied is not None:
             self._copy.copy_(self._source, non_blocking=True)
             self._copied.record()
 
     def wait(self) -> Tensor:
-        """Return the values when they are here."""
+        """Wait until the copy has ended; return the values."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._copy
