@@ -1,7 +1,4 @@
-"""What in a Megatron configuration excludes balancing.
-
-All problems at once, before training.
-"""
+"""Settings of Megatron that exclude balancing: all problems at once, before training."""
 
 from __future__ import annotations
 
