@@ -3,7 +3,7 @@
     recorder.py    the loads of a step's MoE layers
     trace.py       these loads written to files
     routes.py      some tokens' choices written to files
-    step_files.py  such files, every few steps
+    step_files.py  when and where such files are written
 
 It knows neither Megatron nor the trainer.
 """
