@@ -32,7 +32,7 @@ MOVED = {
 
 
 class Section:
-    """Settings that stand under one name: a dataclass with fields from `setting`."""
+    """A group of settings under one name: a dataclass with fields from `setting`."""
 
     __slots__ = ()
 
@@ -62,10 +62,10 @@ def setting(
     """Declare a field of a section.
 
     Args:
-        default: Its value where nothing else is said.
-        least: Smallest number that it may be.
-        most: Largest number that it may be.
-        choices: What it may be, if that is one of a few words.
+        default: The field's value where nothing else is said.
+        least: Smallest allowed number.
+        most: Largest allowed number.
+        choices: The allowed words, if there are only a few.
     """
     return field(
         default=default, metadata={"least": least, "most": most, "choices": tuple(choices)}
@@ -73,11 +73,11 @@ def setting(
 
 
 def field_problems(section: type[Section], values: Any) -> list[str]:
-    """Return which values are out of the range or no choice that `section` declares.
+    """Return which values are outside the ranges or choices that `section` declares.
 
     Args:
-        section: Has the fields.
-        values: Has some of them, by the same names.
+        section: The class that declares the fields.
+        values: Holds some of these fields, by the same names.
     """
     problems = []
     for declared in fields(cast("Any", section)):
@@ -106,8 +106,8 @@ class ConfigError(ValueError):
 class BalanceConfig(Section):
     """What the balancer may do. Equal on all ranks of an EP group (compared once at start).
 
-    What only one strategy asks for is in a section of its own, beside that strategy; the class in
-    `megatron_ext.balance.strategies.settings` has these sections, too.
+    A setting that only one strategy uses is in a section of its own, beside that strategy; the
+    class in `megatron_ext.balance.strategies.settings` has these sections, too.
     """
 
     NAME: ClassVar[str] = "balance"
@@ -153,8 +153,8 @@ class BalanceConfig(Section):
     `auto`, which takes the first that all ranks of the EP group can use and logs which."""
 
     local_first: bool = False
-    """Compute a rank's own tokens, whose expert is on it, while the others are on their way, then
-    those that arrived (Libra's two stages; docs/decisions/016). For the dispatcher `alltoall`."""
+    """Compute a rank's own tokens while those of other ranks are on their way to it, then these
+    (Libra's two stages; docs/decisions/016). For the dispatcher `alltoall`."""
 
     grad_reduce_share: float = 0.25
     """Share of a GPU that adding replica gradients may use beside the backward pass, from above 0
@@ -215,7 +215,7 @@ class BalanceConfig(Section):
 
     @property
     def costs_to_measure(self) -> tuple[str, ...]:
-        """The costs that plans are chosen by and that are not given."""
+        """Names of the costs that the objective needs and that are to be measured."""
         if not self.plans_for_time:
             return ()
         return tuple(name for name in COST_UNITS if getattr(self, name) == "auto")
