@@ -177,7 +177,7 @@ def _write_domain(folder: Path, name: str, texts: Iterator[str], tokenizer: Toke
 
 
 def _batched(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Collect texts into lists of at least `BATCH_BYTES` characters, but for the last."""
+    """Collect texts into lists of at least `BATCH_BYTES` characters; the last may have fewer."""
     batch: list[str] = []
     size = 0
     for text in texts:
