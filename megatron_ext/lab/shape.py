@@ -153,7 +153,8 @@ class ModelShape:
     def kept_per_token(self) -> int:
         """Bytes of activations that one token keeps for backward in the rest of a layer.
 
-        They are the inputs of norms, attention and router."""
+        They are the inputs of norms, attention and router.
+        """
         return self.element_bytes * (6 * self.hidden_size + 4 * self.attention_width)
 
 
