@@ -97,7 +97,7 @@ def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
 
 
 def _idle_slots(config: TrainConfig) -> str | None:
-    """Say that ranks of a balanced model have more slots than they can fill."""
+    """Return a message if ranks of a balanced model have more slots than replicas; else None."""
     balance, ep_size = config.balance, config.parallel.ep_size
     strategy = get_strategy(balance.strategy)
     # One rank has no slots, whatever is asked for.
@@ -154,7 +154,7 @@ def load_config(
 
 
 def _balance_problems(composed: DictConfig) -> list[str]:
-    """What is wrong with any section, if `balance` is, which refuses to be made then."""
+    """Problems of all sections where `balance` has some: that section cannot be made then."""
     try:
         OmegaConf.to_object(composed.balance)
     except ConfigError as error:
@@ -198,7 +198,7 @@ def _parser() -> OneLineParser:
 
 
 def quiet_megatron() -> None:
-    """Keep Megatron's advice about optional packages from burying the run's own lines."""
+    """Silence Megatron's advice about optional packages, which would bury the run's own lines."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("megatron_ext").setLevel(logging.INFO)
     logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -217,7 +217,7 @@ CPU_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
 }
-"""Of ranks on a CPU, unless it is set already; the last two are read by glibc alone."""
+"""Environment of ranks on a CPU, where it is not set already; only glibc reads the last two."""
 
 
 def launch_ranks(function: Callable[..., None], *args: Any, num_ranks: int) -> None:
@@ -231,7 +231,7 @@ def launch_ranks(function: Callable[..., None], *args: Any, num_ranks: int) -> N
         num_ranks: How many.
 
     Raises:
-        SystemExit: With status 1 if a rank failed; the rank has said why.
+        SystemExit: With status 1 if a rank failed; the rank has printed why.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -260,7 +260,7 @@ def launch_ranks(function: Callable[..., None], *args: Any, num_ranks: int) -> N
 
 @contextmanager
 def join_ranks() -> Iterator[None]:
-    """Make this process a rank of its launch, of which rank 0 speaks for all."""
+    """Make this process a rank of its launch; ranks other than 0 log warnings only."""
     quiet_megatron()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
