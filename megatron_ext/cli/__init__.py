@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; each sets `run` and `command_name`."""
-    parser = OneLineParser(  # As those of all commands are then too.
+    parser = OneLineParser(  # The parsers of all commands are then of this class, too.
         prog="megatron-ext",
         description="Balanced MoE training on stock Megatron-Core.",
         epilog="example:\n  megatron-ext doctor",
