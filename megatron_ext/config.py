@@ -47,12 +47,12 @@ class Section:
         return problems
 
     def sections(self) -> list[Section]:
-        """Return the sections in this one."""
+        """Return the sections inside this section."""
         values = [getattr(self, each.name) for each in fields(cast("Any", self))]
         return [value for value in values if isinstance(value, Section)]
 
     def relation_problems(self) -> list[str]:
-        """Return what is wrong by rules that are not the range or the choices of one field."""
+        """Return what is wrong by rules beyond the range and the choices of one field."""
         return []
 
 
@@ -183,7 +183,7 @@ class BalanceConfig(Section):
             raise ConfigError(problems)
 
     def relation_problems(self) -> list[str]:
-        """Return what is wrong by rules that are not a range."""
+        """See `Section.relation_problems`."""
         problems = [problem for name in COST_UNITS for problem in self._cost_problems(name)]
         if not 0 < self.grad_reduce_share <= 1:
             problems.append(
@@ -259,7 +259,7 @@ class ModelConfig(Section):
     """Type of weights and activations: `fp32` or `bf16` (with fp32 main weights and gradients)."""
 
     def relation_problems(self) -> list[str]:
-        """Return what is wrong by rules that are not a range."""
+        """See `Section.relation_problems`."""
         problems = []
         if self.num_attention_heads >= 1 and self.hidden_size % self.num_attention_heads:
             problems.append(
@@ -309,7 +309,7 @@ class ParallelConfig(Section):
     """Gather updated weights during the next forward; needs the two settings above."""
 
     def relation_problems(self) -> list[str]:
-        """Return what is wrong by rules that are not a range."""
+        """See `Section.relation_problems`."""
         problems = []
         if self.vpp_size > 1 and self.pp_size == 1:
             problems.append(
@@ -369,7 +369,7 @@ class DataConfig(Section):
     in which sums are rounded: the yardstick for how far two runs differ by rounding alone."""
 
     def relation_problems(self) -> list[str]:
-        """Return what is wrong by rules that are not a range."""
+        """See `Section.relation_problems`."""
         if not 0.0 <= self.validation_fraction < 1.0:
             return [f"data.validation_fraction ({self.validation_fraction}) must be >= 0 and < 1"]
         return []
@@ -409,7 +409,7 @@ class OptimizerConfig(Section):
     """Largest norm of all gradients together; larger ones are scaled down. 0 does not clip."""
 
     def relation_problems(self) -> list[str]:
-        """Return what is wrong by rules that are not a range."""
+        """See `Section.relation_problems`."""
         if self.min_lr > self.lr:
             return [f"optimizer.min_lr ({self.min_lr}) must be <= optimizer.lr ({self.lr})"]
         return []
@@ -443,7 +443,7 @@ class LoggingConfig(Section):
     """Name of the W&B run; by default the name of the run directory."""
 
     def relation_problems(self) -> list[str]:
-        """Return what is wrong by rules that are not a range."""
+        """See `Section.relation_problems`."""
         problems = []
         if self.wandb in ("offline", "online") and not importlib.util.find_spec("wandb"):
             problems.append(
@@ -507,7 +507,7 @@ class TrainConfig(Section):
     """Further fields of Megatron's TransformerConfig, by its names."""
 
     def relation_problems(self) -> list[str]:
-        """Return what is wrong by rules that are not a range."""
+        """See `Section.relation_problems`."""
         problems = []
         if self.steps >= 1 and self.optimizer.warmup_steps >= self.steps:
             problems.append(

@@ -18,8 +18,8 @@ from megatron_ext.balance.plan import BalancePlan
 
 _PICOSECONDS = 1e12
 _MOST_EXPERT_S, _MOST_TOKEN_S = 1e5, 100.0
-"""Of one expert's weights; of one token or assignment, of which there are more. Beyond it, where no
-machine is, a layer's picoseconds would not fit int64."""
+"""Most seconds of one expert's weights; of one token or assignment, which are more numerous. With
+larger costs, which no machine has, a layer's picoseconds would not fit int64."""
 
 
 @dataclass(frozen=True, kw_only=True)

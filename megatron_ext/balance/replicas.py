@@ -131,7 +131,7 @@ class MaterializeFunction(torch.autograd.Function):
     """(tokens, mains) -> (tokens, slot weights); its backward reduces slot gradients into mains.
 
     The tokens pass through so that the backward runs on every rank, also where no slot was used:
-    the reduction needs all ranks of the group at the same place of their backward. Where the
+    the reduction needs all ranks of the group at the same point of their backward. Where the
     replication has a joint, the mains are not among the inputs.
     """
 

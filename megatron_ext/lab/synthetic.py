@@ -313,7 +313,7 @@ def _domain_shift(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
 
 
 def _cold_shift(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
-    """The first ranks of a random order are cold, then the last: at a half, the others."""
+    """The first ranks of a random order are cold, then the last; at a half, all others."""
     cold = _count_cold(spec)
     order = generator.permutation(spec.ranks)
     first = _without_ranks(order[:cold], spec, generator)

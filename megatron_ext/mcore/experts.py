@@ -1,8 +1,8 @@
 """Stage 6: experts over main weights and slot weights.
 
 Tokens arrive sorted by this rank's physical experts, mains first, then slots. The mains run through
-their own module, unchanged; the slots run through the same computation with slot weights in the
-place of parameters.
+their own module, unchanged; the slots run through the same computation with slot weights instead of
+parameters.
 
 A kind says how a module keeps its experts. Each kind is one file and one line of `EXPERT_KINDS`.
 

@@ -204,7 +204,7 @@ class BalancedMoELayer(MoELayer):
             self.lookahead = Lookahead(
                 order, router=self.router, ep_group=self.ep_group, send_ahead=self.send_ahead
             )
-        # Made in the first forward: only then have wrappers settled the dtype and place of the
+        # Made in the first forward: only then have wrappers settled the dtype and device of the
         # weights.
         self._slot_buffers: SlotBuffers | None = None
         self._in_flight: InFlightPlans | None = None

@@ -2,10 +2,10 @@
 
 A checkpoint is a folder `RUN/checkpoints/step_00000100`. It is written under another name and
 renamed when complete, so a run that dies while saving leaves nothing that would be taken for a
-checkpoint. It holds the model, the optimizer, the state of the random generators and `run.json`.
-The latter can be read without Megatron: the step, the position in the data and the shape of the
-model. A checkpoint holds no slots and no replicas, so balancing may differ between saving and
-loading. The parallel sizes may differ, too.
+checkpoint. It holds the model, the optimizer, the state of the random generators and `run.json`:
+the step, the position in the data and the shape of the model, which can be read without Megatron.
+A checkpoint holds no slots and no replicas, so balancing may differ between saving and loading. The
+parallel sizes may differ, too.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from megatron_ext.transport.transport import Transfer
 
 TIMEOUT_S = 60.0
 """Longest wait for a peer, in seconds. A rank that is late by more (a checkpoint, say) is late for
-the gathering of loads before each plan too, and the others wait for it there."""
+the gathering of loads before each plan too, and the other ranks already wait for it there."""
 
 RELAY_THRESHOLD = 4
 """Most sends of a rank without relays. Not tuned: on 2 cores relays make no difference in time."""

@@ -25,7 +25,7 @@ class Copy:
     """A copy from one source, read once, to all its destinations.
 
     The source is a main of the rank that makes the copy or, for a relay, its own slot
-    `relay_slot_idx`, which the home rank fills. `destinations` are (rank, slot).
+    `relay_slot_idx`, which the home rank writes. `destinations` are (rank, slot).
     """
 
     home_rank: int

@@ -72,7 +72,7 @@ class Transport(Protocol):
     ) -> Pending:
         """Start copying mains into slots. The caller does not read their old content any more.
 
-        `wait()` returns when this rank's slots are filled and its mains may be changed.
+        `wait()` returns when this rank's slots hold their replicas and its mains may be changed.
 
         Args:
             transfers: Every replica of the group.

@@ -25,8 +25,8 @@ class LlepSettings(Section):
     NAME: ClassVar[str] = "balance.llep"
 
     alpha: float = setting(1.1, least=1, most=1_000_000)
-    """Capacity of a rank, as a multiple of the mean rank load, up to which ranks are filled before
-    load spills to others."""
+    """Capacity of a rank, as a multiple of the mean rank load: load above it spills to other
+    ranks."""
 
     min_tokens_per_gemm: int = setting(1024, least=1)
     """Fewest assignments that are moved to another rank in one piece."""

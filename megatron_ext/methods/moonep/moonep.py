@@ -1,4 +1,4 @@
-"""MoonEP's exact fill: an overloaded rank fills the roomiest one completely, until all are even.
+"""MoonEP's exact fill: an overloaded rank fills the roomiest rank completely, until all are even.
 
 Every rank computes the mean, rounded down or up, whatever that costs in replicas; it needs as many
 slots as mains. Legend: R ranks of the EP group, E logical experts.

@@ -102,7 +102,7 @@ def co_cluster(
 
     Source: Sem-MoE, Algorithm 1; differs from it in that all affinities are in one unit, expected
     choices, with equal weights; that it starts from the experts as they are; that every swap of two
-    experts is looked at instead of random ones; and that the samples' ranks are one for all layers.
+    experts is tried instead of random swaps; and that a sample has one rank for all layers.
     """
     _, num_layers, num_experts = predicted.shape
     home = np.tile(np.arange(num_experts) // (num_experts // ranks), (num_layers, 1))
