@@ -430,8 +430,8 @@ class LoggingConfig(Section):
 
     route_samples: int = setting(0, least=0)
     """Samples of a step whose tokens' ids and chosen experts are recorded in `routes/`, in files of
-    `trace_steps` steps: the first ones of one rank, at most its own. For `place sem_moe`. Costs 2
-    bytes a choice in memory until the file is written; 0 records none."""
+    `trace_steps` steps: the first samples of one rank, at most its own. For `place sem_moe`. Costs
+    2 bytes a choice in memory until the file is written; 0 records none."""
 
     wandb: str = setting("off", choices=("off", "offline", "online"))
     """Weights & Biases: `off`, `offline` (written to the run directory) or `online`."""
@@ -487,7 +487,7 @@ class TrainConfig(Section):
     """Optimizer steps of the whole run."""
 
     seed: int = 1234
-    """Of the initial weights and of the order of the data."""
+    """Seed of the initial weights and of the order of the data."""
 
     eval_every: int = setting(0, least=0)
     """Steps between two evaluations; 0 makes none."""

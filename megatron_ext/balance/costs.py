@@ -35,7 +35,7 @@ class LayerCosts:
     token_bytes: int = 0
     """Bytes of one token's hidden state, sent there and back."""
     token_bandwidth: float | None = None
-    """The same of tokens, where they take another way than weights; None is `link_bandwidth`."""
+    """Bytes per second of tokens, if they take another way than weights; None: `link_bandwidth`."""
 
     def __post_init__(self) -> None:
         """Check each number."""

@@ -133,7 +133,7 @@ def replica_use(placed: Tensor, plan: BalancePlan) -> dict[str, Tensor]:
 
     Args:
         placed: Logical expert in each slot, or -1: int32 [..., R, S].
-        plan: Of the load; a replica that it uses is in the slot in which it was placed.
+        plan: Plan of the load. A placed replica that it uses is in the slot it was placed in.
 
     Returns:
         Int64 [...] each: `hit_replicas`, placed and used; `topped_up_replicas`, used and not

@@ -137,7 +137,7 @@ class LayerPlanner:
             self._expert_load = torch.zeros_like(self._expert_load)
 
     def expect_in_order(self, predicted: Tensor | None = None) -> Tensor | None:
-        """Place the replicas of the next load, predicted by the last one that was planned in order.
+        """Place the replicas of the next load, predicted by the last load planned in order.
 
         Args:
             predicted: A better prediction, int64 [R, E].

@@ -34,8 +34,8 @@ class SlotBuffers:
     Args:
         layout: Experts and slots of the EP group.
         segments: Parts of one expert's state.
-        dtype: Of the weights. Gradients are float32, or float64 if the weights are.
-        device: Of both.
+        dtype: Dtype of the weights. Gradients are float32, or float64 if the weights are.
+        device: Device of weights and gradients.
         ep_rank: This rank in the EP group.
         transport: Allocates the buffers and moves bytes between ranks.
 

@@ -1,4 +1,4 @@
-"""Files in, folders out: what `build.py` and `corpus.py` share.
+"""Finds input files and makes output folders, for `build.py` and `corpus.py`.
 
 Inputs are found in an order that does not depend on the file system. An output folder appears
 complete or not at all.

@@ -53,7 +53,7 @@ class Manifest:
         vocab_size: Number of token ids, eod included.
         eod: Id of the token that ends each document.
         eod_token: The same token as the tokenizer writes it.
-        domains: By name.
+        domains: Domains by name.
     """
 
     folder: Path

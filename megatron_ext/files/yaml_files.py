@@ -65,7 +65,7 @@ def fill(
             raise ValueError(f"{path} has no {', '.join(missing)}")
         made = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        # OmegaConf names the field of a wrong value on a line of its own, that of a wrong key not.
+        # OmegaConf names the field on a line of its own for a wrong value, but not for a wrong key.
         field = f"{error.full_key}: " if isinstance(error, ValidationError) else ""
         raise ValueError(f"{path}: {field}{str(error).splitlines()[0]}") from None
     assert isinstance(made, fields)

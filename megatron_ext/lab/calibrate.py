@@ -38,18 +38,18 @@ from megatron_ext.lab.shape import shape_of
 from megatron_ext.mcore.timing import slowest_s
 
 ROUNDS = 100
-"""Of each measurement."""
+"""Rounds of each measurement."""
 _WARMUP = 20
 """Rounds at the beginning that do not count: by then the allocator has what it needs."""
 
 _SQUARE = 1024
 """Side of the matrices whose product gives the peak."""
 _COPIED_BYTES = 32 << 20
-"""Moved at a time: more than caches hold."""
+"""Bytes moved at a time: more than caches hold."""
 _EXPERTS = 8
-"""Of a layer on a rank."""
+"""Experts of a layer on a rank."""
 _VOCAB_SIZE = 257
-"""Bytes and the end of a document."""
+"""Token ids: all bytes, and the end of a document."""
 
 
 def calibration_run(num_ranks: int) -> TrainConfig:

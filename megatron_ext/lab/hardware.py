@@ -60,9 +60,9 @@ class Hardware:
     domain_ranks: int
     """Ranks that reach each other over the fast links."""
     memory_bytes: float
-    """Of a rank."""
+    """Memory of a rank."""
     peak_flops_per_s: float
-    """Of a rank, dense matrix products."""
+    """Peak of a rank in dense matrix products."""
     expert_efficiency: float
     """Share of the peak that experts reach. Work: their matrix products. Time: also the activation
     function and weighing by the router's probabilities."""

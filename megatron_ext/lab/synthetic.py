@@ -410,7 +410,7 @@ def _equal_tokens(spec: LoadSpec, generator: np.random.Generator) -> np.ndarray:
 
 
 def _ragged_tokens(spec: LoadSpec, generator: np.random.Generator) -> np.ndarray:
-    """From none to N at equal distances, in random order; the only rank has all."""
+    """Token counts from 0 to N at equal distances, in random order; a single rank has N."""
     if spec.ranks == 1:
         return _equal_tokens(spec, generator)
     return generator.permutation(np.arange(spec.ranks) * spec.tokens // (spec.ranks - 1))

@@ -1,4 +1,4 @@
-"""The plug-in: what is attached to Megatron. Start reading in `moe_layer.py`.
+"""The plug-in that balances Megatron's MoE layers. Start reading in `moe_layer.py`.
 
     moe_layer.py            the balanced layer, stage by stage
     dispatcher.py           stages 5 and 7: Megatron's dispatchers over physical experts

@@ -110,4 +110,4 @@ _MUST_BE_FOR_LOCAL_FIRST = (
         "shared experts would want the same places of the exchange",
     ),
 )
-"""As above."""
+"""The same for `balance.local_first`."""

@@ -121,7 +121,7 @@ class BalancedMoELayer(MoELayer):
 
     Args:
         config: Megatron's TransformerConfig.
-        submodules: Of Megatron's MoELayer.
+        submodules: Submodules of Megatron's MoELayer.
         layer_number: 1-based, as in Megatron.
         pg_collection: Process groups; Megatron's global ones by default.
         balance: What the balancer may do; equal on all ranks of the EP group.

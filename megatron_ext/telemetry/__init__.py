@@ -1,4 +1,4 @@
-"""What balanced layers tell, for any training program.
+"""Records loads and choices of MoE layers, for any training program.
 
     recorder.py    the loads of a step's MoE layers
     trace.py       these loads written to files

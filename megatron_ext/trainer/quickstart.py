@@ -46,7 +46,7 @@ def main(overrides: Sequence[str] | None = None) -> None:
     """Run the quickstart in the working directory, which holds `recipes`.
 
     Args:
-        overrides: Of the recipe; by default the arguments of the process.
+        overrides: Overrides of the recipe; by default the arguments of the process.
 
     Raises:
         SystemExit: With status 2 if a setting is wrong, 1 if a rank failed or the machine has too

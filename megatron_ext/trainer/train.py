@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line says.
 
     Args:
-        arguments: By default those of the process.
+        arguments: Words of the command line; by default the arguments of the process.
 
     Raises:
         SystemExit: With status 2 and one line a problem if the settings are wrong, with 1 if a rank
@@ -118,7 +118,7 @@ def load_config(
     """Compose a run's settings from a recipe and overrides.
 
     Args:
-        overrides: In Hydra's grammar, e.g. `["steps=10", "+megatron.kv_channels=64"]`.
+        overrides: Overrides in Hydra's grammar, e.g. `["steps=10", "+megatron.kv_channels=64"]`.
         config_dir: Folder of the recipes; by default `recipes` in the working directory.
         config_name: The recipe; by default the bare defaults of `TrainConfig`.
 

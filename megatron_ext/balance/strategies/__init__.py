@@ -100,7 +100,7 @@ def get_planner(name: str, *, for_time: bool = False) -> Planner:
     """Return how the balancer of that name plans.
 
     Args:
-        name: Of the balancer.
+        name: Name of the balancer.
         for_time: Whether the planner is to plan for the objective of time.
 
     Raises:

@@ -36,7 +36,7 @@ from megatron_ext.balance.strategies.strategy import PlanSettings, Solver
 from megatron_ext.ops import load_library
 
 TOLERANCES = (2.0, 1.0, 0.5, 0.3, 0.2, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01, 0.005, 0.0)
-"""From loose to tight; no balancing at all comes before them."""
+"""Tolerances from loose to tight; no balancing at all comes before them."""
 
 _MILLION = 1_000_000
 _PPM = tuple(round(tolerance * _MILLION) for tolerance in TOLERANCES)

@@ -91,7 +91,7 @@ def place(
     Args:
         loads: The trace, of one or more layers; if it names none, all loads are of one layer.
         layout: Where experts and slots are.
-        settings: As in the run to come: the loads are replayed with them.
+        settings: Settings of the run to come: the loads are replayed with them.
         budget: Most replicas of a rank, over all layers; None takes `knee` of the gains.
         even: Place equally many replicas over all layers on every rank, as `assign` spreads them:
             for replicas that stay in memory. Otherwise a layer's replicas go where its load is
@@ -182,7 +182,7 @@ def estimate_gains(
     Args:
         loads: The trace, of one or more layers; if it names none, all loads are of one layer.
         layout: Where experts and slots are.
-        settings: As in the run to come.
+        settings: Settings of the run to come.
         on_load: Called with 1 after every load that was replayed, C times for each load.
 
     Source: CRAFT, Algorithm 1; differs from it in that loads are split as strategy `craft` splits

@@ -316,7 +316,7 @@ def check_fit(routes: Routes, learned: Routes | Semantics) -> None:
 
 
 def check_batches(routes: Routes, ranks: int, global_batch: int) -> None:
-    """Refuse routes that hold no whole global batch, or one that ranks do not share evenly.
+    """Refuse routes without a whole global batch, or batches that ranks do not share evenly.
 
     Raises:
         ValueError: With the sizes.
@@ -333,7 +333,7 @@ def compare(routes: Routes, semantics: Semantics, global_batch: int) -> dict[str
 
     Args:
         routes: What tokens choose.
-        semantics: From the same layers, ids and experts.
+        semantics: Learned for the same layers, ids and experts.
         global_batch: Samples of a batch, a multiple of the ranks.
 
     Returns:

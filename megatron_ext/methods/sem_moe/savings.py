@@ -26,7 +26,7 @@ def compare_tokens(
     Args:
         routes: What tokens choose; of each sample, the last tokens that ranks do not divide are
             dropped.
-        semantics: From the same layers, ids and experts.
+        semantics: Learned for the same layers, ids and experts.
         on_layer: Called with 1 after each layer.
 
     Returns:
