@@ -1,14 +1,14 @@
 """What a Megatron `dist_checkpointing` checkpoint holds, by its metadata; no weight is loaded.
 
-Megatron names the same tensor of all layers, or of all experts, once and puts them on axes in
-front, so the shapes below tell how many there are ([...] is left out in models whose layers differ,
-which have the layer's number in the key):
+Megatron stores the same tensor of all layers, or of all experts, under one key and puts layers and
+experts on axes in front. So the shapes below tell how many there are. (In models whose layers
+differ, the key has the layer's number, and the axis of layers is missing.)
 
     decoder.layers.mlp.router.weight                        [layers, E, H]
     decoder.layers.mlp.experts.experts.linear_fc1.weight    [layers, E, F, H]
 
-or, with one entry per expert, `experts.experts.3.linear_fc1.weight` [layers, F, H]. The optimizer's
-state has the same names behind its own, and the same shapes.
+or, with one entry per expert, `experts.experts.3.linear_fc1.weight` [layers, F, H]. Keys of the
+optimizer's state end in the same names, and their tensors have the same shapes.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Entry:
 
     Attributes:
         key: Megatron's name, the same on all ranks.
-        shape: Of the whole tensor, over all ranks; None for an object that is not a tensor.
-        dtype: As `float32`; None for an object.
-        num_shards: Pieces it is stored in.
+        shape: Shape of the whole tensor, over all ranks; None for an object that is not a tensor.
+        dtype: Its name, such as `float32`; None for an object.
+        num_shards: Pieces that it is stored in.
     """
 
     key: str
@@ -47,12 +47,12 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointContents:
-    """The keys of a checkpoint, and what they say about the model.
+    """The keys of a checkpoint, and the numbers of the model that follow from them.
 
     Attributes:
         folder: Where the checkpoint lies.
-        step: The training step it was saved after; None if it does not say, or says it in a way
-            that this version of Megatron-Core cannot read.
+        step: The training step it was saved after; None if the checkpoint does not hold it, or
+            holds it in a way that this version of Megatron-Core cannot read.
         num_experts: Logical experts of an MoE layer; None if the model has none.
         num_parameters: Elements of the model's tensors, without the optimizer's.
         entries: Sorted by key.
@@ -69,8 +69,8 @@ def read_contents(path: str | Path) -> CheckpointContents:
     """Read what a checkpoint holds.
 
     Args:
-        path: A checkpoint, or a folder of them, of which the one with the highest number is taken,
-            or a run directory.
+        path: A checkpoint, a folder of checkpoints, or a run directory. From a folder the
+            checkpoint with the highest number is taken.
 
     Raises:
         FileNotFoundError: There is no checkpoint.
@@ -95,8 +95,8 @@ def read_contents(path: str | Path) -> CheckpointContents:
 def find_problems(contents: CheckpointContents) -> list[str]:
     """Return what makes a checkpoint unfit to be loaded by stock Megatron, a sentence each.
 
-    Checked: no key names a slot or a replica, and expert weights are those of the router's experts,
-    each once, so nothing that balancing made is in the checkpoint.
+    It checks that no key names a slot or a replica, and that each of the router's experts has its
+    weights once. So nothing that balancing made is in the checkpoint.
     """
     problems = [
         f"key {entry.key} names something that exists for one microbatch only"
@@ -126,7 +126,7 @@ def find_problems(contents: CheckpointContents) -> list[str]:
 
 
 def is_of_optimizer(key: str) -> bool:
-    """Whether a key is of the optimizer's state, not of the model."""
+    """Whether a key belongs to the optimizer's state, not to the model."""
     return _OPTIMIZER.search(key) is not None
 
 
@@ -155,7 +155,7 @@ def read_metadata(folder: Path) -> Any:
     """Return a checkpoint's table of contents, torch's `Metadata`.
 
     Raises:
-        ValueError: It is not there or damaged.
+        ValueError: The table is missing or damaged.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -171,7 +171,7 @@ def read_metadata(folder: Path) -> Any:
 
 
 def _read_entries(folder: Path) -> list[Entry]:
-    """Return all keys with the shapes that the metadata tells, sorted."""
+    """Return all keys with their shapes by the metadata, sorted."""
     # Torch takes seconds to import, and `--help` must not wait for it.
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -194,7 +194,7 @@ def _read_entries(folder: Path) -> list[Entry]:
 
 
 def _read_step(folder: Path) -> int | None:
-    """Return the step that our `run.json` tells, or the common state of Megatron's own training."""
+    """Return the step from our `run.json`, or from the common state of Megatron's own training."""
     run_file = folder / "run.json"
     if run_file.is_file():
         return int(json.loads(run_file.read_text())["step"])

@@ -1,10 +1,10 @@
-"""Moves experts between ranks in a Megatron checkpoint: the model computes what it did.
+"""Moves experts between ranks in a Megatron checkpoint; the model computes the same as before.
 
 Experts have no order of their own: if expert 5 becomes expert 0, and row 5 of the router row 0,
 every token gets the same experts as before, under other numbers. So experts that are to be on one
-rank get neighboring numbers. Their weights and their optimizer's state stay where they are in the
-files: only the table of contents says of which expert they are. The rows of routers are written
-anew.
+rank get neighboring numbers. Weights of experts and their optimizer's state stay where they are in
+the files: only the table of contents names the expert they belong to, and it is changed. The rows
+of routers are written anew.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ def relayout(path: str | Path, expert: Mapping[int, np.ndarray], out: str | Path
     """Write a checkpoint whose experts have other numbers.
 
     Args:
-        path: A checkpoint, or a folder of them, of which the newest is taken, or a run directory.
-        expert: For layers, counted from 1: which expert, int64 [E], is to become expert 0, 1, ...
-            Other layers stay as they are.
+        path: A checkpoint, a folder of checkpoints, or a run directory. From a folder the newest
+            checkpoint is taken.
+        expert: By layer, counted from 1: which expert, int64 [E], is to become expert 0, 1, ...
+            Layers without an entry stay as they are.
         out: Folder to make.
 
     Returns:
-        Tensors that were changed, the optimizer's included; one per layer and expert or router.
+        Number of changed tensors, the optimizer's included; one per layer and expert or router.
 
     Raises:
         FileNotFoundError: There is no checkpoint.
         FileExistsError: `out` exists.
         ValueError: The checkpoint has other layers or experts, or stores experts or the optimizer's
-            state in a way that this cannot take apart.
+            state in a way that this function cannot take apart.
     """
     folder, out = find_checkpoint(Path(path)), Path(out)
     if out.exists():
@@ -76,10 +77,10 @@ def relayout(path: str | Path, expert: Mapping[int, np.ndarray], out: str | Path
 def _find_changes(
     folder: Path, metadata: Any, layouts: Mapping[int, list[int]]
 ) -> Iterator[tuple[Any, Any, tuple[int, list[int]] | None]]:
-    """Return for each stored piece that changes: its index, its new one, and the order of its rows.
+    """Return for each stored piece that changes: its index, its new index, the order of its rows.
 
-    A piece of an expert's weight is one of another expert afterwards; a router's stays, with its
-    rows in another order along an axis.
+    A piece of an expert's weight belongs to another expert afterwards. A piece of a router stays,
+    with its rows in another order along an axis.
     """
     import dataclasses
 
@@ -131,7 +132,7 @@ def _find_changes(
 def _check_complete(
     folder: Path, metadata: Any, changes: list[Any], layouts: Mapping[int, list[int]]
 ) -> None:
-    """Check that every layer's router was found, and the optimizer's state of it if any."""
+    """Check that every layer's router was found, and its optimizer state if there is any."""
     routers = [index for index, _, rows in changes if rows is not None]
     weights = [index for index in routers if index.fqn.endswith("router.weight")]
     of_model = [index for index in weights if not is_of_optimizer(index.fqn)]
@@ -152,7 +153,7 @@ def _check_complete(
 
 
 def _write_rows(folder: Path, stored: Any, rows: tuple[int, list[int]], file: Any) -> Any:
-    """Append a stored tensor with its rows in another order; return where it is now."""
+    """Append a stored tensor with its rows in another order; return its new location."""
     import dataclasses
 
     import torch

@@ -1,4 +1,4 @@
-"""A parser of words of a command line that says in one line what is wrong with them."""
+"""A command-line parser whose errors are one line each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def error_line(command: str, message: str) -> str:
-    r"""Return what a command says on stderr about an error, as one line with its end.
+    r"""Return a command's message about an error, for stderr: one line with its line end.
 
     >>> error_line("megatron-ext plan", "loads.npz is\n  cut off")
     'megatron-ext plan: error: loads.npz is cut off\n'

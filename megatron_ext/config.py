@@ -33,7 +33,7 @@ MOVED = {
 
 
 class Section:
-    """Settings that stand under one name: a dataclass with fields from `setting`."""
+    """A group of settings under one name: a dataclass with fields from `setting`."""
 
     __slots__ = ()
 
@@ -50,12 +50,12 @@ class Section:
         return problems
 
     def sections(self) -> list[Section]:
-        """Return the sections in this one."""
+        """Return the sections inside this section."""
         values = [getattr(self, each.name) for each in fields(cast("Any", self))]
         return [value for value in values if isinstance(value, Section)]
 
     def relation_problems(self) -> list[str]:
-        """Return what is wrong by rules that are not the range or the choices of one field."""
+        """Return what is wrong by rules beyond the range and the choices of one field."""
         return []
 
     def _not_sections(self) -> list[str]:
@@ -77,10 +77,10 @@ def setting(
     """Declare a field of a section.
 
     Args:
-        default: Its value where nothing else is said.
-        least: Smallest number that it may be.
-        most: Largest number that it may be.
-        choices: What it may be, if that is one of a few words.
+        default: The field's value where nothing else is said.
+        least: Smallest allowed number.
+        most: Largest allowed number.
+        choices: The allowed words, if there are only a few.
     """
     return field(
         default=default, metadata={"least": least, "most": most, "choices": tuple(choices)}
@@ -88,11 +88,11 @@ def setting(
 
 
 def field_problems(section: type[Section], values: Any) -> list[str]:
-    """Return which values are no number, out of the range or no choice that `section` declares.
+    """Return which values are no number, or outside the ranges or choices that `section` declares.
 
     Args:
-        section: Has the fields.
-        values: Has some of them, by the same names.
+        section: The class that declares the fields.
+        values: Holds some of these fields, by the same names.
     """
     problems = []
     for declared in fields(cast("Any", section)):
@@ -123,8 +123,8 @@ class ConfigError(ValueError):
 class BalanceConfig(Section):
     """What the balancer may do. Equal on all ranks of an EP group (compared once at start).
 
-    What only one strategy asks for is in a section of its own, beside that strategy; the class in
-    `megatron_ext.balance.strategies.settings` has these sections, too.
+    A setting that only one strategy uses is in a section of its own, beside that strategy; the
+    class in `megatron_ext.balance.strategies.settings` has these sections, too.
     """
 
     NAME: ClassVar[str] = "balance"
@@ -170,8 +170,8 @@ class BalanceConfig(Section):
     `auto`, which takes the first that all ranks of the EP group can use and logs which."""
 
     local_first: bool = False
-    """Compute a rank's own tokens, whose expert is on it, while the others are on their way, then
-    those that arrived (Libra's two stages; docs/decisions/016). For the dispatcher `alltoall`."""
+    """Compute a rank's own tokens while those of other ranks are on their way to it, then these
+    (Libra's two stages; docs/decisions/016). For the dispatcher `alltoall`."""
 
     grad_reduce_share: float = 0.25
     """Share of a GPU that adding replica gradients may use beside the backward pass, from above 0
@@ -200,7 +200,7 @@ class BalanceConfig(Section):
             raise ConfigError(problems)
 
     def relation_problems(self) -> list[str]:
-        """Return what is wrong by rules that are not a range."""
+        """See `Section.relation_problems`."""
         problems = [problem for name in COST_UNITS for problem in self._cost_problems(name)]
         if not 0 < self.grad_reduce_share <= 1:
             problems.append(
@@ -232,7 +232,7 @@ class BalanceConfig(Section):
 
     @property
     def costs_to_measure(self) -> tuple[str, ...]:
-        """The costs that plans are chosen by and that are not given."""
+        """Names of the costs that the objective needs and that are to be measured."""
         if not self.plans_for_time:
             return ()
         return tuple(name for name in COST_UNITS if getattr(self, name) == "auto")
@@ -276,7 +276,7 @@ class ModelConfig(Section):
     """Type of weights and activations: `fp32` or `bf16` (with fp32 main weights and gradients)."""
 
     def relation_problems(self) -> list[str]:
-        """Return what is wrong by rules that are not a range."""
+        """See `Section.relation_problems`."""
         problems = []
         if self.num_attention_heads >= 1 and self.hidden_size % self.num_attention_heads:
             problems.append(
@@ -326,7 +326,7 @@ class ParallelConfig(Section):
     """Gather updated weights during the next forward; needs the two settings above."""
 
     def relation_problems(self) -> list[str]:
-        """Return what is wrong by rules that are not a range."""
+        """See `Section.relation_problems`."""
         problems = []
         if self.vpp_size > 1 and self.pp_size == 1:
             problems.append(
@@ -386,7 +386,7 @@ class DataConfig(Section):
     in which sums are rounded: the yardstick for how far two runs differ by rounding alone."""
 
     def relation_problems(self) -> list[str]:
-        """Return what is wrong by rules that are not a range."""
+        """See `Section.relation_problems`."""
         if not 0.0 <= self.validation_fraction < 1.0:
             return [f"data.validation_fraction ({self.validation_fraction}) must be >= 0 and < 1"]
         return []
@@ -426,7 +426,7 @@ class OptimizerConfig(Section):
     """Largest norm of all gradients together; larger ones are scaled down. 0 does not clip."""
 
     def relation_problems(self) -> list[str]:
-        """Return what is wrong by rules that are not a range."""
+        """See `Section.relation_problems`."""
         if self.min_lr > self.lr:
             return [f"optimizer.min_lr ({self.min_lr}) must be <= optimizer.lr ({self.lr})"]
         return []
@@ -447,8 +447,8 @@ class LoggingConfig(Section):
 
     route_samples: int = setting(0, least=0)
     """Samples of a step whose tokens' ids and chosen experts are recorded in `routes/`, in files of
-    `trace_steps` steps: the first ones of one rank, at most its own. For `place sem_moe`. Costs 2
-    bytes a choice in memory until the file is written; 0 records none."""
+    `trace_steps` steps: the first samples of one rank, at most its own. For `place sem_moe`. Costs
+    2 bytes a choice in memory until the file is written; 0 records none."""
 
     wandb: str = setting("off", choices=("off", "offline", "online"))
     """Weights & Biases: `off`, `offline` (written to the run directory) or `online`."""
@@ -460,7 +460,7 @@ class LoggingConfig(Section):
     """Name of the W&B run; by default the name of the run directory."""
 
     def relation_problems(self) -> list[str]:
-        """Return what is wrong by rules that are not a range."""
+        """See `Section.relation_problems`."""
         problems = []
         if self.wandb in ("offline", "online") and not importlib.util.find_spec("wandb"):
             problems.append(
@@ -504,7 +504,7 @@ class TrainConfig(Section):
     """Optimizer steps of the whole run."""
 
     seed: int = 1234
-    """Of the initial weights and of the order of the data."""
+    """Seed of the initial weights and of the order of the data."""
 
     eval_every: int = setting(0, least=0)
     """Steps between two evaluations; 0 makes none."""
@@ -524,7 +524,7 @@ class TrainConfig(Section):
     """Further fields of Megatron's TransformerConfig, by its names."""
 
     def relation_problems(self) -> list[str]:
-        """Return what is wrong by rules that are not a range."""
+        """See `Section.relation_problems`."""
         problems = []
         if self.steps >= 1 and self.optimizer.warmup_steps >= self.steps:
             problems.append(

@@ -1,6 +1,6 @@
-"""Lets stock Megatron-Core train on CPU ranks: answers the questions it asks of CUDA.
+"""Lets stock Megatron-Core train on CPU ranks, by replacing what it calls of CUDA.
 
-Megatron-Core names CUDA in four ways, and each gets one kind of answer:
+Megatron-Core uses CUDA in four ways, and each gets one kind of answer:
 
 1. it asks for memory on a device (`device="cuda"`, `.cuda()`): it gets memory of the CPU;
 2. it orders work by streams and events: on the CPU work is done when it was issued, so there is
@@ -204,7 +204,7 @@ def _cuda_type_names(type_of: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Event:
-    """A point in time; everything issued before it is done."""
+    """Replaces a CUDA event: on the CPU everything issued before it is done."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._time_s = 0.0
@@ -226,7 +226,7 @@ class _Event:
 
 
 class _Stream:
-    """An order of work that is always already executed."""
+    """Replaces a CUDA stream: on the CPU its work is always done."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = _CPU

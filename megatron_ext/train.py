@@ -1,4 +1,4 @@
-"""`torchrun -m megatron_ext.train`: what `megatron-ext train` does, as one rank of a launch."""
+"""`torchrun -m megatron_ext.train`: runs `megatron-ext train` as one rank of a launch."""
 
 from megatron_ext.trainer.train import main
 

@@ -1,5 +1,5 @@
-// What the ops demand of their arguments, for host and device alike. Each failed check is a
-// ValueError that names the argument, its value and the rule.
+// Checks of the ops' arguments, for host and device alike. Each failed check is a ValueError that
+// names the argument, its value and the rule.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// torch.classes.megatron_ext.Exchange: exchange.h over tensors.
+// torch.classes.megatron_ext.Exchange: the exchange of exchange.h over tensors.
 
 #include "megatron_ext/exchange.h"
 

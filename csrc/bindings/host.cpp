@@ -1,4 +1,4 @@
-// The host implementations of the ops: checks, outputs, and the call.
+// The host implementations of the ops: they check arguments, allocate outputs, and call csrc/cpu.
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>

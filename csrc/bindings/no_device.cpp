@@ -1,4 +1,4 @@
-// What CUDA tensors meet in a library without the CUDA part.
+// The ops for CUDA tensors in a library without the CUDA part: an error that says so.
 
 #include <torch/library.h>
 

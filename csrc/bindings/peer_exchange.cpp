@@ -1,6 +1,7 @@
-// torch.classes.megatron_ext.PeerExchange: what Exchange is (exchange.cpp), for ranks that reach
-// each other's GPU memory. The kernels do the work (peer_exchange.h); this gives them memory,
-// launches them on streams and turns a failed wait into an error. Compiled in a CUDA build only.
+// torch.classes.megatron_ext.PeerExchange: the counterpart of Exchange (exchange.cpp) for ranks
+// that reach each other's GPU memory. The kernels do the work (peer_exchange.h); this class gives
+// them memory, launches them on streams and turns a failed wait into an error. Compiled in a CUDA
+// build only.
 
 #include "megatron_ext/peer_exchange.h"
 

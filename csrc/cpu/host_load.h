@@ -1,5 +1,5 @@
-// What the planners of the host build have in common: the sums and orders of a load, its NVLink
-// domains, and how replicas become quotas.
+// Shared by the planners of the host build: the sums and orders of a load, its NVLink domains, and
+// how replicas become quotas.
 #pragma once
 
 #include <algorithm>

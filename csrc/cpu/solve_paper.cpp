@@ -1,7 +1,7 @@
 // Stage 2, host build: the published planner, to compare with.
 //
-// Source: UltraEP, Algorithm 1 (SolveReplication); a try is in planner/published.h, and differences
-// are listed in tests/reference/paper.py.
+// Source: UltraEP, Algorithm 1 (SolveReplication); planner/published.h has a try, and
+// tests/reference/paper.py lists the differences.
 
 #include <cstdint>
 #include <utility>

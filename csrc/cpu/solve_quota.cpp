@@ -1,5 +1,6 @@
-// Stage 2, host build: the quota planner. What it does is in planner/; here is the memory, the loop
-// over domains, thresholds and methods, and that over tolerances where the fastest plan is wanted.
+// Stage 2, host build: the quota planner. Its algorithm is in planner/. This file has its memory,
+// the loops over domains, thresholds and methods, and, for the fastest plan, the loop over
+// tolerances.
 
 #include <algorithm>
 #include <functional>

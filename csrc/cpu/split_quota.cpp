@@ -1,7 +1,7 @@
 // Stage 2, host build: one source rank's share of every quota.
 //
-// Source: UltraEP, Algorithm 1 (SolveReroute); residuals meet as in tests/reference/reroute.py
-// instead of by rounded proportions.
+// Source: UltraEP, Algorithm 1 (SolveReroute); the rest beyond own assignments is split as in
+// tests/reference/reroute.py instead of by rounded proportions.
 
 #include <algorithm>
 

@@ -1,16 +1,17 @@
 // Stage 3 on the device: an instance for every assignment, and routing over instances.
 //
 // 1. assign: [N, E] choices to [N, K] tables. copy_choices: values along these tables.
-// 2. assign is three kernels. mark: a thread for one expert and 32 tokens makes a mask of who chose
-//    it. line: a warp for one expert sums the masks before each tile and lays its instances out.
-//    token: a warp for one token. copy_choices: a warp for one token.
+// 2. assign is three kernels. mark: a thread for one expert and 32 tokens makes a mask of the
+//    tokens that chose the expert. line: a warp for one expert sums the masks before each tile and
+//    lays the expert's instances on a line. token: a warp for one token. copy_choices: a warp for
+//    one token.
 // 3. Kernels, because j, the rank of a token among those of its expert, is a prefix sum over
 // tokens.
-// 4. Kernels meet in the workspace.
+// 4. Kernels hand their results on in the workspace.
 // 5. Deterministic: integers; values are moved, not computed with.
 // 6. assign reads N * E bytes once, and a quarter of that a few times: 4 MB at 8192 tokens and 256
 //    experts, 1 us at 4 TB/s, so launches and latency dominate. copy_choices writes its outputs:
-//    element size + 1 bytes a place, 7 MB for bfloat16 and 272 places.
+//    element size + 1 bytes an entry, 7 MB for bfloat16 and 272 physical experts.
 
 #include "lines.cuh"
 #include "megatron_ext/cuda_api.h"

@@ -1,22 +1,24 @@
 // Before a push on the device: the plan's slots compiled into this rank's copies, with relays.
 //
 // 1. Makes the choices of compile_copies() in megatron_ext/transport/relay.py, which says why, and
-//    keeps those of this rank: what it copies where, and who fills its slots. Every rank makes the
-//    same choices.
+//    keeps this rank's part: what it copies where, and which ranks write its slots. Every rank
+//    makes the same choices.
 // 2. One block. A thread takes ranks, slots, replicas or relays, each kThreads apart.
 // 3. A kernel, because the plan is on the device: a host that compiled it would have to wait for
 //    the plan, in every layer, and a captured graph would repeat the plan of its capture.
-// 4. Experts follow each other, because a relay that was chosen is busier for the next expert; all
-//    threads see the same expert. Needs no order but the block's barriers and the stream's.
-// 5. Deterministic: places in an order are counted, not raced for. Integers only.
+// 4. Experts are treated one after the other, because a relay that was chosen is busier for the
+//    next expert; all threads see the same expert. Needs no order but the block's barriers and the
+//    stream's.
+// 5. Deterministic: positions in an order are counted, not raced for. Integers only.
 // 6. Reads 4 bytes a slot and writes at most 56. All time is latency: with 64 ranks of 2 slots a
 //    sort of 28 steps, then two barriers for each expert of this rank or of a busy one.
 //
-// Among the relays of an expert, the least planned is chosen for each further replica in turn, the
-// lowest rank of equals, which makes it busier by one. So relays fill up level by level: before
-// relay i is chosen at a level, each relay has been chosen once for every level of its own below
-// that one, and those of lower rank once at that level. This number says which replica it is, so
-// every relay finds its own without looking at the others' choices.
+// For each further replica in turn, the expert's relay with the fewest sends is chosen, of equal
+// relays the lowest rank; that adds one to its sends. So the relays' sends rise level by level.
+// Before relay i is chosen at a level, each relay was chosen once for every level between its own
+// sends and that level, and relays of lower rank once more at that level. The number of these
+// choices says which replica relay i sends. So every relay finds its replicas without looking at
+// the others' choices.
 
 #include "megatron_ext/cuda_api.h"
 

@@ -4,7 +4,7 @@
 // 2. One block: kColumns experts x a share of the tokens. One thread: one expert, every
 //    kRows-th token of the block's share. One warp reads kColumns neighboring bytes of one token.
 // 3. A kernel, because the planner needs the counts on the device without a host sync and in int64.
-// 4. Threads of a column meet in shared memory, blocks in one atomic add per column.
+// 4. Threads of a column add up in shared memory, blocks by one atomic add per column.
 // 5. Deterministic: integer sums do not depend on their order.
 // 6. Reads N * E bytes: 2 MiB for N = 8192, E = 256, under 1 us at 4 TB/s, so the launch dominates.
 

@@ -1,4 +1,4 @@
-// What kernels need to lay an expert's instances on a line with a warp, a lane for each.
+// Lays an expert's instances on a line with a warp, one lane for each instance.
 #pragma once
 
 #include <cstdint>

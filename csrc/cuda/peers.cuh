@@ -1,5 +1,5 @@
-// What the kernels that move replicas share: waiting for a peer with a time limit, and units of
-// work with a generation around them. See peer_exchange.h.
+// Shared by the kernels that move replicas: waiting for a peer with a time limit, and units of work
+// within a generation. See peer_exchange.h.
 #pragma once
 
 #include "megatron_ext/peer_exchange.h"

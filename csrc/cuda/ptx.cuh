@@ -1,10 +1,10 @@
 // Instructions that CUDA C++ has no plain name for: bulk copies between global and shared memory,
-// flags that other GPUs see, and the clock. Nothing but PTX, so that a test on the host can put
-// other functions in its place.
+// flags that other GPUs see, and the clock. The file has nothing but PTX, so that a test on the
+// host can replace it by other functions.
 //
 // A bulk copy is asynchronous and made by a unit of its own (TMA). Addresses and sizes are
-// multiples of 16. A load ends by completing a phase of a barrier in shared memory; stores end as
-// groups of the thread that issued them.
+// multiples of 16. The end of a load completes a phase of a barrier in shared memory. The end of
+// stores is known by groups, to the thread that issued them.
 #pragma once
 
 #include <cstdint>

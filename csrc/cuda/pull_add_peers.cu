@@ -7,8 +7,8 @@
 // 3. A kernel, because flags of other GPUs order it, without the host and in a captured graph; and
 //    because the gradients are read once and nothing but the sum is written.
 // 4. Waits until a replica's rank offers the gradient. The chunk's flag at the replica's rank is
-//    stored when all threads have read it. Nothing is cleared over the link: the replica's rank
-//    does what it wants with its own memory after that.
+//    stored when all threads have read the chunk. Nothing is cleared over the link: after that the
+//    replica's rank may overwrite its own memory.
 // 5. Deterministic: each element is added by one thread in float32, in the order of the replicas.
 // 6. Reads r gradients and writes one sum: 72 MiB float32 from 4 peers at 450 GB/s a GPU of NVLink
 //    take 0.67 ms.

@@ -2,15 +2,15 @@
 //
 // 1. Makes this rank's copies: every byte of a source once, to all destinations of the copy.
 // 2. One block is one warp, which takes a chunk of a copy at a time. Its first lane keeps kStages
-//    tiles moving: bulk loads fill them, bulk stores empty them into every destination.
+//    tiles moving: bulk loads write them, bulk stores copy them to every destination.
 // 3. A kernel, because flags of other GPUs order it, without the host and in a captured graph.
 // 4. Waits until a destination is offered and, in a relay, until the chunk has arrived here. A
-//    chunk's flag is stored when the bulk stores are complete at the destinations, not only read
-//    from shared memory, behind a fence for the whole system.
+//    chunk's flag is stored, behind a fence for the whole system, when the bulk stores are complete
+//    at the destinations. It is not enough that they have read shared memory.
 // 5. Deterministic: bytes are moved, each by one block.
 // 6. A copy reads its source once and writes it to d destinations: 36 MiB to 4 peers at 450 GB/s a
-//    GPU of NVLink take 0.34 ms. In flight must be that times a hand-over of 2 us, 0.9 MB: 32
-//    blocks of 32 KiB.
+//    GPU of NVLink take 0.34 ms. With a hand-over of 2 us, 0.9 MB must be in flight: 32 blocks of
+//    32 KiB.
 
 #include "megatron_ext/cuda_api.h"
 #include "peers.cuh"

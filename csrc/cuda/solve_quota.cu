@@ -3,15 +3,15 @@
 // 1. Plans every load of a batch with every tolerance, every NVLink domain for itself: the same
 //    tries and search as on the host (planner/), so the same bits.
 // 2. One block: one domain of one load, with one tolerance. One warp: one try at a time. With more
-//    domains than one the kernel is launched again, because what the worst domain reached, which
-//    the others need not get below, is known only when all blocks are done.
+//    domains than one the kernel is launched again. The other domains need not get below the load
+//    that the worst domain reached, and this load is known only when all blocks are done.
 // 3. A kernel, because the plan is needed on the device without a host sync.
 // 4. Warps share only their verdicts; thread 0 chooses between two barriers of the block. The tries
 //    that a round may ask for run side by side: all methods at the threshold asked for, then the
 //    next steps of UltraEP's binary search, then eight thresholds by two methods.
 // 5. Deterministic: integers; which warp ran a try does not matter, and neither does a try that the
-//    host would have left out, because work is accounted for in the host's order.
-// 6. The time is that of the slowest try: dependent reductions over the ranks, which are one
+//    host would have skipped, because work is accounted for in the host's order.
+// 6. The slowest try decides the time: dependent reductions over the ranks, which are one
 //    instruction where the load fits 32 bits. Tries lie in shared memory if they fit (at 64 ranks,
 //    256 experts and 2 slots they take 150 KB), else in global memory.
 

@@ -3,10 +3,10 @@
 // 1. One row [E, R] of the split for each source rank asked for.
 // 2. One warp: one expert of one source. One lane: one instance at a time.
 // 3. A kernel, because the quotas are on the device.
-// 4. Lanes meet in prefix sums.
+// 4. Lanes combine their numbers by prefix sums.
 // 5. Deterministic: integers.
 // 6. Reads 2 * E * R quotas and loads, writes E * R shares: 0.4 MB for one source at EP64 and 256
-//    experts, so the latency of a few rounds of reads and shuffles is what it takes.
+//    experts, so the latency of a few rounds of reads and shuffles decides the time.
 
 #include "lines.cuh"
 #include "megatron_ext/cuda_api.h"

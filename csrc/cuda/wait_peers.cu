@@ -1,12 +1,13 @@
-// After a push or a pull on the device: until peers are done with this rank's slots.
+// After a push or a pull on the device: wait until peers are done with this rank's slots.
 //
-// 1. Waits until every chunk of the used slots is filled, or its gradient taken.
+// 1. Waits until every chunk of the used slots is written, or its gradient taken.
 // 2. One block; a thread looks at every kThreads-th flag. All are in this GPU's own memory.
-// 3. A kernel of its own, so that a push goes on beside other work and whoever needs the slots
-//    waits on its own stream, for one block instead of all that move bytes.
-// 4. What the flags speak of is visible to kernels behind this one on the stream. The generation is
-//    read from the counter, so this comes behind the push or pull that it is about.
-// 5. Deterministic: writes nothing, but a failure.
+// 3. A kernel of its own, so that a push goes on beside other work. Work that needs the slots waits
+//    on its own stream, for one block instead of all blocks that move bytes.
+// 4. The chunks that the flags report are visible to kernels behind this kernel on the stream. The
+//    generation is read from the counter, so this kernel comes behind the push or pull that it
+//    waits for.
+// 5. Deterministic: writes nothing but a failure.
 // 6. Reads 8 bytes for every 128 KiB of a slot; a look at all flags takes about 1 us.
 
 #include "megatron_ext/cuda_api.h"

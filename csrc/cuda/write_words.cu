@@ -2,9 +2,9 @@
 //
 // 1. Copies the words.
 // 2. One block, one thread a word.
-// 3. A kernel and not a copy: an asynchronous copy reads pinned memory of the host later, again at
-//    each replay of a captured graph, and somebody must keep it for that long. Arguments are copied
-//    when the launch is called for.
+// 3. A kernel and not a copy: an asynchronous copy reads pinned memory of the host later, and again
+//    at each replay of a captured graph, so the memory must live that long. Arguments are copied
+//    at the call of the launch.
 // 4. Needs no synchronization but the stream's.
 // 5. Deterministic.
 // 6. Reads 8 bytes a word: a launch, 2 to 3 us, for each 480 words.

@@ -1,4 +1,4 @@
-"""Proven lower bounds: what no legal plan can beat; and the load that is asked for above them.
+"""Proven lower bounds that no legal plan can beat, and the target load above them.
 
 Legend: R ranks, E logical experts, M mains per rank, S slots per rank.
 """
@@ -34,11 +34,12 @@ def target_load(total: int, ranks: int, tolerance_ppm: int) -> int:
 def lower_bound(load: Tensor, layout: ExpertLayout) -> Tensor:
     """Assignments that the busiest rank must have in every legal plan.
 
-    Two arguments, for each NVLink domain, of which the worst counts; docs/method.md has the proofs.
+    Two arguments bound the load, for each NVLink domain and each k; the largest bound counts.
+    docs/method.md has the proofs.
 
-    - By senders: the slots outside the k busiest ranks take no more off these than the so many
-      hottest of their experts have. What stays, shared by k, is with one of them. Of all ranks
-      that is the mean, rounded up; of one rank without slots anywhere, its own load.
+    - By senders: n slots outside the k busiest ranks take off these at most the load of their n
+      hottest experts. One of the k ranks keeps at least a k-th of the rest. With k all ranks, that
+      is the mean, rounded up; with k = 1 and no slots anywhere, it is the busiest rank's own load.
     - By receivers: a rank computes at most its own load and what the domain's S hottest experts
       bring into its slots.
 
@@ -63,9 +64,9 @@ def lower_bound(load: Tensor, layout: ExpertLayout) -> Tensor:
 def replicas_lower_bound(load: Tensor, layout: ExpertLayout, busiest: int) -> int:
     """Replicas of every legal plan whose busiest rank has at most `busiest` assignments.
 
-    Counting, for each NVLink domain. Take replicas as edges between ranks. A connected part with
-    `n` ranks has at least `n - 1` edges, and the room of its ranks below `busiest` covers the
-    excess of those above. So there are at least
+    The argument counts edges, for each NVLink domain. Take replicas as edges between ranks. A
+    connected part with `n` ranks has at least `n - 1` edges, and the room of its ranks below
+    `busiest` covers the excess of its ranks above. So there are at least
 
     - as many replicas as ranks with excess;
     - as many as ranks with room are needed to cover all excess, the roomiest first;

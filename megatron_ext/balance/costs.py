@@ -1,8 +1,8 @@
 """What a plan costs in time.
 
-A tighter plan shortens the experts' work and lengthens the transfer of weights. How much of the one
-is worth how much of the other depends on the machine and the model: `LayerCosts` says it in
-numbers. Legend: B loads, R ranks, E logical experts.
+A tighter plan shortens the experts' work and lengthens the transfer of weights. Which of the two
+counts for more depends on the machine and the model: `LayerCosts` holds their numbers. Legend: B
+loads, R ranks, E logical experts.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from megatron_ext.balance.plan import BalancePlan
 
 _PICOSECONDS = 1e12
 _MOST_EXPERT_S, _MOST_TOKEN_S = 1e5, 100.0
-"""Of one expert's weights; of one token or assignment, of which there are more. Beyond it, where no
-machine is, a layer's picoseconds would not fit int64."""
+"""Most seconds of one expert's weights; of one token or assignment, which are more numerous. With
+larger costs, which no machine has, a layer's picoseconds would not fit int64."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCosts:
-    """The machine and the model in one MoE layer's forward."""
+    """What the machine and the model cost in one MoE layer's forward."""
 
     expert_bytes: int
     """Weights of one expert: what a replica costs its sender."""
@@ -35,7 +35,7 @@ class LayerCosts:
     token_bytes: int = 0
     """Bytes of one token's hidden state, sent there and back."""
     token_bandwidth: float | None = None
-    """The same of tokens, where they take another way than weights; None is `link_bandwidth`."""
+    """Bytes per second of tokens, if they take another way than weights; None: `link_bandwidth`."""
 
     def __post_init__(self) -> None:
         """Check each number."""
@@ -67,7 +67,7 @@ class LayerCosts:
 
     @property
     def picoseconds(self) -> tuple[int, int, int]:
-        """Of an expert's weights, of a token there and back, and of an assignment."""
+        """Return the times of an expert's weights, of a token there and back, of an assignment."""
         seconds = self._expert_s, self._token_s, self.assignment_time
         expert, token, assignment = (round(each * _PICOSECONDS) for each in seconds)
         return expert, token, assignment
@@ -75,7 +75,7 @@ class LayerCosts:
     def layer_time(self, load: Tensor, plan: BalancePlan) -> Tensor:
         """Modelled time of the parts of a forward that depend on the plan, in picoseconds.
 
-        The sum of `layer_parts`. Whole numbers, so that all ranks choose alike.
+        It is the sum of `layer_parts`. The numbers are whole, so that all ranks choose alike.
 
         Args:
             load: Assignments, int64 [R, E] or [B, R, E].
@@ -94,8 +94,9 @@ class LayerCosts:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Modelled time of weights, of tokens there and back, and of the experts, in picoseconds.
 
-        The busiest sender's weights; the most tokens that a rank sends, or receives, there and
-        back; the busiest rank's computation. A token that stays on its rank is not sent.
+        Weights take as long as the busiest sender needs, tokens as long as the rank that sends or
+        receives most, experts as long as the busiest rank. A token that stays on its rank is not
+        sent.
 
         Args:
             load: Assignments, int64 [R, E] or [B, R, E].
@@ -120,10 +121,11 @@ class LayerCosts:
     def least_time(
         self, load: Tensor, sends: Tensor, busiest: Tensor, layout: ExpertLayout
     ) -> Tensor:
-        """What `layer_time` is at least, of every plan with so much to send and to compute.
+        """Lower bound of `layer_time` for plans with these sends and this busiest rank.
 
         A rank computes, of its own tokens, at most those for its mains and for as many other
-        experts as it has slots. So the others are sent by it, and received by the busiest rank.
+        experts as it has slots. It sends its other tokens. The busiest rank receives all that it
+        computes beyond such own tokens.
 
         Args:
             load: Assignments, int64 [..., R, E].

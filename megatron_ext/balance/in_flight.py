@@ -2,12 +2,13 @@
 
 A pipeline schedule runs several forwards of one layer before the first backward comes back, so one
 layer has several plans in flight. Each lives in fixed storage under a *virtual layer id*: (MoE
-layer on this rank, in-flight entry). Autograd carries a `PlanHandle`, which names the id and the
+layer on this rank, entry of its ring). Autograd carries a `PlanHandle`, which names the id and the
 generation of what is stored there; asking with an old generation is an error, never another
-microbatch's plan. Release is by id, in any order.
+microbatch's plan. Plans are released by id, in any order.
 
-What the host must know of a plan on a GPU, in backward, is on its way from the forward on. So the
-forward does not wait for the device, and by the time of the backward there is nothing to wait for.
+In backward the host must know the slots of a plan. For a plan on a GPU, the forward starts to copy
+them to the host and does not wait for the device. The copy has ended long before the backward needs
+it.
 """
 
 from __future__ import annotations
@@ -162,7 +163,8 @@ class InFlightPlans:
 class _HostCopy:
     """A tensor's values on the host, as they were at the last `start`.
 
-    On the CPU that is the tensor itself: who starts changes it no more until all have read it.
+    On the CPU no copy is made: the ring's entry is not written again before its release, so its
+    values are stable.
     """
 
     def __init__(self, source: Tensor) -> None:
@@ -174,13 +176,13 @@ class _HostCopy:
             self._copied = torch.cuda.Event()
 
     def start(self) -> None:
-        """Copy, behind the work of the current stream; the host does not wait."""
+        """Start to copy, behind the work of the current stream; the host does not wait."""
         if self._copied is not None:
             self._copy.copy_(self._source, non_blocking=True)
             self._copied.record()
 
     def wait(self) -> Tensor:
-        """Return the values when they are here."""
+        """Wait until the copy has ended; return the values."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._copy

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayout:
-    """The fixed places of the experts of one EP group; equal on its ranks, for all microbatches.
+    """Where the experts of one EP group are: equal on its ranks, and for all microbatches.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> layout.num_physical, layout.main_physical(2), layout.slot_physical(1, 0)

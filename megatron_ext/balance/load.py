@@ -1,6 +1,6 @@
 """Stage 1: the exact load of this microbatch, equal on every rank of the EP group.
 
-Needs the router's choices; gives the int64 [R, E] load to the planner. Legend: N local tokens, E
+Takes the router's choices and gives the int64 [R, E] load to the planner. Legend: N local tokens, E
 logical experts, R ranks of the EP group.
 """
 

@@ -1,8 +1,7 @@
 """This rank's main expert weights, in the two ways in which experts keep them.
 
-Two small classes, of which each segment has one, know how its weights are held: a parameter for
-each main, or one stacked parameter for all. Slots are held as the mains are, so these classes group
-what belongs to slots as well.
+A segment's weights are either a parameter for each main (`SeparateMains`) or one stacked parameter
+for all (`StackedMains`). Slot weights are held as the mains are, so the same classes group them.
 
 Legend: M mains per rank, S slots per rank.
 """
@@ -35,13 +34,13 @@ class SegmentMains(Protocol):
         """The values of each main, M tensors [*shape] without gradient."""
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Slot weights [S, *shape] as autograd outputs; see `MainWeights.slot_views`."""
+        """Views of slot weights [S, *shape] as autograd outputs; see `MainWeights.slot_views`."""
 
     def take(self, values: Iterator[Any], num_slots: int) -> Any:
-        """Take what goes with `views` from the front of `values`; slot s indexes the result."""
+        """Take as many of `values`, from the front, as there are `views`; slot s indexes them."""
 
     def gradients(self, sums: dict[int, Tensor]) -> list[Tensor | None]:
-        """Gradients of `parameters()` from the sums [*shape] of mains with replicas, by main."""
+        """Gradients of `parameters()`, from sums [*shape] by main: mains with replicas have one."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +58,15 @@ class SeparateMains:
         return [main.detach() for main in self.mains]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """See `SegmentMains.views`: one a slot."""
+        """See `SegmentMains.views`: one view a slot."""
         return list(buffer.unbind())
 
     def take(self, values: Iterator[Any], num_slots: int) -> list[Any]:
-        """See `SegmentMains.take`: one a slot."""
+        """See `SegmentMains.take`: one value a slot."""
         return [next(values) for _ in range(num_slots)]
 
     def gradients(self, sums: dict[int, Tensor]) -> list[Tensor | None]:
-        """See `SegmentMains.gradients`: none for a main without replicas."""
+        """See `SegmentMains.gradients`: None for a main without replicas."""
         return [sums[m].to(main.dtype) if m in sums else None for m, main in enumerate(self.mains)]
 
 
@@ -86,15 +85,15 @@ class StackedMains:
         return [main.detach() for main in self.mains]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """See `SegmentMains.views`: one for all slots."""
+        """See `SegmentMains.views`: one view for all slots."""
         return [buffer]
 
     def take(self, values: Iterator[Any], num_slots: int) -> Any:
-        """See `SegmentMains.take`: one for all slots."""
+        """See `SegmentMains.take`: one value for all slots."""
         return next(values)
 
     def gradients(self, sums: dict[int, Tensor]) -> list[Tensor | None]:
-        """See `SegmentMains.gradients`: zero for a main without replicas, if one has any."""
+        """See `SegmentMains.gradients`: None if no main has replicas, else zero for the others."""
         if not sums:
             return [None]
         gradient = torch.zeros_like(self.mains)
@@ -107,7 +106,7 @@ class MainWeights:
     """This rank's main expert weights, segment by segment.
 
     Args:
-        per_segment: Of each segment the M parameters [*shape], or one stacked parameter [M,
+        per_segment: For each segment, the M parameters [*shape], or one stacked parameter [M,
             *shape].
     """
 
@@ -137,15 +136,15 @@ class MainWeights:
         return [view for segment, buffer in pairs for view in segment.views(buffer.data)]
 
     def by_segment(self, flat: Sequence[Any], num_slots: int) -> list[Any]:
-        """Group what goes with `slot_views` again: for each segment, indexed by slot."""
+        """Group values, one for each of `slot_views`: for each segment, indexed by slot."""
         values = iter(flat)
         return [segment.take(values, num_slots) for segment in self._segments]
 
     def gradients(self, sums: dict[int, list[Tensor]]) -> list[Tensor | None]:
-        """Gradients of `parameters()` from the sums over replicas; None where none was made.
+        """Gradients of `parameters()` from sums over replicas; None for those without replicas.
 
         Args:
-            sums: Of each main with replicas, one tensor a segment.
+            sums: For each main with replicas, one tensor a segment.
         """
         return [
             gradient

@@ -32,7 +32,7 @@ def imbalances(rank_loads: Tensor) -> Tensor:
 
 
 def load_imbalance_rates(rank_loads: Tensor) -> Tensor:
-    """Busiest rank's assignments / median of the ranks', of rank loads int64 [..., R].
+    """Busiest rank's assignments / median over the ranks, for rank loads int64 [..., R].
 
     A median below one assignment counts as one.
 
@@ -51,8 +51,8 @@ def load_imbalance_rates(rank_loads: Tensor) -> Tensor:
 def load_accuracy(predicted: Tensor, load: Tensor) -> float:
     """Part of the predicted assignments that fit the experts' exact loads, both int64 [R, E].
 
-    That of each expert counts up to its exact one, whichever tokens it comes from. 1 if none is
-    predicted.
+    An expert's predicted assignments count up to its exact load, whichever tokens they come from. 1
+    if none is predicted.
 
     >>> load_accuracy(torch.tensor([[3, 1], [0, 0]]), torch.tensor([[1, 0], [1, 2]]))
     0.75
@@ -81,7 +81,7 @@ def mean_loads(load: Tensor) -> Tensor:
 
 
 def max_fanout(plan: BalancePlan) -> int:
-    """Replicas of the expert that has most of them."""
+    """Replicas of the expert that has most replicas."""
     return int(max_fanouts(plan))
 
 
@@ -93,7 +93,7 @@ def max_fanouts(plan: BalancePlan) -> Tensor:
 
 
 def rank_sends(plan: BalancePlan) -> Tensor:
-    """Replicas that each rank has to fill, those of all its mains: int64 [..., R].
+    """Replicas that each rank has to send, those of all its mains: int64 [..., R].
 
     Source: UltraEP, Eq. 5.
     """
@@ -104,14 +104,15 @@ def rank_sends(plan: BalancePlan) -> Tensor:
 
 
 def max_rank_sends(plan: BalancePlan) -> int:
-    """Replicas that the busiest sender has to fill."""
+    """Replicas that the busiest sender has to send."""
     return int(rank_sends(plan).max())
 
 
 def remote_assignments(load: Tensor, plan: BalancePlan) -> int:
     """Assignments computed on another rank than the token's; each costs a trip there and back.
 
-    The split serves a rank's own assignments first, so what stays is the smaller of load and quota.
+    The split serves a rank's own assignments first. So the smaller of load and quota stays on the
+    rank.
 
     >>> from megatron_ext.balance.solve import solve
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
@@ -132,7 +133,7 @@ def replica_use(placed: Tensor, plan: BalancePlan) -> dict[str, Tensor]:
 
     Args:
         placed: Logical expert in each slot, or -1: int32 [..., R, S].
-        plan: Of the load; a replica that it uses is in the slot in which it was placed.
+        plan: Plan of the load. A placed replica that it uses is in the slot it was placed in.
 
     Returns:
         Int64 [...] each: `hit_replicas`, placed and used; `topped_up_replicas`, used and not

@@ -19,7 +19,7 @@ from megatron_ext.balance.layout import ExpertLayout
 class Placement:
     """Which replicas each layer has. Made offline from a trace, equal on all ranks, never changed.
 
-    Strategy `craft` uses the replicas. Other planners keep to the slots that a layer has in it.
+    Strategy `craft` uses the replicas. Other planners only use no more slots in a layer than it.
     """
 
     layers: tuple[int, ...]
@@ -66,7 +66,7 @@ class Placement:
         return slots
 
     def slot_limit(self, layer: int) -> int:
-        """Slots that the layer uses on the rank where it uses most: what it is worth to use.
+        """Slots that the layer uses on the rank where it uses most: the limit of other planners.
 
         Raises:
             ValueError: The placement does not know the layer.

@@ -1,9 +1,9 @@
 """Stage 2: what a plan is, when it is legal, and each source rank's share of it.
 
-Strategies (`strategies/`) make it from the load of `load.py`; reroute, slot buffers and backward
-take it. Integer arithmetic on equal input: every rank solves alone and gets the same bits. Legend:
-R ranks of the EP group, E logical experts, S slots per rank, B independent loads. All counts are
-int64.
+Strategies (`strategies/`) make a plan from the load of `load.py`; reroute, slot buffers and
+backward use it. Planning is integer arithmetic on equal input: every rank solves alone and gets the
+same bits. Legend: R ranks of the EP group, E logical experts, S slots per rank, B independent
+loads. All counts are int64.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class BalancePlan:
 
 
 def pick_plans(is_first: Tensor, first: BalancePlan, second: BalancePlan) -> BalancePlan:
-    """Take the first plan where bool [] or [B] says so, else the second; for batches each by each.
+    """Take the first plan where bool [] or [B] is true, else the second; of a batch, each plan.
 
     >>> from megatron_ext.balance.solve import solve
     >>> first, second = (solve(torch.tensor([[9, 1], [9, 1]]), ep_size=2, slots=s) for s in (1, 1))
@@ -103,7 +103,7 @@ def pick_plans(is_first: Tensor, first: BalancePlan, second: BalancePlan) -> Bal
 
 
 def with_spare_slots(plan: BalancePlan, num_slots: int) -> BalancePlan:
-    """Add so many slots to every rank, empty.
+    """Return the plan with so many empty slots added to every rank.
 
     >>> from megatron_ext.balance.solve import solve
     >>> plan = solve(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), ep_size=2, slots=1)
@@ -117,7 +117,7 @@ def with_spare_slots(plan: BalancePlan, num_slots: int) -> BalancePlan:
 
 
 def stack_plans(plans: list[BalancePlan], layout: ExpertLayout) -> BalancePlan:
-    """Make a batch of the plans of a layout; there may be none."""
+    """Make a batch of plans of one layout; the batch may be empty."""
     sizes = (0, layout.num_experts, layout.ep_size), (0, layout.ep_size, layout.slots)
     if not plans:
         quota, slots = (torch.zeros(size, dtype=torch.int64) for size in sizes)
@@ -152,11 +152,11 @@ def plan_each(
 def split_quota(load: Tensor, plan: BalancePlan, source_rank: int | None = None) -> Tensor:
     """Share every quota among the source ranks: own tokens first, exact rows and columns.
 
-    Per expert, a rank that holds an instance first uses it for its own assignments. What is left of
-    the sources (in rank order) and of the quotas (the home rank's first) is laid on one line each;
-    the lines are equally long, and a source's share of an instance is how much of their pieces
-    overlap. One rank's rows need only prefix sums, and both sums are exact: those of the paper's
-    rounded proportional shares are not (docs/decisions/001).
+    Per expert, a rank that holds an instance first uses it for its own assignments. The rest of the
+    sources (in rank order) and the rest of the quotas (the home rank's first) each lie on a line.
+    Both lines are equally long, and a source's share of an instance is how much of their pieces
+    overlap. One rank's rows need only prefix sums. Sums of rows and of columns are exact, which
+    they are not with the paper's rounded proportional shares (docs/decisions/001).
 
     Args:
         load: The load the plan was made for, int64 [R, E].
@@ -192,7 +192,7 @@ def check_plan(load: Tensor, plan: BalancePlan, *, min_quota: int = _DEFAULTS.mi
         min_quota: Fewest assignments a replica may carry.
 
     Raises:
-        ValueError: A rule is broken; the message names the place, the numbers and the rule.
+        ValueError: A rule is broken; the message names what breaks it, the numbers and the rule.
     """
     layout, quota = plan.layout, plan.quota
     experts, ranks = layout.num_experts, layout.ep_size
@@ -239,7 +239,7 @@ def check_plan(load: Tensor, plan: BalancePlan, *, min_quota: int = _DEFAULTS.mi
 
 
 def check_split(load: Tensor, plan: BalancePlan, split: Tensor) -> None:
-    """Check that a split serves every source and fills every quota exactly; slow, for tests.
+    """Check that a split serves every source and meets every quota exactly; slow, for tests.
 
     Args:
         load: The load the plan was made for, int64 [R, E].

@@ -1,7 +1,7 @@
-"""Planning one layer's microbatches in their order, for strategies that remember and that do not.
+"""Plans one layer's microbatches in order, and keeps the history that some strategies need.
 
-The only place where planning remembers: the strategies themselves are pure functions. Legend: R
-ranks of the EP group, E logical experts, S slots per rank, B loads.
+Only `LayerPlanner` keeps a history: the strategies themselves are pure functions. Legend: R ranks
+of the EP group, E logical experts, S slots per rank, B loads.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from megatron_ext.balance.strategies.strategy import (
 
 
 class LayerPlanner:
-    """Plans the loads of one MoE layer, and keeps the past for strategies that plan from it.
+    """Plans the loads of one MoE layer, and keeps its history for strategies that plan from it.
 
-    One for each layer, on every rank of the EP group. What it remembers are loads, which are equal
-    on these ranks, so all of them plan alike. It is not part of a checkpoint: plans change where
-    something is computed, never what, and a continued run gathers its history anew.
+    Each layer has a planner of its own on every rank of the EP group. The history consists of
+    loads, which are equal on these ranks, so all ranks plan alike. It is not part of a checkpoint:
+    plans change where something is computed, never what, and a continued run gathers its history
+    anew.
 
     Args:
         strategy: A planner of `megatron_ext.balance.strategies`.
         layout: Where experts and slots are.
-        settings: What is asked for. With costs, the fastest plan.
-        layer: The layer's number, by which a placement knows it.
+        settings: What is asked for. If costs are given, the fastest plan is asked for.
+        layer: The layer's number in a placement.
 
     Raises:
         ValueError: There is no such planner, it has no tolerance that costs could choose, or it
@@ -78,7 +79,7 @@ class LayerPlanner:
         return isinstance(self._planner, FromPrediction)
 
     def expect(self, predicted: Tensor | None) -> Tensor:
-        """Place the replicas of a load that is only predicted; remembers nothing.
+        """Place the replicas of a load that is only predicted; the history stays as it is.
 
         Args:
             predicted: int64 [R, E], equal on all ranks of the EP group; None if there is none.
@@ -99,12 +100,12 @@ class LayerPlanner:
         return functional.pad(slots, (0, self._num_spare_slots), value=-1)
 
     def solve(self, load: Tensor, placed: Tensor | None = None) -> BalancePlan:
-        """Plan a load, or a batch of loads, from what is remembered now; remembers nothing.
+        """Plan a load, or a batch of loads, from the history so far, which stays as it is.
 
         Args:
             load: Assignments, int64 [R, E] or [B, R, E], equal on all ranks of the EP group.
             placed: Replicas that were placed for this load, from `expect`; by default those placed
-                from the past, of which a planner that predicts has none.
+                from the history. A planner that predicts has none by default.
 
         Returns:
             The plan, on `load`'s device.
@@ -122,7 +123,7 @@ class LayerPlanner:
         return with_spare_slots(plan, self._num_spare_slots)
 
     def observe(self, load: Tensor) -> None:
-        """Remember the load of one microbatch, int64 [R, E]: after its plan, once.
+        """Add the load of one microbatch, int64 [R, E], to the history: after its plan, once.
 
         Every `interval` microbatches the replicas are placed anew, by the sum of the loads since
         the last time.
@@ -136,7 +137,7 @@ class LayerPlanner:
             self._expert_load = torch.zeros_like(self._expert_load)
 
     def expect_in_order(self, predicted: Tensor | None = None) -> Tensor | None:
-        """Place the replicas of the next load, predicted by the last one that was planned in order.
+        """Place the replicas of the next load, predicted by the last load planned in order.
 
         Args:
             predicted: A better prediction, int64 [R, E].
@@ -149,7 +150,7 @@ class LayerPlanner:
         return self.expect(self._previous_load if predicted is None else predicted)
 
     def plan_in_order(self, load: Tensor, placed: Tensor | None = None) -> BalancePlan:
-        """Plan and remember each load of a batch [B, R, E] in turn, or the one load [R, E].
+        """Plan each load of a batch [B, R, E], or one load [R, E], and add it to the history.
 
         Args:
             load: Int64 [R, E] or [B, R, E].

@@ -3,14 +3,14 @@
 Replication is a linear map from main weights to slots, and the gradient reduction is its adjoint.
 Autograd sees both (`MaterializeFunction`), so a main expert's gradient reaches Megatron's hooks as
 the sum of its own part and its replicas' part: autograd adds them before it accumulates. The
-reduction is started where the slots' gradients are complete and joined where its sums are handed to
-the mains, which `JoinFunction` does further down the backward, so that router and attention run
-meanwhile.
+reduction starts where the slots' gradients are complete. `JoinFunction`, further down the backward,
+waits for it and hands its sums to the mains, so that router and attention run meanwhile.
 
 The slots are shared by all layers, so by the time of a layer's backward another layer's replicas
-are in them. `RematerializeFunction` stands behind the experts: in backward the slots are filled
-again from the saved plan before the experts' backward reads them. `StartRematerializeFunction`
-stands behind the combine and starts that, beside the combine's backward.
+are in them. `RematerializeFunction` stands behind the experts: in backward it materializes the
+replicas of the saved plan again before the experts' backward reads them.
+`StartRematerializeFunction` stands behind the combine and starts that, beside the combine's
+backward.
 
 Needs: a plan, the mains' weights (main_weights.py), slots (slots.py). Gives: slot weights as
 tensors in the graph. Sums of gradients are rounded once, to the weights' dtype.
@@ -36,8 +36,8 @@ from megatron_ext.balance.slots import Materializing, Reducing, SentAhead, SlotB
 class Joint:
     """Where a layer's backward hands the replicas' gradients to the mains: made by `join_later`.
 
-    Lives in the autograd graph of one forward. A reduction is put in when the slots' gradients are
-    complete, and taken out where the backward has come to the layer's input.
+    It lives in the autograd graph of one forward. It holds the reduction from when the slots'
+    gradients are complete until the backward has come to the layer's input.
     """
 
     def __init__(self, mains: MainWeights) -> None:
@@ -50,7 +50,7 @@ class Replication:
     """What one microbatch's replicas are made from; lives in the autograd graph until backward.
 
     `handle` is None when no backward will come (evaluation, first pass of recomputation). `joint`
-    is None where the reduction is to be waited for at once.
+    is None where the backward is to wait for the reduction at once.
     """
 
     buffers: SlotBuffers
@@ -60,14 +60,14 @@ class Replication:
     handle: PlanHandle | None
     joint: Joint | None = None
     rematerializing: Materializing | None = None
-    """Under way between the backward of combine and that of the experts."""
+    """The transfer that is under way between the combine's backward and the experts' backward."""
 
     def start_materialize(self, sent: SentAhead | None = None) -> Materializing:
-        """Start filling the slots for the forward, but for what was sent ahead."""
+        """Start materializing for the forward the replicas that were not sent ahead."""
         return self.buffers.start_materialize(self.plan, self.mains, self.handle, sent)
 
     def start_rematerialize(self) -> Materializing:
-        """Start filling the slots for the backward, once; return what is under way."""
+        """Start materializing for the backward, once; return the transfer under way."""
         if self.rematerializing is None:
             handle = _required(self.handle)
             plan = self.in_flight.recall(handle)
@@ -91,16 +91,16 @@ class Replication:
         return behind
 
     def start_rematerialize_before(self, output: Tensor) -> Tensor:
-        """Return the combine's output; its backward starts to fill the slots."""
+        """Return the combine's output; its backward starts to materialize the replicas."""
         behind: Tensor = StartRematerializeFunction.apply(self, output)
         return behind
 
 
 class NoReplication:
-    """The replication of a layer without slots: moves nothing, and is nothing to autograd."""
+    """The replication of a layer without slots: moves nothing, and adds nothing to the graph."""
 
     def start_materialize(self, sent: SentAhead | None = None) -> NoReplication:
-        """Return what is to be waited for."""
+        """Return a transfer that has nothing to move: itself."""
         return self
 
     def wait(self) -> None:
@@ -130,7 +130,7 @@ class MaterializeFunction(torch.autograd.Function):
     """(tokens, mains) -> (tokens, slot weights); its backward reduces slot gradients into mains.
 
     The tokens pass through so that the backward runs on every rank, also where no slot was used:
-    the reduction needs all ranks of the group at the same place of their backward. Where the
+    the reduction needs all ranks of the group at the same point of their backward. Where the
     replication has a joint, the mains are not among the inputs.
     """
 
@@ -161,10 +161,11 @@ class MaterializeFunction(torch.autograd.Function):
 
 
 def join_later(hidden: Tensor, mains: MainWeights) -> tuple[Tensor, Joint]:
-    """Make the place where a backward joins a reduction that it started before.
+    """Make the point at which a backward waits for a reduction that it started before.
 
     Args:
-        hidden: What the layer starts from; all that shall run beside the reduction comes after it.
+        hidden: The layer's input. Everything that shall run beside the reduction is computed from
+            the returned `hidden`.
         mains: The layer's mains.
 
     Returns:
@@ -190,7 +191,7 @@ class JoinFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Join."""
+        """Wait for the reduction; return its sums as gradients of the mains."""
         joint: Joint = ctx.joint
         sums = joint.reducing.wait() if joint.reducing is not None else {}
         joint.reducing = None
@@ -198,7 +199,7 @@ class JoinFunction(torch.autograd.Function):
 
 
 class StartRematerializeFunction(torch.autograd.Function):
-    """Identity behind the combine; its backward starts to fill the slots as in the forward."""
+    """Identity behind the combine; its backward starts to materialize the forward's replicas."""
 
     @staticmethod
     def forward(ctx: Any, replication: Replication, output: Tensor) -> Tensor:
@@ -208,7 +209,7 @@ class StartRematerializeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        """Start."""
+        """Start to materialize the replicas again."""
         ctx.replication.start_rematerialize()
         return None, grad
 
@@ -224,7 +225,7 @@ class RematerializeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        """Wait for the slots, which are filled now unless that has been started."""
+        """Wait for the replicas; starts to materialize them if nothing has done so yet."""
         replication: Replication = ctx.replication
         replication.start_rematerialize().wait()
         replication.rematerializing = None

@@ -1,9 +1,9 @@
 """Stage 3: from logical to physical routing, so that every instance gets exactly its quota.
 
-Needs this rank's row of the split and the plan's physical ids; gives the routing map that the
-dispatcher sends by. In between, choices are [N, K] tables of indices, which is all that backward
-needs of them. Probabilities keep the router's dtype: they are moved, never computed with. Legend: N
-local tokens, E logical experts, K choices per token, R ranks of the EP group, P physical experts.
+Takes this rank's row of the split and the plan's physical ids; gives the routing map that the
+dispatcher sends by. In between, choices are [N, K] tables of indices, and backward needs nothing
+else. Probabilities keep the router's dtype: they are moved, never computed with. Legend: N local
+tokens, E logical experts, K choices per token, R ranks of the EP group, P physical experts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_ext.ops import load_library
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """Which instance takes each of the tokens' choices."""
+    """Which instance computes each of the tokens' choices."""
 
     logical: Tensor
     """The tokens' experts, rising, then -1: int32 [N, K]."""
@@ -33,10 +33,10 @@ def assign(
 ) -> Assignment:
     """Give each of this rank's assignments an instance, so that each takes exactly its share.
 
-    The j-th of an expert's n local assignments goes to place `j * stride mod n` of the line of its
-    instances, the main first and then by rank, each as long as its share. The stride has no factor
-    in common with n, so the shares are exact, and is near its golden section, so tokens that follow
-    each other go to different instances.
+    An expert's instances lie on a line, the main first and then by rank, each as long as its share.
+    The j-th of the expert's n local assignments goes to position `j * stride mod n` of that line.
+    The stride has no factor in common with n, so the shares are exact. It is near n's golden
+    section, so tokens that follow each other go to different instances.
 
     Args:
         routing_map_NE: Logical choices, bool [N, E]. Its column sums must be the row sums of
@@ -66,10 +66,10 @@ def assign(
 
 
 class RoutingMaps:
-    """Memory for one microbatch's dense maps; the next microbatch in its place writes them anew.
+    """Memory for one microbatch's dense maps; the next microbatch in its entry overwrites them.
 
     Dispatchers keep the maps until the end of the layer's backward, so two microbatches between
-    their forward and their backward need two.
+    their forward and their backward need memory each.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ def reroute(
 
     Returns:
         Probabilities [N, P] and choices, bool [N, P]. Each row keeps its number of choices. In
-        backward, gradients come back over the same table; places without a choice get none.
+        backward, gradients come back over the same table; entries without a choice get none.
 
     >>> probs = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
     >>> quota, physical_index = torch.tensor([[1, 1], [0, 1]]), torch.tensor([[0, 3], [-1, 2]])

@@ -1,10 +1,10 @@
-"""Stages 4 and 8: the slots, their filling, and the way back of their gradients.
+"""Stages 4 and 8: replicas are materialized in the slots, and their gradients reduced.
 
-All layers share a rank's slots, so a fill or a reduction ends before the next one begins. Gradients
-of slots are stored and added in float32 (float64 for float64 weights), in rank order of the
-replicas.
+All layers share a rank's slots, so materializing ends before the next one begins, and so does a
+reduction. Gradients of slots are stored and added in float32 (float64 for float64 weights), in rank
+order of the replicas.
 
-Needs: a plan, the mains' weights, a transport. Gives: filled slots, and sums for the mains.
+Needs: a plan, the mains' weights, a transport. Gives: replicas in slots, and sums for the mains.
 
 Legend: E logical experts, R ranks, M mains per rank, S slots per rank.
 """
@@ -34,8 +34,8 @@ class SlotBuffers:
     Args:
         layout: Experts and slots of the EP group.
         segments: Parts of one expert's state.
-        dtype: Of the weights. Gradients are float32, or float64 if the weights are.
-        device: Of both.
+        dtype: Dtype of the weights. Gradients are float32, or float64 if the weights are.
+        device: Device of weights and gradients.
         ep_rank: This rank in the EP group.
         transport: Allocates the buffers and moves bytes between ranks.
 
@@ -78,7 +78,7 @@ class SlotBuffers:
         return first
 
     def send_ahead(self, slots: Tensor, mains: MainWeights, label: str) -> SentAhead:
-        """Start filling this rank's slots before the plan is known; every EP rank calls.
+        """Start materializing in this rank's slots before the plan is known; every EP rank calls.
 
         Args:
             slots: Logical expert in each slot, or -1: int32 [R, S].
@@ -98,7 +98,7 @@ class SlotBuffers:
         handle: PlanHandle | None,
         sent: SentAhead | None = None,
     ) -> Materializing:
-        """Start filling this rank's slots as `plan` says; every rank of the EP group calls.
+        """Start materializing the plan's replicas in this rank's slots; every EP rank calls.
 
         Moves nothing if the slots still hold what `handle` names: the last layer's backward follows
         its forward, and a recomputed forward is followed by its own backward. All ranks see the
@@ -108,8 +108,8 @@ class SlotBuffers:
             plan: Where replicas go.
             mains: This rank's mains; must not change before `wait()` returns.
             handle: Name of the kept plan; None when no backward will come.
-            sent: Replicas that were sent ahead into these slots; is waited for, and what the plan
-                has in the same slot is not moved again.
+            sent: Replicas that were sent ahead into these slots. This call waits for them, and does
+                not move again what the plan has in the same slot.
 
         Returns:
             The transfer under way; the slots may be read after its `wait()`.
@@ -131,13 +131,13 @@ class SlotBuffers:
     ) -> Reducing:
         """Start adding the gradients of all replicas; every rank of the EP group calls.
 
-        The gradient slots are shared by all layers: a reduction under way is ended first.
+        The gradient slots are shared by all layers: this call waits for a reduction under way.
 
         Args:
             slots: Logical expert in each slot, or -1, in the forward that the gradients belong to:
                 int32 [R, S], on the host, which allocates sums for experts with replicas only.
-            slot_grads: One a segment, which slot s indexes; None, whole or for a slot, where
-                nothing was computed.
+            slot_grads: Gradients, one entry a segment, which slot s indexes. None for a segment or
+                a slot where nothing was computed.
             handle: Name of the kept plan, for messages.
 
         Returns:
@@ -191,7 +191,7 @@ class SentAhead:
         self._pending = pending
 
     def wait(self) -> None:
-        """Return when the slots hold them; called once."""
+        """Return when the slots hold the replicas; called once."""
         self._pending.wait()
 
 
@@ -220,9 +220,9 @@ class Reducing:
         self._pending: Pending | None = pending
 
     def wait(self) -> dict[int, list[Tensor]]:
-        """Return, when they are complete, the sums of each main with replicas, segment by segment.
+        """Wait for the sums; return those of each main with replicas, segment by segment.
 
-        In the dtype of `SlotBuffers.grads`. May be called again.
+        They have the dtype of `SlotBuffers.grads`. May be called again.
         """
         if self._pending is not None:
             self._pending.wait()
@@ -244,7 +244,7 @@ def shared_slot_buffers(
     grad_reduce_share: float,
     slot_set: int,
 ) -> SlotBuffers:
-    """Return `ep_group`'s slot buffers for such experts: made once, gone with the last user.
+    """Return `ep_group`'s slot buffers for such experts: made once, freed with the last user.
 
     Layers of different slot sets have buffers, and a transport, of their own.
     """

@@ -1,6 +1,7 @@
 """Stage 2: plans for loads, by the name of a strategy.
 
-In training a layer has a `LayerPlanner` of its own, which remembers; here each call begins anew.
+In training a layer has a `LayerPlanner` of its own, which keeps a history; here each call begins
+without one.
 Legend: R ranks of the EP group, E logical experts, S slots per rank, B independent loads.
 """
 
@@ -35,8 +36,8 @@ def solve_plan(
     """Choose replicas and split each expert's load over its instances.
 
     The plan is legal (see `check_plan`) and never worse than no balancing. How close to the mean it
-    comes is the strategy's affair; see `megatron_ext.balance.strategies`. A strategy that plans
-    from history takes a batch for consecutive microbatches of one layer, the first ever.
+    comes depends on the strategy; see `megatron_ext.balance.strategies`. A strategy that plans from
+    history takes a batch for the first microbatches of one layer, in order.
 
     Args:
         load: Assignments from each source rank to each logical expert, int64 [R, E] or a batch [B,
@@ -48,7 +49,7 @@ def solve_plan(
             resolved to 1e-6.
         min_quota: Fewest assignments a replica may carry.
         sections: Strategies' own settings, where they are not their defaults.
-        costs: Of the layer: the objective is time.
+        costs: Costs of the layer; if given, the objective is time.
         placement: Replicas placed before; see `PlanSettings.placement`.
 
     Returns:
@@ -100,8 +101,8 @@ def solve(
         min_quota: Fewest assignments a replica may carry.
         nvlink_domain: Ranks per NVLink domain; one domain if None.
         sections: Strategies' own settings, where they are not their defaults: `LlepSettings(...)`.
-        costs: Of the layer: the objective is time. Each load gets the tolerance at which the
-            modelled layer is fastest, and `tolerance` counts for nothing.
+        costs: Costs of the layer; if given, the objective is time. Each load gets the tolerance at
+            which the modelled layer is fastest, and `tolerance` counts for nothing.
         placement: Replicas placed before; see `PlanSettings.placement`.
 
     Returns:
@@ -163,10 +164,10 @@ def plan_layout(
 def idle_slots(
     slots: int, *, num_experts: int, ep_size: int, nvlink_domain: int | None
 ) -> str | None:
-    """Say that a rank has more slots than replicas to hold; None if it has not.
+    """Return a message if a rank has more slots than replicas to hold; None if it has not.
 
     Args:
-        slots: Of a rank (S).
+        slots: Slots of a rank (S).
         num_experts: Logical experts (E).
         ep_size: Ranks of the EP group (R).
         nvlink_domain: Ranks per NVLink domain; one domain if None.

@@ -1,19 +1,19 @@
 """The `megatron-ext` command, one file per command.
 
-Exit status: 0 done, 1 failed, 2 wrong usage. What is wrong with the input is said in one line.
-Results go to stdout, progress and complaints to stderr. Everything heavy is imported by the
-command that needs it, so that `--help` answers at once.
+Exit status: 0 done, 1 failed, 2 wrong usage. An error about the input is one line. Results go to
+stdout, progress and errors to stderr. Each command imports the heavy modules that it needs, so that
+`--help` answers at once.
 
     train.py       trains a model: hands over to `trainer/train.py`
     report.py      runs compared, as a table and a page
     plan.py        plans for the loads of a file; lists the strategies
     replay.py      several strategies on the same trace
-    place.py       what to put where before a run
+    place.py       places replicas, experts or samples before a run
     simulate.py    a trace on other hardware
-    synth.py       loads from a seed
+    synth.py       synthetic loads
     data.py        text and datasets
-    checkpoint.py  a look into checkpoints; experts moved
-    doctor.py      what this machine has; calibrates
+    checkpoint.py  shows what checkpoints hold; moves experts
+    doctor.py      examines or calibrates this machine
     examine.py     what this machine and installation have, for `doctor`
     options.py     how commands and shared options are declared
     output.py      results, progress, exit status
@@ -45,7 +45,7 @@ from megatron_ext.cli.output import FAILED, INTERRUPTED
 
 # In the order in which `--help` lists them.
 _COMMANDS = (train, report, plan, replay, place, simulate, synth, data, checkpoint, doctor)
-# What a user can put right by calling differently.
+# Errors that a user can repair by another command line.
 _USAGE_ERRORS = (
     ValueError,
     FileNotFoundError,
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; each sets `run` and `command_name`."""
-    parser = OneLineParser(  # As those of all commands are then too.
+    parser = OneLineParser(  # The parsers of all commands are then of this class, too.
         prog="megatron-ext",
         description="Balanced MoE training on stock Megatron-Core.",
         epilog="example:\n  megatron-ext doctor",
@@ -101,14 +101,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _silence_megatron() -> None:
-    """Keep Megatron and torch from telling, at import, about what the CLI does not use."""
+    """Silence import messages of Megatron and torch about features that the CLI does not use."""
     warnings.filterwarnings("ignore", module=r"(megatron|torch)(\.|$)")
     for name in ("megatron", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _complain(command_name: str, error: Exception, status: int) -> int:
-    """Say in one line what went wrong; return the exit status."""
+    """Print in one line what went wrong; return the exit status."""
     message = str(error)
     if isinstance(error, OSError) and error.filename is not None:  # The system's own words.
         message = f"{error.filename}: {error.strerror}"

@@ -1,4 +1,4 @@
-"""`megatron-ext checkpoint`: a look into Megatron checkpoints, and experts moved."""
+"""`megatron-ext checkpoint`: shows what Megatron checkpoints hold, and moves their experts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _add_inspect(checkpoint: Any) -> None:
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
-    """Show what a checkpoint holds; it fails if stock Megatron could not load that."""
+    """Show what a checkpoint holds; fail if stock Megatron could not load it."""
     from checkpoints_tools import find_problems, read_contents
 
     contents = read_contents(arguments.path)

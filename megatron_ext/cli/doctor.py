@@ -1,4 +1,4 @@
-"""`megatron-ext doctor`: what this machine and installation have."""
+"""`megatron-ext doctor`: examines this machine and installation, or calibrates the machine."""
 
 from __future__ import annotations
 

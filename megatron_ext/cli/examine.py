@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-# Looked at besides what megatron-ext requires: absent is fine.
+# Packages examined besides the requirements of megatron-ext: they may be absent.
 _OPTIONAL = ("transformer-engine", "tokenizers", "wandb")
 # What to look for where megatron-ext is on the path only, and says no requirements.
 _ESSENTIAL = ("torch", "megatron-core", "hydra-core")
@@ -70,7 +70,7 @@ def _versions() -> tuple[dict[str, str | None], list[str]]:
 
 
 def _torch_report(problems: list[str]) -> dict[str, Any]:
-    """Return what needs torch: devices, the compiled library, transports and strategies."""
+    """Return the part of the report that needs torch: devices, library, transports, strategies."""
     import torch
 
     from megatron_ext.balance.strategies import STRATEGIES

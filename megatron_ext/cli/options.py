@@ -1,4 +1,4 @@
-"""How commands and the options that several of them share are declared.
+"""Declares commands, and the options that several commands share.
 
 Options of planners have the names, types and defaults of `BalanceConfig`, and all its settings can
 be given as in recipes: `balance.name=value`.
@@ -29,7 +29,7 @@ _PLAN_SETTINGS = (
 
 
 def add_group(commands: Any, name: str, summary: str) -> Any:
-    """Add a command that only has commands below it."""
+    """Add a command that only has subcommands."""
     group = commands.add_parser(name, help=summary, description=summary.capitalize() + ".")
     return group.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
@@ -99,14 +99,14 @@ def _new_path(text: str) -> Path:
 
 
 def add_overwrite(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the leave to replace what is at `--out`."""
+    """Add the option to replace what is at `--out`."""
     parser.add_argument("--overwrite", action="store_true", help=f"replace {what}")
 
 
 def take_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words that are no settings `balance.name=value`, and those that are.
+    """Split the words into settings `balance.name=value`, returned second, and all others.
 
-    They may stand between options, which argparse does not allow for positional words.
+    Settings may stand between options, which argparse does not allow for positional words.
     """
     overrides = [word for word in words if re.match(r"balance\.[\w.]+=", word)]
     return [word for word in words if word not in overrides], overrides
@@ -128,7 +128,7 @@ def add_balance(parser: argparse.ArgumentParser, *options: tuple[str, str, str])
 
 
 def balance_config(arguments: argparse.Namespace) -> BalanceConfig:
-    """Return what options and words `balance.name=value` say.
+    """Return the settings given by options and by words `balance.name=value`.
 
     Raises:
         ValueError: There is no such setting, it is given twice, or it is out of range.
@@ -164,7 +164,7 @@ def balance_config(arguments: argparse.Namespace) -> BalanceConfig:
 
 
 def empty_slots(loads: Loads, balance: BalanceConfig) -> str | None:
-    """Say that a rank has more slots than replicas to hold; None if it has not."""
+    """Return a message if a rank has more slots than replicas to hold; None if it has not."""
     from megatron_ext.balance.solve import idle_slots
 
     _, ranks, experts = loads.load.shape
@@ -186,7 +186,7 @@ def add_nvlink_domain(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_settings(parser: argparse.ArgumentParser) -> None:
-    """Add what planners are asked for; `balance_config` reads it."""
+    """Add the options of planners; `balance_config` reads them."""
     add_balance(parser, ("slots", "S", "replicas that a rank can hold"), *_PLAN_SETTINGS)
     add_nvlink_domain(parser)
     parser.add_argument(
@@ -209,7 +209,7 @@ def plan_settings(balance: BalanceConfig, costs: LayerCosts | None = None) -> Pl
 
 
 def add_costs(parser: argparse.ArgumentParser, for_what: str) -> None:
-    """Add what planning for time needs to know; `layer_costs` reads it."""
+    """Add the costs for planning for time; `layer_costs` reads them."""
     group = parser.add_argument_group(f"for {for_what}")
     for field, kind, metavar, text in _COSTS:
         group.add_argument(_option(field), type=kind, metavar=metavar, help=text)
@@ -223,17 +223,17 @@ def layer_costs(
     switch: str,
     alone: Collection[str] = (),
 ) -> LayerCosts | None:
-    """Return what the options of `add_costs` say, if planning is `for_time`, else None.
+    """Return the costs given by the options of `add_costs` if planning is `for_time`, else None.
 
     Args:
-        arguments: The command's.
-        balance: Its settings, which may have costs, too.
+        arguments: Arguments of the command.
+        balance: Settings of the command, which may have costs, too.
         for_time: Whether planning is for time.
-        switch: What asks for that, for messages.
+        switch: The words that ask to plan for time, for messages.
         alone: Fields that the command also has another use for.
 
     Raises:
-        ValueError: If one is missing, or given without the `switch` that asks to plan for time.
+        ValueError: A cost is missing, or given without the `switch` that asks to plan for time.
     """
     from megatron_ext.balance.costs import LayerCosts
 

@@ -1,4 +1,4 @@
-"""What commands leave behind: an exit status, results on stdout, the rest on stderr."""
+"""Output of commands: an exit status, results on stdout, progress and errors on stderr."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def show(
 
 
 def _finite(value: Any) -> Any:
-    """Put null for what JSON cannot write: the loss of a run that diverged."""
+    """Put null for numbers that JSON cannot write, as the loss of a run that diverged."""
     if isinstance(value, Mapping):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -38,7 +38,7 @@ def _finite(value: Any) -> Any:
 
 
 def warn(message: str | None) -> None:
-    """Say what a user should know of a command that goes on, if there is something."""
+    """Print a warning, if there is one, of a command that goes on."""
     if message is not None:
         sys.stderr.write(f"warning: {message}\n")
 
@@ -57,7 +57,7 @@ def mib(num_bytes: int) -> str:
 
 @contextmanager
 def progress(what: str, total: int, *, in_bytes: bool = False) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr and give the function that moves it on."""
+    """Show a progress bar on stderr; yield the function that advances it."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

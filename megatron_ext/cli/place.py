@@ -1,4 +1,4 @@
-"""`megatron-ext place`: what to put where before a run."""
+"""`megatron-ext place`: places replicas, experts or samples before a run."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _add_eplb(place: Any) -> None:
 
 
 def run_eplb(arguments: argparse.Namespace) -> int:
-    """Place all experts, write where, and show how even the ranks of the trace would have been."""
+    """Rearrange all experts, write the arrangement, and show how even ranks would have been."""
     from megatron_ext.files.arrays import check_free
     from megatron_ext.files.loads import read_loads
     from megatron_ext.files.relayout import write_layout
@@ -238,7 +238,7 @@ def run_sem_moe(arguments: argparse.Namespace) -> int:
     routes = read_routes(arguments.routes)
     measured = routes if arguments.evaluate is None else read_routes(arguments.evaluate)
     global_batch = arguments.global_batch or 8 * arguments.ranks
-    # Before it is learned, which takes long, whether it can be measured.
+    # Learning takes long: check first that its result can be measured.
     check_fit(measured, routes)
     check_batches(measured, arguments.ranks, global_batch)
     sample_starts(measured, arguments.ranks)

@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse what can be seen to be wrong before anything is read."""
+    """Refuse wrong arguments before anything is read."""
     from megatron_ext.files.arrays import check_free
 
     if arguments.loads is None:
@@ -105,7 +105,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _report(
     balance: BalanceConfig, settings: PlanSettings, planned: list[Planned]
 ) -> dict[str, Any]:
-    """The numbers of the plans, and what was asked of the planner."""
+    """Return the numbers of the plans, and what was asked of the planner."""
     from megatron_ext.lab.planning import summarize
 
     layout = planned[0].plan.layout
@@ -145,7 +145,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _strategies() -> dict[str, Any]:
-    """What `--list` says."""
+    """Return the output of `--list`."""
     from megatron_ext.balance.strategies import STRATEGIES
 
     return {

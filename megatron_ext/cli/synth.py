@@ -1,4 +1,4 @@
-"""`megatron-ext synth`: loads from a seed."""
+"""`megatron-ext synth`: synthetic loads from a seed."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _kinds() -> dict[str, Any]:
-    """What `--list` says."""
+    """Return the output of `--list`."""
     from megatron_ext.lab.synthetic import KINDS
 
     return {

@@ -13,7 +13,7 @@ def add(commands: Any) -> None:
 
 
 def run(words: list[str]) -> int:
-    """Hand over to the entry point of training, which has its own help and its own exits."""
+    """Call the entry point of training, which has its own help and its own exits."""
     from megatron_ext.trainer.train import main
 
     main(words)

@@ -29,7 +29,7 @@ MAX_DOCUMENT_BYTES = 2**31 - 2
 
 @dataclass(frozen=True)
 class Skipped:
-    """A file that was left out, and why."""
+    """A file that was skipped, and why."""
 
     path: Path
     reason: str
@@ -37,7 +37,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class BuildResult:
-    """What `build_dataset` made and what it left out."""
+    """What `build_dataset` made and what it skipped."""
 
     manifest: Manifest
     skipped: list[Skipped]
@@ -177,7 +177,7 @@ def _write_domain(folder: Path, name: str, texts: Iterator[str], tokenizer: Toke
 
 
 def _batched(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Collect texts into lists of at least `BATCH_BYTES` characters, but for the last."""
+    """Collect texts into lists of at least `BATCH_BYTES` characters; the last may have fewer."""
     batch: list[str] = []
     size = 0
     for text in texts:

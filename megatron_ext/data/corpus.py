@@ -58,8 +58,8 @@ class Candidate:
 
     Attributes:
         name: Relative path under which it is stored; also what orders the candidates.
-        read: Returns the text, which is made only when it is its turn. Raises ValueError if it is
-            not text.
+        read: Returns the text; called only when the candidate's turn comes. Raises ValueError if
+            the file is not text.
     """
 
     name: str

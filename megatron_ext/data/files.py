@@ -1,4 +1,4 @@
-"""Files in, folders out: what `build.py` and `corpus.py` share.
+"""Finds input files and makes output folders, for `build.py` and `corpus.py`.
 
 Inputs are found in an order that does not depend on the file system. An output folder appears
 complete or not at all.
@@ -87,7 +87,7 @@ def read_text(path: Path) -> str:
 
 @contextmanager
 def new_folder(out: Path, *, overwrite: bool, marker: str) -> Iterator[Path]:
-    """Give a folder to fill, which becomes `out` when the block ends and vanishes when it raises.
+    """Yield a new folder, which becomes `out` when the block ends and is deleted when it raises.
 
     Args:
         out: The folder to make; its parents are made as well.

@@ -30,7 +30,7 @@ class Domain:
     """One kind of text, in a Megatron indexed dataset of its own.
 
     Attributes:
-        prefix: Path of the `.bin` and `.idx` files without their ending, relative to the manifest's
+        prefix: Path of the `.bin` and `.idx` files without their suffix, relative to the manifest's
             folder.
         documents: Number of documents.
         tokens: Number of tokens, one eod per document included.
@@ -53,7 +53,7 @@ class Manifest:
         vocab_size: Number of token ids, eod included.
         eod: Id of the token that ends each document.
         eod_token: The same token as the tokenizer writes it.
-        domains: By name.
+        domains: Domains by name.
     """
 
     folder: Path

@@ -1,4 +1,4 @@
-"""Which text a data-parallel rank sees at which moment: indexed datasets, mixed.
+"""Mixes indexed datasets: which text a data-parallel rank sees in which microbatch.
 
 Everything is a pure function of the settings and of an index: microbatch i is the same on every
 rank, whatever was read before, however long the run is meant to last, and whatever the balance
@@ -55,7 +55,7 @@ class MixedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
         split: "train", or "validation": the tail of each domain's stream.
         sequence_length: Tokens of a sample.
         micro_batch_size: Samples of a microbatch.
-        seed: Of the order of domains and windows.
+        seed: Seed of the order of domains and windows.
         weights: Share of the draws by domain name, in any unit; a domain not named has none. Empty:
             in proportion to the domains' tokens.
         mix_by: "microbatch" (all samples of a microbatch are of one domain) or "sample".
@@ -110,7 +110,7 @@ class MixedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
         """Return microbatch `index` (>= 0) of the whole run, over all data-parallel ranks.
 
         Returns:
-            `tokens`, `labels` (the tokens one place later) and `position_ids`, int64, and
+            `tokens`, `labels` (the tokens one position later) and `position_ids`, int64, and
             `loss_mask` (ones), float32; all [micro_batch_size, sequence_length] on the CPU.
         """
         return self.as_microbatch(self.windows(self._samples(index)))
@@ -120,7 +120,7 @@ class MixedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
         return np.stack([self._window(*self._locate(sample)) for sample in samples])
 
     def as_microbatch(self, windows: NDArray[np.int64]) -> dict[str, Tensor]:
-        """Make a microbatch, as `__getitem__` returns it, of the tokens of its samples."""
+        """Make a microbatch, as `__getitem__` returns it, from the tokens of its samples."""
         block = torch.from_numpy(windows)
         shape = (self.micro_batch_size, self.sequence_length)
         return {
@@ -173,8 +173,8 @@ def microbatches(
     Args:
         dataset: What to read.
         consumed_samples: Samples that the run has seen on all ranks together. The state of a run.
-        data_parallel_rank: This rank's place among those that read different samples.
-            Expert-parallel ranks do.
+        data_parallel_rank: This rank's number among the ranks that read different samples.
+            Expert-parallel ranks read different samples.
         data_parallel_size: Number of such ranks.
 
     Raises:

@@ -120,9 +120,9 @@ class HuggingFaceTokenizer:
 def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_parallel: int) -> int:
     """Return the rows of an embedding that holds `vocab_size` tokens and splits evenly.
 
-    Rows that stand for no token have logits, too. So that a checkpoint is the same model on another
-    number of ranks, all numbers that divide `divisible_by` pad alike; Megatron's own rule, a
-    multiple of `divisible_by` on each rank, would add rows that were never trained.
+    Rows that stand for no token have logits, too. A checkpoint must be the same model on another
+    number of ranks, so all numbers of ranks that divide `divisible_by` pad alike. Megatron's own
+    rule, a multiple of `divisible_by` on each rank, would add rows that were never trained.
 
     Args:
         vocab_size: Number of token ids.

@@ -9,5 +9,5 @@
     tables.py      tables as text, in Markdown and in HTML
     yaml_files.py  YAML that holds a mapping
 
-It knows the values of `balance/` that are written, and no room above.
+It imports the values of `balance/` that it writes, and no room above.
 """

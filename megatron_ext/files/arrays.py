@@ -1,7 +1,7 @@
 """Arrays by name in `.npz` files: read and checked, written whole or not at all.
 
-Every file of numbers is one: loads, plans, placements, routes, semantics. What its arrays mean is
-said where its value is.
+Every file of numbers is such a file: loads, plans, placements, routes, semantics. The module of
+each format says what its arrays mean.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 # What NumPy raises on a file that is cut, damaged, or holds pickled objects: damage can ask for a
-# password, for any amount of memory, for a place before the file's beginning.
+# password, for any amount of memory, for a position before the file's beginning.
 _DAMAGES = (
     ValueError,
     EOFError,
@@ -31,12 +31,12 @@ _ARCHIVE, _ARRAY = b"PK", b"\x93NUMPY"
 
 
 def check_free(path: Path, *, overwrite: bool) -> None:
-    """Check that a file can be written: before the work whose result goes there.
+    """Check that a file can be written, before the work whose result it will hold.
 
     Raises:
-        FileExistsError: It is a folder, or exists and is not to be replaced.
-        NotADirectoryError: It would be below something that is no folder.
-        PermissionError: It, or the folder that it or its new folders go into, may not be written.
+        FileExistsError: The path is a folder, or exists and is not to be replaced.
+        NotADirectoryError: The path would be below something that is no folder.
+        PermissionError: The file, or the folder that would get a new entry, may not be written.
     """
     if path.is_dir():
         raise FileExistsError(f"{path} is a folder")
@@ -53,7 +53,7 @@ def find_arrays(folder: Path) -> list[Path]:
     """Return the .npz files of a folder, sorted.
 
     Raises:
-        FileNotFoundError: It has none; the message names folders in it that do.
+        FileNotFoundError: There are no such files; the message names folders in it that have some.
     """
     files = sorted(folder.glob("*.npz"))
     if not files:
@@ -66,11 +66,11 @@ def find_arrays(folder: Path) -> list[Path]:
 def read_arrays(
     path: Path, *, required: tuple[str, ...], optional: tuple[str, ...]
 ) -> dict[str, np.ndarray]:
-    """Read the arrays of these names from an .npz file; what else it holds stays unread.
+    """Read the arrays of these names from an .npz file; other arrays stay unread.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is no such file, is damaged, or lacks a required array.
+        ValueError: The file is no .npz file, is damaged, or lacks a required array.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
@@ -102,7 +102,7 @@ def _read_array(path: Path, archive: np.lib.npyio.NpzFile, name: str) -> np.ndar
         values = archive[name]
     except _DAMAGES as error:
         raise ValueError(f"{path}: {name} cannot be read ({error})") from error
-    # What lacks the header of an array comes as bytes.
+    # NumPy returns bytes for an entry without the header of an array.
     if not isinstance(values, np.ndarray):
         raise ValueError(f"{path}: {name} is no array")
     return values

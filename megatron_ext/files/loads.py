@@ -49,7 +49,7 @@ class Loads:
     load: Tensor
     """int64 [B, R, E]."""
     trace: dict[str, Tensor] = field(default_factory=dict)
-    """Of `TRACE_FIELDS`, what is known: int64 [B] each."""
+    """Those of `TRACE_FIELDS` that are known: int64 [B] each."""
     predicted: Tensor | None = None
     """What was predicted of each load before it was known, or -1: int64 [B, R, E]."""
 
@@ -57,13 +57,13 @@ class Loads:
         return self.load.shape[0]
 
     def prediction(self, index: int) -> Tensor | None:
-        """What was predicted of one load, int64 [R, E]; None where nothing was."""
+        """The prediction of one load, int64 [R, E]; None if there is none."""
         if self.predicted is None or int(self.predicted[index].min()) < 0:
             return None
         return self.predicted[index]
 
     def layers(self) -> list[int]:
-        """The layer of each load; all of one layer, 0, where it is not known."""
+        """The layer of each load; 0 for all loads if layers are not known."""
         if "layer" not in self.trace:
             return [0] * len(self)
         return [int(layer) for layer in self.trace["layer"]]
@@ -71,7 +71,7 @@ class Loads:
 
 @dataclass(frozen=True, eq=False)
 class Plans:
-    """Plans of a file. The NVLink domain they keep to is not in it."""
+    """Plans of a file. The file does not say which NVLink domains they keep to."""
 
     quota: Tensor
     """int64 [B, E, R]."""
@@ -91,8 +91,8 @@ def read_loads(path: Path) -> Loads:
 
     Raises:
         FileNotFoundError: There is no such file or folder, or the folder has no `.npz` file.
-        ValueError: It holds no loads, or files that do not belong together; the message names file,
-            value and rule.
+        ValueError: The file holds no loads, or the folder files that do not belong together; the
+            message names file, value and rule.
     """
     return _read_folder(path) if path.is_dir() else _read_file(path)
 
@@ -162,11 +162,11 @@ def _check_prediction(path: Path, predicted: np.ndarray) -> None:
 def read_plans(path: Path) -> Plans:
     """Read a file of plans and check that types and sizes fit each other.
 
-    Whether the plans are legal is a question to `check_plan`, which needs the loads.
+    It does not check that the plans are legal: `check_plan` does, and needs the loads.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is no file of plans; the message names file, value and rule.
+        ValueError: The file is no file of plans; the message names file, value and rule.
     """
     return Plans(**{name: torch.from_numpy(values) for name, values in _PLANS.read(path).items()})
 
@@ -194,10 +194,10 @@ def write_plans(
     """Write a file of plans, whole or not at all.
 
     Args:
-        path: Where.
-        load: What was planned for, int64 [B, R, E].
-        plans: One for each load, of one layout.
-        with_split: Add whose assignments fill each quota.
+        path: Path of the file.
+        load: The loads that were planned for, int64 [B, R, E].
+        plans: One plan for each load, all of one layout.
+        with_split: Add each quota by source rank.
         overwrite: Replace an existing file.
 
     Raises:

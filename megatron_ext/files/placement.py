@@ -1,6 +1,6 @@
 """Files of replicas that were placed before the run.
 
-They are `.npz` and hold what `Placement` does:
+They are `.npz` and hold the fields of `Placement`:
 
     layer        int64 [L]         number of each layer, counted from 1; 0 where it was not known
     slots        int32 [L, R, S]   logical expert in each slot of each rank, or -1
@@ -35,7 +35,7 @@ def read_placement(path: Path) -> Placement:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It holds no placement; the message names file, value and rule.
+        ValueError: The file holds no placement; the message names file, value and rule.
     """
     arrays = _SCHEMA.read(path)
     layer, slots, expert_load = arrays["layer"], arrays["slots"], arrays["expert_load"]

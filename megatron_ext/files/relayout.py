@@ -1,4 +1,4 @@
-"""Files of where experts should be: `.npz` of layer int64 [L] and expert int64 [L, E].
+"""Files of arrangements of experts: `.npz` of layer int64 [L] and expert int64 [L, E].
 
 Entry p of a layer's `expert` is the logical expert that is to become expert p. `megatron-ext place`
 makes such files, `megatron-ext checkpoint relayout` moves experts by them. A file of semantics
@@ -25,14 +25,14 @@ _SCHEMA = Schema(
 
 
 def read_layout(path: Path) -> dict[int, np.ndarray]:
-    """Read where experts should be, from a layout or a file of semantics.
+    """Read an arrangement of experts, from a file of its own or a file of semantics.
 
     Returns:
-        Of each layer's number `Semantics.expert`: int64 [E].
+        By each layer's number, the logical expert at each position: int64 [E].
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It holds something else; the message names file, value and rule.
+        ValueError: The file holds something else; the message names file, value and rule.
     """
     arrays = _SCHEMA.read(path)
     layer, expert = arrays["layer"], arrays["expert"]
@@ -41,7 +41,7 @@ def read_layout(path: Path) -> dict[int, np.ndarray]:
 
 
 def write_layout(path: Path, layout: Mapping[int, np.ndarray], *, overwrite: bool = False) -> None:
-    """Write where experts should be, as `read_layout` returns it.
+    """Write an arrangement of experts, as `read_layout` returns it.
 
     Raises:
         FileExistsError: The file exists and is not to be replaced.
@@ -57,12 +57,12 @@ def check_layout(path: Path, layer: np.ndarray, expert: np.ndarray) -> None:
     """Check that a file has every expert of every layer once.
 
     Args:
-        path: Of the file, for the message.
+        path: Path of the file, for the message.
         layer: Number of each layer: int64 [L].
-        expert: Logical expert in each place of each layer: int64 [L, E].
+        expert: Logical expert at each position of each layer: int64 [L, E].
 
     Raises:
-        ValueError: It does not; the message names file, layer and rule.
+        ValueError: An expert is missing or there twice; the message names file, layer and rule.
     """
     num_experts = expert.shape[1]
     for number, of_layer in zip(layer.tolist(), expert, strict=True):

@@ -1,4 +1,4 @@
-"""Which experts each token chose, by token id and sample: a trace that tells more than loads do.
+"""Which experts each token chose, with its id and sample: a trace that tells more than loads do.
 
 Files of routes, `.npz`; a folder of them, as a run records it, is read as one:
 
@@ -69,9 +69,9 @@ class Routes:
         """Count how often each expert was chosen by the tokens of each row: int64 [rows, E].
 
         Args:
-            layer: Place of the layer in `layers`.
+            layer: Position of the layer in `layers`.
             rows: The row of each token, int64 [N], such as `token` or `sample`.
-            num_rows: Rows there are.
+            num_rows: Number of rows.
         """
         cells = rows[:, None] * self.num_experts + self.choice[layer]
         size = num_rows * self.num_experts
@@ -81,13 +81,13 @@ class Routes:
 def read_routes(path: Path) -> Routes:
     """Read and check a file of routes, or a run's folder of them.
 
-    Of a folder, layers of all pipeline stages are put together. The last steps of a killed run may
-    be there of some stages only: they are left out.
+    From a folder, layers of all pipeline stages are put together. If only some stages wrote the
+    last steps of a killed run, these steps are dropped.
 
     Raises:
         FileNotFoundError: There is no such file or folder, or the folder has no `.npz` file.
-        ValueError: It holds no routes, or files that do not belong together; the message names
-            file, value and rule.
+        ValueError: The file holds no routes, or the folder files that do not belong together; the
+            message names file, value and rule.
     """
     return _read_folder(path) if path.is_dir() else _read_file(path)
 

@@ -1,4 +1,4 @@
-"""What an `.npz` file of a format holds, declared: types, axes, ranges; and the check of it.
+"""Declares what an `.npz` file of a format holds (types, axes, ranges), and checks files by it.
 
 Axes are letters, the same letter the same size in all arrays of a file:
 
@@ -7,8 +7,8 @@ Axes are letters, the same letter the same size in all arrays of a file:
     "L-2 R R"   an axis that is shorter by 2 (but not below 0)
     "2"         of this size
 
-Only S, slots of a rank, may be 0. What a rule here cannot say (an expert that is there twice) is
-checked where the format is.
+Only S, slots of a rank, may be 0. The module of a format checks the rules that cannot be declared
+here (an expert that is there twice).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Array:
     """Entries are below the size of this letter."""
 
     all_differ: bool = False
-    """Whether no entry is there twice."""
+    """Whether all entries must differ."""
 
     entries: str = ""
     """Letters whose sizes the entries of this array are: "V E"."""
@@ -62,11 +62,11 @@ class Schema:
     """Two letters: the first size is a multiple of the second."""
 
     def read(self, path: Path) -> dict[str, np.ndarray]:
-        """Read the arrays of a file and check them; optional ones that it lacks are left out.
+        """Read the arrays of a file and check them; missing optional arrays are not in the result.
 
         Raises:
             FileNotFoundError: There is no such file.
-            ValueError: It breaks a rule; the message names file, array, value and rule.
+            ValueError: The file breaks a rule; the message names file, array, value and rule.
         """
         # Short ones first: of a file of another kind, the array named as missing is the simplest.
         names = sorted(self.arrays, key=lambda name: self.arrays[name].axes.count(" "))
@@ -120,7 +120,7 @@ def _check_dtype(path: Path, name: str, values: np.ndarray, dtype: Any) -> None:
 def _check_shape(
     path: Path, name: str, values: np.ndarray, axes: str, sizes: dict[str, int], beside: str
 ) -> None:
-    """Check the axes of an array, and note the sizes of letters that are new in it."""
+    """Check the axes of an array, and add the sizes of its new letters."""
     letters = axes.replace("?", "").split()
     wanted = [_size(letter, sizes) for letter in letters]
     fits = values.ndim == len(wanted) and all(

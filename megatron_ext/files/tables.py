@@ -1,4 +1,4 @@
-"""Tables as text, in Markdown and in HTML: the first column left, the others right."""
+"""Tables as text, in Markdown and in HTML: first column aligned left, all others right."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in HTML, its cells escaped; how it looks is left to the page.
+    """Return a table in HTML, its cells escaped and without style.
 
     Raises:
         ValueError: Two columns have the same header.

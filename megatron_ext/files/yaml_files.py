@@ -16,7 +16,7 @@ def find_file(name_or_file: str, folder: Path, what: str) -> Path:
     """Return the path of a file that is named by its path or by its name in `folder`.
 
     Raises:
-        FileNotFoundError: There is neither; the message lists the names.
+        FileNotFoundError: There is no such path and no such name; the message lists the names.
     """
     for path in (Path(name_or_file), folder / f"{name_or_file}.yaml"):
         if path.is_file():
@@ -30,7 +30,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML file that holds a mapping.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The file is not YAML, or holds no mapping.
     """
     from yaml import YAMLError
 
@@ -46,12 +46,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def read_into(
     fields: type[T], content: Mapping[str, Any], path: Path, overrides: Sequence[str] = ()
 ) -> T:
-    """Make a dataclass of what a file holds: keys are its fields, values of their types.
+    """Make a dataclass from a file's mapping: keys are its fields, values have their types.
 
     Args:
         fields: The dataclass, as OmegaConf's structured configs are.
-        content: Of the file, as `read_yaml` returns it.
-        path: Of the file, for messages.
+        content: Content of the file, as `read_yaml` returns it.
+        path: Path of the file, for messages.
         overrides: Values that replace the file's, each as `name=value`.
 
     Raises:
@@ -66,7 +66,7 @@ def read_into(
             raise ValueError(f"{path} has no {', '.join(missing)}")
         made = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        # OmegaConf names the field of a wrong value on a line of its own, that of a wrong key not.
+        # OmegaConf names the field on a line of its own for a wrong value, but not for a wrong key.
         field = f"{error.full_key}: " if isinstance(error, ValidationError) else ""
         raise ValueError(f"{path}: {field}{str(error).splitlines()[0]}") from None
     assert isinstance(made, fields)

@@ -1,11 +1,12 @@
-"""This machine's constants for `simulate`, measured on ranks that work at the same time.
+"""Measures this machine's constants for `simulate`, on ranks that work at the same time.
 
-On CPUs, with as many ranks as there are cores but two at least, one thread each, as a training
-here has them. The rates of experts, dense parts, tokens and optimizer are those of the parts of the
-quickstart's step (`trainer/blocks.py`); never of a step itself, which a simulation is to predict.
+Ranks are on CPUs: as many as there are cores, but two at least, with one thread each, as in a
+training here. The rates of experts, dense parts, tokens and optimizer are measured on the parts of
+the quickstart's step (`trainer/blocks.py`), never on a whole step, which a simulation is to
+predict.
 
-Ranks wait for each other between the parts of a step. So a round takes as long as its slowest rank,
-and what counts is the median of the rounds: the machine as it is, with what else runs on it.
+Ranks wait for each other between the parts of a step. So a round takes as long as its slowest rank.
+The median of the rounds counts: the machine as it is, with everything else that runs on it.
 """
 
 from __future__ import annotations
@@ -37,25 +38,25 @@ from megatron_ext.lab.shape import shape_of
 from megatron_ext.mcore.timing import slowest_s
 
 ROUNDS = 100
-"""Of each measurement."""
+"""Rounds of each measurement."""
 _WARMUP = 20
 """Rounds at the beginning that do not count: by then the allocator has what it needs."""
 
 _SQUARE = 1024
 """Side of the matrices whose product gives the peak."""
 _COPIED_BYTES = 32 << 20
-"""Moved at a time: more than caches hold."""
+"""Bytes moved at a time: more than caches hold."""
 _EXPERTS = 8
-"""Of a layer on a rank."""
+"""Experts of a layer on a rank."""
 _VOCAB_SIZE = 257
-"""Bytes and the end of a document."""
+"""Token ids: all bytes, and the end of a document."""
 
 
 def calibration_run(num_ranks: int) -> TrainConfig:
     """Return the run whose parts are measured: the recipe `quickstart` without balancing.
 
-    It is said here again because a recipe is not part of the installed package. On more than two
-    ranks it has more experts.
+    The recipe is repeated here because recipes are not part of the installed package. On more than
+    two ranks the run has more experts.
     """
     micro_batch_size = 48
     return TrainConfig(
@@ -84,11 +85,11 @@ def calibrate(name: str, *, num_ranks: int | None = None) -> Hardware:
     """Measure this machine.
 
     Args:
-        name: Of the hardware.
+        name: Name of the hardware.
         num_ranks: Ranks that work at the same time; by default one for each core, two at least.
 
     Raises:
-        RuntimeError: There is a GPU; they are not measured yet.
+        RuntimeError: There is a GPU; GPUs are not measured yet.
         SystemExit: With status 1 if a rank failed.
     """
     from megatron_ext.trainer.train import launch_ranks
@@ -166,12 +167,12 @@ def _measure(folder: str) -> None:
 
 
 def _median_s(work: Callable[[], object]) -> float:
-    """Seconds of a round, in the median."""
+    """Median seconds of a round."""
     return _median([slowest_s(work) for _ in range(ROUNDS)])
 
 
 def _median(values: list[float]) -> float:
-    """Of the rounds that count."""
+    """Median of the rounds that count."""
     return statistics.median(values[_WARMUP:])
 
 
@@ -183,7 +184,8 @@ def _matrix_rate() -> float:
 def _part_rates(config: TrainConfig) -> dict[str, float]:
     """FLOPs or bytes per second of a step's parts, as the shape of the run counts them.
 
-    A round is all parts in the order of a step, so that each finds caches and allocator as in one.
+    A round is all parts in the order of a step, so that each part finds caches and allocator as in
+    a step.
     """
     from megatron_ext.trainer.blocks import StepBlocks
 
@@ -209,9 +211,9 @@ def _part_rates(config: TrainConfig) -> dict[str, float]:
 
 
 def _uneven_loads(assignments: int, ranks: int) -> Tensor:
-    """Random loads of all experts, of another popularity in every round: int64 [ROUNDS, R, M].
+    """Random loads of all experts, with a new popularity in every round: int64 [ROUNDS, R, M].
 
-    Never the same sizes twice, as in a training. The busiest rank's rounds come first, so that the
+    No sizes come twice, as in a training. The rounds with the busiest ranks come first, so that the
     allocator has seen the largest blocks when the warm-up ends.
     """
     generator = np.random.default_rng(0)
@@ -225,7 +227,7 @@ def _uneven_loads(assignments: int, ranks: int) -> Tensor:
 
 
 def _memory_bandwidth() -> float:
-    """Bytes per second of a sum: two reads and a write."""
+    """Bytes per second of adding two arrays: two reads and a write."""
     one = torch.ones(_COPIED_BYTES // 4)
     return 3 * _COPIED_BYTES / _median_s(lambda: one + one)
 
@@ -249,7 +251,7 @@ def _weight_bandwidth(folder: Path) -> float:
 
 
 def _solve_us() -> dict[str, float]:
-    """Microseconds of a plan for 64 ranks and 256 experts, of strategies that need no more."""
+    """Microseconds of a plan for 64 ranks and 256 experts, for strategies that need only a load."""
     from megatron_ext.balance.solve import solve
     from megatron_ext.balance.strategies import STRATEGIES
     from megatron_ext.balance.strategies.strategy import Solves

@@ -1,4 +1,4 @@
-"""Hardware files: what `simulate` has to know of a machine, each number with its source.
+"""Hardware files: the constants of a machine that `simulate` needs, each with its source.
 
     summary: one line
     constants:
@@ -22,14 +22,14 @@ from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.files.yaml_files import find_file, read_into, read_yaml
 
 FOLDER = Path("recipes/hardware")
-"""Where the files are that have a name, below the working directory."""
+"""Folder of the files that can be named, below the working directory."""
 
 SOLVED_PAIRS = 64 * 256
-"""Ranks x experts at which `solve_us` is said: 64 ranks, 256 experts."""
+"""Ranks x experts that `solve_us` is given for: 64 ranks, 256 experts."""
 
 _WHOLE = ("domain_ranks", "relay_threshold")
 _MOST_WHOLE = 1_000_000
-"""Far beyond the ranks there are."""
+"""Far more ranks than any machine has."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class _Constant:
 
 @dataclass
 class _File:
-    """What of a hardware file is read."""
+    """The part of a hardware file that is read."""
 
     summary: str = ""
     constants: dict[str, _Constant] = MISSING
@@ -55,39 +55,39 @@ class Hardware:
     name: str
     summary: str
     sources: Mapping[str, str]
-    """Of each constant below: a section of a paper, a data sheet, a measurement, an assumption."""
+    """Source of each constant below: a paper's section, a data sheet, a measurement, a guess."""
 
     domain_ranks: int
     """Ranks that reach each other over the fast links."""
     memory_bytes: float
-    """Of a rank."""
+    """Memory of a rank."""
     peak_flops_per_s: float
-    """Of a rank, dense matrix products."""
+    """Peak of a rank in dense matrix products."""
     expert_efficiency: float
-    """Share of the peak that experts reach: their matrix products, in the time of these, of the
-    activation function and of weighing by the router's probabilities."""
+    """Share of the peak that experts reach. Work: their matrix products. Time: also the activation
+    function and weighing by the router's probabilities."""
     dense_efficiency: float
-    """The same of what all ranks have: matrix products and attention, in the time of these and of
-    norms, sums, mask, softmax and router. Of logits too, with their loss."""
+    """Share of the peak that dense parts reach. Work: matrix products and attention. Time: also
+    norms, sums, mask, softmax and router. It holds for logits too, with the time of the loss."""
     memory_bandwidth: float
-    """Bytes per second that a rank reads and writes where it does no more than move them."""
+    """Bytes per second that a rank reads and writes where it only moves bytes."""
     optimizer_bandwidth: float
     """Bytes per second (`ModelShape.optimizer_bytes`) in an optimizer's step, which clips and
     clears gradients too."""
     token_bandwidth: float
-    """Bytes per second that a rank sends in dispatch and combine within the domain, as reached, in
-    the time of the transfer and of bringing tokens into the order of experts and back."""
+    """Bytes per second that a rank sends in dispatch and combine within the domain, as reached. The
+    time includes bringing tokens into the order of experts and back."""
     weight_bandwidth: float
     """Bytes per second that a rank sends as replicas within the domain, as reached."""
     outer_bandwidth: float
     """Bytes per second that a rank sends out of its domain, as reached."""
     overlap: float
-    """Share of a computation behind which a transfer can hide: 0 where ranks copy themselves."""
+    """Share of a computation that can hide a transfer: 0 where ranks copy by themselves."""
     relay_threshold: int
     """Most sends of a rank without relays (`transport/relay.py`)."""
     solve_us: Mapping[str, float]
-    """Microseconds of planning one load of 64 ranks and 256 experts, by strategy. For others it is
-    what the planner took where the simulation ran."""
+    """Microseconds of planning one load of 64 ranks and 256 experts, by strategy. For a strategy
+    without an entry, a simulation takes the time that its own planning took."""
 
     def __post_init__(self) -> None:
         """Check every constant."""
@@ -126,7 +126,7 @@ def read_hardware(name_or_file: str) -> Hardware:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It lacks a constant or a source, or a value is wrong; the message says which.
+        ValueError: A constant or a source is missing, or a value is wrong; the message says which.
     """
     path = find_file(name_or_file, FOLDER, "hardware")
     content = read_yaml(path)

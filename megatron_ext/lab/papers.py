@@ -1,7 +1,7 @@
-"""Tables and figures of the papers, in their form, of the loads and strategies of a replay.
+"""A replay's results in the form of the papers' tables and figures.
 
-An exhibit is a table of numbers. As JSON and as Markdown it is that table, as a picture its columns
-over the first one. What a paper shows of its models and data is shown of one trace here.
+An exhibit is a table of numbers. JSON and Markdown hold that table; a picture draws its columns
+over the first column. Where a paper shows its models and data, an exhibit shows one trace.
 
 Legend: B loads, R ranks of the EP group, E logical experts, L layers.
 """
@@ -31,21 +31,21 @@ from megatron_ext.methods.craft.craft import CRAFT
 from megatron_ext.methods.craft.place import estimate_gains, replica_counts
 
 BEFORE = "before"
-"""What is shown as the loads are without balancing."""
+"""Name under which exhibits show the loads without balancing."""
 
 _MOST_ROWS = 20
-"""Rows of a figure in Markdown; of more, some are left out evenly."""
+"""Most rows of a figure in Markdown; of more, rows are dropped evenly."""
 
 _SAMPLE_LAYERS = 4
 """Layers that CRAFT's Figure 9 shows."""
 
 _SHARES = np.arange(1, 21) / 20
-"""Shares of the loads at which a distribution is told."""
+"""Shares of the loads at which a distribution is sampled."""
 
 _IMBALANCE = "imbalance (busiest rank / mean)"
 
 _LINE_STYLES = ("-", "--", ":")
-"""One after the other when all colors were used, so that no two strategies look alike."""
+"""Line styles, changed each time all colors were used, so that no two strategies look alike."""
 
 _GROUPS = 4
 """Groups of loads, by their imbalance without balancing, in the lower part of Figure 15."""
@@ -66,10 +66,10 @@ class Exhibit:
 
     columns: tuple[str, ...]
     rows: list[tuple[str | float, ...]]
-    """As long as `columns` each; after the first, numbers."""
+    """Rows as long as `columns`; all entries after the first are numbers."""
 
     quantity: str = ""
-    """Of a figure, what its numbers are, as its axis says it."""
+    """For a figure, the label of the axis of its numbers."""
 
 
 def make_exhibits(
@@ -84,16 +84,17 @@ def make_exhibits(
     """Show a replay as the papers would.
 
     Args:
-        loads: What was replayed.
-        replayed: `replay.replay` of it.
+        loads: The loads that were replayed.
+        replayed: The result of `replay.replay` for them.
         settings: What planners were asked for.
         slots: Replicas a rank can hold, as asked for.
         nvlink_domain: Ranks per NVLink domain; one domain if None.
         on_load: Called with 1 after every load that is replayed once more, `more_replays` times.
 
     Returns:
-        UltraEP's Table 4 and Figures 6 and 15, Libra's Table 1 where a load has one to be predicted
-        by, Sem-MoE's Figure 5b and, if `craft` was replayed with slots, CRAFT's Figures 8 and 9.
+        UltraEP's Table 4 and Figures 6 and 15; Libra's Table 1 if a load has a prediction or an
+        earlier load of its layer; Sem-MoE's Figure 5b; and CRAFT's Figures 8 and 9 if `craft` was
+        replayed with slots.
     """
     before = imbalances(home_loads(loads.load)).numpy()
     after = {BEFORE: before} | {name: of["imbalance"] for name, of in replayed.items()}
@@ -124,7 +125,7 @@ def more_replays(
 def _craft_layout(
     loads: Loads, replayed: Iterable[str], slots: int, nvlink_domain: int | None
 ) -> ExpertLayout | None:
-    """What CRAFT's figures are of; None if they are not to be shown."""
+    """Layout for CRAFT's figures; None if they are not to be shown."""
     if CRAFT.name not in replayed or slots == 0:
         return None
     _, ranks, experts = loads.load.shape
@@ -134,7 +135,7 @@ def _craft_layout(
 
 
 def _ultraep_table_4(loads: Loads, replayed: Mapping[str, Mapping[str, np.ndarray]]) -> Exhibit:
-    """Means over the loads, as the paper's are over its simulations."""
+    """Means over the loads; the paper has means over its simulations."""
     total = _totals(loads)
     metrics: dict[str, Callable[[Mapping[str, np.ndarray]], np.ndarray]] = {
         "imbalance": lambda of: of["imbalance"],
@@ -157,7 +158,7 @@ def _ultraep_table_4(loads: Loads, replayed: Mapping[str, Mapping[str, np.ndarra
 
 
 def _ultraep_figure_6(loads: Loads, after: Mapping[str, np.ndarray]) -> Exhibit:
-    """Of each microbatch the mean over its layers."""
+    """Mean over the layers of each microbatch."""
     layers = np.array(loads.layers())
     moment = np.zeros(len(loads), dtype=np.int64)
     for layer in np.unique(layers):
@@ -174,7 +175,7 @@ def _ultraep_figure_6(loads: Loads, after: Mapping[str, np.ndarray]) -> Exhibit:
 
 
 def _ultraep_figure_15_upper(after: Mapping[str, np.ndarray]) -> Exhibit:
-    """Distributions, turned by 90 degrees: the imbalance that a share of the loads stays within."""
+    """Distributions, turned by 90 degrees: the imbalance that a share of the loads stays below."""
     quantiles = [np.quantile(of, _SHARES, method="inverted_cdf") for of in after.values()]
     return Exhibit(
         "ultraep_figure_15_upper",
@@ -187,7 +188,7 @@ def _ultraep_figure_15_upper(after: Mapping[str, np.ndarray]) -> Exhibit:
 
 
 def _ultraep_figure_15_lower(after: Mapping[str, np.ndarray]) -> Exhibit:
-    """The paper draws loads of given imbalances; a trace has those that it has, in four groups."""
+    """Loads in four groups by their imbalance; the paper draws loads of given imbalances."""
     groups = np.array_split(np.argsort(after[BEFORE], kind="stable"), _GROUPS)
     groups = [group for group in groups if len(group)]
     means = [[values[group].mean() for group in groups] for values in after.values()]
@@ -226,10 +227,10 @@ def _sem_moe_figure_5b(loads: Loads, replayed: Mapping[str, Mapping[str, np.ndar
 def _libra_table_1(loads: Loads) -> Exhibit:
     """How well loads are known beforehand: by the router, and by the layer's last load.
 
-    The paper counts tokens whose experts are predicted. That is at most what is counted here, where
-    one token's wrong expert may stand in for another's. Of the router's column, loads without a
-    prediction are left out, of the other's the first of each layer. A column that no layer has
-    anything to show in is left out of the table, and so is a layer that lacks one of the others.
+    The paper counts tokens whose experts are predicted. The number here is at least as large,
+    because one token's wrong expert may make up for another token's. The router's column drops
+    loads without a prediction; the other column drops the first load of each layer. Columns without
+    data are dropped; a layer is listed only if it has data in every remaining column.
     """
     layers = np.array(loads.layers())
     by_router: dict[int, list[float]] = {}
@@ -266,7 +267,7 @@ def _craft_figures(
     estimate = estimate_gains(loads, layout, settings, on_load=on_load)
     counts = np.array([0, *estimate.compared])
     gains = np.concatenate([np.zeros((len(estimate.gains), 1)), estimate.gains], axis=1)
-    # From the layer that gains least to the one that gains most.
+    # From the layer that gains least to the layer that gains most.
     order = np.argsort(gains[:, -1], kind="stable")
     number = min(_SAMPLE_LAYERS, len(order))
     samples = order[np.linspace(0, len(order) - 1, number).round().astype(int)]
@@ -302,7 +303,7 @@ def _rows(*columns: Sequence[float] | np.ndarray) -> list[tuple[str | float, ...
 
 
 def to_json(exhibits: Sequence[Exhibit]) -> dict[str, Any]:
-    """Return title, columns and rows of each, by name."""
+    """Return title, columns and rows of each exhibit, by name."""
     return {
         one.name: {
             "title": one.title,
@@ -314,7 +315,7 @@ def to_json(exhibits: Sequence[Exhibit]) -> dict[str, Any]:
 
 
 def to_markdown(exhibits: Sequence[Exhibit]) -> str:
-    """Return a section with a table for each."""
+    """Return a section with a table for each exhibit."""
     return "".join(f"## {one.title}\n\n{_table(one)}\n\n" for one in exhibits)
 
 
@@ -374,7 +375,7 @@ def _draw_lines(exhibit: Exhibit, panel: Any) -> None:
     first, *others = zip(*exhibit.rows, strict=True)
     for number, (name, values) in enumerate(zip(exhibit.columns[1:], others, strict=True)):
         style = _LINE_STYLES[number // num_colors % len(_LINE_STYLES)]
-        # One point alone is no line.
+        # A single point makes no line.
         panel.plot(first, values, style, label=name, linewidth=1, marker="." * (len(first) == 1))
     panel.set_xlabel(exhibit.columns[0])
 

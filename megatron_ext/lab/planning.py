@@ -22,20 +22,20 @@ from megatron_ext.files.loads import Loads
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan and what was measured of it."""
+    """A plan and its measured numbers."""
 
     plan: BalancePlan
     measured: dict[str, float]
-    """Imbalances and their lower bound as ratios to the mean. `solve_us`: microseconds of the one
-    call of `plan_in_order` that made the plan, measured around it, what it does in Python included,
-    and what it places for the loads to come."""
+    """Imbalances and their lower bound as ratios to the mean. `solve_us`: microseconds of the call
+    of `plan_in_order` that made the plan, including its work in Python and the replicas it places
+    for later loads."""
 
 
 def read_name(name: str) -> tuple[str, bool]:
     """Return the strategy that a name in a comparison means, and whether it plans for time.
 
     Args:
-        name: A strategy, or with the objective behind a colon: `quota:time`.
+        name: A strategy, with or without an objective behind a colon: `quota:time`.
 
     Raises:
         ValueError: There is no such objective.
@@ -50,7 +50,7 @@ def read_name(name: str) -> tuple[str, bool]:
 def make_planners(
     loads: Loads, strategy: str, settings: PlanSettings, *, slots: int, nvlink_domain: int | None
 ) -> list[LayerPlanner]:
-    """Return the planner of each load: one for each layer of a trace, else the same for all.
+    """Return the planner of each load: one for each layer of a trace, else one for all loads.
 
     Args:
         loads: The loads, in the order in which they are to be planned.
@@ -75,7 +75,7 @@ def make_planners(
 
 
 def missing_history(loads: Loads, strategies: Iterable[str], settings: PlanSettings) -> str | None:
-    """Say which strategies have no replicas in most of the loads, for want of a past; None if none.
+    """Return a message that names strategies without a history for most loads; None if none.
 
     Args:
         loads: To be planned.
@@ -105,11 +105,11 @@ def plan_loads(
 
     Args:
         loads: At least one.
-        planners: Of each load, from `make_planners`.
+        planners: Planner of each load, from `make_planners`.
         on_load: Called with 1 after every load.
     """
     planned = []
-    # The first plan of a process pays for loading the library; it is not the one that is timed.
+    # The first plan of a process pays for loading the library; its time does not count.
     planners[0].solve(loads.load[0])
     for index, (load, planner) in enumerate(zip(loads.load, planners, strict=True)):
         placed = planner.expect_in_order(loads.prediction(index))

@@ -36,8 +36,8 @@ from megatron_ext.methods.libra.libra import split_over_placed
 FILES = ("replay.json", "replay.md", "replay.png")
 
 Measured = Mapping[str, np.ndarray]
-"""Of each load, float64 [B]: what `_measure` returns, and `solve_us`, as `plan_loads` measures it.
-Of strategies that predict also what `_measure_prediction` returns."""
+"""Measures of each load, float64 [B]: what `_measure` returns, and `solve_us` as in `plan_loads`.
+For strategies that predict also what `_measure_prediction` returns."""
 
 _BATCH = 64
 """Plans that are measured together; more would only take more memory."""
@@ -55,9 +55,9 @@ def replay(
     """Plan all loads with each strategy.
 
     Args:
-        loads: In the order of time. Strategies that plan from history have one for each layer.
+        loads: Loads in the order of time. Each layer has a history of its own.
         strategies: Planners of `megatron_ext.balance.strategies`; `quota:time` for the fastest.
-        settings: What they are asked for; costs are for the latter alone.
+        settings: What planners are asked for; costs only count for objective `time`.
         slots: Replicas a rank can hold, as asked for.
         nvlink_domain: Ranks per NVLink domain; one domain if None.
         on_load: Called with 1 after every plan.
@@ -120,8 +120,8 @@ def _measure_prediction(
 ) -> dict[str, np.ndarray]:
     """Return what became of the placed replicas (`replica_use`), and `imbalance_of_placed`.
 
-    The latter is the imbalance of the best split over the placed replicas alone, without any that
-    were added when the load was known.
+    `imbalance_of_placed` is the imbalance of the best split over the placed replicas alone, without
+    replicas that were added when the load was known.
     """
     alone = [
         split_over_placed(one, slots, plan.layout, settings).rank_loads()
@@ -145,18 +145,19 @@ def make_report(
     """Return the comparison, for JSON.
 
     Args:
-        loads: What was replayed.
-        replayed: `replay` of it.
+        loads: The loads that were replayed.
+        replayed: The result of `replay` for them.
         settings: What planners were asked for.
         slots: Replicas a rank can hold, as asked for.
-        expert_bytes: Of one expert's weights, if they are known.
+        expert_bytes: Bytes of one expert's weights, if known.
 
     Returns:
-        `strategies`: of each the slots it planned for, its numbers (see `_summarize`), and in
-        `layers` the numbers of each layer; `before`: the imbalance without balancing; `title`,
-        `settings` and the sizes of the trace. With `expert_bytes`, which is then there too, of each
-        strategy also `slot_bytes`, the weights that a rank's slots hold, and means over the loads:
-        `moved_bytes`, the weights that fill slots, and `sent_bytes`, those of the busiest sender.
+        `strategies`: for each strategy the slots it planned for, its numbers (see `_summarize`),
+        and in `layers` the numbers of each layer; `before`: the imbalance without balancing;
+        `title`, `settings` and the sizes of the trace. If `expert_bytes` is given, the report has
+        it too, and each strategy has `slot_bytes`, the weights that a rank's slots hold, and two
+        means over the loads: `moved_bytes`, the weights of all replicas, and `sent_bytes`, the
+        weights that the busiest sender sends.
     """
     layers = np.array(loads.layers())
     before = {"imbalance": imbalances(home_loads(loads.load)).numpy()}
@@ -191,10 +192,10 @@ def make_report(
 
 
 def _summarize(measured: Measured) -> dict[str, float]:
-    """Return `imbalance_mean`, `_p50`, `_p95`, `_worst`, and so for every measure.
+    """Return `imbalance_mean`, `_p50`, `_p95`, `_worst`, and the same for every measure.
 
-    `max_rank_sends` is the worst. A quantile is a value that occurred. Of strategies that predict
-    also `hit_rate`, the part of the placed replicas that was used, and `share_placed`, the part of
+    `max_rank_sends` is the worst. A quantile is a value that occurred. Strategies that predict also
+    have `hit_rate`, the part of the placed replicas that was used, and `share_placed`, the part of
     the used replicas that was placed: their bytes moved before the load was known.
     """
     numbers = {}
@@ -279,7 +280,7 @@ def _imbalance_cells(numbers: Mapping[str, float]) -> list[str]:
 
 
 def _layer_table(report: Mapping[str, Any]) -> str:
-    """Mean imbalance, then the worst, of every layer."""
+    """Mean and worst imbalance of every layer, as a table."""
     strategies = report["strategies"]
     layers = list(next(iter(strategies.values()))["layers"])
     rows = [
@@ -296,7 +297,7 @@ def _layer_table(report: Mapping[str, Any]) -> str:
 
 
 def check_out(folder: Path, *, overwrite: bool) -> None:
-    """Check that a report can be written into the folder, and replaces none unasked.
+    """Check that a report can be written into the folder, and replaces no report unasked.
 
     Raises:
         OSError: What `check_free` raises for one of its files.

@@ -1,8 +1,8 @@
-"""What `simulate` has to know of a model: its sizes, and what follows from them per token.
+"""Sizes of a model that `simulate` needs, and its work, memory and bytes per token.
 
-A shape comes from a recipe, whose model it then is, or from a YAML file with the fields of
-`ModelShape`, such as those of `recipes/shapes`. Letters: H hidden, F width inside an expert, E
-logical experts, K choices of a token.
+A shape comes from the model of a recipe, or from a YAML file with the fields of `ModelShape`, such
+as the files of `recipes/shapes`. Letters: H hidden, F width inside an expert, E logical experts, K
+choices of a token.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ModelShape:
     recompute: str
     distributed_optimizer: bool
     num_microbatches: int
-    """Of a step, for each data-parallel rank."""
+    """Microbatches of a step, for each data-parallel rank."""
 
     def __post_init__(self) -> None:
         """Check every number."""
@@ -89,12 +89,12 @@ class ModelShape:
 
     @property
     def element_bytes(self) -> int:
-        """Of a weight or an activation."""
+        """Bytes of a weight or an activation."""
         return ELEMENT_BYTES[self.precision]
 
     @property
     def token_bytes(self) -> int:
-        """Of a hidden state."""
+        """Bytes of a hidden state."""
         return self.element_bytes * self.hidden_size
 
     @property
@@ -118,11 +118,11 @@ class ModelShape:
 
     @property
     def expert_flops(self) -> float:
-        """Of one assignment: the matrix products of its expert."""
+        """FLOPs of one assignment: the matrix products of its expert."""
         return 2.0 * self.expert_params
 
     def dense_flops(self, params: int) -> float:
-        """Of one token, in the parts of a layer with `params` weights that all ranks have.
+        """FLOPs of one token, in the parts of a layer with `params` weights that all ranks have.
 
         Attention reads half the sequence on average.
         """
@@ -130,14 +130,15 @@ class ModelShape:
 
     @property
     def logits_flops(self) -> float:
-        """Of one token."""
+        """FLOPs of one token."""
         return 2.0 * self.hidden_size * self.vocab_size
 
     @property
     def optimizer_bytes(self) -> int:
-        """Least that a step of Adam reads and writes for a weight.
+        """Least bytes that a step of Adam reads and writes for a weight.
 
-        In float32 its gradient, and the weight and two moments twice; the weight in its own type.
+        These are, in float32, the gradient once, and the weight and two moments twice; and the
+        weight once in its own type.
         """
         return 7 * 4 + self.element_bytes
 
@@ -150,7 +151,10 @@ class ModelShape:
         return self.element_bytes * (2 * self.hidden_size + inside)
 
     def kept_per_token(self) -> int:
-        """The same of a token in the rest of a layer: inputs of norms, attention and router."""
+        """Bytes of activations that one token keeps for backward in the rest of a layer.
+
+        They are the inputs of norms, attention and router.
+        """
         return self.element_bytes * (6 * self.hidden_size + 4 * self.attention_width)
 
 
@@ -163,11 +167,11 @@ _MAY_BE_ZERO = (
 
 
 def read_shape(name_or_file: str, overrides: Sequence[str]) -> ModelShape:
-    """Read a shape by its path or name, or take that of a recipe.
+    """Read a shape by its path or name, or take the shape of a recipe.
 
     Args:
-        name_or_file: A file with the fields of `ModelShape`, a name of `recipes/shapes`, or a
-            recipe's, or a recipe's path.
+        name_or_file: Path of a file with the fields of `ModelShape`, name of a file of
+            `recipes/shapes`, or path or name of a recipe.
         overrides: Settings as `name=value`: fields of `ModelShape`, or for a recipe what
             `megatron-ext train` takes.
 
@@ -202,8 +206,8 @@ def _of_recipe(name: str, overrides: Sequence[str]) -> ModelShape:
 def shape_of(config: TrainConfig, name: str) -> ModelShape:
     """Return the shape of a run's model.
 
-    The vocabulary is that of the run's data, if they are there. The microbatches are those of as
-    many data-parallel ranks as the EP group has.
+    The vocabulary is the vocabulary of the run's data, if they are there. A step's microbatches are
+    counted for as many data-parallel ranks as the EP group has.
 
     Raises:
         ValueError: The run has tensor parallelism.

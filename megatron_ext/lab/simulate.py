@@ -1,9 +1,9 @@
-"""What strategies would make of a trace on hardware that is not here.
+"""Simulates training steps on other hardware: how long they take with each strategy on a trace.
 
 The loads are planned as in `replay`; the equations of UltraEP (section 4.3) turn each plan into
-seconds, with the costs of a model (`shape.py`) on a machine (`hardware.py`). What depends on the
-plan is `LayerCosts`, which also chooses plans in training. Legend: B loads, R ranks of the EP
-group, E logical experts, N local tokens, K choices of a token.
+seconds, with the costs of a model (`shape.py`) on a machine (`hardware.py`). `LayerCosts`, which
+also chooses plans in training, gives the parts that depend on the plan. Legend: B loads, R ranks of
+the EP group, E logical experts, N local tokens, K choices of a token.
 """
 
 from __future__ import annotations
@@ -38,9 +38,15 @@ IDEAL = "ideal"
 NONE = "none"
 
 PARTS = ("solve", "weights", "tokens", "experts", "dense", "reduce")
-"""Of a MoE layer, forward and backward: planning; replicas' weights, with what of reroute is
-longer; dispatch and combine; experts; attention, router and shared expert; what of the replicas'
-gradients is not hidden."""
+"""Parts of a MoE layer's time, forward and backward:
+
+    solve    planning
+    weights  moving replicas' weights, or in forward reroute, whichever is longer
+    tokens   dispatch and combine
+    experts  the experts
+    dense    attention, router and shared expert
+    reduce   reducing replicas' gradients, as far as it is not hidden
+"""
 
 LEFT_OUT = (
     "experts have one rate and dense parts another, whatever the number and size of products",
@@ -54,18 +60,18 @@ LEFT_OUT = (
     "how an allocator fares with the sizes of one load: a rate has what it costs on average",
     "memory that is fragmented, workspaces, and logits",
 )
-"""What the model leaves out; part of every report."""
+"""What the simulation leaves out; part of every report."""
 
 LEGEND = (
     "Imbalance: busiest rank / mean. Layer: forward and backward of a MoE layer. Vs none: more "
     "tokens/s.\nVs ideal: share of its tokens/s. Memory: most that a rank needs / what it has. OOM "
     "risk: share of the\nmicrobatches that need more than there is. Times are means over the loads."
 )
-"""What the columns of `overall_table` are."""
+"""Explains the columns of `overall_table`."""
 
 _GRADIENT_BYTES = 4
 _OPTIMIZER_BYTES = 12
-"""Of a parameter: float32 weight and two moments of Adam."""
+"""Bytes of a parameter's optimizer state: float32 weight and two moments of Adam."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +79,11 @@ class Machine:
     """A model on a machine: everything that does not depend on the loads.
 
     Args:
-        shape: Of the model.
-        hardware: It runs on.
+        shape: Sizes of the model.
+        hardware: Constants of the machine.
         ep_size: Ranks of an EP group (R).
         num_gpus: Ranks of the whole training.
-        tokens: Of a rank in a microbatch (N).
+        tokens: Tokens of a rank in a microbatch (N).
 
     Raises:
         ValueError: The sizes do not fit each other.
@@ -100,7 +106,7 @@ class Machine:
 
     @property
     def costs(self) -> LayerCosts:
-        """Of one MoE layer's forward, for the parts that depend on the plan."""
+        """Costs of one MoE layer's forward, for the parts that depend on the plan."""
         inside, outside = self._shares()
         hardware = self.hardware
         slowest = max(inside / hardware.token_bandwidth, outside / hardware.outer_bandwidth)
@@ -114,13 +120,13 @@ class Machine:
         )
 
     def _shares(self) -> tuple[float, float]:
-        """Of the other ranks of the EP group, the shares inside and outside a rank's domain."""
+        """Shares of the EP group's other ranks that are inside and outside a rank's domain."""
         others = max(self.ep_size - 1, 1)
         outside = max(self.ep_size - self.hardware.domain_ranks, 0) / others
         return 1 - outside, outside
 
     def _dense_s(self, flops: float) -> float:
-        """Seconds of that many FLOPs for each token, in what all ranks have."""
+        """Seconds of so many FLOPs for each token, in the parts that all ranks have."""
         hardware = self.hardware
         return self.tokens * flops / (hardware.peak_flops_per_s * hardware.dense_efficiency)
 
@@ -136,7 +142,7 @@ class Machine:
         )
 
     def outside_layers_s(self) -> float:
-        """Seconds of a microbatch on the slowest stage, beside MoE layers: forward and backward."""
+        """Seconds of a microbatch outside MoE layers on the slowest stage: forward and backward."""
         logits = self._dense_s(self.shape.logits_flops)
         dense = self.dense_s(self.shape.dense_layer_params)
         passes = 4 if self.shape.recompute == "full" else 3
@@ -144,7 +150,7 @@ class Machine:
         return passes * dense * dense_layers + 3 * logits
 
     def params(self) -> tuple[float, float]:
-        """Weights of a rank: of its experts, and of what all ranks of its stage have."""
+        """Weights of a rank: in its experts, and in the parts that all ranks of its stage have."""
         shape = self.shape
         experts = shape.num_experts // self.ep_size * shape.expert_params * shape.num_moe_layers
         dense = (
@@ -155,7 +161,7 @@ class Machine:
         return experts / shape.pp_size, dense / shape.pp_size + embeddings
 
     def _data_parallel(self) -> tuple[int, int]:
-        """Ranks that share a gradient: of an expert's, and of the rest's."""
+        """Ranks that share a gradient: an expert's gradient, and any other gradient."""
         dense = self.num_gpus // self.shape.pp_size
         return dense // self.ep_size, dense
 
@@ -206,7 +212,7 @@ class Machine:
         dense_kept = held * shape.num_layers * self.tokens
         if shape.recompute == "none":
             experts = rank_loads.double().mean(0) * (held * shape.num_moe_layers)
-        else:  # Kept of one layer at a time, while it is computed again.
+        else:  # Kept for one layer at a time, while it is computed again.
             experts = rank_loads.double().amax(0)
         per_token = shape.token_bytes if shape.recompute == "full" else shape.kept_per_token()
         return experts * each + dense_kept * per_token
@@ -225,10 +231,10 @@ def relayed_sends(plan: BalancePlan, relay_threshold: int) -> Tensor:
 
 
 def timed_sends(plan: BalancePlan, hardware: Hardware) -> Tensor:
-    """The sends of each rank, int64 [R], in the time of one within the domain.
+    """The sends of each rank, int64 [R], in units of the time of one send within the domain.
 
-    Replicas outside the home rank's domain go over the outer link, beside those inside, and without
-    relays; receivers have the same links.
+    Replicas outside the home rank's domain go over the outer link, without relays, while the others
+    go over the inner link; receivers have the same links.
     """
     domain, layout = hardware.domain_ranks, plan.layout
     home = torch.where(plan.slots >= 0, plan.slots // layout.mains_per_rank, -1)
@@ -263,12 +269,12 @@ def even_load(load: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is simulated, but for loads and strategies."""
+    """Settings of a simulation, without loads and strategies."""
 
     shape: ModelShape
-    """Of the model."""
+    """Sizes of the model."""
     hardware: Hardware
-    """It runs on."""
+    """Constants of the machine."""
     num_gpus: int | None
     """Ranks of the whole training; None is one EP group in each pipeline stage."""
     planning: PlanSettings
@@ -304,10 +310,10 @@ def simulate(
     *,
     on_load: Callable[[int], object] = lambda count: None,
 ) -> dict[str, Any]:
-    """Return what each strategy comes to, for JSON; `none` and `ideal` are always among them.
+    """Return the numbers of each strategy, for JSON; `none` and `ideal` are always among them.
 
     Args:
-        loads: In the order of time; those of a microbatch are layers that stand for all layers.
+        loads: Loads in the order of time; a microbatch's loads stand for all its layers.
         strategies: Planners of `megatron_ext.balance.strategies`; `quota:time` for the fastest;
             or `ideal`.
         setting: Model, machine, and what the planners are asked for.
@@ -371,7 +377,7 @@ def _result_of(
 def _report(
     loads: Loads, setting: Setting, machine: Machine, results: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the results of the strategies with all that they were made from."""
+    """Return the results of the strategies with everything they were computed from."""
     shape, hardware, slots = setting.shape, setting.hardware, setting.slots
     ranks, num_gpus, tokens = machine.ep_size, machine.num_gpus, machine.tokens
     return {
@@ -396,7 +402,7 @@ def _report(
 
 
 def _solve_s(name: str, hardware: Hardware, planned: Sequence[Any], pairs: int) -> float:
-    """Seconds of planning one load: the machine's, in proportion to R x E; else as it took here."""
+    """Seconds of planning one load: the machine's, in proportion to R x E, else measured here."""
     if name in hardware.solve_us:
         return hardware.solve_us[name] * 1e-6 * pairs / SOLVED_PAIRS
     return float(np.median([one.measured["solve_us"] for one in planned])) * 1e-6
@@ -448,8 +454,8 @@ def _layer_times(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the exposed seconds of one MoE layer, float64 [B] by part: forward and backward.
 
-    Forward is Eq. 1. Backward is Eq. 2, where replicas cost what does not hide: filling the slots
-    again behind the weight gradients, reducing their gradients behind the dense part's backward.
+    Forward is Eq. 1. Backward is Eq. 2, where replicas cost only what is not hidden: weight
+    gradients hide materializing again, and the dense part's backward hides the reduction.
     """
     costs, shape, hardware = machine.costs, machine.shape, machine.hardware
     picoseconds = torch.stack(
@@ -522,7 +528,8 @@ def overall_table(report: Mapping[str, Any]) -> str:
 def layer_table(report: Mapping[str, Any]) -> str:
     """Return where a MoE layer's time goes, as a Markdown table, in milliseconds.
 
-    Below it, which strategies solve as fast as this machine, of which the hardware does not tell.
+    A line below names the strategies whose planning was timed on this machine, because the hardware
+    file does not give it.
     """
     strategies = report["strategies"]
     parts = [name for name in next(iter(strategies.values()))["layer_ms"] if name != "total"]
@@ -541,14 +548,14 @@ def layer_table(report: Mapping[str, Any]) -> str:
 
 
 def _constant(value: float | Mapping[str, float]) -> str:
-    """Write a constant of a machine, of all digits that count."""
+    """Format a constant of a machine, with all digits that count."""
     if isinstance(value, Mapping):
         return ", ".join(f"{strategy} {_constant(one)}" for strategy, one in value.items())
     return f"{value:.6g}"
 
 
 def check_out(folder: Path, *, overwrite: bool) -> None:
-    """Check that a report can be written into the folder, and replaces none unasked.
+    """Check that a report can be written into the folder, and replaces no report unasked.
 
     Raises:
         OSError: What `check_free` raises for one of its files.

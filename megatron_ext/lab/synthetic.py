@@ -1,12 +1,12 @@
-"""Loads from a seed, by what is wrong with them.
+"""Synthetic loads: one generator per kind of imbalance, reproducible from a seed.
 
 Every source rank has N tokens, and each token chooses K different experts: a row of a load sums to
 N * K, and no entry is above N. Ranks draw from the same popularity, so rows differ by chance only.
 (`w4-source-ragged` is the exception: there a rank has up to N tokens.)
 
 Kinds w0 to w7 are the workloads W0 to W7 of a benchmark that was proposed for Megatron-LM. As
-there, a hot set is a quarter of the experts, K at least; three of four tokens choose all of theirs
-among it, the fourth among all experts. Here every token has the chances of that mixture, so
+there, a hot set is a quarter of the experts, K at least; three of four tokens choose all their
+experts from it, the fourth from all experts. Here every token has the chances of that mixture, so
 expected loads are the same. Where the proposal's words and its code differ, we follow the words: in
 the code W2 is W1 once more, W3 has twice the experts at about half the heat, and all ranks of W4
 have N tokens.
@@ -37,7 +37,7 @@ _STEEPEST = 12.0
 _STEPS = 240
 """Exponents tried from 0 to the steepest; imbalance need not grow all the way."""
 _MISS = 0.01
-"""How far the imbalance of a load may be from what was asked for, as a fraction of that."""
+"""How far a load's imbalance may be from the requested imbalance, as a fraction of the latter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +51,16 @@ class LoadSpec:
     batch: int = 1
     seed: int = 0
     exponent: float = 0.8
-    """Of the law of popularity; the larger, the steeper."""
+    """Exponent of the law of popularity; the larger, the steeper."""
     imbalance: float | None = None
     """Busiest rank / mean without balancing, of every load; chosen instead of the exponent."""
     share: float = 0.25
-    """Of ranks that are cold, or of experts that are dead."""
+    """Share of ranks that are cold, or of experts that are dead."""
     by_chance: bool = True
     """Whether tokens draw their choices; if not, loads are as popularity is, up to rounding."""
 
     def __post_init__(self) -> None:
-        """Check what no kind can do without."""
+        """Check the rules that hold for all kinds."""
         for name in ("ranks", "experts", "tokens", "top_k", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be >= 1")
@@ -136,13 +136,13 @@ def generate(
 def _draw(
     spec: LoadSpec, tokens: np.ndarray, law: Law, generator: np.random.Generator
 ) -> np.ndarray:
-    """Draw the choices of all tokens, of which each rank has `tokens` (int [R]): int64 [R, E].
+    """Draw the choices of all tokens, int64 [R, E]; each rank has `tokens` of them, int [R].
 
     Systematic sampling: experts lie on a line of length K, each as long as its chance of being
-    chosen; a token throws a comb with teeth at distance 1. So it hits K different experts, and a
-    rank's counts need no token by itself: only how many combs start before each border. The combs
-    are thrown first; then the exponent alone decides the load, and is searched by the very load it
-    gives, chance included.
+    chosen; a token throws a comb with teeth at distance 1. So the comb hits K different experts.
+    A rank's counts need no single token, only how many combs start before each border. The combs
+    are thrown first; then the exponent alone decides the load. So the search for the exponent looks
+    at the final load, chance included.
 
     Without chance the combs of all ranks are thrown at equal distances, ranks in turn.
     """
@@ -164,8 +164,8 @@ def _draw(
 def place_on_line(popularity: np.ndarray, top_k: int) -> np.ndarray:
     """Where each expert begins on the line of length K, and the line's end: float [E + 1].
 
-    Sums are rounded, so the last expert that has a chance may seem to end beside K. The dead ones
-    behind it must not get what is left.
+    Sums are rounded, so the last expert that has a chance may seem to end beside K. The dead
+    experts behind it must not get the difference.
 
     >>> place_on_line(np.array([8.0, 1.0, 0.0, 1.0, 0.0]), 2).tolist()
     [0.0, 1.0, 1.5, 1.5, 2.0, 2.0]
@@ -275,7 +275,7 @@ def _dead_experts(spec: LoadSpec, generator: np.random.Generator) -> Law:
 
 
 def _without(is_dead: np.ndarray, spec: LoadSpec, generator: np.random.Generator) -> Law:
-    """Zipf among the experts that are not dead."""
+    """Zipf's law among the experts that are not dead."""
     _check_alive(is_dead, spec)
     law = _zipf(spec, generator)
     return lambda exponent: np.where(is_dead, 0.0, law(exponent))
@@ -296,7 +296,7 @@ def _independent(
 
 
 def _drift(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
-    """Popularity turns from one draw to another and on: a half circle over the batch."""
+    """Popularity turns from one draw through another to the first's opposite, over the batch."""
     here, there = generator.standard_normal((2, spec.experts))
 
     def law(angle: float) -> Law:
@@ -313,7 +313,7 @@ def _domain_shift(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
 
 
 def _cold_shift(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
-    """The first ranks of a random order are cold, then the last: at a half, the others."""
+    """The first ranks of a random order are cold, then the last; at a half, all others."""
     cold = _count_cold(spec)
     order = generator.permutation(spec.ranks)
     first = _without_ranks(order[:cold], spec, generator)
@@ -325,11 +325,11 @@ def _cold_shift(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
 _HOT_TOKENS = 3 / 4
 """Share of tokens that choose among the hot experts."""
 _BURST_TOKENS = 1 / 2
-"""The same in a burst of W7."""
+"""Share of tokens that choose among the hot experts in a burst of W7."""
 _STEPS_IN_PLACE = 3
-"""Steps after which the hot experts of W6 are others."""
+"""Steps after which W6 has other hot experts."""
 _STEPS_TO_BURST = 4
-"""The last one of so many steps of W7 is a burst."""
+"""Every so many steps of W7, the last is a burst."""
 
 
 def _count_hot(spec: LoadSpec) -> int:
@@ -342,7 +342,7 @@ def _heat(spec: LoadSpec, share: float = _HOT_TOKENS) -> float:
 
 
 def _with_hot(hot: np.ndarray, heat: float, spec: LoadSpec) -> Law:
-    """Experts with these indices are so hot; what is left goes to the others, in equal parts."""
+    """Experts with these indices have this heat; the others share the rest equally."""
     if hot.size == spec.experts:
         return _fixed(np.ones(spec.experts))
     popularity = np.full(spec.experts, (spec.experts - hot.size * heat) / (spec.experts - hot.size))
@@ -363,7 +363,7 @@ def _hot_expert_set(spec: LoadSpec, generator: np.random.Generator) -> Law:
 
 
 def _hot_first_rank(spec: LoadSpec, generator: np.random.Generator) -> Law:
-    """The part of W1's hot experts that lives on the first rank, as hot as there."""
+    """Those of W1's hot experts that are on the first rank, as hot as in W1."""
     hot = min(_count_hot(spec), spec.experts // spec.ranks)
     return _with_hot(np.arange(hot), _heat(spec), spec)
 
@@ -388,7 +388,7 @@ def _zero_expert_rank(spec: LoadSpec, generator: np.random.Generator) -> Law:
 
 
 def _rotating_hotspot(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
-    """W1's hot set, each time on the experts after those that were hot before."""
+    """W1's hot set, each time on the experts after the last hot experts."""
     hot = _count_hot(spec)
     moves = [step // _STEPS_IN_PLACE for step in range(spec.batch)]
     return [
@@ -410,7 +410,7 @@ def _equal_tokens(spec: LoadSpec, generator: np.random.Generator) -> np.ndarray:
 
 
 def _ragged_tokens(spec: LoadSpec, generator: np.random.Generator) -> np.ndarray:
-    """From none to N at equal distances, in random order; the only rank has all."""
+    """Token counts from 0 to N at equal distances, in random order; a single rank has N."""
     if spec.ranks == 1:
         return _equal_tokens(spec, generator)
     return generator.permutation(np.arange(spec.ranks) * spec.tokens // (spec.ranks - 1))
@@ -424,9 +424,9 @@ class Kind:
     laws: Callable[[LoadSpec, np.random.Generator], list[Law]]
     """The law of each of the B loads."""
     settings: tuple[str, ...] = ("exponent", "imbalance")
-    """Of exponent, imbalance and share, those that mean something."""
+    """Which of exponent, imbalance and share mean something for the kind."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Of `LoadSpec`, where they are not its own."""
+    """Defaults that differ from those of `LoadSpec`."""
     min_batch: int = 1
     """Loads that it takes to see what changes; a kind with more than one makes a trace."""
     source_tokens: Callable[[LoadSpec, np.random.Generator], np.ndarray] = _equal_tokens

@@ -1,16 +1,16 @@
-"""The plug-in: what is attached to Megatron. Start reading in `moe_layer.py`.
+"""The plug-in that balances Megatron's MoE layers. Start reading in `moe_layer.py`.
 
     moe_layer.py            the balanced layer, stage by stage
     dispatcher.py           stages 5 and 7: Megatron's dispatchers over physical experts
     experts.py              stage 6: mains and slots, and the registry of kinds
-    sequential_experts.py   a module an expert (Megatron's `SequentialMLP`)
+    sequential_experts.py   one module for each expert (Megatron's `SequentialMLP`)
     grouped_experts.py      stacked experts, one grouped matrix product a layer
-    backward.py             the transformer layer around it: where its backward joins stage 8
+    backward.py             the transformer layer around it, whose backward waits for stage 8
     spec.py                 puts the balanced layer into any layer spec
     lookahead.py            what a layer predicts of the next, and sends ahead
     schedule.py             how many plans a pipeline schedule holds
-    measure.py              what plans cost, measured on the ranks that carry them out
-    timing.py               how long something takes on ranks that work together
+    measure.py              the costs of plans, measured on the ranks that carry them out
+    timing.py               how long work takes on ranks that work together
     limits.py               settings that exclude balancing
 
 It imports Megatron, and nothing of `methods/`, `trainer/` or `lab/`.

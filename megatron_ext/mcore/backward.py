@@ -1,4 +1,4 @@
-"""The transformer layer around a balanced MoE layer: what its backward does besides Megatron's.
+"""The transformer layer around a balanced MoE layer, whose backward waits for the reduction.
 
 backward of the layer
     MoE layer    8 start reducing replica gradients, once the experts' backward is done
@@ -18,7 +18,7 @@ from megatron_ext.mcore.moe_layer import BalancedMoELayer
 
 
 class JoiningTransformerLayer(TransformerLayer):
-    """Megatron's transformer layer, at whose input the reduction of replica gradients is joined."""
+    """Megatron's transformer layer, at whose input backward waits for the replicas' gradients."""
 
     def __init__(
         self, config: Any, submodules: Any, layer_number: int = 1, *args: Any, **kwargs: Any
@@ -29,7 +29,7 @@ class JoiningTransformerLayer(TransformerLayer):
             self.mlp.chunk = self.layer_number - layer_number
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run Megatron's forward behind the place where the backward will join the reduction."""
+        """Run Megatron's forward behind the point where backward will wait for the reduction."""
         if isinstance(self.mlp, BalancedMoELayer):
             if "hidden_states" in kwargs:
                 kwargs["hidden_states"] = self.mlp.join_reduction(kwargs["hidden_states"])

@@ -1,9 +1,9 @@
 """Stages 5 and 7: token dispatch and combine over physical experts, by Megatron's own dispatchers.
 
-A dispatcher sends each token to the ranks that hold its experts and knows nothing else of them.
-Given M + S experts a rank instead of M and a routing map over physical experts, Megatron's
-dispatchers do all that is needed as they are: the kind `megatron`. A method of another kind brings
-one of its own; `balance.local_first` asks for that name.
+A dispatcher sends each token to the ranks that hold its experts and knows nothing else of them. So
+Megatron's dispatchers do all that is needed, unchanged: they are given M + S experts a rank instead
+of M, and a routing map over physical experts. This is the kind `megatron`. A method may bring a
+kind of its own; the setting `balance.local_first` asks for the kind of that name.
 
 Legend: N' tokens at this rank's experts, H hidden, M mains and S slots per rank.
 """
@@ -32,29 +32,29 @@ class Part(NamedTuple):
     tokens: Tensor
     """[N', H], sorted by expert."""
     tokens_per_expert: Tensor
-    """Int64 [M + S]."""
+    """Tokens of each physical expert, int64 [M + S]."""
     probs: Tensor
     """Router probabilities of the tokens, [N']."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DispatcherKind:
-    """How tokens come to the experts, in one part or in several, and how their outputs leave."""
+    """How tokens come to the experts, in one part or in several, and how the outputs leave them."""
 
     class_for: Callable[[Any], type]
-    """Class of the dispatcher over physical experts, given Megatron's over logical ones."""
+    """Class of the dispatcher over physical experts, from the dispatcher over logical experts."""
     parts: Callable[[Any, Any, Any], Iterator[Part]]
-    """From the dispatcher and the two that its dispatch returned: the parts in the order in which
-    they are computed. Each is asked for when those before it have been computed."""
+    """Yields the parts in the order of computing, from the dispatcher and the two values that its
+    dispatch returned. A part is asked for when the parts before it have been computed."""
     outputs: Callable[[Any, list[Tensor]], Any]
-    """What the dispatcher's combine takes, from the dispatcher and each part's outputs [N', H]."""
+    """Makes the argument of combine from the dispatcher and each part's outputs [N', H]."""
 
 
 def dispatcher_kind(name: str) -> DispatcherKind:
-    """Return the kind of dispatcher of that name; one of `methods/` is imported now.
+    """Return the kind of dispatcher of that name; a kind of `methods/` is imported now.
 
     Raises:
-        ValueError: There is none; the message lists the known names.
+        ValueError: There is no such kind; the message lists the known names.
     """
     of_methods = _of_methods()
     if name in of_methods:
@@ -67,7 +67,7 @@ def dispatcher_kind(name: str) -> DispatcherKind:
 
 
 def _of_methods() -> Mapping[str, str]:
-    """Return where the dispatchers of `methods/` are: nowhere, if the folder is absent."""
+    """Return the modules of the dispatchers of `methods/`; none if the folder is absent."""
     if importlib.util.find_spec(_METHODS) is None:
         return {}
     table: Mapping[str, str] = getattr(importlib.import_module(_METHODS), "DISPATCHERS", {})
@@ -85,8 +85,8 @@ def physical_dispatcher(
     """Return a dispatcher for routing maps [N, P].
 
     Args:
-        kind: Of the dispatcher that is returned.
-        dispatcher: The one that Megatron's layer made for logical experts.
+        kind: Kind of the dispatcher that is returned.
+        dispatcher: The dispatcher that Megatron's layer made for logical experts.
         layout: Experts and slots of the EP group.
         config: The layer's TransformerConfig.
         ep_rank: This rank in the EP group.
@@ -107,10 +107,11 @@ def physical_dispatcher(
 
 
 def release_graph(dispatcher: Any) -> None:
-    """Let go of the autograd graph that a dispatcher holds through the probabilities it remembers.
+    """Drop the autograd graph that a dispatcher holds through the probabilities it keeps.
 
-    Megatron's dispatchers keep them until the next microbatch, only to look at their dtype. Of a
-    step that was aborted, this would keep the graph alive, and with it the plans of earlier layers.
+    Megatron's dispatchers keep probabilities until the next microbatch, only to look at their
+    dtype. After an aborted step they would keep the graph alive, and with it the plans of earlier
+    layers.
     """
     for name in ("probs", "local_probs"):
         remembered = getattr(dispatcher, name, None)

@@ -1,10 +1,10 @@
 """Stage 6: experts over main weights and slot weights.
 
 Tokens arrive sorted by this rank's physical experts, mains first, then slots. The mains run through
-their own module, unchanged; the slots run through the same computation with slot weights in the
-place of parameters.
+their own module, unchanged; the slots run through the same computation with slot weights instead of
+parameters.
 
-How a module keeps its experts is said by its kind, one file each and one line of `EXPERT_KINDS`.
+A kind says how a module keeps its experts. Each kind is one file and one line of `EXPERT_KINDS`.
 
 Legend: M mains per rank, S slots per rank, H hidden.
 """
@@ -51,11 +51,11 @@ EXPERT_KINDS: dict[type[nn.Module], Callable[[Any], ExpertWeights]] = {
     SequentialMLP: SequentialWeights,
     GroupedExperts: GroupedWeights,
 }
-"""By class of an experts module: what makes the view of it that balancing needs."""
+"""By class of an experts module: what makes the `ExpertWeights` of such a module."""
 
 
 def expert_weights(experts: nn.Module) -> ExpertWeights:
-    """Return the view of `experts` that balancing needs.
+    """Return how `experts` keeps and uses its weights.
 
     Raises:
         ValueError: Experts of this kind cannot be balanced.
@@ -82,7 +82,8 @@ def run_experts(
     Args:
         experts: Megatron's module with the M mains.
         weights: `expert_weights(experts)`.
-        slot_weights: One a segment, which slot s indexes: [S, *shape], or a list of S.
+        slot_weights: Slot weights, one entry a segment, which slot s indexes: [S, *shape], or a
+            list of S.
         tokens: [N', H], sorted by this rank's physical experts.
         tokens_per_expert: [M + S].
         probs: [N'].
@@ -91,7 +92,7 @@ def run_experts(
         Expert outputs, [N', H], in the order of `tokens`.
     """
     num_slots = len(slot_weights[0])
-    if num_slots == 0:  # Then the host need not know the counts.
+    if num_slots == 0:  # The host need not know the counts.
         return _run_mains(experts, tokens, tokens_per_expert, probs)
     num_mains = tokens_per_expert.numel() - num_slots
     main_counts, slot_counts = tokens_per_expert[:num_mains], tokens_per_expert[num_mains:].tolist()

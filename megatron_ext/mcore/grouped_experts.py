@@ -23,14 +23,14 @@ from torch.nn.functional import grouped_mm
 from megatron_ext.balance.main_weights import MainWeights, Segment
 
 _EXTRA_STATE = "_extra_state"
-"""Name that PyTorch gives to what a module saves besides tensors."""
+"""Name that PyTorch gives to a module's state besides tensors."""
 
 
 class GroupedExperts(MegatronModule):
     """Experts with stacked weights, computed by PyTorch's `grouped_mm` (float32 and bfloat16).
 
-    Takes the place of `SequentialMLP` in a layer spec (`megatron_ext.grouped_mm_spec`), with the
-    same checkpoint keys, so that checkpoints can be exchanged. No biases.
+    It replaces `SequentialMLP` in a layer spec (`megatron_ext.grouped_mm_spec`). Both have the same
+    checkpoint keys, so each can load the other's checkpoints. No biases.
 
     Attributes:
         fc1: [M, F1, H], F1 = 2F with a gated linear unit, else F.
@@ -106,7 +106,7 @@ class GroupedExperts(MegatronModule):
         return grouped_mm(inner, fc2.transpose(1, 2), offs=ends)
 
     def backward_dw(self) -> None:
-        """Nothing: weight gradients are never delayed here."""
+        """Do nothing: weight gradients are never delayed here."""
 
     def sharded_state_dict(
         self,
@@ -142,7 +142,7 @@ class GroupedExperts(MegatronModule):
         return state
 
     def _ignore_extra_states(self, module: nn.Module, incompatible_keys: Any) -> None:
-        """After loading: the empty extra states of `sharded_state_dict` belong to nothing here."""
+        """After loading, drop the empty extra states of `sharded_state_dict`: nothing uses them."""
         unexpected = incompatible_keys.unexpected_keys
         unexpected[:] = [key for key in unexpected if not key.endswith(_EXTRA_STATE)]
 

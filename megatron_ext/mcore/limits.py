@@ -1,7 +1,4 @@
-"""What in a Megatron configuration excludes balancing.
-
-All problems at once, before training.
-"""
+"""Settings of Megatron that exclude balancing: all problems at once, before training."""
 
 from __future__ import annotations
 
@@ -113,4 +110,4 @@ _MUST_BE_FOR_LOCAL_FIRST = (
         "shared experts would want the same places of the exchange",
     ),
 )
-"""As above."""
+"""The same for `balance.local_first`."""

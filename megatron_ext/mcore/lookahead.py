@@ -10,9 +10,9 @@ what is missing.
     layer i + 1  attention, route, gather load          (and move)
                  wait for them; solve plan; materialize what is missing, wait; predict layer i + 2
 
-So that replicas can arrive while others are used, the layers of a chunk take two sets of slots in
-turn. Nothing is sent ahead over the end of a chunk, nor in a forward that is recomputed in
-backward, where layers do not come one after the other.
+Replicas of layer i + 1 arrive while those of layer i are used, so the layers of a chunk take two
+sets of slots in turn. Nothing is sent ahead over the end of a chunk, nor in a forward that is
+recomputed in backward, where layers do not come one after the other.
 
 Source: Libra, section 3.2 and 4 (lookahead predictor, even and odd buffers).
 """
@@ -40,7 +40,7 @@ class PredictionReport:
     """How good the prediction of one load was.
 
     Fields are tensors on the layer's device. Properties are computed from them and wait for the
-    device, so they are better asked for after the step.
+    device, so they are better read after the step.
     """
 
     load: Tensor
@@ -50,15 +50,15 @@ class PredictionReport:
     num_choices: Tensor
     """This rank's assignments, int64 []."""
     num_right_choices: Tensor
-    """Those that were predicted for the same token and expert, int64 []."""
+    """This rank's assignments that were predicted for the same token and expert, int64 []."""
     replica_use: dict[str, Tensor]
     """`metrics.replica_use` of the replicas sent ahead, int64 [] each."""
     expert_bytes: int
-    """Of one expert's weights."""
+    """Bytes of one expert's weights."""
 
     @property
     def load_accuracy(self) -> float:
-        """`metrics.load_accuracy` of it."""
+        """`metrics.load_accuracy` of the prediction."""
         return load_accuracy(self.load, self.exact_load)
 
     @property
@@ -68,33 +68,33 @@ class PredictionReport:
 
     @property
     def hit_replicas(self) -> int:
-        """Sent ahead and used."""
+        """Replicas sent ahead and used."""
         return int(self.replica_use["hit_replicas"])
 
     @property
     def topped_up_replicas(self) -> int:
-        """Used, and moved when the load was known."""
+        """Replicas used, and moved when the load was known."""
         return int(self.replica_use["topped_up_replicas"])
 
     @property
     def wasted_replicas(self) -> int:
-        """Sent ahead and not used."""
+        """Replicas sent ahead and not used."""
         return int(self.replica_use["wasted_replicas"])
 
     @property
     def sent_ahead_bytes(self) -> int:
-        """Weights of the replicas sent ahead: off the critical path, beside the layer before."""
+        """Bytes of replicas sent ahead: off the critical path, beside the layer before."""
         return self.expert_bytes * (self.hit_replicas + self.wasted_replicas)
 
     @property
     def topped_up_bytes(self) -> int:
-        """Weights of the replicas topped up: on the critical path, behind the plan."""
+        """Bytes of replicas topped up: on the critical path, behind the plan."""
         return self.expert_bytes * self.topped_up_replicas
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a layer is told by the one before it; lives until its own forward ends."""
+    """What a layer is told by the layer before it; lives until the layer's own forward ends."""
 
     routing_map: Tensor
     """Predicted choices of this rank's tokens, bool [N, E]."""
@@ -106,7 +106,7 @@ class Prediction:
     def report(
         self, routing_map: Tensor, load: Tensor, plan: BalancePlan, expert_bytes: int
     ) -> PredictionReport:
-        """Compare with what came: choices bool [N, E], load int64 [R, E], and its plan.
+        """Compare with the actual choices bool [N, E], load int64 [R, E], and its plan.
 
         `expert_bytes` are those of one expert's weights. The host waits for nothing.
         """
@@ -125,13 +125,13 @@ class LayerPlace(NamedTuple):
     """Where a layer stands in its model."""
 
     chunk: int | None
-    """Layers before the first of its chunk; None where nobody said."""
+    """Layers before the first layer of its chunk; None if unknown."""
     layer_number: int
     """1-based, as in Megatron."""
 
 
 class LayerOrder:
-    """Which balanced layer runs after which; one for all layers that are made from a spec."""
+    """Which balanced layer runs after which; shared by all layers that are made from a spec."""
 
     def __init__(self) -> None:
         self._last: weakref.ref[Lookahead] | None = None
@@ -151,14 +151,14 @@ class LayerOrder:
 
 
 class Lookahead:
-    """One layer's part: what it was told by the layer before it, and tells the one after it.
+    """One layer's part: what the layer before it told, and what it tells the next layer.
 
     Args:
         order: Shared with the other layers.
         router: Megatron's router of the layer.
-        ep_group: The layer's.
-        send_ahead: Method of the layer, which is not kept alive by it: starts to move the replicas
-            of a predicted load, int64 [R, E], into the layer's slots.
+        ep_group: The layer's EP group.
+        send_ahead: Method of the layer that starts to move the replicas of a predicted load, int64
+            [R, E], into the layer's slots. This reference does not keep the layer alive.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Lookahead:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no prediction waits for the layer's forward."""
+        """Whether there is no prediction for the layer's next forward."""
         return self._prediction is None
 
     def settle_slot_set(self) -> int:
@@ -189,7 +189,7 @@ class Lookahead:
         return self._slot_set
 
     def arrive(self, place: LayerPlace) -> Prediction | None:
-        """Begin the layer's forward; return what was predicted of it, if anything was."""
+        """Begin the layer's forward; return its prediction, if there is one."""
         if in_backward():
             return None
         before = self._order.enter(self, place)
@@ -217,7 +217,7 @@ class Lookahead:
         self._order.forget()
 
     def _drop(self) -> None:
-        """Drop a prediction that its forward never came for, on all EP ranks."""
+        """Drop a prediction whose forward never came, on all EP ranks."""
         if self._prediction is not None:
             self._prediction.sent.wait()
             self._prediction = None
@@ -236,8 +236,8 @@ class Lookahead:
 def predict_routing(router: Any, hidden_states: Tensor) -> Tensor:
     """Return a router's choices for another layer's input, bool [N, E].
 
-    Leaves no trace: without gradients Megatron's router counts nothing and adds no loss, and the
-    jitter of its input, which would draw random numbers, is left out.
+    The call changes nothing: without gradients Megatron's router counts nothing and adds no loss,
+    and the jitter of its input, which would draw random numbers, is skipped.
 
     Args:
         router: Megatron's router.

@@ -1,23 +1,23 @@
-"""What the fastest plan is chosen by, measured where it counts: on the ranks of the EP group.
+"""The costs that the fastest plan is chosen by, measured on the ranks of the EP group.
 
-`balance.objective=time` weighs weights on their way against assignments that wait to be computed.
-How fast both are, no setting of Megatron says. So it is measured with what the layer has: replicas
-are pushed by its transport into its slots, and its mains run forward on as many assignments as a
-microbatch brings them in the mean. Ranks wait for each other in a layer, so a round takes as long
-as its slowest rank; the median of a few rounds counts.
+`balance.objective=time` weighs the transfer of weights against the computation of assignments. No
+setting of Megatron says how fast both are. So both are measured with the layer's own means: its
+transport pushes replicas into its slots, and its mains run forward on as many assignments as a
+microbatch brings them on average. Ranks wait for each other in a layer, so a round takes as long as
+its slowest rank; the median of a few rounds counts.
 
-When: in the first forward, between the load and its plan. Earlier, wrappers have not settled dtype
-and place of the weights, and nobody knows how large a microbatch is. All ranks of the EP group are
+When: in the first forward, between the load and its plan. Before it, wrappers have not settled the
+weights' dtype and device, and the size of a microbatch is not known. All ranks of the EP group are
 there together, whatever program trains the model. Layers that share slots share what was measured.
 
-What it leaves as it was: no autograd graph, no plan in flight, no shared random generator. Slots
-get weights, as by any push, and are marked to hold nobody's replicas. Of the transport's
-generations it uses a few, on all ranks alike.
+Side effects: there is no autograd graph afterwards, no plan in flight, and no shared random
+generator has moved. Slots get weights, as by any push, and are marked to hold nobody's replicas.
+All ranks alike use a few of the transport's generations.
 
-What it leaves out, like the `LayerCosts` that it is for: the backward. It pushes once more and
-pulls gradients, and computes twice what the forward computes. So with gradients as large as weights
-both sides are three times as much in all, and the choice is the same. With weights in bfloat16,
-whose gradients are twice as large, pulling is undercounted; but it runs beside other work.
+Backward is not measured, as it is not in `LayerCosts`. Backward pushes once more and pulls
+gradients, and computes twice what the forward computes. So with gradients as large as weights both
+sides are three times as much in all, and the choice is the same. With weights in bfloat16, whose
+gradients are twice as large, pulling is undercounted; but it runs beside other work.
 
 Legend: R ranks of the EP group, E logical experts, M mains per rank, S slots per rank.
 """
@@ -44,31 +44,31 @@ logger = logging.getLogger(__name__)
 
 _ROUNDS = 9
 _WARMUP = 2
-"""Rounds at the beginning that do not count: they allocate, and load code."""
+"""Rounds at the beginning that do not count: they allocate memory and load code."""
 _ENOUGH_S = 0.4
 """Rounds end once they took so long; one counts in any case, after one to warm up."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CostMeter:
-    """Measures the costs of one layer; a method is called as the setting that it gives a value for.
+    """Measures the costs of one layer; a method has the name of the setting that it measures.
 
     All ranks of the EP group call the same methods in the same order, and get the same values.
     """
 
     buffers: SlotBuffers
-    """Where replicas go, with the transport that moves them."""
+    """The layer's slots, with the transport that moves replicas."""
     mains: MainWeights
-    """This rank's."""
+    """This rank's main weights."""
     run_mains: Callable[[Tensor, Tensor, Tensor], Tensor]
     """Computes the mains: tokens [N', width] sorted by main, counts int64 [M], probabilities [N']
     to outputs [N', width]."""
     width: int
     """Elements of an expert's input."""
     probs_dtype: torch.dtype
-    """Of the router's probabilities."""
+    """Dtype of the router's probabilities."""
     load: Tensor
-    """Of the microbatch that is to be planned: int64 [R, E], equal on all ranks."""
+    """Load of the microbatch that is to be planned: int64 [R, E], equal on all ranks."""
     ep_group: ProcessGroup
 
     @property
@@ -78,7 +78,7 @@ class CostMeter:
 
     @property
     def assignments_per_expert(self) -> int:
-        """What an expert gets in the mean, one at least."""
+        """Mean assignments of an expert, one at least."""
         return max(1, round(int(self.load.sum()) / self.buffers.layout.num_experts))
 
     def link_bandwidth(self) -> float:
@@ -113,7 +113,7 @@ class CostMeter:
         return self.mains.parameters()[0]
 
     def _median_s(self, work: Callable[[], object]) -> float:
-        """Seconds of a round on its slowest rank, in the median of those that count."""
+        """Median seconds of a round on its slowest rank, over the rounds that count."""
         times: list[float] = []
         # All ranks have the same times, so they end together.
         while len(times) < 2 or (len(times) < _ROUNDS and sum(times) < _ENOUGH_S):
@@ -122,17 +122,17 @@ class CostMeter:
 
 
 _MEASURED: WeakKeyDictionary[SlotBuffers, dict[str, float]] = WeakKeyDictionary()
-"""What was measured for the layers that share slots, by setting."""
+"""Measured costs of the layers that share slots, by setting."""
 
 
 @torch.no_grad()
 def measure_costs(names: Sequence[str], meter: CostMeter, where: str) -> dict[str, float]:
     """Measure costs that are not given, unless a layer with the same slots has done so.
 
-    All ranks of the EP group call; rank 0 of it logs what was measured.
+    All ranks of the EP group call; rank 0 of the group logs what was measured.
 
     Args:
-        names: Of the costs: keys of `COST_UNITS`.
+        names: Names of the costs: keys of `COST_UNITS`.
         meter: Measures them.
         where: The layer, to be named in errors.
 
@@ -169,10 +169,10 @@ def measure_costs(names: Sequence[str], meter: CostMeter, where: str) -> dict[st
 
 
 def neighbor_experts(layout: ExpertLayout) -> Tensor:
-    """Return slots that hold experts of the rank before in the NVLink domain, as many as go in.
+    """Return slots that hold experts of the previous rank in the NVLink domain, as many as fit.
 
-    Every rank sends to one other rank and receives from one, so all links are busy and none more
-    than another.
+    Every rank sends to one other rank and receives from one other rank, so all links are equally
+    busy.
 
     >>> layout = ExpertLayout(num_experts=8, ep_size=4, slots=3, nvlink_domain=2)
     >>> neighbor_experts(layout).tolist()

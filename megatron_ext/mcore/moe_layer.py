@@ -85,35 +85,35 @@ class LayerReport:
     rank_loads_after: Tensor
     """Assignments that each rank computes, int64 [R]."""
     slots: Tensor
-    """The plan's: logical expert in each slot of each rank, or -1, int32 [R, S]."""
+    """Logical expert in each slot of each rank by the plan, or -1, int32 [R, S]."""
     prediction: PredictionReport | None = None
-    """How good the prediction by the layer before was; None where there was none, as in a
+    """How good the prediction by the layer before was; None without a prediction, as in a
     recomputed forward."""
 
     @property
     def num_replicas(self) -> int:
-        """Slots in use. Waits for the device, so it is better asked for after the step."""
+        """Slots in use. Waits for the device, so it is better read after the step."""
         return int((self.slots >= 0).sum())
 
 
 Observer = Callable[[LayerReport], None]
 
 PlanObserver = Callable[[BalancePlan, Tensor | None], None]
-"""Is given a plan, and the slots int32 [R, S] that were sent ahead for it, if any were."""
+"""Is called with a plan, and the slots int32 [R, S] that were sent ahead for it, or None."""
 
 
 @dataclass
 class Microbatch:
-    """One forward of a layer: begun before the layer or by it, gone when its outputs are back."""
+    """State of one forward of a layer, from `join_reduction` or `preprocess` to `combine`."""
 
     mains: MainWeights
-    """This rank's, as they are in this forward."""
+    """This rank's main weights in this forward."""
     joint: Joint | None = None
-    """Where its reduction ends; None where it is waited for at once."""
+    """Where backward waits for the reduction; None if it waits at once."""
     prediction: Prediction | None = None
-    """What the layer before told of it; None where that told nothing."""
+    """What the layer before predicted; None if it predicted nothing."""
     replication: Replication | NoReplication = field(default_factory=NoReplication)
-    """Made from its plan."""
+    """The replication by its plan."""
 
 
 class BalancedMoELayer(MoELayer):
@@ -121,13 +121,13 @@ class BalancedMoELayer(MoELayer):
 
     Args:
         config: Megatron's TransformerConfig.
-        submodules: Of Megatron's MoELayer.
+        submodules: Submodules of Megatron's MoELayer.
         layer_number: 1-based, as in Megatron.
         pg_collection: Process groups; Megatron's global ones by default.
         balance: What the balancer may do; equal on all ranks of the EP group.
         placement: What the file `balance.placement` holds; None if that is empty.
-        order: Shared by the layers that may tell each other what is to come; None if there are no
-            others.
+        order: Shared by the layers that may predict each other's loads; None if there is no other
+            layer.
         **kwargs: What later versions of Megatron pass to their MoELayer.
 
     Raises:
@@ -178,7 +178,7 @@ class BalancedMoELayer(MoELayer):
         )
         if ep_size == 1:  # One rank has nobody to share its load with.
             self.layout = dataclasses.replace(self.layout, slots=0)
-        # One rank has nothing to exchange.
+        # One rank has no tokens to send.
         is_local_first = balance.local_first and ep_size > 1
         self._dispatcher_kind = dispatcher_kind("local_first" if is_local_first else "megatron")
         self.token_dispatcher = physical_dispatcher(
@@ -191,20 +191,20 @@ class BalancedMoELayer(MoELayer):
         )
         self.expert_weights = expert_weights(self.experts)
         self.measured: dict[str, float] = {}
-        """Costs that plans are chosen by and that were measured, by their setting; settled in the
-        first forward, equal on all ranks of the EP group."""
+        """Measured costs that plans are chosen by, by their setting; measured in the first forward,
+        equal on all ranks of the EP group."""
         # Where no replica can go anywhere, all plans are the same.
         has_choice = self.layout.slots > 0 and self.layout.nvlink_domain > 1
         self._to_measure = balance.costs_to_measure if has_choice else ()
         self.chunk: int | None = None
-        """Layers before the first of this layer's chunk; told by the transformer layer."""
+        """Layers before the first layer of this chunk; set by the transformer layer."""
         self.lookahead: Lookahead | None = None
         predicts = get_strategy(balance.strategy).predicts
         if predicts and self.layout.slots > 0 and order is not None:
             self.lookahead = Lookahead(
                 order, router=self.router, ep_group=self.ep_group, send_ahead=self.send_ahead
             )
-        # Made in the first forward: only then have wrappers settled the dtype and place of the
+        # Made in the first forward: only then have wrappers settled the dtype and device of the
         # weights.
         self._slot_buffers: SlotBuffers | None = None
         self._in_flight: InFlightPlans | None = None
@@ -212,10 +212,11 @@ class BalancedMoELayer(MoELayer):
         self._microbatch: Microbatch | None = None
 
     def join_reduction(self, hidden_states: Tensor) -> Tensor:
-        """Let the coming forward's reduction of replica gradients end where this one's input is.
+        """Let backward wait for the next forward's replica gradients at the layer's input.
 
-        To be called by the transformer layer with what it starts from, so that the reduction runs
-        beside the backward of router and attention. Without it, it is waited for where it starts.
+        The transformer layer calls it with its own input, so that the reduction runs beside the
+        backward of router and attention. Without this call, backward waits where the reduction
+        starts.
         """
         # A recomputed MoE layer has a backward of its own inside the layer's: parameters must get
         # all of their gradient in one of the two.
@@ -277,7 +278,7 @@ class BalancedMoELayer(MoELayer):
 
     def _run_experts(self, slot_weights: list[Any], part: Part) -> Tensor:
         output = run_experts(self.experts, self.expert_weights, slot_weights, *part)
-        # Of several parts, the second of their backwards finds the slots filled.
+        # With several parts, the second backward finds the replicas in the slots.
         return self._under_way.replication.rematerialize_before(output)
 
     def combine(self, output: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -287,7 +288,7 @@ class BalancedMoELayer(MoELayer):
         return replication.start_rematerialize_before(output)
 
     def _begin(self) -> Microbatch:
-        """Return the coming forward's microbatch, made by the first who needs it."""
+        """Return the next forward's microbatch, made at the first call."""
         if self._microbatch is None:
             self._microbatch = Microbatch(self.expert_weights.mains())
         return self._microbatch
@@ -306,7 +307,7 @@ class BalancedMoELayer(MoELayer):
         """Start materializing the replicas of a predicted load; all EP ranks call.
 
         Args:
-            predicted: Of this layer's next forward: int64 [R, E], equal on all ranks.
+            predicted: Load of this layer's next forward: int64 [R, E], equal on all ranks.
         """
         slots = self._planner.expect(predicted)
         finish_parameter_gather(self.experts)
@@ -332,9 +333,9 @@ class BalancedMoELayer(MoELayer):
         )
 
     def _costs(self) -> LayerCosts | None:
-        """What the fastest plan is chosen by; None if that is not asked for, or there is no choice.
+        """Costs for the fastest plan; None if it is not asked for, or there is no choice of plans.
 
-        What is given counts, and what is not was measured.
+        A cost is the setting's value, or the measured value if that is `auto`.
         """
         costs = {name: getattr(self.balance, name) for name in COST_UNITS} | self.measured
         if not self.balance.plans_for_time or "auto" in costs.values():
@@ -347,7 +348,7 @@ class BalancedMoELayer(MoELayer):
         )
 
     def _measure_costs(self, load: Tensor, probs_dtype: torch.dtype) -> None:
-        """Measure what plans are chosen by and is not given; all EP ranks call."""
+        """Measure the costs that are needed and not given; all EP ranks call."""
         finish_parameter_gather(self.experts)
         mains = self._begin().mains
         buffers, _ = self._shared_state(mains.parameters()[0])
@@ -365,12 +366,12 @@ class BalancedMoELayer(MoELayer):
 
     @property
     def _expert_width(self) -> int:
-        """Elements of what an expert takes, and gives, for an assignment."""
+        """Elements of an expert's input, and of its output, for an assignment."""
         return int(self.config.moe_latent_size or self.config.hidden_size)
 
     @property
     def _expert_bytes(self) -> int:
-        """Of one expert's weights: what a replica moves."""
+        """Bytes of one expert's weights, which a replica moves."""
         num_elements = sum(math.prod(segment.shape) for segment in self.expert_weights.segments)
         return next(self.experts.parameters()).element_size() * num_elements
 
@@ -434,11 +435,11 @@ class BalancedMoELayer(MoELayer):
 
 
 def reset_after_abort(model: Iterable[nn.Module]) -> None:
-    """Make the balanced layers ready for a next step after one that ended with an error.
+    """Make the balanced layers ready for the next step after a step that ended with an error.
 
-    An error may leave the ranks of an EP group in different places of a step, with plans in flight
+    An error may leave the ranks of an EP group at different points of a step, with plans in flight
     and replicas half moved. Every rank of the group calls this once it has left the step, before
-    the next one. Megatron's own collectives must have ended, or a rank still waits in one.
+    the next step. Megatron's own collectives must have ended, or a rank still waits in one.
 
     Args:
         model: The model's chunks on this rank.
@@ -478,7 +479,7 @@ class EvenMoELayer(MoELayer):
 
 
 def _check_equal_config(balance: BalanceConfig, ep_group: dist.ProcessGroup) -> None:
-    """Ranks plan alone and must plan alike, so their settings must be the same."""
+    """Check that settings are equal on all ranks: ranks plan alone and must plan alike."""
     settings: list[Any] = [None] * ep_group.size()
     dist.all_gather_object(settings, asdict(balance), group=ep_group)
     for rank, other in enumerate(settings):

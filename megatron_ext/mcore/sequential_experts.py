@@ -1,4 +1,4 @@
-"""Megatron's `SequentialMLP`: a module an expert."""
+"""Megatron's `SequentialMLP`: one module for each expert."""
 
 from __future__ import annotations
 

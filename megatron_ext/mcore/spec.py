@@ -32,8 +32,8 @@ from megatron_ext.mcore.moe_layer import BalancedMoELayer, EvenMoELayer
 def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
     """Return `spec` with its MoE layers balanced.
 
-    Megatron's transformer layers around them become `JoiningTransformerLayer`s; in a transformer
-    layer of another class the MoE layer does without.
+    Megatron's transformer layers around them become `JoiningTransformerLayer`s. A transformer layer
+    of another class stays as it is; backward then waits for the reduction inside the MoE layer.
 
     Args:
         spec: A Megatron layer spec, block spec, or anything that holds such.
@@ -72,7 +72,7 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
 
 
 def _shared_by_layers(balance: BalanceConfig) -> dict[str, Any]:
-    """What all balanced layers of a model are given."""
+    """Arguments that all balanced layers of a model share."""
     placement = read_placement(Path(balance.placement)) if balance.placement else None
     return {"balance": balance, "placement": placement, "order": LayerOrder()}
 
@@ -111,11 +111,11 @@ def replace_parts(
     Args:
         spec: A Megatron layer spec, block spec, or anything that holds such.
         is_wanted: Whether a part is to be changed.
-        change: What takes its place.
-        what: What has to be there; None if nothing has to.
+        change: Returns the replacement of a part.
+        what: Name of the wanted part for the error; None if it need not be there.
 
     Raises:
-        ValueError: There is no wanted part, and `what` names it.
+        ValueError: There is no wanted part, and `what` is given.
     """
     done: dict[int, Any] = {}
     num_changed = 0
@@ -150,5 +150,5 @@ def replace_parts(
 
 
 def _is_submodules(part: Any) -> bool:
-    """Megatron's `...Submodules` dataclasses hold a layer's parts; their names vary by version."""
+    """Whether this is one of Megatron's dataclasses `...Submodules`, which hold a layer's parts."""
     return dataclasses.is_dataclass(part) and type(part).__name__.endswith("Submodules")

@@ -1,4 +1,4 @@
-"""How long something takes on ranks that work at the same time."""
+"""How long work takes on ranks that work at the same time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def slowest_s(
     """Return the seconds of `work`, which all ranks begin together, on the slowest of them.
 
     Args:
-        work: What this rank does. What it leaves to a GPU counts until that is done.
-        group: The ranks, which all call; by default those of the world.
+        work: What this rank does. Work on a GPU counts until it is done.
+        group: The ranks, which all call; by default all ranks of the world.
         device: Where the work is done, and where tensors must be for the group's collectives.
 
     Returns:

@@ -1,7 +1,7 @@
-"""The field: methods of papers, one folder each. Nothing that balances a model needs them.
+"""The field: methods of papers, one folder each. The plug-in balances a model without them.
 
     ultraep_paper/   UltraEP's Algorithm 1 as published
-    eplb/            EPLB: replicas from load history; all experts laid out anew
+    eplb/            EPLB: replicas from load history; all experts rearranged
     lplb/            LPLB: a linear program splits each load over such replicas
     llep/            LLEP: overload spills to the least loaded ranks
     moonep/          MoonEP: overloaded ranks fill others completely
@@ -9,9 +9,9 @@
     libra/           Libra: replicas from a prediction
     sem_moe/         Sem-MoE: experts, samples and tokens that belong together on one rank
 
-They depend on the plug-in's rooms and on `files/` and `data/`, and nothing of the plug-in depends
-on them: `balance/strategies` looks a strategy up in the table below, if this folder is there, and
-imports its module when it is used. `mcore/dispatcher.py` does so with dispatchers.
+The methods depend on the plug-in's rooms and on `files/` and `data/`. Nothing of the plug-in
+depends on them: `balance/strategies` looks a strategy up in the table below, if this folder is
+there, and imports its module when it is used. `mcore/dispatcher.py` does so with dispatchers.
 """
 
 STRATEGIES = {
@@ -26,7 +26,7 @@ STRATEGIES = {
     "libra_paper": "megatron_ext.methods.libra.libra_paper:LIBRA_PAPER",
     "sem_moe": "megatron_ext.methods.sem_moe.sem_moe:SEM_MOE",
 }
-"""Where the `Strategy` of each name is: module and constant."""
+"""Module and constant of each `Strategy`, by its name."""
 
 DISPATCHERS = {"local_first": "megatron_ext.methods.libra.local_first:LOCAL_FIRST"}
-"""Where the `DispatcherKind` of each name is: module and constant."""
+"""Module and constant of each `DispatcherKind`, by its name."""

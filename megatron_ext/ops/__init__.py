@@ -1,4 +1,4 @@
-"""Loads the compiled library, after which `torch.ops.megatron_ext.*` is there.
+"""Loads the compiled library, which defines `torch.ops.megatron_ext.*`.
 
 The ops are declared in `csrc/bindings/library.cpp`; `csrc/include/megatron_ext/api.h` says what
 they do. Importing this module loads nothing.

@@ -1,9 +1,9 @@
-"""What balanced layers tell, for any training program.
+"""Records loads and choices of MoE layers, for any training program.
 
     recorder.py    the loads of a step's MoE layers
     trace.py       these loads written to files
     routes.py      some tokens' choices written to files
-    step_files.py  such files, every few steps
+    step_files.py  when and where such files are written
 
 It knows neither Megatron nor the trainer.
 """

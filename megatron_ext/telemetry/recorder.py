@@ -1,9 +1,9 @@
 """Collects how unequal the ranks' loads were in a step's MoE layers, before and after balancing.
 
-Balanced and even layers report to their `observers`. Megatron's own layers know nothing of this:
-their router's choices are counted, and the counts of all ranks gathered once at the end of the
-step. Nothing is counted in a forward that runs without gradients (evaluation, the first pass of
-recompute), nor does counting wait for the device.
+Balanced and even layers report to their `observers`. Megatron's own layers report nothing: a hook
+counts their router's choices, and the counts of all ranks are gathered once at the end of the step.
+Forwards without gradients are not counted (evaluation, the first pass of recompute). Counting does
+not wait for the device.
 
 Legend: C counted forwards of a step (layers x microbatches on this rank), R ranks of the EP group,
     E logical experts.
@@ -25,7 +25,7 @@ from megatron_ext.telemetry.trace import LayerLoad
 
 
 class PredictedLoads(NamedTuple):
-    """Sums of what `PredictionReport` says, over this step's predicted forwards."""
+    """Sums of the fields of `PredictionReport` over this step's predicted forwards."""
 
     forwards: float = 0
     load_accuracy: float = 0
@@ -38,33 +38,33 @@ class PredictedLoads(NamedTuple):
 
     @classmethod
     def of(cls, reports: Sequence[Any]) -> PredictedLoads:
-        """Sum up what `PredictionReport` says of some forwards."""
+        """Sum the fields of these reports."""
         return cls(
             len(reports), *(sum(getattr(one, name) for one in reports) for name in cls._fields[1:])
         )
 
     @classmethod
     def total(cls, parts: Iterable[PredictedLoads]) -> PredictedLoads:
-        """Put sums together."""
+        """Add up several such sums."""
         return cls(*map(sum, zip(cls(), *parts, strict=True)))
 
 
 @dataclass(frozen=True)
 class StepLoads:
-    """Sums over this rank's counted forwards of a step; divide by `forwards` for means."""
+    """Sums over a step's counted forwards on this rank; divide by `forwards` for means."""
 
     forwards: int
     imbalance_before: float
     imbalance_after: float
     replicas: int
     loads: list[LayerLoad]
-    """Of the counted forwards; of each layer in the order of its microbatches."""
+    """The loads of the counted forwards; those of a layer in the order of its microbatches."""
     predicted_by_layer: dict[int, PredictedLoads]
-    """Of each layer that was predicted, by its number."""
+    """Sums for each layer that was predicted, by its number."""
 
     @property
     def predicted(self) -> PredictedLoads:
-        """Of all layers."""
+        """The sums over all predicted layers."""
         return PredictedLoads.total(self.predicted_by_layer.values())
 
 

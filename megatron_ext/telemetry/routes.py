@@ -1,8 +1,8 @@
 """Records which experts tokens chose, with the tokens' ids, to `routes/` in the run directory.
 
-`megatron-ext place sem_moe` learns from it. One rank of each pipeline stage records, of its own
-tokens, the first samples of every step: nothing is exchanged with other ranks. As with loads, a
-forward without gradients does not count (evaluation, the first pass of recompute).
+`megatron-ext place sem_moe` learns from them. One rank of each pipeline stage records the first of
+its own samples in every step: ranks send each other nothing. As with loads, a forward without
+gradients does not count (evaluation, the first pass of recompute).
 
 Legend: b samples of a microbatch, s tokens of a sample, K experts of a token, E logical experts.
 """
@@ -26,18 +26,18 @@ ROUTES_FOLDER = "routes"
 class RouteRecorder:
     """Watches a rank's model from its construction until `close()`.
 
-    A file that reaches beyond the checkpoint that a run continues from is dropped, with the steps
-    before the checkpoint that it holds: they are lost to learning, none is there twice.
+    If a run continues from a checkpoint, a file that reaches beyond that checkpoint is dropped as a
+    whole. Its steps before the checkpoint are lost to learning; no step is there twice.
 
     Args:
         files: Where to write.
-        chunks: The model's chunks on this rank. Tokens [b, s] are the first that they are given.
+        chunks: The model's chunks on this rank. Their first argument is tokens [b, s].
         layers: Their MoE layers: balanced, even or Megatron's own; at least one.
-        samples: Samples of a step to record, >= 1; all of this rank's if it has fewer.
+        samples: Samples of a step to record, >= 1; all samples of this rank if it has fewer.
         start_step: The step of the checkpoint that the run continues from, 0 for a new run.
         vocab_size: Ids that a token can have.
-        bytes_per_token: What a token and its choices take in memory, equal on all stages: so their
-            files end with the same steps.
+        bytes_per_token: Memory of a token and its choices, equal on all stages, so that the files
+            of all stages end with the same steps.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RouteRecorder:
         ]
 
     def write(self, step: int) -> None:
-        """Take what was seen in a step; write a file if one is due.
+        """Take the choices of a step; write a file if one is due.
 
         Raises:
             OSError: The file before could not be written.
@@ -88,7 +88,7 @@ class RouteRecorder:
             self._start_file(step)
 
     def close(self, step: int) -> None:
-        """Stop watching, write what was collected up to this step, and wait until all is written.
+        """Stop watching, write the steps collected up to this step, and wait until all is written.
 
         Raises:
             OSError: A file could not be written.
@@ -100,7 +100,7 @@ class RouteRecorder:
         self._files.close()
 
     def _kept(self, microbatch: int, size: int) -> int:
-        """Samples to record of a microbatch of this size."""
+        """How many samples of a microbatch of this size to record."""
         return min(size, max(self._samples - microbatch * size, 0))
 
     def _see_tokens(self, chunk: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -1,7 +1,8 @@
 """Files that a run writes every few steps, beside the training: whole, or not there.
 
-A file is named by its last step and by the pipeline stage of the rank that writes it. What a killed
-run has not written is lost; whoever continues it decides what becomes of later files.
+A file is named by its last step and by the pipeline stage of the rank that writes it. Steps that a
+killed run has not written are lost. When the run continues from a checkpoint, the recorder of the
+files decides what becomes of files beyond it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 _MOST_BYTES = 64 << 20
-"""What is kept in memory before a file is written early, in bytes."""
+"""A file is written early when its steps take so many bytes of memory."""
 
 
 class StepFiles:
     """One rank's files in a folder, written by a thread, one at a time.
 
-    So memory is bounded: by what two files hold, each of at most `_MOST_BYTES` and one step more.
+    So memory is bounded: two files are in it at most, each of at most `_MOST_BYTES` and one step
+    more.
 
     Args:
         folder: Where they are; made with the first file.
@@ -37,13 +39,14 @@ class StepFiles:
             unfinished.unlink()
 
     def path(self, last_step: int) -> Path:
-        """Where the file goes that ends with this step."""
+        """Path of the file that ends with this step."""
         return self._folder / f"step_{last_step:08d}_{self._suffix}"
 
     def existing(self) -> Iterator[tuple[int, Path]]:
-        """The last step and path of each file that this rank cares for, in the order of steps.
+        """Last step and path of each existing file of this rank's stages, in the order of steps.
 
-        The run that is continued may have had more stages: each of theirs has a rank here, too.
+        An earlier part of the run may have had more pipeline stages than now; each rank then also
+        has some of these stages.
         """
         for path in sorted(self._folder.glob("step_*_stage_*.npz")):
             _, last_step, _, stage = path.stem.split("_")
@@ -51,15 +54,15 @@ class StepFiles:
                 yield int(last_step), path
 
     def shortened(self, path: Path, last_step: int) -> Path:
-        """Where an existing file goes if it now ends with this step."""
+        """Path of an existing file if its last step becomes this step."""
         return path.with_name(f"step_{last_step:08d}_{path.name.split('_', 2)[2]}")
 
     def is_due(self, num_steps: int, num_bytes: int) -> bool:
-        """Whether so many steps, which take so many bytes, are to be written."""
+        """Whether a file of so many steps, which take so many bytes, is to be written."""
         return num_steps == self._steps_per_file or num_bytes > _MOST_BYTES
 
     def start(self, write: Callable[[], None]) -> None:
-        """Begin to write a file, when the one before is written.
+        """Begin to write a file, after waiting for the file before.
 
         Raises:
             OSError: The file before could not be written.

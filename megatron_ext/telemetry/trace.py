@@ -1,6 +1,7 @@
 """Writes the exact loads of a run to `trace/`, as files of loads that are whole or not there.
 
-One rank of each pipeline stage writes, of one EP group: the first of those that share its experts.
+One rank of each pipeline stage writes the loads of one EP group: the first of the groups that hold
+the same experts.
 Legend: R ranks of the EP group, E logical experts.
 """
 
@@ -32,13 +33,13 @@ class LayerLoad(NamedTuple):
     load: Tensor
     """Assignments from source rank to logical expert, int64 [R, E]."""
     predicted: Tensor | None = None
-    """What the layer before predicted of it, int64 [R, E]; None where nothing was."""
+    """The load as the layer before predicted it, int64 [R, E]; None where it did not."""
 
 
 class TraceWriter:
     """Collects a run's loads and writes a file every few steps.
 
-    What a killed run wrote after the checkpoint that a run continues from is dropped.
+    Loads that a killed run wrote after the checkpoint that this run continues from are dropped.
 
     Args:
         run_dir: The run's directory.
@@ -64,7 +65,7 @@ class TraceWriter:
         self._drop_after(start_step)
 
     def write(self, step: int, loads: Sequence[LayerLoad]) -> None:
-        """Take the loads of a step, of each layer in the order of its microbatches.
+        """Take the loads of a step; those of a layer are in the order of its microbatches.
 
         Raises:
             OSError: The file before could not be written.
@@ -83,7 +84,7 @@ class TraceWriter:
             self._start_file()
 
     def close(self) -> None:
-        """Write what was collected, and wait until all is written.
+        """Write the loads collected so far, and wait until all is written.
 
         Raises:
             OSError: A file could not be written.

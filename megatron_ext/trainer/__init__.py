@@ -3,11 +3,11 @@
     train.py       entry point: recipe, checks, ranks
     validate.py    what must hold between settings before a run starts
     settings.py    from a run's settings to Megatron's settings
-    build.py       from there to Megatron's objects
+    build.py       from Megatron's settings to Megatron's objects
     loop.py        one rank's part of a training run
     checkpoint.py  save, load, resume
     norms.py       PyTorch's norms for sequence parallelism
-    blocks.py      parts of a step, each to be run alone, for calibration
+    blocks.py      parts of a step, each run alone, for calibration
     progress.py    the display on rank 0
     run_log.py     the run directory: config.yaml, metrics.jsonl, W&B
     report.py      runs compared: table, summary, picture, page

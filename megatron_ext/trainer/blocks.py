@@ -1,8 +1,8 @@
-"""The parts of a training step, each to be run alone: what `doctor --calibrate` takes the time of.
+"""The parts of a training step, each run alone: `doctor --calibrate` measures their times.
 
-They are the objects of a run's own model, as Megatron makes them, so that they cost what they cost
-in the run: its unfused attention, its permutations, its DDP hooks, its optimizer. Legend: N tokens
-of a rank, H hidden, E logical experts, M mains per rank.
+They are the objects of a run's own model, as Megatron makes them, so each part takes as long as in
+the run: its unfused attention, its permutations, its DDP hooks, its optimizer. Legend: N tokens of
+a rank, H hidden, E logical experts, M mains per rank.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megatron_ext.trainer import build
 
 
 class StepBlocks:
-    """One rank's model, of which one layer is run in parts. Made on all ranks of a launch.
+    """One rank's model, and one of its layers run in parts. Made on all ranks of a launch.
 
     Args:
         config: The run, without balancing and with one choice a token; its data are not read.
-        vocab_size: Of its tokenizer.
+        vocab_size: Size of the tokenizer's vocabulary.
     """
 
     def __init__(self, config: TrainConfig, vocab_size: int) -> None:
@@ -68,7 +68,7 @@ class StepBlocks:
         """Run this rank's experts forward and backward.
 
         Args:
-            tokens_per_expert: Of each main, int64 [M].
+            tokens_per_expert: Tokens of each main, int64 [M].
         """
         num_tokens = int(tokens_per_expert.sum())
         tokens = torch.ones(num_tokens, self._hidden.shape[-1], requires_grad=True)
@@ -77,7 +77,7 @@ class StepBlocks:
         output.backward(output.detach())
 
     def run_optimizer(self) -> None:
-        """Clip the gradients there are, step, and clear them."""
+        """Clip the gradients, make an optimizer step, and clear the gradients."""
         self._optimizer.step()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
@@ -85,7 +85,7 @@ class StepBlocks:
 
 
 class _RouterAlone(nn.Module):
-    """In the place of a MoE layer: its router, whose probabilities scale the tokens."""
+    """Replaces a MoE layer by its router, whose probabilities scale the tokens."""
 
     def __init__(self, moe: MoELayer) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """From the sections of a run's config to Megatron's objects.
 
-Everything a training loop needs, in the order it is needed: `start_parallelism`, `build_model`,
-`build_optimizer`, `build_scheduler`; and `dataset`, which opens the text. `settings.py` says what
-Megatron is told.
+The functions that a training loop needs, in the order of use: `start_parallelism`, `build_model`,
+`build_optimizer`, `build_scheduler`; and `dataset`, which opens the text. `settings.py` makes
+Megatron's settings.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def dataset(config: TrainConfig, manifest: Manifest, split: str) -> MixedDataset
 
 
 def start_parallelism(config: TrainConfig) -> None:
-    """Make Megatron's process groups, if there are none yet, and seed every generator.
+    """Make Megatron's process groups, unless they exist, and seed every random generator.
 
     Several models of equal parallel sizes may live in one process.
     """
@@ -84,7 +84,7 @@ def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataPar
 
     Args:
         config: The run.
-        vocab_size: Of the tokenizer, without padding.
+        vocab_size: Size of the tokenizer's vocabulary, without padding.
     """
     megatron = transformer_config(config)
     parallel = config.parallel
@@ -155,7 +155,7 @@ def moe_layers(chunks: list[DistributedDataParallel]) -> list[MoELayer]:
 
 @contextmanager
 def whole_parameters(config: TrainConfig, chunks: list[DistributedDataParallel]) -> Iterator[None]:
-    """Finish the gathering of updated weights that otherwise the next forward would finish."""
+    """Finish gathering the updated weights, which otherwise the next forward would finish."""
     if not config.parallel.overlap_param_gather:
         yield
         return

@@ -2,10 +2,10 @@
 
 A checkpoint is a folder `RUN/checkpoints/step_00000100`. It is written under another name and
 renamed when complete, so a run that dies while saving leaves nothing that would be taken for a
-checkpoint. It holds the model, the optimizer, the state of the random generators and `run.json`,
-what can be read without Megatron: the step, the position in the data and the shape of the model.
-Slots and replicas are in none of them, so balancing may differ between saving and loading, and so
-may the parallel sizes.
+checkpoint. It holds the model, the optimizer, the state of the random generators and `run.json`:
+the step, the position in the data and the shape of the model, which can be read without Megatron.
+A checkpoint holds no slots and no replicas, so balancing may differ between saving and loading. The
+parallel sizes may differ, too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FREE_MODEL_FIELDS = ("experts", "precision", "aux_loss")
 
 
 def find_checkpoint(config: TrainConfig) -> Path | None:
-    """Return what the run starts from: its own newest checkpoint, or `checkpoint.load`, or None.
+    """Return the checkpoint that the run starts from: its own newest, `checkpoint.load`, or None.
 
     Raises:
         FileNotFoundError: `checkpoint.load` is no complete checkpoint.
@@ -61,7 +61,7 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
 
 
 def model_differences(config: TrainConfig, checkpoint: Path) -> list[str]:
-    """Return, one line each, where the checkpoint's model differs from the run's."""
+    """Return the differences between the checkpoint's model and the run's, one line each."""
     saved = json.loads((checkpoint / RUN_FILE).read_text())["model"]
     return [
         f"model.{name} ({value}) must be {saved.get(name)}, as in the checkpoint {checkpoint}"
@@ -73,7 +73,7 @@ def model_differences(config: TrainConfig, checkpoint: Path) -> list[str]:
 def save_checkpoint(
     config: TrainConfig, chunks: list[DistributedDataParallel], optimizer: Any, step: int
 ) -> Path:
-    """Save the state after `step` steps and drop checkpoints that are too many. All ranks call it.
+    """Save the state after `step` steps and delete surplus old checkpoints. All ranks call it.
 
     Returns:
         The complete checkpoint.
@@ -108,8 +108,8 @@ def load_checkpoint(
 ) -> dict[str, int]:
     """Load model, optimizer and generators. All ranks call it.
 
-    The generators continue only on as many ranks as saved them; on another number they stay as they
-    are seeded.
+    The generators continue only if the number of ranks is the same as when saving; otherwise they
+    keep their seeds.
 
     Returns:
         `step`, `consumed_samples` and `num_ranks` as they were when it was saved.
@@ -136,8 +136,9 @@ def _sharded_state(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what is stored by logical parameter or rank, and the optimizer's other values.
 
-    The others are settings and the number of steps, which come from the config and `run.json`.
-    Megatron arranges them by parallel sizes, so a checkpoint that held them would fit only its own.
+    The other values are settings and the number of steps, which come from the config and
+    `run.json`. Megatron orders them by parallel sizes, so a checkpoint that held them would only
+    load under equal sizes.
     """
     metadata = dict(_METADATA)  # Megatron adds its process groups, which may be others next time.
     state: dict[str, Any] = {
@@ -160,12 +161,12 @@ def _sharded_state(
 
 @contextmanager
 def _adam_can_load(optimizer: Any, step: int) -> Iterator[None]:
-    """Tell Adam how many steps were made, and help Megatron load into PyTorch's.
+    """Tell Adam how many steps were made, and help Megatron load into PyTorch's Adam.
 
-    PyTorch's is Megatron's Adam where Transformer Engine and Apex are not installed. Megatron needs
-    state to load into, which it only has after a step; the distributed optimizer asks for the state
-    `step` among tensors that it left `step` out of, and gives all parameters one tensor of that
-    name, which each of them would then count up.
+    Megatron takes PyTorch's Adam where Transformer Engine and Apex are not installed. Two faults
+    are mended. Megatron loads into existing state, but Adam has state only after a step. The
+    distributed optimizer looks for the state `step` among tensors without it, and gives all
+    parameters one tensor of that name, which each of them would then count up.
     """
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     pytorch = [part for part in parts if isinstance(part.optimizer, torch.optim.Adam)]

@@ -44,9 +44,9 @@ Batches = list[Iterator[dict[str, Tensor]]]
 
 
 class Training:
-    """Model, optimizer and data of one rank, from the run's newest checkpoint on.
+    """Model, optimizer and data of one rank, as of the run's newest checkpoint.
 
-    Made after the process group, on all ranks.
+    Made on all ranks, after the process group.
 
     Args:
         config: The run, validated.
@@ -154,14 +154,14 @@ class Training:
         }
 
     def close(self) -> None:
-        """Write what is left to write, also after an error."""
+        """Write everything not yet written, also after an error."""
         if self.trace is not None:
             self.trace.close()
         if self.routes is not None:
             self.routes.close(self.step)
 
     def evaluate(self) -> float:
-        """Return the loss over always the same validation batches; does not touch the training."""
+        """Return the loss over the validation batches, always the same; does not touch training."""
         assert self._validation is not None, "there is a validation split only with eval_every"
         batches = self._read(self._validation, 0)
         losses: list[float] = []
@@ -224,7 +224,7 @@ class Training:
 
 
 def _writes_trace(config: TrainConfig) -> bool:
-    """Whether this rank is the one of its pipeline stage that writes what a trace is made of."""
+    """Whether this rank writes the trace of its pipeline stage."""
     return (
         config.logging.trace_steps > 0
         and parallel_state.get_expert_model_parallel_rank() == 0
@@ -287,7 +287,7 @@ def _mean_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Ten
 def _prediction_metrics(config: TrainConfig, loads: StepLoads) -> dict[str, float]:
     """Means over the predicted forwards of all ranks, and the accuracy of choices in each layer.
 
-    Nothing where nothing was predicted.
+    Empty if nothing was predicted.
     """
     if not get_strategy(config.balance.strategy).predicts:
         return {}
@@ -307,7 +307,7 @@ def _prediction_metrics(config: TrainConfig, loads: StepLoads) -> dict[str, floa
 
 
 def _measured_costs(chunks: list[Any]) -> dict[str, float]:
-    """What this rank's EP group measured to choose plans by; nothing where nothing was measured."""
+    """Costs that this rank's EP group measured to choose plans by; empty if it measured none."""
     layers = (one for one in build.moe_layers(chunks) if isinstance(one, BalancedMoELayer))
     return next((layer.measured for layer in layers if layer.measured), {})
 

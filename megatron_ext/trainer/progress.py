@@ -1,4 +1,4 @@
-"""What a person watching the run sees: a progress bar in a terminal, plain lines elsewhere."""
+"""The display of a run: a progress bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TrainingProgress:
 
     Args:
         title: Name of the run.
-        start_step: Steps that were done before.
+        start_step: Steps that were done before this start.
         steps: Steps of the whole run.
         every: Steps between two plain lines.
     """

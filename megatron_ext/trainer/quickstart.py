@@ -2,13 +2,13 @@
 
     python -m megatron_ext.trainer.quickstart [overrides]
 
-Gathers a corpus from this machine's own text, trains the recipe `quickstart` three ways, prints a
-table and writes `summary.json` and `comparison.png` beside the runs. The three models live in the
-same processes and take their steps in turn, so that whatever else the machine does meets all alike.
+It gathers a corpus from this machine's own text, trains the recipe `quickstart` three ways, prints
+a table and writes `summary.json` and `comparison.png` beside the runs. The three models live in the
+same processes and take their steps in turn, so that other work on the machine slows all alike.
 
-A fourth run is the yardstick for the losses: without balancing, the samples of every microbatch in
-reverse order. It computes the same sums in another order, so its distance from `none` is what
-rounding alone does.
+A fourth run is the yardstick for the losses. It trains without balancing, with the samples of every
+microbatch in reverse order. It computes the same sums in another order, so its distance from `none`
+is the effect of rounding alone.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(overrides: Sequence[str] | None = None) -> None:
     """Run the quickstart in the working directory, which holds `recipes`.
 
     Args:
-        overrides: Of the recipe; by default the arguments of the process.
+        overrides: Overrides of the recipe; by default the arguments of the process.
 
     Raises:
         SystemExit: With status 2 if a setting is wrong, 1 if a rank failed or the machine has too
@@ -79,7 +79,7 @@ def main(overrides: Sequence[str] | None = None) -> None:
 
 
 def build_data(path: Path) -> None:
-    """Gather the corpus and tokenize it into bytes, unless that was done before."""
+    """Gather the corpus and tokenize it into bytes, unless the dataset exists."""
     from megatron_ext.data import build_dataset, parse_sources
     from megatron_ext.data.corpus import gather_corpus
 

@@ -1,4 +1,4 @@
-"""Runs of one model compared: a table, a summary for programs, a picture, a page with all of it.
+"""Compares runs of one model: as a table, a summary for programs, a picture, a page.
 
 Times and throughput are medians over the steps after `WARMUP_STEPS`, so that a moment in which the
 machine did something else does not count; imbalances and replicas are means over all steps.
@@ -22,14 +22,14 @@ Metrics = Sequence[Mapping[str, Any]]
 """Lines of a run's `metrics.jsonl`."""
 
 _SHOWN = ("loss", "imbalance_before", "imbalance_after", "step_ms", "tokens_per_s", "replicas")
-"""Of the metrics of a step, what a report needs."""
+"""The metrics of a step that a report needs."""
 
 WARMUP_STEPS = 5
-"""The first steps allocate, and load code: they are left out of timings."""
+"""First steps, which allocate memory and load code: they do not count in timings."""
 
 
 def summarize(metrics: Metrics) -> dict[str, Any]:
-    """Return what a run came to.
+    """Return the numbers of a run.
 
     Returns:
         `imbalance_before`, `imbalance_after`, `step_ms`, `tokens_per_s`, `final_loss`, `replicas`
@@ -62,8 +62,8 @@ def read_runs(folders: Sequence[Path]) -> dict[str, Metrics]:
 
     Raises:
         FileNotFoundError: A folder holds no metrics.
-        ValueError: A run has not finished a step, its metrics cannot be read or lack what is shown,
-            or a folder is there twice.
+        ValueError: A run has not finished a step, its metrics cannot be read or lack a metric that
+            is shown, or a folder is given twice.
     """
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ValueError(f"a run is there twice in {', '.join(map(str, folders))}")
@@ -87,7 +87,7 @@ def read_runs(folders: Sequence[Path]) -> dict[str, Metrics]:
 
 
 def differing_settings(folders: Mapping[str, Path]) -> dict[str, dict[str, str]]:
-    """Return the settings in which runs differ, each by run; where a run writes to is left out.
+    """Return the settings in which runs differ, each by run; the run's directory does not count.
 
     Raises:
         ValueError: A run's settings cannot be read.
@@ -143,7 +143,7 @@ def _cells(
 
 
 def steps_line(steps: Mapping[str, int]) -> str:
-    """Say how many steps the numbers of each run are of: its last one, so its final loss is of it.
+    """Return a line with each run's number of steps; its final loss is the last step's.
 
     >>> steps_line({"none": 6, "quota": 40})
     'Steps: none 6, quota 40. Times are medians after the first 5.'
@@ -155,12 +155,12 @@ def steps_line(steps: Mapping[str, int]) -> str:
 def page(
     runs: Mapping[str, Metrics], settings: Mapping[str, Mapping[str, str]], against: Sequence[str]
 ) -> str:
-    """Return a page of HTML that needs no other file: the table, the picture, what differs.
+    """Return a page of HTML that needs no other file: the table, the picture, differing settings.
 
     Args:
-        runs: To compare.
-        settings: In which they differ, as `differing_settings` returns them.
-        against: Runs to whose tokens/s those of all are compared.
+        runs: The runs to compare.
+        settings: The settings in which runs differ, as `differing_settings` returns them.
+        against: Runs whose tokens/s all runs are compared with.
     """
     picture = io.BytesIO()
     draw(runs, picture)

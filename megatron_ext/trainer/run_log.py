@@ -19,9 +19,9 @@ CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.jsonl"
 class RunLog:
     """Writes one line a step; a context manager.
 
-    What a killed run wrote after its last checkpoint is dropped. Costs that the run measured are in
-    the lines of its steps, and as comments at the end of the config: another run from it measures
-    its own.
+    Lines that a killed run wrote after its last checkpoint are dropped. Costs that the run measured
+    are in the lines of its steps. They are also comments at the end of the config, so another run
+    from this config measures its own costs.
 
     Args:
         config: The run; the resolved config is written beside the metrics.
@@ -55,7 +55,7 @@ class RunLog:
             self._wandb.finish(exit_code=1 if error else 0)
 
     def write(self, metrics: dict[str, Any]) -> None:
-        """Write the metrics of a step, which is in them as `step`."""
+        """Write the metrics of a step, whose number is the metric `step`."""
         self._file.write(json.dumps(metrics) + "\n")
         self._file.flush()
         if not self._told_costs:
@@ -71,7 +71,7 @@ class RunLog:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return a run's metrics, one object a step, without a last line that is not finished.
+    """Return a run's metrics, one object a step; an unfinished last line is dropped.
 
     Raises:
         ValueError: A line is not the metrics of a step; the message names file and line.

@@ -1,7 +1,7 @@
-"""From the sections of a run's config to Megatron's settings: the one place where they meet.
+"""From the sections of a run's config to Megatron's settings: only this module translates them.
 
-Settings that Megatron knows keep Megatron's defaults, but for `OVERRIDABLE`. Nothing here asks for
-data, a balancer or a process group.
+Settings that Megatron knows keep Megatron's defaults, except those of `OVERRIDABLE`. Nothing here
+needs data, a balancer or a process group.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def transformer_settings(config: TrainConfig) -> dict[str, Any]:
         "moe_token_dispatcher_type": parallel.dispatcher,
         "expert_model_parallel_size": parallel.ep_size,
         "tensor_model_parallel_size": parallel.tp_size,
-        "sequence_parallel": parallel.tp_size > 1,  # MoE layers cannot do without.
+        "sequence_parallel": parallel.tp_size > 1,  # MoE layers need it.
         "context_parallel_size": 1,
         "pipeline_model_parallel_size": parallel.pp_size,
         "virtual_pipeline_model_parallel_size": parallel.vpp_size
@@ -80,7 +80,7 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
 
 
 def ddp_config(config: TrainConfig, **megatron: Any) -> DistributedDataParallelConfig:
-    """Return how Megatron's DDP reduces gradients.
+    """Return the settings of Megatron's DDP: how it reduces gradients.
 
     Args:
         config: The run.
@@ -97,11 +97,11 @@ def ddp_config(config: TrainConfig, **megatron: Any) -> DistributedDataParallelC
 
 
 def optimizer_config(config: TrainConfig, **megatron: Any) -> OptimizerConfig:
-    """Return what Megatron's optimizer does.
+    """Return the settings of Megatron's optimizer.
 
     Args:
         config: The run.
-        megatron: Fields with other values than the run's, by Megatron's names.
+        megatron: Fields whose values replace the run's, by Megatron's names.
     """
     settings, parallel = config.optimizer, config.parallel
     of_run: dict[str, Any] = {
@@ -129,7 +129,7 @@ def wrap_in_ddp(
     """Wrap a rank's model chunks in Megatron's DDP, and tell its schedules how to finish a step.
 
     Args:
-        megatron: Of the model. Its hooks for schedules are set.
+        megatron: TransformerConfig of the model. Its hooks for schedules are set.
         modules: The chunks, in their order.
         ddp: How gradients are reduced.
     """

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line says.
 
     Args:
-        arguments: By default those of the process.
+        arguments: Words of the command line; by default the arguments of the process.
 
     Raises:
         SystemExit: With status 2 and one line a problem if the settings are wrong, with 1 if a rank
@@ -98,7 +98,7 @@ def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
 
 
 def _idle_slots(config: TrainConfig) -> str | None:
-    """Say that ranks of a balanced model have more slots than they can fill."""
+    """Return a message if ranks of a balanced model have more slots than replicas; else None."""
     balance, ep_size = config.balance, config.parallel.ep_size
     strategy = get_strategy(balance.strategy)
     # One rank has no slots, whatever is asked for.
@@ -119,7 +119,7 @@ def load_config(
     """Compose a run's settings from a recipe and overrides.
 
     Args:
-        overrides: In Hydra's grammar, e.g. `["steps=10", "+megatron.kv_channels=64"]`.
+        overrides: Overrides in Hydra's grammar, e.g. `["steps=10", "+megatron.kv_channels=64"]`.
         config_dir: Folder of the recipes; by default `recipes` in the working directory.
         config_name: The recipe; by default the bare defaults of `TrainConfig`.
 
@@ -179,7 +179,7 @@ def _section_problems(composed: DictConfig) -> list[str]:
 
 
 def _balance_problems(composed: DictConfig) -> list[str]:
-    """What is wrong with any section, if `balance` is, which refuses to be made then."""
+    """Problems of all sections where `balance` has some: that section cannot be made then."""
     try:
         OmegaConf.to_object(composed.balance)
     except ConfigError as error:
@@ -226,7 +226,7 @@ def _parser() -> OneLineParser:
 
 
 def quiet_megatron() -> None:
-    """Keep Megatron's advice about optional packages from burying the run's own lines."""
+    """Silence Megatron's advice about optional packages, which would bury the run's own lines."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("megatron_ext").setLevel(logging.INFO)
     logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -245,7 +245,7 @@ CPU_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
 }
-"""Of ranks on a CPU, unless it is set already; the last two are read by glibc alone."""
+"""Environment of ranks on a CPU, where it is not set already; only glibc reads the last two."""
 
 
 def launch_ranks(function: Callable[..., None], *args: Any, num_ranks: int) -> None:
@@ -259,7 +259,7 @@ def launch_ranks(function: Callable[..., None], *args: Any, num_ranks: int) -> N
         num_ranks: How many.
 
     Raises:
-        SystemExit: With status 1 if a rank failed; the rank has said why.
+        SystemExit: With status 1 if a rank failed; the rank has printed why.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -288,7 +288,7 @@ def launch_ranks(function: Callable[..., None], *args: Any, num_ranks: int) -> N
 
 @contextmanager
 def join_ranks() -> Iterator[None]:
-    """Make this process a rank of its launch, of which rank 0 speaks for all."""
+    """Make this process a rank of its launch; ranks other than 0 log warnings only."""
     quiet_megatron()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

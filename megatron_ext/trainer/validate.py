@@ -1,4 +1,4 @@
-"""What must hold of a run before it starts: settings, Megatron, the data, the checkpoint."""
+"""Checks of a run before it starts: settings, Megatron, the data, the checkpoint."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _multiple(value: int, name: str, of: int, of_name: str) -> list[str]:
 
 
 def _check_sections(config: TrainConfig) -> list[str]:
-    """Sizes of one section that must divide or fit those of another."""
+    """Check sizes of one section that must divide or fit sizes of another section."""
     model, parallel, samples = config.model, config.parallel, config.logging.route_samples
     problems = _multiple(
         model.num_experts, "model.num_experts", parallel.ep_size, "parallel.ep_size"
@@ -83,7 +83,7 @@ def _check_sections(config: TrainConfig) -> list[str]:
 
 
 def _check_ranks(config: TrainConfig, num_ranks: int) -> list[str]:
-    """Sizes that the number of ranks must be shared by, and the batches of these ranks."""
+    """Check that parallel sizes divide the number of ranks, and that batches fit these ranks."""
     parallel, data = config.parallel, config.data
     problems = []
     for name in ("ep_size", "tp_size"):
@@ -113,7 +113,7 @@ def _check_ranks(config: TrainConfig, num_ranks: int) -> list[str]:
 
 
 def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -> list[str]:
-    """The section `megatron`, the balancing, and what Megatron itself says."""
+    """Check the section `megatron` and the balancing, and let Megatron check its settings."""
     from megatron.core.transformer import TransformerConfig
 
     from megatron_ext.mcore.limits import validate_for_balancing
@@ -155,7 +155,7 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
 
 
 def _check_placement(config: TrainConfig) -> list[str]:
-    """The file of placed replicas, against the model and its ranks."""
+    """Check the file of placed replicas against the model and its ranks."""
     balance = config.balance
     if not balance.placement:
         return []
@@ -224,7 +224,7 @@ def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:
 
 
 def _semantics_problem(config: TrainConfig, manifest: Manifest, name: str) -> str | None:
-    """What is wrong with the file by which samples (`data.affinity`) or tokens go to ranks."""
+    """Problem with the file by which samples (`data.affinity`) or tokens (`data.rebatch`) move."""
     from megatron_ext.methods.sem_moe.semantics import read_semantics
 
     if name == "data.affinity" and config.parallel.tp_size > 1:
@@ -252,7 +252,7 @@ def _semantics_problem(config: TrainConfig, manifest: Manifest, name: str) -> st
 
 
 def _check_run_dir(config: TrainConfig) -> list[str]:
-    """The folder that the run writes to, and what a run that it continues left there."""
+    """Check that the run's folder can be written, and that metrics in it can be continued."""
     from megatron_ext.files.arrays import check_free
     from megatron_ext.trainer.run_log import METRICS_FILE, read_metrics
 

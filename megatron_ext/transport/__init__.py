@@ -1,11 +1,11 @@
-"""How bytes reach a peer's slot. One class a file.
+"""How bytes reach a peer's slot.
 
     transport.py       what a transport is
     collective.py      over torch.distributed
     shared_memory.py   over memory that CPU ranks of one machine share
-    shared_heap.py     how they come to share it
+    shared_heap.py     how CPU ranks come to share memory
     cuda.py            over GPU memory that ranks reach over NVLink
-    one_sided.py       what these two share
+    one_sided.py       what `shared_memory.py` and `cuda.py` have in common
     relay.py           who copies what to whom, so that no rank sends too much
 
 A new transport is a file with a `TransportKind` and an entry of `TRANSPORTS`: the later it stands
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 TRANSPORTS: dict[str, TransportKind] = {
     kind.name: kind for kind in (COLLECTIVE, SHARED_MEMORY, CUDA)
 }
-"""All transports by name. `auto` takes the last one that can serve."""
+"""All transports by name. `auto` takes the last transport that can serve."""
 
 
 def make_transport(
@@ -42,8 +42,8 @@ def make_transport(
     """Return the transport called `name` for this EP group; every rank calls.
 
     Args:
-        name: Of a transport, or `auto`.
-        ep_group: Who moves replicas.
+        name: Name of a transport, or `auto`.
+        ep_group: The ranks that move replicas.
         device: Where the experts are.
         grad_reduce_share: Share of a GPU that adding gradients may use.
 
@@ -67,8 +67,8 @@ def resolve_transport(name: str, *, device_type: str = "cpu", mapped: bool = Tru
     """Return the transport that `name` stands for.
 
     Args:
-        name: Of a transport, or `auto`.
-        device_type: Where the experts are.
+        name: Name of a transport, or `auto`.
+        device_type: Type of the experts' device.
         mapped: Whether all ranks of the EP group can reach each other's memory.
 
     >>> resolve_transport("auto")
@@ -82,7 +82,7 @@ def resolve_transport(name: str, *, device_type: str = "cpu", mapped: bool = Tru
         ValueError: No such transport, or not for this device.
     """
     if name == "auto":
-        # What needs a device of one type is for ranks that reach each other's memory.
+        # A transport that needs one type of device is for ranks that reach each other's memory.
         return _candidates(device_type if mapped else None)[0].name
     if name not in TRANSPORTS:
         raise ValueError(
@@ -99,7 +99,7 @@ def resolve_transport(name: str, *, device_type: str = "cpu", mapped: bool = Tru
 
 
 def _candidates(device_type: str | None) -> list[TransportKind]:
-    """What `auto` may take for experts there, the best first."""
+    """Transports that `auto` may take for experts on that device, the best first."""
     return [
         kind for kind in reversed(TRANSPORTS.values()) if kind.device_type in (None, device_type)
     ]

@@ -1,8 +1,8 @@
 """Transport over torch.distributed point-to-point: works wherever the EP group's backend does.
 
-The baseline: two-sided, so every transfer is matched by a send and a receive, posted in the order
-of the transfers on both sides. Received gradients are staged before they are added, one expert's
-worth a replica.
+It is the baseline. It is two-sided: every transfer is a send and a receive, and both sides post
+them in the order of the transfers. Received gradients are staged before they are added; the staging
+memory is one expert's gradients for each replica.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_ext.transport.transport import Transfer, Transfers, TransportKind
 
 
 class _Batch:
-    """Posted sends and receives, with what must stay alive until they are done."""
+    """Posted sends and receives, with the tensors that must stay alive until they are done."""
 
     def __init__(self, ops: list[P2POp]) -> None:
         self._ops = ops
@@ -32,7 +32,7 @@ class _Batch:
 
 
 class _Sum:
-    """Gradients under way, and what is to be added when they are there."""
+    """Gradients under way, and the additions to make when they have arrived."""
 
     def __init__(self, batch: _Batch, additions: list[tuple[bool, Tensor, Tensor]]) -> None:
         self._batch = batch
@@ -49,14 +49,14 @@ class _Sum:
 
 
 class CollectiveTransport:
-    """Moves replicas with batched sends and receives over `ep_group`."""
+    """Transport that moves replicas with batched sends and receives over `ep_group`."""
 
     def __init__(self, ep_group: ProcessGroup) -> None:
         self._group = ep_group
         self._rank = dist.get_rank(ep_group)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return zeroed local memory: a two-sided transport needs no more."""
+        """Return zeroed local memory, which is enough for a two-sided transport."""
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def push(
@@ -108,9 +108,9 @@ class CollectiveTransport:
         return _Sum(_Batch(ops), additions)
 
     def reset(self) -> None:
-        """Do nothing: there is no way to take back what an aborted step has posted.
+        """Do nothing: sends and receives that an aborted step has posted cannot be taken back.
 
-        A next step is right if all ranks aborted between the same two calls.
+        The next step is right if all ranks aborted between the same two calls.
         """
 
     def _op(self, op: Any, tensor: Tensor, peer: int) -> P2POp:

@@ -1,22 +1,23 @@
 """Transport over GPU memory that the ranks reach directly, over NVLink.
 
-One-sided: kernels of the home rank write into a peer's slot and read a peer's slot gradients. Who
-may do so when is said by generation counters in the peers' memory, which the kernels advance and
-wait for (`csrc/include/megatron_ext/peer_exchange.h`): no barrier, no host. Calls return at once;
-what they promise holds for the work that is put on the current stream afterwards. Pushes and pulls
-run on streams of their own. The time limit of a wait holds on the device, and its error is raised
-by a later call.
+It is one-sided: kernels of the home rank write into a peer's slot and read a peer's slot gradients.
+Generation counters in the peers' memory say when a rank may do so. The kernels advance these
+counters and wait for them (`csrc/include/megatron_ext/peer_exchange.h`): no barrier, no host. Calls
+return at once; what they promise holds for the work that is put on the current stream afterwards.
+Pushes and pulls run on streams of their own. The time limit of a wait holds on the device, and a
+later call raises its error.
 
-The host does not know what a push moves: a kernel compiles the plan, where it is, into this rank's
-copies (`csrc/cuda/compile_copies.cu`). The transfers of a pull are listed on the host, which has
-allocated the sums.
+The host does not know what a push moves: a kernel compiles the plan, on the device, into this
+rank's copies (`csrc/cuda/compile_copies.cu`). The host lists the transfers of a pull, because it
+has allocated the sums.
 
 All calls but `reset` can be captured in a CUDA graph. A captured push follows the plan that is in
-memory when it is replayed; a captured pull repeats its transfers. Three rules then: every layer has
-pushed before, a push is finished in the graph in which it was started, and all ranks replay alike.
+memory when it is replayed; a captured pull repeats its transfers. Three rules then hold: every
+layer has pushed before, a push is finished in the graph in which it was started, and all ranks
+replay alike.
 
-With `CUDA_DEVICE_MAX_CONNECTIONS=1` a GPU takes the work of all streams in the order in which it
-was called for, so what is called after `Pending.wait` waits for the push, whatever its stream.
+With `CUDA_DEVICE_MAX_CONNECTIONS=1` a GPU runs the work of all streams in the order of the calls.
+So work issued after `Pending.wait` waits for the push, whatever its stream.
 """
 
 from __future__ import annotations
@@ -52,15 +53,15 @@ class PeerHeap(Protocol):
     def share(self, num_bytes: int) -> tuple[Tensor, Tensor]:
         """Return this rank's new zeroed bytes and the addresses of all ranks', int64 [R].
 
-        All ranks call alike. Both tensors are on `device`, and the addresses are good there for as
-        long as the bytes are kept; all ranks' bytes are zero when this returns.
+        All ranks call alike. Both tensors are on `device`. The addresses are valid there as long as
+        the bytes are kept. All ranks' bytes are zero when this returns.
         """
 
     def highest(self, value: int) -> int:
         """Return the highest value of all ranks; all ranks call."""
 
     def close(self) -> None:
-        """Reach peers' memory no more."""
+        """Unmap peers' memory."""
 
 
 class SymmetricHeap:
@@ -185,7 +186,7 @@ class CudaTransport(OneSidedTransport):
         return UnderWay(self._exchange.finish_push, push)
 
     def raise_failure(self) -> None:
-        """Raise the error of a wait that has failed by now; the other calls do so, too.
+        """Raise the error of a wait that has failed by now; every other call does so, too.
 
         Raises:
             RuntimeError: A peer was too late or made other calls.
@@ -193,7 +194,7 @@ class CudaTransport(OneSidedTransport):
         self._exchange.raise_failure()
 
     def close(self) -> None:
-        """Let all memory go, as far as no tensor is over it; once no rank moves anything more."""
+        """Free all memory that no tensor uses; to be called once no rank moves anything more."""
         super().close()
         self._heap.close()
 
@@ -202,9 +203,9 @@ class CudaTransport(OneSidedTransport):
 
 
 def can_reach_peers(ep_group: ProcessGroup, device: torch.device) -> bool:
-    """Return whether `CudaTransport` is for this group; all ranks call.
+    """Return whether `CudaTransport` can serve this group; all ranks call.
 
-    That is: the library has the kernels, and all ranks are on one machine, each with a GPU of its
+    It can if the library has the kernels, and all ranks are on one machine, each with a GPU of its
     own that reaches the others' memory. (GPUs of several machines that share an NVLink domain are
     not looked for; `balance.transport=cuda` tries.)
     """

@@ -1,8 +1,8 @@
-"""What transports share whose ranks reach into each other's memory.
+"""What the transports have in common whose ranks reach into each other's memory.
 
-Here the transfers of a pull become one rank's sums, as an exchange takes them. An exchange is a
-compiled class (`csrc/bindings/exchange.cpp`, `peer_exchange.cpp`), which moves the bytes when its
-flags say so. How the copies of a push come to be known differs: a subclass says.
+This file turns the transfers of a pull into one rank's sums, as an exchange takes them. An exchange
+is a compiled class (`csrc/bindings/exchange.cpp`, `peer_exchange.cpp`), which moves the bytes when
+its flags say so. How a push becomes copies is up to the subclass.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megatron_ext.transport.transport import Transfer
 
 TIMEOUT_S = 60.0
 """Longest wait for a peer, in seconds. A rank that is late by more (a checkpoint, say) is late for
-the gathering of loads before each plan too, and the others wait for it there."""
+the gathering of loads before each plan too, and the other ranks already wait for it there."""
 
 RELAY_THRESHOLD = 4
 """Most sends of a rank without relays. Not tuned: on 2 cores relays make no difference in time."""
 
 
 class UnderWay:
-    """Handle of a push or pull. If dropped without `wait`, the next one still waits for it."""
+    """Handle of a transfer. If dropped without `wait`, the next transfer still waits for it."""
 
     def __init__(self, finish: Callable[[int], None], generation: int) -> None:
         self._finish = finish
@@ -37,11 +37,11 @@ class UnderWay:
 
 
 class OneSidedTransport(ABC):
-    """Pulls with an exchange; a subclass pushes, and allocates what the exchange reaches.
+    """Transport that pulls with an exchange; a subclass pushes, and allocates the buffers.
 
     Args:
-        exchange: Of this rank.
-        rank: In the EP group.
+        exchange: The exchange of this rank.
+        rank: This rank in the EP group.
     """
 
     def __init__(self, exchange: Any, rank: int) -> None:
@@ -73,12 +73,13 @@ class OneSidedTransport(ABC):
 
     def reset(self) -> None:
         """Forget an aborted step; see `Transport.reset`."""
-        # Whoever has left `abort` writes no more, and all have when the highest generation is
-        # known: after it, nothing of the aborted step moves, and no flag is above it.
+        # A rank that has left `abort` writes no more, and all ranks have left it when the highest
+        # generation is known. From then on nothing of the aborted step moves, and no flag is above
+        # that generation.
         self._exchange.restart(self._highest(self._exchange.abort()))
 
     def close(self) -> None:
-        """End what copies, and let the shared memory go, as far as no tensor is over it."""
+        """End the copying, and free the shared memory that no tensor uses."""
         self._exchange.close()
 
     @abstractmethod

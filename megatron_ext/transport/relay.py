@@ -1,11 +1,11 @@
 """Who copies what to whom: transfers compiled into each rank's copies, with relays for busy ranks.
 
-A rank that sends to many would be done long after all others. Above a threshold it sends each of
-its experts to a few relays only, which pass it on from their own slots, chunk by chunk as it
-arrives. A rank counts as one sender, whatever the number of its replicated experts.
+A rank that sends to many ranks would be done long after all others. Above a threshold it sends each
+of its experts to a few relays only, which pass the expert on from their own slots, chunk by chunk
+as it arrives. The threshold is for all sends of a rank together, not for each expert.
 
-With n sends of a rank and f of them of one expert, the expert gets ceil(f / sqrt(n)) relays: the
-rank itself then sends about sqrt(n) times, and so does a relay, against n times without.
+A rank has n sends, and f of them send one expert. Then the expert gets ceil(f / sqrt(n)) relays:
+the rank itself sends about sqrt(n) times, and so does a relay, against n times without relays.
 
 On GPUs a kernel makes the same choices (`csrc/cuda/compile_copies.cu`); this is its specification.
 """
@@ -22,10 +22,10 @@ from megatron_ext.transport.transport import Transfer
 
 @dataclass(frozen=True)
 class Copy:
-    """One source, read once, to all its destinations.
+    """A copy from one source, read once, to all its destinations.
 
     The source is a main of the rank that makes the copy or, for a relay, its own slot
-    `relay_slot_idx`, which the home rank fills. `destinations` are (rank, slot).
+    `relay_slot_idx`, which the home rank writes. `destinations` are (rank, slot).
     """
 
     home_rank: int
@@ -61,7 +61,7 @@ def compile_copies(
     for transfer in transfers:
         by_main[transfer.home_rank, transfer.main_idx].append(transfer)
         num_sends[transfer.home_rank] += 1
-    # What each rank sends by the plan made so far. All experts are of one size, so copies count.
+    # Sends of each rank by the copies made so far. All experts have one size, so counts suffice.
     planned = [sends if sends <= relay_threshold else 0 for sends in num_sends]
     copies: list[list[Copy]] = [[] for _ in range(num_ranks)]
     relayed: list[list[Copy]] = [[] for _ in range(num_ranks)]

@@ -1,4 +1,4 @@
-"""Memory that all ranks of an EP group map: regions of the same size, one a rank.
+"""Memory that all ranks of an EP group map: one region a rank, all of the same size.
 
 A region is an anonymous file (memfd): it has no name, so nothing is left when its processes end,
 however they end. Peers open it through `/proc/<pid>/fd/<fd>` while its rank still holds it open, so
@@ -28,7 +28,7 @@ _MADV_POPULATE_WRITE = 23
 
 @dataclass(frozen=True)
 class _Machine:
-    """Processes with equal values can open each other's files."""
+    """What identifies a machine: processes with equal values can open each other's files."""
 
     host: str
     boot_id: str
@@ -57,8 +57,8 @@ def share(num_bytes: int, purpose: str, ep_group: ProcessGroup) -> list[Tensor]:
 
     Args:
         num_bytes: Size of each region, >= 1; the same on all ranks.
-        purpose: What it is for, the same on all ranks: to notice different calls.
-        ep_group: Who shares.
+        purpose: What the regions are for; must be the same on all ranks, to notice different calls.
+        ep_group: The ranks that share.
 
     Raises:
         ValueError: The ranks do not ask for the same.

@@ -1,9 +1,9 @@
 """Transport over memory that the ranks of one machine share.
 
-One-sided: the home rank writes into a peer's slot and reads a peer's slot gradients. Who may do so
-when is said by generation counters in the shared memory (`csrc/include/megatron_ext/exchange.h`),
-never by a barrier. Copies and sums are made by a thread of its own, beside what the caller does
-meanwhile.
+It is one-sided: the home rank writes into a peer's slot and reads a peer's slot gradients.
+Generation counters in the shared memory say when a rank may do so
+(`csrc/include/megatron_ext/exchange.h`), never a barrier. A thread of the transport's own copies
+and adds, beside what the caller does meanwhile.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _FLAGS_BYTES = 1 << 16
 
 
 class SharedMemoryTransport(OneSidedTransport):
-    """Moves replicas with copies in memory that all ranks of `ep_group` map; all ranks make it.
+    """Transport over memory that all ranks of `ep_group` map; all ranks make it.
 
     Args:
         ep_group: Ranks of one machine, whose processes see each other.
         timeout_s: Longest wait for a peer, in seconds.
         relay_threshold: Most sends of a rank without relays (`relay.py`).
-        max_delay_us: Sleep up to so long now and then around flags: for tests of the ordering.
+        max_delay_us: Longest sleep around flags, now and then: for tests of the ordering.
 
     Raises:
         RuntimeError: The ranks cannot map each other's memory.

@@ -2,7 +2,7 @@
 
 A transport allocates the slot buffers (a symmetric heap must own them), pushes main weights into
 peers' slots and adds peers' slot gradients into the mains' sums. It knows transfers, not plans:
-what to replicate is decided elsewhere.
+`balance/` decides what to replicate.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True)
 class Transfer:
-    """One replica: a main of one rank into a slot of another. Ranks count within the EP group."""
+    """One replica: a main of one rank, a slot of another rank. Ranks count within the EP group."""
 
     home_rank: int
     main_idx: int
@@ -30,8 +30,8 @@ class Transfer:
 class Transfers:
     """Every replica of the group, as a plan has them; equal on all ranks.
 
-    Iterating lists them by rank, then slot. For a plan on a GPU the host waits for that, so a
-    transport that can leaves the plan where it is.
+    Iterating lists them by rank, then slot. For a plan on a GPU the host waits for the device to do
+    so; a transport that needs no list leaves the plan on the device.
 
     >>> list(Transfers(torch.tensor([[-1], [0]], dtype=torch.int32), mains_per_rank=2))
     [Transfer(home_rank=0, main_idx=0, replica_rank=1, slot_idx=0)]
@@ -54,7 +54,7 @@ class Pending(Protocol):
     """A push or a pull under way."""
 
     def wait(self) -> None:
-        """Return when it is done; see `Transport`."""
+        """Return when the push or pull is done; see `Transport`."""
 
 
 class Transport(Protocol):
@@ -72,7 +72,7 @@ class Transport(Protocol):
     ) -> Pending:
         """Start copying mains into slots. The caller does not read their old content any more.
 
-        `wait()` returns when this rank's slots are filled and its mains may be changed.
+        `wait()` returns when this rank's slots hold their replicas and its mains may be changed.
 
         Args:
             transfers: Every replica of the group.
@@ -103,7 +103,7 @@ class Transport(Protocol):
         """
 
     def reset(self) -> None:
-        """Forget an aborted step, so that the next call is a first one; every rank calls.
+        """Forget an aborted step, as if no call had been made yet; every rank calls.
 
         After an error on any rank the ranks may have made different calls. Once all have left the
         step and called this, they go on alike; slots and slot gradients then hold nothing useful.
@@ -112,14 +112,14 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TransportKind:
-    """A transport that can be asked for by name: what its file hands to the registry."""
+    """A transport's entry in the registry: how it is named, chosen and made."""
 
     name: str
-    """`balance.transport` of it."""
+    """Its value of the setting `balance.transport`."""
     device_type: str | None
-    """Where the experts have to be; None if anywhere."""
+    """Type of device that the experts must be on; None if any."""
     can_serve: Callable[[ProcessGroup, torch.device], bool]
-    """Whether it is for this EP group and its device; all ranks call."""
+    """Whether it can serve this EP group and its device; all ranks call."""
     make: Callable[[ProcessGroup, torch.device, float], Transport]
-    """Makes it for an EP group, its device, and the share of a GPU that adding gradients may use;
-    all ranks call."""
+    """Makes the transport for an EP group, its device, and the share of a GPU that adding gradients
+    may use; all ranks call."""

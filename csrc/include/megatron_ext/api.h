@@ -90,7 +90,7 @@ struct AssignProblem {
 };
 
 // Give every assignment of this rank an instance, so that each takes exactly its share. The j-th
-// assignment of an expert goes to the place on the line of its instances that interleave.h says.
+// assignment of an expert goes to the position on the line of its instances by interleave.h.
 //   routing_map     [N, E], true where the token goes to the expert
 //   source_quota    [E, R] assignments of this rank that the instance on rank t takes
 //   physical_index  [E, R] physical id of the instance on rank t; read where source_quota is not 0

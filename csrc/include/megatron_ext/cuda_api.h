@@ -1,7 +1,7 @@
 // Launchers of the CUDA kernels, without Torch. Each returns the error of its launches.
 //
-// All pointers are device memory, but where it is said. Nothing is allocated, the host is asked for
-// nothing, and all work is on `stream`: every launcher can be captured in a CUDA graph. Legend and
+// All pointers are device memory, unless said otherwise. Launchers allocate nothing, ask the host
+// for nothing, and put all work on `stream`: each can be captured in a CUDA graph. Legend and
 // meanings: api.h.
 #pragma once
 
@@ -50,9 +50,8 @@ cudaError_t split_quota_cuda(int64_t num_ranks,
                              int64_t* split,
                              cudaStream_t stream);
 
-// Give every assignment an instance, as assign() does, except that nobody is told of a routing map
-// and a source_quota that disagree: a choice beyond the shares, or beyond K, is left out of its
-// row.
+// Give every assignment an instance, as assign() does, except that a routing map and a source_quota
+// that disagree are no error: a choice beyond the shares, or beyond K, is left out of its row.
 //   workspace  of assign_cuda_bytes(), aligned to 16
 int64_t assign_cuda_bytes(const AssignProblem& problem);
 cudaError_t assign_cuda(const AssignProblem& problem,

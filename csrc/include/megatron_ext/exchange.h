@@ -1,5 +1,5 @@
-// Moves replicas between ranks that map the same memory. No Torch, and nothing about how the memory
-// came to be shared: ranks may be processes or, in a test, threads.
+// Moves replicas between ranks that map the same memory. The file needs no Torch, and does not say
+// how the memory came to be shared: ranks may be processes or, in a test, threads.
 //
 // Ordering. Every rank counts its pushes and its pulls; all ranks call alike, so the counts
 // (*generations*) agree without a message. Four flags a slot, in the memory of the slot's rank, say
@@ -10,10 +10,10 @@
 //   grad_ready  by the slot's rank    the gradient of this generation is in the slot
 //   grad_taken  by the main's rank    that gradient has been added and may be overwritten
 //
-// A flag only grows, and it is stored with release after what it speaks of and read with acquire
-// before. A rank publishes all that peers can wait for before it waits itself, and copies from
-// mains wait for no other copy, so ranks that all make the call always finish. Nothing here is a
-// barrier: a rank without transfers goes on at once.
+// A flag only grows. It is stored with release after the writes and reads that it reports, and read
+// with acquire before those that depend on it. A rank publishes all that peers can wait for before
+// it waits itself, and copies from mains wait for no other copy, so ranks that all make the call
+// always finish. Nothing here is a barrier: a rank without transfers goes on at once.
 #pragma once
 
 #include <atomic>

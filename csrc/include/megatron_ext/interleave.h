@@ -1,9 +1,10 @@
 // Which instance takes the j-th of an expert's local assignments.
 //
-// The instances' shares lie on one line, in instance order. Assignment j falls on place
-// `j * stride mod count` of it. The stride has no factor in common with the count, so every place
-// is met once and the shares are exact; it is near the golden section of the count, so assignments
-// that follow each other fall far apart, and no instance gets one run of consecutive tokens.
+// The instances' shares lie on one line, in instance order. Assignment j goes to position
+// `j * stride mod count` of the line. The stride has no factor in common with the count, so every
+// position is met once and the shares are exact. It is near the golden section of the count, so
+// assignments that follow each other fall far apart, and no instance gets one run of consecutive
+// tokens.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +22,8 @@ MEGATRON_EXT_HOST_DEVICE inline uint32_t common_factor(uint32_t a, uint32_t b) {
     return a;
 }
 
-// The stride for `count` assignments, 1 <= count < 2^31. Shares that no tokens are there for may
-// add up to more; what they get means nothing, but must not take long.
+// The stride for `count` assignments, 1 <= count < 2^31. Shares without tokens may add up to more;
+// their result means nothing, but must not take long.
 MEGATRON_EXT_HOST_DEVICE inline int64_t interleave_stride(int64_t count) {
     if (count > INT32_MAX) return 1;
     int64_t stride = count * 618'034 / 1'000'000;
@@ -34,7 +35,7 @@ MEGATRON_EXT_HOST_DEVICE inline int64_t interleave_stride(int64_t count) {
     return stride > 1 ? stride : 1;
 }
 
-// The place on the line of assignment j of `count`, 0 <= j < count.
+// The position on the line of assignment j of `count`, 0 <= j < count.
 MEGATRON_EXT_HOST_DEVICE inline int64_t interleaved_place(int64_t j,
                                                           int64_t count,
                                                           int64_t stride) {

@@ -1,10 +1,11 @@
-// What the kernels that move replicas between GPUs read and write. No Torch, and nothing about how
-// a rank came to the addresses of its peers' memory: ranks may be processes or, in a test, streams
-// of one GPU ("virtual ranks") whose buffers all lie in its memory.
+// The memory that the kernels which move replicas between GPUs read and write. The file needs no
+// Torch, and does not say how a rank came to the addresses of its peers' memory: ranks may be
+// processes or, in a test, streams of one GPU ("virtual ranks") whose buffers all lie in its
+// memory.
 //
-// Ordering. The flags of exchange.h, except that many blocks fill a slot at a time: so `filled` and
-// `grad_taken` are kept for each chunk of a slot, which makes every flag the generation itself,
-// stored by one thread of one rank and never added to. They lie with the segment they speak of:
+// Ordering. The flags are those of exchange.h, but many blocks write a slot at a time. So `filled`
+// and `grad_taken` are kept for each chunk of a slot. Every flag then is the generation itself,
+// stored by one thread of one rank and never added to. A segment's flags lie with the segment:
 //
 //   offered[slot]      by the slot's rank   weights: freed      gradients: grad_ready
 //   done[slot][chunk]  by the other rank    weights: filled     gradients: grad_taken
@@ -16,9 +17,9 @@
 //
 // Blocks take units of work (a chunk of a copy or of a sum) from a counter, copies from mains
 // first. A launch offers its slots before it waits, and copies from mains wait for offers only. So
-// ranks that all make the call finish, whatever the number of blocks that run at a time, as long as
-// one block of every rank's launch does. Virtual ranks share the GPU: the blocks of all launches
-// that wait for each other must fit on it together.
+// ranks that all make the call finish, however many blocks run at a time, as long as one block of
+// every rank's launch runs. Virtual ranks share the GPU: the blocks of all launches that wait for
+// each other must fit on it together.
 #pragma once
 
 #include <cuda_runtime_api.h>

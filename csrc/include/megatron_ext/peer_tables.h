@@ -1,8 +1,8 @@
-// The pull kernel's tables (peer_exchange.h) from lists of integers, as transports write them: one
-// row of words for the device, and where its parts begin.
+// Makes the pull kernel's tables (peer_exchange.h) from lists of integers, as transports write
+// them: one row of words for the device, and where its parts begin.
 //
-// Made on the host, which must know anyway which mains have replicas: it allocates their sums. A
-// push's tables are compiled on the device (compile_copies.cu).
+// The tables are made on the host, which must know anyway which mains have replicas: it allocates
+// their sums. A push's tables are compiled on the device (compile_copies.cu).
 #pragma once
 
 #include <cstddef>

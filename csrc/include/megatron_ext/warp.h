@@ -1,9 +1,9 @@
 // A warp's collectives, once for the host and once for the device, so that an algorithm written on
 // them is the same code on both and gives the same bits.
 //
-// Every function is called by all lanes together with equal arguments, and every lane gets the
-// equal result. The functions given run once per index, in any order and on any lane: they may
-// write only what belongs to their index. What they wrote is seen by all lanes after the call.
+// All lanes call every function together with equal arguments, and every lane gets the equal
+// result. Functions passed as arguments run once per index, in any order and on any lane: they may
+// write only what belongs to their index. All lanes see what they wrote after the call.
 #pragma once
 
 #include <cstdint>

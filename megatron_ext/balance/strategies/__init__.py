@@ -8,8 +8,8 @@
     settings.py   the strategies' own settings, as sections of `balance`
     fastest.py    objective `time`: the tolerance at which a planner's plan is fastest
 
-Adding one of our own is one file with a `Strategy` and one line here. Of others, it is a file in
-`methods/` and a line of the table there.
+A new strategy of our own is one file with a `Strategy` and one line here. A strategy of a paper is
+a file in `methods/` and one line of the table there.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _METHODS = "megatron_ext.methods"
 
 
 class _Registry(Mapping[str, Strategy]):
-    """Every balancer by its name; those of `methods/` are imported when they are asked for."""
+    """Every balancer by its name; one of `methods/` is imported when it is asked for."""
 
     def __init__(self, entries: Mapping[str, Strategy | str]) -> None:
-        """Take strategies, or where they are as `module:constant`, in the order to list them in."""
+        """Take strategies, or their names as `module:constant`, in the order of listing."""
         self._entries = dict(entries)
 
     def __getitem__(self, name: str) -> Strategy:
@@ -44,7 +44,7 @@ class _Registry(Mapping[str, Strategy]):
         return entry
 
     def __contains__(self, name: object) -> bool:
-        # What `Mapping` has would import the module.
+        # `Mapping`'s own method would import the module.
         return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
@@ -55,7 +55,7 @@ class _Registry(Mapping[str, Strategy]):
 
 
 def _of_methods() -> Mapping[str, str]:
-    """Return where the strategies of `methods/` are: nowhere, if the folder is absent."""
+    """Return the modules of the strategies of `methods/`; none if the folder is absent."""
     try:
         methods = importlib.import_module(_METHODS)
     except ModuleNotFoundError as missing:
@@ -100,8 +100,8 @@ def get_planner(name: str, *, for_time: bool = False) -> Planner:
     """Return how the balancer of that name plans.
 
     Args:
-        name: Of the balancer.
-        for_time: Whether it is to plan for the objective of time.
+        name: Name of the balancer.
+        for_time: Whether the planner is to plan for the objective of time.
 
     Raises:
         ValueError: If there is no such balancer, it makes no plans, or it has no tolerance that the

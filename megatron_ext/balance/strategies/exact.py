@@ -1,7 +1,8 @@
 """The quota planner without any slack: every rank computes the mean, rounded down or up.
 
-With as many slots as mains on every rank that is always possible: an overloaded rank fills another
-one completely from its own mains, of which there are no more than slots, and so on.
+That is always possible with as many slots as mains on every rank. An overloaded rank fills another
+rank completely with replicas of its own mains, which are no more than the other rank's slots; so
+rank after rank becomes even.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from megatron_ext.balance.strategies.strategy import PlanSettings, Solves, Strat
 def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Plan for busiest - idlest <= 1, whatever the tolerance.
 
-    With several NVLink domains that holds in the hottest, and the others come down to it.
-    `min_quota` above 1 can make it impossible; then the plan comes as close as it can.
+    With several NVLink domains that holds in the hottest domain, and the other domains need only
+    come down to its load. `min_quota` above 1 can make it impossible; then the plan comes as close
+    as it can.
 
     Source: MoonEP, for the slots that suffice.
     """

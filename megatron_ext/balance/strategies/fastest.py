@@ -1,22 +1,22 @@
 """Objective `time`: of one planner's plans at several tolerances, the fastest by modelled time.
 
-Candidates are no balancing and the plans for `TOLERANCES`. Not all of them are planned, by one
-rule: the tightest comes first, then the others from loose to tight. Taken for granted is that a
-plan's busiest rank is just within its tolerance, and that what the busiest sender has to send,
-which goes up and down, never falls below half of what it was in a looser plan.
+Candidates are no balancing and the plans for `TOLERANCES`. One rule skips some of them. The
+tightest tolerance comes first, then the others from loose to tight. The rule takes two things for
+granted: a plan's busiest rank is just within its tolerance; and the busiest sender's sends, which
+go up and down, never fall below half of what they were in a looser plan.
 
-- A tolerance is left out if its plan could not be faster than the fastest so far: with half of the
+- A tolerance is skipped if its plan could not be faster than the fastest so far: with half of the
   most sends seen on the way, at least 1, and the fewest tokens that may have to be sent
-  (`LayerCosts.least_time`). If the tightest is left out, so are all.
-- The first on the way whose plan misses its tolerance is the last one: tighter ones ask for what
-  was not found.
+  (`LayerCosts.least_time`). If the tightest is skipped, so are all.
+- The first plan on the way that misses its tolerance is the last one planned: a tighter tolerance
+  asks for what was not found.
 
-Chosen is the fastest of those planned; of equally fast ones the first, with no balancing before all
-others. A plan that was left out may be faster where what is taken for granted is wrong:
+The fastest of the planned candidates is chosen; of equally fast candidates the first, with no
+balancing before all others. A skipped plan may be faster where what is taken for granted is wrong:
 docs/decisions/022 says how often, and by how much.
 
-The quota planner on the CPU does all of that in one native op (`solve_fastest`). On a device all
-tolerances are planned by one launch and the rule is applied to their plans, by tensors: both choose
+The quota planner on the CPU does all of that in one native op (`solve_fastest`). On a device one
+launch plans all tolerances, and the rule is applied to their plans, by tensors: both ways choose
 the same plan. Legend: R ranks, E logical experts, S slots per rank, B loads, T tolerances.
 """
 
@@ -36,7 +36,7 @@ from megatron_ext.balance.strategies.strategy import PlanSettings, Solver
 from megatron_ext.ops import load_library
 
 TOLERANCES = (2.0, 1.0, 0.5, 0.3, 0.2, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01, 0.005, 0.0)
-"""From loose to tight; no balancing at all comes before them."""
+"""Tolerances from loose to tight; no balancing at all comes before them."""
 
 _MILLION = 1_000_000
 _PPM = tuple(round(tolerance * _MILLION) for tolerance in TOLERANCES)
@@ -99,7 +99,7 @@ def solve_with(
 
 
 def solver_for_time(solve_one: Solver) -> Solver:
-    """Return what plans for the least time where `solve_one` plans with one tolerance."""
+    """Return a solver for the least time, from `solve_one`, which plans with one tolerance."""
     if solve_one in (solve, quota.solve):
         return solve
     return partial(solve_with, solve_one=solve_one)

@@ -1,7 +1,7 @@
 """Even routing forced: the upper bound that no balancing of the router's own choices can beat.
 
-It changes which expert a token goes to, so a model trained with it is another model. It is here to
-be measured against. Legend: N local tokens, E logical experts, K choices per token.
+It changes which expert a token goes to, so a model trained with it is another model. Other
+strategies are measured against it. Legend: N local tokens, E logical experts, K choices per token.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def force_even(
 
     The i-th assignment of the rank (by token, then by expert) goes to expert (first + i) mod E;
     with K choices for every token that is (first + n * K + k) mod E. All experts get the same
-    number, give or take one; and so they do from all ranks together, if each rank's first expert
-    comes after the last of the rank before.
+    number, give or take one. The same holds for all ranks together, if each rank's first expert
+    comes after the last expert of the rank before.
 
     Args:
         probs_NE: Probabilities, float [N, E]; differentiable.

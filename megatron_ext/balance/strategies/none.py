@@ -28,7 +28,7 @@ def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Balance
 
 
 def unless_worse(load: Tensor, plan: BalancePlan) -> BalancePlan:
-    """Return the plan, but that of no balancing where its busiest rank has more, load by load.
+    """Replace each plan by no balancing where its busiest rank has more than without balancing.
 
     Args:
         load: Assignments, int64 [R, E] or [B, R, E].

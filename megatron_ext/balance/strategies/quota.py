@@ -1,10 +1,11 @@
-"""The quota planner: as even as asked for whenever it can, with few replicas and calm senders.
+"""The quota planner: within the tolerance whenever it can, with few replicas and few sends a rank.
 
-How it plans is in `csrc/include/megatron_ext/planner/search.h`; what it must give, bit by bit, in
-`solve_quota` of `tests/reference/`. It promises a legal plan that is never worse than no balancing,
-after work that is bounded whatever the load. Within the tolerance it needs no more replicas than
-Algorithm 1 of UltraEP for the same threshold; above it, an NVLink domain never ends worse than by
-that algorithm. Without a tolerance it needs no more replicas than MoonEP's exact fill.
+`csrc/include/megatron_ext/planner/search.h` describes how it plans; `solve_quota` of
+`tests/reference/` specifies its result, bit by bit. It promises a legal plan that is never worse
+than no balancing, after work that is bounded whatever the load. Within the tolerance it needs no
+more replicas than Algorithm 1 of UltraEP for the same threshold. Where it misses the tolerance, an
+NVLink domain never ends worse than by that algorithm. With tolerance 0 it needs no more replicas
+than MoonEP's exact fill.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`BalanceConfig` with a section for each strategy that has settings of its own.
 
-A strategy declares its section in its own file and names it in its `Strategy`; here they are
-gathered, so that `balance.llep.alpha` is a setting like any other in recipes, on the command line
-and in comparisons between ranks.
+A strategy declares its section in its own file and names it in its `Strategy`. This module gathers
+the sections, so that `balance.llep.alpha` is a setting like any other in recipes, on the command
+line and in comparisons between ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def sections() -> dict[str, type[Section]]:
 def _extended(base: type[Any], **section: type[Any]) -> type[Any]:
     """Return a dataclass of the same name with further sections, or other classes of sections.
 
-    It must be found in this module under that name, because ranks get it pickled.
+    The class must be found in this module under that name, because ranks get it pickled.
     """
     return dataclasses.make_dataclass(
         base.__name__,

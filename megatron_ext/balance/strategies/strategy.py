@@ -27,21 +27,20 @@ SomeSection = TypeVar("SomeSection", bound=Section)
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """What planners are asked for, beside the layout; each takes what it knows.
+    """What planners are asked for, beside the layout; a planner ignores what does not concern it.
 
-    Fields of `BalanceConfig`, with its defaults, strategies' own settings, the costs of the layer,
-    and what was placed.
+    Its fields are some of `BalanceConfig`, with the same defaults; strategies' own settings; the
+    costs of the layer; and replicas placed before the run.
     """
 
     tolerance: float = _DEFAULTS.tolerance
     min_quota: int = _DEFAULTS.min_quota
     sections: tuple[Section, ...] = ()
-    """Strategies' own settings; a section that is not there has its defaults."""
+    """Strategies' own settings; a missing section has its defaults."""
     costs: LayerCosts | None = None
-    """Given where the plan is to be the fastest one instead of one within `tolerance`."""
+    """If given, the plan is to be the fastest, instead of one within `tolerance`."""
     placement: Placement | None = None
-    """The replicas of strategies that place none themselves; of others, the most slots a layer may
-    use."""
+    """Replicas for strategies that place none themselves; for others, it limits a layer's slots."""
 
     def __post_init__(self) -> None:
         """Check every number.
@@ -73,7 +72,7 @@ class PlanSettings:
         return next(found, None) or kind()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings, sections without their names; of a placement, replicas by layer."""
+        """Return the settings: sections without their names, a placement as replicas by layer."""
         told: dict[str, Any] = {"tolerance": self.tolerance, "min_quota": self.min_quota}
         for section in self.sections:
             told |= dataclasses.asdict(cast("Any", section))
@@ -84,7 +83,7 @@ class PlanSettings:
 
 @dataclass(kw_only=True, slots=True)
 class HistorySettings(Section):
-    """What strategies that place from history have in common."""
+    """Settings that strategies which place from history have in common."""
 
     NAME: ClassVar[str] = "balance.history"
 
@@ -116,7 +115,7 @@ class PredictedPlacer(Protocol):
 
 
 class Sharer(Protocol):
-    """A pure function from a load, and replicas placed before it was known, to a plan."""
+    """A pure function from a load, and replicas placed before the load was known, to a plan."""
 
     def __call__(
         self, load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings
@@ -162,7 +161,7 @@ class StaysMegatron:
     """Leaves a model Megatron's own layer."""
 
     offline: Solves | None = None
-    """The plans that show what this amounts to; None if there is nothing to plan."""
+    """Plans that stand for it where strategies are compared; None if there is nothing to plan."""
 
     needs_semantics: bool = False
     """Whether a run's samples or tokens are to go to ranks by a file of semantics."""
@@ -170,12 +169,11 @@ class StaysMegatron:
 
 @dataclass(frozen=True)
 class ForcesEven:
-    """Changes the router's choices to even ones."""
+    """Replaces the router's choices by even routing."""
 
 
 Planner = Solves | FromHistory | FromPrediction | FromPlacement
-"""How a strategy comes to its plans. None of the functions remembers anything: the past is kept by
-`LayerPlanner`."""
+"""How a strategy comes to its plans. The functions are pure: `LayerPlanner` keeps the history."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +196,7 @@ class Strategy:
     """Slots per rank that it plans for, given those asked for and the mains per rank."""
 
     package: str | None = None
-    """What it imports beside the dependencies; the extra of its own name installs it."""
+    """A package that it imports beside the dependencies; the extra of its own name installs it."""
 
     @property
     def planner(self) -> Planner | None:

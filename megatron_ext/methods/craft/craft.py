@@ -21,16 +21,16 @@ from megatron_ext.balance.strategies.strategy import FromPlacement, PlanSettings
 def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Split every load over fixed replicas: within the tolerance, else the best that they allow.
 
-    The busiest rank has at most `(1 + tolerance)` times the mean, or the least that whole numbers
-    can reach with these replicas; proven by the ranks that no assignment can leave, see `_level`. A
-    replica below `min_quota` is left out, and its load split again. Never worse than no balancing,
-    which is where the search begins. On the CPU, one load after the other.
+    The busiest rank has at most `(1 + tolerance)` times the mean, or the least load that whole
+    numbers can reach with these replicas (proof: `_level`). A replica below `min_quota` is dropped,
+    and the load split again. The plan is never worse than no balancing, from which the search
+    begins. It runs on the CPU, one load after the other.
 
     Args:
         load: Assignments, int64 [R, E] or [B, R, E].
         slots: Replicas that may be used, int32 [R, S].
         layout: Where experts and slots are.
-        settings: `tolerance` and `min_quota` are looked at.
+        settings: Only `tolerance` and `min_quota` are used.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
@@ -64,12 +64,13 @@ def _level(quota: Tensor, slots: Tensor, layout: ExpertLayout, level: int) -> No
     """Move assignments between instances, in place, until no rank has more than `level`.
 
     Assignments go from a rank above the level along a shortest path of instances to a rank below
-    it. Where no path is left, the ranks that can be reached hold what cannot leave them, all of it
-    at or above the level: no split has less than their mean, rounded up, which becomes the level.
-    So the level ends at the least one that can be met, or stays where it began.
+    it. Where no path is left, all ranks that can be reached are at or above the level, and their
+    assignments cannot leave them. So no split has a busiest rank below the mean of these ranks,
+    rounded up, which becomes the level. In the end the level is the least that can be met, or still
+    the first.
 
     Args:
-        quota: Of a split that is to be improved, int64 [E, R].
+        quota: Quotas of the split that is to be improved, int64 [E, R].
         slots: Replicas, int32 [R, S].
         layout: Where experts and slots are.
         level: At least the mean rank load.

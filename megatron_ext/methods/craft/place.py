@@ -1,15 +1,15 @@
 """CRAFT: which layers gain by replicas, how many each gets, and where they go.
 
     1 estimate   replay a trace with 1, 2, 4, ... replicas in every layer
-    2 budget     replicas a rank, given or where the gain of one more falls below the average
-    3 allocate   so many replicas for each layer that all layers together gain most
-    4 assign     if asked for: ranks that hold them, so that every rank holds equally many
+    2 budget     replicas a rank: given, or where the gain of one more falls below the average
+    3 allocate   replicas among layers, so that all layers together gain most
+    4 spread     if asked for: a layer's replicas over ranks, so that all ranks hold equally many
     5 place      the hottest experts of each layer on the least loaded (of these) ranks
 
-Made for training: mains do not move, and a rank's slots are shared by its layers, so that what a
-replica costs is not memory, but weights that are sent in every microbatch.
-docs/decisions/012-what-craft-leaves-open.md says what follows. Legend: L layers, R ranks of the EP
-group, E logical experts, S slots per rank, C numbers of replicas that are compared.
+This is CRAFT for training: mains do not move, and a rank's slots are shared by its layers. So a
+replica costs no memory of its own, but its weights are sent in every microbatch.
+docs/decisions/012-what-craft-leaves-open.md says what follows from that. Legend: L layers, R ranks
+of the EP group, E logical experts, S slots per rank, C numbers of replicas that are compared.
 
 Source: CRAFT (A. Zhao et al.), section 4 and Algorithms 1 to 3.
 """
@@ -34,12 +34,12 @@ from megatron_ext.methods.eplb import eplb
 
 @dataclass(frozen=True, eq=False)
 class Crafted:
-    """A placement, and what it was decided by. Balancedness is mean / busiest rank load."""
+    """A placement, and the numbers it was decided by. Balancedness is mean / busiest rank load."""
 
     placement: Placement
 
     budget: int
-    """Replicas of a rank, over all layers, that could be given out."""
+    """Replicas of a rank, over all layers, that could be allocated."""
 
     counts: np.ndarray
     """Replicas that were allocated to each layer: int64 [L]."""
@@ -57,7 +57,7 @@ class Crafted:
     """Mean balancedness of each layer with the placement: float64 [L]."""
 
     def layers(self) -> list[dict[str, Any]]:
-        """Return what is known of each layer, for JSON."""
+        """Return the numbers of each layer, for JSON."""
         replicas = self.placement.num_replicas()
         return [
             {
@@ -89,12 +89,13 @@ def place(
     """Place replicas for a trace.
 
     Args:
-        loads: The trace, of some layers; without layers, all are of one.
+        loads: The trace, of one or more layers; if it names none, all loads are of one layer.
         layout: Where experts and slots are.
-        settings: As in the run to come: the loads are replayed with them.
+        settings: Settings of the run to come: the loads are replayed with them.
         budget: Most replicas of a rank, over all layers; None takes `knee` of the gains.
-        even: Give every rank equally many replicas over all layers, as `assign` does: for replicas
-            that stay in memory. Otherwise a layer's replicas go where its load is least.
+        even: Place equally many replicas over all layers on every rank, as `assign` spreads them:
+            for replicas that stay in memory. Otherwise a layer's replicas go where its load is
+            least.
         on_load: Called with 1 after every load that was replayed, C + 1 times for each load.
 
     Raises:
@@ -179,14 +180,13 @@ def estimate_gains(
     """Replay each layer's loads with each number of replicas of `replica_counts`.
 
     Args:
-        loads: The trace, of some layers; without layers, all are of one.
+        loads: The trace, of one or more layers; if it names none, all loads are of one layer.
         layout: Where experts and slots are.
-        settings: As in the run to come.
+        settings: Settings of the run to come.
         on_load: Called with 1 after every load that was replayed, C times for each load.
 
     Source: CRAFT, Algorithm 1; differs from it in that loads are split as strategy `craft` splits
-    them in training, instead of evenly, and that replicas go to
-    the ranks with least load.
+    them in training, instead of evenly, and that replicas go to the ranks with least load.
     """
     layers = np.array(loads.layers())
     by_layer = {int(n): Loads(loads.load[layers == n]) for n in np.unique(layers)}
@@ -205,10 +205,10 @@ class Allocation:
     """The best allocation for every number of replicas up to a capacity; see `allocate`."""
 
     gain: np.ndarray
-    """Most that all layers together gain by at most so many replicas: float64 [capacity + 1]."""
+    """Largest gain of all layers together, by at most so many replicas: float64 [capacity + 1]."""
 
     _choice: np.ndarray
-    """Replicas of layer l where the first l + 1 share c: int64 [L, capacity + 1]."""
+    """Replicas of layer l if the first l + 1 layers have c, at [l, c]: int64 [L, capacity + 1]."""
 
     def counts(self, capacity: int) -> np.ndarray:
         """Replicas of each layer, int64 [L], at most `capacity` together."""
@@ -225,7 +225,7 @@ def allocate(gains: np.ndarray, counts: np.ndarray, capacity: int) -> Allocation
     Of equal gains, fewer replicas are taken.
 
     Args:
-        gains: By each number of replicas, float64 [L, C]; none gain 0.
+        gains: Gain by each number of replicas, float64 [L, C]; no replicas gain 0.
         counts: The numbers, int64 [C], rising.
         capacity: Replicas that can be allocated.
 
@@ -255,9 +255,9 @@ def allocate(gains: np.ndarray, counts: np.ndarray, capacity: int) -> Allocation
 
 
 def knee(gain: np.ndarray) -> int:
-    """Return the index up to which a step gains at least what the average step to the end does.
+    """Return the index up to which a step gains at least as much as the average step does.
 
-    Where the curve is highest above the straight line from its first to its last point.
+    There the curve is highest above the straight line from its first to its last point.
 
     Args:
         gain: Rising, float64 [points].
@@ -274,24 +274,25 @@ def knee(gain: np.ndarray) -> int:
 
 
 def assign(counts: Sequence[int] | np.ndarray, ranks: int) -> np.ndarray:
-    """Assign each layer's replicas to ranks, so that ranks end up with equally many.
+    """Spread each layer's replicas over ranks, so that ranks end up with equally many.
 
-    A layer's replicas go to all ranks alike; what is left goes to the ranks that have fewest
-    so far, evenly spaced among ranks that tie, so that neighbors on a node share it.
+    As many of a layer's replicas as ranks divide go to all ranks alike. The rest goes to the ranks
+    that have fewest so far, evenly spaced among ranks that tie, so that neighbors on a node share
+    it.
 
     Args:
         counts: Replicas of each layer, int64 [L].
         ranks: Ranks of the EP group (R).
 
     Returns:
-        Replicas of each layer on each rank, int64 [L, R]. In a layer, as in the sums over layers up
-        to any one, ranks differ by at most 1.
+        Replicas of each layer on each rank, int64 [L, R]. Ranks differ by at most 1 in each layer,
+        and in each sum over the first layers.
 
     >>> assign([2, 2, 4, 0], 4).tolist()
     [[1, 0, 1, 0], [0, 1, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0]]
 
-    Source: CRAFT, Algorithm 3 and Figure 10. Its text asks for even spacing with both endpoints
-    included, its figure takes the first of every equal part: so does this.
+    Source: CRAFT, Algorithm 3 and Figure 10. The text asks for even spacing with both endpoints
+    included, the figure takes the first rank of every equal part: so does this function.
     """
     counts = np.asarray(counts)
     assigned = np.repeat(counts[:, None] // ranks, ranks, axis=1)

@@ -1,9 +1,9 @@
 """EPLB: replicas for the experts that were hot in the past, loads split evenly over instances.
 
-Here with fixed mains, so that parameters and optimizer state stay where they are; the published
-re-layout of all experts is `rearrange.py`. Legend: R ranks of the EP group, D ranks of an NVLink
-domain, E logical experts, M mains per rank, S slots per rank, G groups of assignments that are
-dealt each by itself.
+Mains are fixed here, so that parameters and optimizer state stay where they are; the published
+rearrangement of all experts is `rearrange.py`. Legend: R ranks of the EP group, D ranks of an
+NVLink domain, E logical experts, M mains per rank, S slots per rank, G groups of assignments, each
+dealt by itself.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megatron_ext.balance.strategies.strategy import (
 
 
 def place(expert_load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Tensor:
-    """Fill the slots with replicas of the experts that are hottest per instance.
+    """Place replicas of the experts that are hottest per instance.
 
     Args:
         expert_load: Assignments of each expert in the past, int64 [E].
-        layout: Where experts and slots are; each NVLink domain is filled by itself.
-        settings: Not looked at.
+        layout: Where experts and slots are; each NVLink domain is planned by itself.
+        settings: Not used.
 
     Returns:
         Logical expert in each slot, or -1: int32 [R, S]. Slots stay empty where every expert with a
@@ -54,14 +54,14 @@ def place_replicas(
     capacities: Sequence[int] | None = None,
     num_replicas: int | None = None,
 ) -> Tensor:
-    """As `place`, within bounds.
+    """Place replicas as `place` does, within bounds.
 
     Args:
         expert_load: Assignments of each expert in the past, int64 [E].
         layout: Where experts and slots are.
-        most_replicas: Of one expert.
+        most_replicas: Most replicas of one expert.
         capacities: Most replicas of each rank, [R]; all slots if None.
-        num_replicas: Most replicas; as many as the ranks can take if None.
+        num_replicas: Most replicas in all; as many as the ranks can take if None.
     """
     mains, ranks = layout.mains_per_rank, layout.nvlink_domain
     capacities = [layout.slots] * layout.ep_size if capacities is None else list(capacities)
@@ -90,15 +90,15 @@ def place_replicas(
 def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Split every expert's load evenly over its instances.
 
-    What does not divide goes to the main and the first replicas, by rank. Where the shares would be
-    below `min_quota`, the last replicas are left out. Where the result is worse than no balancing,
-    as it can be when the hot experts changed, that load is planned without replicas.
+    The remainder of the division goes to the main and the first replicas, by rank. Where the shares
+    would be below `min_quota`, the last replicas are dropped. Where the result is worse than no
+    balancing, as it can be when the hot experts changed, that load is planned without replicas.
 
     Args:
         load: Assignments, int64 [R, E] or [B, R, E].
         slots: Replicas that may be used, int32 [R, S].
         layout: Where experts and slots are.
-        settings: `min_quota` is looked at.
+        settings: Only `min_quota` is used.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
@@ -107,8 +107,8 @@ def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSetti
     ([[5, 5], [3, 0], [1, 1], [0, 1]], [9, 7])
 
     Source: DeepSeek EPLB, README (an expert's load is shared evenly by its instances); differs from
-    it in that it only helps: as published, stale replicas make some loads worse (UltraEP, Figure
-    6).
+    it in that no load gets worse: as published, stale replicas make some loads worse (UltraEP,
+    Figure 6).
     """
     return deal(load, load.sum(-2, keepdim=True), slots, layout, settings)
 
@@ -116,15 +116,15 @@ def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSetti
 def deal(
     load: Tensor, groups: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings
 ) -> BalancePlan:
-    """As `share`, but every group's assignments are dealt to the instances by themselves.
+    """Share loads as `share` does, but deal every group's assignments by themselves.
 
     Args:
         load: Assignments, int64 [R, E] or [B, R, E].
-        groups: Of an expert's assignments, int64 [G, E] or [B, G, E]. Each group begins at the
-            main, so the more groups, the more what does not divide goes to the first instances.
+        groups: Assignments of each group to each expert, int64 [G, E] or [B, G, E]. Each group
+            begins at the main, so with more groups more remainders go to the first instances.
         slots: Replicas that may be used, int32 [R, S].
         layout: Where experts and slots are.
-        settings: `min_quota` is looked at.
+        settings: Only `min_quota` is used.
     """
     turn = _turns(slots, layout)  # [..., E, R]
     used = (turn >= 0).sum(-1).expand(*load.shape[:-2], -1)
@@ -168,10 +168,10 @@ def _replicate(load: Tensor, room: Tensor, num_replicas: int, most_instances: in
     """Instances of each expert: the next replica always goes to the most load per instance.
 
     Args:
-        load: Of each expert, float64 [E].
-        room: Replicas that each NVLink domain can take, int64 [domains]; used up.
-        num_replicas: Most replicas.
-        most_instances: Of one expert.
+        load: Load of each expert, float64 [E].
+        room: Replicas that each NVLink domain can take, int64 [domains]; changed in place.
+        num_replicas: Most replicas in all.
+        most_instances: Most instances of one expert.
     """
     instances = torch.ones_like(load)
     for _ in range(num_replicas):

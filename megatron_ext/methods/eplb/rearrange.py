@@ -1,9 +1,9 @@
-"""EPLB's full re-layout: where all experts go, mains included, and which are there twice.
+"""EPLB's full rearrangement: where all experts go, mains included, and which have replicas.
 
-For a moment at which weights are rewritten anyway, as when a checkpoint is saved: between two
+It is for a moment at which weights are rewritten anyway, as when a checkpoint is saved: between two
 microbatches it would move most of the weights. A checkpoint has every expert once (`rearrange`);
-which are there twice is decided again as the run goes. Legend: B loads, L layers, E logical
-experts, P physical experts, N nodes, R ranks.
+replicas are decided anew during the run. Legend: B loads, L layers, E logical experts, P physical
+experts, N nodes, R ranks.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from megatron_ext.files.loads import Loads
 
 @dataclass(frozen=True, eq=False)
 class Rearranged:
-    """A layer's experts in places that make its ranks equally loaded over a trace."""
+    """An arrangement of a layer's experts that makes its ranks equally loaded over a trace."""
 
     expert: np.ndarray
-    """Logical expert in each place, rank by rank: int64 [E]."""
+    """Logical expert at each position, rank by rank: int64 [E]."""
 
     before: float
     """Mean imbalance of the layer's loads with the experts where they were."""
 
     after: float
-    """The same with the experts where they are to be."""
+    """Mean imbalance of the layer's loads with this arrangement."""
 
 
 def rearrange(loads: Loads, *, num_groups: int, num_nodes: int) -> dict[int, Rearranged]:
-    """Place the experts of every layer of a trace by `relayout`, each once.
+    """Rearrange the experts of every layer of a trace by `relayout`, each expert once.
 
     Args:
         loads: The trace, int64 [B, R, E].
@@ -39,7 +39,7 @@ def rearrange(loads: Loads, *, num_groups: int, num_nodes: int) -> dict[int, Rea
         num_nodes: See `relayout`.
 
     Returns:
-        Of each layer, by its number.
+        The arrangement of each layer, by its number.
 
     Raises:
         ValueError: The loads are of no known layer, or the numbers do not divide each other.
@@ -68,22 +68,22 @@ def rearrange(loads: Loads, *, num_groups: int, num_nodes: int) -> dict[int, Rea
 def relayout(
     expert_load: np.ndarray, *, num_physical: int, num_groups: int, num_nodes: int, num_ranks: int
 ) -> np.ndarray:
-    """Place every logical expert, the hot ones more than once, so that ranks are equally loaded.
+    """Arrange all logical experts, the hot ones more than once, so that ranks are equally loaded.
 
-    Hierarchical where nodes divide groups: groups of experts, which a router may be limited to, are
-    packed on nodes whole; then each node's hottest experts per instance get its further places;
-    then the instances are packed on the node's ranks. Otherwise global: all experts are one group
-    of one node. The load of an expert is shared evenly by its instances.
+    The policy is hierarchical where nodes divide groups: groups of experts, which a router may be
+    limited to, are packed on nodes whole; then each node's hottest experts per instance get its
+    further positions; then the instances are packed on the node's ranks. Otherwise it is global:
+    all experts are one group of one node. The load of an expert is shared evenly by its instances.
 
     Args:
         expert_load: Assignments of each logical expert, int [E].
-        num_physical: Places for instances (P), equally many on every rank.
+        num_physical: Positions for instances (P), equally many on every rank.
         num_groups: Groups of experts, in the order of their ids, equally large.
         num_nodes: Nodes (N), equally many ranks on each.
         num_ranks: Ranks (R).
 
     Returns:
-        Logical expert in each place, int64 [P], rank by rank.
+        Logical expert at each position, int64 [P], rank by rank.
 
     Raises:
         ValueError: The numbers do not divide each other; the message names them.
@@ -121,10 +121,10 @@ def relayout(
 
 
 def _replicate(load: np.ndarray, places: int) -> tuple[np.ndarray, np.ndarray]:
-    """Give the places beyond one each to the experts with most load per instance.
+    """Give the positions beyond one an expert to the experts with most load per instance.
 
     Returns:
-        Expert and share of the load of each place, [places]; first the experts in their order.
+        Expert and share of the load of each position; first the experts in their order.
     """
     count = np.ones(len(load), dtype=np.int64)
     more = []
@@ -137,7 +137,7 @@ def _replicate(load: np.ndarray, places: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pack(weight: np.ndarray, packs: int) -> list[list[int]]:
-    """Put the items, heaviest first, into the lightest pack that is not full; all equally many."""
+    """Put the items, heaviest first, into the lightest pack that is not full; packs end equal."""
     size = len(weight) // packs
     if size == 1:
         return [[item] for item in range(packs)]

@@ -1,12 +1,12 @@
 """Libra: replicas from a predicted load, moved before the exact load is known; then topped up.
 
-`place` chooses replicas from the predicted load. `share` splits the exact load over those that turn
-out useful, and adds replicas only for what the prediction missed. What it does not use is wasted:
-moved, but without quota.
+`place` chooses replicas from the predicted load. `share` splits the exact load over the replicas
+that turn out useful, and adds replicas only for what the prediction missed. A replica that it does
+not use is wasted: moved, but without quota.
 
-In Python and on the CPU, one load after the other. Integer arithmetic on equal input, ties by the
-lowest index: every rank plans alike. Legend: R ranks of the EP group, D ranks of an NVLink domain,
-E logical experts, M mains per rank, S slots per rank.
+Planning is in Python and on the CPU, one load after the other. It is integer arithmetic on equal
+input, with ties by the lowest index: every rank plans alike. Legend: R ranks of the EP group, D
+ranks of an NVLink domain, E logical experts, M mains per rank, S slots per rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_ext.config import Section, setting
 
 @dataclass(kw_only=True, slots=True)
 class LibraSettings(Section):
-    """Which replicas are placed by a prediction, by `libra` and `libra_paper`."""
+    """How `libra` and `libra_paper` place replicas by a prediction."""
 
     NAME: ClassVar[str] = "balance.libra"
 
@@ -41,15 +41,15 @@ def place(predicted: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Te
     """Place replicas for a load that is only predicted; each NVLink domain by itself.
 
     First every rank takes the experts of other ranks that its own tokens ask for most, up to
-    `locality_share` of its slots. Then, as long as a rank is above the mean, the expert of which it
-    computes most for other ranks goes to the least loaded rank that has a free slot, if that stays
-    within the mean with the assignments of its own that it then keeps. That ends where the busiest
-    rank finds no such host.
+    `locality_share` of its slots. Then replicas are placed as long as a rank is above the mean. The
+    expert that the busiest rank computes most for other ranks goes to the least loaded rank with a
+    free slot. This host then keeps its own assignments to the expert, and must stay within the mean
+    with them. Placing ends when the busiest rank finds no such host.
 
     Args:
         predicted: Assignments from each source rank to each expert, int64 [R, E].
         layout: Where experts and slots are.
-        settings: `locality_share` is looked at.
+        settings: Only `locality_share` is used.
 
     Returns:
         Logical expert in each slot, or -1: int32 [R, S].
@@ -58,8 +58,8 @@ def place(predicted: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Te
     >>> place(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), layout, PlanSettings()).tolist()
     [[-1], [0]]
 
-    Source: Libra, Algorithm 1. An iteration of its second loop that finds no host leaves everything
-    as it was, so that all that follow do too: here it is the last.
+    Source: Libra, Algorithm 1. An iteration of its second loop that finds no host changes nothing,
+    so no later iteration would find one either: here the loop ends.
     """
     counts = predicted.tolist()
     domain = layout.nvlink_domain
@@ -116,18 +116,18 @@ def _place_domain(
 def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Split the exact load over the replicas that are there, then add what is missing.
 
-    The goal is what the quota planner promises: a busiest rank within the tolerance, or its least.
-    A replica is added where it carries most of what is left above the goal, in a slot that is empty
-    or whose replica has no quota. Where that does not reach the goal, the plan is the quota
-    planner's, with what it has in common with the replicas that are there.
+    The goal is what the quota planner promises: a busiest rank within the tolerance, or the least
+    that this planner finds. A replica is added where it takes most of the load above the goal, in a
+    slot that is empty or whose replica has no quota. Where that does not reach the goal, the plan
+    is the quota planner's. Replicas of it that are there already are then not moved again.
 
-    A replica that is used is in the slot in which it was.
+    A replica that was there and is used stays in its slot.
 
     Args:
         load: Assignments, int64 [R, E] or [B, R, E].
         slots: Replicas that are there, int32 [R, S]; legal as those of a plan are.
         layout: Where experts and slots are.
-        settings: `tolerance` and `min_quota` are looked at.
+        settings: Only `tolerance` and `min_quota` are used.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
@@ -165,7 +165,7 @@ def split_over_placed(
         load: Assignments, int64 [R, E] or [B, R, E].
         slots: Replicas that are there, int32 [R, S].
         layout: Where experts and slots are.
-        settings: `tolerance` and `min_quota` are looked at.
+        settings: Only `tolerance` and `min_quota` are used.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> slots = torch.tensor([[2], [1]], dtype=torch.int32)
@@ -201,7 +201,7 @@ def _goal(load: Tensor, settings: PlanSettings) -> int:
 
 
 def _align(slots: Tensor, placed: list[list[int]]) -> Tensor:
-    """The same replicas, those that were placed on their rank in the slot they were placed in."""
+    """Return the plan's replicas, each that was placed on its rank in the slot it was placed in."""
     rows = []
     for row, there in zip(slots.tolist(), placed, strict=True):
         stay = [expert if expert in row else -1 for expert in there]
@@ -241,10 +241,10 @@ def _plan_of(parts: list[_Shares], layout: ExpertLayout) -> BalancePlan:
 
 
 class _Shares:
-    """How many assignments of a domain's experts each of its ranks computes; moved until all fit.
+    """How many assignments of a domain's experts each of its ranks computes, while it is planned.
 
     Ranks and experts are counted from the domain's first. At first everything is at home, and the
-    replicas that are there have nothing to do.
+    replicas that are there have no quota.
 
     Attributes:
         quota: Assignments of expert e on rank t: [D * M][D].
@@ -270,7 +270,7 @@ class _Shares:
                     self._instances[expert].add(rank)
 
     def reach(self, limit: int, min_quota: int, *, top_up: bool) -> bool:
-        """Bring every rank down to `limit`: True if that is done."""
+        """Bring every rank down to `limit`; return whether that was possible."""
         busiest_first = sorted(range(len(self.rank_loads)), key=lambda r: -self.rank_loads[r])
         for may_add in (False, True) if top_up else (False,):
             for rank in busiest_first:
@@ -286,7 +286,7 @@ class _Shares:
     def _paths(self, source: int) -> dict[int, tuple[int, int]]:
         """Ranks that assignments of `source` can get to, the nearest first: (from rank, expert).
 
-        A step takes assignments from a rank that has some of an expert to another instance of it.
+        A step moves assignments to an expert from one of its instances to another instance.
         """
         paths = {source: (source, -1)}
         for rank in (queue := [source]):
@@ -326,7 +326,7 @@ class _Shares:
     def _add(
         self, source: int, paths: dict[int, tuple[int, int]], limit: int, min_quota: int
     ) -> bool:
-        """Add the replica that carries most away from `source`, on the tightest host of those."""
+        """Add the replica that takes most off `source`; of equal hosts, on the tightest."""
         best = None
         for rank in paths:
             for expert in self._computed(rank):
@@ -352,13 +352,13 @@ class _Shares:
         return True
 
     def _free_slot(self, rank: int) -> int | None:
-        """The slot for a replica to come: an empty one, else one whose replica has no quota."""
+        """The slot for a new replica: an empty slot, else a slot whose replica has no quota."""
         row = self.slots[rank]
         unused = [s for s, e in enumerate(row) if e < 0 or self.quota[e][rank] == 0]
         return min(unused, key=lambda s: row[s] >= 0, default=None)
 
     def _send_home(self, min_quota: int) -> None:
-        """Let the mains compute what is too little for a replica."""
+        """Move home the assignments of replicas that have too few."""
         for rank, row in enumerate(self.slots):
             for expert in row:
                 if expert >= 0 and 0 < self.quota[expert][rank] < min_quota:

@@ -20,18 +20,19 @@ from megatron_ext.methods.libra import libra
 def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Serve assignments where they come from if there is an instance; move others to balance.
 
-    A rank with an instance of an expert computes its own assignments to it; all others begin at
-    home. While the busiest rank is above the tolerance, each rank above the mean hands what it
-    computes most for others to the least loaded rank that holds the expert, up to the mean.
+    A rank with an instance of an expert computes its own assignments to the expert; all other
+    assignments begin at home. While the busiest rank is above the tolerance, each rank above the
+    mean takes the expert that it computes most for other ranks, and hands assignments to the least
+    loaded rank that holds this expert, up to the mean.
 
-    A replica below `min_quota` is left out, its assignments stay at home. A load whose busiest rank
+    A replica below `min_quota` is dropped; its assignments stay at home. A load whose busiest rank
     ends higher than without balancing is planned without replicas.
 
     Args:
         load: Assignments, int64 [R, E] or [B, R, E].
         slots: Replicas that are there, int32 [R, S].
         layout: Where experts and slots are.
-        settings: `tolerance` and `min_quota` are looked at.
+        settings: Only `tolerance` and `min_quota` are used.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
@@ -50,7 +51,7 @@ def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSetti
 def _shard(
     load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings
 ) -> BalancePlan:
-    """Plan one load, without a look at whether it is worse than none."""
+    """Plan one load, without comparing the plan with no balancing."""
     experts, ranks, mains = layout.num_experts, layout.ep_size, layout.mains_per_rank
     holds = torch.zeros(experts, ranks, dtype=torch.bool)
     home = torch.arange(experts) // mains

@@ -1,4 +1,4 @@
-"""Stages 5 to 7 in two parts: own tokens are computed while those of other ranks are on their way.
+"""Stages 5 to 7 in two parts: own tokens are computed while other ranks' tokens are on their way.
 
     forward                                   backward (from the last line up)
     send tokens to other ranks                wait for the gradients of the tokens sent
@@ -8,18 +8,19 @@
     combine: their outputs back (Megatron)    combine's backward (Megatron)
 
 Own tokens are those whose instance, main or slot, is on their own rank: they never leave its
-memory. They hide one all-to-all in forward and one in backward; beside combine there is nothing.
+memory. Their computation hides one all-to-all in forward and one in backward; nothing hides
+combine.
 
-Permutation, counts and combine are Megatron's. What is used of the inside of its all-to-all
-dispatcher, in 0.16.1 as in 0.19.2: `preprocess` leaves the counts in `input_splits`,
+Permutation, counts and combine are Megatron's. This file relies on one internal of Megatron's
+all-to-all dispatcher, in 0.16.1 as in 0.19.2: `preprocess` leaves the counts in `input_splits`,
 `output_splits` and `num_global_tokens_per_local_expert`, an entry or a row for each EP rank.
 
 Legend: N local tokens, K choices per token, H hidden, R ranks of the EP group, M mains and S slots
 per rank.
 
-Source: Libra, two-stage locality-aware execution (MoE_local, MoE_remote). Differs from it in that
-own tokens wait for the plan, because an exact quota may send some of them away, that the others
-travel by all-to-all, and that there is a backward.
+Source: Libra, two-stage locality-aware execution (MoE_local, MoE_remote). Differs from it in three
+things: own tokens wait for the plan, because an exact quota may send some of them away; the other
+tokens travel by all-to-all; and there is a backward.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from megatron_ext.mcore.dispatcher import DispatcherKind, Part
 
 
 class AllToAll:
-    """One all-to-all of rows that goes on beside computation, and the way back of its gradients.
+    """One all-to-all of rows beside computation, and the all-to-all of its gradients back.
 
     Lives in the autograd graph of one forward.
 
     Args:
-        group: Its ranks all send at the same place of their forward, and of their backward.
+        group: Its ranks all send at the same point of their forward, and of their backward.
         send_sizes: Rows for each rank of the group.
         receive_sizes: Rows from each rank of the group.
     """
@@ -69,13 +70,13 @@ class AllToAll:
         work = dist.all_to_all_single(
             arriving, rows, receive_sizes, send_sizes, group=self._group, async_op=True
         )
-        # Without the graph: it refers to this all-to-all, and would keep itself alive in an aborted
-        # step.
+        # Without the graph, which refers to this object: the graph of an aborted step would keep
+        # itself alive.
         self._under_way = work, rows.detach(), arriving.detach()
         return arriving
 
     def wait(self) -> Tensor:
-        """Return the rows, or gradients, that were under way."""
+        """Wait for the rows, or gradients, that are under way; return them."""
         assert self._under_way is not None, "nothing was sent"
         (work, _, arrived), self._under_way = self._under_way, None
         work.wait()
@@ -90,13 +91,13 @@ class Arriving(NamedTuple):
     """Where they arrive; not to be read before `wait`."""
 
     def wait(self) -> Tensor:
-        """Return the rows when they are here. Its backward sends their gradients."""
+        """Wait for the rows and return them. The backward of this sends their gradients."""
         arrived: Tensor = _Wait.apply(*self)
         return arrived
 
 
 class _Send(torch.autograd.Function):
-    """Rows -> memory that they arrive in."""
+    """Rows -> the memory that they arrive in."""
 
     @staticmethod
     def forward(ctx: Any, all_to_all: AllToAll, rows: Tensor) -> Tensor:
@@ -110,7 +111,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Wait(torch.autograd.Function):
-    """Memory that rows arrive in -> rows."""
+    """The memory that rows arrive in -> these rows."""
 
     @staticmethod
     def forward(ctx: Any, all_to_all: AllToAll, rows: Tensor) -> Tensor:
@@ -125,21 +126,21 @@ class _Wait(torch.autograd.Function):
 
 
 class Dispatched(NamedTuple):
-    """Rows at the experts: those of this rank, and those of others."""
+    """Rows at the experts: rows of this rank, and rows of other ranks."""
 
     own: Tensor
     others: Arriving
 
 
 class LocalFirstDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all dispatcher with own tokens kept out of its all-to-all.
+    """Megatron's all-to-all dispatcher, which own tokens do not go through.
 
     Made by `physical_dispatcher`. Needs more than one EP rank and what `validate_for_balancing`
     checks of it.
 
     Attributes:
-        own_tokens_per_expert: Of this rank for each of its experts, int64 [M + S]; from
-            `dispatch_preprocess` to the next one.
+        own_tokens_per_expert: Own tokens of this rank for each of its experts, int64 [M + S]; valid
+            from one `dispatch_preprocess` to the next.
     """
 
     own_tokens_per_expert: Tensor
@@ -164,7 +165,7 @@ class LocalFirstDispatcher(MoEAlltoAllTokenDispatcher):
         return tokens_per_expert - self.own_tokens_per_expert
 
     def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Dispatched, Dispatched]:
-        """Start to send tokens [N * K, H] and probabilities [N * K], both sorted by expert."""
+        """Start the all-to-all of tokens [N * K, H] and probabilities [N * K], sorted by expert."""
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
             "before_ep_alltoall", self.tokens_per_expert
         )
@@ -196,10 +197,10 @@ class LocalFirstDispatcher(MoEAlltoAllTokenDispatcher):
         return result
 
     def token_combine(self, outputs: tuple[Tensor, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Bring the outputs of other ranks' tokens back and put this rank's between.
+        """Bring back outputs of tokens sent to other ranks, and put outputs of own tokens between.
 
         Args:
-            outputs: Of own tokens, and of the others after `combine_preprocess`.
+            outputs: Outputs of own tokens, and of other ranks' tokens after `combine_preprocess`.
             *args: Megatron's.
             **kwargs: Megatron's.
 

@@ -20,29 +20,30 @@ from megatron_ext.config import Section, setting
 
 @dataclass(kw_only=True, slots=True)
 class LlepSettings(Section):
-    """How far LLEP fills ranks, and what it moves."""
+    """How much load LLEP leaves on a rank, and the least that it moves."""
 
     NAME: ClassVar[str] = "balance.llep"
 
     alpha: float = setting(1.1, least=1, most=1_000_000)
-    """Capacity of a rank, as a multiple of the mean rank load, up to which ranks are filled before
-    load spills to others."""
+    """Capacity of a rank, as a multiple of the mean rank load: load above it spills to other
+    ranks."""
 
     min_tokens_per_gemm: int = setting(1024, least=1)
     """Fewest assignments that are moved to another rank in one piece."""
 
 
 def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
-    """Fill ranks up to `alpha` times the mean, and spill what is above.
+    """Load ranks up to `alpha` times the mean, and spill what is above.
 
     The hottest expert comes first. Its home rank takes what it has room for, beside its other
     experts; the rest goes to the least loaded ranks of the NVLink domain that have a free slot, in
-    pieces of at least `min_tokens_per_gemm` (and `min_quota`). What no rank has room for goes to
-    the least loaded one that can take it all the same. On the CPU, one load after the other.
+    pieces of at least `min_tokens_per_gemm` (and `min_quota`). Load that no rank has room for goes
+    to the least loaded rank that can take it all the same. Planning is on the CPU, one load after
+    the other.
 
-    It cannot be worse than no balancing. A piece ends within the capacity, which the busiest rank
-    is above when anything is moved; and what is left goes to a rank that then has no more than the
-    home rank would have with it.
+    The plan cannot be worse than no balancing. A piece ends within the capacity, and the busiest
+    rank is above the capacity when anything is moved. Load without room goes to a rank that then
+    has no more than the home rank would have with it.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
@@ -52,8 +53,8 @@ def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Balance
 
     Source: LLEP (ICML 2026), abstract, and the settings of its published test; differs from it in
     that a rank takes no more foreign experts than it has slots, that no piece is smaller than the
-    least, that what no rank has room for may go home, and that there is no further threshold of
-    imbalance (1.3 in that test) below which nothing is planned.
+    least, that load without room may go home, and that there is no further threshold of imbalance
+    (1.3 in that test) below which nothing is planned.
     """
     return plan_each(load, layout, lambda one: _spill(one.sum(0).tolist(), layout, settings))
 
@@ -64,7 +65,7 @@ def _spill(loads: list[int], layout: ExpertLayout, settings: PlanSettings) -> Ba
     own = settings.section(LlepSettings)
     capacity = math.floor(own.alpha * sum(loads) / ranks)
     least = max(own.min_tokens_per_gemm, settings.min_quota)
-    # What a rank has been given, and what its own experts that are still to come would give it.
+    # A rank's load so far, and the load that its own later experts would add to it.
     planned = [sum(loads[rank * mains : (rank + 1) * mains]) for rank in range(ranks)]
     quota = torch.zeros(layout.num_experts, ranks, dtype=torch.int64)
     held: list[list[int]] = [[] for _ in range(ranks)]

@@ -2,5 +2,5 @@
 
     lplb.py  strategy `lplb`
 
-The placement is that of `eplb/`, with at most one replica of an expert.
+Replicas are placed as in `eplb/`, with at most one replica of an expert.
 """

@@ -23,7 +23,7 @@ from megatron_ext.methods.eplb import eplb
 
 
 def place(expert_load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Tensor:
-    """As EPLB places, with at most one replica of an expert: int32 [R, S].
+    """Place replicas as EPLB does, with at most one replica of an expert: int32 [R, S].
 
     Source: UltraEP, section 8.1 (LPLB with at most one replica per expert, paired with EPLB).
     """
@@ -34,14 +34,14 @@ def place(expert_load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> 
 def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Move assignments from mains to their replicas so that the busiest rank has least.
 
-    The program is solved by HiGHS, on the CPU, one load after the other. Its solution is rounded
-    to the nearest whole numbers, the main taking what its replica does not; a replica below
-    `min_quota` is left out. Where rounding ends worse than no balancing, the load is planned
-    without replicas. EP ranks plan alike if they run the same HiGHS on the same kind of processor;
-    `balance.check_plans` finds it if not.
+    HiGHS solves the program, on the CPU, one load after the other. The replicas' quotas are rounded
+    to the nearest whole numbers, and mains take the rest; a replica below `min_quota` is dropped.
+    Where rounding ends worse than no balancing, the load is planned without replicas. EP ranks plan
+    alike if they run the same HiGHS on the same kind of processor; `balance.check_plans` finds out
+    if they do not.
 
     Source: DeepSeek LPLB, as described by UltraEP (section 8.1); differs from it in the solver and
-    in that the replicas' places are EPLB's instead of a fixed topology.
+    in that EPLB places the replicas, instead of a fixed topology.
     """
     slots = slots.cpu()
     plan = plan_each(load, layout, lambda one: _plan(one, slots, layout, settings))
@@ -49,7 +49,7 @@ def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSetti
 
 
 def _plan(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
-    """Plan one load, without a look at whether it is worse than none."""
+    """Plan one load, without comparing the plan with no balancing."""
     host, slot = (slots >= 0).nonzero(as_tuple=True)
     expert = slots[host, slot].long()
     expert_load = load.sum(0)
@@ -68,8 +68,8 @@ def _plan(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSetti
 def _solve_program(home: Tensor, most: Tensor, source: Tensor, host: Tensor) -> Tensor:
     """Assignments to move along each replica so that the busiest rank has least: int64 [X].
 
-    Minimizes T where `0 <= moved <= most`, and every rank has at most T: its home load, less what
-    leaves it, and what comes to it.
+    Minimizes T where `0 <= moved <= most`, and every rank has at most T. A rank has its home load,
+    less what leaves it, plus what comes to it.
 
     Args:
         home: Loads of the ranks without balancing, int64 [R].

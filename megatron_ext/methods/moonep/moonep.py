@@ -1,4 +1,4 @@
-"""MoonEP's exact fill: an overloaded rank fills the roomiest one completely, until all are even.
+"""MoonEP's exact fill: an overloaded rank fills the roomiest rank completely, until all are even.
 
 Every rank computes the mean, rounded down or up, whatever that costs in replicas; it needs as many
 slots as mains. Legend: R ranks of the EP group, E logical experts.
@@ -18,18 +18,17 @@ from megatron_ext.balance.strategies.strategy import PlanSettings, Solves, Strat
 def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Plan for busiest - idlest <= 1 in each NVLink domain, which is planned by itself.
 
-    The rank that is furthest above the mean, the sender, gives the roomiest rank all that this has
-    room for, also more than the sender has above the mean: then it is filled itself, by another
-    one. As every rank is filled at most once, it holds replicas of one home rank only, so as many
-    slots as mains suffice. Which experts a sender gives is chosen when all of this is settled: the
-    transfer of which most is left takes of the main of which most is left. Where the mean is no
-    whole number, the ranks that were busiest get it rounded up. On the CPU, one load after the
-    other.
+    The rank that is furthest above the mean, the sender, gives the roomiest rank all that this rank
+    has room for. That may be more than the sender has above the mean; then another rank fills the
+    sender. Every rank is filled at most once, so it holds replicas of one home rank only, and as
+    many slots as mains suffice. Only then experts are chosen: the transfer with most left to choose
+    takes from the main with most left. Where the mean is no whole number, the ranks that were
+    busiest get it rounded up. Planning is on the CPU, one load after the other.
 
-    It knows neither a tolerance nor a least quota, nor fewer slots than mains. If it is given such,
-    it leaves out the replicas below `min_quota`, and of each rank the smallest that find no slot;
-    what they would compute stays at home. Where that is worse than no balancing, no replica is
-    used. Plans are not even then.
+    The algorithm has no tolerance and no least quota, and expects as many slots as mains. With
+    `min_quota` above 1 or fewer slots, it drops replicas below `min_quota`, and of each rank the
+    smallest replicas that find no slot; their assignments stay at home. Where that is worse than no
+    balancing, no replica is used. Such plans are not even.
 
     Rank 0 has 14, rank 1 has 9, and rank 2 has room for 7: rank 0 gives it all 7, and gets 1 back.
 
@@ -44,8 +43,8 @@ def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Balance
     Source: MoonEP, `moonep/planning.py` and `tests/planning_reference.py` (in public copies:
     zhumakhan/MoonEP at f08da5e and 4818969, Ascend/MoonEP at 33327eb); Megatron-LM pull request
     7450, `virtual_expert_triton.py` (NVIDIA/Megatron-LM at 28a708c), which plans the same, ties
-    included. Differs from both in what becomes of a mean that is no whole number (there all ranks
-    have equally many tokens), in NVLink domains, and in what it does with few slots.
+    included. Differs from both for a mean that is no whole number (there all ranks have equally
+    many tokens), in NVLink domains, and with few slots.
     """
     return plan_each(load, layout, lambda one: _plan_one(one, layout, settings))
 
@@ -63,7 +62,7 @@ def _plan_one(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Bal
             for host, main, count in _choose(expert_load[start : start + mains], given):
                 held[first + host].append((count, start + main))
 
-    # The largest first; of equal ones the last expert, as the source has it.
+    # The largest first; of equal replicas the last expert's, as in the source.
     kept = [
         [replica for replica in sorted(replicas, reverse=True) if replica[0] >= settings.min_quota]
         for replicas in held
@@ -79,7 +78,7 @@ def _plan_one(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Bal
 
 
 def _transfers(loads: list[int]) -> list[dict[int, int]]:
-    """What each rank gives to which, by their assignments, so that all are even.
+    """Assignments that each rank gives to each other rank, so that all ranks are even.
 
     A sender always has what it gives: with at least one more than the mean, rounded down or up, it
     has at least as many as a host has room for. Each round makes a rank even for good.
@@ -98,7 +97,7 @@ def _transfers(loads: list[int]) -> list[dict[int, int]]:
 
 
 def _choose(loads: list[int], given: dict[int, int]) -> list[tuple[int, int, int]]:
-    """Which mains a sender gives, by their assignments: host, main and count of each replica.
+    """Choose the mains that a sender gives: host, main and assignments of each replica.
 
     Each round settles a main or a host, so no pair of them comes twice.
     """

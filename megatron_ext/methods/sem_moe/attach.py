@@ -1,21 +1,21 @@
 """Token re-batching: tokens are with their experts, probably, before the router has seen them.
 
 With sequence parallelism each tensor-parallel rank brings a slice of the sequence to an MoE layer.
-Where that group is also the EP group, its tokens can be dealt by their experts instead: it is all
-the same to the layer which rank brings a token, as everything in it is done token by token.
+Where that group is also the EP group, its tokens can be dealt by their experts instead. The layer
+computes token by token, so it gives the same result whichever rank brings a token.
 
     model's input    keep the microbatch's token ids
     MoE layer        1 predict each token's rank, 2 rebatch, all-to-all of hidden states
       router         note which rank each token goes to, for the layers after
       output         3 resume: all-to-all back
 
-In backward the exchanges are their own adjoints, in the other order. All of it hangs on hooks, so
-that a model without it is Megatron's, and it does not matter which MoE layer it is, if only layers
-predict nothing of each other: their tokens are not the same.
+In backward each all-to-all is the adjoint of the other, in reverse order. Re-batching is attached
+by module hooks: off means stock Megatron, and any MoE layer works. It does not go with strategies
+by which a layer predicts the next one's load: dealing gives the two layers different tokens.
 
-Recompute: of MoE layers alone, the all-to-all stays outside and is not repeated. Of whole layers,
-it is repeated with the ids and ranks of the last microbatch that came in. That is the right one
-only without a pipeline.
+If MoE layers alone are recomputed, the all-to-all stays outside and is not repeated. If whole
+layers are, it is repeated with the ids and ranks of the last microbatch that came in, which is the
+right microbatch only without a pipeline.
 
 Legend: N tokens of a rank, R ranks, H hidden, s tokens of a sample, b samples of a microbatch.
 """
@@ -40,24 +40,24 @@ from megatron_ext.methods.sem_moe.tokens import LayerTables, predict, rebatch, r
 
 @dataclass(frozen=True, eq=False)
 class AllToAll:
-    """How this rank's tokens go to the ranks that a permutation deals them to."""
+    """The all-to-all that sends this rank's tokens to the ranks a permutation deals them to."""
 
     group: dist.ProcessGroup
     send_order: Tensor
     """Tokens of this rank in the order in which they are sent, rank by rank: int64 [N]."""
     send_counts: list[int]
-    """How many go to each rank: [R]."""
+    """Tokens that go to each rank: [R]."""
     receive_order: Tensor
-    """Place of each token in the order in which they come, rank by rank: int64 [N]."""
+    """Position of each token in the order of arrival, rank by rank: int64 [N]."""
     receive_counts: list[int]
 
     @classmethod
     def of(cls, permutation: Tensor, group: dist.ProcessGroup) -> AllToAll:
-        """Read off what one rank sends and receives.
+        """Derive from a permutation what this rank sends and receives.
 
         Args:
-            permutation: The token in each place, int64 [R N]; equal on all ranks.
-            group: The ranks; this one of them.
+            permutation: The token at each position, int64 [R N]; equal on all ranks.
+            group: The ranks, this one among them.
         """
         ranks, rank = group.size(), group.rank()
         num_tokens = len(permutation) // ranks
@@ -84,13 +84,13 @@ class AllToAll:
         )
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        """Exchange hidden states, or whatever there is of each token; autograd knows the way back.
+        """Send hidden states, or other values of each token; autograd sends gradients back.
 
         Args:
-            hidden_states: Of this rank's tokens, [s / R, b, H].
+            hidden_states: Hidden states of this rank's tokens, [s / R, b, H].
 
         Returns:
-            Of the tokens dealt to this rank, in the same shape.
+            Hidden states of the tokens dealt to this rank, in the same shape.
         """
         flat = hidden_states.flatten(0, 1)[self.send_order]
         arrived = all_to_all(self.group, flat, self.receive_counts, self.send_counts)
@@ -99,7 +99,7 @@ class AllToAll:
 
 @dataclass(frozen=True, eq=False)
 class _Dealt:
-    """A layer's tokens between its input and its output."""
+    """How a layer's tokens were dealt; lives between the layer's input and its output."""
 
     layer: int
     permutation: Tensor
@@ -111,7 +111,7 @@ class TokenRebatcher:
 
     Args:
         chunk: A model whose first argument, or `input_ids`, is token ids [b, s].
-        layers: Its MoE layers by their place in `semantics.layers`.
+        layers: Its MoE layers by their position in `semantics.layers`.
         semantics: What was learned for these layers, this vocabulary and as many ranks.
     """
 
@@ -123,7 +123,7 @@ class TokenRebatcher:
         self._tables = {layer: LayerTables.of(semantics, layer, device) for layer in layers}
         looks_back = [layer for layer in layers if {layer - 1, layer - 2} <= layers.keys()]
         self._noted = {layer - back for layer in looks_back for back in (1, 2)}
-        # Of the microbatch that came in last; kept until the next one for the sake of recompute.
+        # Ids of the last microbatch that came in; kept until the next microbatch, for recompute.
         self._ids: Tensor | None = None
         self._went: dict[int, Tensor] = {}
         # Handed from a layer's input to its output; never outlives the layer's forward.
@@ -167,7 +167,7 @@ class TokenRebatcher:
     def _note(
         self, layer: int, router: nn.Module, args: tuple[Any, ...], outputs: tuple[Tensor, Tensor]
     ) -> None:
-        """Let all ranks know where a layer's tokens went, in the order of the sequence."""
+        """Gather on all ranks which rank each of a layer's tokens went to, in sequence order."""
         dealt = self._dealt
         if dealt is None or dealt.layer != layer:
             return  # The MoE layer alone is recomputed: it was noted before.
@@ -182,7 +182,7 @@ class TokenRebatcher:
     def _put_back(
         self, module: nn.Module, args: tuple[Any, ...], outputs: tuple[Tensor, Any]
     ) -> tuple[Tensor, Any]:
-        """Replace a layer's output by that of this rank's slice of the sequence."""
+        """Replace a layer's output by the outputs of this rank's slice of the sequence."""
         dealt, self._dealt = self._dealt, None
         assert dealt is not None, "an MoE layer ended that had not begun"
         output, bias = outputs
@@ -192,8 +192,8 @@ class TokenRebatcher:
 def rebatch_tokens(chunk: nn.Module, semantics: Semantics) -> TokenRebatcher | None:
     """Deal the tokens of every MoE layer of a model chunk by where their experts probably are.
 
-    The model starts with its experts placed by the same semantics (`megatron-ext checkpoint
-    relayout`), or tokens go to the wrong ranks: no error, but nothing won.
+    The model must start with its experts placed by the same semantics (`megatron-ext checkpoint
+    relayout`). Otherwise tokens go to the wrong ranks, which is no error but saves nothing.
 
     Args:
         chunk: A Megatron model, or one of its chunks, before it is wrapped. Every forward gets the
@@ -201,11 +201,11 @@ def rebatch_tokens(chunk: nn.Module, semantics: Semantics) -> TokenRebatcher | N
         semantics: See `TokenRebatcher`.
 
     Returns:
-        What was hung on the chunk; None if it has no MoE layer.
+        The rebatcher whose hooks are on the chunk; None if the chunk has no MoE layer.
 
     Raises:
-        ValueError: A setting of Megatron or the strategy excludes it, its tensor-parallel group is
-            not its EP group, or the semantics are of another model.
+        ValueError: A setting of Megatron or the strategy excludes re-batching, the tensor-parallel
+            group is not the EP group, or the semantics are of another model.
     """
     modules = [module for module in chunk.modules() if isinstance(module, MoELayer)]
     if not modules:

@@ -1,13 +1,13 @@
 """Sem-MoE: experts and samples that belong together on one rank, so that fewer tokens travel.
 
     1 predict     how often a token id goes to an expert, from recorded routes
-    2 co-cluster  experts to ranks and samples to ranks, by turns, each given the other
-    3 tables      expert in each place of each layer; share of a token id's choices on each rank;
-                  which rank a token goes to, by its id, and after two others
+    2 co-cluster  experts to ranks for fixed samples, samples to ranks for fixed experts, by turns
+    3 tables      expert at each position of each layer; share of a token id's choices on each rank;
+                  which rank a token goes to, by its id, and by its ranks in the last two layers
 
-A checkpoint's experts are moved by `checkpoints_tools.relayout`, a run's samples by `samples.py`,
-its single tokens by `tokens.py`. Legend: N tokens, Q samples, L layers, K experts of a token, V
-vocabulary, E logical experts, R ranks of the EP group.
+`checkpoints_tools.relayout` moves a checkpoint's experts, `samples.py` a run's samples, `tokens.py`
+its single tokens. Legend: N tokens, Q samples, L layers, K experts of a token, V vocabulary, E
+logical experts, R ranks of the EP group.
 
 Source: Sem-MoE (Y. Li et al.), sections 3.2 and 3.3, Algorithm 1, section B.1.
 """
@@ -36,8 +36,8 @@ def learn(
     Args:
         routes: What was recorded.
         ranks: Ranks of the EP group (R).
-        on_layer: Called with 1 after each layer of each step, and at the end with what was not
-            needed of `STEPS` times the layers.
+        on_layer: Called with 1 after each layer of each step, and at the end with the rest of
+            `STEPS` times the layers, which was not needed.
 
     Raises:
         ValueError: Ranks do not divide the experts, or there are fewer samples than ranks.
@@ -75,7 +75,7 @@ def _confidence(routes: Routes, layer: int) -> np.ndarray:
 
 
 def _predict(routes: Routes, confidence: np.ndarray) -> np.ndarray:
-    """Choices of each expert that a sample's token ids let expect: float64 [Q, E]."""
+    """Expected choices of each expert by each sample, from its token ids: float64 [Q, E]."""
     columns = [
         np.bincount(routes.sample, column[routes.token], minlength=routes.num_samples)
         for column in confidence.T
@@ -86,11 +86,11 @@ def _predict(routes: Routes, confidence: np.ndarray) -> np.ndarray:
 def co_cluster(
     predicted: np.ndarray, ranks: int, *, on_layer: Callable[[int], object] = lambda count: None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Give experts and samples to ranks, by turns, and return the best of all turns.
+    """Place experts and samples on ranks, by turns, and return the best result of all turns.
 
-    Best is what has least choices on other ranks than the sample's, plus choices on the busiest
-    rank, summed over layers. Every rank has equally many experts of each layer, and equally many
-    samples up to one.
+    The best result has the least cost: choices on other ranks than the sample's, plus choices on
+    the busiest rank, summed over layers. Every rank has equally many experts of each layer, and
+    equally many samples up to one.
 
     Args:
         predicted: Choices of each expert by each sample, float64 [Q, L, E].
@@ -102,7 +102,7 @@ def co_cluster(
 
     Source: Sem-MoE, Algorithm 1; differs from it in that all affinities are in one unit, expected
     choices, with equal weights; that it starts from the experts as they are; that every swap of two
-    experts is looked at instead of random ones; and that the samples' ranks are one for all layers.
+    experts is tried instead of random swaps; and that a sample has one rank for all layers.
     """
     _, num_layers, num_experts = predicted.shape
     home = np.tile(np.arange(num_experts) // (num_experts // ranks), (num_layers, 1))
@@ -126,11 +126,11 @@ def co_cluster(
 
 
 def place_experts(predicted: np.ndarray, sample_rank: np.ndarray, ranks: int) -> np.ndarray:
-    """Give the experts of one layer to ranks, the hottest first.
+    """Place the experts of one layer on ranks, the hottest first.
 
-    An expert goes to the rank, of those with room, where most of its choices are of the rank's own
-    samples and come with choices of the rank's experts, less what the rank has already. Then
-    experts are swapped as long as that lowers the cost.
+    An expert goes to the rank with room that has the highest score. The score counts the expert's
+    choices by the rank's own samples and its choices together with the rank's experts, less the
+    load that the rank has already. Then experts are swapped as long as that lowers the cost.
 
     Args:
         predicted: Choices of each expert by each sample, float64 [Q, E].
@@ -195,10 +195,10 @@ def _swap(home: np.ndarray, load: np.ndarray, by_samples: np.ndarray, ranks: int
 
 
 def place_samples(predicted: np.ndarray, home: np.ndarray, ranks: int) -> np.ndarray:
-    """Give samples to ranks, the longest first.
+    """Place samples on ranks, the longest first.
 
-    A sample goes to the rank, of those with room, whose experts it chooses most and whose samples
-    make most of the choices that its experts get.
+    A sample goes to the rank with room whose experts it chooses most, and whose samples make most
+    of the choices of the sample's experts.
 
     Args:
         predicted: Choices of each expert by each sample, float64 [Q, L, E].
@@ -227,7 +227,7 @@ def place_samples(predicted: np.ndarray, home: np.ndarray, ranks: int) -> np.nda
 
 
 def _cost(predicted: np.ndarray, home: np.ndarray, sample_rank: np.ndarray, ranks: int) -> float:
-    """Choices that travel, and those on the busiest rank, summed over layers."""
+    """Choices that travel plus choices on the busiest rank, summed over layers."""
     cost = 0.0
     for layer, of_layer in enumerate(home):
         by_rank = _sum_by_rank(predicted[:, layer], sample_rank, ranks)
@@ -242,7 +242,7 @@ def _sum_by_rank(predicted: np.ndarray, sample_rank: np.ndarray, ranks: int) -> 
 
 
 def ranks_of_tokens(routes: Routes, home: np.ndarray, ranks: int) -> np.ndarray:
-    """Rank that has most of a token's experts, the first of equals: int64 [L, N]."""
+    """Rank that has most of a token's experts; of equal ranks the first: int64 [L, N]."""
     chosen = [of[choice] for of, choice in zip(home, routes.choice.astype(np.int64), strict=True)]
     return np.stack([np.eye(ranks)[ranks_K].sum(1).argmax(1) for ranks_K in chosen])
 
@@ -250,11 +250,11 @@ def ranks_of_tokens(routes: Routes, home: np.ndarray, ranks: int) -> np.ndarray:
 def ranks_of_ids(routes: Routes, rank_of: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
     """Count which rank tokens of an id go to, and return the likeliest with its chance.
 
-    Every id counts one token more than was seen, spread over all ranks: what was seen once is not
-    certain, and what was not seen is 1 / R.
+    Every id counts one token more than was seen, spread over all ranks. So an id that was seen once
+    is not certain, and an id that was not seen has chance 1 / R.
 
     Args:
-        routes: Whose tokens they are.
+        routes: Which tokens, with their ids.
         rank_of: Rank of each token in each layer, int64 [L, N].
         ranks: Ranks (R).
 
@@ -262,8 +262,8 @@ def ranks_of_ids(routes: Routes, rank_of: np.ndarray, ranks: int) -> tuple[np.nd
         `Semantics.token_rank` and `Semantics.token_confidence`.
 
     Source: Sem-MoE, Algorithm 1, line 55 (token labels and their confidence); differs from it in
-    what is counted, which there is the rank of the request that the token is in: here it is where
-    the token's own experts are, which is where it is to go.
+    what is counted: there the rank of the token's request, here the rank of the token's own
+    experts, where it is to go.
     """
     rank = np.empty((len(rank_of), routes.vocab_size), dtype=np.int16)
     confidence = np.empty(rank.shape, dtype=np.float32)
@@ -297,7 +297,7 @@ def transitions(rank_of: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def check_fit(routes: Routes, learned: Routes | Semantics) -> None:
-    """Refuse routes that are not of the model and vocabulary that something was learned from.
+    """Refuse routes of another model or vocabulary than the semantics were learned from.
 
     Raises:
         ValueError: With the sizes of both.
@@ -316,7 +316,7 @@ def check_fit(routes: Routes, learned: Routes | Semantics) -> None:
 
 
 def check_batches(routes: Routes, ranks: int, global_batch: int) -> None:
-    """Refuse routes that hold no whole global batch, or one that ranks do not share evenly.
+    """Refuse routes without a whole global batch, or batches that ranks do not share evenly.
 
     Raises:
         ValueError: With the sizes.
@@ -329,11 +329,11 @@ def check_batches(routes: Routes, ranks: int, global_batch: int) -> None:
 
 
 def compare(routes: Routes, semantics: Semantics, global_batch: int) -> dict[str, dict[str, float]]:
-    """Measure samples dealt in turn against samples by affinity, experts as they are and moved.
+    """Measure samples dealt in turn or by affinity, each with experts as they are and moved.
 
     Args:
         routes: What tokens choose.
-        semantics: From the same layers, ids and experts.
+        semantics: Learned for the same layers, ids and experts.
         global_batch: Samples of a batch, a multiple of the ranks.
 
     Returns:
@@ -371,14 +371,14 @@ def compare(routes: Routes, semantics: Semantics, global_batch: int) -> dict[str
 def measure(
     routes: Routes, home: np.ndarray, sample_rank: np.ndarray, ranks: int, global_batch: int
 ) -> dict[str, float]:
-    """Measure where tokens go, if experts and samples are where they are.
+    """Measure where tokens go, with experts and samples on these ranks.
 
     Args:
         routes: What the tokens choose.
         home: Rank of each expert, int64 [L, E].
         sample_rank: Rank of each sample, int64 [Q].
         ranks: Ranks (R).
-        global_batch: Samples of a batch; the last ones that make no batch are left out.
+        global_batch: Samples of a batch; the last samples that make no batch are dropped.
 
     Returns:
         `local_activation_rate`: choices of an expert on the token's rank / all choices;

@@ -1,7 +1,7 @@
 """Which rank a sample goes to, by the experts that its tokens choose (Sem-MoE's data scheduling).
 
-The samples of a step stay the same ones, and every rank has equally many; only who computes which
-of them changes. Legend: Q samples, V vocabulary, R ranks.
+The samples of a step stay the same, and every rank has equally many; only which rank computes a
+sample changes. Legend: Q samples, V vocabulary, R ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def scores(tokens: np.ndarray, affinity: np.ndarray) -> np.ndarray:
 
 
 def schedule(score: np.ndarray) -> np.ndarray:
-    """Give the samples of a global batch to ranks, equally many to each.
+    """Place the samples of a global batch on ranks, equally many on each.
 
     The samples for which it matters most, by best score less the mean, choose first; each goes to
     the rank of highest score that has room.
@@ -75,7 +75,7 @@ def scheduled_microbatches(
         affinity: Share of a token id's choices that go to each rank of the EP group, [V, R].
         consumed_samples: Samples that the run has seen, a multiple of `global_batch_size`.
         global_batch_size: Samples of an optimizer step.
-        data_parallel_rank: This rank's place; rank d is rank d mod R of its EP group.
+        data_parallel_rank: This rank's number; rank d is rank d mod R of its EP group.
         data_parallel_size: Ranks that read different samples, a multiple of R.
     """
     ep_ranks = np.arange(data_parallel_size) % affinity.shape[1]

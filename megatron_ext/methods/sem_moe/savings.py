@@ -1,4 +1,4 @@
-"""What re-batching would save, on recorded routes: tokens of a sample dealt to ranks.
+"""Measures on recorded routes what re-batching would save.
 
 The tensor-parallel group is the EP group, and a microbatch is one sample: outside of MoE layers,
 rank r holds the r-th part of its tokens. Legend: N tokens of a rank, R ranks.
@@ -24,8 +24,9 @@ def compare_tokens(
     """Measure tokens where the sequence puts them against tokens dealt by their experts.
 
     Args:
-        routes: What tokens choose; of each sample as many tokens as ranks divide are looked at.
-        semantics: From the same layers, ids and experts.
+        routes: What tokens choose; of each sample, the last tokens that ranks do not divide are
+            dropped.
+        semantics: Learned for the same layers, ids and experts.
         on_layer: Called with 1 after each layer.
 
     Returns:

@@ -1,8 +1,8 @@
-"""Sem-MoE: no replicas; experts, samples and tokens are put on the ranks where they meet.
+"""Sem-MoE: no replicas; experts, samples and tokens that belong together are put on one rank.
 
-`learn.py` decides from recorded routes where that is. Experts are moved in a checkpoint,
-samples by `samples.py`, tokens by `tokens.py`, so that nothing is left to plan in a layer. All of
-it also goes with other strategies.
+`learn.py` decides from recorded routes which rank that is. Experts are moved in a checkpoint,
+samples by `samples.py`, tokens by `tokens.py`, so that nothing is left to plan in a layer. These
+moves also go with other strategies.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """What Sem-MoE learned before a run: where experts, samples and tokens should be.
 
-`megatron-ext place sem_moe` makes it; a run's samples and tokens and a checkpoint's experts are
-moved by it. A token's rank in a layer is the one that has most of its experts. Legend: L layers, V
-vocabulary, E logical experts, R ranks of the EP group.
+`megatron-ext place sem_moe` makes the semantics; a run's samples and tokens and a checkpoint's
+experts are moved by them. A token's rank in a layer is the rank that has most of its experts.
+Legend: L layers, V vocabulary, E logical experts, R ranks of the EP group.
 
 Files of semantics, `.npz`, hold what `Semantics` does: layer int64 [L], expert int64 [L, E],
 affinity float32 [V, R], token_rank int16 [L, V], token_confidence float32 [L, V], transition
-float32 [L - 2, R, R, R]. The first two alone are a file of `files/relayout.py`: where
-experts should be, which is all that a checkpoint asks for.
+float32 [L - 2, R, R, R]. A file with the first two alone is a file of `files/relayout.py`, which
+says where experts should be: a checkpoint needs no more.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Semantics:
     """Number of each layer, counted from 1."""
 
     expert: np.ndarray
-    """Logical expert in each place of each layer, rank by rank: int64 [L, E]. The expert that is in
-    place p is to become expert p."""
+    """Logical expert at each position of each layer, rank by rank: int64 [L, E]. The expert at
+    position p is to become expert p."""
 
     affinity: np.ndarray
     """Share of a token id's choices, over all layers, that go to each rank: float32 [V, R]. An id
@@ -42,11 +42,11 @@ class Semantics:
     """Likeliest rank of a token id in each layer: int16 [L, V]."""
 
     token_confidence: np.ndarray
-    """Chance that it is that rank: float32 [L, V]. 1 / R where the id was not seen."""
+    """Chance that the likeliest rank is right: float32 [L, V]. 1 / R if the id was not seen."""
 
     transition: np.ndarray
-    """Chance that a token goes to rank c if it went to b in the layer before and to a before that:
-    float32 [L - 2, R (a), R (b), R (c)], from the third layer on. 1 / R where that was not seen."""
+    """Chance that a token goes to rank c if it went to rank a two layers ago, then to b: float32
+    [L - 2, R (a), R (b), R (c)], from the third layer on. 1 / R where a and b were not seen."""
 
     def home(self) -> np.ndarray:
         """Rank of each logical expert: int64 [L, E]."""

@@ -1,6 +1,6 @@
 """Which rank a token goes to for an MoE layer, by where its experts probably are.
 
-    1 predict   guess each token's rank from its id or from the ranks it went to, as is surer
+    1 predict   guess each token's rank from its id or from the ranks it went to, by the surer guess
     2 rebatch   deal the tokens, equally many to each rank; the surest of a rank come first
     3 resume    the order that they had
 
@@ -22,32 +22,32 @@ from megatron_ext.methods.sem_moe.semantics import Semantics
 
 
 class Guess(NamedTuple):
-    """Where experts probably are: of tokens, or of what a table is indexed by."""
+    """Likeliest ranks and their chances: for each token, or for each entry of a table."""
 
     rank: Tensor
     """The likeliest rank, int64."""
 
     confidence: Tensor
-    """Chance that it is that rank, float32, from 1 / R (nothing is known) to 1."""
+    """Chance that this rank is right, float32, from 1 / R (nothing is known) to 1."""
 
     def look_up(self, index: Tensor) -> Guess:
-        """Read a table at these places."""
+        """Return the entries of a table at these indices."""
         return Guess(self.rank[index], self.confidence[index])
 
 
 class LayerTables(NamedTuple):
-    """What is known of one MoE layer before its router has seen a token."""
+    """Guesses for one MoE layer before its router has seen a token."""
 
     by_id: Guess
-    """Of a token's id: [V]."""
+    """Guess by a token's id: [V]."""
 
     by_path: Guess | None
-    """Of a x R + b, of a token that went to rank b in the layer before and to a before that:
-    [R x R]; None for the first two layers."""
+    """Guess by the last two ranks that a token visited: entry `a * R + b` for rank a two layers
+    ago, then b. None for the first two layers."""
 
     @classmethod
     def of(cls, semantics: Semantics, layer: int, device: torch.device) -> LayerTables:
-        """Take the tables of one layer, given by its place in `semantics.layers`."""
+        """Take the tables of one layer, given by its position in `semantics.layers`."""
         rank = torch.from_numpy(semantics.token_rank[layer]).long()
         confidence = torch.from_numpy(semantics.token_confidence[layer])
         by_id = Guess(rank.to(device), confidence.to(device))
@@ -63,13 +63,13 @@ def predict(
     """Guess the rank of each token in a layer.
 
     Args:
-        tables: Of the layer.
-        ids: Of the tokens, int64 [R N].
+        tables: Tables of the layer.
+        ids: Ids of the tokens, int64 [R N].
         ranks: Ranks (R).
         went: Ranks that the tokens went to two layers before and in the layer before, int64 [R N]
-            each; None if that is not known, and then ids decide alone.
+            each; None if they are not known, and then ids decide alone.
 
-    Source: Sem-MoE, Algorithm 3, line 2; of equal confidence, the path decides.
+    Source: Sem-MoE, Algorithm 3, line 2; if both guesses are equally sure, the ranks decide.
     """
     by_id = tables.by_id.look_up(ids)
     if went is None or tables.by_path is None:
@@ -85,16 +85,17 @@ def predict(
 def rebatch(guess: Guess, ranks: int) -> Tensor:
     """Deal the tokens to ranks, equally many to each.
 
-    A token goes to the rank that it is guessed to need, if that has room: the surest first, of
-    equally sure ones those that are on the rank already, then in order. Whoever finds no room, or
-    needs no rank more than others, stays on its rank if that has room, or fills up the rest.
+    A token goes to its guessed rank, if that has room. The surest tokens choose first; of equally
+    sure tokens, those that are on the rank already, then by their order. A token that finds no
+    room, or has no rank likelier than others, stays on its rank if that has room, else it goes to
+    any rank with room.
 
     Args:
-        guess: Of each token of the group, in order: [R N].
+        guess: Guess for each token of the group, in order: [R N].
         ranks: Ranks (R).
 
     Returns:
-        The token in each place, rank by rank and in order on each rank: int64 [R N].
+        The token at each position, rank by rank and in order on each rank: int64 [R N].
 
     Raises:
         ValueError: Ranks do not divide the tokens.
@@ -104,7 +105,7 @@ def rebatch(guess: Guess, ranks: int) -> Tensor:
     tensor([1, 3, 4, 0, 2, 5])
 
     Source: Sem-MoE, Algorithm 3, lines 3 to 6 (argsort, group_by_key, align, concat); the text does
-    not say who leaves a rank that too many want.
+    not say which tokens leave a rank that too many want.
     """
     num_tokens = len(guess.rank)
     if num_tokens % ranks:
@@ -134,11 +135,11 @@ def _room(rank_of: Tensor, ranks: int) -> Tensor:
 
 
 def _seat(rank_of: Tensor, wish: Tensor, order: Tensor, ranks: int) -> Tensor:
-    """Give tokens without a rank the one they wish for, in this order, while it has room.
+    """Give tokens without a rank the rank they wish for, in this order, while it has room.
 
     Args:
         rank_of: Rank of each token, -1 for none: [R N].
-        wish: Rank that it wishes for, -1 for none: [R N].
+        wish: Rank that each token wishes for, -1 for none: [R N].
         order: Every token once, [R N].
         ranks: Ranks (R).
     """
@@ -155,7 +156,7 @@ def _seat(rank_of: Tensor, wish: Tensor, order: Tensor, ranks: int) -> Tensor:
 
 
 def resume(permutation: Tensor) -> Tensor:
-    """Return the place of each token: what puts dealt tokens back in order, int64 [R N].
+    """Return the position of each token, which puts dealt tokens back in order: int64 [R N].
 
     >>> resume(torch.tensor([1, 2, 0]))
     tensor([2, 0, 1])

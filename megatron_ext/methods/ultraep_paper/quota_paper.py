@@ -1,7 +1,7 @@
 """Algorithm 1 of UltraEP as published: the baseline of the quota planner.
 
-A search over the busiest rank's load with a greedy test: overloaded ranks shed to the roomiest
-ones. With one or two slots it can stop a few percent above what is possible.
+It searches the busiest rank's load with a greedy test: overloaded ranks shed to the roomiest ranks.
+With one or two slots it can stop a few percent above what is possible.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from megatron_ext.ops import load_library
 def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Plan for the lowest busiest-rank load, from the tolerance up, that the greedy test reaches.
 
-    Source: UltraEP, Algorithm 1 (SolveReplication); `solve_paper` in `tests/reference/paper.py`,
-    which this equals bit by bit, lists the differences.
+    The result equals `solve_paper` in `tests/reference/paper.py` bit by bit.
+
+    Source: UltraEP, Algorithm 1 (SolveReplication); `solve_paper` lists the differences.
     """
     load_library()
     quota, slots = torch.ops.megatron_ext.solve_paper(

@@ -1,7 +1,7 @@
 // One try to bring every rank of an NVLink domain down to a threshold.
 //
-// Integers only, and a warp's collectives only, so host and device give equal plans (warp.h). The
-// work of a try is bounded and counted, by the same rule everywhere.
+// A try uses only integers and a warp's collectives, so host and device give equal plans (warp.h).
+// The work of a try is bounded and counted, by the same rule everywhere.
 #pragma once
 
 #include "megatron_ext/planner/chain.h"
@@ -13,15 +13,15 @@
 
 namespace megatron_ext {
 
-// How a try goes about it. Shedding takes the overloaded ranks one by one, by falling excess where
-// nothing else is said.
+// What a try does. A method that sheds takes the overloaded ranks one by one, by falling excess
+// where no other order is given. The remainder of a rank is its excess modulo the most room.
 enum class Method : int32_t {
     kBestFit,          // sheds without pairs of hosts
-    kPairFit,          // sheds, with pairs, as the three that follow
-    kRising,           // after the busiest rank, by rising excess
-    kRemainder,        // by what is left over when the roomiest hosts are filled
-    kRemainderRising,  // after the busiest rank, by that, rising
-    kRefill,           // fills hosts, not empties senders
+    kPairFit,          // sheds with pairs of hosts, as the next three methods do
+    kRising,           // busiest rank first, then by rising excess
+    kRemainder,        // by falling remainder
+    kRemainderRising,  // busiest rank first, then by rising remainder
+    kRefill,           // fills hosts instead of emptying senders
     kRoomiest,         // UltraEP, Algorithm 1
     kFill,             // MoonEP's exact fill
 };
@@ -29,7 +29,7 @@ constexpr int kMethods = 8;
 
 struct Verdict {
     bool reached;   // every rank is within its limit
-    int32_t sends;  // replicas that the busiest sender has to fill
+    int32_t sends;  // replicas that the busiest sender has to send
     int32_t replicas;
     int32_t work;  // rounds of a warp
 };
@@ -45,8 +45,8 @@ class Attempt {
         : moves_(domain, memory, warp, work_limit) {}
 
     // The plan is in the memory if the threshold was reached. A rank that no step relieves goes to
-    // the front of the order, and the try starts over, up to `restarts` times; so does refilling,
-    // with a detour. Where one pass is much work, the ranks are so many that starting over found
+    // the front of the order, and the try starts over, up to `restarts` times. Refilling starts
+    // over with a detour. With so many ranks that one pass is much work, starting over found
     // nothing more.
     MEGATRON_EXT_ONCE_IN_CODE Verdict run(int64_t threshold, Method method, int restarts) {
         bool reached = false;
@@ -105,7 +105,7 @@ class Attempt {
         moves_.spend(4 * rounds_of(ranks));
     }
 
-    // Returns the place in the order of the first rank that could not be relieved, or -1.
+    // Returns the position in the order of the first rank that could not be relieved, or -1.
     MEGATRON_EXT_ONCE_IN_CODE int relieve_all(bool pairs) {
         Shedding<Warp> shedding(moves_, pairs);
         const auto& at = moves_.at();

@@ -1,6 +1,6 @@
-// Chains: assignments that move over several ranks, by replicas there are and by new ones, until a
-// rank with room is reached. They get to room behind full slots, and through warm ranks to cold
-// ones. A chain is a widest path, found step by step from the rank that has too much.
+// Chains: assignments that move over several ranks, by existing replicas and by new replicas, until
+// a rank with room is reached. Chains get to room behind full slots, and through warm ranks to cold
+// ranks. A chain is a widest path, found step by step from the rank that has too much.
 #pragma once
 
 #include "megatron_ext/planner/domain.h"

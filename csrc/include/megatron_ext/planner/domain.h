@@ -1,5 +1,5 @@
-// What a plan of one NVLink domain is made of: the domain, the state of a try, and the moves that
-// change it. How a try goes about it is in the other files of this folder; attempt.h runs one.
+// The parts of planning one NVLink domain: the domain, the state of a try, and the moves that
+// change the state. The other files of this folder choose moves; attempt.h runs a try.
 //
 // Legend: D ranks of the domain, M mains per rank, S slots per rank. Ranks and experts are counted
 // from the domain's first; the main of expert e lives on rank e / M. Where nothing else is said,

@@ -1,6 +1,6 @@
-// Handing over, last of all: a replica of the busiest sender is filled by another of its hosts,
-// which gets the replica's assignments in return for those of one of its own experts. No rank's
-// load and no slot changes, but the host sends instead of the sender.
+// Handing over, the last step of a try: another host takes over one replica of the busiest sender.
+// It gets the replica's assignments in return for as many assignments of one of its own experts. No
+// rank's load and no slot changes, but the host sends instead of the sender.
 #pragma once
 
 #include "megatron_ext/planner/domain.h"
@@ -25,7 +25,7 @@ class HandOver {
     }
 
   private:
-    // By the host that sends least, of those that can.
+    // Hand a replica to the host that sends least of all hosts that can take one over.
     MEGATRON_EXT_HOST_DEVICE bool spare(int sender) {
         const auto& at = moves_.at();
         const int ranks = moves_.domain().ranks;

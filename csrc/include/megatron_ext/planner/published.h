@@ -1,4 +1,4 @@
-// Two published planners, as tries of their own: so a plan need never be worse than theirs.
+// Two published planners, as tries of their own, so that a plan is never worse than theirs.
 #pragma once
 
 #include "megatron_ext/planner/domain.h"

@@ -1,9 +1,9 @@
-// Refilling: fills hosts instead of emptying senders. Room behind slots that are in use is lost
-// unless the slots fill it, and shedding, which looks for places for an excess, wastes it. So this
-// looks for something that fills a place: the roomiest host is filled by the busiest rank that can,
-// from its coolest main that does; failing that it takes all of the hottest main there is, as long
-// as another slot is left to fill the rest. Then the host is done, and a rank that gave is a host
-// itself if it now has room. Room may be lost only as far as the domain has room to spare.
+// Refilling: fills hosts instead of emptying senders. Room on a rank whose slots are all in use is
+// lost. Shedding, which looks for hosts for an excess, wastes such room. Refilling looks for load
+// that fills a host: the busiest rank that can fills the roomiest host, from its coolest main that
+// has enough. Failing that, the host takes all of the hottest main there is, as long as another
+// slot is left to fill the rest. Then the host is done, and a rank that gave is a host itself if it
+// now has room. Room may be lost only as far as the domain has room to spare.
 #pragma once
 
 #include "megatron_ext/planner/domain.h"

@@ -1,16 +1,16 @@
-// Around the tries of stage 2: what no plan of a domain can beat, which tries the search for the
-// lowest threshold consists of, and which of their plans it takes.
+// The search around the tries of stage 2: lower bounds that no plan of a domain can beat, which
+// tries the search for the lowest threshold makes, and which of their plans it takes.
 //
 // The search of a domain:
-//   1. the threshold that is asked for: within the tolerance, or the bound if that is more. Best
-//   fit,
-//      or failing that refilling, says whether it can be reached; if so, the other methods compete
+//   1. tries the threshold asked for: the tolerance's, or the bound if that is more. Best fit, or
+//      failing that refilling, decides whether it can be reached; if so, the other methods compete
 //      for the plan that costs least (choose_at_start);
-//   2. else UltraEP's own search, so that no plan is worse than its (PublishedSearch);
-//   3. and rising thresholds from the one asked for to what has been reached (ThresholdSearch).
-// A host runs one try after the other and leaves out those that nothing asks for; a GPU runs those
-// side by side that may be asked for. Both get the same verdicts, in the same order, and what a try
-// may work is accounted for in that order (WorkLeft): so they come to the same plan.
+//   2. else makes UltraEP's own search, so that no plan is worse than UltraEP's (PublishedSearch);
+//   3. and tries rising thresholds from the threshold asked for to what has been reached
+//      (ThresholdSearch).
+// A host runs one try after the other and skips tries that are not needed; a GPU runs all tries
+// side by side that may be needed. Both get the same verdicts in the same order, and account for
+// the work of tries in that order (WorkLeft). So they come to the same plan.
 #pragma once
 
 #include <cstdint>

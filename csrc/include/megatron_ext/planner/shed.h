@@ -1,5 +1,5 @@
 // Shedding: the excess of an overloaded rank goes to replicas on other ranks.
-//   1. to the tightest host that takes all of it, so that roomy hosts stay for larger excesses;
+//   1. to the tightest host that takes all of the excess, so that roomy hosts stay for larger ones;
 //   2. to the tightest pair of hosts (most orders of shedding);
 //   3. in the largest piece any host takes, unless a chain carries more;
 //   4. where that is less than `min_quota`, by giving more and taking some back.
