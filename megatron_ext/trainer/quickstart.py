@@ -63,8 +63,7 @@ def main(overrides: Sequence[str] | None = None) -> None:
         runs[YARDSTICK] = load_config(
             ["balance=none", "data.reverse_samples=true", *overrides], config_name="quickstart"
         )
-        folder = Path(runs["none"].run_dir).parent
-        runs[YARDSTICK].run_dir = str(folder / YARDSTICK)
+        folder = give_each_a_folder(runs)
         build_data(Path(runs["none"].data.path))
         num_ranks = runs["none"].parallel.ep_size
         for config in runs.values():
@@ -76,6 +75,20 @@ def main(overrides: Sequence[str] | None = None) -> None:
         raise SystemExit(f"error: {error}") from None
     launch_ranks(train_in_turn, runs, num_ranks=num_ranks)
     sys.stdout.write(write_report(runs, folder))
+
+
+def give_each_a_folder(runs: dict[str, TrainConfig]) -> Path:
+    """Set the runs' folders; return the folder that they are in.
+
+    A `run_dir` that does not depend on the strategy, as one on the command line, holds all runs.
+    """
+    if runs["none"].run_dir == runs["quota"].run_dir:
+        folder = Path(runs["none"].run_dir)
+    else:
+        folder = Path(runs["none"].run_dir).parent
+    for name, config in runs.items():
+        config.run_dir = str(folder / name)
+    return folder
 
 
 def build_data(path: Path) -> None:

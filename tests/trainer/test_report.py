@@ -9,6 +9,7 @@ import pytest
 
 from megatron_ext.trainer import quickstart
 from megatron_ext.trainer.report import WARMUP_STEPS, summarize, table
+from megatron_ext.trainer.train import load_config
 from tests.trainer.dataset import overrides
 
 
@@ -39,6 +40,20 @@ def test_summary_and_table() -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert rows[3] == ["quota", "1.50", "1.05", "125", "8000", "1.60", "0.80", "0.1000", "2.0"]
     assert len({len(line) for line in lines}) == 1
+
+
+@pytest.mark.parametrize(("run_dir", "folder"), [("x/${balance.strategy}", "x"), ("x/y", "x/y")])
+def test_every_run_of_the_quickstart_has_a_folder(run_dir: str, folder: str) -> None:
+    recipe = {"data.path": "d", "run_dir": run_dir}
+    words = [f"{name}={value}" for name, value in recipe.items()]
+    runs = {
+        name: load_config([f"balance={name.split('_')[0]}", *words], config_name="quickstart")
+        for name in ("none", "quota", "ideal", quickstart.YARDSTICK)
+    }
+    assert quickstart.give_each_a_folder(runs) == Path(folder)
+    assert {name: config.run_dir for name, config in runs.items()} == {
+        name: f"{folder}/{name}" for name in runs
+    }
 
 
 @pytest.mark.slow
