@@ -226,6 +226,11 @@ class BalanceConfig(Section):
         return []
 
     @property
+    def domain_ranks(self) -> int | None:
+        """Ranks per NVLink domain; None if the whole EP group is one."""
+        return None if self.nvlink_domain == "auto" else int(self.nvlink_domain)
+
+    @property
     def plans_for_time(self) -> bool:
         """Whether the planner has to know what a layer costs in time."""
         return self.objective == "time"

@@ -169,13 +169,8 @@ def empty_slots(loads: Loads, balance: BalanceConfig) -> str | None:
 
     _, ranks, experts = loads.load.shape
     return idle_slots(
-        balance.slots, num_experts=experts, ep_size=ranks, nvlink_domain=nvlink_domain(balance)
+        balance.slots, num_experts=experts, ep_size=ranks, nvlink_domain=balance.domain_ranks
     )
-
-
-def nvlink_domain(balance: BalanceConfig) -> int | None:
-    """Return the ranks of an NVLink domain; None if all ranks are in one."""
-    return None if balance.nvlink_domain == "auto" else int(balance.nvlink_domain)
 
 
 def add_nvlink_domain(parser: argparse.ArgumentParser) -> None:

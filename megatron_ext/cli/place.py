@@ -17,7 +17,6 @@ from megatron_ext.cli.options import (
     add_trace,
     balance_config,
     empty_slots,
-    nvlink_domain,
     plan_settings,
     positive,
 )
@@ -84,7 +83,7 @@ def run_craft(arguments: argparse.Namespace) -> int:
         num_experts=experts,
         ep_size=ranks,
         slots=balance.slots,
-        nvlink_domain=nvlink_domain(balance),
+        nvlink_domain=balance.domain_ranks,
     )
     replays = len(replica_counts(layout)) + 1
     with progress("Replaying", replays * len(loads)) as on_load:

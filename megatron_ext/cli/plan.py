@@ -17,7 +17,6 @@ from megatron_ext.cli.options import (
     balance_config,
     empty_slots,
     layer_costs,
-    nvlink_domain,
     plan_settings,
 )
 from megatron_ext.cli.output import columns, progress, show, warn
@@ -73,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         balance.strategy,
         settings,
         slots=balance.slots,
-        nvlink_domain=nvlink_domain(balance),
+        nvlink_domain=balance.domain_ranks,
     )
     warn(empty_slots(loads, balance))
     warn(missing_history(loads, [balance.strategy], settings))

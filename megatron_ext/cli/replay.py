@@ -16,7 +16,6 @@ from megatron_ext.cli.options import (
     balance_config,
     empty_slots,
     layer_costs,
-    nvlink_domain,
     plan_settings,
 )
 from megatron_ext.cli.output import progress, show, warn
@@ -66,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     loads = read_loads(arguments.trace)
     warn(empty_slots(loads, balance))
     warn(missing_history(loads, strategies, settings))
-    room: dict[str, Any] = {"slots": balance.slots, "nvlink_domain": nvlink_domain(balance)}
+    room: dict[str, Any] = {"slots": balance.slots, "nvlink_domain": balance.domain_ranks}
     with progress("Replaying", len(loads) * len(strategies)) as on_load:
         replayed = replay(loads, strategies, settings, **room, on_load=on_load)
     report = make_report(

@@ -14,7 +14,6 @@ from megatron_ext.cli.options import (
     add_trace,
     balance_config,
     empty_slots,
-    nvlink_domain,
     plan_settings,
     positive,
 )
@@ -92,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         num_gpus=arguments.gpus,
         planning=settings,
         slots=balance.slots,
-        nvlink_domain=nvlink_domain(balance),
+        nvlink_domain=balance.domain_ranks,
     )
     loads = read_loads(arguments.trace)
     warn(empty_slots(loads, balance))

@@ -35,7 +35,7 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
             f"num_moe_experts ({num_experts}) must be a multiple of "
             f"expert_model_parallel_size ({ep_size})"
         )
-    if balance.nvlink_domain != "auto" and ep_size % int(balance.nvlink_domain):
+    if ep_size % (balance.domain_ranks or ep_size):
         problems.append(
             f"balance.nvlink_domain ({balance.nvlink_domain}) must divide "
             f"expert_model_parallel_size ({ep_size})"

@@ -174,7 +174,7 @@ class BalancedMoELayer(MoELayer):
             num_experts=config.num_moe_experts,
             ep_size=ep_size,
             slots=balance.slots,
-            nvlink_domain=None if balance.nvlink_domain == "auto" else int(balance.nvlink_domain),
+            nvlink_domain=balance.domain_ranks,
         )
         if ep_size == 1:  # One rank has nobody to share its load with.
             self.layout = dataclasses.replace(self.layout, slots=0)

@@ -109,7 +109,7 @@ def _idle_slots(config: TrainConfig) -> str | None:
         strategy.num_slots(balance.slots, experts // ep_size),
         num_experts=experts,
         ep_size=ep_size,
-        nvlink_domain=None if balance.nvlink_domain == "auto" else int(balance.nvlink_domain),
+        nvlink_domain=balance.domain_ranks,
     )
 
 

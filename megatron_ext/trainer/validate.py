@@ -164,7 +164,6 @@ def _check_placement(config: TrainConfig) -> list[str]:
     from megatron_ext.balance.strategies import PlanSettings
     from megatron_ext.files.placement import read_placement
 
-    domain = balance.nvlink_domain
     try:
         placement = read_placement(Path(balance.placement))
         layout = plan_layout(
@@ -172,7 +171,7 @@ def _check_placement(config: TrainConfig) -> list[str]:
             num_experts=config.model.num_experts,
             ep_size=config.parallel.ep_size,
             slots=balance.slots,
-            nvlink_domain=None if domain == "auto" else int(domain),
+            nvlink_domain=balance.domain_ranks,
         )
         # Not every layer has experts if Megatron was told so.
         all_layers = range(1, config.model.num_layers + 1)
