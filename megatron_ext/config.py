@@ -495,6 +495,24 @@ class CheckpointConfig(Section):
     """A checkpoint (`RUN/checkpoints/step_...`) that a run without checkpoints of its own starts
     from."""
 
+    verify: bool = True
+    """Compare a checkpoint's files with their checksums before it is loaded."""
+
+    fallback: bool = True
+    """Where the newest checkpoint is damaged, continue from the newest that is whole, with a
+    warning. False refuses."""
+
+    trust: bool = False
+    """Load a checkpoint that another user wrote, or that holds pickled classes beyond those that
+    checkpoints need. Loading such a checkpoint may run code that is in it."""
+
+    required: bool = False
+    """End the run where a checkpoint cannot be saved. False goes on without it, with a warning each
+    time."""
+
+    asynchronous: bool = False
+    """Write a checkpoint beside the training, by Megatron's asynchronous saving."""
+
 
 @dataclass(kw_only=True, slots=True)
 class TrainConfig(Section):
@@ -510,6 +528,17 @@ class TrainConfig(Section):
 
     seed: int = 1234
     """Seed of the initial weights and of the order of the data."""
+
+    on_nan: str = setting("stop", choices=("stop", "skip", "ignore"))
+    """What is done with a step whose loss or gradients are not finite: `stop` the run before its
+    optimizer step, `skip` that optimizer step, or `ignore` it. Such a state is never saved."""
+
+    timeout_s: float = setting(600, least=1)
+    """Seconds that a rank waits for another before the run ends and says who hangs where."""
+
+    restarts: int = setting(0, least=0)
+    """How often a run whose ranks died starts again by itself, from its newest whole checkpoint.
+    For ranks of one machine; `torchrun --max-restarts` is the same for several."""
 
     eval_every: int = setting(0, least=0)
     """Steps between two evaluations; 0 makes none."""

@@ -1,0 +1,24 @@
+"""Processes that end with the process that started them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Have Linux kill this process when its parent ends, however that ends.
+
+    The parent is the thread that started this process; so a process must be started by a thread
+    that lives as long as the process shall live.
+
+    Args:
+        parent: Process id of the parent. If it has ended already, this process ends at once.
+    """
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        os._exit(1)
