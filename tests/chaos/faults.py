@@ -12,13 +12,11 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos.attempt import Attempt
-
-Campaign = Callable[..., Attempt]
-"""Starts an attempt; keywords are those of `Attempt`."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +102,8 @@ def _fill_the_disk(attempt: Attempt, chooser: random.Random) -> None:
 
 
 def _kill(pid: int, number: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 # A run may have reached its last step before it was struck: then its status is 0.
