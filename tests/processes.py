@@ -65,6 +65,10 @@ class Program:
         """Return the processes of the session that live, without zombies."""
         return [pid for pid in _all_pids() if _session(pid) == self.pid and _state(pid) != "Z"]
 
+    def wait_until_gone(self, within_s: float = 5) -> None:
+        """Return when no process of the session is left."""
+        self.wait_for(lambda: not self.pids(), "end of all processes", within_s)
+
     def ranks(self) -> list[int]:
         """Return the processes that it started as ranks by now, in their order."""
         return [pid for pid in children(self.pid) if "spawn_main" in _words(pid)]

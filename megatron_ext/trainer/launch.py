@@ -185,7 +185,7 @@ def _watch(ranks: list[SpawnProcess], noted: list[signal.Signals]) -> _Failure |
             _end_at_once(noted[-1])
         if noted and not told:
             pids = [rank.pid for rank in running if rank.pid is not None]
-            if not all(listens(pid, noted[0]) for pid in pids):
+            if not all(map(listens, pids)):
                 _end_at_once(noted[0])
             for pid in pids:  # Not yet reaped, so still theirs.
                 os.kill(pid, noted[0])

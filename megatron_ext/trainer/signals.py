@@ -64,11 +64,14 @@ class StopRequest:
         self._asked[signal.Signals(number)] = True
 
 
-def listens(pid: int, stop: signal.Signals) -> bool:
-    """Return whether a process notes a signal rather than die of it; False if it has ended."""
+def listens(pid: int) -> bool:
+    """Return whether a process notes the signals that ask to stop; False if it has ended.
+
+    It does if it catches SIGTERM, which Python by itself does not.
+    """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
     caught = next((line for line in status.splitlines() if line.startswith("SigCgt:")), "SigCgt: 0")
-    return bool(int(caught.split()[1], 16) >> (stop - 1) & 1)
+    return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
