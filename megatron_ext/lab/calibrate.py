@@ -92,7 +92,7 @@ def calibrate(name: str, *, num_ranks: int | None = None) -> Hardware:
         RuntimeError: There is a GPU; GPUs are not measured yet.
         SystemExit: With status 1 if a rank failed.
     """
-    from megatron_ext.trainer.train import launch_ranks
+    from megatron_ext.trainer.launch import launch_ranks
 
     if torch.cuda.is_available():
         raise RuntimeError("--calibrate measures CPU ranks only, and this machine has a GPU")
@@ -145,9 +145,9 @@ def _relay_threshold() -> int:
 
 def _measure(folder: str) -> None:
     """Measure on one rank of a launch; rank 0 writes what was measured."""
-    from megatron_ext.trainer.train import join_ranks
+    from megatron_ext.trainer.launch import join_ranks
 
-    with join_ranks():
+    with join_ranks(TrainConfig().timeout_s):
         rates = _part_rates(calibration_run(dist.get_world_size()))
         peak = max(_matrix_rate(), rates["expert"], rates["dense"])
         measured = {

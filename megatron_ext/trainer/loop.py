@@ -36,6 +36,7 @@ from megatron_ext.trainer import build
 from megatron_ext.trainer.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from megatron_ext.trainer.progress import TrainingProgress
 from megatron_ext.trainer.run_log import RunLog
+from megatron_ext.trainer.signals import Stopped, StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Training:
         self.chunks = build.build_model(config, manifest.vocab_size)
         self.optimizer = build.build_optimizer(config, self.chunks)
         self.step = 0
+        self.stop = StopRequest()
         checkpoint = find_checkpoint(config)
         if checkpoint:
             self.step = load_checkpoint(checkpoint, self.chunks, self.optimizer)["step"]
@@ -96,6 +98,8 @@ class Training:
                         every=config.logging.every,
                     )
                 )
+            self.stop.listen()
+            every = config.checkpoint.every
             while self.step < config.steps:
                 metrics = self.train_step()
                 if _is_due(self.step, config.eval_every):
@@ -103,9 +107,12 @@ class Training:
                 if log and display:
                     log.write(metrics)
                     display.show(metrics)
-                if _is_due(self.step, config.checkpoint.every):
+                saved = None
+                if _is_due(self.step, every) or (self.stop.agreed and every):
                     with build.whole_parameters(config, self.chunks):
-                        save_checkpoint(config, self.chunks, self.optimizer, self.step)
+                        saved = save_checkpoint(config, self.chunks, self.optimizer, self.step)
+                if self.stop.agreed:
+                    raise Stopped(self.stop.agreed, self.step, saved)
 
     def train_step(self) -> dict[str, Any]:
         """Do one optimizer step on the next global batch.
@@ -130,14 +137,16 @@ class Training:
             self.trace.write(self.step, loads.loads)
         if self.routes is not None:
             self.routes.write(self.step)
-        loss, num_losses, before, after, replicas, forwards = _sum_over_ranks(
+        loss, num_losses, before, after, replicas, forwards, *votes = _sum_over_ranks(
             sum(losses),
             len(losses),
             loads.imbalance_before,
             loads.imbalance_after,
             loads.replicas,
             loads.forwards,
+            *self.stop.votes(),
         )
+        self.stop.decide(votes)
         data = self.config.data
         return {
             "step": self.step,

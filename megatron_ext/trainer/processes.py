@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import signal
 
 _PR_SET_PDEATHSIG = 1
@@ -22,3 +23,15 @@ def die_with(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
         os._exit(1)
+
+
+def call_with(parent: int, call: bytes) -> None:
+    """Die with the parent from now on, and do what it asks for: the target of a new process.
+
+    Args:
+        parent: Process id of the parent.
+        call: A pickled callable. Unpickling imports what it needs, which takes seconds: so it comes
+            after the first line.
+    """
+    die_with(parent)
+    pickle.loads(call)()

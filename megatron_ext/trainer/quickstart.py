@@ -25,9 +25,10 @@ import torch.distributed as dist
 from megatron_ext.config import ConfigError, TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.trainer import report
+from megatron_ext.trainer.launch import join_ranks, launch_ranks, quiet_megatron
 from megatron_ext.trainer.progress import TrainingProgress
 from megatron_ext.trainer.run_log import RunLog, read_metrics
-from megatron_ext.trainer.train import join_ranks, launch_ranks, load_config, quiet_megatron
+from megatron_ext.trainer.train import load_config
 from megatron_ext.trainer.validate import validate
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ def build_data(path: Path) -> None:
 
 def train_in_turn(runs: dict[str, TrainConfig]) -> None:
     """Train all runs on this rank, a step of each in turn."""
-    with join_ranks(), ExitStack() as stack:
+    with join_ranks(runs["none"].timeout_s), ExitStack() as stack:
         from megatron_ext.trainer.loop import Training
 
         trainings = {name: Training(config) for name, config in runs.items()}

@@ -2,8 +2,8 @@
 
 Arguments are Hydra's: `--config-dir recipes --config-name NAME` and overrides such as
 `balance.slots=1`. The settings are checked before any process group exists. Under torchrun this
-process is one rank; otherwise it starts the ranks on this machine itself. What a rank does is in
-`trainer/loop.py`.
+process is one rank; otherwise it starts the ranks on this machine itself (`trainer/launch.py`).
+What a rank does is in `trainer/loop.py`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,10 @@ import logging
 import math
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from hydra import compose, initialize, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
@@ -32,6 +28,7 @@ from megatron_ext.balance.solve import idle_slots
 from megatron_ext.balance.strategies import get_strategy, settings
 from megatron_ext.config import MOVED, ConfigError, Section, TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.trainer.launch import join_ranks, launch_ranks, quiet_megatron
 from megatron_ext.trainer.validate import validate
 
 logger = logging.getLogger(__name__)
@@ -49,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: Words of the command line; by default the arguments of the process.
 
     Raises:
-        SystemExit: With status 2 and one line a problem if the settings are wrong, with 1 if a rank
-            failed.
+        SystemExit: With status 2 and one line a problem if the settings are wrong; with 1 if a rank
+            failed; with 128 + its number if a signal ended the run.
     """
     quiet_megatron()
     options = _parser().parse_intermixed_args(arguments)
@@ -77,7 +74,7 @@ def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
 
     Raises:
         ConfigError: The settings are wrong; nothing was started.
-        SystemExit: With status 1 if a rank failed.
+        SystemExit: With status 1 if a rank failed; with 128 + its number if a signal ended the run.
     """
     if not torch.cuda.is_available():
         enable_cpu_platform()
@@ -94,7 +91,7 @@ def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     if is_rank:
         run_rank(config)
     else:
-        launch_ranks(run_rank, config, num_ranks=num_ranks)
+        launch_ranks(run_rank, config, num_ranks=num_ranks, restarts=config.restarts)
 
 
 def _idle_slots(config: TrainConfig) -> str | None:
@@ -225,93 +222,9 @@ def _parser() -> OneLineParser:
     return parser
 
 
-def quiet_megatron() -> None:
-    """Silence Megatron's advice about optional packages, which would bury the run's own lines."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("megatron_ext").setLevel(logging.INFO)
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=UserWarning)
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-
-
-CPU_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    # Activations come and go every step. What was freed stays with the process, as it does with a
-    # GPU's allocator, and in huge pages: else page faults cost the busiest rank a third of a step.
-    "THP_MEM_ALLOC_ENABLE": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
-}
-"""Environment of ranks on a CPU, where it is not set already; only glibc reads the last two."""
-
-
-def launch_ranks(function: Callable[..., None], *args: Any, num_ranks: int) -> None:
-    """Run `function(*args)` on ranks of this machine and wait for them.
-
-    Ranks on CPUs get `CPU_ENVIRONMENT`, and so does this process.
-
-    Args:
-        function: A module-level function; it begins with `join_ranks()`.
-        args: Must pickle.
-        num_ranks: How many.
-
-    Raises:
-        SystemExit: With status 1 if a rank failed; the rank has printed why.
-    """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    if not torch.cuda.is_available():
-        for name, value in CPU_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=f"megatron_ext_{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        monitor_interval=0.2,
-    )
-    try:
-        elastic_launch(launch, function)(*args)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        sys.stderr.write(f"error: rank {rank} failed (exit status {failure.exitcode})\n")
-        raise SystemExit(1) from None
-
-
-@contextmanager
-def join_ranks() -> Iterator[None]:
-    """Make this process a rank of its launch; ranks other than 0 log warnings only."""
-    quiet_megatron()
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl")
-    else:
-        enable_cpu_platform()
-        # The ranks of a machine share its cores.
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-        dist.init_process_group("gloo")
-    if dist.get_rank() != 0:
-        logging.getLogger("megatron_ext").setLevel(logging.WARNING)
-    try:
-        yield
-    except Exception:
-        # Said here, by the rank itself; the launcher only adds who fell.
-        logger.exception("rank %d failed", dist.get_rank())
-        raise SystemExit(1) from None
-    dist.destroy_process_group()
-
-
 def run_rank(config: TrainConfig) -> None:
     """Train as one rank of a launch; the settings were checked."""
-    with join_ranks():
+    with join_ranks(config.timeout_s):
         from megatron_ext.trainer.loop import Training
 
         Training(config).run()

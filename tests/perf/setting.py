@@ -25,8 +25,9 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron_ext.cpu_platform import enable_cpu_platform  # noqa: E402
+from megatron_ext.trainer.launch import join_ranks, launch_ranks, quiet_megatron  # noqa: E402
 from megatron_ext.trainer.quickstart import build_data  # noqa: E402
-from megatron_ext.trainer.train import join_ranks, launch_ranks, load_config, quiet_megatron  # noqa: E402
+from megatron_ext.trainer.train import load_config  # noqa: E402
 from tests.perf.planner import describe_machine  # noqa: E402
 
 WARMUP = 5
@@ -35,7 +36,7 @@ WARMUP = 5
 
 def train_in_turn(runs: list[Any], steps: int, file: Path) -> None:
     """Train all runs on this rank; rank 0 writes the times of their steps after the warm-up."""
-    with join_ranks():
+    with join_ranks(runs[0].timeout_s):
         from megatron_ext.trainer.loop import Training
 
         trainings = [Training(config) for config in runs]

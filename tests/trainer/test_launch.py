@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.trainer.train import CPU_ENVIRONMENT, join_ranks, launch_ranks
+from megatron_ext.trainer.launch import CPU_ENVIRONMENT, join_ranks, launch_ranks
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about ranks on CPUs")
 
@@ -20,7 +20,7 @@ ROUNDS = 10
 
 
 def _report(folder: str) -> None:
-    with join_ranks():
+    with join_ranks(timeout_s=60):
         faults = []
         for _ in range(ROUNDS):
             before = _faults()

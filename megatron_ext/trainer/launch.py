@@ -1,0 +1,308 @@
+"""The ranks of one machine: started, watched, told to stop, started again.
+
+Ranks of one machine need no network to find each other: they meet in a file without a name that
+only processes of the same user can open. Nothing of a launch listens on anything but loopback,
+and nothing is left of it, however it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from multiprocessing import connection, get_context, resource_tracker
+from multiprocessing.context import SpawnProcess
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.arguments import WRONG_USAGE
+from megatron_ext.config import ConfigError
+from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.trainer.processes import call_with, die_with
+from megatron_ext.trainer.signals import STOP_SIGNALS, Stopped, exit_status, listens
+
+logger = logging.getLogger(__name__)
+
+CPU_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    # Activations come and go every step. What was freed stays with the process, as it does with a
+    # GPU's allocator, and in huge pages: else page faults cost the busiest rank a third of a step.
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+}
+"""Environment of ranks on a CPU, where it is not set already; only glibc reads the last two."""
+
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Environment of ranks of one machine, where it is not set already: where libraries listen."""
+
+LAST_WORDS_S = 2.0
+"""Seconds that ranks have to say what they saw of a rank that failed, before they are ended."""
+
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""In the environment of ranks that torchrun started."""
+
+_POLL_S = 0.2
+"""Seconds after which the launcher notices a signal at the latest."""
+
+_store: str | None = None
+"""In a rank that `launch_ranks` started: the file in which the ranks meet."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A rank that ended and should not have."""
+
+    rank: int
+    exitcode: int
+    """Exit status, or minus the signal that ended it."""
+
+    def __str__(self) -> str:
+        if self.exitcode < 0:
+            return f"rank {self.rank} was ended by {signal.Signals(-self.exitcode).name}"
+        return f"rank {self.rank} failed (exit status {self.exitcode})"
+
+
+def launch_ranks(
+    function: Callable[..., None], *args: Any, num_ranks: int, restarts: int = 0
+) -> None:
+    """Run `function(*args)` on ranks of this machine and wait for them.
+
+    Ranks on CPUs get `CPU_ENVIRONMENT`, and so does this process. A signal that asks to stop goes
+    on to the ranks if all of them take it (`StopRequest`); else, and at the second such signal,
+    they are ended at once.
+
+    Args:
+        function: A module-level function; it begins with `join_ranks()`.
+        args: Must pickle.
+        num_ranks: How many.
+        restarts: How often new ranks are started after a rank failed.
+
+    Raises:
+        SystemExit: With status 1 if a rank failed, with 2 if it was because of a setting (the rank
+            has printed why), and with 128 + the signal's number if a signal ended the ranks.
+    """
+    if not torch.cuda.is_available():
+        for name, value in CPU_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+    call = partial(function, *args)
+    with _noted_signals() as noted:
+        failure = _attempt(call, num_ranks, noted)
+        for restart in range(1, restarts + 1):
+            if failure is None or failure.exitcode == WRONG_USAGE or noted:
+                break
+            when = time.strftime("%Y-%m-%d %H:%M:%S")
+            logger.warning("restart %d of %d: %s at %s", restart, restarts, failure, when)
+            failure = _attempt(call, num_ranks, noted)
+    if failure is not None:
+        sys.stderr.write(f"error: {failure}\n")
+        raise SystemExit(WRONG_USAGE if failure.exitcode == WRONG_USAGE else 1)
+
+
+@contextmanager
+def _noted_signals() -> Iterator[list[signal.Signals]]:
+    """Note the signals that ask to stop, in their order, but those that this process ignores."""
+    noted: list[signal.Signals] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        noted.append(signal.Signals(number))
+
+    heard = [each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {each: signal.signal(each, note) for each in heard}
+    try:
+        yield noted
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _attempt(
+    call: Callable[[], None], num_ranks: int, noted: list[signal.Signals]
+) -> _Failure | None:
+    """Run ranks to their end; return what failed.
+
+    Raises:
+        SystemExit: A signal ended them.
+    """
+    # A file in memory: ranks open it by this process's number of it, as long as this process lives.
+    store = os.memfd_create("megatron_ext_store", os.MFD_CLOEXEC)
+    ranks: list[SpawnProcess] = []
+    try:
+        _start(ranks, call, num_ranks, f"/proc/{os.getpid()}/fd/{store}")
+        return _watch(ranks, noted)
+    finally:
+        for rank in ranks:
+            rank.kill()
+        for rank in ranks:
+            rank.join()
+        os.close(store)
+
+
+def _start(ranks: list[SpawnProcess], call: Callable[[], None], num_ranks: int, store: str) -> None:
+    """Add started ranks to `ranks`."""
+    context = get_context("spawn")
+    # Else it starts with the first rank, and unblocks SIGINT then.
+    resource_tracker.ensure_running()
+    # A terminal sends Ctrl-C to all processes of a command. Ranks inherit that it waits, until they
+    # note it (`StopRequest.listen`); here it is dealt with below.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        for number in range(num_ranks):
+            being_rank = partial(_be_rank, number, num_ranks, store, call)
+            # Not a daemon: Megatron's checkpoint writers are processes of their own.
+            rank = context.Process(target=call_with, args=(os.getpid(), pickle.dumps(being_rank)))
+            rank.start()
+            ranks.append(rank)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _watch(ranks: list[SpawnProcess], noted: list[signal.Signals]) -> _Failure | None:
+    """Wait for the ranks and pass signals on; see `_attempt`."""
+    told = False
+    while running := [rank for rank in ranks if rank.exitcode is None]:
+        # Processes that a rank started may hold its sentinel open: so the time limit.
+        connection.wait([rank.sentinel for rank in running], _POLL_S)
+        if killed_by := _stop_signal(ranks, lambda stop: -stop):
+            _end_at_once(killed_by)
+        if failures := _failures(ranks):
+            _wait_for_last_words(ranks)
+            # Of those that fell at the same time, one that was killed is the cause.
+            return min(failures, key=lambda failure: failure.exitcode)
+        if len(noted) > 1:
+            _end_at_once(noted[-1])
+        if noted and not told:
+            pids = [rank.pid for rank in running if rank.pid is not None]
+            if not all(map(listens, pids)):
+                _end_at_once(noted[0])
+            for pid in pids:  # Not yet reaped, so still theirs.
+                os.kill(pid, noted[0])
+            told = True
+    if stopped_by := _stop_signal(ranks, exit_status):
+        raise SystemExit(exit_status(stopped_by))
+    return None
+
+
+def _stop_signal(
+    ranks: list[SpawnProcess], exitcode: Callable[[signal.Signals], int]
+) -> signal.Signals | None:
+    """Return the signal that asks to stop and made a rank end with this exit code, if any did."""
+    seen = {rank.exitcode for rank in ranks}
+    return next((each for each in STOP_SIGNALS if exitcode(each) in seen), None)
+
+
+def _failures(ranks: list[SpawnProcess]) -> list[_Failure]:
+    good = {None, 0, *map(exit_status, STOP_SIGNALS)}
+    return [
+        _Failure(number, rank.exitcode)
+        for number, rank in enumerate(ranks)
+        if rank.exitcode is not None and rank.exitcode not in good
+    ]
+
+
+def _wait_for_last_words(ranks: list[SpawnProcess]) -> None:
+    deadline = time.monotonic() + LAST_WORDS_S
+    for rank in ranks:
+        rank.join(max(0.0, deadline - time.monotonic()))
+
+
+def _end_at_once(stop: signal.Signals) -> NoReturn:
+    """Say so, and leave; the ranks are ended on the way (`_attempt`)."""
+    sys.stderr.write(f"ended at once by {stop.name}; nothing was saved\n")
+    raise SystemExit(exit_status(stop))
+
+
+def _be_rank(rank: int, num_ranks: int, store: str, call: Callable[[], None]) -> None:
+    """Do the call as one rank."""
+    global _store
+    _store = store
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        LOCAL_WORLD_SIZE=str(num_ranks),
+    )
+    for name, value in LOOPBACK.items():
+        os.environ.setdefault(name, value)
+    call()
+
+
+@contextmanager
+def join_ranks(timeout_s: float) -> Iterator[None]:
+    """Make this process a rank of its launch; ranks other than 0 log warnings only.
+
+    Args:
+        timeout_s: Seconds that ranks may wait for each other (`TrainConfig.timeout_s`).
+
+    Raises:
+        SystemExit: With status 1 if the rank failed, which it has logged; with 2 if it was because
+            of a setting; as `Stopped` if the run was asked to stop.
+    """
+    quiet_megatron()
+    if TORCHRUN in os.environ:
+        die_with(os.getppid())
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        enable_cpu_platform()
+        # The ranks of a machine share its cores.
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    _init_process_group(timeout_s)
+    if dist.get_rank() != 0:
+        logging.getLogger("megatron_ext").setLevel(logging.WARNING)
+    try:
+        yield
+    except Stopped as stopped:
+        if dist.get_rank() == 0:
+            logger.info("%s", stopped.said)
+        if TORCHRUN in os.environ:
+            # It takes any other status for a failure, and may start the ranks again.
+            stopped.code = 0
+        dist.destroy_process_group()
+        raise
+    except Exception as error:
+        # Said here, by the rank itself; the launcher only adds who fell.
+        logger.exception("rank %d failed", dist.get_rank())
+        raise SystemExit(WRONG_USAGE if isinstance(error, ConfigError) else 1) from None
+    dist.destroy_process_group()
+
+
+def _init_process_group(timeout_s: float) -> None:
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    # Twice: what ends a rank that hangs should be what says which one it is and where.
+    timeout = timedelta(seconds=2 * timeout_s)
+    if _store is None:  # As the environment says: another program started this rank.
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        backend,
+        timeout=timeout,
+        store=dist.FileStore(_store, num_ranks),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=num_ranks,
+    )
+
+
+def quiet_megatron() -> None:
+    """Silence Megatron's advice about optional packages, which would bury the run's own lines."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("megatron_ext").setLevel(logging.INFO)
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=UserWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning)

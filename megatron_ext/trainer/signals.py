@@ -1,0 +1,77 @@
+"""A run that is asked to stop: signals, noted until all ranks can stop at the same step."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""What asks a run to stop: schedulers end jobs with the first, a terminal sends the second, and
+Slurm can send the third some time before a job's limit."""
+
+
+def exit_status(stop: signal.Signals) -> int:
+    """Return the exit status of a program that a signal ended, as shells report it."""
+    return 128 + stop
+
+
+class Stopped(SystemExit):
+    """A rank leaves because its run was asked to stop; all its ranks leave after the same step.
+
+    Args:
+        stop: The signal.
+        step: Steps that were done.
+        saved: The checkpoint of that step, or None.
+    """
+
+    def __init__(self, stop: signal.Signals, step: int, saved: Path | None) -> None:
+        super().__init__(exit_status(stop))
+        outcome = f"saved {saved}" if saved else "nothing was saved"
+        self.said = f"stopped by {stop.name} after step {step}: {outcome}"
+
+
+class StopRequest:
+    """Notes the signals that ask a rank to stop, and learns whether any rank was asked.
+
+    The ranks learn it together, from a sum that they make in each step anyway.
+    """
+
+    agreed: signal.Signals | None = None
+    """The signal after which all ranks stop, once they know of it."""
+
+    def __init__(self) -> None:
+        self._asked = dict.fromkeys(STOP_SIGNALS, False)
+
+    def listen(self) -> None:
+        """Note signals from now to the end of this process, but those that it ignores."""
+        for each in STOP_SIGNALS:
+            if signal.getsignal(each) is not signal.SIG_IGN:
+                signal.signal(each, self._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+    def votes(self) -> list[float]:
+        """Return for each signal whether this rank was asked, as numbers to sum over ranks."""
+        return [float(asked) for asked in self._asked.values()]
+
+    def decide(self, votes: Sequence[float]) -> None:
+        """Take the sums of all ranks' votes; the same on all ranks."""
+        given = (each for each, asked in zip(STOP_SIGNALS, votes, strict=True) if asked)
+        self.agreed = next(given, None)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self._asked[signal.Signals(number)] = True
+
+
+def listens(pid: int) -> bool:
+    """Return whether a process notes the signals that ask to stop; False if it has ended.
+
+    It does if it catches SIGTERM, which Python by itself does not.
+    """
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    caught = next((line for line in status.splitlines() if line.startswith("SigCgt:")), "SigCgt: 0")
+    return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
