@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from megatron_ext.balance.strategies import get_strategy, settings
 from megatron_ext.config import MOVED, ConfigError, Section, TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.trainer.validate import validate
+from megatron_ext.trainer.watchdog import watch_over
 
 logger = logging.getLogger(__name__)
 
@@ -287,17 +289,21 @@ def launch_ranks(function: Callable[..., None], *args: Any, num_ranks: int) -> N
 
 
 @contextmanager
-def join_ranks() -> Iterator[None]:
-    """Make this process a rank of its launch; ranks other than 0 log warnings only."""
+def join_ranks(timeout: timedelta | None = None) -> Iterator[None]:
+    """Make this process a rank of its launch; ranks other than 0 log warnings only.
+
+    Args:
+        timeout: How long collectives wait for other ranks; by default torch.distributed's limit.
+    """
     quiet_megatron()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl")
+        dist.init_process_group("nccl", timeout=timeout)
     else:
         enable_cpu_platform()
         # The ranks of a machine share its cores.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timeout)
     if dist.get_rank() != 0:
         logging.getLogger("megatron_ext").setLevel(logging.WARNING)
     try:
@@ -311,7 +317,7 @@ def join_ranks() -> Iterator[None]:
 
 def run_rank(config: TrainConfig) -> None:
     """Train as one rank of a launch; the settings were checked."""
-    with join_ranks():
+    with watch_over(config), join_ranks(config.group_timeout):
         from megatron_ext.trainer.loop import Training
 
         Training(config).run()
