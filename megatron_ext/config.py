@@ -11,6 +11,7 @@ import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from datetime import timedelta
 from typing import Any, ClassVar, cast
 
 MISSING: Any = "???"
@@ -186,9 +187,13 @@ class BalanceConfig(Section):
     """Ranks per NVLink domain; replicas stay in the home rank's domain. `auto` is the whole EP
     group."""
 
+    timeout_s: float | int | str = "auto"
+    """Seconds that a rank waits for another to move its part of a replica. `auto` is the time limit
+    of the EP group's collectives; in `megatron-ext train` it is the run's `timeout_s`."""
+
     check_plans: bool = False
-    """Compare plan digests over the EP group in every microbatch (slow; finds ranks that plan
-    differently)."""
+    """Compare plan digests over the EP group in every microbatch, before anything follows the plan
+    (slow). Ranks that plan differently are found without it, too, but one layer later."""
 
     def __post_init__(self) -> None:
         """Check what can be checked here; the rest is checked where the model is known.
@@ -205,6 +210,12 @@ class BalanceConfig(Section):
         if not 0 < self.grad_reduce_share <= 1:
             problems.append(
                 f"balance.grad_reduce_share ({self.grad_reduce_share}) must be above 0 and <= 1"
+            )
+        if self.timeout_s != "auto" and not (
+            isinstance(self.timeout_s, int | float) and 0 < self.timeout_s < math.inf
+        ):
+            problems.append(
+                f"balance.timeout_s ({self.timeout_s!r}) must be 'auto' or a number of seconds > 0"
             )
         for name in ("max_in_flight", "nvlink_domain"):
             value = getattr(self, name)
@@ -229,6 +240,11 @@ class BalanceConfig(Section):
     def domain_ranks(self) -> int | None:
         """Ranks per NVLink domain; None if the whole EP group is one."""
         return None if self.nvlink_domain == "auto" else int(self.nvlink_domain)
+
+    @property
+    def wait_limit_s(self) -> float | None:
+        """Longest wait for another rank's part of a replica, in seconds; None if as the group's."""
+        return None if self.timeout_s == "auto" else float(self.timeout_s)
 
     @property
     def plans_for_time(self) -> bool:
@@ -534,7 +550,9 @@ class TrainConfig(Section):
     optimizer step, `skip` that optimizer step, or `ignore` it. Such a state is never saved."""
 
     timeout_s: float = setting(600, least=1)
-    """Seconds that a rank waits for another before the run ends and says who hangs where."""
+    """Seconds that a rank waits for another before the run ends and says who hangs where. Must be
+    longer than anything that a rank does without other ranks, as writing its part of a checkpoint.
+    """
 
     restarts: int = setting(0, least=0)
     """How often a run whose ranks died starts again by itself, from its newest whole checkpoint.
@@ -556,6 +574,11 @@ class TrainConfig(Section):
 
     megatron: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron's TransformerConfig, by its names."""
+
+    @property
+    def group_timeout(self) -> timedelta:
+        """How long process groups wait: a backstop, behind those that can say who hangs."""
+        return timedelta(seconds=2 * self.timeout_s)
 
     def relation_problems(self) -> list[str]:
         """See `Section.relation_problems`."""

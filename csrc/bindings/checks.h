@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include <optional>
 #include <vector>
@@ -24,6 +25,22 @@ inline void check_routing_map(const Tensor& routing_map) {
                       routing_map.scalar_type(),
                       " ",
                       routing_map.sizes());
+}
+
+// Counts [E], with room for the `tail` [1] of a message behind them.
+inline Tensor empty_counts(const Tensor& routing_map, const std::optional<Tensor>& tail) {
+    if (tail.has_value()) {
+        check_int64("tail", *tail);
+        TORCH_CHECK_VALUE(tail->numel() == 1 && tail->device() == routing_map.device(),
+                          "tail must be one number on ",
+                          routing_map.device(),
+                          ", got ",
+                          tail->sizes(),
+                          " on ",
+                          tail->device());
+    }
+    return at::empty({routing_map.size(1) + (tail.has_value() ? 1 : 0)},
+                     routing_map.options().dtype(at::kLong));
 }
 
 inline void check_experts(int64_t ranks, int64_t experts) {
@@ -115,6 +132,43 @@ inline void check_split(const Tensor& load,
         source_rank.value_or(0),
         ") must be a rank of the EP group, 0 to ",
         load.size(0) - 1);
+}
+
+// What is sealed. The tensors must be contiguous.
+inline SealedPlan sealed_plan(const Tensor& load, const Tensor& quota, const Tensor& slots) {
+    check_split(load, quota, {});
+    TORCH_CHECK_VALUE(
+        slots.dim() == 2 && slots.scalar_type() == at::kInt && slots.size(0) == load.size(0),
+        "slots must be int32 [R, S] with R = ",
+        load.size(0),
+        ", got ",
+        slots.scalar_type(),
+        " ",
+        slots.sizes());
+    return {load.const_data_ptr<int64_t>(),
+            quota.const_data_ptr<int64_t>(),
+            slots.const_data_ptr<int32_t>(),
+            load.numel(),
+            slots.numel()};
+}
+
+// The last column of what was `gathered` [R, any], contiguous; `difference` [2 + R] is where the
+// host reads it.
+inline Seals seals_of(const Tensor& gathered, int64_t layer, const Tensor& difference) {
+    check_int64("gathered", gathered);
+    check_int64("difference", difference);
+    TORCH_CHECK_VALUE(gathered.dim() == 2 && gathered.size(1) >= 1 && gathered.is_contiguous() &&
+                          difference.is_contiguous() && difference.device().is_cpu() &&
+                          difference.numel() == 2 + gathered.size(0),
+                      "gathered must be [R, 1 or more] and difference [2 + R] on the CPU, got ",
+                      gathered.sizes(),
+                      " and ",
+                      difference.sizes());
+    return {gathered.const_data_ptr<int64_t>() + gathered.size(1) - 1,
+            gathered.size(1),
+            gathered.size(0),
+            layer,
+            difference.mutable_data_ptr<int64_t>()};
 }
 
 inline AssignProblem assign_problem(const Tensor& routing_map,

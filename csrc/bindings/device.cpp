@@ -35,17 +35,42 @@ Tensor workspace_of(int64_t bytes, const Tensor& like) {
 
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 
-Tensor count_load_op(const Tensor& routing_map) {
+Tensor count_load_op(const Tensor& routing_map, const std::optional<Tensor>& tail) {
     check_routing_map(routing_map);
     const c10::cuda::CUDAGuard guard(routing_map.device());
     const Tensor map = routing_map.contiguous();
-    Tensor counts = at::empty({map.size(1)}, map.options().dtype(at::kLong));
-    C10_CUDA_CHECK(count_load_cuda(map.const_data_ptr<bool>(),
-                                   map.size(0),
-                                   map.size(1),
-                                   counts.mutable_data_ptr<int64_t>(),
-                                   current_stream()));
+    Tensor counts = empty_counts(map, tail);
+    auto* const to = counts.mutable_data_ptr<int64_t>();
+    C10_CUDA_CHECK(count_load_cuda(
+        map.const_data_ptr<bool>(), map.size(0), map.size(1), to, current_stream()));
+    if (tail.has_value()) {
+        C10_CUDA_CHECK(cudaMemcpyAsync(to + map.size(1),
+                                       tail->const_data_ptr<int64_t>(),
+                                       sizeof(int64_t),
+                                       cudaMemcpyDeviceToDevice,
+                                       current_stream()));
+    }
     return counts;
+}
+
+Tensor seal_plan_op(const Tensor& load,
+                    const Tensor& quota,
+                    const Tensor& slots,
+                    const Tensor& gathered,
+                    int64_t layer,
+                    const Tensor& difference) {
+    check_one_device({load, quota, slots, gathered});
+    TORCH_CHECK_VALUE(difference.is_pinned(), "difference must be in pinned memory");
+    const c10::cuda::CUDAGuard guard(load.device());
+    const Tensor loads = load.contiguous();
+    const Tensor quotas = quota.contiguous();
+    const Tensor held = slots.contiguous();
+    Tensor seal = at::empty({1}, load.options());
+    C10_CUDA_CHECK(seal_plan_cuda(sealed_plan(loads, quotas, held),
+                                  seals_of(gathered, layer, difference),
+                                  seal.mutable_data_ptr<int64_t>(),
+                                  current_stream()));
+    return seal;
 }
 
 // Plan each load of a batch, or the one, with each tolerance.
@@ -186,6 +211,7 @@ Tensor place_back_op(const Tensor& grad,
 
 TORCH_LIBRARY_IMPL(megatron_ext, CUDA, m) {
     m.impl("count_load", &megatron_ext::count_load_op);
+    m.impl("seal_plan", &megatron_ext::seal_plan_op);
     m.impl("solve_quota", &megatron_ext::solve_quota_op);
     m.impl("solve_ladder", &megatron_ext::solve_ladder_op);
     m.impl("split_quota", &megatron_ext::split_quota_op);

@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "megatron_ext/seal.h"
+
 namespace megatron_ext {
 namespace {
 
@@ -20,6 +22,16 @@ std::vector<Place> places(const std::vector<int64_t>& flat) {
     std::vector<Place> found;
     for (size_t i = 0; i + 1 < flat.size(); i += 2) found.push_back({flat[i], flat[i + 1]});
     return found;
+}
+
+uint64_t seal_of(const Tensor& slots) {
+    const Tensor held = slots.contiguous();
+    TORCH_CHECK_VALUE(held.scalar_type() == at::kInt && held.device().is_cpu(),
+                      "slots must be int32 on the CPU, got ",
+                      held.scalar_type(),
+                      " on ",
+                      held.device());
+    return sealed_words(held.const_data_ptr<int32_t>(), held.numel(), 0, 0, 1);
 }
 
 GradType grad_type(const Tensor& grads) {
@@ -79,13 +91,16 @@ class TensorExchange : public torch::CustomClassHolder {
     //   copies      for each copy: rank and slot where it comes from if it is relayed, else -1 -1;
     //               then the number of destinations, then rank and slot of each
     //   expected    rank that fills and slot, for each used slot of this rank
+    //   slots       expert in each slot of each rank, int32 [R, S]: what all ranks push by
     int64_t start_push(const std::vector<int64_t>& segments,
                        std::vector<Tensor> mains,
                        const std::vector<int64_t>& copies,
                        const std::vector<int64_t>& expected,
+                       const Tensor& slots,
                        std::string label) {
         Exchange& exchange = open();
-        PushTask task{segments, {}, slots_of(segments), places(expected), std::move(label)};
+        PushTask task{
+            segments, {}, slots_of(segments), places(expected), std::move(label), seal_of(slots)};
         size_t used = 0;
         for (size_t i = 0; i + 2 < copies.size();) {
             CopyTask copy{{}, {copies[i], copies[i + 1]}, {}};

@@ -12,13 +12,29 @@
 namespace megatron_ext {
 namespace {
 
-Tensor count_load_op(const Tensor& routing_map) {
+Tensor count_load_op(const Tensor& routing_map, const std::optional<Tensor>& tail) {
     check_routing_map(routing_map);
     const Tensor map = routing_map.contiguous();
-    Tensor counts = at::empty({map.size(1)}, map.options().dtype(at::kLong));
-    count_load(
-        map.const_data_ptr<bool>(), map.size(0), map.size(1), counts.mutable_data_ptr<int64_t>());
+    Tensor counts = empty_counts(map, tail);
+    auto* const to = counts.mutable_data_ptr<int64_t>();
+    count_load(map.const_data_ptr<bool>(), map.size(0), map.size(1), to);
+    if (tail.has_value()) to[map.size(1)] = *tail->const_data_ptr<int64_t>();
     return counts;
+}
+
+Tensor seal_plan_op(const Tensor& load,
+                    const Tensor& quota,
+                    const Tensor& slots,
+                    const Tensor& gathered,
+                    int64_t layer,
+                    const Tensor& difference) {
+    const Tensor loads = load.contiguous();
+    const Tensor quotas = quota.contiguous();
+    const Tensor held = slots.contiguous();
+    Tensor seal = at::empty({1}, load.options());
+    *seal.mutable_data_ptr<int64_t>() =
+        seal_plan(sealed_plan(loads, quotas, held), seals_of(gathered, layer, difference));
+    return seal;
 }
 
 // Plan each load of a batch, or the one, by `solver(load, quota, slots)`.
@@ -199,6 +215,7 @@ Tensor place_back_op(const Tensor& grad,
 
 TORCH_LIBRARY_IMPL(megatron_ext, CPU, m) {
     m.impl("count_load", &megatron_ext::count_load_op);
+    m.impl("seal_plan", &megatron_ext::seal_plan_op);
     m.impl("solve_quota", &megatron_ext::solve_op<megatron_ext::solve_quota>);
     m.impl("solve_ladder", &megatron_ext::solve_ladder_op);
     m.impl("solve_fastest", &megatron_ext::solve_fastest_op);

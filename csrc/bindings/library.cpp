@@ -3,7 +3,10 @@
 #include <torch/library.h>
 
 TORCH_LIBRARY(megatron_ext, m) {
-    m.def("count_load(Tensor routing_map) -> Tensor");
+    m.def("count_load(Tensor routing_map, Tensor? tail=None) -> Tensor");
+    m.def(
+        "seal_plan(Tensor load, Tensor quota, Tensor slots, Tensor gathered, int layer, "
+        "Tensor(a!) difference) -> Tensor");
     m.def(
         "solve_quota(Tensor load, int num_slots, int nvlink_domain, int tolerance_ppm, "
         "int min_quota) -> (Tensor quota, Tensor slots)");

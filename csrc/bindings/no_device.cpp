@@ -15,6 +15,7 @@ void no_cuda_part(const c10::OperatorHandle& op, torch::jit::Stack*) {
 
 TORCH_LIBRARY_IMPL(megatron_ext, CUDA, m) {
     for (const char* name : {"count_load",
+                             "seal_plan",
                              "solve_quota",
                              "solve_ladder",
                              "split_quota",

@@ -7,21 +7,27 @@
 
 #include <algorithm>
 #include <bit>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <random>
 #include <stdexcept>
 #include <utility>
 
+#include "megatron_ext/lived_time.h"
+
 namespace megatron_ext {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+uint64_t now_ns() {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return static_cast<uint64_t>(std::chrono::nanoseconds(now).count());
+}
 
 // A hand-over between running ranks takes well under a microsecond; with more ranks than cores the
 // peer needs this core; and a peer that is a layer behind is worth no core at all.
 constexpr int kSpins = 200;
-constexpr auto kYield = std::chrono::microseconds(200);
+constexpr uint64_t kYieldNs = 200'000;
 constexpr auto kNap = std::chrono::microseconds(50);
 
 void relax() {
@@ -88,7 +94,7 @@ std::string message_of(const FailedWait& wait) {
 }
 
 Exchange::Exchange(int64_t rank, double timeout_s, int64_t max_delay_us)
-    : rank_(rank), timeout_(timeout_s), max_delay_us_(max_delay_us), process_(getpid()) {}
+    : rank_(rank), timeout_s_(timeout_s), max_delay_us_(max_delay_us), process_(getpid()) {}
 
 Exchange::~Exchange() {
     // A forked child has a copy of this, but no such thread, and waiting for it would never end.
@@ -110,6 +116,10 @@ uint64_t Exchange::start_push(PushTask task) {
     // rank now, and two must never write the same flag at a time.
     finish();
     const uint64_t generation = ++push_generation_;
+    if (task.num_slots > 0) {
+        std::atomic_ref(flags_[rank_][0].freed.seals[generation % 2])
+            .store(task.seal, std::memory_order_release);
+    }
     // The caller's order of calls is why this is true: it does not read the slots any more.
     for (int64_t slot = 0; slot < task.num_slots; ++slot) {
         publish(&SlotFlags::freed, {rank_, slot}, generation);
@@ -309,16 +319,11 @@ void Exchange::wait_for(FlagOf flag,
     delay();
     const std::atomic_ref word((flags_[place.rank][place.slot].*flag).value);
     const auto fail = [&](uint64_t seen) {
-        throw std::runtime_error(message_of({rank_,
-                                             peer,
-                                             deed,
-                                             place.slot,
-                                             value >> shift,
-                                             seen >> shift,
-                                             timeout_.count(),
-                                             label}));
+        throw std::runtime_error(message_of(
+            {rank_, peer, deed, place.slot, value >> shift, seen >> shift, timeout_s_, label}));
     };
-    Clock::time_point start{};
+    const bool is_push = flag == &SlotFlags::freed || flag == &SlotFlags::filled;
+    LivedTime waited{};
     for (int tries = 0;; ++tries) {
         const uint64_t seen = word.load(std::memory_order_acquire);
         if (seen >> shift > value >> shift) fail(seen);
@@ -331,15 +336,33 @@ void Exchange::wait_for(FlagOf flag,
             throw std::runtime_error("rank " + std::to_string(rank_) + " gave up waiting: reset" +
                                      behind_label(label));
         }
-        const Clock::time_point now = Clock::now();
-        if (tries == kSpins) start = now;
-        if (now - start >= timeout_) fail(seen);
-        if (now - start < kYield) {
+        if (is_push) check_same_push(peer, value >> shift, label);
+        const uint64_t now = now_ns();
+        if (tries == kSpins) waited.last_look_ns = now;
+        if (static_cast<double>(waited.at(now)) >= 1e9 * timeout_s_) fail(seen);
+        if (waited.passed_ns < kYieldNs) {
             sched_yield();
         } else {
             std::this_thread::sleep_for(kNap);
         }
     }
+}
+
+void Exchange::check_same_push(int64_t peer, uint64_t generation, const std::string& label) const {
+    Flag& theirs = flags_[peer][0].freed;
+    const std::atomic_ref word(theirs.value);
+    if (word.load(std::memory_order_acquire) != generation) return;
+    const uint64_t seal =
+        std::atomic_ref(theirs.seals[generation % 2]).load(std::memory_order_acquire);
+    // A peer that is two generations on has stored another seal there, behind the generation
+    // between.
+    if (word.load(std::memory_order_acquire) != generation) return;
+    const uint64_t mine = flags_[rank_][0].freed.seals[generation % 2];
+    if (seal == mine) return;
+    throw std::runtime_error(
+        "rank " + std::to_string(rank_) + " and rank " + std::to_string(peer) +
+        " were given different replicas to push (generation " + std::to_string(generation) +
+        "); planning must be the same integer arithmetic on the same load" + behind_label(label));
 }
 
 void Exchange::delay() {

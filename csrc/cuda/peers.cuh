@@ -2,6 +2,7 @@
 // within a generation. See peer_exchange.h.
 #pragma once
 
+#include "megatron_ext/lived_time.h"
 #include "megatron_ext/peer_exchange.h"
 #include "ptx.cuh"
 
@@ -42,8 +43,8 @@ __device__ inline bool wait_for(const PeerRank& self,
                                 int64_t chunk) {
     uint64_t seen = load_acquire(flag);
     if (seen == generation) return true;
-    const uint64_t start = now_ns();
-    while (seen < generation && now_ns() - start < static_cast<uint64_t>(self.timeout_ns)) {
+    LivedTime waited{now_ns()};
+    while (seen < generation && waited.at(now_ns()) < static_cast<uint64_t>(self.timeout_ns)) {
         if (*const_cast<volatile uint32_t*>(&self.state->failed) != 0) return false;
         pause();
         seen = load_acquire(flag);

@@ -4,6 +4,7 @@ A microbatch passes the files in this order (numbers as in the package's map):
 
     layout.py         who holds which expert
     load.py       1   exact load [R, E]
+    agreement.py      plans that differ between ranks are noticed
     plan.py       2   replicas and quotas, and every source rank's share of them
     strategies/       our planners, one file each, and the registry of all
     placement.py      replicas placed before the run

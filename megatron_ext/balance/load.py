@@ -24,11 +24,27 @@ def gather_load(routing_map_NE: Tensor, ep_group: dist.ProcessGroup) -> Tensor:
         Assignments from each source rank to each logical expert, int64 [R, E], on the device of
         `routing_map_NE`.
     """
+    return gather_counts(routing_map_NE, ep_group)
+
+
+def gather_counts(
+    routing_map_NE: Tensor, ep_group: dist.ProcessGroup, tail: Tensor | None = None
+) -> Tensor:
+    """As `gather_load`, with room for a number of each rank behind its counts.
+
+    Args:
+        routing_map_NE: As for `gather_load`.
+        ep_group: As for `gather_load`.
+        tail: This rank's number, int64 [1], on the device of `routing_map_NE`.
+
+    Returns:
+        The load, int64 [R, E]; with `tail` the numbers are in a column more, [R, E + 1].
+    """
     load_library()
-    counts = torch.ops.megatron_ext.count_load(routing_map_NE)
+    counts = torch.ops.megatron_ext.count_load(routing_map_NE, tail)
     ranks = ep_group.size()
     if ranks == 1:
         return counts[None]
-    load = counts.new_empty(ranks * counts.numel())
-    dist.all_gather_into_tensor(load, counts, group=ep_group)
-    return load.view(ranks, -1)
+    gathered = counts.new_empty(ranks * counts.numel())
+    dist.all_gather_into_tensor(gathered, counts, group=ep_group)
+    return gathered.view(ranks, -1)

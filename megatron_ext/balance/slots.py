@@ -242,13 +242,15 @@ def shared_slot_buffers(
     ep_group: ProcessGroup,
     transport: str,
     grad_reduce_share: float,
+    timeout_s: float | None,
     slot_set: int,
 ) -> SlotBuffers:
     """Return `ep_group`'s slot buffers for such experts: made once, freed with the last user.
 
     Layers of different slot sets have buffers, and a transport, of their own.
     """
-    key = (ep_group, layout, tuple(segments), dtype, device, transport, grad_reduce_share, slot_set)
+    how = (transport, grad_reduce_share, timeout_s)
+    key = (ep_group, layout, tuple(segments), dtype, device, how, slot_set)
     buffers = _SHARED.get(key)
     if buffers is None:
         buffers = SlotBuffers(
@@ -258,7 +260,11 @@ def shared_slot_buffers(
             device=device,
             ep_rank=ep_group.rank(),
             transport=make_transport(
-                transport, ep_group, device, grad_reduce_share=grad_reduce_share
+                transport,
+                ep_group,
+                device,
+                grad_reduce_share=grad_reduce_share,
+                timeout_s=timeout_s,
             ),
         )
         _SHARED[key] = buffers

@@ -147,7 +147,7 @@ def _measure(folder: str) -> None:
     """Measure on one rank of a launch; rank 0 writes what was measured."""
     from megatron_ext.trainer.launch import join_ranks
 
-    with join_ranks(TrainConfig().timeout_s):
+    with join_ranks(TrainConfig().group_timeout):
         rates = _part_rates(calibration_run(dist.get_world_size()))
         peak = max(_matrix_rate(), rates["expert"], rates["dense"])
         measured = {

@@ -35,6 +35,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor, nn
 
+from megatron_ext.balance.agreement import Agreement, shared_agreement
 from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.in_flight import InFlightPlans
 from megatron_ext.balance.load import gather_load
@@ -207,6 +208,7 @@ class BalancedMoELayer(MoELayer):
         # Made in the first forward: only then have wrappers settled the dtype and device of the
         # weights.
         self._slot_buffers: SlotBuffers | None = None
+        self._agreement: Agreement | None = None
         self._in_flight: InFlightPlans | None = None
         # The forward that is under way. Here because Megatron calls its stages one by one.
         self._microbatch: Microbatch | None = None
@@ -234,11 +236,13 @@ class BalancedMoELayer(MoELayer):
             place = LayerPlace(self.chunk, self.layer_number)
             microbatch.prediction = self.lookahead.arrive(place)
         sent = microbatch.prediction.sent if microbatch.prediction is not None else None
-        load = gather_load(routing_map, self.ep_group)
+        agreement = self._agreement_on(routing_map.device)
+        load = agreement.gather_load(routing_map)
         if self._to_measure:
             self._measure_costs(load, probs.dtype)
         placed = sent.slots if sent is not None else None
         plan = self._planner.solve(load, placed)
+        agreement.seal(load, plan, self.layer_number)
         for observer in self.plan_observers:
             observer(plan, placed)
         if self.balance.check_plans:
@@ -298,6 +302,11 @@ class BalancedMoELayer(MoELayer):
         assert self._microbatch is not None, "preprocess comes first in a forward"
         return self._microbatch
 
+    def _agreement_on(self, device: torch.device) -> Agreement:
+        if self._agreement is None:
+            self._agreement = shared_agreement(self.ep_group, device)
+        return self._agreement
+
     @property
     def num_in_flight(self) -> int:
         """Plans that are kept for a backward to come."""
@@ -320,6 +329,8 @@ class BalancedMoELayer(MoELayer):
         if self.lookahead is not None:
             self.lookahead.forget()
         self._microbatch = None
+        if self._agreement is not None:
+            self._agreement.forget()
         if self._in_flight is not None:
             self._in_flight.clear()
 
@@ -394,6 +405,7 @@ class BalancedMoELayer(MoELayer):
                 ep_group=self.ep_group,
                 transport=self.balance.transport,
                 grad_reduce_share=self.balance.grad_reduce_share,
+                timeout_s=self.balance.wait_limit_s,
                 slot_set=self.lookahead.settle_slot_set() if self.lookahead is not None else 0,
             )
             ring_size = self._ring_size()
@@ -432,6 +444,24 @@ class BalancedMoELayer(MoELayer):
             )
             for observer in self.observers:
                 observer(report)
+
+
+def check_agreement(model: Iterable[nn.Module]) -> None:
+    """Check that the ranks of each EP group made the same last plan; all of them call.
+
+    What differs in a layer is noticed in the next layer, but nothing follows the last layer of a
+    step until the next step: for the end of a run, and before a checkpoint.
+
+    Args:
+        model: The model's chunks on this rank.
+
+    Raises:
+        RuntimeError: Ranks had different loads or plans.
+    """
+    layers = [m for chunk in model for m in chunk.modules() if isinstance(m, BalancedMoELayer)]
+    for agreement in dict.fromkeys(layer._agreement for layer in layers):
+        if agreement is not None:
+            agreement.settle()
 
 
 def reset_after_abort(model: Iterable[nn.Module]) -> None:

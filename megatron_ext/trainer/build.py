@@ -7,6 +7,7 @@ Megatron's settings.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,6 +72,7 @@ def start_parallelism(config: TrainConfig) -> None:
             ),
             expert_model_parallel_size=parallel.ep_size,
             expert_tensor_parallel_size=transformer_config(config).expert_tensor_parallel_size,
+            distributed_timeout_minutes=config.group_timeout.total_seconds() / 60,
         )
     # As in Megatron: another seed for every pipeline stage, the same for data-parallel replicas.
     seed = config.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
@@ -90,6 +92,9 @@ def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataPar
     parallel = config.parallel
     padded = padded_vocab_size(vocab_size, divisible_by=128, tensor_parallel=parallel.tp_size)
     semantics = read_semantics(Path(config.data.rebatch)) if config.data.rebatch else None
+    balance = config.balance
+    if balance.wait_limit_s is None:
+        balance = dataclasses.replace(balance, timeout_s=config.timeout_s)
     modules = []
     for chunk in range(parallel.vpp_size):
         vp_stage = chunk if parallel.vpp_size > 1 else None
@@ -101,7 +106,7 @@ def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataPar
         stage: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage}
         module = GPTModel(
             megatron,
-            balance_spec(spec, config.balance),
+            balance_spec(spec, balance),
             vocab_size=padded,
             max_sequence_length=config.data.sequence_length,
             pre_process=parallel_state.is_pipeline_first_stage(**stage),

@@ -240,11 +240,12 @@ def _be_rank(rank: int, num_ranks: int, store: str, call: Callable[[], None]) ->
 
 
 @contextmanager
-def join_ranks(timeout_s: float) -> Iterator[None]:
+def join_ranks(timeout: timedelta | None = None) -> Iterator[None]:
     """Make this process a rank of its launch; ranks other than 0 log warnings only.
 
     Args:
-        timeout_s: Seconds that ranks may wait for each other (`TrainConfig.timeout_s`).
+        timeout: How long collectives wait for other ranks (`TrainConfig.group_timeout`); by default
+            torch.distributed's limit.
 
     Raises:
         SystemExit: With status 1 if the rank failed, which it has logged; with 2 if it was because
@@ -259,7 +260,7 @@ def join_ranks(timeout_s: float) -> Iterator[None]:
         enable_cpu_platform()
         # The ranks of a machine share its cores.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    _init_process_group(timeout_s)
+    _init_process_group(timeout)
     if dist.get_rank() != 0:
         logging.getLogger("megatron_ext").setLevel(logging.WARNING)
     try:
@@ -279,10 +280,8 @@ def join_ranks(timeout_s: float) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _init_process_group(timeout_s: float) -> None:
+def _init_process_group(timeout: timedelta | None) -> None:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    # Twice: what ends a rank that hangs should be what says which one it is and where.
-    timeout = timedelta(seconds=2 * timeout_s)
     if _store is None:  # As the environment says: another program started this rank.
         dist.init_process_group(backend, timeout=timeout)
         return

@@ -25,9 +25,10 @@ from torch import Tensor
 from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.config import TrainConfig
 from megatron_ext.data import Manifest, MixedDataset, microbatches
-from megatron_ext.mcore.moe_layer import BalancedMoELayer
+from megatron_ext.mcore.moe_layer import BalancedMoELayer, check_agreement
 from megatron_ext.methods.sem_moe.samples import scheduled_microbatches
 from megatron_ext.methods.sem_moe.semantics import read_semantics
+from megatron_ext.telemetry import heartbeat
 from megatron_ext.telemetry.recorder import LoadRecorder, PredictedLoads, StepLoads
 from megatron_ext.telemetry.routes import ROUTES_FOLDER, RouteRecorder
 from megatron_ext.telemetry.step_files import StepFiles
@@ -55,6 +56,7 @@ class Training:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
+        heartbeat.note("build")
         build.start_parallelism(config)
         manifest = Manifest.load(config.data.path)
         self.chunks = build.build_model(config, manifest.vocab_size)
@@ -63,12 +65,14 @@ class Training:
         self.stop = StopRequest()
         checkpoint = find_checkpoint(config)
         if checkpoint:
+            heartbeat.note("load")
             self.step = load_checkpoint(checkpoint, self.chunks, self.optimizer)["step"]
             logger.info("continuing from %s", checkpoint)
         self.scheduler = build.build_scheduler(config, self.optimizer, self.step)
         self.recorder = LoadRecorder(
             build.moe_layers(self.chunks), parallel_state.get_expert_model_parallel_group()
         )
+        heartbeat.note_layers(build.moe_layers(self.chunks))
         self.trace = _trace_writer(config, self.step)
         self.routes = _route_recorder(config, self.chunks, self.step, manifest.vocab_size)
         train_data = build.dataset(config, manifest, "train")
@@ -109,10 +113,13 @@ class Training:
                     display.show(metrics)
                 saved = None
                 if _is_due(self.step, every) or (self.stop.agreed and every):
+                    heartbeat.note("save")
+                    check_agreement(self.chunks)
                     with build.whole_parameters(config, self.chunks):
                         saved = save_checkpoint(config, self.chunks, self.optimizer, self.step)
                 if self.stop.agreed:
                     raise Stopped(self.stop.agreed, self.step, saved)
+            check_agreement(self.chunks)
 
     def train_step(self) -> dict[str, Any]:
         """Do one optimizer step on the next global batch.
@@ -122,11 +129,13 @@ class Training:
             costs.
         """
         started = time.perf_counter()
+        heartbeat.note("forward", step=self.step + 1)
         self.scheduler.step(increment=1)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = self._forward_backward(self._batches, forward_only=False)
+        heartbeat.note("optimizer")
         _, grad_norm, _ = self.optimizer.step()
         torch.cuda.synchronize()
         step_s = time.perf_counter() - started
@@ -173,6 +182,7 @@ class Training:
         """Return the loss over the validation batches, always the same; does not touch training."""
         assert self._validation is not None, "there is a validation split only with eval_every"
         batches = self._read(self._validation, 0)
+        heartbeat.note("evaluate")
         losses: list[float] = []
         for chunk in self.chunks:
             chunk.eval()
@@ -280,7 +290,9 @@ def _route_recorder(
 def _forward_step(
     batches: Iterator[dict[str, Tensor]], model: Any, *, reverse: bool
 ) -> tuple[Tensor, Any]:
+    heartbeat.note("data")
     batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(batches).items()}
+    heartbeat.note("forward" if model.training else "evaluate")
     if reverse:
         batch = {name: tensor.flip(0) for name, tensor in batch.items()}
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])

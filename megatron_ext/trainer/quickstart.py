@@ -30,6 +30,7 @@ from megatron_ext.trainer.progress import TrainingProgress
 from megatron_ext.trainer.run_log import RunLog, read_metrics
 from megatron_ext.trainer.train import load_config
 from megatron_ext.trainer.validate import validate
+from megatron_ext.trainer.watchdog import watch_over
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,8 @@ def build_data(path: Path) -> None:
 
 def train_in_turn(runs: dict[str, TrainConfig]) -> None:
     """Train all runs on this rank, a step of each in turn."""
-    with join_ranks(runs["none"].timeout_s), ExitStack() as stack:
+    first = runs["none"]
+    with watch_over(first), join_ranks(first.group_timeout), ExitStack() as stack:
         from megatron_ext.trainer.loop import Training
 
         trainings = {name: Training(config) for name, config in runs.items()}

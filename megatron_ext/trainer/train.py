@@ -30,6 +30,7 @@ from megatron_ext.config import MOVED, ConfigError, Section, TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.trainer.launch import join_ranks, launch_ranks, quiet_megatron
 from megatron_ext.trainer.validate import validate
+from megatron_ext.trainer.watchdog import watch_over
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +225,7 @@ def _parser() -> OneLineParser:
 
 def run_rank(config: TrainConfig) -> None:
     """Train as one rank of a launch; the settings were checked."""
-    with join_ranks(config.timeout_s):
+    with watch_over(config), join_ranks(config.group_timeout):
         from megatron_ext.trainer.loop import Training
 
         Training(config).run()

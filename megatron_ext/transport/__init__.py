@@ -37,7 +37,12 @@ TRANSPORTS: dict[str, TransportKind] = {
 
 
 def make_transport(
-    name: str, ep_group: ProcessGroup, device: torch.device, *, grad_reduce_share: float
+    name: str,
+    ep_group: ProcessGroup,
+    device: torch.device,
+    *,
+    grad_reduce_share: float,
+    timeout_s: float | None = None,
 ) -> Transport:
     """Return the transport called `name` for this EP group; every rank calls.
 
@@ -46,6 +51,8 @@ def make_transport(
         ep_group: The ranks that move replicas.
         device: Where the experts are.
         grad_reduce_share: Share of a GPU that adding gradients may use.
+        timeout_s: Longest wait for a peer, in seconds; by default as long as collectives of the
+            group wait.
 
     Raises:
         ValueError: No such transport, or not for this device.
@@ -60,7 +67,7 @@ def make_transport(
     else:
         kind = TRANSPORTS[resolve_transport(name, device_type=device.type)]
     logger.info("balance.transport=%s uses %s on %s%s", name, kind.name, device.type, reason)
-    return kind.make(ep_group, device, grad_reduce_share)
+    return kind.make(ep_group, device, grad_reduce_share, timeout_s)
 
 
 def resolve_transport(name: str, *, device_type: str = "cpu", mapped: bool = True) -> str:

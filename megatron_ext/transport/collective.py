@@ -121,5 +121,5 @@ COLLECTIVE = TransportKind(
     name="collective",
     device_type=None,
     can_serve=lambda ep_group, device: True,
-    make=lambda ep_group, device, grad_reduce_share: CollectiveTransport(ep_group),
+    make=lambda ep_group, device, grad_reduce_share, timeout_s: CollectiveTransport(ep_group),
 )

@@ -33,9 +33,9 @@ from torch.distributed import ProcessGroup
 from megatron_ext.ops import has_cuda_part
 from megatron_ext.transport.one_sided import (
     RELAY_THRESHOLD,
-    TIMEOUT_S,
     OneSidedTransport,
     UnderWay,
+    group_timeout_s,
 )
 from megatron_ext.transport.shared_heap import is_on_one_machine
 from megatron_ext.transport.transport import Transfers, TransportKind
@@ -126,7 +126,7 @@ class CudaTransport(OneSidedTransport):
         self,
         heap: PeerHeap,
         *,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float,
         relay_threshold: int = RELAY_THRESHOLD,
         push_blocks: int | None = None,
         grad_reduce_share: float,
@@ -236,7 +236,9 @@ CUDA = TransportKind(
     name="cuda",
     device_type="cuda",
     can_serve=can_reach_peers,
-    make=lambda ep_group, device, grad_reduce_share: CudaTransport(
-        SymmetricHeap(ep_group, device), grad_reduce_share=grad_reduce_share
+    make=lambda ep_group, device, grad_reduce_share, timeout_s: CudaTransport(
+        SymmetricHeap(ep_group, device),
+        timeout_s=group_timeout_s(ep_group, device) if timeout_s is None else timeout_s,
+        grad_reduce_share=grad_reduce_share,
     ),
 )

@@ -12,16 +12,27 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _get_default_timeout
 
 from megatron_ext.transport.transport import Transfer
 
-TIMEOUT_S = 60.0
-"""Longest wait for a peer, in seconds. A rank that is late by more (a checkpoint, say) is late for
-the gathering of loads before each plan too, and the other ranks already wait for it there."""
-
 RELAY_THRESHOLD = 4
 """Most sends of a rank without relays. Not tuned: on 2 cores relays make no difference in time."""
+
+
+def group_timeout_s(group: ProcessGroup, device: torch.device) -> float:
+    """Return how long collectives of a group wait for other ranks on this device, in seconds."""
+    options = getattr(group._get_backend(device), "options", None)
+    limit = (
+        options._timeout
+        if options is not None
+        else _get_default_timeout(dist.Backend(dist.get_backend(group)))
+    )
+    return float(limit.total_seconds())
 
 
 class UnderWay:

@@ -18,9 +18,9 @@ from torch.distributed import ProcessGroup
 from megatron_ext.ops import load_library
 from megatron_ext.transport.one_sided import (
     RELAY_THRESHOLD,
-    TIMEOUT_S,
     OneSidedTransport,
     UnderWay,
+    group_timeout_s,
 )
 from megatron_ext.transport.relay import compile_copies
 from megatron_ext.transport.shared_heap import is_on_one_machine, share
@@ -35,7 +35,8 @@ class SharedMemoryTransport(OneSidedTransport):
 
     Args:
         ep_group: Ranks of one machine, whose processes see each other.
-        timeout_s: Longest wait for a peer, in seconds.
+        timeout_s: Longest wait for a peer, in seconds; by default as long as collectives of the
+            group wait.
         relay_threshold: Most sends of a rank without relays (`relay.py`).
         max_delay_us: Longest sleep around flags, now and then: for tests of the ordering.
 
@@ -47,12 +48,14 @@ class SharedMemoryTransport(OneSidedTransport):
         self,
         ep_group: ProcessGroup,
         *,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float | None = None,
         relay_threshold: int = RELAY_THRESHOLD,
         max_delay_us: int = 0,
     ) -> None:
         load_library()
         rank = dist.get_rank(ep_group)
+        if timeout_s is None:
+            timeout_s = group_timeout_s(ep_group, torch.device("cpu"))
         exchange = torch.classes.megatron_ext.Exchange(rank, timeout_s, max_delay_us)
         super().__init__(exchange, rank)
         self._num_ranks = dist.get_world_size(ep_group)
@@ -109,7 +112,7 @@ class SharedMemoryTransport(OneSidedTransport):
         }
         expected = [value for slot_idx, rank in filled_by.items() for value in (rank, slot_idx)]
         generation = self._exchange.start_push(
-            self._segments(slots), sources, flat, expected, label
+            self._segments(slots), sources, flat, expected, transfers.slots, label
         )
         return UnderWay(self._exchange.finish_push, generation)
 
@@ -123,5 +126,7 @@ SHARED_MEMORY = TransportKind(
     name="shared_memory",
     device_type="cpu",
     can_serve=lambda ep_group, device: is_on_one_machine(ep_group),
-    make=lambda ep_group, device, grad_reduce_share: SharedMemoryTransport(ep_group),
+    make=lambda ep_group, device, grad_reduce_share, timeout_s: SharedMemoryTransport(
+        ep_group, timeout_s=timeout_s
+    ),
 )

@@ -36,7 +36,7 @@ WARMUP = 5
 
 def train_in_turn(runs: list[Any], steps: int, file: Path) -> None:
     """Train all runs on this rank; rank 0 writes the times of their steps after the warm-up."""
-    with join_ranks(runs[0].timeout_s):
+    with join_ranks(runs[0].group_timeout):
         from megatron_ext.trainer.loop import Training
 
         trainings = [Training(config) for config in runs]

@@ -20,7 +20,7 @@ ROUNDS = 10
 
 
 def _report(folder: str) -> None:
-    with join_ranks(timeout_s=60):
+    with join_ranks():
         faults = []
         for _ in range(ROUNDS):
             before = _faults()

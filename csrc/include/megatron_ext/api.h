@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "megatron_ext/seal.h"
+
 namespace megatron_ext {
 
 struct QuotaProblem {
@@ -81,6 +83,10 @@ void split_quota(int64_t num_ranks,
 //   routing_map  [N, E], true where the token goes to the expert
 //   counts       [E] out, every entry written
 void count_load(const bool* routing_map, int64_t num_tokens, int64_t num_experts, int64_t* counts);
+
+// Seal a load and its plan, and compare the ranks' seals of the plan before: if they differ, and no
+// difference is kept yet, keep it.
+int64_t seal_plan(const SealedPlan& plan, const Seals& before);
 
 struct AssignProblem {
     int64_t num_tokens;   // N

@@ -50,6 +50,14 @@ cudaError_t split_quota_cuda(int64_t num_ranks,
                              int64_t* split,
                              cudaStream_t stream);
 
+// Seal a load and its plan, as seal_plan() does.
+//   before.difference  memory of the host that the device reaches
+//   seal               [1] out
+cudaError_t seal_plan_cuda(const SealedPlan& plan,
+                           const Seals& before,
+                           int64_t* seal,
+                           cudaStream_t stream);
+
 // Give every assignment an instance, as assign() does, except that a routing map and a source_quota
 // that disagree are no error: a choice beyond the shares, or beyond K, is left out of its row.
 //   workspace  of assign_cuda_bytes(), aligned to 16

@@ -17,7 +17,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -34,6 +33,9 @@ namespace megatron_ext {
 // On a cache line of its own: a rank spins on it while others store beside it.
 struct alignas(64) Flag {
     uint64_t value;
+    // Of `freed`: seals (seal.h) of the replicas that the rank was given to push, in the last
+    // generation of either parity. Stored before the generation is.
+    uint64_t seals[2];
 };
 static_assert(std::atomic_ref<uint64_t>::is_always_lock_free, "flags are shared by processes");
 
@@ -70,6 +72,7 @@ struct PushTask {
     int64_t num_slots;              // of every rank
     std::vector<Place> expected;    // this rank's used slots; `rank` is who fills them
     std::string label;              // for messages: which layer
+    uint64_t seal = 0;              // of all replicas of the group: equal on all ranks
 };
 
 enum class GradType { kFloat32, kFloat64, kBFloat16 };
@@ -128,7 +131,8 @@ constexpr int64_t kInlineBytes = 1 << 18;
 
 // One rank's end. All calls come from one thread; copies and sums run in a thread of their own, one
 // push or pull at a time: starting another first ends the one before. A wait longer than the time
-// limit, or a flag from the future, is a std::runtime_error.
+// limit (lived_time.h), a flag from the future, or a peer that pushes other replicas is a
+// std::runtime_error.
 class Exchange {
   public:
     // `max_delay_us`: before flags are read or stored, sometimes sleep up to so long. For tests of
@@ -198,10 +202,13 @@ class Exchange {
                   int64_t peer,
                   const char* deed,
                   const std::string& label);
+    // Throw if `peer` pushes other replicas in this generation: then what this rank waits for never
+    // comes.
+    void check_same_push(int64_t peer, uint64_t generation, const std::string& label) const;
     void delay();
 
     const int64_t rank_;
-    const std::chrono::duration<double> timeout_;
+    const double timeout_s_;
     const int64_t max_delay_us_;
     std::vector<SlotFlags*> flags_;
     std::vector<Segment> segments_;

@@ -1,0 +1,327 @@
+"""Where every rank of a run is, in a small file of each rank in the run directory.
+
+A training program notes what its main thread does, which costs an assignment:
+
+    heartbeat.note("load")
+    heartbeat.note("forward", step=3)
+    heartbeat.note_layers(moe_layers)   # from then on they note themselves
+
+A thread writes the last note to `status/rank_00000.json` every few seconds, for whoever wants to
+know from outside: the watchdogs of the other ranks (`trainer/watchdog.py`) and `megatron-ext
+doctor --run`. A rank whose process is stopped, or has ended, does not beat any more; a rank whose
+main thread hangs beats on but does not move.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+STATUS_FOLDER = "status"
+
+RUNNING, DONE, FAILED = "running", "done", "failed"
+"""What a rank says of itself."""
+
+START = "start"
+"""Stage before the first note, in which programs are imported: however long that takes."""
+
+BEAT_S = 2.0
+"""Longest time between two heartbeats, in seconds."""
+
+_LOST_BEATS = 4
+"""So many heartbeats late, a rank does not beat any more: one or two a busy machine may delay."""
+
+
+class Note(NamedTuple):
+    """What the main thread does."""
+
+    stage: str = START
+    step: int = 0
+    """The step under way, from 1 on; 0 before the first."""
+    layer: int | None = None
+    """1-based, as in Megatron; of the MoE layer that was entered last in this stage."""
+    microbatch: int | None = None
+    """From 0 on, within the step and the layer."""
+
+    def __str__(self) -> str:
+        """Write it for people, as `step 149, forward, layer 2`."""
+        parts = [f"step {self.step}", self.stage] if self.step else [self.stage]
+        if self.layer is not None:
+            parts.append(f"layer {self.layer}")
+        if self.microbatch is not None:
+            parts.append(f"microbatch {self.microbatch}")
+        return ", ".join(parts)
+
+
+class _MainThread:
+    """The last note. Written by the main thread alone, always as a whole and as a new object."""
+
+    note = Note()
+
+
+def note(stage: str, step: int | None = None) -> None:
+    """Note what the main thread does from now on.
+
+    Args:
+        stage: Such as `load`, `forward`, `optimizer`, `save`.
+        step: The step that begins; by default the step before goes on.
+    """
+    _MainThread.note = Note(stage, _MainThread.note.step if step is None else step)
+
+
+def last_note() -> Note:
+    """Return the last note; another object than before if the main thread has moved."""
+    return _MainThread.note
+
+
+def note_layers(layers: Sequence[Any]) -> Callable[[], None]:
+    """Have MoE layers note when their forward or backward begins.
+
+    Stages are then `forward` and `backward`, but a stage `evaluate` keeps its name.
+
+    Args:
+        layers: Megatron's, or layers derived from it; with a `layer_number`.
+
+    Returns:
+        A function that ends it.
+    """
+    hooks = [hook for layer in layers for hook in _LayerNotes(layer.layer_number).attach(layer)]
+    return lambda: [hook.remove() for hook in hooks] and None
+
+
+class _LayerNotes:
+    """Hooks of one layer. Its backward begins where the gradient of its output is known."""
+
+    def __init__(self, layer: int) -> None:
+        self._layer = layer
+        self._step = -1
+        self._microbatch = 0
+
+    def attach(self, module: nn.Module) -> list[Any]:
+        return [
+            module.register_forward_pre_hook(self._forward_begins),
+            module.register_forward_hook(self._forward_ends),
+        ]
+
+    def _forward_begins(self, module: nn.Module, inputs: Any) -> None:
+        stage, step, _, _ = _MainThread.note
+        if torch._C._current_graph_task_id() != -1:  # A recomputed forward is a part of backward.
+            _MainThread.note = Note("backward", step, self._layer)
+            return
+        self._microbatch = self._microbatch + 1 if step == self._step else 0
+        self._step = step
+        stage = stage if stage == "evaluate" else "forward"
+        _MainThread.note = Note(stage, step, self._layer, self._microbatch)
+
+    def _forward_ends(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        output = outputs[0] if isinstance(outputs, tuple) else outputs
+        if output.requires_grad:
+            # A hook of the tensor: hooks of a module for backward change the graph.
+            output.register_hook(self._backward_begins)
+
+    def _backward_begins(self, grad: Tensor) -> None:
+        _MainThread.note = Note("backward", _MainThread.note.step, self._layer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """What a rank's file says."""
+
+    rank: int
+    num_ranks: int
+    host: str
+    pid: int
+    started: int
+    """When the process began, in the machine's own ticks: another process of this id has another
+    number."""
+    beat_s: float
+    """Time between two heartbeats, in seconds."""
+    limit_s: float
+    """Longest time without a move, in seconds."""
+    beat: int = 0
+    """Heartbeats since the start."""
+    time: float = 0.0
+    """Of the heartbeat, in seconds since 1970."""
+    still_s: float = 0.0
+    """Seconds since the main thread moved, as counted by the rank."""
+    moves: int = 0
+    """Changes of the note in this step that the thread has seen."""
+    note: Note = Note()
+    line: str = ""
+    """Where in the program the main thread is: function, file and line."""
+    waits: bool = False
+    """Whether the main thread waits for other ranks there."""
+    state: str = RUNNING
+    reason: str = ""
+    """Why it failed, in one line."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the rank belongs to this machine."""
+        return self.host == socket.gethostname()
+
+    @property
+    def process(self) -> str:
+        """State of its process, by a look at it: `runs`, `stopped`, `gone`; `?` elsewhere."""
+        if not self.is_here:
+            return "?"
+        letter, started = _process(self.pid)
+        if started != self.started or letter in "ZX":
+            return "gone"
+        return "stopped" if letter in "Tt" else "runs"
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds without a heartbeat after which the rank does not beat any more."""
+        return _LOST_BEATS * self.beat_s
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last heartbeat, by the clocks of both machines."""
+        return max(time.time() - self.time, 0.0)
+
+
+def own_status(*, rank: int, num_ranks: int, limit_s: float) -> Status:
+    """Return the first status of this process.
+
+    Args:
+        rank: This rank.
+        num_ranks: Ranks of the run.
+        limit_s: Longest time without a move, in seconds.
+    """
+    pid = os.getpid()
+    return Status(
+        rank=rank,
+        num_ranks=num_ranks,
+        host=socket.gethostname(),
+        pid=pid,
+        started=_process(pid)[1],
+        beat_s=min(BEAT_S, limit_s / 10),
+        limit_s=limit_s,
+    )
+
+
+class Pulse:
+    """Writes this rank's file, at every call of `beat`, with the time counted by these calls.
+
+    A machine that is paused and continued makes one long time between two calls. No time between
+    two calls counts for more than a few heartbeats, so that a pause is not taken for a rank that
+    hangs.
+
+    Args:
+        folder: Where the file is; made if it is missing.
+        status: This rank's first status.
+    """
+
+    def __init__(self, folder: Path, status: Status) -> None:
+        self.status = status
+        self._folder = folder
+        self._note = last_note()
+        self._last_s = time.monotonic()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._write()
+
+    def beat(self) -> Status:
+        """Look at the main thread, write the file, and return what is in it."""
+        now_s = time.monotonic()
+        tick_s = min(now_s - self._last_s, _LOST_BEATS * self.status.beat_s)
+        self._last_s = now_s
+        found, before = last_note(), self.status
+        has_moved = found is not self._note
+        self._note = found
+        moves = before.moves + has_moved if found.step == before.note.step else 0
+        line, waits = _main_thread_line()
+        self.status = replace(
+            before,
+            beat=before.beat + 1,
+            still_s=0.0 if has_moved else before.still_s + tick_s,
+            moves=moves,
+            note=found,
+            line=line,
+            waits=waits,
+        )
+        self._write()
+        return self.status
+
+    def end(self, state: str, reason: str = "") -> None:
+        """Write what has become of this rank: the last thing in its file.
+
+        Args:
+            state: `DONE` or `FAILED`.
+            reason: Why it failed; only its first line is kept.
+        """
+        first = reason.strip().split("\n")[0]
+        self.status = replace(self.status, note=last_note(), state=state, reason=first, waits=False)
+        self._write()
+
+    def _write(self) -> None:
+        self.status = replace(self.status, time=time.time())
+        path = status_path(self._folder, self.status.rank)
+        # In one piece, so that who reads finds this heartbeat or the one before. Not synced: what
+        # a power failure takes is no loss.
+        beside = path.with_suffix(".partial")
+        try:
+            beside.write_text(json.dumps(asdict(self.status)))
+            beside.replace(path)
+        except OSError:
+            pass  # Telemetry never stops a training; the others see a rank that does not beat.
+
+
+def status_path(folder: Path, rank: int) -> Path:
+    """Path of a rank's status."""
+    return folder / f"rank_{rank:05d}.json"
+
+
+def stacks_path(folder: Path, rank: int) -> Path:
+    """Path of the Python stacks that a rank was asked for."""
+    return folder / f"rank_{rank:05d}.stacks"
+
+
+def read_statuses(folder: Path) -> list[Status]:
+    """Return the statuses in a folder, by rank; a file that cannot be read is left out."""
+    statuses = []
+    for path in sorted(folder.glob("rank_*.json")):
+        try:
+            values = json.loads(path.read_text())
+            statuses.append(Status(**values | {"note": Note(*values["note"])}))
+        except (OSError, ValueError, TypeError, KeyError):
+            continue  # Torn, or of another version: as good as not there.
+    return statuses
+
+
+def _main_thread_line() -> tuple[str, bool]:
+    """Where the main thread is in Python, and whether it waits for other ranks there."""
+    frames = sys._current_frames()
+    main = frames.get(threading.main_thread().ident or 0)
+    if main is None:
+        return "", False
+    code = main.f_code
+    line = linecache.getline(code.co_filename, main.f_lineno)
+    waits = "/torch/distributed/" in code.co_filename or ".wait(" in line
+    return f"{code.co_name} ({code.co_filename}:{main.f_lineno})", waits or _waits_in_exchange(code)
+
+
+def _waits_in_exchange(code: Any) -> bool:
+    return "/megatron_ext/transport/" in code.co_filename
+
+
+def _process(pid: int) -> tuple[str, int]:
+    """State letter and start of a process of this machine; `X` and 0 if there is none."""
+    try:
+        # Behind the name, which may hold anything, in parentheses.
+        values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "X", 0
+    return values[0], int(values[19])

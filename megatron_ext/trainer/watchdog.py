@@ -1,0 +1,228 @@
+"""Ends a run in which a rank hangs, and says which rank and where.
+
+Every rank has a thread that writes its heartbeat (`telemetry/heartbeat.py`) and judges: where its
+own main thread has not moved for the time limit since its first note, it reads the files of all ranks, names the rank
+that the others wait for, and ends its process. The launcher then ends the run. The same is said
+where a rank ends with an error because others are gone.
+
+    rank 1 (host a, process 4711) hangs in step 149, forward, layer 2: its process does not run
+
+Who hangs: a rank that ended, else one that does not beat, else one whose main thread does not wait
+for others, else the one that is least far.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_ext.config import TrainConfig
+from megatron_ext.telemetry.heartbeat import (
+    DONE,
+    FAILED,
+    RUNNING,
+    START,
+    STATUS_FOLDER,
+    Pulse,
+    Status,
+    own_status,
+    read_statuses,
+    stacks_path,
+    status_path,
+)
+from megatron_ext.trainer.signals import Stopped
+
+logger = logging.getLogger(__name__)
+
+HANGING = 75
+"""Exit status of a rank that ends because it or another hangs: `EX_TEMPFAIL`, try again."""
+
+GAVE_UP = "gave up"
+"""State of a rank that its watchdog ended; the reason is its verdict."""
+
+STACKS_SIGNAL = signal.SIGUSR2
+"""Asks a rank for the Python stacks of its threads."""
+
+_MOST_NAMED = 4
+"""Ranks that a verdict names; when a machine dies, one line need not name all of its ranks."""
+
+
+@contextmanager
+def watch_over(config: TrainConfig) -> Iterator[None]:
+    """Watch over this rank while the block runs: around all that a rank of a launch does.
+
+    Args:
+        config: The run: its directory and time limit.
+    """
+    watchdog = Watchdog(
+        Path(config.run_dir) / STATUS_FOLDER,
+        own_status(
+            rank=int(os.environ["RANK"]),
+            num_ranks=int(os.environ["WORLD_SIZE"]),
+            limit_s=config.timeout_s,
+        ),
+    )
+    try:
+        yield
+    except BaseException as error:
+        # It watches on: what is left to do in this process may hang, too.
+        if isinstance(error, Stopped) or (isinstance(error, SystemExit) and not error.code):
+            watchdog.end()
+        else:
+            watchdog.fail(error)
+        raise
+    watchdog.end()
+
+
+class Watchdog:
+    """Heartbeat and judge of this rank, from its construction until `end`.
+
+    Args:
+        folder: Where all ranks have their files.
+        status: This rank's first status.
+    """
+
+    def __init__(self, folder: Path, status: Status) -> None:
+        self._folder = folder
+        self._rank = status.rank
+        self._pulse = Pulse(folder, status)
+        if self._rank == 0:
+            _forget_ranks_from(status.num_ranks, folder)
+        self._stacks = stacks_path(folder, self._rank).open("w")
+        faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
+        self._ended = threading.Event()
+        self._speaking = threading.Lock()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def end(self) -> None:
+        """Stop; the rank is done."""
+        self._ended.set()
+        with self._speaking:
+            self._pulse.end(DONE)
+
+    def fail(self, error: BaseException) -> None:
+        """Note why this rank ends, and say who is to blame if it is another."""
+        cause = error.__context__ if isinstance(error, SystemExit) else None
+        with self._speaking:
+            verdict = self._blame_others()
+            if verdict:
+                self._pulse.end(GAVE_UP, verdict)
+                logger.error("rank %d: %s", self._rank, verdict)
+            else:
+                self._pulse.end(FAILED, f"{type(cause or error).__name__}: {cause or error}")
+
+    def _blame_others(self) -> str:
+        statuses = read_statuses(self._folder)
+        verdict = told(statuses) or ended(statuses, besides=self._rank)
+        still_s = self._pulse.status.still_s
+        if verdict or still_s < self._pulse.status.lost_s:
+            return verdict  # An error at once is this rank's own, if no other has ended.
+        # It waited long and in vain. Who beats shows it within a few heartbeats.
+        before = read_statuses(self._folder)
+        time.sleep(self._pulse.status.lost_s)
+        return judge(before, read_statuses(self._folder))
+
+    def _watch(self) -> None:
+        before: list[Status] | None = None
+        while not self._ended.wait(self._pulse.status.beat_s):
+            with self._speaking:
+                if self._pulse.status.state != RUNNING:
+                    return
+                status = self._pulse.beat()
+                is_starting = status.note.stage == START
+                if is_starting or status.still_s < status.limit_s - status.lost_s:
+                    before = None
+                elif before is None:
+                    before = read_statuses(self._folder)
+                elif status.still_s >= status.limit_s:
+                    self._give_up(before)
+
+    def _give_up(self, before: list[Status]) -> None:
+        statuses = read_statuses(self._folder)
+        verdict = told(statuses) or judge(before, statuses)
+        self._pulse.end(GAVE_UP, verdict)
+        faulthandler.dump_traceback(self._stacks, all_threads=True)
+        logger.error("rank %d: %s (own stacks: %s)", self._rank, verdict, self._stacks.name)
+        # Not by an exception: whoever hangs does not come to it, and tearing down groups whose
+        # ranks hang takes for ever.
+        os._exit(HANGING)
+
+
+def told(statuses: Sequence[Status]) -> str:
+    """Return the verdict of a rank that gave up before; empty if none has."""
+    return next((status.reason for status in statuses if status.state == GAVE_UP), "")
+
+
+def ended(statuses: Sequence[Status], *, besides: int | None = None) -> str:
+    """Say which rank ended without being done; empty if none has, as far as can be seen here.
+
+    Args:
+        statuses: Of all ranks.
+        besides: A rank that is not to be named.
+    """
+    others = [status for status in statuses if status.rank != besides]
+    if failed := [status for status in others if status.state == FAILED]:
+        first = min(failed, key=lambda status: status.time)
+        return f"{_name(first)} failed in {first.note}: {first.reason}"
+    gone = [each for each in others if each.state == RUNNING and each.process == "gone"]
+    return _named(f"{_name(each)} died in {each.note}" for each in gone)
+
+
+def judge(before: Sequence[Status], statuses: Sequence[Status]) -> str:
+    """Say which rank the others wait for, and where it is.
+
+    Args:
+        before: The ranks' statuses a few heartbeats ago.
+        statuses: Their statuses now; at least one.
+    """
+    if verdict := ended(statuses):
+        return verdict
+    if missing := sorted(set(range(statuses[0].num_ranks)) - {each.rank for each in statuses}):
+        return f"no sign of ranks {missing}: they have written no status"
+    running = [status for status in statuses if status.state == RUNNING]
+    beats = {status.rank: (status.pid, status.beat) for status in before}
+    silent = [each for each in running if beats.get(each.rank) == (each.pid, each.beat)]
+    if silent:
+        return _named(f"{_hangs(each)}: {_does_not_run(each)}" for each in silent)
+    late = least_far(running or statuses)
+    where = f", in {late.line}" if late.line else ""
+    return f"{_hangs(late)}: its main thread has not moved for {late.still_s:.0f} s{where}"
+
+
+def least_far(statuses: Sequence[Status]) -> Status:
+    """Return the rank that the others most probably wait for."""
+    return min(statuses, key=lambda each: (each.waits, each.note.step, each.moves, each.rank))
+
+
+def _does_not_run(status: Status) -> str:
+    stopped = " (it is stopped)" if status.process == "stopped" else ""
+    return f"its process does not run{stopped}, last heartbeat {status.silent_s:.0f} s ago"
+
+
+def _hangs(status: Status) -> str:
+    return f"{_name(status)} hangs in {status.note}"
+
+
+def _name(status: Status) -> str:
+    return f"rank {status.rank} (host {status.host}, process {status.pid})"
+
+
+def _named(sentences: Iterator[str]) -> str:
+    said = list(sentences)
+    rest = f"; and {len(said) - _MOST_NAMED} ranks more" if len(said) > _MOST_NAMED else ""
+    return "; ".join(said[:_MOST_NAMED]) + rest
+
+
+def _forget_ranks_from(num_ranks: int, folder: Path) -> None:
+    """Remove what ranks left that an earlier part of the run had."""
+    for status in read_statuses(folder):
+        if status.rank >= num_ranks:
+            status_path(folder, status.rank).unlink(missing_ok=True)
+            stacks_path(folder, status.rank).unlink(missing_ok=True)
