@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -13,6 +14,9 @@ from pathlib import Path
 
 import psutil
 
+from megatron_ext.cli import main
+from megatron_ext.trainer import launch
+
 LIMIT_S = 120.0
 """Longest wait for anything: far more than a calm machine needs."""
 
@@ -20,8 +24,8 @@ LIMIT_S = 120.0
 class Attempt:
     """A launcher started in a session of its own, so that all its processes are known.
 
-    The launcher is forked from this process, which has imported what training needs: starting
-    Python and importing Megatron would take most of a campaign's time.
+    It is forked from this process, which has imported what training needs: starting Python and
+    importing Megatron would take most of a campaign's time.
 
     Args:
         run_dir: The run's directory.
@@ -37,7 +41,6 @@ class Attempt:
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True, exist_ok=True)
         self._output = folder / "output.txt"
-        self._first_line = len(self.lines())
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid == 0:
@@ -54,8 +57,8 @@ class Attempt:
                 os.dup2(output, stream)
             if most_bytes is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
-            from megatron_ext.cli import main
-
+            # Ranks are forked as well.
+            launch.get_context = lambda _: multiprocessing.get_context("fork")
             status = main(["train", *overrides])
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else 1

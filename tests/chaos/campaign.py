@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import time
 from collections import Counter
@@ -24,6 +25,8 @@ STEPS = 40
 
 LEFT_S = 10.0
 """Longest time after a launcher's end in which a process of its run may still live, in seconds."""
+
+LOOPBACK = {"127.0.0.1", "::1"}
 
 _TIMES = ("step_ms", "tokens_per_s")
 
@@ -53,6 +56,8 @@ class Campaign:
         steps: Steps of the run.
         outcomes: How often each fault had each outcome.
         problems: What is wrong, a line each.
+        shared_files: What shared memory held before.
+        torn_trace: Whether files of the trace were damaged.
     """
 
     shape: Shape
@@ -61,11 +66,15 @@ class Campaign:
     steps: int = STEPS
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
+    shared_files: frozenset[str] = field(default_factory=lambda: _shared_files())
     torn_trace: bool = False
 
     def run(self, kills: int, chooser: random.Random) -> None:
         """Strike so often; then let the run end, and compare."""
         whole = self._attempt("whole")
+        whole.wait_for(whole.lines, "the first step")
+        listening = whole.listening()
+        self._expect(listening <= LOOPBACK, f"listens on {sorted(listening)}", whole)
         self._expect(whole.wait() == 0, "the undisturbed run", whole)
         deck = _dealt(faults.ENDINGS, chooser)
         damages = _dealt(tuple(faults.DAMAGES.items()), chooser)
@@ -79,9 +88,12 @@ class Campaign:
         last = self._attempt("struck")
         self._expect(last.wait() == 0, "the last attempt", last)
         self._check_nothing_left(last, "the last attempt")
-        self.problems += compare(
-            self.folder / "whole", self.folder / "struck", torn_trace=self.torn_trace
-        )
+        try:
+            self.problems += compare(
+                self.folder / "whole", self.folder / "struck", torn_trace=self.torn_trace
+            )
+        except (OSError, ValueError) as error:
+            self.problems.append(f"{self.shape.name}: {error}")
 
     def _strike(self, fault: faults.Fault, chooser: random.Random) -> None:
         before = self._steps_done()
@@ -135,13 +147,18 @@ class Campaign:
         self._expect(not left, f"{name}: left {left}", attempt)
         files = [str(file) for file in attempt.temporary.iterdir()]
         self._expect(not files, f"{name}: left {files}", attempt)
-        semaphores = [str(file) for file in Path("/dev/shm").glob("sem.mp-*")]
-        self._expect(not semaphores, f"{name}: left {semaphores}", attempt)
+        left = sorted(_shared_files() - self.shared_files)
+        self._expect(not left, f"{name}: left {left}", attempt)
 
     def _expect(self, holds: bool, what: str, attempt: Attempt) -> None:
         if not holds:
             last = "\n    ".join(attempt.output.splitlines()[-12:])
             self.problems.append(f"{self.shape.name}: {what}\n    {last}")
+
+
+def _shared_files() -> frozenset[str]:
+    """What programs have in shared memory under a name, semaphores included."""
+    return frozenset(os.listdir("/dev/shm"))
 
 
 def _dealt(cards: tuple[Any, ...], chooser: random.Random) -> Iterator[Any]:

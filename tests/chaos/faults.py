@@ -45,16 +45,28 @@ def _after_some_steps(attempt: Attempt, chooser: random.Random) -> None:
 
 def _in_a_save(attempt: Attempt, chooser: random.Random) -> None:
     """Wait for the beginning of a save, and then for a moment within it."""
-    folder = attempt.run_dir / "checkpoints"
-    attempt.wait_for(lambda: list(folder.glob(".*.unfinished")), "the beginning of a save")
+    folder, before = attempt.run_dir / "checkpoints", time.time()
+
+    def is_saving() -> bool:
+        # An attempt before may have left a folder.
+        return any(_made(each) > before for each in folder.glob(".*.unfinished"))
+
+    attempt.wait_for(is_saving, "the beginning of a save")
     time.sleep(chooser.uniform(0.0, 0.1))
+
+
+def _made(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _kill_a_rank(moment: Callable[[Attempt, random.Random], None]) -> Callable[..., None]:
     def strike(attempt: Attempt, chooser: random.Random) -> None:
         moment(attempt, chooser)
-        for pid in chooser.sample(attempt.ranks(), 1):
-            _kill(pid, signal.SIGKILL)
+        if ranks := attempt.ranks():  # Else it ended before.
+            _kill(chooser.choice(ranks), signal.SIGKILL)
         attempt.wait()
 
     return strike
