@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megatron_ext.trainer.processes import children
+
 _LISTENS = "0A"
 
 
@@ -50,9 +52,7 @@ class Program:
 
     def wait_for_output(self, text: str) -> None:
         """Return when it has written the text."""
-        self.wait_for(
-            lambda: text in self.output() or self._process.poll() is not None, repr(text)
-        )
+        self.wait_for(lambda: text in self.output() or self._process.poll() is not None, repr(text))
         assert text in self.output(), self.output()
 
     def status(self, within_s: float = 120) -> int:
@@ -89,11 +89,6 @@ def running(command: Sequence[str], folder: Path, **environment: str) -> Iterato
         yield program
     finally:
         program.end()
-
-
-def children(pid: int) -> list[int]:
-    """Return the processes that a process has started, in their order."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def pending(pid: int, number: signal.Signals) -> bool:
