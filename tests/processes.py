@@ -14,6 +14,9 @@ from megatron_ext.trainer.processes import children
 
 _LISTENS = "0A"
 
+_PATIENCE_S = 120
+"""For what takes seconds on a calm machine."""
+
 
 class Program:
     """A running program and all processes of its session.
@@ -43,11 +46,11 @@ class Program:
         """Return what it has written by now."""
         return self._output.read_text()
 
-    def wait_for(self, condition: Callable[[], object], what: str, within_s: float = 120) -> None:
+    def wait_for(self, condition: Callable[[], object], what: str) -> None:
         """Return when the condition holds."""
-        deadline = time.monotonic() + within_s
+        deadline = time.monotonic() + _PATIENCE_S
         while not condition():
-            assert time.monotonic() < deadline, f"{what}: not within {within_s} s\n{self.output()}"
+            assert time.monotonic() < deadline, f"no {what} in {_PATIENCE_S} s\n{self.output()}"
             time.sleep(0.01)
 
     def wait_for_output(self, text: str) -> None:
@@ -55,9 +58,9 @@ class Program:
         self.wait_for(lambda: text in self.output() or self._process.poll() is not None, repr(text))
         assert text in self.output(), self.output()
 
-    def status(self, within_s: float = 120) -> int:
+    def status(self) -> int:
         """Return its exit status when it has ended."""
-        self.wait_for(lambda: self._process.poll() is not None, "end", within_s)
+        self.wait_for(lambda: self._process.poll() is not None, "end")
         assert self._process.returncode is not None
         return self._process.returncode
 
@@ -65,9 +68,9 @@ class Program:
         """Return the processes of the session that live, without zombies."""
         return [pid for pid in _all_pids() if _session(pid) == self.pid and _state(pid) != "Z"]
 
-    def wait_until_gone(self, within_s: float = 5) -> None:
-        """Return when no process of the session is left."""
-        self.wait_for(lambda: not self.pids(), "end of all processes", within_s)
+    def wait_until_gone(self) -> None:
+        """Return when no process of the session is left. One that is forgotten stays for ever."""
+        self.wait_for(lambda: not self.pids(), "end of all processes")
 
     def ranks(self) -> list[int]:
         """Return the processes that it started as ranks by now, in their order."""
