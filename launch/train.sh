@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Trains on all GPUs of this machine, or of several: launch/train.sh --config-name RECIPE [overrides].
-# For several machines set on each: NNODES, NODE_RANK, MASTER_ADDR (and MASTER_PORT).
+# For several machines set on each: NNODES, MASTER_ADDR (an address of one of them, which the others
+# reach; and MASTER_PORT), and RDZV_ID: a secret, the same on all, made for this run.
 # Needs launch/setup.sh to have run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -8,10 +9,17 @@ cd "$(dirname "$0")/.."
 # Megatron overlaps communication by the order of launches, which one queue to the device keeps.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
-exec .venv/bin/torchrun \
-    --nnodes "${NNODES:-1}" \
-    --node-rank "${NODE_RANK:-0}" \
-    --master-addr "${MASTER_ADDR:-localhost}" \
-    --master-port "${MASTER_PORT:-29500}" \
+train=(.venv/bin/megatron-ext train "$@")
+if [[ ${NNODES:-1} == 1 ]]; then
+    exec "${train[@]}" ${RANKS_PER_NODE:+--ranks "$RANKS_PER_NODE"}
+fi
+
+restarts=$("${train[@]}" --print | sed -n 's/^restarts: //p')
+# In the environment: arguments can be read by all users of a machine.
+export PET_RDZV_ID=${RDZV_ID:?a secret that all machines of the run know}
+exec .venv/bin/python -m megatron_ext.trainer.agent \
+    --nnodes "$NNODES" \
+    --rdzv-endpoint "${MASTER_ADDR:?an address of one of the machines}:${MASTER_PORT:-29500}" \
     --nproc-per-node "${RANKS_PER_NODE:-gpu}" \
+    --max-restarts "$restarts" \
     -m megatron_ext.train "$@"

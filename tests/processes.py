@@ -10,7 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megatron_ext.trainer.processes import children
+
 _LISTENS = "0A"
+
+_PATIENCE_S = 120
+"""For what takes seconds on a calm machine."""
 
 
 class Program:
@@ -41,23 +46,21 @@ class Program:
         """Return what it has written by now."""
         return self._output.read_text()
 
-    def wait_for(self, condition: Callable[[], object], what: str, within_s: float = 120) -> None:
+    def wait_for(self, condition: Callable[[], object], what: str) -> None:
         """Return when the condition holds."""
-        deadline = time.monotonic() + within_s
+        deadline = time.monotonic() + _PATIENCE_S
         while not condition():
-            assert time.monotonic() < deadline, f"{what}: not within {within_s} s\n{self.output()}"
+            assert time.monotonic() < deadline, f"no {what} in {_PATIENCE_S} s\n{self.output()}"
             time.sleep(0.01)
 
     def wait_for_output(self, text: str) -> None:
         """Return when it has written the text."""
-        self.wait_for(
-            lambda: text in self.output() or self._process.poll() is not None, repr(text)
-        )
+        self.wait_for(lambda: text in self.output() or self._process.poll() is not None, repr(text))
         assert text in self.output(), self.output()
 
-    def status(self, within_s: float = 120) -> int:
+    def status(self) -> int:
         """Return its exit status when it has ended."""
-        self.wait_for(lambda: self._process.poll() is not None, "end", within_s)
+        self.wait_for(lambda: self._process.poll() is not None, "end")
         assert self._process.returncode is not None
         return self._process.returncode
 
@@ -65,9 +68,9 @@ class Program:
         """Return the processes of the session that live, without zombies."""
         return [pid for pid in _all_pids() if _session(pid) == self.pid and _state(pid) != "Z"]
 
-    def wait_until_gone(self, within_s: float = 5) -> None:
-        """Return when no process of the session is left."""
-        self.wait_for(lambda: not self.pids(), "end of all processes", within_s)
+    def wait_until_gone(self) -> None:
+        """Return when no process of the session is left. One that is forgotten stays for ever."""
+        self.wait_for(lambda: not self.pids(), "end of all processes")
 
     def ranks(self) -> list[int]:
         """Return the processes that it started as ranks by now, in their order."""
@@ -89,11 +92,6 @@ def running(command: Sequence[str], folder: Path, **environment: str) -> Iterato
         yield program
     finally:
         program.end()
-
-
-def children(pid: int) -> list[int]:
-    """Return the processes that a process has started, in their order."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def pending(pid: int, number: signal.Signals) -> bool:

@@ -31,7 +31,7 @@ from megatron_ext.arguments import WRONG_USAGE
 from megatron_ext.config import ConfigError
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.trainer.processes import call_with, die_with
-from megatron_ext.trainer.signals import STOP_SIGNALS, Stopped, exit_status, listens
+from megatron_ext.trainer.signals import ENDED_AT_ONCE, STOP_SIGNALS, Stopped, exit_status, listens
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,9 @@ LAST_WORDS_S = 2.0
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """In the environment of ranks that torchrun started."""
+
+AGENT = "MEGATRON_EXT_AGENT"
+"""In the environment of ranks that `trainer/agent.py` started: its process id."""
 
 _POLL_S = 0.2
 """Seconds after which the launcher notices a signal at the latest."""
@@ -220,7 +223,7 @@ def _wait_for_last_words(ranks: list[SpawnProcess]) -> None:
 
 def _end_at_once(stop: signal.Signals) -> NoReturn:
     """Say so, and leave; the ranks are ended on the way (`_attempt`)."""
-    sys.stderr.write(f"ended at once by {stop.name}; nothing was saved\n")
+    sys.stderr.write(ENDED_AT_ONCE.format(stop.name))
     raise SystemExit(exit_status(stop))
 
 
@@ -253,7 +256,7 @@ def join_ranks(timeout: timedelta | None = None) -> Iterator[None]:
     """
     quiet_megatron()
     if TORCHRUN in os.environ:
-        die_with(os.getppid())
+        die_with(int(os.environ.get(AGENT, os.getppid())))
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
@@ -263,6 +266,9 @@ def join_ranks(timeout: timedelta | None = None) -> Iterator[None]:
     _init_process_group(timeout)
     if dist.get_rank() != 0:
         logging.getLogger("megatron_ext").setLevel(logging.WARNING)
+    elif restart := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+        # Its agent has said why.
+        logger.warning("restart %d of %s", restart, os.environ["TORCHELASTIC_MAX_RESTARTS"])
     try:
         yield
     except Stopped as stopped:

@@ -1,4 +1,4 @@
-"""Processes that end with the process that started them."""
+"""Processes, and the process that started them: with which they end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import os
 import pickle
 import signal
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -35,3 +36,8 @@ def call_with(parent: int, call: bytes) -> None:
     """
     die_with(parent)
     pickle.loads(call)()
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes that a process's main thread has started and that are there still."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -11,6 +11,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """What asks a run to stop: schedulers end jobs with the first, a terminal sends the second, and
 Slurm can send the third some time before a job's limit."""
 
+ENDED_AT_ONCE = "ended at once by {}; nothing was saved\n"
+"""What is said of a run that a signal ended in the middle of a step, or before the first."""
+
 
 def exit_status(stop: signal.Signals) -> int:
     """Return the exit status of a program that a signal ended, as shells report it."""

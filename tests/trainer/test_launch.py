@@ -1,16 +1,25 @@
-"""What the launcher gives its ranks. Layer 2."""
+"""Ranks of one machine: their environment, and what becomes of them when one dies. Layer 2."""
 
 import json
+import logging
 import os
 import platform
 import resource
+import signal
 import statistics
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_ext.config import TrainConfig
 from megatron_ext.trainer.launch import CPU_ENVIRONMENT, join_ranks, launch_ranks
+from megatron_ext.trainer.train import load_config
+from tests.processes import running
+from tests.ranks import run_ranks
+from tests.trainer.dataset import overrides
+from tests.trainer.test_signals import ROOT, results, train_command, train_here
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about ranks on CPUs")
 
@@ -62,3 +71,101 @@ def test_what_a_user_has_set_stays(monkeypatch, tmp_path):
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
     report = _report_of_a_rank(tmp_path)
     assert report["environment"] == CPU_ENVIRONMENT | {"MALLOC_TRIM_THRESHOLD_": "131072"}
+
+
+def _train_and_fall(config: TrainConfig, marker: str) -> None:
+    """Train; the first time, rank 1 is killed in its fifth step."""
+    with join_ranks(config.timeout_s):
+        from megatron_ext.trainer.loop import Training
+
+        training = Training(config)
+        train_step = training.train_step
+
+        def fall():
+            if training.step == 4 and os.environ["RANK"] == "1" and not Path(marker).exists():
+                Path(marker).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return train_step()
+
+        training.train_step = fall  # type: ignore[method-assign]
+        training.run()
+
+
+@pytest.mark.slow
+@on_a_cpu
+def test_a_run_starts_again_after_a_rank_was_killed(data, tmp_path, caplog):
+    run_dir, whole = tmp_path / "run", tmp_path / "whole"
+    config = load_config([*overrides(data, run_dir), "checkpoint.every=3"])
+    with caplog.at_level(logging.INFO, "megatron_ext"):
+        launch_ranks(_train_and_fall, config, str(tmp_path / "fell"), num_ranks=2, restarts=2)
+    said = [record.message for record in caplog.records if "restart" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith("restart 1 of 2: rank 1 was ended by SIGKILL at 2")
+    run_ranks(train_here, 2, overrides(data, whole))
+    assert results(run_dir) == results(whole)
+
+
+@pytest.mark.slow
+@on_a_cpu
+def test_nothing_outlives_a_rank_that_was_killed(data, tmp_path):
+    with running(train_command(data, tmp_path / "run"), tmp_path / "output") as run:
+        run.wait_for_output("step 1/")
+        os.kill(run.ranks()[1], signal.SIGKILL)
+        run.wait_until_gone()
+        assert run.status() == 1
+        assert run.output().splitlines()[-1] == "error: rank 1 was ended by SIGKILL"
+
+
+@pytest.mark.slow
+@on_a_cpu
+def test_nothing_outlives_a_launcher_that_was_killed(data, tmp_path):
+    with running(train_command(data, tmp_path / "run"), tmp_path / "output") as run:
+        run.wait_for_output("step 1/")
+        os.kill(run.pid, signal.SIGKILL)
+        run.wait_until_gone()
+
+
+def _script(path: Path, *lines: str) -> None:
+    path.write_text("\n".join(("#!/usr/bin/env bash", *lines, "")))
+    path.chmod(0o755)
+
+
+def test_a_slurm_job_passes_its_notice_on_and_queues_again(tmp_path):
+    """With an srun whose task ends as a run does that was stopped."""
+    _script(
+        tmp_path / "srun",
+        "trap 'echo noticed by \"$@\" >&2; exit 138' USR1",
+        "echo started with ${#RDZV_ID} >&2",
+        "while :; do sleep 0.05; done",
+    )
+    _script(tmp_path / "scontrol", 'if [[ $1 == show ]]; then echo first; else echo "$@" >&2; fi')
+    slurm = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_NODELIST": "first",
+        "SLURM_NNODES": "1",
+        "SLURM_JOB_ID": "7",
+    }
+    command = ["bash", f"{ROOT}/launch/slurm.sh", "steps=3"]
+    with running(command, tmp_path / "output", **slurm) as job:
+        job.wait_for_output("started with 32")
+        os.kill(job.pid, signal.SIGUSR1)
+        assert job.status() == 138
+        assert job.output().splitlines()[1:] == [
+            "noticed by launch/train.sh steps=3",
+            "requeue 7",
+        ]
+
+
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "RDZV_ID"])
+def test_several_machines_need_an_address_and_a_secret(missing, tmp_path):
+    given = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "RDZV_ID": "secret"}
+    done = subprocess.run(
+        ["bash", f"{ROOT}/launch/train.sh", "data.path=nowhere"],
+        env={**os.environ, **given, missing: ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert missing in done.stderr.splitlines()[-1]

@@ -25,6 +25,7 @@ from tests.trainer.dataset import overrides
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about ranks on CPUs")
 
+ROOT = Path(__file__).parents[2]
 ENDLESS = ["steps=1000000", "optimizer.decay=constant"]
 TIMES = {"step_ms", "tokens_per_s"}
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
@@ -118,16 +119,13 @@ def test_a_second_ctrl_c_ends_at_once(data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_before_training_ends_at_once(
-    number: signal.Signals, data: Path, tmp_path: Path
-) -> None:
+def test_a_signal_before_training_ends_at_once(data: Path, tmp_path: Path) -> None:
     with running(train_command(data, tmp_path / "run"), tmp_path / "output") as run:
         run.wait_for(lambda: len(run.ranks()) == 2, "two ranks")
-        os.killpg(run.pid, number)
-        assert run.status() == 128 + number
+        os.killpg(run.pid, signal.SIGINT)
+        assert run.status() == 130
         run.wait_until_gone()
-        assert run.output() == f"ended at once by {number.name}; nothing was saved\n"
+        assert run.output() == "ended at once by SIGINT; nothing was saved\n"
 
 
 def test_all_ranks_take_the_signal_that_any_of_them_noted() -> None:
