@@ -13,8 +13,9 @@ stdout, progress and errors to stderr. Each command imports the heavy modules th
     synth.py       synthetic loads
     data.py        text and datasets
     checkpoint.py  shows what checkpoints hold; moves experts
-    doctor.py      examines or calibrates this machine
+    doctor.py      examines or calibrates this machine, or looks at a training
     examine.py     what this machine and installation have, for `doctor`
+    run_state.py   what the ranks of a training do, for `doctor`
     options.py     how commands and shared options are declared
     output.py      results, progress, exit status
 """

@@ -1,4 +1,4 @@
-"""`megatron-ext doctor`: examines this machine and installation, or calibrates the machine."""
+"""`megatron-ext doctor`: examines this machine, or a running training; calibrates the machine."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from megatron_ext.cli.options import add_command, add_out, add_overwrite
-from megatron_ext.cli.output import DONE, FAILED, mib, show
+from megatron_ext.cli.output import DONE, FAILED, columns, mib, show
 
 
 def add(commands: Any) -> None:
@@ -19,7 +20,20 @@ def add(commands: Any) -> None:
         "doctor",
         run,
         "show what this machine and installation have, and what is missing",
-        "megatron-ext doctor --json\n  megatron-ext doctor --calibrate --out here.yaml",
+        "megatron-ext doctor --json\n  megatron-ext doctor --run runs/train\n"
+        "  megatron-ext doctor --calibrate --out here.yaml",
+    )
+    doctor.add_argument(
+        "--run",
+        type=Path,
+        metavar="DIR",
+        dest="run_dir",
+        help="say what the ranks of the training in this run directory do",
+    )
+    doctor.add_argument(
+        "--stacks",
+        action="store_true",
+        help="with --run: ask the ranks of this machine for their Python stacks",
     )
     doctor.add_argument(
         "--calibrate",
@@ -31,7 +45,11 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show what is there, and fail if something is missing; or measure the machine."""
+    """Show what is there, and fail if something is missing; or look at a run, or measure."""
+    if arguments.run_dir is not None:
+        return _run_state(arguments)
+    if arguments.stacks:
+        raise ValueError("--stacks is for the ranks of --run")
     if arguments.calibrate:
         return _calibrate(arguments)
     if arguments.out is not None:
@@ -73,6 +91,35 @@ def _torch_lines(report: dict[str, Any]) -> Iterator[str]:
         f"transports           {', '.join(report['transports'])} (auto: {report['transport_auto']})"
     )
     yield f"strategies           {', '.join(report['strategies'])}"
+
+
+def _run_state(arguments: argparse.Namespace) -> int:
+    from megatron_ext.cli.run_state import add_stacks, run_state
+
+    if arguments.calibrate or arguments.out is not None:
+        raise ValueError("--run looks at a training; --calibrate and --out are for measuring")
+    state = run_state(arguments.run_dir)
+    if arguments.stacks:
+        add_stacks(state)
+    show(arguments, state, _rank_lines)
+    return DONE if state["is_well"] else FAILED
+
+
+def _rank_lines(state: dict[str, Any]) -> Iterator[str]:
+    names = ("rank", "host", "pid", "process", "state", "step", "stage", "layer")
+    header = (*names, "moved s ago", "beat s ago")
+    rows = [
+        tuple(
+            "-" if row[name] is None else str(row[name]) for name in (*names, "moved_s", "beat_s")
+        )
+        for row in state["ranks"]
+    ]
+    yield from columns(header, *rows)
+    for row in state["ranks"]:
+        if "stacks" in row:
+            yield f"\nrank {row['rank']}\n{row['stacks'].rstrip()}"
+    yield ""
+    yield state["verdict"]
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:

@@ -38,6 +38,7 @@ def load_library() -> None:
             f"{path} does not load with torch {torch.__version__} ({reason}); {_HOW_TO_BUILD}"
         ) from error
     torch.library.register_fake("megatron_ext::count_load", _fake_count_load)
+    torch.library.register_fake("megatron_ext::seal_plan", _fake_seal_plan)
     torch.library.register_fake("megatron_ext::solve_quota", _fake_solve)
     torch.library.register_fake("megatron_ext::solve_ladder", _fake_solve_ladder)
     torch.library.register_fake("megatron_ext::solve_fastest", _fake_solve_fastest)
@@ -70,8 +71,14 @@ def _library_path() -> Path | None:
     return path if path.is_file() else None
 
 
-def _fake_count_load(routing_map: Tensor) -> Tensor:
-    return routing_map.new_empty(routing_map.shape[1], dtype=torch.int64)
+def _fake_count_load(routing_map: Tensor, tail: Tensor | None = None) -> Tensor:
+    return routing_map.new_empty(routing_map.shape[1] + (tail is not None), dtype=torch.int64)
+
+
+def _fake_seal_plan(
+    load: Tensor, quota: Tensor, slots: Tensor, gathered: Tensor, layer: int, difference: Tensor
+) -> Tensor:
+    return load.new_empty(1)
 
 
 def _fake_solve(

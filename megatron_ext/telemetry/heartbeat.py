@@ -44,6 +44,11 @@ _LOST_BEATS = 4
 """So many heartbeats late, a rank does not beat any more: one or two a busy machine may delay."""
 
 
+_WAITING_ROOMS = ("/torch/distributed/", "/megatron_ext/transport/")
+_WAITING = ".wait("
+"""By these a program waits for other ranks: code in such folders, and handles of collectives."""
+
+
 class Note(NamedTuple):
     """What the main thread does."""
 
@@ -221,7 +226,7 @@ class Pulse:
     hangs.
 
     Args:
-        folder: Where the file is; made if it is missing.
+        folder: Where the file is.
         status: This rank's first status.
     """
 
@@ -230,7 +235,6 @@ class Pulse:
         self._folder = folder
         self._note = last_note()
         self._last_s = time.monotonic()
-        folder.mkdir(parents=True, exist_ok=True)
         self._write()
 
     def beat(self) -> Status:
@@ -292,8 +296,11 @@ def stacks_path(folder: Path, rank: int) -> Path:
 def read_statuses(folder: Path) -> list[Status]:
     """Return the statuses in a folder, by rank; a file that cannot be read is left out."""
     statuses = []
-    for path in sorted(folder.glob("rank_*.json")):
+    for rank_path in sorted(os.listdir(folder)) if folder.is_dir() else ():
+        if not rank_path.endswith(".json"):
+            continue
         try:
+            path = folder / rank_path
             values = json.loads(path.read_text())
             statuses.append(Status(**values | {"note": Note(*values["note"])}))
         except (OSError, ValueError, TypeError, KeyError):
@@ -307,14 +314,11 @@ def _main_thread_line() -> tuple[str, bool]:
     main = frames.get(threading.main_thread().ident or 0)
     if main is None:
         return "", False
-    code = main.f_code
-    line = linecache.getline(code.co_filename, main.f_lineno)
-    waits = "/torch/distributed/" in code.co_filename or ".wait(" in line
-    return f"{code.co_name} ({code.co_filename}:{main.f_lineno})", waits or _waits_in_exchange(code)
-
-
-def _waits_in_exchange(code: Any) -> bool:
-    return "/megatron_ext/transport/" in code.co_filename
+    name, path, number = main.f_code.co_name, main.f_code.co_filename, main.f_lineno or 0
+    waits = any(room in path for room in _WAITING_ROOMS) or _WAITING in linecache.getline(
+        path, number
+    )
+    return f"{name} ({path}:{number})", waits
 
 
 def _process(pid: int) -> tuple[str, int]:

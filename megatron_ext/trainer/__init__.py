@@ -9,6 +9,7 @@
     norms.py       PyTorch's norms for sequence parallelism
     blocks.py      parts of a step, each run alone, for calibration
     processes.py   processes that end with the process that started them
+    watchdog.py    names the rank that hangs, and ends the run
     progress.py    the display on rank 0
     run_log.py     the run directory: config.yaml, metrics.jsonl, W&B
     report.py      runs compared: table, summary, picture, page

@@ -92,11 +92,13 @@ class Watchdog:
     def __init__(self, folder: Path, status: Status) -> None:
         self._folder = folder
         self._rank = status.rank
-        self._pulse = Pulse(folder, status)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._stacks = stacks_path(folder, self._rank).open("w")
+        # Before there is a status: who reads it may send the signal, which ends other processes.
+        faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         if self._rank == 0:
             _forget_ranks_from(status.num_ranks, folder)
-        self._stacks = stacks_path(folder, self._rank).open("w")
-        faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
+        self._pulse = Pulse(folder, status)
         self._ended = threading.Event()
         self._speaking = threading.Lock()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -184,13 +186,13 @@ def judge(before: Sequence[Status], statuses: Sequence[Status]) -> str:
     """
     if verdict := ended(statuses):
         return verdict
-    if missing := sorted(set(range(statuses[0].num_ranks)) - {each.rank for each in statuses}):
-        return f"no sign of ranks {missing}: they have written no status"
+    if verdict := missing(statuses):
+        return verdict
     running = [status for status in statuses if status.state == RUNNING]
     beats = {status.rank: (status.pid, status.beat) for status in before}
     silent = [each for each in running if beats.get(each.rank) == (each.pid, each.beat)]
     if silent:
-        return _named(f"{_hangs(each)}: {_does_not_run(each)}" for each in silent)
+        return lost(silent)
     late = least_far(running or statuses)
     where = f", in {late.line}" if late.line else ""
     return f"{_hangs(late)}: its main thread has not moved for {late.still_s:.0f} s{where}"
@@ -201,9 +203,20 @@ def least_far(statuses: Sequence[Status]) -> Status:
     return min(statuses, key=lambda each: (each.waits, each.note.step, each.moves, each.rank))
 
 
-def _does_not_run(status: Status) -> str:
-    stopped = " (it is stopped)" if status.process == "stopped" else ""
-    return f"its process does not run{stopped}, last heartbeat {status.silent_s:.0f} s ago"
+def missing(statuses: Sequence[Status]) -> str:
+    """Say which ranks have no file; empty if all have one."""
+    ranks = sorted(set(range(statuses[0].num_ranks)) - {status.rank for status in statuses})
+    return f"no sign of ranks {ranks}: they have written no status" if ranks else ""
+
+
+def lost(silent: Sequence[Status]) -> str:
+    """Say of ranks that do not beat where they were with their last heartbeat."""
+    return _named(
+        f"{_hangs(each)}: its process does not run"
+        f"{' (it is stopped)' if each.process == 'stopped' else ''}, "
+        f"last heartbeat {each.silent_s:.0f} s ago"
+        for each in silent
+    )
 
 
 def _hangs(status: Status) -> str:

@@ -163,6 +163,31 @@ def test_tensors_on_two_devices_are_rejected():
         split_quota(load, BalancePlan(plan.layout, plan.quota.cuda(), plan.slots.cuda()))
 
 
+@pytest.mark.parametrize(("ranks", "experts", "slots", "domain"), SIZES)
+def test_seals_equal_the_host(ranks, experts, slots, domain):
+    load = workloads.zipf(ranks, experts, 2000, 1.0)
+    plan = solve(load, ep_size=ranks, slots=slots, nvlink_domain=domain)
+    gathered = torch.zeros(ranks, experts + 1, dtype=torch.int64)
+    seals = []
+    for wrong in ([], [ranks - 1]):
+        gathered[wrong, -1] = 6
+        for device in ("cpu", "cuda"):
+            difference = torch.zeros(2 + ranks, dtype=torch.int64, pin_memory=device == "cuda")
+            tensors = [one.to(device) for one in (load, plan.quota, plan.slots, gathered)]
+            seals.append(torch.ops.megatron_ext.seal_plan(*tensors, 3, difference).item())
+            is_different = bool(wrong) and ranks > 1
+            assert difference.tolist() == (
+                [1, 3, *gathered[:, -1].tolist()] if is_different else [0] * (2 + ranks)
+            )
+    assert len(set(seals)) == 1
+
+
+def test_a_tail_goes_behind_the_counts():
+    routed = workloads.routing_map(300, 33, 3)
+    counts = torch.ops.megatron_ext.count_load(routed.cuda(), torch.tensor([-7], device="cuda"))
+    assert counts.tolist() == [*routed.sum(0).tolist(), -7]
+
+
 @pytest.mark.parametrize(
     "settings",
     [{}, {"costs": LayerCosts(expert_bytes=10**7, link_bandwidth=4e11, assignment_time=1e-7)}],

@@ -169,6 +169,38 @@ void check_left_out(const AssignProblem& problem,
     }
 }
 
+void seal() {
+    const int64_t ranks = one_of<int64_t>({1, 2, 7, 600});
+    const int64_t experts = ranks * pick(1, 3);
+    const int64_t slots = pick(0, 3);
+    const auto numbers = [](int64_t count) {
+        std::vector<int64_t> all(count);
+        for (int64_t& each : all) each = static_cast<int64_t>(random_numbers());
+        return all;
+    };
+    const std::vector<int64_t> load = numbers(ranks * experts);
+    const std::vector<int64_t> quota = numbers(ranks * experts);
+    const std::vector<int32_t> held(ranks * slots, -1);
+    const SealedPlan plan{load.data(), quota.data(), held.data(), ranks * experts, ranks * slots};
+    std::vector<int64_t> seals(ranks * (experts + 1), 9);
+    const auto seal_of = [&](int64_t rank) -> int64_t& {
+        return seals[rank * (experts + 1) + experts];
+    };
+    for (int64_t r = 0; r < ranks; ++r) seal_of(r) = 5;
+    if (pick(0, 1) == 1) seal_of(pick(0, ranks - 1)) = -6;
+    std::vector<int64_t> kept(2 + ranks, 0);
+    if (pick(0, 3) == 0) kept[0] = 1;  // one before
+    Guarded<int64_t> kept_there(2 + ranks);
+    std::copy(kept.begin(), kept.end(), kept_there.data());
+    Seals before{seals.data() + experts, experts + 1, ranks, 3, kept.data()};
+    const int64_t here = seal_plan(plan, before);
+    Guarded<int64_t> there(1);
+    before.difference = kept_there.data();
+    seal_plan_cuda(plan, before, there.data(), nullptr);
+    require(there.values()[0] == here, "the seal equals the host's");
+    require(kept_there.values() == kept, "the same difference is kept");
+}
+
 void route() {
     const int64_t ranks = one_of<int64_t>({1, 2, 4, 40});
     const int64_t experts = ranks * one_of<int64_t>({1, 3, 8});
@@ -284,6 +316,7 @@ int main(int, char** arguments) {
         const Tolerances tolerances = random_tolerances();
         plan_and_split(problem, problem.num_ranks > 8 ? 1 : pick(1, 3), tolerances);
         route();
+        seal();
     }
     std::printf("%d rounds\n", rounds);
 }

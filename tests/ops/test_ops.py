@@ -121,6 +121,87 @@ def test_count_equals_the_sum(tokens):
     assert native.count_load(every).tolist() == [tokens] * 7
 
 
+def test_a_tail_goes_behind_the_counts():
+    routed = workloads.routing_map(300, 7, 3)
+    counts = native.count_load(routed, torch.tensor([-(2**62)]))
+    assert counts.tolist() == [*routed.sum(0).tolist(), -(2**62)]
+
+
+def sealed(*tensors):
+    """The digest that csrc/include/megatron_ext/seal.h describes, in Python's integers."""
+    total, position = 0, 0
+    for word in (word for tensor in tensors for word in tensor.flatten().tolist()):
+        position += 1
+        mixed = (word + position * 0x9E3779B97F4A7C15) % 2**64
+        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+        total += mixed ^ mixed >> 31
+    return total % 2**64
+
+
+NOTHING_BEFORE = torch.zeros(4, 1, dtype=torch.int64)
+
+
+def seal(load, quota, slots, gathered=NOTHING_BEFORE, layer=0, difference=None):
+    if difference is None:
+        difference = torch.zeros(2 + len(gathered), dtype=torch.int64)
+    return int(native.seal_plan(load, quota, slots, gathered, layer, difference)) % 2**64
+
+
+def planned(ranks, experts, slots):
+    load = workloads.zipf(ranks, experts, 500, 1.0)
+    return [load, *native.solve_quota(load, slots, ranks, 10_000, 1)]
+
+
+def test_a_seal_is_the_sum_of_mixed_words():
+    for sizes in ((4, 8, 2), (4, 4, 0), (4, 12, 3)):
+        assert seal(*planned(*sizes)) == sealed(*planned(*sizes))
+    load, quota, slots = planned(4, 8, 2)
+    strided = [one.T.contiguous().T for one in (load, quota, slots)]
+    assert seal(*strided) == seal(load, quota, slots)
+
+
+def test_one_wrong_word_changes_a_seal():
+    plan = planned(4, 8, 2)
+    seals = {seal(*plan)}
+    count = 1
+    for which, tensor in enumerate(plan):
+        for place in range(tensor.numel()):
+            for bit in (0, 5, 30):
+                wrong = [one.clone() for one in plan]
+                wrong[which].view(-1)[place] ^= 1 << bit
+                seals.add(seal(*wrong))
+                count += 1
+    assert len(seals) == count
+
+
+def test_the_first_seals_that_differ_are_kept():
+    plan = planned(4, 8, 2)
+    difference = torch.zeros(6, dtype=torch.int64)
+    gathered = torch.zeros(4, 9, dtype=torch.int64)
+    gathered[:, :-1] = torch.arange(32).view(4, 8)  # loads
+    seal(*plan, gathered, 3, difference)
+    assert not difference.any()
+    gathered[:, -1] = torch.tensor([5, 5, -6, 5])
+    seal(*plan, gathered, 4, difference)
+    assert difference.tolist() == [1, 4, 5, 5, -6, 5]
+    gathered[:, -1] = torch.tensor([5, 9, -6, 5])
+    seal(*plan, gathered, 5, difference)
+    assert difference.tolist() == [1, 4, 5, 5, -6, 5]
+
+
+def test_seal_rejects():
+    load, quota, slots = planned(4, 8, 2)
+    with pytest.raises(ValueError, match=r"slots must be int32 \[R, S\] with R = 4, got Long"):
+        seal(load, quota, slots.long())
+    with pytest.raises(ValueError, match=r"load must be \[R, E\] and quota \[E, R\]"):
+        seal(load, quota.T.contiguous(), slots)
+    with pytest.raises(ValueError, match=r"gathered must be \[R, 1 or more\] and difference"):
+        seal(load, quota, slots, difference=torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="tail must be one number on cpu"):
+        native.count_load(workloads.routing_map(9, 4, 2), torch.zeros(2, dtype=torch.int64))
+
+
 def test_strided_inputs_are_read_as_they_are():
     load = worked_example().load
     strided = load.T.contiguous().T
@@ -141,6 +222,8 @@ def test_opcheck():
     batch = torch.stack([load, load])
     for op, args in (
         (native.count_load, (workloads.routing_map(9, 4, 2),)),
+        (native.count_load, (workloads.routing_map(9, 4, 2), torch.tensor([7]))),
+        (native.seal_plan, (*planned(4, 8, 2), NOTHING_BEFORE, 1, torch.zeros(6).long())),
         (native.solve_quota, (load, 1, 2, 10_000, 1)),
         (native.solve_quota, (batch, 0, 1, 0, 3)),
         (native.solve_ladder, (load, 1, 2, [500_000, 0], 1)),

@@ -241,6 +241,7 @@ def measure_gpu(rounds: int) -> list[dict[str, Any]]:
             Setup(
                 CudaTransport(
                     VirtualHeap(ranks, rank),
+                    timeout_s=60.0,
                     relay_threshold=relay_threshold,
                     push_blocks=blocks if num_ranks <= 3 else blocks // 2,
                     grad_reduce_share=0.5 if num_ranks <= 3 else 0.25,

@@ -28,6 +28,7 @@ from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.slots import SlotBuffers
 from megatron_ext.transport import Transfer, make_transport
 from megatron_ext.transport.collective import CollectiveTransport
+from megatron_ext.transport.one_sided import group_timeout_s
 from megatron_ext.transport.shared_memory import SharedMemoryTransport
 from tests.ranks import run_ranks
 from tests.transport.test_transports import CPU, LARGE, SHAPES, Side, in_slots, random_transfers
@@ -196,6 +197,90 @@ def test_a_killed_peer_is_named_by_all_others_and_leaves_nothing(
             f"(generation 2, seen {seen[rank]}), layer 3, virtual layer 12"
         ) in str(caught.value)
     assert not [name for name in os.listdir("/dev/shm") if "megatron_ext" in name]
+
+
+LIMIT_S = 3.0
+
+
+def _pause(rank: int, folder: str) -> None:
+    """Rank 2 stops the others, one of which waits for the other, for longer than the limit."""
+    side = side_of(timeout_s=LIMIT_S)
+    transfers = [Transfer(1, 0, 0, 0)]
+    place = Path(folder)
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 0:
+        pending = side.push(transfers, 0)
+        (place / "waits").touch()
+        pending.wait()
+    elif rank == 1:
+        _await(place / "go on")
+        side.push(transfers, 0).wait()
+    else:
+        _await(place / "waits")
+        for pid in pids[:2]:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            time.sleep(1.2 * LIMIT_S)  # The pause itself.
+        finally:
+            for pid in pids[:2]:
+                os.kill(pid, signal.SIGCONT)
+        (place / "go on").touch()
+        side.push(transfers, 0).wait()
+    side.check_slots(transfers, 0)
+
+
+def _await(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.01)
+
+
+def test_a_pause_of_the_machine_is_no_wait(tmp_path: Path) -> None:
+    run_ranks(_pause, 3, str(tmp_path))
+
+
+def _push_other_replicas(rank: int) -> None:
+    side = side_of(timeout_s=100.0)
+    side.step([Transfer(0, 0, 1, 0)], 0)
+    mine = [Transfer(0, 1, 1, 0), Transfer(0, 2, 2, 1)] if rank == 1 else [Transfer(0, 2, 2, 1)]
+    started = time.monotonic()
+    try:
+        side.push(mine, 1, "layer 3").wait()
+    finally:
+        assert time.monotonic() - started < 50
+    dist.barrier()  # Whoever has all its replicas goes on, and waits for the others elsewhere.
+
+
+def test_ranks_that_push_different_replicas_say_so_at_once() -> None:
+    with pytest.raises(
+        RuntimeError,
+        match=r"rank 1 and rank 0 were given different replicas to push \(generation 2\).*layer 3",
+    ):
+        run_ranks(_push_other_replicas, 3)
+
+
+def _limits(rank: int) -> tuple[float, float]:
+    from datetime import timedelta
+
+    short = dist.new_group(timeout=timedelta(seconds=7))
+    return group_timeout_s(short, CPU), group_timeout_s(dist.group.WORLD, CPU)
+
+
+def _wait_as_long_as_the_group(rank: int) -> None:
+    from datetime import timedelta
+
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    transport = make_transport("shared_memory", group, CPU, grad_reduce_share=1.0)
+    side = Side(transport, group)
+    if rank == 0:
+        side.push([Transfer(1, 0, 0, 0)], 0).wait()
+    dist.barrier()
+
+
+def test_the_limit_is_that_of_the_group_unless_it_is_given() -> None:
+    assert run_ranks(_limits, 2) == [(7.0, dist.default_pg_timeout.total_seconds())] * 2
+    with pytest.raises(RuntimeError, match=r"rank 0 waited 0.5 s for rank 1 to fill slot 0"):
+        run_ranks(_wait_as_long_as_the_group, 2)
 
 
 def _abort(rank: int, where: str) -> None:

@@ -270,7 +270,7 @@ def test_a_line_of_the_registry_is_all_that_a_transport_needs(
     collective = dataclasses.replace(COLLECTIVE, make=lambda *arguments: ("collective", arguments))
     with mock.patch.dict(TRANSPORTS, {"toy": toy, "collective": collective}):
         made = make_transport("auto", "a group", device, grad_reduce_share=0.5)
-        assert made == (expected, ("a group", device, 0.5))
+        assert made == (expected, ("a group", device, 0.5, None))
         assert resolve_transport("toy", device_type="meta") == "toy"
         with pytest.raises(ValueError, match="META ranks only, these are on cpu"):
             resolve_transport("toy")
@@ -280,4 +280,4 @@ def test_a_line_of_the_registry_is_all_that_a_transport_needs(
 def test_a_library_without_cuda_says_how_to_get_it() -> None:
     heap = SimpleNamespace(rank=0, num_ranks=1, device=torch.device("cuda", 0))
     with pytest.raises(RuntimeError, match=r"needs the CUDA part.*install the CUDA toolkit"):
-        CudaTransport(heap, grad_reduce_share=1.0)
+        CudaTransport(heap, timeout_s=1.0, grad_reduce_share=1.0)

@@ -1,0 +1,124 @@
+"""The state of a training from outside, for `doctor --run`: what its ranks last said of themselves.
+
+Ranks of other machines are judged by the clock, so a machine whose clock is far off seems silent.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.telemetry.heartbeat import (
+    DONE,
+    RUNNING,
+    STATUS_FOLDER,
+    Status,
+    read_statuses,
+    stacks_path,
+)
+from megatron_ext.trainer.watchdog import STACKS_SIGNAL, ended, least_far, lost, missing, told
+
+_STACKS_S = 5.0
+"""Longest wait for the stacks of a rank, in seconds."""
+
+
+def run_state(run_dir: Path) -> dict[str, Any]:
+    """Return what the ranks of a run do, and a verdict.
+
+    Raises:
+        FileNotFoundError: There is no status in `run_dir`.
+    """
+    statuses = _statuses(run_dir)
+    verdict, is_well = _verdict(statuses)
+    return {
+        "run_dir": str(run_dir),
+        "verdict": verdict,
+        "is_well": is_well,
+        "ranks": [_row(status) for status in statuses],
+    }
+
+
+def add_stacks(state: dict[str, Any]) -> None:
+    """Ask the ranks of this machine for their Python stacks; put them into their rows."""
+    folder = Path(state["run_dir"]) / STATUS_FOLDER
+    asked: dict[int, int] = {}
+    for status in read_statuses(folder):
+        # A look at the process first: its number may be another's by now.
+        if status.process in ("runs", "stopped"):
+            asked[status.rank] = _size(stacks_path(folder, status.rank))
+            os.kill(status.pid, STACKS_SIGNAL)
+    deadline = time.monotonic() + _STACKS_S
+    for row in state["ranks"]:
+        rank = row["rank"]
+        if rank not in asked:
+            row["stacks"] = "not asked: no process of this machine"
+            continue
+        path = stacks_path(folder, rank)
+        while _size(path) == asked[rank] and time.monotonic() < deadline:
+            time.sleep(0.05)
+        row["stacks"] = _written_since(asked[rank], path) or "no answer: the process does not run"
+
+
+def _statuses(run_dir: Path) -> list[Status]:
+    if not run_dir.is_dir():
+        raise FileNotFoundError(f"{run_dir} is no folder")
+    if statuses := read_statuses(run_dir / STATUS_FOLDER):
+        return statuses
+    raise FileNotFoundError(
+        f"{run_dir / STATUS_FOLDER} has no status of a rank: no training began here"
+    )
+
+
+def _row(status: Status) -> dict[str, Any]:
+    return {
+        "rank": status.rank,
+        "host": status.host,
+        "pid": status.pid,
+        "process": status.process,
+        "state": status.state,
+        "step": status.note.step,
+        "stage": status.note.stage,
+        "layer": status.note.layer,
+        "microbatch": status.note.microbatch,
+        "moved_s": round(status.still_s + status.silent_s, 1),
+        "beat_s": round(status.silent_s, 1),
+        "line": status.line,
+    }
+
+
+def _verdict(statuses: list[Status]) -> tuple[str, bool]:
+    """Say how the run is in one line, and whether it runs or is done."""
+    if all(status.state == DONE for status in statuses):
+        return f"done, at step {max(status.note.step for status in statuses)}", True
+    if said := told(statuses):
+        return f"ended: {said}", False
+    running = [status for status in statuses if status.state == RUNNING]
+    silent = [each for each in running if each.silent_s > each.lost_s]
+    if running and len(silent) == len(running) and all(x.process in "gone?" for x in running):
+        last = min(silent, key=lambda status: status.silent_s)
+        return f"killed {last.silent_s:.0f} s ago, in {last.note}", False
+    if said := ended(statuses) or missing(statuses):
+        return f"ended: {said}", False
+    if silent:
+        return lost(silent), False
+    late = least_far(running)
+    if late.still_s > late.limit_s / 2:
+        place = f"rank {late.rank} is in {late.note}, and has not moved for {late.still_s:.0f} s"
+        return f"{place} (limit {late.limit_s:.0f} s)", False
+    return f"runs, in step {late.note.step}", True
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _written_since(size: int, path: Path) -> str:
+    """Return what is in the file beyond `size`, when nothing more comes."""
+    found = -1
+    while found < (found := _size(path)):
+        time.sleep(0.1)
+    with path.open("rb") as file:
+        file.seek(size)
+        return file.read().decode(errors="replace")

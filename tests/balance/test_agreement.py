@@ -1,0 +1,100 @@
+"""Ranks that plan differently are named by the next exchange of loads, or by `settle`."""
+
+import pytest
+import torch
+
+from megatron_ext.balance.agreement import Agreement, shared_agreement
+from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.solve import solve
+from tests import workloads
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+EXPERTS = 8
+
+
+def _flip_load(load, plan):
+    load = load.clone()
+    load[0, 3] ^= 1 << 40
+    return load, plan
+
+
+def _move_quota(load, plan):
+    quota = plan.quota.clone()
+    quota[0] = quota[0].flip(0) + torch.tensor([1, -1] + [0] * (quota.shape[1] - 2))
+    return load, BalancePlan(plan.layout, quota, plan.slots)
+
+
+def _empty_slot(load, plan):
+    slots = plan.slots.clone()
+    slots[-1, 0] = -1 if slots[-1, 0] >= 0 else 0
+    return load, BalancePlan(plan.layout, plan.quota, slots)
+
+
+FAULTS = [_flip_load, _move_quota, _empty_slot]
+
+
+def _layer(agreement, rank, layer, fault=None):
+    ranks = torch.distributed.get_world_size()
+    routing_map = workloads.routing_map(40 + rank, EXPERTS, 2, seed=rank + 10 * layer)
+    load = agreement.gather_load(routing_map)
+    assert load.is_contiguous()
+    assert torch.equal(load[rank], routing_map.sum(0))
+    plan = solve(load, ep_size=ranks, slots=1)
+    agreement.seal(*((load, plan) if fault is None else fault(load, plan)), layer)
+
+
+def _make_faults(rank, broken):
+    agreement = shared_agreement(torch.distributed.group.WORLD, CPU)
+    assert agreement is shared_agreement(torch.distributed.group.WORLD, CPU)
+    said = []
+    for fault in FAULTS:
+        for layer in (1, 2, 3):
+            _layer(agreement, rank, layer)
+        _layer(agreement, rank, 4, fault if rank == broken else None)
+        try:
+            _layer(agreement, rank, 5)
+        except RuntimeError as error:
+            said.append(str(error))
+        agreement.forget()
+        # The last layer of all is followed by no other.
+        _layer(agreement, rank, 6, fault if rank == broken else None)
+        try:
+            agreement.settle()
+        except RuntimeError as error:
+            said.append(str(error))
+        agreement.forget()
+    _layer(agreement, rank, 7)
+    agreement.settle()
+    return said
+
+
+@pytest.mark.parametrize(("world_size", "broken", "right"), [(2, 1, 0), (4, 0, 1), (4, 2, 0)])
+def test_every_rank_names_the_layer_and_the_rank_that_differs(world_size, broken, right):
+    for said in run_ranks(_make_faults, world_size, broken):
+        assert len(said) == 2 * len(FAULTS)
+        for number, message in enumerate(said):
+            expected = (
+                f"layer {(4, 6)[number % 2]}: EP ranks [{broken}] had another load or plan than "
+                f"rank {right} (digests ["
+            )
+            assert message.startswith(expected)
+
+
+def _plan_alone_and_forget(rank):
+    agreement = Agreement(torch.distributed.group.WORLD, CPU)
+    _layer(agreement, rank, 1)
+    if rank == 0:  # An aborted step: the other rank did not come to this layer.
+        agreement.seal(torch.ones(2, 2, dtype=torch.int64), _plan_of_ones(), 2)
+    agreement.forget()
+    _layer(agreement, rank, 1)
+    _layer(agreement, rank, 2)
+    agreement.settle()
+
+
+def _plan_of_ones():
+    return solve(torch.ones(2, 2, dtype=torch.int64), ep_size=2, slots=0)
+
+
+def test_an_aborted_step_is_forgotten():
+    run_ranks(_plan_alone_and_forget, 2)
