@@ -33,7 +33,7 @@ from megatron_ext.telemetry.routes import ROUTES_FOLDER, RouteRecorder
 from megatron_ext.telemetry.step_files import StepFiles
 from megatron_ext.telemetry.trace import TraceWriter
 from megatron_ext.trainer import build
-from megatron_ext.trainer.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from megatron_ext.trainer.checkpoint import Checkpoints
 from megatron_ext.trainer.progress import TrainingProgress
 from megatron_ext.trainer.run_log import RunLog
 
@@ -58,11 +58,8 @@ class Training:
         manifest = Manifest.load(config.data.path)
         self.chunks = build.build_model(config, manifest.vocab_size)
         self.optimizer = build.build_optimizer(config, self.chunks)
-        self.step = 0
-        checkpoint = find_checkpoint(config)
-        if checkpoint:
-            self.step = load_checkpoint(checkpoint, self.chunks, self.optimizer)["step"]
-            logger.info("continuing from %s", checkpoint)
+        self.checkpoints = Checkpoints(config, self.chunks, self.optimizer)
+        self.step = self.checkpoints.load_newest()
         self.scheduler = build.build_scheduler(config, self.optimizer, self.step)
         self.recorder = LoadRecorder(
             build.moe_layers(self.chunks), parallel_state.get_expert_model_parallel_group()
@@ -103,9 +100,11 @@ class Training:
                 if log and display:
                     log.write(metrics)
                     display.show(metrics)
+                self.checkpoints.poll()
                 if _is_due(self.step, config.checkpoint.every):
                     with build.whole_parameters(config, self.chunks):
-                        save_checkpoint(config, self.chunks, self.optimizer, self.step)
+                        self.checkpoints.save(self.step)
+            self.checkpoints.finish()
 
     def train_step(self) -> dict[str, Any]:
         """Do one optimizer step on the next global batch.
