@@ -277,7 +277,7 @@ def verify(path: str | Path) -> Verdict:
         folder=folder,
         num_files=len(checksums) - len(changes),
         num_bytes=sum(checksum.num_bytes for checksum in checksums.values()),
-        problems=changes + unreadable + foreign,
+        problems=(changes or unreadable) + foreign,
     )
 
 

@@ -151,17 +151,15 @@ class Checkpoints:
 
     def _look_through(self, checkpoint: Path) -> tuple[list[str], list[str]]:
         """Return what all ranks together find damaged, and foreign."""
-        damaged: list[str] = []
-        foreign: list[str] = []
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         if self._config.checkpoint.verify:
             names = sorted(read_checksums(checkpoint) or {})
-            damaged = find_changes(checkpoint, names[rank::num_ranks])
-        if not self._config.checkpoint.trust:
-            unreadable, foreign = look_through_objects(checkpoint, rank, num_ranks)
-            damaged += unreadable
-        everyone = gather((damaged, foreign))
-        return tell(tuple(list(chain.from_iterable(kind)) for kind in zip(*everyone, strict=True)))
+            if changes := _of_all(find_changes(checkpoint, names[rank::num_ranks])):
+                return changes, []
+        if self._config.checkpoint.trust:
+            return [], []
+        damaged, foreign = look_through_objects(checkpoint, rank, num_ranks)
+        return _of_all(damaged), _of_all(foreign)
 
     def _candidate(self, damaged: dict[Path, str]) -> tuple[Path | None, dict[Path, str]]:
         """Return rank 0's choice by files' names and sizes, and the damaged ones before it."""
@@ -222,6 +220,12 @@ class Checkpoints:
 
 def _name(step: int) -> str:
     return f"step_{step:08d}"
+
+
+def _of_all(found: list[str]) -> list[str]:
+    """Return what all ranks found, on all of them."""
+    everything: list[str] = tell(list(chain.from_iterable(gather(found))))
+    return everything
 
 
 def _refuse(problem: str) -> NoReturn:
