@@ -1,6 +1,21 @@
-"""Tools for Megatron checkpoints: look inside, check, move experts; without GPU or processes."""
+"""Tools for Megatron checkpoints: look inside, check, move experts; without GPU or processes.
+
+contents.py  keys and shapes, without loading weights
+folder.py    a checkpoint as files: whole, unchanged, whose
+pickles.py   pickles read without running what is in them
+relayout.py  experts under other numbers, so on other ranks
+"""
 
 from checkpoints_tools.contents import CheckpointContents, Entry, find_problems, read_contents
+from checkpoints_tools.folder import Verdict, verify
 from checkpoints_tools.relayout import relayout
 
-__all__ = ["CheckpointContents", "Entry", "find_problems", "read_contents", "relayout"]
+__all__ = [
+    "CheckpointContents",
+    "Entry",
+    "Verdict",
+    "find_problems",
+    "read_contents",
+    "relayout",
+    "verify",
+]

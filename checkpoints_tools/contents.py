@@ -13,13 +13,21 @@ optimizer's state end in the same names, and their tensors have the same shapes.
 
 from __future__ import annotations
 
-import json
 import math
-import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from checkpoints_tools.folder import (
+    COMMON_FILE,
+    RUN_FILE,
+    TABLE_FILE,
+    newest_of,
+    read_run,
+    stored_bytes,
+)
+from checkpoints_tools.pickles import read_object, read_table
 
 # A name that a replica or its buffer would have. Only whole words: `replica_id` is Megatron's.
 _TEMPORARY = re.compile(r"(?<![a-z])(slots?|replicas?)(?![a-z])", re.IGNORECASE)
@@ -52,7 +60,7 @@ class CheckpointContents:
     Attributes:
         folder: Where the checkpoint lies.
         step: The training step it was saved after; None if the checkpoint does not hold it, or
-            holds it in a way that this version of Megatron-Core cannot read.
+            holds it beside classes that are not read without trust.
         num_experts: Logical experts of an MoE layer; None if the model has none.
         num_parameters: Elements of the model's tensors, without the optimizer's.
         entries: Sorted by key.
@@ -66,7 +74,7 @@ class CheckpointContents:
 
 
 def read_contents(path: str | Path) -> CheckpointContents:
-    """Read what a checkpoint holds.
+    """Read what a checkpoint holds. Nothing in it is run, whoever wrote it.
 
     Args:
         path: A checkpoint, a folder of checkpoints, or a run directory. From a folder the
@@ -76,12 +84,13 @@ def read_contents(path: str | Path) -> CheckpointContents:
         FileNotFoundError: There is no checkpoint.
         ValueError: The checkpoint is not complete or not of this kind.
     """
-    folder = find_checkpoint(Path(path))
-    entries = _read_entries(folder)
+    folder = newest_of(Path(path))
+    metadata = read_metadata(folder)
+    entries = _read_entries(metadata)
     routers = [e for e in entries if _ROUTER_WEIGHT.search(e.key) and e.shape]
     return CheckpointContents(
         folder=folder,
-        step=_read_step(folder),
+        step=_read_step(folder, metadata),
         num_experts=max((e.shape[-2] for e in routers if e.shape), default=None),
         num_parameters=sum(
             math.prod(e.shape)
@@ -130,52 +139,27 @@ def is_of_optimizer(key: str) -> bool:
     return _OPTIMIZER.search(key) is not None
 
 
-def find_checkpoint(path: Path) -> Path:
-    """Return the folder of the checkpoint that `path` means.
-
-    Raises:
-        FileNotFoundError: There is none.
-    """
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path} is not a folder")
-    if (path / "metadata.json").is_file() or (path / ".metadata").is_file():
-        return path
-    parent = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    numbered = [
-        (int(number[0]), folder)
-        for folder in parent.iterdir()
-        if (number := re.search(r"\d+$", folder.name)) and (folder / "metadata.json").is_file()
-    ]
-    if not numbered:
-        raise FileNotFoundError(f"no Megatron checkpoint in {path}: no folder with a metadata.json")
-    return max(numbered)[1]
-
-
 def read_metadata(folder: Path) -> Any:
-    """Return a checkpoint's table of contents, torch's `Metadata`.
+    """Return a checkpoint's table of contents, torch's `Metadata`. Nothing in it is run.
 
     Raises:
-        ValueError: The table is missing or damaged.
+        ValueError: The table is missing, damaged, or names what no table needs.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
     try:
-        return FileSystemReader(folder).read_metadata()
+        return read_table(folder / TABLE_FILE)
     except FileNotFoundError as error:
         raise ValueError(
-            f"{folder} has no .metadata: it was not written to the end, or not as `torch_dist`"
+            f"{folder} has no {TABLE_FILE}: it was not written to the end, or not as `torch_dist`"
         ) from error
-    # What pickle raises on a file that is cut or damaged.
-    except (pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError) as error:
-        raise ValueError(f"{folder}: .metadata is cut off or damaged ({error})") from error
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
 
 
-def _read_entries(folder: Path) -> list[Entry]:
+def _read_entries(metadata: Any) -> list[Entry]:
     """Return all keys with their shapes by the metadata, sorted."""
     # Torch takes seconds to import, and `--help` must not wait for it.
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    metadata = read_metadata(folder)
     entries: dict[str, Entry] = {}
     for stored_key, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata):
@@ -193,22 +177,32 @@ def _read_entries(folder: Path) -> list[Entry]:
     return [entries[key] for key in sorted(entries)]
 
 
-def _read_step(folder: Path) -> int | None:
+def _read_step(folder: Path, metadata: Any) -> int | None:
     """Return the step from our `run.json`, or from the common state of Megatron's own training."""
-    run_file = folder / "run.json"
-    if run_file.is_file():
-        return int(json.loads(run_file.read_text())["step"])
+    if (folder / RUN_FILE).is_file():
+        return int(read_run(folder)["step"])
 
-    from megatron.core.dist_checkpointing import load_common_state_dict
-    from megatron.core.dist_checkpointing.core import CheckpointingException
+    import torch
+    from megatron.core.safe_globals import SAFE_GLOBALS
 
     try:
-        common: dict[str, Any] = load_common_state_dict(str(folder))
-    # 0.16 stumbles (AttributeError) over a checkpoint of 0.19, which keeps no common.pt.
-    except (CheckpointingException, AttributeError):
+        with torch.serialization.safe_globals(SAFE_GLOBALS):
+            common = _read_common(folder, metadata)
+        return int(common["iteration"])
+    # There is none, or it holds more than can be read without trust.
+    except (OSError, ValueError, LookupError, TypeError):
         return None
-    iteration = common.get("iteration")
-    return None if iteration is None else int(iteration)
+
+
+def _read_common(folder: Path, metadata: Any) -> dict[str, Any]:
+    """Return what is no tensor and the same on all ranks: in a file, or of 0.19 an object."""
+    if (folder / COMMON_FILE).is_file():
+        with (folder / COMMON_FILE).open("rb") as file:
+            common: dict[str, Any] = read_object(file)
+            return common
+    stored = {index.fqn: entry for index, entry in metadata.storage_data.items()}
+    (common,) = read_object(stored_bytes(folder, stored["common_state/shard_0_1"]))
+    return common
 
 
 def _ranges(numbers: set[int]) -> str:

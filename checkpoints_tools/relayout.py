@@ -10,7 +10,6 @@ of routers are written anew.
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import re
 import shutil
@@ -18,7 +17,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints_tools.contents import find_checkpoint, is_of_optimizer, read_metadata
+from checkpoints_tools.contents import is_of_optimizer, read_metadata
+from checkpoints_tools.folder import (
+    CHECKSUMS_FILE,
+    TABLE_FILE,
+    hash_file,
+    newest_of,
+    read_checksums,
+    stored_bytes,
+    sync,
+    write_checksums,
+)
+from checkpoints_tools.pickles import read_object
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,7 +60,7 @@ def relayout(path: str | Path, expert: Mapping[int, np.ndarray], out: str | Path
         ValueError: The checkpoint has other layers or experts, or stores experts or the optimizer's
             state in a way that this function cannot take apart.
     """
-    folder, out = find_checkpoint(Path(path)), Path(out)
+    folder, out = newest_of(Path(path)), Path(out)
     if out.exists():
         raise FileExistsError(f"{out} exists already")
     metadata = read_metadata(folder)
@@ -60,7 +70,7 @@ def relayout(path: str | Path, expert: Mapping[int, np.ndarray], out: str | Path
 
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(folder, partial, ignore=shutil.ignore_patterns(".metadata"))
+    shutil.copytree(folder, partial, ignore=shutil.ignore_patterns(TABLE_FILE, CHECKSUMS_FILE))
     changed = copy.copy(metadata)
     changed.storage_data = dict(metadata.storage_data)
     with (partial / _ROUTER_FILE).open("wb") as file:
@@ -69,8 +79,10 @@ def relayout(path: str | Path, expert: Mapping[int, np.ndarray], out: str | Path
             if rows is not None:
                 stored = _write_rows(folder, stored, rows, file)
             changed.storage_data[new_index] = stored
-    (partial / ".metadata").write_bytes(pickle.dumps(changed))
+    (partial / TABLE_FILE).write_bytes(pickle.dumps(changed))
+    _renew_checksums(folder, partial)
     partial.rename(out)
+    sync(out.parent)
     return len(changes)
 
 
@@ -129,6 +141,24 @@ def _find_changes(
         yield index, dataclasses.replace(index, fqn=fqn, offset=type(index.offset)(offset)), None
 
 
+def _renew_checksums(folder: Path, made: Path) -> None:
+    """Write checksums: of copied files those they had, so that earlier damage is still noticed."""
+    recorded = read_checksums(folder) or {}
+    renewed = {_ROUTER_FILE, TABLE_FILE}
+    files = [path for path in sorted(made.iterdir()) if path.is_file()]
+    write_checksums(
+        made,
+        {
+            path.name: recorded[path.name]
+            if path.name in recorded and path.name not in renewed
+            else hash_file(path)
+            for path in files
+        },
+    )
+    for path in (*files, made / CHECKSUMS_FILE, made):
+        sync(path)
+
+
 def _check_complete(
     folder: Path, metadata: Any, changes: list[Any], layouts: Mapping[int, list[int]]
 ) -> None:
@@ -160,9 +190,7 @@ def _write_rows(folder: Path, stored: Any, rows: tuple[int, list[int]], file: An
 
     if getattr(stored, "transform_descriptors", None):
         raise ValueError(f"{folder}: {stored.relative_path} is compressed")
-    with (folder / stored.relative_path).open("rb") as source:
-        source.seek(stored.offset)
-        tensor = torch.load(io.BytesIO(source.read(stored.length)), weights_only=True)
+    tensor = read_object(stored_bytes(folder, stored))
     axis, order = rows
     start = file.tell()
     torch.save(tensor.index_select(axis, torch.tensor(order)), file)

@@ -1,4 +1,4 @@
-"""`megatron-ext checkpoint`: shows what Megatron checkpoints hold, and moves their experts."""
+"""`megatron-ext checkpoint`: shows what Megatron checkpoints hold, verifies, moves experts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def add(commands: Any) -> None:
     """Add the command and those below it."""
     checkpoint = add_group(commands, "checkpoint", "Megatron checkpoints")
     _add_inspect(checkpoint)
+    _add_verify(checkpoint)
     _add_relayout(checkpoint)
 
 
@@ -64,6 +65,38 @@ def _contents_lines(report: dict[str, Any]) -> Iterator[str]:
         yield from (f"  {problem}" for problem in report["problems"])
     else:
         yield "holds        logical experts only"
+
+
+def _add_verify(checkpoint: Any) -> None:
+    verify = add_command(
+        checkpoint,
+        "verify",
+        run_verify,
+        "compare a checkpoint's files with their checksums, and look for foreign pickles",
+        "megatron-ext checkpoint verify runs/train",
+    )
+    _add_path(verify)
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    """Show what is wrong with a checkpoint's files; fail if anything is."""
+    from checkpoints_tools import verify
+
+    verdict = verify(arguments.path)
+    report = asdict(verdict) | {"folder": str(verdict.folder)}
+    show(arguments, report, _verdict_lines)
+    return FAILED if verdict.problems else DONE
+
+
+def _verdict_lines(report: dict[str, Any]) -> Iterator[str]:
+    yield from (f"{report['folder']}: {problem}" for problem in report["problems"])
+    if report["problems"]:
+        return
+    if report["num_files"]:
+        size = f"{report['num_files']} files, {report['num_bytes']:,} bytes"
+        yield f"{report['folder']}: whole and unchanged ({size})"
+    else:
+        yield f"{report['folder']}: has no checksums; no file is missing or cut off"
 
 
 def _add_relayout(checkpoint: Any) -> None:

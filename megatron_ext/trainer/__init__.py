@@ -5,7 +5,10 @@
     settings.py    from a run's settings to Megatron's settings
     build.py       from Megatron's settings to Megatron's objects
     loop.py        one rank's part of a training run
-    checkpoint.py  save, load, resume
+    checkpoint.py  save, load, resume; with
+    checkpoint_choice.py  which checkpoint a run starts from
+    checkpoint_state.py   what a checkpoint holds
+    checkpoint_writer.py  how it becomes files
     norms.py       PyTorch's norms for sequence parallelism
     blocks.py      parts of a step, each run alone, for calibration
     processes.py   processes that end with the process that started them

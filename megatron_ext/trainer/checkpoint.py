@@ -1,218 +1,243 @@
 """Checkpoints of a run: Megatron's `dist_checkpointing`, logical experts only.
 
-A checkpoint is a folder `RUN/checkpoints/step_00000100`. It is written under another name and
-renamed when complete, so a run that dies while saving leaves nothing that would be taken for a
-checkpoint. It holds the model, the optimizer, the state of the random generators and `run.json`:
-the step, the position in the data and the shape of the model, which can be read without Megatron.
-A checkpoint holds no slots and no replicas, so balancing may differ between saving and loading. The
-parallel sizes may differ, too.
+A checkpoint is a folder `RUN/checkpoints/step_00000100`. It is written under another name, synced
+and renamed when complete, so a run that dies while saving leaves nothing that would be taken for a
+checkpoint. It holds the model, the optimizer, the state of the random generators, `run.json` (the
+step, the position in the data and the shape of the model, which can be read without Megatron) and
+`checksums.json`. A checkpoint holds no slots and no replicas, so balancing may differ between
+saving and loading. The parallel sizes may differ, too.
+
+    checkpoint_choice.py  which checkpoint a run starts from
+    checkpoint_state.py   what a checkpoint holds
+    checkpoint_writer.py  how it becomes files
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
-from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import merge
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from checkpoints_tools.folder import (
+    RUN_FILE,
+    find_changes,
+    list_checkpoints,
+    look_through_objects,
+    read_checksums,
+    read_run,
+    sync,
+)
 from megatron_ext.config import TrainConfig
+from megatron_ext.trainer.checkpoint_choice import (
+    distrust,
+    fallback_warning,
+    find_checkpoint,
+    model_differences,
+    model_shape,
+)
+from megatron_ext.trainer.checkpoint_state import load_state, sharded_state
+from megatron_ext.trainer.checkpoint_writer import CheckpointWriter, describe, gather, tell
 
-RUN_FILE = "run.json"
-
-_METADATA = {
-    # Optimizer state by parameter, not by data-parallel shard: readable under other parallel sizes.
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "singleton_local_shards": False,
-    "chained_optim_avoid_prefix": True,
-}
-
-_FREE_MODEL_FIELDS = ("experts", "precision", "aux_loss")
-"""Fields of the section `model` that may change between saving and loading."""
+logger = logging.getLogger(__name__)
 
 
-def find_checkpoint(config: TrainConfig) -> Path | None:
-    """Return the checkpoint that the run starts from: its own newest, `checkpoint.load`, or None.
+class Checkpoints:
+    """The checkpoints of a run, as one rank sees them. Every method is called by all ranks.
 
-    Raises:
-        FileNotFoundError: `checkpoint.load` is no complete checkpoint.
+    Args:
+        config: The run.
+        chunks: The model's chunks of this rank.
+        optimizer: Megatron's.
+
+    Where a checkpoint cannot be loaded, or one that is required cannot be saved, all ranks raise
+    `SystemExit` with status 1, after rank 0 has said why in one line.
     """
-    own = _complete(Path(config.run_dir))
-    if own or config.checkpoint.load is None:
-        return own[-1] if own else None
-    folder = Path(config.checkpoint.load)
-    if not (folder / RUN_FILE).is_file():
-        raise FileNotFoundError(
-            f"checkpoint.load ({folder}) is not a complete checkpoint: it has no {RUN_FILE}"
+
+    def __init__(
+        self, config: TrainConfig, chunks: list[DistributedDataParallel], optimizer: Any
+    ) -> None:
+        self._config = config
+        self._chunks = chunks
+        self._optimizer = optimizer
+        self._folder = Path(config.run_dir) / "checkpoints"
+        self._writing: tuple[int, CheckpointWriter] | None = None
+        self._newest_step: int | None = None
+
+    def load_newest(self) -> int:
+        """Load the newest checkpoint that is whole.
+
+        Returns:
+            The step after which it was saved; 0 if the run begins anew.
+        """
+        checkpoint = self._choose()
+        if checkpoint is None:
+            return 0
+        run = read_run(checkpoint)
+        load_state(
+            self._chunks,
+            self._optimizer,
+            run,
+            lambda wanted: dist_checkpointing.load(wanted, str(checkpoint)),
         )
-    return folder
+        logger.info("continuing from %s", checkpoint)
+        return int(run["step"])
 
+    def save(self, step: int) -> None:
+        """Save the state after `step` steps, or begin to with `checkpoint.asynchronous`.
 
-def model_differences(config: TrainConfig, checkpoint: Path) -> list[str]:
-    """Return the differences between the checkpoint's model and the run's, one line each."""
-    saved = json.loads((checkpoint / RUN_FILE).read_text())["model"]
-    return [
-        f"model.{name} ({value}) must be {saved.get(name)}, as in the checkpoint {checkpoint}"
-        for name, value in _model_shape(config).items()
-        if saved.get(name) != value
-    ]
+        A checkpoint that cannot be saved is warned of and left out, unless `checkpoint.required`.
+        """
+        self.finish()
+        if problem := tell(self._make_folder(step) if dist.get_rank() == 0 else None):
+            self._give_up(step, problem)
+            return
+        in_background = self._config.checkpoint.asynchronous
+        state, _ = sharded_state(self._chunks, self._optimizer, is_loading=False)
+        writer = CheckpointWriter(state, self._unfinished(step), in_background=in_background)
+        self._writing = step, writer
+        if not in_background:
+            self.finish()
 
+    def poll(self) -> None:
+        """Complete the checkpoint that is being written, if all ranks have written their part."""
+        if self._writing is None:
+            return
+        written = torch.tensor(int(self._writing[1].is_written()), device="cuda")
+        dist.all_reduce(written, op=dist.ReduceOp.MIN)
+        if written.item():
+            self.finish()
 
-def save_checkpoint(
-    config: TrainConfig, chunks: list[DistributedDataParallel], optimizer: Any, step: int
-) -> Path:
-    """Save the state after `step` steps and delete surplus old checkpoints. All ranks call it.
-
-    Returns:
-        The complete checkpoint.
-    """
-    folder = Path(config.run_dir) / "checkpoints" / f"step_{step:08d}"
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    if dist.get_rank() == 0:
-        for old in (unfinished, folder):
-            shutil.rmtree(old, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    dist.barrier()
-    state, _ = _sharded_state(chunks, optimizer, is_loading=False)
-    dist_checkpointing.save(state, str(unfinished))
-    dist.barrier()
-    if dist.get_rank() == 0:
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one, and complete it."""
+        if self._writing is None:
+            return
+        step, writer = self._writing
+        self._writing = None
         run = {
             "step": step,
-            "consumed_samples": step * config.data.global_batch_size,
+            "consumed_samples": step * self._config.data.global_batch_size,
             "num_ranks": dist.get_world_size(),
-            "model": _model_shape(config),
+            "model": model_shape(self._config),
         }
-        (unfinished / RUN_FILE).write_text(json.dumps(run, indent=2) + "\n")
-        unfinished.rename(folder)
-        for old in _complete(Path(config.run_dir))[: -config.checkpoint.keep]:
-            shutil.rmtree(old)
-    dist.barrier()
-    return folder
+        problem = writer.finish({RUN_FILE: (json.dumps(run, indent=2) + "\n").encode()})
+        if dist.get_rank() == 0 and problem is None:
+            problem = self._put_in_place(step)
+        if problem := tell(problem):
+            self._give_up(step, problem)
+        else:
+            self._newest_step = step
+
+    def saved_at(self, step: int) -> Path | None:
+        """Return the complete checkpoint of this step, if it is the last that this run saved."""
+        return self._folder / _name(step) if step == self._newest_step else None
+
+    def _choose(self) -> Path | None:
+        """Return what to load: all ranks look through a share of each candidate."""
+        damaged: dict[Path, str] = {}
+        while True:
+            checkpoint, damaged = self._candidate(damaged)
+            if checkpoint is None:
+                return None
+            found, foreign = self._look_through(checkpoint)
+            if foreign:
+                _refuse(distrust(checkpoint, foreign[0]))
+            if not found:
+                break
+            damaged[checkpoint] = found[0]
+        if dist.get_rank() == 0 and (warning := fallback_warning(damaged, checkpoint)):
+            logger.warning(warning)
+        return checkpoint
+
+    def _look_through(self, checkpoint: Path) -> tuple[list[str], list[str]]:
+        """Return what all ranks together find damaged, and foreign."""
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        if self._config.checkpoint.verify:
+            names = sorted(read_checksums(checkpoint) or {})
+            if changes := _of_all(find_changes(checkpoint, names[rank::num_ranks])):
+                return changes, []
+        if self._config.checkpoint.trust:
+            return [], []
+        damaged, foreign = look_through_objects(checkpoint, rank, num_ranks)
+        return _of_all(damaged), _of_all(foreign)
+
+    def _candidate(self, damaged: dict[Path, str]) -> tuple[Path | None, dict[Path, str]]:
+        """Return rank 0's choice by files' names and sizes, and the damaged ones before it."""
+        checkpoint, problem = None, None
+        if dist.get_rank() == 0:
+            try:
+                checkpoint = find_checkpoint(self._config, damaged)
+                differences = model_differences(self._config, checkpoint) if checkpoint else []
+                problem = differences[0] if differences else None
+            except ValueError as error:
+                problem = str(error)
+        checkpoint, damaged, problem = tell((checkpoint, damaged, problem))
+        if problem:
+            _refuse(problem)
+        return checkpoint, damaged
+
+    def _unfinished(self, step: int) -> Path:
+        return self._folder / f".{_name(step)}.unfinished"
+
+    def _make_folder(self, step: int) -> str | None:
+        """Make the folder to write into, on rank 0; return why it could not be made."""
+        unfinished = self._unfinished(step)
+        for left in self._folder.glob(".step_*.unfinished"):
+            shutil.rmtree(left, ignore_errors=True)
+        try:
+            unfinished.mkdir(parents=True)
+        except OSError as error:
+            return describe(error, unfinished)
+        return None
+
+    def _put_in_place(self, step: int) -> str | None:
+        """Give the folder its name and delete old ones, on rank 0; return why that failed."""
+        folder = self._folder / _name(step)
+        try:
+            if folder.exists():
+                shutil.rmtree(folder)
+            self._unfinished(step).rename(folder)
+            sync(self._folder)
+        except OSError as error:
+            return describe(error, folder)
+        checkpoints = list_checkpoints(Path(self._config.run_dir))
+        place = checkpoints.index(folder)
+        # Newer ones were passed over as damaged.
+        keep = self._config.checkpoint.keep
+        for old in (*checkpoints[: max(0, place + 1 - keep)], *checkpoints[place + 1 :]):
+            shutil.rmtree(old, ignore_errors=True)
+        return None
+
+    def _give_up(self, step: int, problem: str) -> None:
+        if dist.get_rank() == 0:
+            shutil.rmtree(self._unfinished(step), ignore_errors=True)
+        said = f"the checkpoint of step {step} was not saved: {problem}"
+        if self._config.checkpoint.required:
+            _refuse(f"{said} (checkpoint.required)")
+        if dist.get_rank() == 0:
+            logger.warning("warning: %s; training goes on without it", said)
 
 
-def load_checkpoint(
-    checkpoint: Path, chunks: list[DistributedDataParallel], optimizer: Any
-) -> dict[str, int]:
-    """Load model, optimizer and generators. All ranks call it.
-
-    The generators continue only if the number of ranks is the same as when saving; otherwise they
-    keep their seeds.
-
-    Returns:
-        `step`, `consumed_samples` and `num_ranks` as they were when it was saved.
-    """
-    run = json.loads((checkpoint / RUN_FILE).read_text())
-    with _adam_can_load(optimizer, run["step"]):
-        wanted, optimizer_settings = _sharded_state(chunks, optimizer, is_loading=True)
-        if run["num_ranks"] != dist.get_world_size():
-            del wanted["generators"]
-        state = dist_checkpointing.load(wanted, str(checkpoint))
-        for index, chunk in enumerate(chunks):
-            chunk.module.load_state_dict(state[_model_key(index, chunks)])
-        optimizer.load_state_dict(merge(optimizer_settings, state["optimizer"]))
-    if "generators" in state:
-        generators = state["generators"]
-        torch.set_rng_state(generators["cpu"])
-        torch.cuda.set_rng_state(generators["device"])
-        get_cuda_rng_tracker().set_states(generators["tracker"])
-    return {name: run[name] for name in ("step", "consumed_samples", "num_ranks")}
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
 
 
-def _sharded_state(
-    chunks: list[DistributedDataParallel], optimizer: Any, *, is_loading: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what is stored by logical parameter or rank, and the optimizer's other values.
-
-    The other values are settings and the number of steps, which come from the config and
-    `run.json`. Megatron orders them by parallel sizes, so a checkpoint that held them would only
-    load under equal sizes.
-    """
-    metadata = dict(_METADATA)  # Megatron adds its process groups, which may be others next time.
-    state: dict[str, Any] = {
-        _model_key(index, chunks): chunk.module.sharded_state_dict(metadata=metadata)
-        for index, chunk in enumerate(chunks)
-    }
-    state["optimizer"], optimizer_settings = extract_sharded_base(
-        optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
-    )
-    generators = {
-        "cpu": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(),
-        "tracker": get_cuda_rng_tracker().get_states(),
-    }
-    state["generators"] = ShardedObject(
-        "generators", generators, (dist.get_world_size(),), (dist.get_rank(),)
-    )
-    return state, optimizer_settings
+def _of_all(found: list[str]) -> list[str]:
+    """Return what all ranks found, on all of them."""
+    everything: list[str] = tell(list(chain.from_iterable(gather(found))))
+    return everything
 
 
-@contextmanager
-def _adam_can_load(optimizer: Any, step: int) -> Iterator[None]:
-    """Tell Adam how many steps were made, and help Megatron load into PyTorch's Adam.
-
-    Megatron takes PyTorch's Adam where Transformer Engine and Apex are not installed. Two faults
-    are mended. Megatron loads into existing state, but Adam has state only after a step. The
-    distributed optimizer looks for the state `step` among tensors without it, and gives all
-    parameters one tensor of that name, which each of them would then count up.
-    """
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    pytorch = [part for part in parts if isinstance(part.optimizer, torch.optim.Adam)]
-    for part in parts:
-        for group in part.optimizer.param_groups:
-            if part not in pytorch:
-                group["step"] = step
-                continue
-            for parameter in group["params"]:
-                part.optimizer.state[parameter] = {
-                    "step": torch.tensor(float(step)),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-    sharded = [part for part in pytorch if hasattr(part, "_set_main_param_and_optimizer_states")]
-    for part in sharded:
-        part._set_main_param_and_optimizer_states = partial(_set_state_but_step, part)
-    yield
-    for part in sharded:
-        del part._set_main_param_and_optimizer_states
-    for part in pytorch:
-        for state in part.optimizer.state.values():
-            state["step"] = state["step"].clone()
-
-
-def _set_state_but_step(
-    part: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]
-) -> None:
-    group_idx, order = part.model_param_group_index_map[model_param]
-    main_param = part.optimizer.param_groups[group_idx]["params"][order]
-    kept = {"step": part.optimizer.state[main_param]["step"]}
-    type(part)._set_main_param_and_optimizer_states(part, model_param, tensors | kept)
-
-
-def _model_key(index: int, chunks: list[DistributedDataParallel]) -> str:
-    return f"model{index}" if len(chunks) > 1 else "model"
-
-
-def _model_shape(config: TrainConfig) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in asdict(config.model).items()
-        if name not in _FREE_MODEL_FIELDS
-    }
-
-
-def _complete(run_dir: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
-    return sorted(file.parent for file in run_dir.glob(f"checkpoints/step_*/{RUN_FILE}"))
+def _refuse(problem: str) -> NoReturn:
+    """End the run on all ranks, after rank 0 has said why."""
+    if dist.get_rank() == 0:
+        logger.error("error: %s", problem)
+    dist.barrier()  # A rank that ends early would have the launcher end the one that speaks.
+    raise SystemExit(1)

@@ -34,7 +34,7 @@ from megatron_ext.telemetry.routes import ROUTES_FOLDER, RouteRecorder
 from megatron_ext.telemetry.step_files import StepFiles
 from megatron_ext.telemetry.trace import TraceWriter
 from megatron_ext.trainer import build
-from megatron_ext.trainer.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from megatron_ext.trainer.checkpoint import Checkpoints
 from megatron_ext.trainer.progress import TrainingProgress
 from megatron_ext.trainer.run_log import RunLog
 from megatron_ext.trainer.signals import Stopped, StopRequest
@@ -61,13 +61,10 @@ class Training:
         manifest = Manifest.load(config.data.path)
         self.chunks = build.build_model(config, manifest.vocab_size)
         self.optimizer = build.build_optimizer(config, self.chunks)
-        self.step = 0
         self.stop = StopRequest()
-        checkpoint = find_checkpoint(config)
-        if checkpoint:
-            heartbeat.note("load")
-            self.step = load_checkpoint(checkpoint, self.chunks, self.optimizer)["step"]
-            logger.info("continuing from %s", checkpoint)
+        self.checkpoints = Checkpoints(config, self.chunks, self.optimizer)
+        heartbeat.note("load")
+        self.step = self.checkpoints.load_newest()
         self.scheduler = build.build_scheduler(config, self.optimizer, self.step)
         self.recorder = LoadRecorder(
             build.moe_layers(self.chunks), parallel_state.get_expert_model_parallel_group()
@@ -111,15 +108,15 @@ class Training:
                 if log and display:
                     log.write(metrics)
                     display.show(metrics)
-                saved = None
-                if _is_due(self.step, every) or (self.stop.agreed and every):
-                    heartbeat.note("save")
-                    check_agreement(self.chunks)
-                    with build.whole_parameters(config, self.chunks):
-                        saved = save_checkpoint(config, self.chunks, self.optimizer, self.step)
+                self.checkpoints.poll()
+                if every and (self.step % every == 0 or self.stop.agreed):
+                    self._save()
                 if self.stop.agreed:
+                    self.checkpoints.finish()
+                    saved = self.checkpoints.saved_at(self.step)
                     raise Stopped(self.stop.agreed, self.step, saved)
             check_agreement(self.chunks)
+            self.checkpoints.finish()
 
     def train_step(self) -> dict[str, Any]:
         """Do one optimizer step on the next global batch.
@@ -170,6 +167,13 @@ class Training:
             **_prediction_metrics(self.config, loads),
             **_measured_costs(self.chunks),
         }
+
+    def _save(self) -> None:
+        """Save a checkpoint of this step; a state from plans that differed would be wrong."""
+        heartbeat.note("save")
+        check_agreement(self.chunks)
+        with build.whole_parameters(self.config, self.chunks):
+            self.checkpoints.save(self.step)
 
     def close(self) -> None:
         """Write everything not yet written, also after an error."""

@@ -265,11 +265,11 @@ def _check_run_dir(config: TrainConfig) -> list[str]:
 
 
 def _check_checkpoint(config: TrainConfig) -> list[str]:
-    from megatron_ext.trainer.checkpoint import find_checkpoint, model_differences
+    from megatron_ext.trainer.checkpoint_choice import find_checkpoint, model_differences
 
     try:
-        checkpoint = find_checkpoint(config)
-    except FileNotFoundError as error:
+        checkpoint = find_checkpoint(config, {})
+    except ValueError as error:
         return [str(error)]
     return model_differences(config, checkpoint) if checkpoint else []
 

@@ -6,9 +6,11 @@ Every recipe of the repository composes and passes the same checks.
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_ext import BalanceConfig
 from megatron_ext.config import ConfigError, TrainConfig
@@ -200,6 +202,8 @@ def test_checkpoint_of_another_model(
     folder = tmp_path / "checkpoints" / "step_00000004"
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"step": 4, "model": {"hidden_size": 64}}))
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
     with pytest.raises(SystemExit) as exit_info:
         main(overrides(data, tmp_path))
     assert exit_info.value.code == 2

@@ -1,0 +1,367 @@
+"""A checkpoint as files: whether they are all there, whole, unchanged, and whose they are.
+
+A checkpoint of a run has `run.json` and `checksums.json` beside Megatron's files: `metadata.json`,
+the table of contents `.metadata`, `common.pt`, and the tensors and objects in `*.distcp`.
+Checkpoints that another program wrote have no checksums; of them the sizes are compared with the
+table of contents.
+
+Problems are said in a line each, which begins with the name of the file.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from checkpoints_tools.pickles import ForeignClassError, read_object, read_table
+
+RUN_FILE = "run.json"
+CHECKSUMS_FILE = "checksums.json"
+TABLE_FILE = ".metadata"
+KIND_FILE = "metadata.json"
+COMMON_FILE = "common.pt"
+
+_FORMAT = "torch_dist"
+# Written with the data, it must cost next to nothing: a seventh of the time of a CRC.
+_ALGORITHM = "xxh3_128"
+_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Checksum:
+    """What is known of a file's bytes.
+
+    Attributes:
+        num_bytes: Its size.
+        digest: XXH3 of 128 bits, in hexadecimal. It notices accidents; it is no signature.
+    """
+
+    num_bytes: int
+    digest: str
+
+
+class Hasher:
+    """The checksum of bytes that come one after another."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_128()
+        self._num_bytes = 0
+
+    def add(self, data: memoryview | bytes) -> None:
+        """Add the next bytes."""
+        self._hash.update(data)
+        self._num_bytes += len(data) if isinstance(data, bytes) else data.nbytes
+
+    def checksum(self) -> Checksum:
+        """Return the checksum of the bytes so far."""
+        return Checksum(self._num_bytes, self._hash.hexdigest())
+
+
+def hash_file(path: Path) -> Checksum:
+    """Return a file's checksum; reads it piece by piece."""
+    hasher, buffer = Hasher(), memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while length := file.readinto(buffer):
+            hasher.add(buffer[:length])
+    return hasher.checksum()
+
+
+def write_checksums(folder: Path, checksums: Mapping[str, Checksum]) -> None:
+    """Write a checkpoint's checksums, by name of file."""
+    files = {
+        name: {"bytes": checksums[name].num_bytes, "hash": checksums[name].digest}
+        for name in sorted(checksums)
+    }
+    text = json.dumps({"algorithm": _ALGORITHM, "files": files}, indent=1)
+    (folder / CHECKSUMS_FILE).write_text(text + "\n")
+
+
+def read_checksums(folder: Path) -> dict[str, Checksum] | None:
+    """Return a checkpoint's checksums by name of file; None if it has none.
+
+    Raises:
+        ValueError: They are damaged, or of another kind.
+    """
+    if not (folder / CHECKSUMS_FILE).exists():
+        return None
+    content = _read_json(folder / CHECKSUMS_FILE)
+    try:
+        if content["algorithm"] != _ALGORITHM:
+            raise ValueError(
+                f"{CHECKSUMS_FILE} has checksums {content['algorithm']!r}, not {_ALGORITHM}"
+            )
+        return {
+            name: Checksum(int(entry["bytes"]), str(entry["hash"]))
+            for name, entry in content["files"].items()
+        }
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{CHECKSUMS_FILE} is damaged: no {error}") from None
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """Return what `run.json` says: step, position in the data, shape of the model.
+
+    Raises:
+        ValueError: It is missing or damaged.
+    """
+    run = _read_json(folder / RUN_FILE)
+    if not isinstance(run.get("step"), int):
+        raise ValueError(f"{RUN_FILE} is damaged: it has no step")
+    return run
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the folders of a run's checkpoints, whole or damaged, oldest first."""
+    return sorted(
+        (folder for folder in run_dir.glob("checkpoints/step_*") if folder.is_dir()),
+        key=lambda folder: (len(folder.name), folder.name),
+    )
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder has a file that only checkpoints have."""
+    return any(
+        (folder / name).is_file() for name in (KIND_FILE, TABLE_FILE, RUN_FILE, CHECKSUMS_FILE)
+    )
+
+
+def sync(path: Path) -> None:
+    """Have a file, or a folder's names, written to the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def find_damage(folder: Path) -> list[str]:
+    """Return what is missing, empty, cut off or unreadable; contents are not compared."""
+    try:
+        recorded = read_checksums(folder) or {}
+    except ValueError as error:
+        return [str(error)]
+    needed = {KIND_FILE: None, TABLE_FILE: None}
+    sizes = needed | {name: checksum.num_bytes for name, checksum in recorded.items()}
+    damage = [problem for name, size in sizes.items() if (problem := _damage(folder / name, size))]
+    if damage:
+        return damage
+    try:
+        kind = _read_json(folder / KIND_FILE)
+        if (folder / RUN_FILE).exists():
+            read_run(folder)
+        table = read_table(folder / TABLE_FILE)
+    except ForeignClassError:
+        return []  # Not damaged, but not to be trusted: see `find_foreign_classes`.
+    except ValueError as error:
+        return [str(error)]
+    # Other formats have other files, and Megatron would read them in other ways.
+    if kind.get("sharded_backend") != _FORMAT:
+        return [f"{KIND_FILE} names the format {kind.get('sharded_backend')!r}, not {_FORMAT}"]
+    ends = _ends(table)
+    # Megatron-Core before 0.19 keeps what is no tensor there, and says so.
+    if "common_backend" in kind:
+        ends |= {COMMON_FILE: 1}
+    return [
+        problem
+        for name, end in sorted(ends.items())
+        if (problem := _damage(folder / name, end, may_be_longer=True))
+    ]
+
+
+def find_changes(folder: Path, names: Collection[str] | None = None) -> list[str]:
+    """Return the files whose contents are not what was written.
+
+    Args:
+        folder: A checkpoint without damage. One without checksums has no known changes.
+        names: Files to look at; by default all that have checksums.
+    """
+    recorded = read_checksums(folder) or {}
+    changes = []
+    for name in sorted(recorded if names is None else names):
+        try:
+            if hash_file(folder / name) != recorded[name]:
+                changes.append(f"{name} was changed: its checksum is another")
+        except OSError as error:
+            changes.append(f"{name} cannot be read: {error.strerror}")
+    return changes
+
+
+def find_other_owners(folder: Path) -> list[str]:
+    """Return the files that neither this user nor root owns, and the folder if it is such."""
+    trusted = {0, os.geteuid()}
+    return [
+        f"{path.name} belongs to another user ({owner})"
+        for path in (folder, *sorted(folder.iterdir()))
+        if (owner := path.stat().st_uid) not in trusted
+    ]
+
+
+def find_foreign_classes(folder: Path) -> list[str]:
+    """Return whether the table of contents names what a table does not need."""
+    try:
+        read_table(folder / TABLE_FILE)
+    except ForeignClassError as error:
+        return [str(error)]
+    return []
+
+
+def look_through_objects(
+    folder: Path, part: int = 0, num_parts: int = 1
+) -> tuple[list[str], list[str]]:
+    """Read what is stored beside tensors, as loading would, but without running what is in it.
+
+    Args:
+        folder: A checkpoint without damage.
+        part: Which share of the objects to look through, of `num_parts`.
+        num_parts: Shares that there are.
+
+    Returns:
+        Objects that cannot be read, and objects that name foreign classes. The table of contents
+        counts as the first of all shares.
+    """
+    damaged: list[str] = []
+    if foreign := find_foreign_classes(folder):
+        return damaged, foreign
+    for where, data in _objects(folder, part, num_parts):
+        try:
+            read_object(data)
+        except ForeignClassError as error:
+            foreign.append(f"{where} {error}")
+        except ValueError as error:
+            damaged.append(f"{where} {error}")
+    return damaged, foreign
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What `verify` found.
+
+    Attributes:
+        folder: The checkpoint.
+        num_files: Files that are as their checksums say; 0 if the checkpoint has no checksums.
+        num_bytes: Their sizes together.
+        problems: What is wrong, a line each.
+    """
+
+    folder: Path
+    num_files: int
+    num_bytes: int
+    problems: list[str]
+
+
+def verify(path: str | Path) -> Verdict:
+    """Look for everything that is wrong with a checkpoint's files. Nothing in them is run.
+
+    Args:
+        path: A checkpoint, a folder of checkpoints, or a run directory. From a folder the
+            checkpoint with the highest number is taken.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint.
+    """
+    folder = newest_of(Path(path))
+    if damage := find_damage(folder):
+        return Verdict(folder=folder, num_files=0, num_bytes=0, problems=damage)
+    checksums = read_checksums(folder) or {}
+    changes = find_changes(folder)
+    unreadable, foreign = look_through_objects(folder)
+    return Verdict(
+        folder=folder,
+        num_files=len(checksums) - len(changes),
+        num_bytes=sum(checksum.num_bytes for checksum in checksums.values()),
+        problems=(changes or unreadable) + foreign,
+    )
+
+
+def stored_bytes(folder: Path, stored: Any) -> io.BytesIO:
+    """Return the bytes of an entry of a table's `storage_data`."""
+    with (folder / stored.relative_path).open("rb") as file:
+        file.seek(stored.offset)
+        return io.BytesIO(file.read(stored.length))
+
+
+def _objects(folder: Path, part: int, num_parts: int) -> Iterator[tuple[str, io.BytesIO]]:
+    """Yield a share of what loading would unpickle, and where it lies."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    if part == 0 and (folder / COMMON_FILE).is_file():
+        yield COMMON_FILE, io.BytesIO((folder / COMMON_FILE).read_bytes())
+    table = read_table(folder / TABLE_FILE)
+    # By what a reader would do: what the table does not call a tensor is unpickled.
+    objects = [
+        (index, stored)
+        for index, stored in table.storage_data.items()
+        if isinstance(table.state_dict_metadata.get(index.fqn), BytesStorageMetadata)
+    ]
+    for index, stored in objects[part::num_parts]:
+        yield f"{stored.relative_path}: {index.fqn}", stored_bytes(folder, stored)
+
+
+def _ends(table: Any) -> dict[str, int]:
+    """Return how far each file is read, in bytes."""
+    ends: dict[str, int] = {}
+    for stored in table.storage_data.values():
+        end = stored.offset + stored.length
+        ends[stored.relative_path] = max(end, ends.get(stored.relative_path, 0))
+    return ends
+
+
+def _damage(path: Path, size: int | None, *, may_be_longer: bool = False) -> str | None:
+    """Return what is wrong with a file by its size; None if nothing is."""
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror}"
+    if not os.access(path, os.R_OK):
+        return f"{path.name} cannot be read: no permission"
+    if found == 0 and size != 0:
+        return f"{path.name} is empty"
+    if size is not None and (found < size or (found > size and not may_be_longer)):
+        return f"{path.name} has {found} bytes, not {size}"
+    return None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path.name} is missing") from None
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        said = "is empty" if path.stat().st_size == 0 else f"is cut off or damaged ({error})"
+        raise ValueError(f"{path.name} {said}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} is damaged: it holds no JSON object")
+    return content
+
+
+def newest_of(path: Path) -> Path:
+    """Return the checkpoint that `path` means: itself, or the newest in a folder or run.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is not a folder")
+    if is_checkpoint(path):
+        return path
+    parent = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    numbered = [
+        (int(number[0]), folder)
+        for folder in parent.iterdir()
+        if (number := re.search(r"\d+$", folder.name)) and is_checkpoint(folder)
+    ]
+    if not numbered:
+        raise FileNotFoundError(f"no Megatron checkpoint in {path}: no folder with a {KIND_FILE}")
+    return max(numbered)[1]

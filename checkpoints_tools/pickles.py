@@ -1,0 +1,101 @@
+"""Pickles read without running what is in them.
+
+A pickle may name any function and have it called. Here it may name only the classes that a
+checkpoint needs; another one is refused by its name before anything is made of it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any, BinaryIO
+
+_CLASSES = {
+    "collections": {"OrderedDict"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.planner": {
+        *("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+    },
+}
+"""What a table of contents is made of, by module; the names of dtypes are allowed besides."""
+
+
+class ForeignClassError(ValueError):
+    """A pickle names a class or function that a checkpoint does not need."""
+
+
+class _TableUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        import torch
+
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        if name not in _CLASSES.get(module, ()):
+            raise ForeignClassError(f"names {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
+
+
+def read_table(file: Path) -> Any:
+    """Read a checkpoint's table of contents, torch's `Metadata`.
+
+    Args:
+        file: The checkpoint's `.metadata`.
+
+    Raises:
+        ForeignClassError: It names a class that a table does not need.
+        ValueError: It is cut off or damaged.
+    """
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    with file.open("rb") as stream:
+        try:
+            table = _TableUnpickler(stream).load()
+        except ForeignClassError as error:
+            raise ForeignClassError(f"{file.name} {error}") from None
+        # A damaged pickle can call its classes with anything, so anything can be raised.
+        except Exception as error:
+            raise ValueError(f"{file.name} is cut off or damaged ({_one_line(error)})") from error
+    if not isinstance(table, Metadata) or not isinstance(table.storage_data, dict):
+        raise ValueError(f"{file.name} is no table of contents of a checkpoint")
+    return table
+
+
+def read_object(stream: BinaryIO) -> Any:
+    """Read what `torch.save` wrote, if it is made of tensors and plain values.
+
+    Raises:
+        ForeignClassError: It names other classes.
+        ValueError: It is cut off or damaged.
+    """
+    import torch
+
+    try:
+        return torch.load(stream, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise ForeignClassError(_foreign_classes(stream)) from None
+    except Exception as error:
+        raise ValueError(f"is cut off or damaged ({_one_line(error)})") from error
+
+
+def _foreign_classes(stream: BinaryIO) -> str:
+    from torch.serialization import get_unsafe_globals_in_checkpoint
+
+    stream.seek(0)
+    try:
+        names = sorted(get_unsafe_globals_in_checkpoint(stream))
+    except Exception:  # It lists the names of well-formed files only.
+        names = []
+    if names:
+        return f"names {', '.join(names)}, which no checkpoint needs"
+    return "is a pickle that holds more than tensors and plain values"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

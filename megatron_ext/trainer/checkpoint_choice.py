@@ -1,0 +1,106 @@
+"""Which checkpoint a run starts from, known from its files alone: no ranks, no Megatron."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from checkpoints_tools.folder import (
+    RUN_FILE,
+    find_damage,
+    find_foreign_classes,
+    find_other_owners,
+    list_checkpoints,
+    read_run,
+)
+from megatron_ext.config import TrainConfig
+
+_FREE_MODEL_FIELDS = ("experts", "precision", "aux_loss")
+"""Fields of the section `model` that may change between saving and loading."""
+
+
+def find_checkpoint(config: TrainConfig, damaged: dict[Path, str]) -> Path | None:
+    """Return the checkpoint that the run starts from: its own newest, `checkpoint.load`, or None.
+
+    A damaged one is passed over if `checkpoint.fallback` allows it.
+
+    Args:
+        config: The run.
+        damaged: Checkpoints that are known to be damaged, and how. Those that are found to be are
+            added.
+
+    Raises:
+        ValueError: There are checkpoints, but none that may be loaded. The message is one line.
+    """
+    own = list_checkpoints(Path(config.run_dir))
+    if not own and config.checkpoint.load is None:
+        return None
+    load = Path(config.checkpoint.load or "")
+    for folder in reversed(own) if own else [load]:
+        if folder not in damaged and (problem := _damage(folder)):
+            damaged[folder] = problem
+        if folder not in damaged:
+            _check_trust(config, folder)
+            return folder
+        if own and not config.checkpoint.fallback:
+            raise ValueError(
+                f"checkpoint {folder} is damaged: {damaged[folder]}; an older one is used only "
+                "with checkpoint.fallback=true"
+            )
+    if not own:
+        raise ValueError(f"checkpoint.load ({load}) is not a complete checkpoint: {damaged[load]}")
+    raise ValueError(
+        f"none of the checkpoints of {config.run_dir} is whole, the newest: {own[-1]}: "
+        f"{damaged[own[-1]]}; without that folder the run would begin anew"
+    )
+
+
+def fallback_warning(damaged: dict[Path, str], checkpoint: Path) -> str | None:
+    """Return the line that says why `checkpoint` is loaded; None if it is the newest."""
+    if not damaged:
+        return None
+    said = "; ".join(f"checkpoint {folder} is damaged: {why}" for folder, why in damaged.items())
+    return f"warning: {said}; continuing from {checkpoint}"
+
+
+def distrust(checkpoint: Path, problem: str) -> str:
+    """Return the line that refuses a checkpoint which may hold code."""
+    return (
+        f"checkpoint {checkpoint}: {problem}; loading it may run code that is in it, and needs "
+        "checkpoint.trust=true"
+    )
+
+
+def model_differences(config: TrainConfig, checkpoint: Path) -> list[str]:
+    """Return the differences between the checkpoint's model and the run's, one line each."""
+    saved = read_run(checkpoint).get("model", {})
+    return [
+        f"model.{name} ({value}) must be {saved.get(name)}, as in the checkpoint {checkpoint}"
+        for name, value in model_shape(config).items()
+        if saved.get(name) != value
+    ]
+
+
+def model_shape(config: TrainConfig) -> dict[str, Any]:
+    """Return what a checkpoint's model must have in common with the run's."""
+    return {
+        name: value
+        for name, value in asdict(config.model).items()
+        if name not in _FREE_MODEL_FIELDS
+    }
+
+
+def _damage(folder: Path) -> str | None:
+    if not folder.is_dir():
+        return "there is no such folder"
+    if not (folder / RUN_FILE).exists():
+        return f"{RUN_FILE} is missing"
+    return next(iter(find_damage(folder)), None)
+
+
+def _check_trust(config: TrainConfig, folder: Path) -> None:
+    if config.checkpoint.trust:
+        return
+    if problems := find_other_owners(folder) + find_foreign_classes(folder):
+        raise ValueError(distrust(folder, problems[0]))

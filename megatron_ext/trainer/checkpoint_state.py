@@ -1,0 +1,132 @@
+"""What a checkpoint holds of a run: model, optimizer and generators, by logical parameter or rank.
+
+Nothing here depends on how the state is cut into files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import merge
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+_METADATA = {
+    # Optimizer state by parameter, not by data-parallel shard: readable under other parallel sizes.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def sharded_state(
+    chunks: list[DistributedDataParallel], optimizer: Any, *, is_loading: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what is stored by logical parameter or rank, and the optimizer's other values.
+
+    The other values are settings and the number of steps, which come from the config and
+    `run.json`. Megatron orders them by parallel sizes, so a checkpoint that held them would only
+    load under equal sizes.
+    """
+    metadata = dict(_METADATA)  # Megatron adds its process groups, which may be others next time.
+    state: dict[str, Any] = {
+        _model_key(index, chunks): chunk.module.sharded_state_dict(metadata=metadata)
+        for index, chunk in enumerate(chunks)
+    }
+    state["optimizer"], optimizer_settings = extract_sharded_base(
+        optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+    )
+    generators = {
+        "cpu": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+    state["generators"] = ShardedObject(
+        "generators", generators, (dist.get_world_size(),), (dist.get_rank(),)
+    )
+    return state, optimizer_settings
+
+
+def load_state(
+    chunks: list[DistributedDataParallel],
+    optimizer: Any,
+    run: dict[str, Any],
+    read: Callable[[dict[str, Any]], dict[str, Any]],
+) -> None:
+    """Put what a checkpoint holds into model, optimizer and generators.
+
+    The generators continue only if the number of ranks is the same as when saving; otherwise they
+    keep their seeds.
+
+    Args:
+        chunks: The model's.
+        optimizer: Megatron's.
+        run: `run.json` of the checkpoint.
+        read: Fills the sharded state that it is given from the checkpoint's files.
+    """
+    with _adam_can_load(optimizer, run["step"]):
+        wanted, optimizer_settings = sharded_state(chunks, optimizer, is_loading=True)
+        if run["num_ranks"] != dist.get_world_size():
+            del wanted["generators"]
+        state = read(wanted)
+        for index, chunk in enumerate(chunks):
+            chunk.module.load_state_dict(state[_model_key(index, chunks)])
+        optimizer.load_state_dict(merge(optimizer_settings, state["optimizer"]))
+    if "generators" in state:
+        generators = state["generators"]
+        torch.set_rng_state(generators["cpu"])
+        torch.cuda.set_rng_state(generators["device"])
+        get_cuda_rng_tracker().set_states(generators["tracker"])
+
+
+@contextmanager
+def _adam_can_load(optimizer: Any, step: int) -> Iterator[None]:
+    """Tell Adam how many steps were made, and help Megatron load into PyTorch's Adam.
+
+    Megatron takes PyTorch's Adam where Transformer Engine and Apex are not installed. Two faults
+    are mended. Megatron loads into existing state, but Adam has state only after a step. The
+    distributed optimizer looks for the state `step` among tensors without it, and gives all
+    parameters one tensor of that name, which each of them would then count up.
+    """
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    pytorch = [part for part in parts if isinstance(part.optimizer, torch.optim.Adam)]
+    for part in parts:
+        for group in part.optimizer.param_groups:
+            if part not in pytorch:
+                group["step"] = step
+                continue
+            for parameter in group["params"]:
+                part.optimizer.state[parameter] = {
+                    "step": torch.tensor(float(step)),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+    sharded = [part for part in pytorch if hasattr(part, "_set_main_param_and_optimizer_states")]
+    for part in sharded:
+        part._set_main_param_and_optimizer_states = partial(_set_state_but_step, part)
+    yield
+    for part in sharded:
+        del part._set_main_param_and_optimizer_states
+    for part in pytorch:
+        for state in part.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+
+def _set_state_but_step(
+    part: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]
+) -> None:
+    group_idx, order = part.model_param_group_index_map[model_param]
+    main_param = part.optimizer.param_groups[group_idx]["params"][order]
+    kept = {"step": part.optimizer.state[main_param]["step"]}
+    type(part)._set_main_param_and_optimizer_states(part, model_param, tensors | kept)
+
+
+def _model_key(index: int, chunks: list[DistributedDataParallel]) -> str:
+    return f"model{index}" if len(chunks) > 1 else "model"

@@ -1,0 +1,248 @@
+"""How a checkpoint becomes files: by Megatron's plan of who writes what, in this process.
+
+Megatron plans, cuts the state into items and writes each of them. Around that stand here: threads
+in place of its writer processes and of the process that it collects their results with, so that
+nothing outlives a rank; checksums, taken while the bytes pass; and an agreement of all ranks
+wherever one of them may fail. All of Megatron's own collectives are over before the first byte is
+written, so no rank waits in one for a rank that failed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import queue
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+from checkpoints_tools.folder import (
+    CHECKSUMS_FILE,
+    COMMON_FILE,
+    Checksum,
+    Hasher,
+    hash_file,
+    sync,
+    write_checksums,
+)
+
+_BYTES_AROUND = 1500
+"""What `torch.save` puts around a tensor or object, in bytes: an upper bound for small ones."""
+
+
+@dataclass
+class _Written:
+    """What a rank has written, or why not."""
+
+    results: list[Any] = field(default_factory=list)
+    checksums: dict[str, Checksum] = field(default_factory=dict)
+    error: str | None = None
+
+
+class CheckpointWriter:
+    """A checkpoint on its way into a folder. Made on all ranks, and then `finish`ed by all.
+
+    Args:
+        state: Megatron's sharded state dict.
+        folder: An empty folder that all ranks see. Its files are complete after `finish`.
+        in_background: Write beside the caller, from a copy of the state.
+    """
+
+    def __init__(self, state: dict[str, Any], folder: Path, *, in_background: bool) -> None:
+        self._folder = folder
+        sharded, self._common = save_preprocess(state)
+        self._plan = _Plan("torch_dist", 1)
+        self._plan.make(sharded, folder)
+        self._written = _Written(error=self._lack_of_room())
+        self._thread = threading.Thread(target=self._write, name="checkpoint")
+        if self._written.error:
+            return
+        self._buckets = self._plan.buckets(copy=in_background)
+        if in_background:
+            self._thread.start()
+        else:
+            self._write()
+
+    def is_written(self) -> bool:
+        """Whether this rank has written its part. Says nothing about the others."""
+        return not self._thread.is_alive()
+
+    def finish(self, others: dict[str, bytes]) -> str | None:
+        """Wait for all ranks' parts, then write what there is once. All ranks call it.
+
+        Args:
+            others: Contents of files to add, by name.
+
+        Returns:
+            Why the checkpoint could not be written, the same on all ranks; None if it was.
+        """
+        if self._thread.ident is not None:
+            self._thread.join()
+        everyone = gather(self._written)
+        problem = None
+        if dist.get_rank() == 0:
+            problem = next((one.error for one in everyone if one.error), None)
+        if dist.get_rank() == 0 and problem is None:
+            try:
+                self._write_once(everyone, others)
+            except (OSError, RuntimeError) as error:
+                problem = describe(error, self._folder)
+        return tell(problem)
+
+    def _lack_of_room(self) -> str | None:
+        """Return what is missing if the disk has no room for all ranks' parts; the same on all."""
+        needed = sum(gather(self._plan.num_bytes()))
+        problem = None
+        if dist.get_rank() == 0:
+            free = shutil.disk_usage(self._folder).free
+            if free < needed:
+                problem = (
+                    f"{self._folder.parent} has {free:,} bytes free, the checkpoint needs "
+                    f"{needed:,}"
+                )
+        return tell(problem)
+
+    def _write(self) -> None:
+        """Write this rank's files, at the same time if there are several."""
+        with ThreadPoolExecutor(max(1, len(self._buckets))) as pool:
+            parts = list(pool.map(_write_file, self._buckets))
+        for name, checksum, outcome in parts:
+            if isinstance(outcome, Exception):
+                self._written.error = describe(outcome, self._folder / name)
+            else:
+                self._written.results += outcome
+                self._written.checksums[name] = checksum
+        self._buckets = []
+
+    def _write_once(self, everyone: list[_Written], others: dict[str, bytes]) -> None:
+        """Write the table of contents, the small files, and the checksums of all."""
+        self._plan.writer.finish(self._plan.table, [one.results for one in everyone])
+        # Megatron-Core 0.16 asks for it, and 0.19 reads it: each can load what the other saved.
+        torch.save(self._common, self._folder / COMMON_FILE)
+        save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
+        for name, content in others.items():
+            (self._folder / name).write_bytes(content)
+        checksums = {name: checksum for one in everyone for name, checksum in one.checksums.items()}
+        once = [path for path in self._folder.iterdir() if path.name not in checksums]
+        write_checksums(self._folder, checksums | {path.name: hash_file(path) for path in once})
+        for path in (*once, self._folder / CHECKSUMS_FILE, self._folder):
+            sync(path)
+
+
+class _Plan(TorchDistSaveShardedStrategy):
+    """Megatron's plan, stopped where Megatron would write."""
+
+    writer: Any
+    """Megatron's writer, with the items of this rank."""
+    table: Any
+    """The table of contents without places in files, on rank 0."""
+
+    def make(self, sharded: dict[str, Any], folder: Path) -> None:
+        # Where it finds none, Megatron starts a process that keeps results; none are put here.
+        filesystem_async._results_queue = queue.SimpleQueue()
+        # 0.19 has a second implementation, of another package.
+        newer = "async_strategy" in inspect.signature(self.async_save).parameters
+        self.async_save(sharded, str(folder), **({"async_strategy": "mcore"} if newer else {}))
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any, *_: Any) -> None:
+        self.writer, self.table = writer, planned[1]
+
+    def num_bytes(self) -> int:
+        """Return how much this rank will write, about, in bytes."""
+        pairs = [pair for _, _, pair in self.writer.write_buckets]
+        objects = [data.getbuffer().nbytes for pair in pairs for _, data in pair[0]]
+        tensors = [tensor.nbytes for pair in pairs for _, tensor in pair[1]]
+        return sum(objects) + sum(tensors) + _BYTES_AROUND * (len(objects) + len(tensors))
+
+    def buckets(self, *, copy: bool) -> list[Any]:
+        """Return what goes into each file, with tensors on the CPU."""
+        given = self.writer.write_buckets
+        buckets: list[Any] = self.writer.preload_tensors(given, non_blocking=True)
+        if not copy:
+            return buckets
+        return [
+            (path, name, (objects, [_copied(*pair) for pair in zip(here, there, strict=True)]))
+            for (path, name, (objects, here)), (_, _, (_, there)) in zip(
+                buckets, given, strict=True
+            )
+        ]
+
+
+def gather(mine: Any) -> list[Any]:
+    """Return every rank's value on rank 0, nothing on the others. All ranks call it."""
+    everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, everyone)
+    return everyone or []
+
+
+def tell(value: Any) -> Any:
+    """Return rank 0's value on all ranks. All ranks call it."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def describe(error: BaseException, path: Path) -> str:
+    """Return an error of writing in one line: the path, and what the system said.
+
+    Torch's writer fails once more when it closes a file that it could not write, and says less.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return f"{path}: {' '.join(str(error).split())}"
+    free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
+    return f"{cause.filename or path}: {cause.strerror} ({free:,} bytes free)"
+
+
+class _HashedStream:
+    """Megatron's hook for what passes into a file: hands it on, and adds it to a checksum."""
+
+    def __init__(self) -> None:
+        self.hasher = Hasher()
+        self._file: BinaryIO
+
+    def transform_save_stream(self, item: Any, file: BinaryIO) -> tuple[_HashedStream, list[str]]:
+        self._file = file
+        return self, []  # No name of a transformation: the bytes are the same.
+
+    def write(self, data: memoryview) -> int:
+        self.hasher.add(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        """Torch closes it after each item; the file goes on."""
+        self._file.flush()
+
+
+def _write_file(bucket: Any) -> tuple[str, Checksum, list[Any] | Exception]:
+    """Write one file and sync it; return its name, checksum, and Megatron's results or an error."""
+    stream = _HashedStream()
+    # Megatron's function tells two queues, as it may run in a process.
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    running: queue.Queue[None] = queue.Queue()
+    running.put(None)
+    filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+        [stream], 0, bucket, results, running, True
+    )
+    _, outcome = results.get()
+    return bucket[1], stream.hasher.checksum(), outcome
+
+
+def _copied(here: Any, there: Any) -> Any:
+    """Return an item with a tensor that the next step does not change."""
+    item, tensor = here
+    return item, tensor.clone() if tensor is there[1] else tensor

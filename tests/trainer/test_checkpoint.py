@@ -1,0 +1,455 @@
+"""Checkpoints that were damaged, cannot be written, or are written beside the training.
+
+Runs are compared exactly with one that was never disturbed. Ranks are kept processes (layer 2);
+what is killed is a process of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from checkpoints_tools import read_contents, verify
+from checkpoints_tools.folder import find_damage
+from megatron_ext.config import ConfigError
+from megatron_ext.trainer.run_log import read_metrics
+from megatron_ext.trainer.train import load_config
+from megatron_ext.trainer.validate import validate
+from tests.cli.command import run as run_command
+from tests.ranks import run_ranks
+from tests.trainer.dataset import overrides
+from tests.trainer.test_run import _losses, _train
+
+NEWEST, OLDER = "step_00000006", "step_00000004"
+
+
+class Said(logging.Handler):
+    """Keeps what this project's loggers say, from warnings on."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _train_and_listen(rank: int, arguments: list[str]) -> tuple[list[str], int]:
+    """Train; return the warnings and errors of this rank, and its exit status."""
+    said, package = Said(), logging.getLogger("megatron_ext")
+    package.addHandler(said)
+    try:
+        _train(rank, arguments)
+    except SystemExit as stop:
+        return said.lines, int(stop.code)
+    finally:
+        package.removeHandler(said)
+    return said.lines, 0
+
+
+# What happens to a file of the newest checkpoint, and what is said of it.
+
+
+def _cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def _flip(file: Path) -> None:
+    """Flip a bit every 2 kB, all over the file."""
+    content = bytearray(file.read_bytes())
+    for place in range(1000, len(content), 2000):
+        content[place] ^= 1
+    file.write_bytes(content)
+
+
+def _empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+DAMAGES = {
+    "a cut shard": ("__1_0.distcp", _cut, r"__1_0\.distcp has \d+ bytes, not \d+"),
+    "a lost shard": ("__1_0.distcp", Path.unlink, r"__1_0\.distcp is missing"),
+    "a lost table": (".metadata", Path.unlink, r"\.metadata is missing"),
+    "an empty table": (".metadata", _empty, r"\.metadata is empty"),
+    "a lost kind": ("metadata.json", Path.unlink, r"metadata\.json is missing"),
+    "a lost common state": ("common.pt", Path.unlink, r"common\.pt is missing"),
+    "an empty run.json": ("run.json", _empty, r"run\.json is empty"),
+    "a torn run.json": ("run.json", _cut, r"run\.json has \d+ bytes, not \d+"),
+    "a lost run.json": ("run.json", Path.unlink, r"run\.json is missing"),
+    "torn checksums": ("checksums.json", _cut, r"checksums\.json is cut off or damaged .*"),
+    "empty checksums": ("checksums.json", _empty, r"checksums\.json is empty"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named_before_ranks_start(
+    damage: str, data: Path, stopped_run: Callable[[], Path]
+) -> None:
+    name, harm, problem = DAMAGES[damage]
+    run_dir = stopped_run()
+    newest = run_dir / "checkpoints" / NEWEST
+    harm(newest / name)
+    assert re.fullmatch(problem, find_damage(newest)[0]) or not (newest / "run.json").exists()
+    settings = overrides(data, run_dir)
+    validate(load_config(settings), num_ranks=2)  # There is an older one.
+    with pytest.raises(ConfigError) as refused:
+        validate(load_config([*settings, "checkpoint.fallback=false"]), num_ranks=2)
+    assert re.fullmatch(
+        f"checkpoint {newest} is damaged: {problem}; an older one is used only with "
+        r"checkpoint\.fallback=true",
+        str(refused.value),
+    )
+    harm(run_dir / "checkpoints" / OLDER / name)
+    with pytest.raises(ConfigError, match=f"^none of the checkpoints of {run_dir} is whole, "):
+        validate(load_config(settings), num_ranks=2)
+
+
+@pytest.mark.parametrize("name", ["__1_0.distcp", ".metadata"])
+def test_damage_without_checksums(name: str, stopped_run: Callable[[], Path]) -> None:
+    """As before there were any, and as Megatron saves: by the table of contents."""
+    folder = stopped_run() / "checkpoints" / NEWEST
+    (folder / "checksums.json").unlink()
+    assert find_damage(folder) == []
+    _cut(folder / name)
+    (problem,) = find_damage(folder)
+    assert problem.startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "problem"),
+    [
+        ("__1_0.distcp", _cut, r"__1_0\.distcp has \d+ bytes, not \d+"),
+        ("__0_0.distcp", _flip, r"__0_0\.distcp was changed: its checksum is another"),
+        ("run.json", _empty, r"run\.json is empty"),
+    ],
+)
+def test_a_run_continues_from_the_newest_whole_checkpoint(
+    name: str,
+    harm: Callable[[Path], None],
+    problem: str,
+    data: Path,
+    saved_run: Path,
+    stopped_run: Callable[[], Path],
+) -> None:
+    run_dir = stopped_run()
+    folders = run_dir / "checkpoints"
+    harm(folders / NEWEST / name)
+    settings = [*overrides(data, run_dir), "checkpoint.every=5", "steps=8"]
+    ((lines, status), others) = run_ranks(_train_and_listen, 2, settings)
+    assert (status, others) == (0, ([], 0))
+    (line,) = lines
+    assert re.fullmatch(
+        f"warning: checkpoint {folders / NEWEST} is damaged: {problem}; continuing from "
+        f"{folders / OLDER}",
+        line,
+    )
+    assert _losses(run_dir) == _losses(saved_run)
+    # The damaged one would be in the way when the run continues once more.
+    assert sorted(path.name for path in folders.iterdir()) == [OLDER, "step_00000005"]
+
+
+@pytest.mark.slow
+def test_flipped_bits_are_refused_in_one_line(data: Path, stopped_run: Callable[[], Path]) -> None:
+    """By the real command: only the ranks compare contents."""
+    run_dir = stopped_run()
+    newest = run_dir / "checkpoints" / NEWEST
+    _flip(newest / "__0_0.distcp")
+    command = [sys.executable, "-m", "megatron_ext.train", *overrides(data, run_dir)]
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run(
+        [*command, "checkpoint.fallback=false"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "checksum" in line]
+    assert line.startswith(f"error: checkpoint {newest} is damaged: __0_0.distcp was changed")
+
+
+def test_verify_says_which_files_were_changed(
+    stopped_run: Callable[[], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = stopped_run()
+    newest = run_dir / "checkpoints" / NEWEST
+    status, said, _ = run_command(capsys, "checkpoint", "verify", run_dir)
+    assert status == 0
+    assert said.startswith(f"{newest}: whole and unchanged (")
+    for name in ("__0_0.distcp", "common.pt"):
+        _flip(newest / name)
+    status, said, _ = run_command(capsys, "checkpoint", "verify", run_dir)
+    assert status == 1
+    assert said.splitlines() == [
+        f"{newest}: {name} was changed: its checksum is another"
+        for name in ("__0_0.distcp", "common.pt")
+    ]
+    (newest / "__0_0.distcp").unlink()
+    status, said, _ = run_command(capsys, "checkpoint", "verify", newest)
+    assert (status, said) == (1, f"{newest}: __0_0.distcp is missing\n")
+    older = run_dir / "checkpoints" / OLDER
+    (older / "checksums.json").unlink()
+    status, said, _ = run_command(capsys, "checkpoint", "verify", older)
+    assert (status, said) == (0, f"{older}: has no checksums; no file is missing or cut off\n")
+
+
+# Checkpoints that cannot be written.
+
+
+def _train_without_room(rank: int, where: str, arguments: list[str]) -> tuple[list[str], int]:
+    """Train; rank 1 cannot write its shard, or rank 0 not the table of contents."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    from megatron_ext.trainer import checkpoint_writer
+
+    places = {
+        "shard": (1, checkpoint_writer, "_write_file"),
+        "table": (0, FileSystemWriter, "finish"),
+    }
+    at_rank, owner, name = places[where]
+    write = getattr(owner, name)
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def write_without_room(*args: object) -> object:
+        # Only around the writing: shared memory would not grow either. Of two files that are
+        # written at once, the first to end fails.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, usual[1]))
+        try:
+            return write(*args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+
+    if rank == at_rank:
+        setattr(owner, name, write_without_room)
+    try:
+        return _train_and_listen(rank, arguments)
+    finally:
+        setattr(owner, name, write)
+
+
+@pytest.mark.parametrize(
+    ("where", "settings", "file"),
+    [
+        ("shard", [], r"/__1_\d\.distcp"),
+        ("table", [], ""),
+        ("shard", ["checkpoint.asynchronous=true"], r"/__1_\d\.distcp"),
+    ],
+)
+def test_training_goes_on_without_a_checkpoint_that_cannot_be_written(
+    where: str, settings: list[str], file: str, data: Path, saved_run: Path, tmp_path: Path
+) -> None:
+    arguments = [*overrides(data, tmp_path), "checkpoint.every=4", *settings]
+    ((lines, status), others) = run_ranks(_train_without_room, 2, where, arguments)
+    assert (status, others) == (0, ([], 0))
+    folder = tmp_path / "checkpoints"
+    assert len(lines) == 2
+    for step, line in zip((4, 8), lines, strict=True):
+        assert re.fullmatch(
+            f"warning: the checkpoint of step {step} was not saved: "
+            rf"{folder}/\.step_0000000{step}\.unfinished{file}: File too large "
+            r"\([\d,]+ bytes free\); training goes on without it",
+            line,
+        )
+    assert list(folder.iterdir()) == []
+    assert _losses(tmp_path) == _losses(saved_run)
+
+
+def test_a_required_checkpoint_ends_the_run(data: Path, tmp_path: Path) -> None:
+    arguments = [*overrides(data, tmp_path), "checkpoint.every=4", "checkpoint.required=true"]
+    ((lines, status), others) = run_ranks(_train_without_room, 2, "shard", arguments)
+    assert (status, others) == (1, ([], 1))
+    (line,) = lines
+    assert line.startswith("error: the checkpoint of step 4 was not saved: ")
+    assert len(read_metrics(tmp_path)) == 4
+
+
+def test_a_folder_that_cannot_be_made(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("precious")
+    arguments = [*overrides(data, tmp_path), "checkpoint.every=4"]
+    ((lines, status), others) = run_ranks(_train_and_listen, 2, arguments)
+    assert (status, others) == (0, ([], 0))
+    assert [line.partition(" (")[0] for line in lines] == [
+        f"warning: the checkpoint of step {step} was not saved: "
+        f"{tmp_path}/checkpoints/.step_0000000{step}.unfinished: Not a directory"
+        for step in (4, 8)
+    ]
+
+
+@pytest.mark.slow
+def test_a_full_disk(data: Path, saved_run: Path, tmp_path: Path) -> None:
+    """By the real command, on a disk with room for one checkpoint, and then on a read-only one."""
+    mount = f"mount -t tmpfs -o size=1m tmpfs {tmp_path}"
+    if subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("no disk can be mounted here")
+    command = [sys.executable, "-m", "megatron_ext.train", *overrides(data, tmp_path)]
+    saving = "checkpoint.every=4 checkpoint.keep=1"
+    script = f"{mount} && {' '.join(command)} {saving} && ls -A {tmp_path}/checkpoints"
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("warning: the check")]
+    assert re.fullmatch(
+        f"warning: the checkpoint of step 8 was not saved: {tmp_path}/checkpoints has [\\d,]+ "
+        r"bytes free, the checkpoint needs [\d,]+; training goes on without it",
+        line,
+    )
+    assert done.stdout.split() == ["step_00000004"]
+
+
+# Saving beside the training.
+
+
+def _train_while_writing(rank: int, arguments: list[str]) -> list[int]:
+    """Train; each file is written only after the next step, which the writer waits for.
+
+    Returns:
+        The steps that had been done when a file was written.
+    """
+    from megatron_ext.trainer import checkpoint_writer
+    from megatron_ext.trainer.loop import Training
+
+    done: list[int] = []
+    stepped = threading.Condition()
+    train_step, write_file = Training.train_step, checkpoint_writer._write_file
+
+    def step(training: Training) -> dict[str, float]:
+        metrics = train_step(training)
+        with stepped:
+            done.append(training.step)
+            stepped.notify_all()
+        return metrics
+
+    def write(bucket: tuple[str, ...]) -> object:
+        saved = int(re.findall(r"step_(\d+)", bucket[0])[-1])
+        with stepped:
+            assert stepped.wait_for(lambda: done[-1] > saved or saved == 8, timeout=60)
+            written_after.append(done[-1])
+        return write_file(bucket)
+
+    written_after: list[int] = []
+    Training.train_step, checkpoint_writer._write_file = step, write
+    try:
+        _train(rank, arguments)
+    finally:
+        Training.train_step, checkpoint_writer._write_file = train_step, write_file
+    return written_after
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    data: Path, saved_run: Path, tmp_path: Path
+) -> None:
+    saving = ["checkpoint.every=2", "checkpoint.keep=3", "checkpoint.asynchronous=true"]
+    arguments = [*overrides(data, tmp_path), *saving]
+    for written_after in run_ranks(_train_while_writing, 2, arguments):
+        # Two files a rank with Megatron-Core 0.16, one with 0.19.
+        assert sorted(set(written_after)) == [3, 5, 7, 8]
+    assert _losses(tmp_path) == _losses(saved_run)
+    for step in (4, 6, 8):
+        here, there = (run / "checkpoints" / f"step_0000000{step}" for run in (tmp_path, saved_run))
+        assert verify(here).problems == []
+        _assert_equal_tensors(here, there)
+    # And a run continues from one exactly.
+    shutil.rmtree(tmp_path / "checkpoints" / "step_00000008")
+    run_ranks(_train, 2, arguments)
+    assert _losses(tmp_path) == _losses(saved_run)
+
+
+def _assert_equal_tensors(first: Path, second: Path) -> None:
+    tensors = [entry for entry in read_contents(first).entries if entry.shape is not None]
+    assert len(tensors) > 20
+    states = [
+        {entry.key: torch.full(entry.shape, torch.nan) for entry in tensors} for _ in range(2)
+    ]
+    for state, folder in zip(states, (first, second), strict=True):
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+    assert all(torch.equal(states[0][entry.key], states[1][entry.key]) for entry in tensors)
+
+
+ALONE = ["parallel.ep_size=1", "data.global_batch_size=2", "steps=6", "checkpoint.every=2"]
+
+_RANK = """
+import sys, threading
+from megatron_ext.cpu_platform import enable_cpu_platform
+enable_cpu_platform()
+import torch.distributed as dist
+from megatron_ext.trainer import checkpoint_writer
+from megatron_ext.trainer.loop import Training
+from megatron_ext.trainer.train import load_config
+store, stop_at, *arguments = sys.argv[1:]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+write_file = checkpoint_writer._write_file
+def write(bucket):
+    if stop_at == "writing" and "step_00000004" in bucket[0]:
+        print("stopped", flush=True)
+        threading.Event().wait()
+    return write_file(bucket)
+checkpoint_writer._write_file = write
+train_step = Training.train_step
+def step(training):
+    if stop_at == "saved" and training.step == 4:
+        print("stopped", flush=True)
+        threading.Event().wait()
+    return train_step(training)
+Training.train_step = step
+Training(load_config(arguments)).run()
+"""
+"""One rank that stops after a save, or in one."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stop_at", "settings", "kept"),
+    [
+        ("saved", [], ["step_00000002", "step_00000004"]),
+        ("writing", ["checkpoint.asynchronous=true"], ["step_00000002"]),
+    ],
+)
+def test_nothing_outlives_a_killed_rank(
+    stop_at: str, settings: list[str], kept: list[str], data: Path, tmp_path: Path
+) -> None:
+    """Megatron's save starts a process for results that nobody ends, and processes that write."""
+    run_dir = tmp_path / "run"
+    arguments = [*overrides(data, run_dir), *ALONE, *settings]
+    semaphores = set(Path("/dev/shm").glob("sem.mp-*"))
+    command = [sys.executable, "-c", _RANK, str(tmp_path / "store"), stop_at, *arguments]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as rank:
+        assert rank.stdout is not None
+        assert rank.stderr is not None
+        assert rank.stdout.readline() == "stopped\n", rank.stderr.read()
+        helpers = psutil.Process(rank.pid).children(recursive=True)
+        rank.send_signal(signal.SIGKILL)
+    _, alive = psutil.wait_procs(helpers, timeout=5)
+    for helper in alive:
+        helper.kill()
+    assert alive == []
+    assert set(Path("/dev/shm").glob("sem.mp-*")) <= semaphores
+    folders = run_dir / "checkpoints"
+    assert sorted(path.name for path in folders.glob("step_*")) == kept
+    # What it left is no checkpoint, and is gone after the next save.
+    run_ranks(_train, 1, arguments)
+    assert sorted(path.name for path in folders.iterdir()) == ["step_00000004", "step_00000006"]
+    assert len(_losses(run_dir)) == 6

@@ -1,0 +1,187 @@
+"""A checkpoint that somebody else wrote runs nothing, wherever it is read.
+
+Each place of a checkpoint that is a pickle gets one that makes a file when it is loaded; with
+checksums that fit, as whoever made the checkpoint could write them.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from checkpoints_tools.folder import CHECKSUMS_FILE, hash_file, write_checksums
+from checkpoints_tools.pickles import ForeignClassError, read_table
+from megatron_ext.config import ConfigError
+from megatron_ext.files.relayout import write_layout
+from megatron_ext.trainer.train import load_config
+from megatron_ext.trainer.validate import validate
+from tests.cli.command import run as run_command
+from tests.ranks import run_ranks
+from tests.trainer.dataset import overrides
+from tests.trainer.test_checkpoint import NEWEST, OLDER, _train_and_listen
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self._trace = trace
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return os.mkdir, (str(self._trace),)
+
+
+def _into_table(folder: Path, payload: Payload) -> None:
+    table = read_table(folder / ".metadata")
+    table.planner_data = payload
+    (folder / ".metadata").write_bytes(pickle.dumps(table))
+
+
+def _into_common(folder: Path, payload: Payload) -> None:
+    torch.save({"payload": payload}, folder / "common.pt")
+
+
+def _into_object(folder: Path, payload: Payload) -> None:
+    """Put it in the place of the random generators of rank 0, at the end of a shard."""
+    table = read_table(folder / ".metadata")
+    (index,) = (one for one in table.storage_data if one.fqn == "generators/shard_0_2")
+    stored = table.storage_data[index]
+    content = io.BytesIO()
+    torch.save([payload], content)
+    with (folder / stored.relative_path).open("ab") as file:
+        table.storage_data[index] = replace(
+            stored, offset=file.tell(), length=len(content.getvalue())
+        )
+        file.write(content.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(table))
+
+
+PLACES = {
+    "table": (_into_table, r"\.metadata names posix\.mkdir, which no checkpoint needs"),
+    "common state": (_into_common, r"common\.pt names posix\.mkdir, which no checkpoint needs"),
+    "object": (
+        _into_object,
+        r"__0_\d\.distcp: generators/shard_0_2 names posix\.mkdir, which no checkpoint needs",
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_crafted_checkpoint_runs_nothing(
+    place: str,
+    data: Path,
+    stopped_run: Callable[[], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    insert, said = PLACES[place]
+    run_dir, trace = stopped_run(), tmp_path / "trace"
+    folder = run_dir / "checkpoints" / NEWEST
+    insert(folder, Payload(trace))
+    files = [path for path in folder.iterdir() if path.name != CHECKSUMS_FILE]
+    write_checksums(folder, {path.name: hash_file(path) for path in files})
+
+    run_command(capsys, "checkpoint", "inspect", folder)
+    status, found, _ = run_command(capsys, "checkpoint", "verify", folder)
+    assert (status, found.count("\n")) == (1, 1)
+    assert re.fullmatch(f"{folder}: {said}\n", found)
+    write_layout(tmp_path / "layout.npz", {1: np.arange(4)})
+    words = [folder, tmp_path / "layout.npz", "--out", tmp_path / "moved"]
+    run_command(capsys, "checkpoint", "relayout", *words)
+
+    # As the run's own newest, and as where another run starts from.
+    other = [*overrides(data, tmp_path / "other"), f"checkpoint.load={folder}"]
+    refusal = (
+        f"checkpoint {folder}: {said}; loading it may run code that is in it, and needs "
+        r"checkpoint\.trust=true"
+    )
+    for settings in (overrides(data, run_dir), other):
+        if place == "table":
+            with pytest.raises(ConfigError) as refused:
+                validate(load_config(settings), num_ranks=2)
+            assert re.fullmatch(refusal, str(refused.value))
+        ((lines, status), others) = run_ranks(_train_and_listen, 2, settings)
+        assert (status, others) == (1, ([], 1))
+        assert re.fullmatch(f"error: {refusal}", *lines)
+    assert not trace.exists()
+
+    # It would have run.
+    run_ranks(_load_as_torch_does, 1, str(folder), place)
+    assert trace.is_dir()
+
+
+def _load_as_torch_does(rank: int, folder: str, place: str) -> None:
+    if place == "table":
+        with Path(folder, ".metadata").open("rb") as file:
+            pickle.load(file)
+        return
+    if place == "common state":
+        torch.load(f"{folder}/common.pt", weights_only=False)
+        return
+    from torch.distributed.checkpoint import load
+
+    load({"generators/shard_0_2": io.BytesIO()}, checkpoint_id=folder, no_dist=True)
+
+
+def test_trust_is_needed_for_files_of_another_user(
+    data: Path, stopped_run: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = stopped_run()
+    folder = run_dir / "checkpoints" / NEWEST
+    if os.geteuid() == 0:
+        os.chown(folder / "__0_0.distcp", 12345, -1)
+        owner, what = 12345, r"__0_0\.distcp"
+    else:
+        owner, what = os.geteuid(), NEWEST
+        monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    config = load_config(overrides(data, run_dir))
+    with pytest.raises(ConfigError, match=rf"{what} belongs to another user \({owner}\); .* needs"):
+        validate(config, num_ranks=2)
+    config.checkpoint.trust = True
+    validate(config, num_ranks=2)
+
+
+@pytest.mark.parametrize(
+    "craft",
+    [
+        lambda: b"cos\nsystem\n(S'true'\ntR.",
+        lambda: pickle.dumps(Payload(Path("/nowhere")), protocol=2),
+        lambda: b"\x80\x04\x8c\x05torch\x8c\x08hub.load\x93.",  # By a path through a module.
+        lambda: b"\x80\x04\x8c\x05torch\x8c\x04load\x93.",
+        lambda: b"cbuiltins\neval\n(S'1'\ntR.",
+        lambda: b"(S'1'\nibuiltins\neval\n.",
+    ],
+)
+def test_a_table_names_only_its_own_classes(craft: Callable[[], bytes], tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(craft())
+    with pytest.raises(ForeignClassError, match=r"^\.metadata names [\w.]+, which no checkpoint"):
+        read_table(tmp_path / ".metadata")
+
+
+def test_a_moved_checkpoint_keeps_its_checksums(
+    stopped_run: Callable[[], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was damaged before experts moved is still noticed after."""
+    folders = stopped_run() / "checkpoints"
+    write_layout(tmp_path / "layout.npz", {1: np.array([1, 0, 3, 2])})
+    for name, status in ((OLDER, 0), (NEWEST, 1)):
+        if status:
+            shard = folders / NEWEST / "__1_0.distcp"
+            content = bytearray(shard.read_bytes())
+            content[len(content) // 2] ^= 1
+            shard.write_bytes(content)
+        out = tmp_path / name
+        words = [folders / name, tmp_path / "layout.npz", "--out", out]
+        assert run_command(capsys, "checkpoint", "relayout", *words)[0] == 0
+        assert run_command(capsys, "checkpoint", "verify", out)[0] == status
+        shutil.rmtree(out)
