@@ -6,6 +6,7 @@
     build.py       from Megatron's settings to Megatron's objects
     loop.py        one rank's part of a training run
     checkpoint.py  save, load, resume
+    finite.py      steps whose numbers are not finite: stop, skip or ignore
     norms.py       PyTorch's norms for sequence parallelism
     blocks.py      parts of a step, each run alone, for calibration
     processes.py   processes that end with the process that started them

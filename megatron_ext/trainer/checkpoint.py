@@ -91,6 +91,7 @@ def save_checkpoint(
     if dist.get_rank() == 0:
         run = {
             "step": step,
+            "optimizer_steps": _adam_steps(optimizer),
             "consumed_samples": step * config.data.global_batch_size,
             "num_ranks": dist.get_world_size(),
             "model": _model_shape(config),
@@ -115,7 +116,8 @@ def load_checkpoint(
         `step`, `consumed_samples` and `num_ranks` as they were when it was saved.
     """
     run = json.loads((checkpoint / RUN_FILE).read_text())
-    with _adam_can_load(optimizer, run["step"]):
+    # Skipped steps are not the optimizer's; a checkpoint without this number has none of them.
+    with _adam_can_load(optimizer, run.get("optimizer_steps", run["step"])):
         wanted, optimizer_settings = _sharded_state(chunks, optimizer, is_loading=True)
         if run["num_ranks"] != dist.get_world_size():
             del wanted["generators"]
@@ -157,6 +159,15 @@ def _sharded_state(
         "generators", generators, (dist.get_world_size(),), (dist.get_rank(),)
     )
     return state, optimizer_settings
+
+
+def _adam_steps(optimizer: Any) -> int:
+    """Return how many steps Adam made; the parts of a chain step together."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    adams = [part.optimizer for part in parts if part.optimizer is not None]
+    steps = [group["step"] for adam in adams for group in adam.param_groups if "step" in group]
+    steps += [state["step"] for adam in adams for state in adam.state.values() if "step" in state]
+    return int(steps[0])
 
 
 @contextmanager

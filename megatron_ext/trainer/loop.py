@@ -34,6 +34,7 @@ from megatron_ext.telemetry.step_files import StepFiles
 from megatron_ext.telemetry.trace import TraceWriter
 from megatron_ext.trainer import build
 from megatron_ext.trainer.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from megatron_ext.trainer.finite import StepGuard
 from megatron_ext.trainer.progress import TrainingProgress
 from megatron_ext.trainer.run_log import RunLog
 
@@ -58,6 +59,7 @@ class Training:
         manifest = Manifest.load(config.data.path)
         self.chunks = build.build_model(config, manifest.vocab_size)
         self.optimizer = build.build_optimizer(config, self.chunks)
+        self.guard = StepGuard(config, self.chunks, self.optimizer)
         self.step = 0
         checkpoint = find_checkpoint(config)
         if checkpoint:
@@ -104,8 +106,10 @@ class Training:
                     log.write(metrics)
                     display.show(metrics)
                 if _is_due(self.step, config.checkpoint.every):
+                    self.flush()
                     with build.whole_parameters(config, self.chunks):
-                        save_checkpoint(config, self.chunks, self.optimizer, self.step)
+                        if self.guard.may_save(self.step):
+                            save_checkpoint(config, self.chunks, self.optimizer, self.step)
 
     def train_step(self) -> dict[str, Any]:
         """Do one optimizer step on the next global batch.
@@ -120,7 +124,7 @@ class Training:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = self._forward_backward(self._batches, forward_only=False)
-        _, grad_norm, _ = self.optimizer.step()
+        made, grad_norm = self.guard.optimizer_step(self.step + 1, losses)
         torch.cuda.synchronize()
         step_s = time.perf_counter() - started
 
@@ -138,11 +142,13 @@ class Training:
             loads.replicas,
             loads.forwards,
         )
+        self.guard.check_loss(self.step, loss / num_losses, losses, made=made)
         data = self.config.data
         return {
             "step": self.step,
             "loss": loss / num_losses,
-            "grad_norm": float(grad_norm),
+            "grad_norm": grad_norm,
+            "skipped": 0 if made else 1,
             "lr": self.optimizer.param_groups[0]["lr"],
             "tokens_per_s": data.global_batch_size * data.sequence_length / step_s,
             "step_ms": 1e3 * step_s,
@@ -152,6 +158,13 @@ class Training:
             **_prediction_metrics(self.config, loads),
             **_measured_costs(self.chunks),
         }
+
+    def flush(self) -> None:
+        """Write the loads and choices of the steps so far: before a checkpoint of these steps."""
+        if self.trace is not None:
+            self.trace.flush()
+        if self.routes is not None:
+            self.routes.flush(self.step)
 
     def close(self) -> None:
         """Write everything not yet written, also after an error."""

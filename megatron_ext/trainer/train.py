@@ -15,7 +15,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from megatron_ext.balance.solve import idle_slots
 from megatron_ext.balance.strategies import get_strategy, settings
 from megatron_ext.config import MOVED, ConfigError, Section, TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.trainer.run_log import hold_run_dir
 from megatron_ext.trainer.validate import validate
 
 logger = logging.getLogger(__name__)
@@ -91,10 +92,12 @@ def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     validate(config, num_ranks=num_ranks)
     if int(os.environ.get("RANK", 0)) == 0 and (said := _idle_slots(config)):
         logger.warning("warning: balance.%s", said)
-    if is_rank:
-        run_rank(config)
-    else:
-        launch_ranks(run_rank, config, num_ranks=num_ranks)
+    # Rank 0 holds it for all ranks of torchrun.
+    with hold_run_dir(config) if int(os.environ.get("RANK", 0)) == 0 else nullcontext():
+        if is_rank:
+            run_rank(config)
+        else:
+            launch_ranks(run_rank, config, num_ranks=num_ranks)
 
 
 def _idle_slots(config: TrainConfig) -> str | None:
