@@ -48,14 +48,15 @@ def parse_sources(sources: Sequence[str]) -> dict[str, list[Path]]:
 
     Args:
         sources: Each is `NAME=PATH`, where PATH is a file, a folder or a pattern, or only a path,
-            whose last part then names the domain. A name given twice collects both.
+            whose last part then names the domain.
 
     Returns:
         By domain name, the files in the order they will be written. No file is in it twice.
 
     Raises:
         FileNotFoundError: A path does not exist.
-        ValueError: A path has no files, or a domain's name is missing or unfit for a file name.
+        ValueError: A path has no files, or a domain's name is missing, there twice, or unfit for a
+            file name.
     """
     domains: dict[str, list[Path]] = {}
     owners: dict[Path, str] = {}

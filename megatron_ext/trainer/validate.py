@@ -28,6 +28,8 @@ def validate(config: TrainConfig, *, num_ranks: int) -> None:
         ConfigError: With all problems.
     """
     problems = config.problems()
+    if not config.types_fit():
+        raise ConfigError(problems)
     values_fit = not any(
         field_problems(type(section), section) for section in (config, *config.sections())
     )
@@ -85,6 +87,8 @@ def _check_sections(config: TrainConfig) -> list[str]:
 def _check_ranks(config: TrainConfig, num_ranks: int) -> list[str]:
     """Check that parallel sizes divide the number of ranks, and that batches fit these ranks."""
     parallel, data = config.parallel, config.data
+    if num_ranks < 1:
+        return [f"the number of ranks ({num_ranks}) must be >= 1"]
     problems = []
     for name in ("ep_size", "tp_size"):
         problems += _multiple(

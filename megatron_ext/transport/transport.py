@@ -120,6 +120,8 @@ class TransportKind:
     """Type of device that the experts must be on; None if any."""
     can_serve: Callable[[ProcessGroup, torch.device], bool]
     """Whether it can serve this EP group and its device; all ranks call."""
+    most_slots: int | None = None
+    """Most slots of a rank that it can serve; None if any number."""
     make: Callable[[ProcessGroup, torch.device, float], Transport]
     """Makes the transport for an EP group, its device, and the share of a GPU that adding gradients
     may use; all ranks call."""

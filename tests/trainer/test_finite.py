@@ -122,9 +122,9 @@ WEIGHT = "layers.0.mlp.experts.local_experts.1.linear_fc1.weight"
         (
             4,
             [*PIPELINE, "parallel.vpp_size=2", "model.precision=bf16"],
-            0,
-            "embedding.word_embeddings.weight",
-            "weight embedding.word_embeddings.weight of rank 0",
+            3,
+            "final_layernorm.weight",
+            "weight decoder.final_layernorm.weight of rank 3",
         ),
     ],
     ids=["stop", "skip", "pipeline", "interleaved"],
@@ -192,7 +192,8 @@ def bits_of(training: Any) -> list[bytes]:
     from megatron_ext.trainer import finite
 
     parts = [*finite._weights(training.chunks), *finite._optimizer_state(training.optimizer)]
-    return [part.tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() for part in parts]
+    flat = [part.tensor.detach().reshape(-1) for part in parts]
+    return [one.view(torch.uint8).numpy().tobytes() for one in flat]
 
 
 @pytest.mark.parametrize("settings", [[], ["model.precision=bf16", "balance.strategy=none"]])
