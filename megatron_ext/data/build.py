@@ -48,26 +48,19 @@ def parse_sources(sources: Sequence[str]) -> dict[str, list[Path]]:
 
     Args:
         sources: Each is `NAME=PATH`, where PATH is a file, a folder or a pattern, or only a path,
-            whose last part then names the domain.
+            whose last part then names the domain. A name given twice collects both.
 
     Returns:
         By domain name, the files in the order they will be written. No file is in it twice.
 
     Raises:
         FileNotFoundError: A path does not exist.
-        ValueError: A path has no files, or a domain's name is missing, there twice, or unfit for a
-            file name.
+        ValueError: A path has no files, or a domain's name is missing or unfit for a file name.
     """
     domains: dict[str, list[Path]] = {}
     owners: dict[Path, str] = {}
     for source in sources:
-        name, has_name, where = source.partition("=")
-        # A path may itself hold a `=`: it is a name only if what stands before it can be one.
-        if not has_name or "/" in name:
-            where = source
-            # Resolved, since `.` has no name; a pattern has none that makes sense.
-            path = Path(where).resolve()
-            name = path.name if path.is_dir() else path.stem
+        name, where = split_source(source)
         files = find_files(where)
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", name):
             raise ValueError(
@@ -82,6 +75,21 @@ def parse_sources(sources: Sequence[str]) -> dict[str, list[Path]]:
             if is_new:
                 domain.append(file)
     return domains
+
+
+def split_source(source: str) -> tuple[str, str]:
+    """Return the domain's name and the path of a word of the command line.
+
+    >>> split_source("code=src")
+    ('code', 'src')
+    """
+    name, has_name, where = source.partition("=")
+    # A path may itself hold a `=`: it is a name only if what stands before it can be one.
+    if has_name and "/" not in name:
+        return name, where
+    # Resolved, since `.` has no name; a pattern has none that makes sense.
+    path = Path(source).resolve()
+    return (path.name if path.is_dir() else path.stem), source
 
 
 def build_dataset(

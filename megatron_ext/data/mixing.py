@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_ext.data.indexed import open_domain
-from megatron_ext.data.manifest import Manifest
+from megatron_ext.data.manifest import MANIFEST, Manifest
 
 SPLITS = ("train", "validation")
 MIX_BY = ("microbatch", "sample")
@@ -298,8 +298,8 @@ class _Stream:
         if copied.min() < 0 or copied.max() >= self._vocab_size:
             place = int(np.argmax((copied < 0) | (copied >= self._vocab_size)))
             raise ValueError(
-                f"{self._file}: token {first + place} ({copied[place]}) must be >= 0 and < "
-                f"{self._vocab_size}, the vocabulary of the dataset"
+                f"{self._file}: the token at position {first + place} ({copied[place]}) must be "
+                f">= 0 and < {self._vocab_size}, the vocabulary by {MANIFEST}"
             )
         return copied
 
