@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import Any, ClassVar, cast
+from types import NoneType, UnionType
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 MISSING: Any = "???"
 """OmegaConf's mark of a value that the user has to give."""
@@ -43,33 +44,27 @@ class Section:
 
     def problems(self) -> list[str]:
         """Return everything that is wrong, one line a problem: setting, value, rule."""
-        problems = self._not_sections() or (
-            field_problems(type(self), self) + self.relation_problems()
-        )
+        problems = field_problems(type(self), self)
+        if self.types_fit():
+            problems += self.relation_problems()
         for part in self.sections():
             problems += part.problems()
         return problems
 
     def sections(self) -> list[Section]:
         """Return the sections inside this section."""
-        values = [getattr(self, each.name) for each in fields(cast("Any", self))]
+        values = [getattr(self, each.name) for each in fields(_any(self))]
         return [value for value in values if isinstance(value, Section)]
 
     def relation_problems(self) -> list[str]:
         """Return what is wrong by rules beyond the range and the choices of one field."""
         return []
 
-    def _not_sections(self) -> list[str]:
-        """Return which sections in this one are something else, such as a mapping."""
-        problems = []
-        for each in fields(cast("Any", self)):
-            kind: Any = each.default_factory
-            value = getattr(self, each.name)
-            is_section = isinstance(kind, type) and issubclass(kind, Section)
-            if is_section and not isinstance(value, Section):
-                name = f"{self.NAME}.{each.name}".lstrip(".")
-                problems.append(f"{name} ({value!r}) must be of class {kind.__name__}")
-        return problems
+    def types_fit(self) -> bool:
+        """Whether every value here, and in the sections inside, is of the type declared for it."""
+        kinds = get_type_hints(type(self))
+        mine = (_is_of(getattr(self, each.name), kinds[each.name]) for each in fields(_any(self)))
+        return all(mine) and all(part.types_fit() for part in self.sections())
 
 
 def setting(
@@ -88,28 +83,80 @@ def setting(
     )
 
 
-def field_problems(section: type[Section], values: Any) -> list[str]:
-    """Return which values are no number, or outside the ranges or choices that `section` declares.
+def field_problems(
+    section: type[Section], values: Any, names: Collection[str] | None = None
+) -> list[str]:
+    """Return which values are not of the type, range or choices that `section` declares.
 
     Args:
         section: The class that declares the fields.
-        values: Holds some of these fields, by the same names.
+        values: Holds these fields, by the same names.
+        names: The fields to look at; by default all.
     """
     problems = []
-    for declared in fields(cast("Any", section)):
-        rules, name = declared.metadata, f"{section.NAME}.{declared.name}".lstrip(".")
-        if not rules or not hasattr(values, declared.name):
+    kinds = get_type_hints(section)
+    for declared in fields(_any(section)):
+        if names is not None and declared.name not in names:
             continue
-        value, least, most = getattr(values, declared.name), rules["least"], rules["most"]
-        if rules["choices"]:
-            if value not in rules["choices"]:
-                problems.append(f"{name} ({value!r}) must be one of {', '.join(rules['choices'])}")
-        elif not isinstance(value, int | float):
-            problems.append(f"{name} ({value!r}) must be a number")
-        elif not least <= value <= most:
-            rule = f">= {least}" if most == math.inf else f"from {least} to {most}"
-            problems.append(f"{name} ({value}) must be {rule}")
+        value = getattr(values, declared.name)
+        if rule := _broken_rule(value, kinds[declared.name], declared.metadata):
+            name = f"{section.NAME}.{declared.name}".lstrip(".")
+            problems.append(f"{name} ({value!r}) must be {rule}")
     return problems
+
+
+def _broken_rule(value: Any, kind: Any, rules: Mapping[str, Any]) -> str | None:
+    """Return what a value has to be and is not, by its type and the rules of its `setting`."""
+    if rules and rules["choices"]:
+        return None if value in rules["choices"] else f"one of {', '.join(rules['choices'])}"
+    if not _is_of(value, kind):
+        return _kind_words(kind)
+    if rules and not rules["least"] <= value <= rules["most"]:
+        least, most = rules["least"], rules["most"]
+        return f">= {least}" if most == math.inf else f"from {least} to {most}"
+    return None
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a value is of a declared type. A whole number is a number; a truth value is none."""
+    if kind is Any:
+        return True
+    if isinstance(kind, UnionType):
+        return any(_is_of(value, each) for each in get_args(kind))
+    if get_origin(kind) is dict:
+        _, of_values = get_args(kind)
+        return isinstance(value, dict) and all(_is_of(each, of_values) for each in value.values())
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float if kind is float else kind)
+
+
+_KIND_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a word",
+    NoneType: "none",
+}
+
+
+def _kind_words(kind: Any) -> str:
+    """Say what a value of a declared type is.
+
+    >>> _kind_words(int | str), _kind_words(dict[str, float])
+    ('a whole number or a word', 'a mapping to a number')
+    """
+    if isinstance(kind, UnionType):
+        return " or ".join(_kind_words(each) for each in get_args(kind))
+    if get_origin(kind) is dict:
+        _, of_values = get_args(kind)
+        return "a mapping" if of_values is Any else f"a mapping to {_kind_words(of_values)}"
+    return _KIND_WORDS.get(kind) or f"of class {kind.__name__}"
+
+
+def _any(section: Any) -> Any:
+    """The same for mypy, which does not know that every section is a dataclass."""
+    return section
 
 
 class ConfigError(ValueError):
@@ -434,13 +481,13 @@ class OptimizerConfig(Section):
     weight_decay: float = setting(0.01, least=0)
     """Decoupled weight decay (AdamW)."""
 
-    beta1: float = 0.9
+    beta1: float = setting(0.9, least=0)
     """Decay of Adam's mean of gradients."""
 
-    beta2: float = 0.95
+    beta2: float = setting(0.95, least=0)
     """Decay of Adam's mean of squared gradients."""
 
-    eps: float = 1e-8
+    eps: float = setting(1e-8, least=0)
     """Added to Adam's denominator."""
 
     clip_grad: float = setting(1.0, least=0)
@@ -448,9 +495,14 @@ class OptimizerConfig(Section):
 
     def relation_problems(self) -> list[str]:
         """See `Section.relation_problems`."""
+        problems = [
+            f"optimizer.{name} ({value}) must be < 1"
+            for name, value in (("beta1", self.beta1), ("beta2", self.beta2))
+            if not value < 1
+        ]
         if self.min_lr > self.lr:
-            return [f"optimizer.min_lr ({self.min_lr}) must be <= optimizer.lr ({self.lr})"]
-        return []
+            problems.append(f"optimizer.min_lr ({self.min_lr}) must be <= optimizer.lr ({self.lr})")
+        return problems
 
 
 @dataclass(kw_only=True, slots=True)
@@ -464,7 +516,8 @@ class LoggingConfig(Section):
 
     trace_steps: int = setting(0, least=0)
     """Steps in one file of `trace/` in the run directory, with the exact load of every microbatch
-    in every layer; 0 records none. A killed run loses what is not in a file yet."""
+    in every layer; 0 records none. A checkpoint ends a file early, so that a run that continues
+    from it has the loads of every step."""
 
     route_samples: int = setting(0, least=0)
     """Samples of a step whose tokens' ids and chosen experts are recorded in `routes/`, in files of
@@ -547,7 +600,9 @@ class TrainConfig(Section):
 
     on_nan: str = setting("stop", choices=("stop", "skip", "ignore"))
     """What is done with a step whose loss or gradients are not finite: `stop` the run before its
-    optimizer step, `skip` that optimizer step, or `ignore` it. Such a state is never saved."""
+    optimizer step, `skip` that optimizer step, or `ignore` it. If only the loss is not finite, the
+    optimizer step is made: then `stop` ends the run after it. A state that is not finite is never
+    saved, and ends a run that does not `ignore` it."""
 
     timeout_s: float = setting(600, least=1)
     """Seconds that a rank waits for another before the run ends and says who hangs where. Must be

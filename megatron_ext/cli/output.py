@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+from megatron_ext.files.json_files import json_text
 
 DONE, FAILED = 0, 1
 INTERRUPTED = 130  # As shells report a command that Ctrl-C ended.
@@ -20,21 +20,9 @@ def show(
     lines: Callable[[dict[str, Any]], Sequence[str] | Iterator[str]],
 ) -> int:
     """Print a result, as JSON or for people."""
-    if arguments.json:
-        text = json.dumps(_finite(report), indent=2, allow_nan=False)
-    else:
-        text = "\n".join(lines(report))
+    text = json_text(report, indent=2) if arguments.json else "\n".join(lines(report))
     sys.stdout.write(text + "\n")
     return DONE
-
-
-def _finite(value: Any) -> Any:
-    """Put null for numbers that JSON cannot write, as the loss of a run that diverged."""
-    if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def warn(message: str | None) -> None:

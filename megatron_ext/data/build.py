@@ -60,13 +60,7 @@ def parse_sources(sources: Sequence[str]) -> dict[str, list[Path]]:
     domains: dict[str, list[Path]] = {}
     owners: dict[Path, str] = {}
     for source in sources:
-        name, has_name, where = source.partition("=")
-        # A path may itself hold a `=`: it is a name only if what stands before it can be one.
-        if not has_name or "/" in name:
-            where = source
-            # Resolved, since `.` has no name; a pattern has none that makes sense.
-            path = Path(where).resolve()
-            name = path.name if path.is_dir() else path.stem
+        name, where = split_source(source)
         files = find_files(where)
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", name):
             raise ValueError(
@@ -81,6 +75,21 @@ def parse_sources(sources: Sequence[str]) -> dict[str, list[Path]]:
             if is_new:
                 domain.append(file)
     return domains
+
+
+def split_source(source: str) -> tuple[str, str]:
+    """Return the domain's name and the path of a word of the command line.
+
+    >>> split_source("code=src")
+    ('code', 'src')
+    """
+    name, has_name, where = source.partition("=")
+    # A path may itself hold a `=`: it is a name only if what stands before it can be one.
+    if has_name and "/" not in name:
+        return name, where
+    # Resolved, since `.` has no name; a pattern has none that makes sense.
+    path = Path(source).resolve()
+    return (path.name if path.is_dir() else path.stem), source
 
 
 def build_dataset(

@@ -6,6 +6,7 @@ seconds, and neither `--help` nor reading a manifest must wait for it, so it com
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,15 @@ def open_domain(manifest: Manifest, name: str) -> Any:
 
     Raises:
         FileNotFoundError: A file is missing.
-        ValueError: Manifest, `.idx` and `.bin` disagree about the number of tokens.
+        ValueError: The `.idx` is cut off, or manifest, `.idx` and `.bin` disagree about the number
+            of tokens.
     """
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     prefix = manifest.prefix(name)
     if not IndexedDataset.exists(prefix):
         raise FileNotFoundError(f"domain {name}: {prefix}.bin or .idx does not exist")
+    _check_index(Path(f"{prefix}.idx"), name)
     dataset = IndexedDataset(prefix)
     by_manifest = manifest.domains[name].tokens
     by_index = int(dataset.sequence_lengths.sum(dtype=np.int64))
@@ -48,3 +51,21 @@ def open_domain(manifest: Manifest, name: str) -> Any:
             f"{by_manifest}, by the .idx {by_index}, in the .bin {on_disk}"
         )
     return dataset
+
+
+_INDEX_HEADER = struct.Struct("<9sQBQQ")
+"""Of an `.idx`: magic, version, type of the tokens, number of sequences, number of documents."""
+
+
+def _check_index(path: Path, domain: str) -> None:
+    """Check that an index is as long as its header says; Megatron only says that a buffer ends."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header = file.read(_INDEX_HEADER.size)
+    expected = _INDEX_HEADER.size
+    if size >= expected:
+        *_, sequences, documents = _INDEX_HEADER.unpack(header)
+        # Each sequence has a length (int32) and a place (int64), each document a first sequence.
+        expected += 12 * sequences + 8 * documents
+    if size < expected:
+        raise ValueError(f"domain {domain}: {path} is cut off: {size} bytes of {expected}")

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_ext.data.indexed import open_domain
-from megatron_ext.data.manifest import Manifest
+from megatron_ext.data.manifest import MANIFEST, Manifest
 
 SPLITS = ("train", "validation")
 MIX_BY = ("microbatch", "sample")
@@ -264,6 +264,8 @@ class _Stream:
         validation_fraction: float,
     ) -> None:
         self.name = name
+        self._file = f"{manifest.prefix(name)}.bin"
+        self._vocab_size = manifest.vocab_size
         self._dataset = open_domain(manifest, name)
         self._itemsize = np.dtype(self._dataset.index.dtype).itemsize
         num_tokens = manifest.domains[name].tokens
@@ -279,15 +281,26 @@ class _Stream:
             )
 
     def read(self, window: int) -> NDArray[np.int64]:
-        """Return the tokens of one window, int64 [sequence_length + 1]."""
+        """Return the tokens of one window, int64 [sequence_length + 1].
+
+        Raises:
+            ValueError: A token is not in the vocabulary.
+        """
         # Documents lie back to back in the .bin: a window over several is still one stretch of it.
+        first = self._start + window * self._sequence_length
         tokens = self._dataset.bin_reader.read(
             dtype=self._dataset.index.dtype,
             count=self._sequence_length + 1,
-            offset=(self._start + window * self._sequence_length) * self._itemsize,
+            offset=first * self._itemsize,
         )
         # A copy always: what was read is a view that dies with the dataset.
         copied: NDArray[np.int64] = tokens.astype(np.int64)
+        if copied.min() < 0 or copied.max() >= self._vocab_size:
+            place = int(np.argmax((copied < 0) | (copied >= self._vocab_size)))
+            raise ValueError(
+                f"{self._file}: the token at position {first + place} ({copied[place]}) must be "
+                f">= 0 and < {self._vocab_size}, the vocabulary by {MANIFEST}"
+            )
         return copied
 
 

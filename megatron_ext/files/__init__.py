@@ -8,6 +8,9 @@
     relayout.py    where experts should be
     tables.py      tables as text, in Markdown and in HTML
     yaml_files.py  YAML that holds a mapping
+    json_files.py  JSON with null for what is no number
+    whole.py       text files written whole, also where the power fails
+    locks.py       folders that one process at a time may write
 
 It imports the values of `balance/` that it writes, and no room above.
 """

@@ -35,14 +35,30 @@ def check_free(path: Path, *, overwrite: bool) -> None:
 
     Raises:
         FileExistsError: The path is a folder, or exists and is not to be replaced.
-        NotADirectoryError: The path would be below something that is no folder.
-        PermissionError: The file, or the folder that would get a new entry, may not be written.
+        OSError: What `check_place` raises.
     """
     if path.is_dir():
         raise FileExistsError(f"{path} is a folder")
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists already: replace it with --overwrite")
-    folder = next(above for above in path.absolute().parents if above.exists())
+    check_place(path)
+
+
+def check_place(path: Path) -> None:
+    """Check that a new file or folder can come into being there, with the folders above it.
+
+    Raises:
+        FileNotFoundError: Folders would have to be made at the root of the file system: there a
+            path that does not exist is rather a wrong one.
+        NotADirectoryError: The path would be below something that is no folder.
+        PermissionError: The folder that would get a new entry may not be written.
+    """
+    missing = path.absolute()
+    while not missing.parent.exists():
+        missing = missing.parent
+    folder = missing.parent
+    if missing != path.absolute() and folder == Path(folder.anchor):
+        raise FileNotFoundError(f"{path} cannot be written: there is no folder {missing}")
     if not folder.is_dir():
         raise NotADirectoryError(f"{path} cannot be written: {folder} is no folder")
     if not os.access(folder, os.W_OK | os.X_OK):

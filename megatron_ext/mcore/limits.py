@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
+
 from megatron_ext.balance.strategies import STRATEGIES, get_planner, get_strategy
 from megatron_ext.balance.strategies.strategy import ForcesEven, FromPlacement, StaysMegatron
 from megatron_ext.config import BalanceConfig
-from megatron_ext.transport import resolve_transport
+from megatron_ext.transport import TRANSPORTS, resolve_transport
 
 
 def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
@@ -21,7 +23,7 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
     if _is_absent(balance):
         return []
     problems = []
-    for check in (partial(_check_strategy, balance), partial(resolve_transport, balance.transport)):
+    for check in (partial(_check_strategy, balance), partial(_check_transport, balance)):
         try:
             check()
         except (ValueError, ModuleNotFoundError) as error:
@@ -84,7 +86,19 @@ def _check_strategy(balance: BalanceConfig) -> None:
         )
 
 
+def _check_transport(balance: BalanceConfig) -> None:
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    # Whether `auto` finds a better one than `resolve_transport` says is known with the EP group.
+    kind = TRANSPORTS[resolve_transport(balance.transport, device_type=device_type)]
+    if kind.most_slots is not None and balance.slots > kind.most_slots:
+        raise ValueError(
+            f"balance.slots ({balance.slots}) must be <= {kind.most_slots} with "
+            f"balance.transport={kind.name}"
+        )
+
+
 _MUST_BE = (
+    ("moe_grouped_gemm", False, "replicas are computed by SequentialMLP or GroupedExperts"),
     ("moe_expert_capacity_factor", None, "a dropped token belongs to no quota"),
     ("moe_pad_expert_input_to_capacity", False, "padding would be planned as load"),
     ("expert_tensor_parallel_size", 1, "replicas of sharded experts are not supported"),

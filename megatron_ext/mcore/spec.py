@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -40,10 +41,15 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
         balance: What the balancer may do. With `none` and `sem_moe` the layers stay Megatron's own.
 
     Raises:
-        ValueError: Unknown strategy, there is no MoE layer in `spec`, or the file of placed
-            replicas holds none.
+        TypeError: `balance` is no `BalanceConfig`.
+        ValueError: Unknown strategy, there is no MoE layer in `spec`, it is balanced already, or
+            the file of placed replicas holds none.
         FileNotFoundError: There is no such file of placed replicas.
     """
+    if not isinstance(balance, BalanceConfig):
+        raise TypeError(f"balance ({balance!r:.200}) must be a BalanceConfig")
+    if _has(spec, BalancedMoELayer, EvenMoELayer):
+        raise ValueError("the spec is balanced already: balance_spec is for Megatron's own spec")
     kind = get_strategy(balance.strategy).kind
     if isinstance(kind, StaysMegatron):
         return spec
@@ -77,12 +83,27 @@ def _shared_by_layers(balance: BalanceConfig) -> dict[str, Any]:
     return {"balance": balance, "placement": placement, "order": LayerOrder()}
 
 
+_GROUPED_BY_MEGATRON = tuple(
+    vars(megatron_experts)[name]
+    for name in ("GroupedMLP", "TEGroupedMLP")
+    if name in vars(megatron_experts)
+)
+"""Megatron's experts with `moe_grouped_gemm=True`, as far as this version has them."""
+
+
 def grouped_mm_spec(spec: Any) -> Any:
     """Return `spec` with `GroupedExperts` for its `SequentialMLP` (same checkpoint keys).
 
     Raises:
         ValueError: There are no `SequentialMLP` experts in `spec`.
     """
+    if _has(spec, GroupedExperts):
+        raise ValueError("the spec has GroupedExperts already")
+    if _has(spec, *_GROUPED_BY_MEGATRON):
+        raise ValueError(
+            "the spec has Megatron's grouped experts: make it with moe_grouped_gemm=False, "
+            "for SequentialMLP, which this function replaces"
+        )
 
     def grouped(experts: Any) -> Any:
         if isinstance(experts, ModuleSpec):
@@ -98,6 +119,13 @@ def _is_spec_of(part: Any, module: type) -> bool:
     if isinstance(part, ModuleSpec):
         return part.module is module
     return isinstance(part, functools.partial) and part.func is module
+
+
+def _has(spec: Any, *modules: type) -> bool:
+    """Whether a part of the spec is one of these modules."""
+    found: list[Any] = []
+    replace_parts(spec, lambda part: any(_is_spec_of(part, one) for one in modules), found.append)
+    return bool(found)
 
 
 def replace_parts(

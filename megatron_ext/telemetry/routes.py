@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatron_ext.files.routes import Routes, write_routes
+from megatron_ext.files.routes import Routes, read_routes, write_routes
 from megatron_ext.telemetry.step_files import StepFiles
 
 ROUTES_FOLDER = "routes"
@@ -64,8 +64,8 @@ class RouteRecorder:
         self._step_tokens: list[Tensor] = []
         self._step_choices: list[Tensor] = []
         for last_step, path in files.existing():
-            if last_step > start_step:
-                path.unlink()
+            drop = path.unlink if last_step > start_step else partial(read_routes, path)
+            files.change(path, drop)
         self._hooks = [chunks[0].register_forward_pre_hook(self._see_tokens)]
         self._hooks += [
             layer.router.register_forward_hook(partial(self._see_choices, layer.layer_number))
@@ -73,11 +73,7 @@ class RouteRecorder:
         ]
 
     def write(self, step: int) -> None:
-        """Take the choices of a step; write a file if one is due.
-
-        Raises:
-            OSError: The file before could not be written.
-        """
+        """Take the choices of a step; write a file if one is due."""
         self._step_tokens.append(torch.cat(self._tokens))
         choices = [torch.cat(self._choices[number]) for number in self._layers]
         self._step_choices.append(torch.stack(choices))
@@ -87,16 +83,17 @@ class RouteRecorder:
         if self._files.is_due(len(self._step_tokens), num_tokens * self._bytes_per_token):
             self._start_file(step)
 
-    def close(self, step: int) -> None:
-        """Stop watching, write the steps collected up to this step, and wait until all is written.
-
-        Raises:
-            OSError: A file could not be written.
-        """
-        for hook in self._hooks:
-            hook.remove()
+    def flush(self, step: int) -> None:
+        """Write the steps collected up to this step, and wait until all is written."""
         if self._step_tokens:
             self._start_file(step)
+        self._files.wait()
+
+    def close(self, step: int) -> None:
+        """Stop watching, write the steps collected up to this step, and end."""
+        for hook in self._hooks:
+            hook.remove()
+        self.flush(step)
         self._files.close()
 
     def _kept(self, microbatch: int, size: int) -> int:
@@ -135,5 +132,6 @@ class RouteRecorder:
             self._vocab_size,
             self._num_experts,
         )
-        path = self._files.path(step)
-        self._files.start(partial(write_routes, path, routes, overwrite=True))
+        self._files.start(
+            self._files.path(step), partial(write_routes, routes=routes, overwrite=True)
+        )

@@ -65,11 +65,7 @@ class TraceWriter:
         self._drop_after(start_step)
 
     def write(self, step: int, loads: Sequence[LayerLoad]) -> None:
-        """Take the loads of a step; those of a layer are in the order of its microbatches.
-
-        Raises:
-            OSError: The file before could not be written.
-        """
+        """Take the loads of a step; those of a layer are in the order of its microbatches."""
         microbatches: dict[int, int] = {}
         for layer, load, predicted in loads:
             microbatch = microbatches.get(layer, 0)
@@ -83,42 +79,46 @@ class TraceWriter:
         if self._files.is_due(self._num_steps, num_bytes):
             self._start_file()
 
-    def close(self) -> None:
-        """Write the loads collected so far, and wait until all is written.
+    def flush(self) -> None:
+        """Write the loads collected so far, and wait until all is written."""
+        self._start_file()
+        self._files.wait()
 
-        Raises:
-            OSError: A file could not be written.
-        """
+    def close(self) -> None:
+        """Write the loads collected so far, and end."""
         self._start_file()
         self._files.close()
 
     def _start_file(self) -> None:
         if self._loads:
-            path = self._files.path(self._keys[-1][0])
-            self._files.start(partial(_write_file, path, self._keys, self._loads, self._predicted))
+            path, loads = self._files.path(self._keys[-1][0]), (self._loads, self._predicted)
+            self._files.start(path, partial(_write_file, self._keys, *loads))
         self._keys, self._loads, self._predicted = [], [], []
         self._num_steps = 0
 
     def _drop_after(self, last_step: int) -> None:
         """Drop the loads of later steps."""
         for _, path in self._files.existing():
-            loads = read_loads(path)
-            keys = list(zip(*(loads.trace[name].tolist() for name in TRACE_FIELDS), strict=True))
-            kept = [place for place, (step, _, _) in enumerate(keys) if step <= last_step]
-            if len(kept) == len(keys):
-                continue
-            if kept:
-                _write_file(
-                    self._files.shortened(path, keys[kept[-1]][0]),
-                    [keys[i] for i in kept],
-                    [loads.load[i] for i in kept],
-                    [loads.prediction(i) for i in kept],
-                )
-            path.unlink()
+            self._files.change(path, partial(self._shorten, path, last_step))
+
+    def _shorten(self, path: Path, last_step: int) -> None:
+        loads = read_loads(path)
+        keys = list(zip(*(loads.trace[name].tolist() for name in TRACE_FIELDS), strict=True))
+        kept = [place for place, (step, _, _) in enumerate(keys) if step <= last_step]
+        if len(kept) == len(keys):
+            return
+        if kept:
+            _write_file(
+                [keys[i] for i in kept],
+                [loads.load[i] for i in kept],
+                [loads.prediction(i) for i in kept],
+                self._files.shortened(path, keys[kept[-1]][0]),
+            )
+        path.unlink()
 
 
 def _write_file(
-    path: Path, keys: list[Key], loads: list[Tensor], predicted: list[Tensor | None]
+    keys: list[Key], loads: list[Tensor], predicted: list[Tensor | None], path: Path
 ) -> None:
     step, microbatch, layer = torch.tensor(keys).T.contiguous()
     trace = {"step": step, "microbatch": microbatch, "layer": layer}

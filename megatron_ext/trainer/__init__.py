@@ -9,6 +9,7 @@
     checkpoint_choice.py  which checkpoint a run starts from
     checkpoint_state.py   what a checkpoint holds
     checkpoint_writer.py  how it becomes files
+    finite.py      steps whose numbers are not finite: stop, skip or ignore
     norms.py       PyTorch's norms for sequence parallelism
     blocks.py      parts of a step, each run alone, for calibration
     processes.py   processes that end with the process that started them

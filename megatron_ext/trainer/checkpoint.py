@@ -43,7 +43,7 @@ from megatron_ext.trainer.checkpoint_choice import (
     model_differences,
     model_shape,
 )
-from megatron_ext.trainer.checkpoint_state import load_state, sharded_state
+from megatron_ext.trainer.checkpoint_state import adam_steps, load_state, sharded_state
 from megatron_ext.trainer.checkpoint_writer import CheckpointWriter, describe, gather, tell
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Checkpoints:
         self._chunks = chunks
         self._optimizer = optimizer
         self._folder = Path(config.run_dir) / "checkpoints"
-        self._writing: tuple[int, CheckpointWriter] | None = None
+        self._writing: tuple[dict[str, Any], CheckpointWriter] | None = None
         self._newest_step: int | None = None
 
     def load_newest(self) -> int:
@@ -100,9 +100,16 @@ class Checkpoints:
             self._give_up(step, problem)
             return
         in_background = self._config.checkpoint.asynchronous
+        run = {
+            "step": step,
+            "optimizer_steps": adam_steps(self._optimizer),
+            "consumed_samples": step * self._config.data.global_batch_size,
+            "num_ranks": dist.get_world_size(),
+            "model": model_shape(self._config),
+        }
         state, _ = sharded_state(self._chunks, self._optimizer, is_loading=False)
         writer = CheckpointWriter(state, self._unfinished(step), in_background=in_background)
-        self._writing = step, writer
+        self._writing = run, writer
         if not in_background:
             self.finish()
 
@@ -119,14 +126,8 @@ class Checkpoints:
         """Wait for the checkpoint that is being written, if there is one, and complete it."""
         if self._writing is None:
             return
-        step, writer = self._writing
-        self._writing = None
-        run = {
-            "step": step,
-            "consumed_samples": step * self._config.data.global_batch_size,
-            "num_ranks": dist.get_world_size(),
-            "model": model_shape(self._config),
-        }
+        run, writer = self._writing
+        step, self._writing = run["step"], None
         problem = writer.finish({RUN_FILE: (json.dumps(run, indent=2) + "\n").encode()})
         if dist.get_rank() == 0 and problem is None:
             problem = self._put_in_place(step)

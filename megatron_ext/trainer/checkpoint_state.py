@@ -71,7 +71,8 @@ def load_state(
         run: `run.json` of the checkpoint.
         read: Fills the sharded state that it is given from the checkpoint's files.
     """
-    with _adam_can_load(optimizer, run["step"]):
+    # Skipped steps are not the optimizer's; a checkpoint without this number has none of them.
+    with _adam_can_load(optimizer, run.get("optimizer_steps", run["step"])):
         wanted, optimizer_settings = sharded_state(chunks, optimizer, is_loading=True)
         if run["num_ranks"] != dist.get_world_size():
             del wanted["generators"]
@@ -84,6 +85,15 @@ def load_state(
         torch.set_rng_state(generators["cpu"])
         torch.cuda.set_rng_state(generators["device"])
         get_cuda_rng_tracker().set_states(generators["tracker"])
+
+
+def adam_steps(optimizer: Any) -> int:
+    """Return how many steps Adam made; the parts of a chain step together."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    adams = [part.optimizer for part in parts if part.optimizer is not None]
+    steps = [group["step"] for adam in adams for group in adam.param_groups if "step" in group]
+    steps += [state["step"] for adam in adams for state in adam.state.values() if "step" in state]
+    return int(steps[0])
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from megatron_ext.telemetry.step_files import StepFiles
 from megatron_ext.telemetry.trace import TraceWriter
 from megatron_ext.trainer import build
 from megatron_ext.trainer.checkpoint import Checkpoints
+from megatron_ext.trainer.finite import StepGuard
 from megatron_ext.trainer.progress import TrainingProgress
 from megatron_ext.trainer.run_log import RunLog
 from megatron_ext.trainer.signals import Stopped, StopRequest
@@ -61,6 +62,7 @@ class Training:
         manifest = Manifest.load(config.data.path)
         self.chunks = build.build_model(config, manifest.vocab_size)
         self.optimizer = build.build_optimizer(config, self.chunks)
+        self.guard = StepGuard(config, self.chunks, self.optimizer)
         self.stop = StopRequest()
         self.checkpoints = Checkpoints(config, self.chunks, self.optimizer)
         heartbeat.note("load")
@@ -133,7 +135,7 @@ class Training:
         self.optimizer.zero_grad()
         losses = self._forward_backward(self._batches, forward_only=False)
         heartbeat.note("optimizer")
-        _, grad_norm, _ = self.optimizer.step()
+        made, grad_norm = self.guard.optimizer_step(self.step + 1, losses)
         torch.cuda.synchronize()
         step_s = time.perf_counter() - started
 
@@ -153,11 +155,13 @@ class Training:
             *self.stop.votes(),
         )
         self.stop.decide(votes)
+        self.guard.check_loss(self.step, loss / num_losses, losses, made=made)
         data = self.config.data
         return {
             "step": self.step,
             "loss": loss / num_losses,
-            "grad_norm": float(grad_norm),
+            "grad_norm": grad_norm,
+            "skipped": 0 if made else 1,
             "lr": self.optimizer.param_groups[0]["lr"],
             "tokens_per_s": data.global_batch_size * data.sequence_length / step_s,
             "step_ms": 1e3 * step_s,
@@ -169,11 +173,20 @@ class Training:
         }
 
     def _save(self) -> None:
-        """Save a checkpoint of this step; a state from plans that differed would be wrong."""
+        """Save the state, unless it is not finite, or comes of plans that differed."""
         heartbeat.note("save")
         check_agreement(self.chunks)
+        self.flush()
         with build.whole_parameters(self.config, self.chunks):
-            self.checkpoints.save(self.step)
+            if self.guard.may_save(self.step):
+                self.checkpoints.save(self.step)
+
+    def flush(self) -> None:
+        """Write the loads and choices of the steps so far: before a checkpoint of these steps."""
+        if self.trace is not None:
+            self.trace.flush()
+        if self.routes is not None:
+            self.routes.flush(self.step)
 
     def close(self) -> None:
         """Write everything not yet written, also after an error."""

@@ -13,7 +13,6 @@ is the effect of rounding alone.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -24,10 +23,11 @@ import torch.distributed as dist
 
 from megatron_ext.config import ConfigError, TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.files.json_files import json_text
 from megatron_ext.trainer import report
 from megatron_ext.trainer.launch import join_ranks, launch_ranks, quiet_megatron
 from megatron_ext.trainer.progress import TrainingProgress
-from megatron_ext.trainer.run_log import RunLog, read_metrics
+from megatron_ext.trainer.run_log import RunLog, hold_run_dir, read_metrics
 from megatron_ext.trainer.train import load_config
 from megatron_ext.trainer.validate import validate
 from megatron_ext.trainer.watchdog import watch_over
@@ -56,26 +56,28 @@ def main(overrides: Sequence[str] | None = None) -> None:
     """
     quiet_megatron()
     overrides = list(sys.argv[1:] if overrides is None else overrides)
-    try:
-        enable_cpu_platform()
-        runs = {
-            name: load_config([f"balance={name}", *overrides], config_name="quickstart")
-            for name in ("none", "quota", "ideal")
-        }
-        runs[YARDSTICK] = load_config(
-            ["balance=none", "data.reverse_samples=true", *overrides], config_name="quickstart"
-        )
-        folder = give_each_a_folder(runs)
-        build_data(Path(runs["none"].data.path))
-        num_ranks = runs["none"].parallel.ep_size
-        for config in runs.values():
-            validate(config, num_ranks=num_ranks)
-    except ConfigError as error:
-        sys.stderr.write("".join(f"error: {problem}\n" for problem in error.problems))
-        raise SystemExit(2) from None
-    except RuntimeError as error:
-        raise SystemExit(f"error: {error}") from None
-    launch_ranks(train_in_turn, runs, num_ranks=num_ranks)
+    with ExitStack() as held:
+        try:
+            enable_cpu_platform()
+            runs = {
+                name: load_config([f"balance={name}", *overrides], config_name="quickstart")
+                for name in ("none", "quota", "ideal")
+            }
+            runs[YARDSTICK] = load_config(
+                ["balance=none", "data.reverse_samples=true", *overrides], config_name="quickstart"
+            )
+            folder = give_each_a_folder(runs)
+            build_data(Path(runs["none"].data.path))
+            num_ranks = runs["none"].parallel.ep_size
+            for config in runs.values():
+                validate(config, num_ranks=num_ranks)
+                held.enter_context(hold_run_dir(config))
+        except ConfigError as error:
+            sys.stderr.write("".join(f"error: {problem}\n" for problem in error.problems))
+            raise SystemExit(2) from None
+        except RuntimeError as error:
+            raise SystemExit(f"error: {error}") from None
+        launch_ranks(train_in_turn, runs, num_ranks=num_ranks)
     sys.stdout.write(write_report(runs, folder))
 
 
@@ -163,7 +165,7 @@ def write_report(runs: dict[str, TrainConfig], folder: Path) -> str:
     none["loss_difference_by_rounding"] = report.largest_loss_difference(
         none["losses"], yardstick["losses"], COMPARED_STEPS
     )
-    (folder / "summary.json").write_text(json.dumps(summaries, indent=2) + "\n")
+    (folder / "summary.json").write_text(json_text(summaries, indent=2) + "\n")
     report.draw(metrics, folder / "comparison.png")
     return (
         f"\n{report.table(summaries, against=('none', 'ideal'))}\n\n"

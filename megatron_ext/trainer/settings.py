@@ -59,6 +59,7 @@ def transformer_settings(config: TrainConfig) -> dict[str, Any]:
         "moe_router_load_balancing_type": "aux_loss" if model.aux_loss else "none",
         "moe_aux_loss_coeff": model.aux_loss,
         "moe_token_dispatcher_type": parallel.dispatcher,
+        "moe_grouped_gemm": False,  # `model.experts` says how experts are computed.
         "expert_model_parallel_size": parallel.ep_size,
         "tensor_model_parallel_size": parallel.tp_size,
         "sequence_parallel": parallel.tp_size > 1,  # MoE layers need it.

@@ -8,12 +8,14 @@ What a rank does is in `trainer/loop.py`.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import logging
 import math
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -29,6 +31,7 @@ from megatron_ext.balance.strategies import get_strategy, settings
 from megatron_ext.config import MOVED, ConfigError, Section, TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.trainer.launch import join_ranks, launch_ranks, quiet_megatron
+from megatron_ext.trainer.run_log import hold_run_dir
 from megatron_ext.trainer.validate import validate
 from megatron_ext.trainer.watchdog import watch_over
 
@@ -53,9 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     quiet_megatron()
     options = _parser().parse_intermixed_args(arguments)
     try:
+        if options.multirun:
+            raise ConfigError([f"--multirun: {_NO_SWEEPS}"])
         config = load_config(options.overrides, options.config_dir, options.config_name)
         if options.print:
             sys.stdout.write(OmegaConf.to_yaml(OmegaConf.structured(config)))
+            check(config, options.ranks)
             return
         train(config, num_ranks=options.ranks)
     except ConfigError as error:
@@ -77,22 +83,41 @@ def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
         ConfigError: The settings are wrong; nothing was started.
         SystemExit: With status 1 if a rank failed; with 128 + its number if a signal ended the run.
     """
+    is_rank = "RANK" in os.environ
+    num_ranks = check(config, num_ranks)
+    if int(os.environ.get("RANK", 0)) == 0 and (said := _idle_slots(config)):
+        logger.warning("warning: balance.%s", said)
+    # Rank 0 holds it for all ranks of torchrun.
+    with hold_run_dir(config) if int(os.environ.get("RANK", 0)) == 0 else nullcontext():
+        if is_rank:
+            run_rank(config)
+        else:
+            launch_ranks(run_rank, config, num_ranks=num_ranks, restarts=config.restarts)
+
+
+def check(config: TrainConfig, num_ranks: int | None) -> int:
+    """Check the settings; start nothing.
+
+    Args:
+        config: The run.
+        num_ranks: As in `train`; under torchrun it says how many there are.
+
+    Returns:
+        The number of ranks to run on.
+
+    Raises:
+        ConfigError: The settings are wrong.
+    """
     if not torch.cuda.is_available():
         enable_cpu_platform()
-    is_rank = "RANK" in os.environ
-    if is_rank:
+    if "RANK" in os.environ:
         num_ranks = int(os.environ["WORLD_SIZE"])
     elif num_ranks is None:
         parallel = config.parallel
         needed = parallel.pp_size * math.lcm(parallel.ep_size, parallel.tp_size)
         num_ranks = max(needed, torch.cuda.device_count() if torch.cuda.is_available() else 1)
     validate(config, num_ranks=num_ranks)
-    if int(os.environ.get("RANK", 0)) == 0 and (said := _idle_slots(config)):
-        logger.warning("warning: balance.%s", said)
-    if is_rank:
-        run_rank(config)
-    else:
-        launch_ranks(run_rank, config, num_ranks=num_ranks, restarts=config.restarts)
+    return num_ranks
 
 
 def _idle_slots(config: TrainConfig) -> str | None:
@@ -127,13 +152,8 @@ def load_config(
     folder = Path(config_dir or "recipes").absolute()
     if config_dir and not folder.is_dir():
         raise ConfigError([f"--config-dir ({config_dir}) is not a folder"])
-    if config_name not in (None, SCHEMA) and not folder.is_dir():
-        raise ConfigError(
-            [
-                f"--config-name ({config_name}): there is no folder {folder.name} here; "
-                "--config-dir names another"
-            ]
-        )
+    if config_name not in (None, SCHEMA):
+        _check_recipe(folder, config_name)
     setup = (
         initialize_config_dir(str(folder), version_base="1.3")
         if folder.is_dir()
@@ -157,6 +177,20 @@ def load_config(
     if not isinstance(config, TrainConfig):
         raise ConfigError([f"{config_name}.yaml must have {SCHEMA} first in its defaults"])
     return config
+
+
+def _check_recipe(folder: Path, name: str) -> None:
+    if not folder.is_dir():
+        said = f"there is no folder {folder}; --config-dir names another"
+    elif not (folder / f"{name.removesuffix('.yaml')}.yaml").is_file():
+        recipes = ", ".join(sorted(file.stem for file in folder.glob("*.yaml"))) or "none"
+        said = f"{folder} has no such recipe; it has {recipes}"
+    else:
+        return
+    raise ConfigError([f"--config-name ({name}): {said}"])
+
+
+_NO_SWEEPS = "there are no sweeps yet: start one run for each value"
 
 
 def _section_problems(composed: DictConfig) -> list[str]:
@@ -193,6 +227,10 @@ def _hydra_problem(error: Exception) -> str:
     """Hydra's message and its cause, on one line."""
     parts = [str(part).split("\n")[0].rstrip(".") for part in (error, error.__cause__) if part]
     problem = ": ".join(dict.fromkeys(parts))
+    if problem.startswith("Ambiguous value"):
+        problem += f": {_NO_SWEEPS}"
+    if "is not in struct" in problem:
+        problem += ": a new name needs a + in front, as +data.weights.NAME=1"
     for name, now in MOVED.items():
         if f"Key '{name}' not in 'BalanceConfig'" in problem:
             problem += f": it is balance.{now}"
@@ -218,7 +256,11 @@ def _parser() -> OneLineParser:
         metavar="N",
         help="ranks to start here; by default as many as the model needs, or one per GPU",
     )
-    parser.add_argument("--print", action="store_true", help="print the composed settings and stop")
+    parser.add_argument(
+        "--print", action="store_true", help="print the composed settings, check them and stop"
+    )
+    # Hydra's option for sweeps: refused in words that help.
+    parser.add_argument("--multirun", "-m", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", help="settings, as section.name=value")
     return parser
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.config import ConfigError, TrainConfig, field_problems
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ def validate(config: TrainConfig, *, num_ranks: int) -> None:
         ConfigError: With all problems.
     """
     problems = config.problems()
+    if not config.types_fit():
+        raise ConfigError(problems)
     values_fit = not any(
         field_problems(type(section), section) for section in (config, *config.sections())
     )
@@ -74,6 +77,7 @@ def _check_sections(config: TrainConfig) -> list[str]:
         parallel.pp_size * parallel.vpp_size,
         "parallel.pp_size * parallel.vpp_size",
     )
+    problems += _check_predictions(config)
     if samples and parallel.tp_size > 1:
         problems.append(
             f"logging.route_samples ({samples}) must be 0 with "
@@ -82,9 +86,23 @@ def _check_sections(config: TrainConfig) -> list[str]:
     return problems
 
 
+def _check_predictions(config: TrainConfig) -> list[str]:
+    """Check that a strategy that predicts loads has layers to predict."""
+    strategy = STRATEGIES.get(config.balance.strategy)
+    chunks = config.parallel.pp_size * config.parallel.vpp_size
+    if strategy is None or not strategy.predicts or config.model.num_layers > chunks:
+        return []
+    return [
+        f"model.num_layers ({config.model.num_layers}) must be > {chunks} with balance.strategy="
+        f"{strategy.name}: a model chunk predicts the loads of its layers but the first"
+    ]
+
+
 def _check_ranks(config: TrainConfig, num_ranks: int) -> list[str]:
     """Check that parallel sizes divide the number of ranks, and that batches fit these ranks."""
     parallel, data = config.parallel, config.data
+    if num_ranks < 1:
+        return [f"the number of ranks ({num_ranks}) must be >= 1"]
     problems = []
     for name in ("ep_size", "tp_size"):
         problems += _multiple(
@@ -184,7 +202,6 @@ def _check_placement(config: TrainConfig) -> list[str]:
 
 
 def _check_semantics(config: TrainConfig) -> list[str]:
-    from megatron_ext.balance.strategies import STRATEGIES
     from megatron_ext.balance.strategies.strategy import StaysMegatron
 
     strategy = STRATEGIES.get(config.balance.strategy)

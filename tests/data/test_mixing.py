@@ -6,6 +6,7 @@ Tokens are written so that each names its domain and place: domain d holds 1000 
 import dataclasses
 import itertools
 import pickle
+import re
 from collections import Counter
 
 import numpy as np
@@ -253,6 +254,35 @@ def test_files_that_do_not_fit_the_manifest(manifest, tmp_path):
     (tmp_path / "code.bin").write_bytes((manifest.folder / "code.bin").read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"by the \.idx 201, in the \.bin 191"):
         mixed(moved)
+
+
+@pytest.mark.parametrize("size", [0, 20, 100, -1])
+def test_a_cut_index_is_named(manifest, tmp_path, size):
+    moved = dataclasses.replace(manifest, folder=tmp_path)
+    for file in manifest.folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    index = tmp_path / "code.idx"
+    whole = index.read_bytes()
+    index.write_bytes(whole[:size])
+    kept = len(whole[:size])
+    expected = len(whole) if kept >= 34 else 34  # All that is known without the header.
+    said = f"^domain code: {re.escape(str(index))} is cut off: {kept} bytes of {expected}$"
+    with pytest.raises(ValueError, match=said):
+        mixed(moved)
+
+
+def test_a_token_beyond_the_vocabulary_is_named(manifest, tmp_path):
+    """The 31st token of the file is the vocabulary's size, and one too many."""
+    moved = dataclasses.replace(manifest, folder=tmp_path)
+    for file in manifest.folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tokens = np.fromfile(tmp_path / "rare.bin", dtype=np.uint16)
+    tokens[30] = 4000
+    tokens.tofile(tmp_path / "rare.bin")
+    dataset = mixed(moved, weights={"rare": 1}, sequence_length=40, micro_batch_size=1)
+    said = rf"^{re.escape(str(tmp_path))}/rare\.bin: the token at position 30 \(4000\) must be >= 0"
+    with pytest.raises(ValueError, match=said):
+        dataset[0]
 
 
 def test_no_negative_microbatch(manifest):

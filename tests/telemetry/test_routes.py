@@ -119,7 +119,7 @@ class FakeRouter(nn.Module):
         return probs, probs > 0
 
 
-def fake_recorder(folder, samples: int, bytes_per_token: int = 1):
+def fake_recorder(folder, samples: int, bytes_per_token: int = 1, start_step: int = 0):
     """A recorder of one layer, and what runs a microbatch: tokens [b, s], chances [b, s, E]."""
     chunk, router = nn.Identity(), FakeRouter()
     layer = SimpleNamespace(
@@ -130,7 +130,7 @@ def fake_recorder(folder, samples: int, bytes_per_token: int = 1):
         chunks=[chunk],
         layers=[layer],
         samples=samples,
-        start_step=0,
+        start_step=start_step,
         vocab_size=10,
         bytes_per_token=bytes_per_token,
     )
@@ -173,6 +173,28 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
     names = [path.name for path in sorted(tmp_path.iterdir())]
     assert names == ["step_00000003_stage_0.npz", "step_00000005_stage_0.npz"]
     assert read_routes(tmp_path).num_samples == 5 * 2
+
+
+def test_a_damaged_file_is_moved_aside(tmp_path, caplog):
+    """Of three files one is empty, one goes beyond the checkpoint, one is whole."""
+    recorder, run_microbatch = fake_recorder(tmp_path, samples=2)
+    for step in (1, 2, 3):
+        run_microbatch(*FIRST)
+        recorder.write(step)
+        recorder.flush(step)
+    recorder.close(3)
+    names = [path.name for path in sorted(tmp_path.iterdir())]
+    (tmp_path / names[0]).write_bytes(b"")
+    recorder, run_microbatch = fake_recorder(tmp_path, samples=2, start_step=2)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [f"{names[0]}.damaged", names[1]]
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        f"warning: {tmp_path / names[0]}, now {names[0]}.damaged: "
+    )
+    run_microbatch(*FIRST)
+    recorder.write(3)
+    recorder.close(3)
+    assert read_routes(tmp_path).num_samples == 2 * 2
 
 
 def test_nothing_is_recorded_unless_asked_for(data, tmp_path):

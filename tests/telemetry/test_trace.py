@@ -129,12 +129,39 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
     check(read_loads(tmp_path / "trace"), list(range(1, 8)))
 
 
-def test_a_file_that_cannot_be_written_stops_the_run(tmp_path):
+def test_a_file_that_cannot_be_written_is_left_out(tmp_path, caplog):
     trace = writer(tmp_path, steps_per_file=1)
-    (tmp_path / "trace").write_text("no folder")
     trace.write(1, loads_of(1))
-    with pytest.raises(OSError, match="trace"):
-        trace.close()
+    trace.flush()
+    (tmp_path / "trace").rename(tmp_path / "kept")
+    (tmp_path / "trace").write_text("no folder")
+    trace.write(2, loads_of(2))
+    trace.flush()
+    (tmp_path / "trace").unlink()
+    (tmp_path / "kept").rename(tmp_path / "trace")
+    trace.write(3, loads_of(3))
+    trace.close()
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert "step_00000002_stage_0.npz is left out: " in line
+    check(read_loads(tmp_path / "trace"), [1, 3])
+
+
+@pytest.mark.parametrize("cut", [0, 200], ids=["empty", "torn"])
+def test_a_damaged_file_is_moved_aside(tmp_path, caplog, cut):
+    trace = writer(tmp_path)
+    for step in range(1, 5):
+        trace.write(step, loads_of(step))
+    trace.close()
+    damaged = tmp_path / "trace" / "step_00000002_stage_0.npz"
+    content = damaged.read_bytes()[:cut]
+    damaged.write_bytes(content)
+    continued = writer(tmp_path, start_step=3)
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert line.startswith(f"warning: {damaged}, now step_00000002_stage_0.npz.damaged: ")
+    continued.write(4, loads_of(4))
+    continued.close()
+    assert (tmp_path / "trace" / f"{damaged.name}.damaged").read_bytes() == content
+    check(read_loads(tmp_path / "trace"), [3, 4])
 
 
 def test_a_folder_of_what_does_not_belong_together(tmp_path):

@@ -6,6 +6,8 @@ Every recipe of the repository composes and passes the same checks.
 from __future__ import annotations
 
 import json
+import math
+import os
 import pickle
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_ext import BalanceConfig
+from megatron_ext.balance.strategies import settings
 from megatron_ext.config import ConfigError, TrainConfig
 from megatron_ext.trainer.train import load_config, main
 from megatron_ext.trainer.validate import validate
@@ -137,6 +140,44 @@ WRONG = {
     "wrong type": (["model.topk=two"], ["model.topk=two"]),
     "unknown recipe": (["--config-name", "nothing"], ["nothing"]),
     "unknown checkpoint": (["checkpoint.load=/nowhere"], ["checkpoint.load (/nowhere)"]),
+    "no ranks": (["--ranks", "0"], ["the number of ranks (0) must be >= 1"]),
+    "averages that never forget": (
+        ["optimizer.beta1=1.5", "optimizer.beta2=1", "optimizer.eps=-1"],
+        [
+            "optimizer.beta1 (1.5) must be < 1",
+            "optimizer.beta2 (1.0) must be < 1",
+            "optimizer.eps (-1.0) must be >= 0",
+        ],
+    ),
+    "experts that Megatron groups": (
+        ["+megatron.moe_grouped_gemm=true"],
+        ["moe_grouped_gemm (True) must be False with balance.strategy=quota"],
+    ),
+    "experts that Megatron groups, without balancing": (
+        ["balance.strategy=none", "+megatron.moe_grouped_gemm=true"],
+        ["megatron.moe_grouped_gemm (True) cannot be set there: it is False by the other sections"],
+    ),
+    "more slots than the transport serves": (
+        ["balance.slots=300"],
+        ["balance.slots (300) must be <= 256 with balance.transport=shared_memory"],
+    ),
+    "values of a sweep": (
+        ["balance.slots=1,2"],
+        ["'balance.slots=1,2': there are no sweeps yet: start one run for each value"],
+    ),
+    "a sweep": (["-m"], ["--multirun: there are no sweeps yet: start one run for each value"]),
+    "a new name in a mapping": (
+        ["data.weights={letters:1}"],
+        ["Key 'letters' is not in struct: a new name needs a + in front, as +data.weights.NAME=1"],
+    ),
+    "nothing to predict": (
+        ["balance.strategy=libra", "model.num_layers=1"],
+        ["model.num_layers (1) must be > 1 with balance.strategy=libra"],
+    ),
+    "wrong settings that are printed": (
+        ["--print", "parallel.ep_size=3"],
+        ["model.num_experts (4) must be a multiple of parallel.ep_size (3)"],
+    ),
     "batch": (
         ["data.global_batch_size=6"],
         ["data.global_batch_size (6) must be a multiple of data.micro_batch_size"],
@@ -213,8 +254,58 @@ def test_checkpoint_of_another_model(
 
 
 def test_a_value_of_the_wrong_kind_in_a_script() -> None:
-    with pytest.raises(ConfigError, match=r"^balance\.slots \('two'\) must be a number$"):
+    with pytest.raises(ConfigError, match=r"^balance\.slots \('two'\) must be a whole number$"):
         BalanceConfig(slots="two")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("slots", 2.5, "a whole number"),
+        ("slots", True, "a whole number"),
+        ("tolerance", True, "a number"),
+        ("tolerance", math.nan, "from 0 to 1000000"),
+        ("check_plans", "no", "true or false"),
+        ("local_first", 1, "true or false"),
+        ("placement", None, "a word"),
+        ("link_bandwidth", True, "a number or a whole number or a word"),
+        ("nvlink_domain", 2.0, "a whole number or a word"),
+        ("objective", 3, "one of tolerance, time"),
+        ("history", 50, "of class HistorySettings"),
+    ],
+)
+def test_types_are_checked_where_a_script_makes_the_settings(
+    name: str, value: object, rule: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        settings.BalanceConfig(**{name: value})
+    assert error.value.problems == [f"balance.{name} ({value!r}) must be {rule}"]
+
+
+def test_types_of_every_section_are_checked(data: Path) -> None:
+    config = TrainConfig()
+    config.data.path = str(data)
+    wrong = {
+        "steps": "many",
+        "data.weights": {"letters": "all"},
+        "logging.wandb_name": 3,
+        "optimizer.warmup_steps": "few",
+        "parallel.ep_size": None,
+        "parallel.overlap_grad_reduce": 1,
+    }
+    for name, value in wrong.items():
+        section, _, field = name.rpartition(".")
+        setattr(getattr(config, section) if section else config, field, value)
+    with pytest.raises(ConfigError) as error:
+        validate(config, num_ranks=2)
+    assert sorted(error.value.problems) == [
+        "data.weights ({'letters': 'all'}) must be a mapping to a number",
+        "logging.wandb_name (3) must be a word or none",
+        "optimizer.warmup_steps ('few') must be a whole number",
+        "parallel.ep_size (None) must be a whole number",
+        "parallel.overlap_grad_reduce (1) must be true or false",
+        "steps ('many') must be a whole number",
+    ]
 
 
 def test_what_else_is_wrong_is_said_where_a_setting_is_missing(
@@ -235,7 +326,15 @@ def test_a_recipe_where_no_recipes_are(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError) as error:
         load_config(["data.path=text"], config_name="quickstart")
     assert error.value.problems == [
-        "--config-name (quickstart): there is no folder recipes here; --config-dir names another"
+        f"--config-name (quickstart): there is no folder {tmp_path}/recipes; --config-dir names "
+        "another"
+    ]
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.yaml").touch()
+    with pytest.raises(ConfigError) as error:
+        load_config(["data.path=text"], config_name="quickstart")
+    assert error.value.problems == [
+        f"--config-name (quickstart): {tmp_path}/recipes has no such recipe; it has mine"
     ]
     assert load_config(["data.path=text"]).data.path == "text"
 
@@ -290,6 +389,32 @@ def test_recipes_compose_and_are_valid(recipe: Path, data: Path) -> None:
         [f"data.path={data}", "data.sequence_length=64"], str(RECIPES), recipe.stem
     )
     validate(config, num_ranks=config.parallel.pp_size * config.parallel.ep_size)
+
+
+def test_a_second_run_in_a_run_directory_is_refused(
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second one is started while the first one's ranks run. When they ended, a third may."""
+    arguments = [*overrides(data, tmp_path), "balance.slots=1"]
+    starts = []
+
+    def start_another(*_: object, **__: object) -> None:
+        starts.append(sorted(tmp_path.rglob("*")))
+        with pytest.raises(SystemExit) as exit_info:
+            main(arguments)
+        assert exit_info.value.code == 2
+        assert sorted(tmp_path.rglob("*")) == starts[-1]
+
+    monkeypatch.setattr("megatron_ext.trainer.train.launch_ranks", start_another)
+    for _ in range(2):
+        main(arguments)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: run_dir ({tmp_path}): {tmp_path} is in use by process ")
+        assert f"process {os.getpid()} on " in line
+    assert len(starts) == 2
 
 
 NO_GROUPS = ("hardware", "shapes")  # for `megatron-ext simulate`

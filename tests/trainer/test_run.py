@@ -16,6 +16,8 @@ import pytest
 
 from megatron_ext.config import COST_UNITS, TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.files.loads import TRACE_FIELDS, read_loads
+from megatron_ext.files.routes import read_routes
 from megatron_ext.methods.sem_moe.semantics import Semantics, write_semantics
 from megatron_ext.trainer.run_log import RunLog, read_metrics
 from megatron_ext.trainer.train import load_config
@@ -41,11 +43,13 @@ def _losses(run_dir: Path) -> list[float]:
 
 @pytest.mark.slow
 def test_killed_run_continues_exactly(data: Path, tmp_path: Path) -> None:
+    """Nor is a load lost: steps 1 to 3, saved, were in a file of 7 steps that was not full."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_ranks(_train, 2, overrides(data, whole))
 
     command = [sys.executable, "-m", "megatron_ext.train", *overrides(data, killed)]
     command += ["checkpoint.every=3", "checkpoint.keep=1", "eval_every=2", "eval_steps=1"]
+    command += ["logging.trace_steps=7", "logging.route_samples=1"]
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment
@@ -68,6 +72,10 @@ def test_killed_run_continues_exactly(data: Path, tmp_path: Path) -> None:
     assert [path.name for path in (killed / "checkpoints").iterdir()] == ["step_00000006"]
     evaluated = [line["step"] for line in read_metrics(killed) if "eval_loss" in line]
     assert evaluated == [2, 4, 6, 8]
+    trace = read_loads(killed / "trace").trace
+    keys = list(zip(*(trace[name].tolist() for name in TRACE_FIELDS), strict=True))
+    assert keys == [(s, m, layer) for s in range(1, 9) for m in (0, 1) for layer in (1, 2)]
+    assert read_routes(killed / "routes").num_samples == 8
 
 
 @pytest.mark.slow
@@ -150,7 +158,7 @@ def test_run_directory(data: Path, tmp_path: Path) -> None:
     run_ranks(_train, 2, [*overrides(data, tmp_path), "steps=3"])
     for line in read_metrics(tmp_path):
         assert line.keys() == {
-            *("step", "loss", "grad_norm", "lr", "tokens_per_s", "step_ms"),
+            *("step", "loss", "grad_norm", "skipped", "lr", "tokens_per_s", "step_ms"),
             *("imbalance_before", "imbalance_after", "replicas"),
         }
         assert line["imbalance_before"] >= line["imbalance_after"] >= 1.0

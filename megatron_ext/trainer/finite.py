@@ -1,0 +1,291 @@
+"""Keeps numbers that are not finite out of a run's weights and checkpoints.
+
+The decision uses what the host reads anyway: the global gradient norm, which Megatron's optimizer
+reads before it steps, and the step's loss, which the loop reads for the metrics. Only if one of
+them is not finite, or before a checkpoint, weights and gradients are looked through.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from megatron_ext.config import TrainConfig
+from megatron_ext.mcore.grouped_experts import GroupedExperts
+
+logger = logging.getLogger(__name__)
+
+
+class StepGuard:
+    """Does with steps whose numbers are not finite as `on_nan` says. All ranks decide alike.
+
+    Args:
+        config: The run.
+        chunks: The model's chunks on this rank.
+        optimizer: Megatron's optimizer of these chunks. Unless such steps are ignored, its norm of
+            the gradients raises instead of being used for clipping and for the step.
+    """
+
+    def __init__(
+        self, config: TrainConfig, chunks: list[DistributedDataParallel], optimizer: Any
+    ) -> None:
+        self._policy = config.on_nan
+        self._chunks = chunks
+        self._optimizer = optimizer
+        # Of the last step, as far as it changed the weights.
+        self._is_sound = True
+        if self._policy != "ignore":
+            # The optimizer of a chain asks for the norm even where nothing is clipped.
+            optimizer.get_grad_norm = _raising(optimizer.get_grad_norm)
+
+    def optimizer_step(self, step: int, losses: Sequence[float]) -> tuple[bool, float]:
+        """Make an optimizer step, unless the gradients are not finite.
+
+        Args:
+            step: Number of the step.
+            losses: The losses of this rank's microbatches; empty but on the last pipeline stage.
+
+        Returns:
+            Whether the step was made, and the norm of the gradients, NaN if Megatron's loss scaling
+            skipped the step before it took the norm. Equal on all ranks.
+
+        Raises:
+            SystemExit: With status 1 if the run ends here; rank 0 has said why.
+        """
+        try:
+            made, norm, _ = self._optimizer.step()
+        except _NormNotFiniteError as error:
+            self._refuse(step, f"the gradient norm is {error.norm}", losses, made=False)
+            return False, error.norm
+        norm = math.nan if norm is None else float(norm)
+        self._is_sound = not made or math.isfinite(norm)
+        return made, norm
+
+    def check_loss(self, step: int, loss: float, losses: Sequence[float], *, made: bool) -> None:
+        """Look at a step's mean loss, after the optimizer step: its gradients may be finite.
+
+        Args:
+            step: Number of the step.
+            loss: Mean over all ranks.
+            losses: The losses of this rank's microbatches; empty but on the last pipeline stage.
+            made: Whether the optimizer step was made.
+
+        Raises:
+            SystemExit: With status 1 if the run ends here; rank 0 has said why.
+        """
+        if not made or math.isfinite(loss):
+            return
+        if self._is_sound and self._policy != "ignore":
+            self._refuse(step, f"the loss is {loss}", losses, made=True)
+        self._is_sound = False
+
+    def may_save(self, step: int) -> bool:
+        """Whether the state after a step is finite. All ranks call it before they save.
+
+        Raises:
+            SystemExit: With status 1 if the run ends here; rank 0 has said why.
+        """
+        state = itertools.chain(_weights(self._chunks), _optimizer_state(self._optimizer))
+        is_finite = self._is_sound and all(_is_finite(one.tensor) for one in state)
+        spoiled = torch.tensor(float(not is_finite), device="cuda")
+        dist.all_reduce(spoiled, op=dist.ReduceOp.MAX)
+        if not spoiled.item():
+            return True
+        found = self._look()
+        said = f"step {step}: the state is not saved: {_told(found)}"
+        if self._policy != "ignore" and _stays(found):
+            _end_run(said)
+        _warn(said)
+        return False
+
+    def _refuse(self, step: int, what: str, losses: Sequence[float], *, made: bool) -> None:
+        """Say what is not finite, and end the run unless its later steps can be good."""
+        found = self._look(losses)
+        was = "was made" if made else "was not made"
+        said = f"step {step}: {what}: {_told(found)}; the optimizer step {was}"
+        if self._policy == "stop":
+            _end_run(f"{said} (on_nan=stop)")
+        if _stays(found):
+            _end_run(f"{said}, and no later step can mend this (on_nan={self._policy})")
+        _warn(said)
+
+    def _look(self, losses: Sequence[float] = ()) -> list[_Place]:
+        """Return what is not finite, of all ranks, in the order of `_KINDS`."""
+        mine = [
+            *_not_finite("weight", _weights(self._chunks)),
+            *_not_finite("state", _optimizer_state(self._optimizer)),
+            *(
+                _Place("loss", 0, f"loss of microbatch {number}, rank {dist.get_rank()} ({loss})")
+                for number, loss in enumerate(losses)
+                if not math.isfinite(loss)
+            ),
+            *_not_finite("gradient", _gradients(self._chunks)),
+        ]
+        ranks: list[list[_Place]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(ranks, mine)
+        places = itertools.chain.from_iterable(ranks)
+        # Of gradients the highest layer first: backward comes from there.
+        return sorted(places, key=lambda place: (_KINDS.index(place.kind), -place.layer))
+
+
+class _NormNotFiniteError(Exception):
+    def __init__(self, norm: float) -> None:
+        super().__init__(norm)
+        self.norm = norm
+
+
+def _raising(get_grad_norm: Callable[[], float]) -> Callable[[], float]:
+    def finite_norm() -> float:
+        norm = get_grad_norm()
+        if not math.isfinite(norm):
+            raise _NormNotFiniteError(norm)
+        return norm
+
+    return finite_norm
+
+
+_KINDS = ("weight", "state", "loss", "gradient")
+"""What can be not finite: causes before what they cause."""
+
+
+class _Place(NamedTuple):
+    """Where something is not finite."""
+
+    kind: str
+    layer: int
+    text: str
+
+
+class _Part(NamedTuple):
+    """A tensor of the model or the optimizer on this rank."""
+
+    layer: int
+    name: str
+    tensor: Tensor
+
+
+def _told(places: Sequence[_Place]) -> str:
+    """Return the first place as words, and how many are like it."""
+    if not places:
+        return "every gradient by itself is finite, the sum of their squares is not"
+    others = sum(place.kind == places[0].kind for place in places[1:])
+    more = f", and {others} more" if others else ""
+    return f"{places[0].text}{more}"
+
+
+def _stays(places: Sequence[_Place]) -> bool:
+    """Whether the next step begins with numbers that are not finite."""
+    return any(place.kind in ("weight", "state") for place in places)
+
+
+def _not_finite(kind: str, parts: Iterable[_Part]) -> Iterator[_Place]:
+    rank = dist.get_rank()
+    for part in parts:
+        if not _is_finite(part.tensor):
+            yield _Place(kind, part.layer, f"{kind} {part.name} of rank {rank}")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
+
+
+def _weights(chunks: Iterable[nn.Module]) -> Iterator[_Part]:
+    for chunk in chunks:
+        yield from _parts(_model(chunk), lambda parameter: parameter.detach())
+
+
+def _gradients(chunks: Iterable[nn.Module]) -> Iterator[_Part]:
+    for chunk in chunks:
+        yield from _parts(_model(chunk), lambda parameter: getattr(parameter, "main_grad", None))
+
+
+def _model(chunk: Any) -> nn.Module:
+    while isinstance(chunk, DistributedDataParallel | Float16Module):
+        chunk = chunk.module
+    return chunk
+
+
+def _optimizer_state(optimizer: Any) -> Iterator[_Part]:
+    """The optimizer's tensors, its own copies of weights included. They have no layer's name."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.optimizer is None:  # There are no parameters for it on this rank.
+            continue
+        for state in part.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    yield _Part(0, f"{name} of the optimizer", value)
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield _Part(0, "main_param of the optimizer", parameter.detach())
+
+
+def _parts(
+    module: nn.Module,
+    take: Callable[[Any], Tensor | None],
+    layer: int | None = None,
+    path: str = "",
+    experts: Sequence[int] = (),
+) -> Iterator[_Part]:
+    """Yield what `take` takes of every parameter, named by layer and logical expert.
+
+    Args:
+        module: A model chunk, or a module in it.
+        take: Returns a tensor of a parameter's shape; None leaves the parameter out.
+        layer: The layer around the module, counted from 1.
+        path: Name of the module, in its layer if it is in one.
+        experts: The logical experts of this rank in that layer.
+    """
+    if isinstance(module, TransformerLayer):
+        layer, path = module.layer_number, ""
+    if isinstance(module, MoELayer):
+        experts = module.local_expert_indices
+    for name, parameter in module.named_parameters(path.rstrip("."), recurse=False):
+        tensor = take(parameter)
+        if tensor is None:
+            continue
+        # Outside of layers there are the embedding, below them, and the end of the model.
+        order = layer or (0 if "embedding" in name else sys.maxsize)
+        if isinstance(module, GroupedExperts):
+            for expert, row in zip(experts, tensor, strict=True):
+                yield _Part(order, _place_name(layer, expert, name), row)
+        else:
+            number = re.search(r"local_experts\.(\d+)\.", name)
+            expert_id = experts[int(number[1])] if number else None
+            yield _Part(order, _place_name(layer, expert_id, name), tensor)
+    for name, child in module.named_children():
+        yield from _parts(child, take, layer, f"{path}{name}.", experts)
+
+
+def _place_name(layer: int | None, expert: int | None, name: str) -> str:
+    """Return a parameter's name as people read it.
+
+    >>> _place_name(3, 5, "mlp.experts.fc1")
+    'mlp.experts.fc1 of layer 3, expert 5,'
+    """
+    if layer is None:
+        return name
+    return f"{name} of layer {layer}," + ("" if expert is None else f" expert {expert},")
+
+
+def _warn(said: str) -> None:
+    if dist.get_rank() == 0:
+        logger.warning("warning: %s", said)
+
+
+def _end_run(said: str) -> NoReturn:
+    if dist.get_rank() == 0:
+        sys.stderr.write(f"error: {said}\n")
+    raise SystemExit(1)

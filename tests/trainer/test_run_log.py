@@ -1,0 +1,177 @@
+"""What rank 0 writes into a run directory, when it is killed, when a disk is full, when W&B fails.
+
+No ranks are started.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron_ext.config import TrainConfig
+from megatron_ext.trainer.report import read_runs, summarize, table
+from megatron_ext.trainer.run_log import RunLog, read_metrics
+
+SHOWN = {"imbalance_before": 1.5, "imbalance_after": 1.0, "step_ms": 9.0, "tokens_per_s": 5.0}
+
+
+def config_of(run_dir: Path) -> TrainConfig:
+    config = TrainConfig(run_dir=str(run_dir))
+    config.data.path = "somewhere"
+    return config
+
+
+def write_lines(run_dir: Path, steps: Sequence[int]) -> None:
+    lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in steps]
+    (run_dir / "metrics.jsonl").write_text("".join(lines))
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    return [line["step"] for line in read_metrics(run_dir)]
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """The system takes no more bytes into a file, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+CONTINUE_AND_DIE = """
+import resource, signal, sys
+from pathlib import Path
+from megatron_ext.trainer.run_log import RunLog
+from tests.trainer.test_run_log import config_of
+
+# The system kills this process at its first byte beyond the limit.
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
+RunLog(config_of(Path(sys.argv[1])), start_step=20_000)
+"""
+
+
+def test_a_kill_while_a_run_is_continued_loses_no_line(tmp_path: Path) -> None:
+    """The process is killed when it has written half of the 20,000 lines."""
+    write_lines(tmp_path, range(1, 20_001))
+    half = (tmp_path / "metrics.jsonl").stat().st_size // 2
+    words = [sys.executable, "-c", CONTINUE_AND_DIE, str(tmp_path), str(half)]
+    killed = subprocess.run(words, check=False, capture_output=True)
+    assert killed.returncode == -signal.SIGXFSZ, killed.stderr
+    assert steps_of(tmp_path) == list(range(1, 20_001))
+    with RunLog(config_of(tmp_path), start_step=20_000):
+        pass
+    assert steps_of(tmp_path) == list(range(1, 20_001))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "tail", "missing"),
+    [
+        ([1, 2, 3, 4], "", None),
+        ([1, 2, 3, 4, 5, 6], "", None),
+        ([1, 2], '{"step": 3, "lo', "3-4"),
+        ([1, 2, 3], "\0" * 64, "4"),
+        ([1, 3], "", "2, 4"),
+        ([], "", "1-4"),
+    ],
+)
+def test_lines_that_were_lost_are_named(
+    kept: list[int],
+    tail: str,
+    missing: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write_lines(tmp_path, kept)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(tail)
+    (tmp_path / "checkpoints" / "step_00000004").mkdir(parents=True)
+    with RunLog(config_of(tmp_path), start_step=4) as log:
+        log.write({"step": 5, "loss": 1.0})
+    said = [record.getMessage() for record in caplog.records]
+    file_ = tmp_path / "metrics.jsonl"
+    assert said == (
+        [
+            f"warning: {file_} has no lines of the steps {missing}: they were lost before this run "
+            "continued"
+        ]
+        if missing
+        else []
+    )
+    assert steps_of(tmp_path) == [*(step for step in kept if step <= 4), 5]
+
+
+def test_a_run_from_the_checkpoint_of_another_lost_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RunLog(config_of(tmp_path), start_step=4):
+        pass
+    assert not caplog.records
+
+
+def test_no_number_is_null_and_comes_back_as_nan(tmp_path: Path) -> None:
+    with RunLog(config_of(tmp_path / "run"), start_step=0) as log:
+        log.write({"step": 1, "loss": math.nan, "replicas": math.inf, **SHOWN})
+        log.write({"step": 2, "loss": 2.0, "replicas": 1.0, **SHOWN})
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert json.loads(text.splitlines()[0])["loss"] is None
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    runs = read_runs([tmp_path / "run"])
+    assert [str(line["loss"]) for line in runs["run"]] == ["nan", "2.0"]
+    assert "2.0000" in table({"run": summarize(runs["run"])}, against=())
+
+
+def test_lines_that_a_full_disk_refuses_are_written_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RunLog(config_of(tmp_path), start_step=0) as log:
+        log.write({"step": 1, "loss": 1.0})
+        # Half of a line fits.
+        with files_of_at_most((tmp_path / "metrics.jsonl").stat().st_size + 10):
+            for step in (2, 3):
+                log.write({"step": step, "loss": 1.0})
+        log.write({"step": 4, "loss": 1.0})
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.split(":")[1] for line in said] == [
+        f" {tmp_path / 'metrics.jsonl'} lacks {number} lines, kept for later" for number in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize("failing", ["init", "log", "finish"])
+def test_wandb_ends_no_run(
+    failing: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = mock.Mock(id="x")
+    wandb = SimpleNamespace(init=mock.Mock(return_value=run))
+    broken: Any = wandb.init if failing == "init" else getattr(run, failing)
+    broken.side_effect = ConnectionError("no network")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = config_of(tmp_path)
+    config.logging.wandb = "online"
+    with RunLog(config, start_step=0) as log:
+        for step in (1, 2):
+            log.write({"step": step, "loss": 1.0})
+    assert [record.getMessage() for record in caplog.records] == [
+        "warning: W&B is written no more: no network"
+    ]
+    assert broken.call_count == 1
+    assert steps_of(tmp_path) == [1, 2]
