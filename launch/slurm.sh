@@ -14,9 +14,8 @@ set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start this with sbatch, from the root of the repository}"
 
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# What an outsider cannot guess, unlike the job's number.
-RDZV_ID=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
-export MASTER_ADDR RDZV_ID NNODES=$SLURM_NNODES
+RDZV_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+export MASTER_ADDR RDZV_SECRET NNODES=$SLURM_NNODES
 
 srun launch/train.sh "$@" &
 tasks=$!
