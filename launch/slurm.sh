@@ -20,9 +20,9 @@ export MASTER_ADDR RDZV_SECRET NNODES=$SLURM_NNODES
 srun launch/train.sh "$@" &
 tasks=$!
 noticed=false
-# srun passes signals on to its tasks.
+# srun passes signals on to its tasks. Slurm itself sends them SIGTERM; this shell waits for them then.
 trap 'noticed=true; kill -USR1 "$tasks"' USR1
-trap 'kill -TERM "$tasks"' TERM
+trap : TERM
 status=0
 wait "$tasks" || status=$?
 while kill -0 "$tasks" 2>/dev/null; do # A signal ended the wait, not the tasks.

@@ -21,10 +21,15 @@ from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.run import parse_args, run
 
 from megatron_ext.arguments import WRONG_USAGE
-from megatron_ext.trainer.launch import AGENT
-from megatron_ext.trainer.processes import children
+from megatron_ext.trainer.processes import AGENT, children
 from megatron_ext.trainer.rendezvous import NAME, SECRET, create_handler
-from megatron_ext.trainer.signals import ENDED_AT_ONCE, STOP_SIGNALS, exit_status, listens
+from megatron_ext.trainer.signals import (
+    ENDED_AT_ONCE,
+    STOP_SIGNALS,
+    ends_at_once,
+    exit_status,
+    listens,
+)
 
 _LEFT_TO_TORCHRUN = "SIGHUP,SIGQUIT"
 
@@ -50,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def pass_on(number: int, _: FrameType | None) -> None:
         noted.append(signal.Signals(number))
         ranks = children(os.getpid())
-        if len(noted) > 1 or not ranks or not all(map(listens, ranks)):
+        if ends_at_once(noted) or not ranks or not all(map(listens, ranks)):
             for rank in ranks:
                 os.kill(rank, signal.SIGKILL)
             sys.stderr.write(ENDED_AT_ONCE.format(noted[-1].name))
