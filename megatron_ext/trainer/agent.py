@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import RendezvousError, rendezvous_handler_registry
 from torch.distributed.run import parse_args, run
 
 from megatron_ext.arguments import WRONG_USAGE
@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: torchrun's; by default those of the process.
 
     Raises:
-        SystemExit: With status 1 if a rank failed, with 2 if there is no secret, with 128 + its
-            number after a signal.
+        SystemExit: With status 1 if a rank or the rendezvous failed, with 2 if there is no secret,
+            with 128 + its number after a signal.
     """
     if not os.environ.get(SECRET):
         sys.stderr.write(f"error: {SECRET} must be a secret that all machines of the run know\n")
@@ -73,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rank, failure = error.get_first_failure()
         sys.stderr.write(f"error: rank {rank} failed (exit status {failure.exitcode})\n")
         raise SystemExit(1) from None
+    except RendezvousError as error:
+        raise SystemExit(f"error: {error}") from None
     if noted:
         raise SystemExit(exit_status(noted[0]))
 
