@@ -14,16 +14,15 @@ set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start this with sbatch, from the root of the repository}"
 
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# What an outsider cannot guess, unlike the job's number.
-RDZV_ID=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
-export MASTER_ADDR RDZV_ID NNODES=$SLURM_NNODES
+RDZV_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+export MASTER_ADDR RDZV_SECRET NNODES=$SLURM_NNODES
 
 srun launch/train.sh "$@" &
 tasks=$!
 noticed=false
-# srun passes signals on to its tasks.
+# srun passes signals on to its tasks. Slurm itself sends them SIGTERM; this shell waits for them then.
 trap 'noticed=true; kill -USR1 "$tasks"' USR1
-trap 'kill -TERM "$tasks"' TERM
+trap : TERM
 status=0
 wait "$tasks" || status=$?
 while kill -0 "$tasks" 2>/dev/null; do # A signal ended the wait, not the tasks.

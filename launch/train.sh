@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on all GPUs of this machine, or of several: launch/train.sh --config-name RECIPE [overrides].
 # For several machines set on each: NNODES, MASTER_ADDR (an address of one of them, which the others
-# reach; and MASTER_PORT), and RDZV_ID: a secret, the same on all, made for this run.
+# reach; and MASTER_PORT), and RDZV_SECRET: a secret, the same on all, made for this run.
 # Needs launch/setup.sh to have run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,8 +15,7 @@ if [[ ${NNODES:-1} == 1 ]]; then
 fi
 
 restarts=$("${train[@]}" --print | sed -n 's/^restarts: //p')
-# In the environment: arguments can be read by all users of a machine.
-export PET_RDZV_ID=${RDZV_ID:?a secret that all machines of the run know}
+export RDZV_SECRET
 exec .venv/bin/python -m megatron_ext.trainer.agent \
     --nnodes "$NNODES" \
     --rdzv-endpoint "${MASTER_ADDR:?an address of one of the machines}:${MASTER_PORT:-29500}" \

@@ -14,7 +14,7 @@ from megatron_ext.trainer.processes import children
 
 _LISTENS = "0A"
 
-_PATIENCE_S = 120
+_PATIENCE_S = 600
 """For what takes seconds on a calm machine."""
 
 

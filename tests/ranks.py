@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+from megatron_ext.trainer.processes import die_with
+
 
 class _Rank:
     """One kept process and the pipe to it."""
@@ -140,6 +142,7 @@ def _end_all() -> None:
 def _serve(rank: int, world_size: int, environment: dict[str, str], pipe: Connection) -> None:
     """Run calls until the pipe closes. Leads a process group of its own (see `_end`)."""
     os.setsid()
+    die_with(os.getppid())  # Also in the middle of a call, when nobody reads the pipe.
     os.environ.clear()
     os.environ.update(environment)
     os.environ.update(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ext.cli.output import DONE
+from megatron_ext.cli.output import DONE, INTERRUPTED
 
 
 def add(commands: Any) -> None:
@@ -14,7 +14,10 @@ def add(commands: Any) -> None:
 
 def run(words: list[str]) -> int:
     """Call the entry point of training, which has its own help and its own exits."""
-    from megatron_ext.trainer.train import main
+    try:
+        from megatron_ext.trainer.train import main
 
-    main(words)
+        main(words)
+    except KeyboardInterrupt:  # Before there are ranks; then their launcher deals with it.
+        return INTERRUPTED
     return DONE

@@ -1,6 +1,6 @@
 """The program behind `megatron-ext train`.
 
-    train.py       entry point: recipe, checks, ranks
+    train.py       entry point: recipe, checks
     validate.py    what must hold between settings before a run starts
     settings.py    from a run's settings to Megatron's settings
     build.py       from Megatron's settings to Megatron's objects
@@ -12,8 +12,12 @@
     finite.py      steps whose numbers are not finite: stop, skip or ignore
     norms.py       PyTorch's norms for sequence parallelism
     blocks.py      parts of a step, each run alone, for calibration
+    launch.py      the ranks of one machine: started, watched, told to stop, started again
+    signals.py     a run that is asked to stop, and all ranks agree after which step
     processes.py   processes that end with the process that started them
     watchdog.py    names the rank that hangs, and ends the run
+    rendezvous.py  where the machines of a run find each other
+    agent.py       torchrun for one machine of several
     progress.py    the display on rank 0
     run_log.py     the run directory: config.yaml, metrics.jsonl, W&B
     report.py      runs compared: table, summary, picture, page

@@ -2,9 +2,9 @@
 
     python -m megatron_ext.trainer.agent --nnodes 2 --rdzv-endpoint HOST:PORT -m megatron_ext.train
 
-The arguments are torchrun's; the run's secret is PET_RDZV_ID in the environment, because arguments
-can be read by all users of a machine. Signals that ask to stop go on to the ranks, which end after
-their step, however long saving takes; torchrun itself would end them after 30 seconds.
+The arguments are torchrun's, and RDZV_SECRET in the environment is the same on all machines.
+Signals that ask to stop go on to the ranks, which end after their step, however long saving takes;
+torchrun itself would end them after 30 seconds.
 """
 
 from __future__ import annotations
@@ -17,13 +17,19 @@ from collections.abc import Sequence
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import RendezvousError, rendezvous_handler_registry
 from torch.distributed.run import parse_args, run
 
-from megatron_ext.trainer.launch import AGENT
-from megatron_ext.trainer.processes import children
-from megatron_ext.trainer.rendezvous import NAME, create_handler
-from megatron_ext.trainer.signals import ENDED_AT_ONCE, STOP_SIGNALS, exit_status, listens
+from megatron_ext.arguments import WRONG_USAGE
+from megatron_ext.trainer.processes import AGENT, children
+from megatron_ext.trainer.rendezvous import NAME, SECRET, create_handler
+from megatron_ext.trainer.signals import (
+    ENDED_AT_ONCE,
+    STOP_SIGNALS,
+    ends_at_once,
+    exit_status,
+    listens,
+)
 
 _LEFT_TO_TORCHRUN = "SIGHUP,SIGQUIT"
 
@@ -35,8 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: torchrun's; by default those of the process.
 
     Raises:
-        SystemExit: With status 1 if a rank failed; with 128 + its number after a signal.
+        SystemExit: With status 1 if a rank or the rendezvous failed, with 2 if there is no secret,
+            with 128 + its number after a signal.
     """
+    if not os.environ.get(SECRET):
+        sys.stderr.write(f"error: {SECRET} must be a secret that all machines of the run know\n")
+        raise SystemExit(WRONG_USAGE)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     rendezvous_handler_registry.register(NAME, create_handler)
     os.environ[AGENT] = str(os.getpid())
@@ -45,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def pass_on(number: int, _: FrameType | None) -> None:
         noted.append(signal.Signals(number))
         ranks = children(os.getpid())
-        if len(noted) > 1 or not ranks or not all(map(listens, ranks)):
+        if ends_at_once(noted) or not ranks or not all(map(listens, ranks)):
             for rank in ranks:
                 os.kill(rank, signal.SIGKILL)
             sys.stderr.write(ENDED_AT_ONCE.format(noted[-1].name))
@@ -63,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rank, failure = error.get_first_failure()
         sys.stderr.write(f"error: rank {rank} failed (exit status {failure.exitcode})\n")
         raise SystemExit(1) from None
+    except RendezvousError as error:
+        raise SystemExit(f"error: {error}") from None
     if noted:
         raise SystemExit(exit_status(noted[0]))
 

@@ -30,8 +30,15 @@ import torch.distributed as dist
 from megatron_ext.arguments import WRONG_USAGE
 from megatron_ext.config import ConfigError
 from megatron_ext.cpu_platform import enable_cpu_platform
-from megatron_ext.trainer.processes import call_with, die_with
-from megatron_ext.trainer.signals import ENDED_AT_ONCE, STOP_SIGNALS, Stopped, exit_status, listens
+from megatron_ext.trainer.processes import TORCHRUN, call_with, die_with_launcher
+from megatron_ext.trainer.signals import (
+    ENDED_AT_ONCE,
+    STOP_SIGNALS,
+    Stopped,
+    ends_at_once,
+    exit_status,
+    listens,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +57,6 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 LAST_WORDS_S = 2.0
 """Seconds that ranks have to say what they saw of a rank that failed, before they are ended."""
-
-TORCHRUN = "TORCHELASTIC_RUN_ID"
-"""In the environment of ranks that torchrun started."""
-
-AGENT = "MEGATRON_EXT_AGENT"
-"""In the environment of ranks that `trainer/agent.py` started: its process id."""
 
 _POLL_S = 0.2
 """Seconds after which the launcher notices a signal at the latest."""
@@ -84,8 +85,8 @@ def launch_ranks(
     """Run `function(*args)` on ranks of this machine and wait for them.
 
     Ranks on CPUs get `CPU_ENVIRONMENT`, and so does this process. A signal that asks to stop goes
-    on to the ranks if all of them take it (`StopRequest`); else, and at the second such signal,
-    they are ended at once.
+    on to the ranks if all of them note it (`StopRequest`); else, and at a second one
+    (`ends_at_once`), they are ended.
 
     Args:
         function: A module-level function; it begins with `join_ranks()`.
@@ -184,7 +185,7 @@ def _watch(ranks: list[SpawnProcess], noted: list[signal.Signals]) -> _Failure |
             _wait_for_last_words(ranks)
             # Of those that fell at the same time, one that was killed is the cause.
             return min(failures, key=lambda failure: failure.exitcode)
-        if len(noted) > 1:
+        if ends_at_once(noted):
             _end_at_once(noted[-1])
         if noted and not told:
             pids = [rank.pid for rank in running if rank.pid is not None]
@@ -255,8 +256,7 @@ def join_ranks(timeout: timedelta | None = None) -> Iterator[None]:
             of a setting; as `Stopped` if the run was asked to stop.
     """
     quiet_megatron()
-    if TORCHRUN in os.environ:
-        die_with(int(os.environ.get(AGENT, os.getppid())))
+    die_with_launcher()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:

@@ -8,6 +8,12 @@ import pickle
 import signal
 from pathlib import Path
 
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""In the environment of ranks that torchrun started."""
+
+AGENT = "MEGATRON_EXT_AGENT"
+"""In the environment of ranks that `trainer/agent.py` started: its process id."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -24,6 +30,12 @@ def die_with(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
         os._exit(1)
+
+
+def die_with_launcher() -> None:
+    """Do so in a rank that torchrun or `trainer/agent.py` started; does nothing in others."""
+    if TORCHRUN in os.environ:
+        die_with(int(os.environ.get(AGENT, os.getppid())))
 
 
 def call_with(parent: int, call: bytes) -> None:

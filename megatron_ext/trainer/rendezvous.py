@@ -3,7 +3,7 @@
 torch's own has two weaknesses that anyone who reaches the first machine can use: its stores listen
 on every interface, and the agents unpickle what they find in one of them. Here a store listens only
 on the address that the machines were told to meet at, or on a machine's own address towards it, and
-agents unpickle only what was signed with the run's id, which must therefore be a secret.
+agents unpickle only what was signed with the run's secret.
 
 Nothing else in the stores is signed, and nothing is secret: whoever reaches them can end a run or
 lead its ranks to another address. So the network between the machines has to be trusted.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import hmac
-import logging
+import os
 import socket
 from datetime import timedelta
 from typing import Any
@@ -30,14 +30,14 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-logger = logging.getLogger(__name__)
-
 NAME = "megatron_ext"
 """Name of this rendezvous for torchrun (`--rdzv-backend`)."""
 
 _DEFAULT_PORT = 29500
-_NO_ID = "none"
-"""torchrun's run id where none is given."""
+
+SECRET = "RDZV_SECRET"
+"""In the environment: what all agents of a run know, and nobody else. Arguments could be read by
+all users of a machine, and torch writes a run's id into its store."""
 
 _JOIN_TIMEOUT = timedelta(minutes=10)
 """How long a machine waits for the others, as long as torch's own rendezvous does."""
@@ -47,18 +47,13 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
     """Return this machine's side of the rendezvous: a factory for torch's registry.
 
     The machine that has the endpoint's address holds the store.
-
-    Raises:
-        ValueError: There is no run id.
     """
-    if params.run_id == _NO_ID:
-        raise ValueError("--rdzv-id must be a secret that all machines of the run know")
     host, port = parse_rendezvous_endpoint(params.endpoint, default_port=_DEFAULT_PORT)
     store = _store_at(host, port)
     return _BoundRendezvous.from_backend(
         params.run_id,
         store,
-        _SignedBackend(store, params.run_id),
+        _SignedBackend(store, params.run_id, os.environ[SECRET]),
         params.min_nodes,
         params.max_nodes,
         params.local_addr or _own_address_towards(host, port),
@@ -76,13 +71,14 @@ class _SignedBackend(RendezvousBackend):
     """Keeps the state of a rendezvous in a store, and takes only what its own agents wrote.
 
     Args:
-        store: Where it is kept, under a name that does not tell the secret.
+        store: Where it is kept.
+        run_id: By this name.
         secret: What all agents know, and nobody else.
     """
 
-    def __init__(self, store: Store, secret: str) -> None:
+    def __init__(self, store: Store, run_id: str, secret: str) -> None:
         self._secret = secret.encode()
-        self._backend = C10dRendezvousBackend(store, hashlib.sha256(self._secret).hexdigest())
+        self._backend = C10dRendezvousBackend(store, run_id)
 
     @property
     def name(self) -> str:

@@ -11,6 +11,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """What asks a run to stop: schedulers end jobs with the first, a terminal sends the second, and
 Slurm can send the third some time before a job's limit."""
 
+_IMPATIENT = {signal.SIGTERM, signal.SIGINT}
+
 ENDED_AT_ONCE = "ended at once by {}; nothing was saved\n"
 """What is said of a run that a signal ended in the middle of a step, or before the first."""
 
@@ -18,6 +20,14 @@ ENDED_AT_ONCE = "ended at once by {}; nothing was saved\n"
 def exit_status(stop: signal.Signals) -> int:
     """Return the exit status of a program that a signal ended, as shells report it."""
     return 128 + stop
+
+
+def ends_at_once(noted: Sequence[signal.Signals]) -> bool:
+    """Return whether somebody does not want to wait for the end of the step: asked to end twice.
+
+    A scheduler's early notice does not count, which may come before the end of the time it gives.
+    """
+    return sum(each in _IMPATIENT for each in noted) > 1
 
 
 class Stopped(SystemExit):

@@ -135,7 +135,7 @@ def test_a_slurm_job_passes_its_notice_on_and_queues_again(tmp_path):
     _script(
         tmp_path / "srun",
         "trap 'echo noticed by \"$@\" >&2; exit 138' USR1",
-        "echo started with ${#RDZV_ID} >&2",
+        "echo started with ${#RDZV_SECRET} >&2",
         "while :; do sleep 0.05; done",
     )
     _script(tmp_path / "scontrol", 'if [[ $1 == show ]]; then echo first; else echo "$@" >&2; fi')
@@ -157,9 +157,9 @@ def test_a_slurm_job_passes_its_notice_on_and_queues_again(tmp_path):
         ]
 
 
-@pytest.mark.parametrize("missing", ["MASTER_ADDR", "RDZV_ID"])
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "RDZV_SECRET"])
 def test_several_machines_need_an_address_and_a_secret(missing, tmp_path):
-    given = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "RDZV_ID": "secret"}
+    given = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "RDZV_SECRET": "secret"}
     done = subprocess.run(
         ["bash", f"{ROOT}/launch/train.sh", "data.path=nowhere"],
         env={**os.environ, **given, missing: ""},

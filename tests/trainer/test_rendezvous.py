@@ -1,0 +1,116 @@
+"""Two machines' agents on this machine, attacked by somebody who reaches their ports. Layer 2."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+import signal
+import socket
+import sys
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+from torch.distributed.elastic.rendezvous.registry import _create_c10d_handler
+
+from megatron_ext.trainer.agent import main
+from megatron_ext.trainer.rendezvous import NAME, create_handler
+from megatron_ext.trainer.run_log import read_metrics
+from tests.processes import Program, listening, running
+from tests.trainer.dataset import overrides
+from tests.trainer.test_signals import ENDLESS, LOOPBACK
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about ranks on CPUs")
+
+FACTORIES = {NAME: create_handler, "c10d": _create_c10d_handler}
+SECRET = "0123456789abcdef"
+SHARED = "torch.rendezvous.none"
+"""Where torch keeps what agents share, in a run without an id: stores list their names."""
+
+
+class Crafted:
+    """Writes a file where it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.file,)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_two_machines(data: Path, tmp_path: Path) -> None:
+    run_dir, port = tmp_path / "run", free_port()
+    command = [
+        *(sys.executable, "-m", "megatron_ext.trainer.agent"),
+        *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{port}"),
+        *("-m", "megatron_ext.train", *overrides(data, run_dir), *ENDLESS),
+        "checkpoint.every=900000",
+    ]
+    with ExitStack() as stack:
+        agents: list[Program] = [
+            stack.enter_context(running(command, tmp_path / "output", RDZV_SECRET=SECRET))
+            for _ in range(2)
+        ]
+        agents[0].wait_for(lambda: read_metrics(run_dir), "first step")
+        heard = [each for agent in agents for each in listening(agent.pids())]
+        assert port in {each for _, each in heard}
+        assert {address for address, _ in heard} <= LOOPBACK
+        for _, each in heard:  # An address of this machine at which a store of torch's own answers.
+            with socket.socket() as stranger, pytest.raises(ConnectionRefusedError):
+                stranger.connect(("127.0.0.2", each))
+        for agent in agents:
+            os.kill(agent.pid, signal.SIGUSR1)
+        for agent in agents:
+            assert agent.status() == 138
+            agent.wait_until_gone()
+    last = len(read_metrics(run_dir))
+    assert (run_dir / "checkpoints" / f"step_{last:08d}").is_dir()
+
+
+def attack(port: int, file: Path) -> None:
+    """Replace what the agents share by what writes the file."""
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    assert SHARED in store.list_keys(), "the attack would meet nothing"
+    assert not any(SECRET in name for name in store.list_keys())
+    store.set(SHARED, base64.b64encode(pickle.dumps(Crafted(file))).decode())
+
+
+@pytest.mark.parametrize("backend", [NAME, "c10d"])
+def test_what_a_stranger_writes_is_executed_by_torch_alone(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RDZV_SECRET", SECRET)
+    port, executed = free_port(), tmp_path / "executed"
+    params = RendezvousParameters(backend, f"127.0.0.1:{port}", "none", 1, 1, "127.0.0.1")
+    handler = FACTORIES[backend](params)
+    try:
+        handler.next_rendezvous()
+        attack(port, executed)
+        refuses = pytest.raises(RendezvousStateError, match="was not written by this run")
+        with refuses if backend == NAME else suppress(Exception):
+            while not executed.exists():  # What was read is kept for a second.
+                handler.num_nodes_waiting()
+    finally:
+        handler._stop_heartbeats()
+    assert executed.exists() == (backend == "c10d")
+
+
+def test_agents_without_a_secret_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RDZV_SECRET", raising=False)
+    with pytest.raises(SystemExit) as refused:
+        main(["-m", "megatron_ext.train"])
+    assert refused.value.code == 2
+    assert capsys.readouterr().err.startswith("error: RDZV_SECRET must be a secret")
