@@ -9,6 +9,7 @@ written, so no rank waits in one for a rank that failed.
 
 from __future__ import annotations
 
+import errno
 import inspect
 import queue
 import shutil
@@ -113,15 +114,19 @@ class CheckpointWriter:
 
     def _write(self) -> None:
         """Write this rank's files, at the same time if there are several."""
+        written = self._written
+        written.error = f"{self._folder}: rank {dist.get_rank()} did not write to the end"
         with ThreadPoolExecutor(max(1, len(self._buckets))) as pool:
             parts = list(pool.map(_write_file, self._buckets))
+        self._buckets = []
+        errors = []
         for name, checksum, outcome in parts:
             if isinstance(outcome, Exception):
-                self._written.error = describe(outcome, self._folder / name)
+                errors.append(describe(outcome, self._folder / name))
             else:
-                self._written.results += outcome
-                self._written.checksums[name] = checksum
-        self._buckets = []
+                written.results += outcome
+                written.checksums[name] = checksum
+        written.error = errors[0] if errors else None
 
     def _write_once(self, everyone: list[_Written], others: dict[str, bytes]) -> None:
         """Write the table of contents, the small files, and the checksums of all."""
@@ -201,8 +206,10 @@ def describe(error: BaseException, path: Path) -> str:
         cause = cause.__cause__ or cause.__context__
     if cause is None:
         return f"{path}: {' '.join(str(error).split())}"
-    free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
-    return f"{cause.filename or path}: {cause.strerror} ({free:,} bytes free)"
+    said = f"{cause.filename or path}: {cause.strerror}"
+    if cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        said += f" ({shutil.disk_usage(path.parent).free:,} bytes free)"
+    return said
 
 
 class _HashedStream:
