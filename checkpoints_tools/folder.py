@@ -228,9 +228,12 @@ def look_through_objects(
         counts as the first of all shares.
     """
     damaged: list[str] = []
-    if foreign := find_foreign_classes(folder):
-        return damaged, foreign
-    for where, data in _objects(folder, part, num_parts):
+    foreign: list[str] = []
+    try:
+        table = read_table(folder / TABLE_FILE)
+    except ForeignClassError as error:
+        return [], [str(error)]
+    for where, data in _objects(folder, table, part, num_parts):
         try:
             read_object(data)
         except ForeignClassError as error:
@@ -288,13 +291,14 @@ def stored_bytes(folder: Path, stored: Any) -> io.BytesIO:
         return io.BytesIO(file.read(stored.length))
 
 
-def _objects(folder: Path, part: int, num_parts: int) -> Iterator[tuple[str, io.BytesIO]]:
+def _objects(
+    folder: Path, table: Any, part: int, num_parts: int
+) -> Iterator[tuple[str, io.BytesIO]]:
     """Yield a share of what loading would unpickle, and where it lies."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
     if part == 0 and (folder / COMMON_FILE).is_file():
         yield COMMON_FILE, io.BytesIO((folder / COMMON_FILE).read_bytes())
-    table = read_table(folder / TABLE_FILE)
     # By what a reader would do: what the table does not call a tensor is unpickled.
     objects = [
         (index, stored)

@@ -580,7 +580,7 @@ class CheckpointConfig(Section):
     time."""
 
     asynchronous: bool = False
-    """Write a checkpoint beside the training, by Megatron's asynchronous saving."""
+    """Write a checkpoint beside the training, from a copy of the state in the memory of the CPU."""
 
 
 @dataclass(kw_only=True, slots=True)

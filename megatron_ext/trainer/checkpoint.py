@@ -206,6 +206,7 @@ class Checkpoints:
                 shutil.rmtree(folder)
             self._unfinished(step).rename(folder)
             sync(self._folder)
+            sync(self._folder.parent)
         except OSError as error:
             return describe(error, folder)
         checkpoints = list_checkpoints(Path(self._config.run_dir))

@@ -92,9 +92,11 @@ def model_shape(config: TrainConfig) -> dict[str, Any]:
 
 
 def _damage(folder: Path) -> str | None:
-    if not folder.is_dir():
-        return "there is no such folder"
-    if not (folder / RUN_FILE).exists():
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except OSError as error:
+        return f"the folder cannot be read: {error.strerror}"
+    if RUN_FILE not in names:
         return f"{RUN_FILE} is missing"
     return next(iter(find_damage(folder)), None)
 

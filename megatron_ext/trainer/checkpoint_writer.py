@@ -9,10 +9,13 @@ written, so no rank waits in one for a rank that failed.
 
 from __future__ import annotations
 
+import errno
 import inspect
 import queue
 import shutil
 import threading
+import traceback
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,15 +116,15 @@ class CheckpointWriter:
 
     def _write(self) -> None:
         """Write this rank's files, at the same time if there are several."""
+        written = self._written
+        written.error = f"{self._folder}: rank {dist.get_rank()} did not write to the end"
         with ThreadPoolExecutor(max(1, len(self._buckets))) as pool:
-            parts = list(pool.map(_write_file, self._buckets))
-        for name, checksum, outcome in parts:
-            if isinstance(outcome, Exception):
-                self._written.error = describe(outcome, self._folder / name)
-            else:
-                self._written.results += outcome
-                self._written.checksums[name] = checksum
+            files = list(pool.map(_write_file, self._buckets))
         self._buckets = []
+        for file in files:
+            written.results += file.results
+            written.checksums[file.name] = file.checksum
+        written.error = next((file.error for file in files if file.error), None)
 
     def _write_once(self, everyone: list[_Written], others: dict[str, bytes]) -> None:
         """Write the table of contents, the small files, and the checksums of all."""
@@ -196,13 +199,21 @@ def describe(error: BaseException, path: Path) -> str:
 
     Torch's writer fails once more when it closes a file that it could not write, and says less.
     """
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
+    cause = next((one for one in _chain(error) if isinstance(one, OSError)), None)
     if cause is None:
         return f"{path}: {' '.join(str(error).split())}"
-    free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
-    return f"{cause.filename or path}: {cause.strerror} ({free:,} bytes free)"
+    said = f"{cause.filename or path}: {cause.strerror}"
+    if cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        said += f" ({shutil.disk_usage(path.parent).free:,} bytes free)"
+    return said
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, what caused it, and so on."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 class _HashedStream:
@@ -228,8 +239,18 @@ class _HashedStream:
         self._file.flush()
 
 
-def _write_file(bucket: Any) -> tuple[str, Checksum, list[Any] | Exception]:
-    """Write one file and sync it; return its name, checksum, and Megatron's results or an error."""
+@dataclass(frozen=True)
+class _File:
+    """A file that was written, or why it was not."""
+
+    name: str
+    checksum: Checksum
+    results: list[Any]
+    error: str | None = None
+
+
+def _write_file(bucket: Any) -> _File:
+    """Write one file and sync it."""
     stream = _HashedStream()
     # Megatron's function tells two queues, as it may run in a process.
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -238,8 +259,16 @@ def _write_file(bucket: Any) -> tuple[str, Checksum, list[Any] | Exception]:
     filesystem_async.FileSystemWriterAsync.write_preloaded_data(
         [stream], 0, bucket, results, running, True
     )
+    path, name, _ = bucket
     _, outcome = results.get()
-    return bucket[1], stream.hasher.checksum(), outcome
+    if not isinstance(outcome, Exception):
+        return _File(name, stream.hasher.checksum(), outcome)
+    error = describe(outcome, Path(path))
+    # Its frames hold themselves, and views of buffers, over which CPython 3.12.1 crashes when it
+    # collects them as garbage.
+    for one in _chain(outcome):
+        traceback.clear_frames(one.__traceback__)
+    return _File(name, stream.hasher.checksum(), [], error)
 
 
 def _copied(here: Any, there: Any) -> Any:

@@ -261,8 +261,8 @@ def test_training_goes_on_without_a_checkpoint_that_cannot_be_written(
     for step, line in zip((4, 8), lines, strict=True):
         assert re.fullmatch(
             f"warning: the checkpoint of step {step} was not saved: "
-            rf"{folder}/\.step_0000000{step}\.unfinished{file}: File too large "
-            r"\([\d,]+ bytes free\); training goes on without it",
+            rf"{folder}/\.step_0000000{step}\.unfinished{file}: File too large; "
+            "training goes on without it",
             line,
         )
     assert list(folder.iterdir()) == []
@@ -283,9 +283,10 @@ def test_a_folder_that_cannot_be_made(data: Path, tmp_path: Path) -> None:
     arguments = [*overrides(data, tmp_path), "checkpoint.every=4"]
     ((lines, status), others) = run_ranks(_train_and_listen, 2, arguments)
     assert (status, others) == (0, ([], 0))
-    assert [line.partition(" (")[0] for line in lines] == [
+    assert lines == [
         f"warning: the checkpoint of step {step} was not saved: "
-        f"{tmp_path}/checkpoints/.step_0000000{step}.unfinished: Not a directory"
+        f"{tmp_path}/checkpoints/.step_0000000{step}.unfinished: Not a directory; "
+        "training goes on without it"
         for step in (4, 8)
     ]
 
