@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -103,7 +103,12 @@ def note_layers(layers: Sequence[Any]) -> Callable[[], None]:
         A function that ends it.
     """
     hooks = [hook for layer in layers for hook in _LayerNotes(layer.layer_number).attach(layer)]
-    return lambda: [hook.remove() for hook in hooks] and None
+
+    def end() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return end
 
 
 class _LayerNotes:
@@ -166,7 +171,7 @@ class Status:
     """Seconds since the main thread moved, as counted by the rank."""
     moves: int = 0
     """Changes of the note in this step that the thread has seen."""
-    note: Note = Note()
+    note: Note = field(default_factory=Note)
     line: str = ""
     """Where in the program the main thread is: function, file and line."""
     waits: bool = False

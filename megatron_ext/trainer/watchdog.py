@@ -1,9 +1,9 @@
 """Ends a run in which a rank hangs, and says which rank and where.
 
 Every rank has a thread that writes its heartbeat (`telemetry/heartbeat.py`) and judges: where its
-own main thread has not moved for the time limit since its first note, it reads the files of all ranks, names the rank
+own main thread has not moved for the time limit, it reads the files of all ranks, names the rank
 that the others wait for, and ends its process. The launcher then ends the run. The same is said
-where a rank ends with an error because others are gone.
+where a rank ends with an error because others are gone. Before its first note a rank is not judged.
 
     rank 1 (host a, process 4711) hangs in step 149, forward, layer 2: its process does not run
 

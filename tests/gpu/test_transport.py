@@ -289,9 +289,7 @@ def _move_between_processes(rank: int) -> None:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     heap = SymmetricHeap(dist.group.WORLD, device)
-    transport = CudaTransport(
-        heap, timeout_s=20.0, push_blocks=BLOCKS, grad_reduce_share=SHARE
-    )
+    transport = CudaTransport(heap, timeout_s=20.0, push_blocks=BLOCKS, grad_reduce_share=SHARE)
     side = Side(transport, dist.group.WORLD, LARGE, torch.float32, device)
     generator = random.Random(5)
     for step in range(5):

@@ -89,9 +89,7 @@ WAITING: dict[str, Any] = dict(waits=True, still_s=600.0, moves=7)
         (
             [
                 status(0, state=FAILED, reason="RuntimeError: connection closed", host="a", pid=1),
-                replace(
-                    status(1, state=FAILED, reason="KeyError: 'x'", host="b", pid=5), time=1.0
-                ),
+                replace(status(1, state=FAILED, reason="KeyError: 'x'", host="b", pid=5), time=1.0),
                 status(2, **WAITING),
             ],
             (2,),
@@ -147,7 +145,7 @@ def _sleep_in_a_layer(rank: int, arguments: list[str]) -> None:
 def test_a_main_thread_that_sleeps_is_named_by_all(data: Path, tmp_path: Path) -> None:
     arguments = [*overrides(data, tmp_path), f"timeout_s={LIMIT_S}"]
     with pytest.raises(RuntimeError, match=f"died with exit code {HANGING}"):
-        run_ranks(_sleep_in_a_layer, 2, arguments)
+        run_ranks(_sleep_in_a_layer, 2, arguments, timeout_s=400)
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
     for one in read_statuses(tmp_path / STATUS_FOLDER):
         if one.state != GAVE_UP:  # Ended with the first that gave up, by who runs the ranks.
