@@ -22,12 +22,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+if TYPE_CHECKING:  # Who only reads the files need not wait for torch.
+    from torch import Tensor, nn
 
 STATUS_FOLDER = "status"
 
@@ -40,7 +40,7 @@ START = "start"
 BEAT_S = 2.0
 """Longest time between two heartbeats, in seconds."""
 
-_LOST_BEATS = 4
+LOST_BEATS = 4
 """So many heartbeats late, a rank does not beat any more: one or two a busy machine may delay."""
 
 
@@ -103,14 +103,22 @@ def note_layers(layers: Sequence[Any]) -> Callable[[], None]:
         A function that ends it.
     """
     hooks = [hook for layer in layers for hook in _LayerNotes(layer.layer_number).attach(layer)]
-    return lambda: [hook.remove() for hook in hooks] and None
+
+    def end() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return end
 
 
 class _LayerNotes:
     """Hooks of one layer. Its backward begins where the gradient of its output is known."""
 
     def __init__(self, layer: int) -> None:
+        import torch
+
         self._layer = layer
+        self._graph_task_id = torch._C._current_graph_task_id
         self._step = -1
         self._microbatch = 0
 
@@ -122,7 +130,7 @@ class _LayerNotes:
 
     def _forward_begins(self, module: nn.Module, inputs: Any) -> None:
         stage, step, _, _ = _MainThread.note
-        if torch._C._current_graph_task_id() != -1:  # A recomputed forward is a part of backward.
+        if self._graph_task_id() != -1:  # A recomputed forward is a part of backward.
             _MainThread.note = Note("backward", step, self._layer)
             return
         self._microbatch = self._microbatch + 1 if step == self._step else 0
@@ -163,7 +171,7 @@ class Status:
     """Seconds since the main thread moved, as counted by the rank."""
     moves: int = 0
     """Changes of the note in this step that the thread has seen."""
-    note: Note = Note()
+    note: Note = field(default_factory=Note)
     line: str = ""
     """Where in the program the main thread is: function, file and line."""
     waits: bool = False
@@ -190,7 +198,7 @@ class Status:
     @property
     def lost_s(self) -> float:
         """Seconds without a heartbeat after which the rank does not beat any more."""
-        return _LOST_BEATS * self.beat_s
+        return LOST_BEATS * self.beat_s
 
     @property
     def silent_s(self) -> float:
@@ -240,7 +248,7 @@ class Pulse:
     def beat(self) -> Status:
         """Look at the main thread, write the file, and return what is in it."""
         now_s = time.monotonic()
-        tick_s = min(now_s - self._last_s, _LOST_BEATS * self.status.beat_s)
+        tick_s = min(now_s - self._last_s, LOST_BEATS * self.status.beat_s)
         self._last_s = now_s
         found, before = last_note(), self.status
         has_moved = found is not self._note

@@ -1,9 +1,9 @@
 """Ends a run in which a rank hangs, and says which rank and where.
 
 Every rank has a thread that writes its heartbeat (`telemetry/heartbeat.py`) and judges: where its
-own main thread has not moved for the time limit since its first note, it reads the files of all ranks, names the rank
+own main thread has not moved for the time limit, it reads the files of all ranks, names the rank
 that the others wait for, and ends its process. The launcher then ends the run. The same is said
-where a rank ends with an error because others are gone.
+where a rank ends with an error because others are gone. Before its first note a rank is not judged.
 
     rank 1 (host a, process 4711) hangs in step 149, forward, layer 2: its process does not run
 
@@ -18,7 +18,6 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from megatron_ext.config import TrainConfig
 from megatron_ext.telemetry.heartbeat import (
     DONE,
     FAILED,
+    LOST_BEATS,
     RUNNING,
     START,
     STATUS_FOLDER,
@@ -100,8 +100,10 @@ class Watchdog:
             _forget_ranks_from(status.num_ranks, folder)
         self._pulse = Pulse(folder, status)
         self._ended = threading.Event()
+        self._waited_in_vain = False
         self._speaking = threading.Lock()
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
 
     def end(self) -> None:
         """Stop; the rank is done."""
@@ -110,41 +112,53 @@ class Watchdog:
             self._pulse.end(DONE)
 
     def fail(self, error: BaseException) -> None:
-        """Note why this rank ends, and say who is to blame if it is another."""
+        """Note why this rank ends, and say who is to blame if it is another.
+
+        Does not return where this rank has waited long for one that does not beat any more: to see
+        which takes a few heartbeats, and then the process ends.
+        """
         cause = error.__context__ if isinstance(error, SystemExit) else None
         with self._speaking:
-            verdict = self._blame_others()
-            if verdict:
+            statuses = read_statuses(self._folder)
+            verdict = told(statuses) or ended(statuses, besides=self._rank)
+            # An error that comes at once is this rank's own, if no other has ended.
+            self._waited_in_vain = not verdict and (
+                self._pulse.status.still_s >= self._pulse.status.lost_s
+            )
+            if self._waited_in_vain:
+                pass
+            elif verdict:
                 self._pulse.end(GAVE_UP, verdict)
                 logger.error("rank %d: %s", self._rank, verdict)
             else:
                 self._pulse.end(FAILED, f"{type(cause or error).__name__}: {cause or error}")
-
-    def _blame_others(self) -> str:
-        statuses = read_statuses(self._folder)
-        verdict = told(statuses) or ended(statuses, besides=self._rank)
-        still_s = self._pulse.status.still_s
-        if verdict or still_s < self._pulse.status.lost_s:
-            return verdict  # An error at once is this rank's own, if no other has ended.
-        # It waited long and in vain. Who beats shows it within a few heartbeats.
-        before = read_statuses(self._folder)
-        time.sleep(self._pulse.status.lost_s)
-        return judge(before, read_statuses(self._folder))
+        if self._waited_in_vain:
+            self._thread.join()
 
     def _watch(self) -> None:
-        before: list[Status] | None = None
+        before: list[Status] = []
+        looked_at = 0
         while not self._ended.wait(self._pulse.status.beat_s):
             with self._speaking:
                 if self._pulse.status.state != RUNNING:
                     return
                 status = self._pulse.beat()
-                is_starting = status.note.stage == START
-                if is_starting or status.still_s < status.limit_s - status.lost_s:
-                    before = None
-                elif before is None:
-                    before = read_statuses(self._folder)
-                elif status.still_s >= status.limit_s:
+                if not self._is_suspicious(status):
+                    before = []
+                elif not before:
+                    before, looked_at = read_statuses(self._folder), status.beat
+                # Counted in beats: those of others may need as many after a pause of the machine.
+                elif status.beat - looked_at >= LOST_BEATS - 1 and (
+                    self._waited_in_vain or status.still_s >= status.limit_s
+                ):
                     self._give_up(before)
+
+    def _is_suspicious(self, status: Status) -> bool:
+        """Whether it is time to look at who beats, for a verdict at the limit."""
+        if self._waited_in_vain:
+            return True
+        is_late = status.still_s >= status.limit_s - status.lost_s
+        return is_late and status.note.stage != START
 
     def _give_up(self, before: list[Status]) -> None:
         statuses = read_statuses(self._folder)

@@ -129,9 +129,9 @@ def test_a_tail_goes_behind_the_counts():
 
 def sealed(*tensors):
     """The digest that csrc/include/megatron_ext/seal.h describes, in Python's integers."""
-    total, position = 0, 0
-    for word in (word for tensor in tensors for word in tensor.flatten().tolist()):
-        position += 1
+    total = 0
+    words = (word for tensor in tensors for word in tensor.flatten().tolist())
+    for position, word in enumerate(words, 1):
         mixed = (word + position * 0x9E3779B97F4A7C15) % 2**64
         mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
         mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64

@@ -1,0 +1,247 @@
+"""A rank that hangs is named by all others, with its place, and the run ends. Real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.telemetry.heartbeat import (
+    DONE,
+    FAILED,
+    STATUS_FOLDER,
+    Note,
+    Status,
+    own_status,
+    read_statuses,
+)
+from megatron_ext.trainer.run_log import read_metrics
+from megatron_ext.trainer.train import load_config
+from megatron_ext.trainer.watchdog import GAVE_UP, HANGING, ended, judge, told, watch_over
+from tests.ranks import run_ranks
+from tests.trainer.dataset import overrides
+
+LIMIT_S = 12.0
+"""Far more than a step takes on a busy machine, and what these tests wait for."""
+
+
+def status(rank: int, **values: Any) -> Status:
+    one = own_status(rank=rank, num_ranks=3, limit_s=600)
+    return replace(one, beat=9, time=time.time(), note=Note("forward", 149, 2), **values)
+
+
+def judged(*now: Status, still: tuple[int, ...] = ()) -> str:
+    """The verdict where all ranks but those in `still` have beaten again."""
+    before = [replace(one, beat=one.beat - (one.rank not in still)) for one in now]
+    return judge(before, now)
+
+
+WAITING: dict[str, Any] = dict(waits=True, still_s=600.0, moves=7)
+
+
+@pytest.mark.parametrize(
+    ("now", "still", "expected"),
+    [
+        (
+            [status(0, **WAITING), status(1, **WAITING, host="b", pid=5), status(2, **WAITING)],
+            (1,),
+            "rank 1 (host b, process 5) hangs in step 149, forward, layer 2: its process does not "
+            "run, last heartbeat 0 s ago",
+        ),
+        (
+            [
+                status(0, **WAITING),
+                status(1, host="b", pid=5, still_s=601.0, moves=7, line="spin (a.py:3)"),
+                status(2, **WAITING),
+            ],
+            (),
+            "rank 1 (host b, process 5) hangs in step 149, forward, layer 2: its main thread has "
+            "not moved for 601 s, in spin (a.py:3)",
+        ),
+        # All wait: the one that is least far has not made the call that the others are in.
+        (
+            [
+                status(0, **WAITING),
+                status(1, **WAITING),
+                status(2, **(WAITING | dict(moves=6)), host="b", pid=5),
+            ],
+            (),
+            "rank 2 (host b, process 5) hangs in step 149, forward, layer 2: its main thread has "
+            "not moved for 600 s",
+        ),
+        (
+            [status(0, **WAITING), status(2, state=DONE), status(1, started=1, pid=5, host="b")],
+            (),
+            "rank 1 (host b, process 5) hangs in step 149, forward, layer 2: its main thread has "
+            "not moved for 0 s",
+        ),
+        ([status(0, **WAITING)], (), "no sign of ranks [1, 2]: they have written no status"),
+        (
+            [
+                status(0, state=FAILED, reason="RuntimeError: connection closed", host="a", pid=1),
+                replace(status(1, state=FAILED, reason="KeyError: 'x'", host="b", pid=5), time=1.0),
+                status(2, **WAITING),
+            ],
+            (2,),
+            "rank 1 (host b, process 5) failed in step 149, forward, layer 2: KeyError: 'x'",
+        ),
+    ],
+)
+def test_who_hangs(now: list[Status], still: tuple[int, ...], expected: str) -> None:
+    assert judged(*now, still=still) == expected
+
+
+def test_many_that_do_not_beat_are_one_line() -> None:
+    now = [replace(status(rank, host="b", pid=5), num_ranks=12) for rank in range(12)]
+    verdict = judged(*now, still=tuple(range(1, 12)))
+    assert verdict.count("does not run") == 4
+    assert verdict.endswith("; and 7 ranks more")
+
+
+def test_a_process_of_this_machine_that_is_gone_has_died() -> None:
+    now = [status(0), status(1, started=1), status(2)]
+    assert ended(now) == f"rank 1 (host {now[1].host}, process {os.getpid()}) died in " + str(
+        now[1].note
+    )
+    assert ended(now, besides=1) == ""
+    assert told(now) == ""
+    assert told([*now, status(3, state=GAVE_UP, reason="rank 1 hangs")]) == "rank 1 hangs"
+
+
+def _sleep_in_a_layer(rank: int, arguments: list[str]) -> None:
+    enable_cpu_platform()
+    from megatron.core import parallel_state
+
+    from megatron_ext.mcore.moe_layer import BalancedMoELayer
+    from megatron_ext.trainer.loop import Training
+
+    parallel_state.destroy_model_parallel()
+    config = load_config(arguments)
+    compute = BalancedMoELayer.routed_experts_compute
+
+    def sleep_for_ever(layer: Any, *inputs: Any) -> Any:
+        if layer.layer_number == 2 and training.step == 2:
+            signal.pause()
+        return compute(layer, *inputs)
+
+    with watch_over(config):
+        training = Training(config)
+        if rank == 1:
+            BalancedMoELayer.routed_experts_compute = sleep_for_ever  # Until the process ends.
+        training.run()
+
+
+@pytest.mark.slow
+def test_a_main_thread_that_sleeps_is_named_by_all(data: Path, tmp_path: Path) -> None:
+    arguments = [*overrides(data, tmp_path), f"timeout_s={LIMIT_S}"]
+    with pytest.raises(RuntimeError, match=f"died with exit code {HANGING}"):
+        run_ranks(_sleep_in_a_layer, 2, arguments, timeout_s=400)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+    for one in read_statuses(tmp_path / STATUS_FOLDER):
+        if one.state != GAVE_UP:  # Ended with the first that gave up, by who runs the ranks.
+            continue
+        place = "hangs in step 3, forward, layer 2, microbatch 0: its main thread has not moved for"
+        assert one.reason.startswith(f"rank 1 (host {one.host}, process ")
+        assert place in one.reason
+        assert "in sleep_for_ever (" in one.reason
+    assert any(one.state == GAVE_UP for one in read_statuses(tmp_path / STATUS_FOLDER))
+
+
+def _await(condition: Callable[[], Any], process: subprocess.Popen[str]) -> None:
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+
+
+def _steps(run_dir: Path) -> int:
+    file = run_dir / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def _doctor(run_dir: Path, *words: str) -> tuple[int, dict[str, Any]]:
+    command = [sys.executable, "-m", "megatron_ext", "doctor", "--run", str(run_dir), "--json"]
+    told = subprocess.run([*command, *words], capture_output=True, text=True, timeout=120)
+    return told.returncode, json.loads(told.stdout)
+
+
+@pytest.mark.slow
+def test_a_pause_is_survived_and_a_stopped_rank_is_named(data: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_ext.train", *overrides(data, tmp_path)]
+    command += ["steps=1000000", f"timeout_s={LIMIT_S}"]
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment
+    ) as process:
+        try:
+            _attack(process, tmp_path)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _attack(process: subprocess.Popen[str], run_dir: Path) -> None:
+    _await(lambda: _steps(run_dir) >= 3, process)
+    ranks = read_statuses(run_dir / STATUS_FOLDER)
+    assert [one.rank for one in ranks] == [0, 1]
+
+    # The machine is paused: all ranks at once, for longer than the limit.
+    for one in ranks:
+        os.kill(one.pid, signal.SIGSTOP)
+    paused_at = time.monotonic()
+    _, state = _doctor(run_dir)
+    assert [row["process"] for row in state["ranks"]] == ["stopped", "stopped"]
+    time.sleep(max(1.1 * LIMIT_S - (time.monotonic() - paused_at), 0))  # The pause itself.
+    for one in ranks:
+        os.kill(one.pid, signal.SIGCONT)
+    steps = _steps(run_dir)
+    _await(lambda: _steps(run_dir) >= steps + 3, process)
+    _await(lambda: _doctor(run_dir)[1]["is_well"], process)
+    status, state = _doctor(run_dir, "--stacks")
+    assert state["verdict"].startswith("runs, in step ")
+    assert [row["host"] for row in state["ranks"]] == [one.host for one in ranks]
+    assert all("in _forward_backward" in row["stacks"] for row in state["ranks"]), state
+    assert status == 0
+
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert f"rank 0: rank 1 (host {ranks[1].host}, process {ranks[1].pid}) hangs in step " in errors
+    assert ": its process does not run (it is stopped), last heartbeat " in errors
+    _, last = read_statuses(run_dir / STATUS_FOLDER)
+    assert str(last.note) in errors
+    assert last.note.step >= _steps(run_dir) - 50
+    assert not [one for one in ranks if one.process != "gone"]
+    status, state = _doctor(run_dir)
+    assert status == 1
+    assert state["verdict"].startswith("ended: rank 1 (host ")
+
+
+def _finish(rank: int, folder: str, fails: bool) -> None:
+    config = load_config(["data.path=nowhere", f"run_dir={folder}"])
+    with watch_over(config):
+        if fails and rank == 1:
+            raise KeyError("a thing")
+
+
+def test_what_became_of_a_run_is_in_its_files(tmp_path: Path) -> None:
+    folder = tmp_path / STATUS_FOLDER
+    run_ranks(_finish, 2, str(tmp_path), False)
+    assert [one.state for one in read_statuses(folder)] == [DONE, DONE]
+    # As if a run of three ranks had been here before.
+    values = json.loads((folder / "rank_00001.json").read_text())
+    (folder / "rank_00002.json").write_text(json.dumps(values | {"rank": 2}))
+    with pytest.raises(RuntimeError, match="a thing"):
+        run_ranks(_finish, 2, str(tmp_path), True)
+    zero, one = read_statuses(folder)
+    assert zero.state == DONE
+    assert (one.state, one.reason) == (FAILED, "KeyError: 'a thing'")
