@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, cast
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, ClassVar, cast, get_args, get_origin, get_type_hints
 
 MISSING: Any = "???"
 """OmegaConf's mark of a value that the user has to give."""
@@ -40,13 +43,34 @@ class Section:
     NAME: ClassVar[str]
     """Name of the section, as in front of its settings on the command line."""
 
+    def __post_init__(self) -> None:
+        """Check the types of all values; their ranges are checked with the whole run's.
+
+        Raises:
+            ConfigError: With all problems.
+        """
+        if problems := self.type_problems():
+            raise ConfigError(problems)
+
     def problems(self) -> list[str]:
         """Return everything that is wrong, one line a problem: setting, value, rule."""
-        problems = self._not_sections() or (
-            field_problems(type(self), self) + self.relation_problems()
-        )
+        # Rules may compare values: only of the declared types they can.
+        if problems := self.type_problems():
+            return problems
+        problems = field_problems(type(self), self) + self.relation_problems()
         for part in self.sections():
             problems += part.problems()
+        return problems
+
+    def type_problems(self) -> list[str]:
+        """Return which values are not of their declared types, here and in the sections inside."""
+        problems = []
+        kind: Any = type(self)
+        for rule in _rules(kind):
+            value = getattr(self, rule.name)
+            problems += [] if rule.has_type(value) else [rule.problem(value)]
+        for part in self.sections():
+            problems += part.type_problems()
         return problems
 
     def sections(self) -> list[Section]:
@@ -55,60 +79,154 @@ class Section:
         return [value for value in values if isinstance(value, Section)]
 
     def relation_problems(self) -> list[str]:
-        """Return what is wrong by rules beyond the range and the choices of one field."""
+        """Return what is wrong by rules beyond the type, range and choices of one field."""
         return []
-
-    def _not_sections(self) -> list[str]:
-        """Return which sections in this one are something else, such as a mapping."""
-        problems = []
-        for each in fields(cast("Any", self)):
-            kind: Any = each.default_factory
-            value = getattr(self, each.name)
-            is_section = isinstance(kind, type) and issubclass(kind, Section)
-            if is_section and not isinstance(value, Section):
-                name = f"{self.NAME}.{each.name}".lstrip(".")
-                problems.append(f"{name} ({value!r}) must be of class {kind.__name__}")
-        return problems
 
 
 def setting(
-    default: Any, *, least: float = -math.inf, most: float = math.inf, choices: Sequence[str] = ()
+    default: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    choices: Sequence[str] = (),
 ) -> Any:
     """Declare a field of a section.
 
     Args:
         default: The field's value where nothing else is said.
         least: Smallest allowed number.
+        above: Allowed numbers are larger than this.
         most: Largest allowed number.
-        choices: The allowed words, if there are only a few.
+        below: Allowed numbers are smaller than this.
+        choices: The allowed words; where the field may be a number too, the words beside numbers.
     """
+    limits = {">=": least, ">": above, "<=": most, "<": below}
     return field(
-        default=default, metadata={"least": least, "most": most, "choices": tuple(choices)}
+        default=default,
+        metadata={
+            "limits": {sign: limit for sign, limit in limits.items() if limit is not None},
+            "choices": tuple(choices),
+        },
     )
 
 
-def field_problems(section: type[Section], values: Any) -> list[str]:
-    """Return which values are no number, or outside the ranges or choices that `section` declares.
+def field_problems(section: Any, values: Any, names: Collection[str] | None = None) -> list[str]:
+    """Return which values are not of the type, range or choices that `section` declares.
 
     Args:
         section: The class that declares the fields.
-        values: Holds some of these fields, by the same names.
+        values: Holds these fields, by the same names.
+        names: The fields; by default all.
     """
-    problems = []
-    for declared in fields(cast("Any", section)):
-        rules, name = declared.metadata, f"{section.NAME}.{declared.name}".lstrip(".")
-        if not rules or not hasattr(values, declared.name):
-            continue
-        value, least, most = getattr(values, declared.name), rules["least"], rules["most"]
-        if rules["choices"]:
-            if value not in rules["choices"]:
-                problems.append(f"{name} ({value!r}) must be one of {', '.join(rules['choices'])}")
-        elif not isinstance(value, int | float):
-            problems.append(f"{name} ({value!r}) must be a number")
-        elif not least <= value <= most:
-            rule = f">= {least}" if most == math.inf else f"from {least} to {most}"
-            problems.append(f"{name} ({value}) must be {rule}")
-    return problems
+    return [
+        rule.problem(value)
+        for rule in _rules(section)
+        if (names is None or rule.name in names)
+        and not rule.allows(value := getattr(values, rule.name))
+    ]
+
+
+_HOLDS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What a field's annotation and `setting` allow."""
+
+    name: str
+    """Of the field."""
+    label: str
+    """Name of the setting, with its section."""
+    types: tuple[Any, ...]
+    """The types that the annotation names; a float may be a whole number as well."""
+    limits: Mapping[str, float]
+    """By sign: `>=` 0."""
+    choices: tuple[str, ...]
+
+    def has_type(self, value: Any) -> bool:
+        """Whether the value is of a declared type. True and False are no numbers here."""
+        if isinstance(value, bool):
+            return bool in self.types
+        classes = tuple(get_origin(each) or each for each in self.types)
+        if not isinstance(value, (*classes, int) if float in classes else classes):
+            return False
+        return not isinstance(value, dict) or self._has_items(value)
+
+    def allows(self, value: Any) -> bool:
+        """Whether the value is of a declared type, and in the range or among the choices."""
+        if not self.has_type(value):
+            return False
+        if isinstance(value, str):
+            return not self.choices or value in self.choices
+        if isinstance(value, float) and not math.isfinite(value):
+            return False
+        return all(_HOLDS[sign](value, limit) for sign, limit in self.limits.items())
+
+    def problem(self, value: Any) -> str:
+        """What to say about a value that is not allowed."""
+        is_number = isinstance(value, int | float) and self.has_type(value)
+        is_out_of_range = is_number and not math.isinf(value) and not self.choices
+        words = (self._range(),) if is_out_of_range else (self._kind(), self._range())
+        return f"{self.label} ({value!r}) must be {' '.join(filter(None, words))}"
+
+    def _has_items(self, value: dict[Any, Any]) -> bool:
+        """Whether a mapping is one from names to values of the type that the annotation names."""
+        (inside,) = (get_args(each)[1] for each in self.types if get_origin(each) is dict)
+        item = replace(self, types=(inside,))
+        return all(
+            isinstance(name, str) and (inside is Any or item.has_type(one))
+            for name, one in value.items()
+        )
+
+    def _kind(self) -> str:
+        if self.choices and not {int, float} & {*self.types}:
+            return f"one of {', '.join(self.choices)}"
+        # A number with a fraction may be whole, too.
+        types = [each for each in self.types if each is not int or float not in self.types]
+        words = [_kind_of(each) for each in types if each is not str or not self.choices]
+        return " or ".join([*map(repr, self.choices), *words])
+
+    def _range(self) -> str:
+        signs = self.limits
+        if signs.keys() == {">=", "<="}:
+            return f"from {signs['>=']} to {signs['<=']}"
+        return " and ".join(f"{sign} {limit}" for sign, limit in signs.items())
+
+
+def _kind_of(declared: Any) -> str:
+    """A type in words, as values of it are called in messages."""
+    if get_origin(declared) is dict:
+        _, inside = get_args(declared)
+        return "a mapping" if inside is Any else f"a mapping of names to {_KINDS[inside][2:]}s"
+    return _KINDS.get(declared) or f"of class {declared.__name__}"
+
+
+_KINDS = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "True or False",
+    str: "text",
+    NoneType: "None",
+}
+
+
+@cache
+def _rules(section: Any) -> tuple[_Rule, ...]:
+    """The rules of a section's fields, in their order."""
+    hints = get_type_hints(section)
+    return tuple(
+        _Rule(
+            name=each.name,
+            label=f"{section.NAME}.{each.name}".lstrip("."),
+            types=get_args(hint) if isinstance(hint, UnionType) else (hint,),
+            limits=each.metadata.get("limits", {}),
+            choices=each.metadata.get("choices", ()),
+        )
+        for each in fields(section)
+        if (hint := hints[each.name])
+    )
 
 
 class ConfigError(ValueError):
@@ -153,11 +271,11 @@ class BalanceConfig(Section):
     the modelled time of the layer is least, by the two costs below."""
 
     # OmegaConf takes a whole number for a float only where int is named, too.
-    link_bandwidth: float | int | str = "auto"
+    link_bandwidth: float | int | str = setting("auto", choices=("auto",))
     """Bytes per second that a rank sends to its peers. For objective `time`. `auto` is measured
     when the run begins, on its own ranks (`mcore/measure.py`)."""
 
-    assignment_time: float | int | str = "auto"
+    assignment_time: float | int | str = setting("auto", choices=("auto",))
     """Seconds of expert computation, forward, per assignment. For objective `time`. `auto` as
     above."""
 
@@ -173,16 +291,16 @@ class BalanceConfig(Section):
     """Compute a rank's own tokens while those of other ranks are on their way to it, then these
     (Libra's two stages; docs/decisions/016). For the dispatcher `alltoall`."""
 
-    grad_reduce_share: float = 0.25
+    grad_reduce_share: float = setting(0.25, above=0, most=1)
     """Share of a GPU that adding replica gradients may use beside the backward pass, from above 0
     to 1. By arithmetic, not measured: a block has 32 KiB in flight, and a link of 450 GB/s with 2
     us latency wants 0.9 MB. On a CPU one thread adds."""
 
-    max_in_flight: int | str = "auto"
+    max_in_flight: int | str = setting("auto", least=1, choices=("auto",))
     """Microbatches of one layer between forward and backward at a time. `auto` is what the pipeline
     schedule needs."""
 
-    nvlink_domain: int | str = "auto"
+    nvlink_domain: int | str = setting("auto", least=1, choices=("auto",))
     """Ranks per NVLink domain; replicas stay in the home rank's domain. `auto` is the whole EP
     group."""
 
@@ -201,29 +319,14 @@ class BalanceConfig(Section):
 
     def relation_problems(self) -> list[str]:
         """See `Section.relation_problems`."""
-        problems = [problem for name in COST_UNITS for problem in self._cost_problems(name)]
-        if not 0 < self.grad_reduce_share <= 1:
-            problems.append(
-                f"balance.grad_reduce_share ({self.grad_reduce_share}) must be above 0 and <= 1"
-            )
-        for name in ("max_in_flight", "nvlink_domain"):
-            value = getattr(self, name)
-            if value != "auto" and not (isinstance(value, int) and value >= 1):
-                problems.append(f"balance.{name} ({value!r}) must be 'auto' or an integer >= 1")
-        return problems
-
-    def _cost_problems(self, name: str) -> list[str]:
-        value = getattr(self, name)
-        if value == "auto":
+        if not self.plans_for_time:
             return []
-        if not isinstance(value, int | float):
-            return [f"balance.{name} ({value!r}) must be 'auto' or a number"]
-        if self.plans_for_time and not 0 < value < math.inf:
-            return [
-                f"balance.{name} ({value}) must be > 0 and finite with balance.objective=time, "
-                "or 'auto', which measures it"
-            ]
-        return []
+        return [
+            f"balance.{name} ({value}) must be > 0 with balance.objective=time, or 'auto', which "
+            "measures it"
+            for name in COST_UNITS
+            if isinstance(value := getattr(self, name), int | float) and value <= 0
+        ]
 
     @property
     def domain_ranks(self) -> int | None:
@@ -383,18 +486,12 @@ class DataConfig(Section):
     mix_by: str = setting("microbatch", choices=("microbatch", "sample"))
     """Draw a domain for each `microbatch` or for each `sample`."""
 
-    validation_fraction: float = 0.02
+    validation_fraction: float = setting(0.02, least=0, below=1)
     """Part of every domain that is kept for evaluation."""
 
     reverse_samples: bool = False
     """Give the samples of a microbatch in reverse order. The step stays the same but for the order
     in which sums are rounded: the yardstick for how far two runs differ by rounding alone."""
-
-    def relation_problems(self) -> list[str]:
-        """See `Section.relation_problems`."""
-        if not 0.0 <= self.validation_fraction < 1.0:
-            return [f"data.validation_fraction ({self.validation_fraction}) must be >= 0 and < 1"]
-        return []
 
 
 @dataclass(kw_only=True, slots=True)
@@ -418,13 +515,13 @@ class OptimizerConfig(Section):
     weight_decay: float = setting(0.01, least=0)
     """Decoupled weight decay (AdamW)."""
 
-    beta1: float = 0.9
+    beta1: float = setting(0.9, least=0, below=1)
     """Decay of Adam's mean of gradients."""
 
-    beta2: float = 0.95
+    beta2: float = setting(0.95, least=0, below=1)
     """Decay of Adam's mean of squared gradients."""
 
-    eps: float = 1e-8
+    eps: float = setting(1e-8, above=0)
     """Added to Adam's denominator."""
 
     clip_grad: float = setting(1.0, least=0)

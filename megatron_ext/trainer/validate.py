@@ -27,6 +27,8 @@ def validate(config: TrainConfig, *, num_ranks: int) -> None:
     Raises:
         ConfigError: With all problems.
     """
+    if problems := config.type_problems():
+        raise ConfigError(problems)
     problems = config.problems()
     values_fit = not any(
         field_problems(type(section), section) for section in (config, *config.sections())

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ext import BalanceConfig
-from megatron_ext.config import ConfigError, TrainConfig
+from megatron_ext.balance.strategies import settings
+from megatron_ext.config import ConfigError, DataConfig, LoggingConfig, Section, TrainConfig
+from megatron_ext.methods.llep.llep import LlepSettings
 from megatron_ext.trainer.train import load_config, main
 from megatron_ext.trainer.validate import validate
 from tests.trainer.dataset import overrides
@@ -46,7 +48,7 @@ WRONG = {
     "time with a link that sends nothing": (
         ["balance.objective=time", "balance.link_bandwidth=0"],
         [
-            "balance.link_bandwidth (0) must be > 0 and finite with balance.objective=time, or "
+            "balance.link_bandwidth (0) must be > 0 with balance.objective=time, or "
             "'auto', which measures it"
         ],
     ),
@@ -56,7 +58,7 @@ WRONG = {
     ),
     "a cost that is no number": (
         ["balance.objective=time", "balance.assignment_time=short"],
-        ["balance.assignment_time ('short') must be 'auto' or a number"],
+        ["balance.assignment_time ('short') must be 'auto' or a finite number"],
     ),
     "time from history": (
         ["balance.strategy=eplb", "balance.objective=time", *COSTS],
@@ -208,9 +210,77 @@ def test_checkpoint_of_another_model(
     )
 
 
-def test_a_value_of_the_wrong_kind_in_a_script() -> None:
-    with pytest.raises(ConfigError, match=r"^balance\.slots \('two'\) must be a number$"):
-        BalanceConfig(slots="two")  # type: ignore[arg-type]
+WHOLE = "a whole number"
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "rules"),
+    [
+        (BalanceConfig, {"slots": "2"}, [f"balance.slots ('2') must be {WHOLE} >= 0"]),
+        (BalanceConfig, {"slots": 2.5}, [f"balance.slots (2.5) must be {WHOLE} >= 0"]),
+        (BalanceConfig, {"slots": True}, [f"balance.slots (True) must be {WHOLE} >= 0"]),
+        (
+            BalanceConfig,
+            {"check_plans": "no"},
+            ["balance.check_plans ('no') must be True or False"],
+        ),
+        (BalanceConfig, {"local_first": 1}, ["balance.local_first (1) must be True or False"]),
+        (
+            BalanceConfig,
+            {"tolerance": True, "strategy": None},
+            [
+                "balance.strategy (None) must be text",
+                "balance.tolerance (True) must be a finite number from 0 to 1000000",
+            ],
+        ),
+        (
+            BalanceConfig,
+            {"nvlink_domain": 2.0},
+            [f"balance.nvlink_domain (2.0) must be 'auto' or {WHOLE} >= 1"],
+        ),
+        (
+            BalanceConfig,
+            {"link_bandwidth": False},
+            ["balance.link_bandwidth (False) must be 'auto' or a finite number"],
+        ),
+        (BalanceConfig, {"objective": 3}, ["balance.objective (3) must be one of tolerance, time"]),
+        (LlepSettings, {"alpha": "1"}, ["balance.llep.alpha ('1') must be a finite number from 1"]),
+        (LoggingConfig, {"wandb_name": 3}, ["logging.wandb_name (3) must be text or None"]),
+        (
+            DataConfig,
+            {"weights": {"code": "much"}},
+            ["data.weights ({'code': 'much'}) must be a mapping of names to finite numbers"],
+        ),
+        (TrainConfig, {"steps": 8.0}, [f"steps (8.0) must be {WHOLE} >= 1"]),
+        (TrainConfig, {"megatron": [1]}, ["megatron ([1]) must be a mapping"]),
+        (TrainConfig, {"model": {}}, ["model ({}) must be of class ModelConfig"]),
+    ],
+)
+def test_values_of_another_type_are_refused_where_they_are_given(
+    section: type[Section], values: dict[str, object], rules: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        section(**values)
+    for problem, rule in zip(error.value.problems, rules, strict=True):
+        assert problem.startswith(rule)
+
+
+def test_values_of_another_type_that_are_set_later_are_refused_before_ranks_start() -> None:
+    config = TrainConfig()
+    config.parallel.ep_size = "2"  # type: ignore[assignment]
+    config.optimizer.lr = float("inf")
+    with pytest.raises(ConfigError) as error:
+        validate(config, num_ranks=2)
+    assert error.value.problems == ["parallel.ep_size ('2') must be a whole number >= 1"]
+    config.parallel.ep_size = 2
+    with pytest.raises(ConfigError) as error:
+        validate(config, num_ranks=2)
+    assert "optimizer.lr (inf) must be a finite number >= 0" in error.value.problems
+
+
+def test_defaults_and_whole_numbers_for_others_are_of_the_declared_types() -> None:
+    assert settings.TrainConfig().problems() == []
+    BalanceConfig(tolerance=1, link_bandwidth=10**9, max_in_flight=2, nvlink_domain="auto")
 
 
 def test_what_else_is_wrong_is_said_where_a_setting_is_missing(

@@ -48,7 +48,7 @@ class PlanSettings:
         Raises:
             ValueError: With all problems.
         """
-        problems = field_problems(BalanceConfig, self)
+        problems = field_problems(BalanceConfig, self, ("tolerance", "min_quota"))
         problems += [problem for section in self.sections for problem in section.problems()]
         if problems:
             raise ValueError("; ".join(problems))
