@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import sys
+from collections.abc import Iterable
 from typing import NoReturn
 
 WRONG_USAGE = 2
@@ -26,6 +28,18 @@ class OneLineParser(argparse.ArgumentParser):
         )
         sys.stderr.write(error_line(self.prog, message))
         raise SystemExit(WRONG_USAGE)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a hint for the end of a message about an unknown name; empty if no name is near.
+
+    >>> did_you_mean("quotaa", ["none", "quota"])
+    '; did you mean quota?'
+    >>> did_you_mean("magic", ["none", "quota"])
+    ''
+    """
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def error_line(command: str, message: str) -> str:

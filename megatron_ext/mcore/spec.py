@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,17 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
         balance: What the balancer may do. With `none` and `sem_moe` the layers stay Megatron's own.
 
     Raises:
-        ValueError: Unknown strategy, there is no MoE layer in `spec`, or the file of placed
-            replicas holds none.
+        TypeError: `balance` is no `BalanceConfig`.
+        ValueError: Unknown strategy, there is no MoE layer in `spec`, it is balanced already or has
+            experts that cannot be, or the file of placed replicas holds none.
         FileNotFoundError: There is no such file of placed replicas.
     """
+    if not isinstance(balance, BalanceConfig):
+        raise TypeError(f"balance ({balance!r}) must be a BalanceConfig, as BalanceConfig(slots=2)")
     kind = get_strategy(balance.strategy).kind
     if isinstance(kind, StaysMegatron):
         return spec
+    _check_parts(spec)
     is_even = isinstance(kind, ForcesEven)
     layer_class: Any = EvenMoELayer if is_even else BalancedMoELayer
     params = {} if is_even else _shared_by_layers(balance)
@@ -71,6 +75,23 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
     )
 
 
+def _check_parts(spec: Any) -> None:
+    """Check that the spec is not balanced, and that its experts can be."""
+    names = _module_names(spec)
+    if balanced := names & {BalancedMoELayer.__name__, EvenMoELayer.__name__}:
+        raise ValueError(f"the spec is balanced already: it has {', '.join(sorted(balanced))}")
+    if grouped := _grouped_by_megatron(names):
+        raise ValueError(
+            f"the spec has experts of {grouped}, which cannot be balanced: make it with "
+            "moe_grouped_gemm=False; megatron_ext.grouped_mm_spec then groups them"
+        )
+
+
+def _grouped_by_megatron(names: Collection[str]) -> str:
+    """Of a spec's modules, those that Megatron puts there with `moe_grouped_gemm`."""
+    return ", ".join(sorted(name for name in names if name.endswith("GroupedMLP")))
+
+
 def _shared_by_layers(balance: BalanceConfig) -> dict[str, Any]:
     """Arguments that all balanced layers of a model share."""
     placement = read_placement(Path(balance.placement)) if balance.placement else None
@@ -83,6 +104,11 @@ def grouped_mm_spec(spec: Any) -> Any:
     Raises:
         ValueError: There are no `SequentialMLP` experts in `spec`.
     """
+    if by_megatron := _grouped_by_megatron(_module_names(spec)):
+        raise ValueError(
+            f"the spec has experts of {by_megatron}: make it with moe_grouped_gemm=False, which "
+            "has the SequentialMLP that GroupedExperts replace"
+        )
 
     def grouped(experts: Any) -> Any:
         if isinstance(experts, ModuleSpec):
@@ -95,9 +121,26 @@ def grouped_mm_spec(spec: Any) -> Any:
 
 
 def _is_spec_of(part: Any, module: type) -> bool:
+    return _module_of(part) is module
+
+
+def _module_of(part: Any) -> Any:
+    """The module that a part of a spec makes; None if the part is something else."""
     if isinstance(part, ModuleSpec):
-        return part.module is module
-    return isinstance(part, functools.partial) and part.func is module
+        return part.module
+    return part.func if isinstance(part, functools.partial) else None
+
+
+def _module_names(spec: Any) -> set[str]:
+    """Names of the modules that a spec makes."""
+    modules: list[Any] = []
+
+    def note(part: Any) -> bool:
+        modules.append(_module_of(part))
+        return False
+
+    replace_parts(spec, note, lambda part: part)
+    return {module.__name__ for module in modules if isinstance(module, type)}
 
 
 def replace_parts(
@@ -145,7 +188,8 @@ def replace_parts(
 
     changed = walk(spec)
     if num_changed == 0 and what is not None:
-        raise ValueError(f"the spec has no {what} in it: {spec!r:.200}")
+        has = ", ".join(sorted(_module_names(spec))) or f"no modules: {spec!r:.60}"
+        raise ValueError(f"the spec has no {what} in it; it has {has}")
     return changed
 
 

@@ -53,6 +53,7 @@ def transformer_settings(config: TrainConfig) -> dict[str, Any]:
         "num_attention_heads": model.num_attention_heads,
         "ffn_hidden_size": model.expert_hidden_size,
         "num_moe_experts": model.num_experts,
+        "moe_grouped_gemm": False,  # `model.experts` says how experts are computed.
         "moe_ffn_hidden_size": model.expert_hidden_size,
         "moe_shared_expert_intermediate_size": model.shared_expert_hidden_size or None,
         "moe_router_topk": model.topk,

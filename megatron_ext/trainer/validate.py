@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.metadata
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.arguments import did_you_mean
 from megatron_ext.config import ConfigError, TrainConfig, field_problems
 
 if TYPE_CHECKING:
@@ -114,6 +114,10 @@ def _check_ranks(config: TrainConfig, num_ranks: int) -> list[str]:
     return problems
 
 
+_INSTEAD = {"moe_grouped_gemm": "; model.experts=grouped_mm computes experts in groups"}
+"""What to set instead of a field of Megatron's, where its name does not tell."""
+
+
 def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -> list[str]:
     """Check the section `megatron` and the balancing, and let Megatron check its settings."""
     from megatron.core.transformer import TransformerConfig
@@ -128,20 +132,19 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
     for name in config.megatron:
         if name not in known:
             version = importlib.metadata.version("megatron-core")
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
             problems.append(
-                f"megatron.{name}: Megatron-Core {version} has no setting of this name{hint}"
+                f"megatron.{name}: Megatron-Core {version} has no setting of this name"
+                f"{did_you_mean(name, known)}"
             )
         elif name in settings:
             problems.append(
                 f"megatron.{name} ({config.megatron[name]}) cannot be set there: "
-                f"it is {settings[name]!r} by the other sections"
+                f"it is {settings[name]!r} by the other sections{_INSTEAD.get(name, '')}"
             )
     # The numbers of experts and ranks were checked above, under their names here.
     ep_size = max(1, config.parallel.ep_size)
     sizes = {"num_moe_experts": ep_size, "expert_model_parallel_size": ep_size}
-    checked = SimpleNamespace(**(settings | config.megatron | sizes))
+    checked = SimpleNamespace(**(config.megatron | settings | sizes))
     problems += validate_for_balancing(checked, config.balance)
     if config.data.rebatch and values_fit:
         problems += [

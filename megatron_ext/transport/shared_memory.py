@@ -26,8 +26,11 @@ from megatron_ext.transport.relay import compile_copies
 from megatron_ext.transport.shared_heap import is_on_one_machine, share
 from megatron_ext.transport.transport import Transfers, TransportKind
 
-_FLAGS_BYTES = 1 << 16
-"""Flags of 256 slots of a rank, 256 bytes each."""
+_MAX_SLOTS = 256
+"""Most slots of a rank: as many have flags."""
+
+_FLAGS_BYTES = _MAX_SLOTS * 256
+"""Flags of the slots of a rank, 256 bytes each."""
 
 
 class SharedMemoryTransport(OneSidedTransport):
@@ -122,6 +125,7 @@ class SharedMemoryTransport(OneSidedTransport):
 SHARED_MEMORY = TransportKind(
     name="shared_memory",
     device_type="cpu",
+    max_slots=_MAX_SLOTS,
     can_serve=lambda ep_group, device: is_on_one_machine(ep_group),
     make=lambda ep_group, device, grad_reduce_share: SharedMemoryTransport(ep_group),
 )

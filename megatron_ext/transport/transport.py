@@ -118,6 +118,8 @@ class TransportKind:
     """Its value of the setting `balance.transport`."""
     device_type: str | None
     """Type of device that the experts must be on; None if any."""
+    max_slots: int | None = None
+    """Most slots of a rank; None if any number."""
     can_serve: Callable[[ProcessGroup, torch.device], bool]
     """Whether it can serve this EP group and its device; all ranks call."""
     make: Callable[[ProcessGroup, torch.device, float], Transport]

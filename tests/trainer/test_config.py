@@ -119,6 +119,33 @@ WRONG = {
         ["+megatron.expert_tensor_parallel_size=2"],
         ["expert_tensor_parallel_size (2) must be 1"],
     ),
+    "experts that Megatron groups": (
+        ["+megatron.moe_grouped_gemm=true"],
+        [
+            "megatron.moe_grouped_gemm (True) cannot be set there: it is False by the other "
+            "sections; model.experts=grouped_mm computes experts in groups"
+        ],
+    ),
+    "the same without balancing": (
+        ["+megatron.moe_grouped_gemm=true", "balance.strategy=none"],
+        ["megatron.moe_grouped_gemm (True) cannot be set there"],
+    ),
+    "Adam's decays and denominator": (
+        ["optimizer.beta1=1.5", "optimizer.beta2=1", "optimizer.eps=0"],
+        [
+            "optimizer.beta1 (1.5) must be >= 0 and < 1",
+            "optimizer.beta2 (1.0) must be >= 0 and < 1",
+            "optimizer.eps (0.0) must be > 0",
+        ],
+    ),
+    "more slots than have flags": (
+        ["balance.slots=300"],
+        ["balance.slots (300) must be <= 256: transport shared_memory has flags for no more"],
+    ),
+    "near names": (
+        ["balance.strategy=quotaa", "balance.transport=colective"],
+        ["; did you mean quota?", "; did you mean collective?"],
+    ),
     "unknown Megatron key": (
         ["+megatron.moe_router_topkk=1"],
         ["megatron.moe_router_topkk", "has no setting of this name; did you mean"],
