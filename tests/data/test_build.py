@@ -166,6 +166,16 @@ class TestSources:
         with pytest.raises(error, match=message):
             parse_sources([source])
 
+    def test_one_domain_of_two_paths(self, texts, monkeypatch, caplog):
+        monkeypatch.chdir(texts)
+        both = parse_sources(["all=code", "all=prose"])
+        assert sorted(file.name for file in both["all"]) == ["a.py", "b.py", "c.txt"]
+        assert caplog.messages == ["domain all is made of all=code and all=prose"]
+        for first, second in (("prose", "./prose"), ("prose/c.txt", "c=code"), ("c=code", "c.txt")):
+            with pytest.raises(ValueError, match="would both be domain") as error:
+                parse_sources([first, second.replace("c.txt", "prose/c.txt")])
+            assert f"{first} and " in str(error.value)
+
     def test_no_file_in_two_domains(self, texts):
         with pytest.raises(ValueError, match=r"a\.py is in two domains, x and y"):
             parse_sources([f"x={texts}/code", f"y={texts}/code/a.py"])
