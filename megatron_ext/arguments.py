@@ -30,6 +30,17 @@ class OneLineParser(argparse.ArgumentParser):
         raise SystemExit(WRONG_USAGE)
 
 
+def positive(text: str) -> int:
+    """Read a whole number from 1 on, for argparse."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number >= 1")
+    return number
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a hint for the end of a message about an unknown name; empty if no name is near.
 

@@ -623,7 +623,7 @@ class TrainConfig(Section):
     steps: int = setting(100, least=1)
     """Optimizer steps of the whole run."""
 
-    seed: int = 1234
+    seed: int = setting(1234, least=0, most=2**32 - 1)
     """Seed of the initial weights and of the order of the data."""
 
     on_nan: str = setting("stop", choices=("stop", "skip", "ignore"))
@@ -656,7 +656,7 @@ class TrainConfig(Section):
 
     def relation_problems(self) -> list[str]:
         """See `Section.relation_problems`."""
-        problems = []
+        problems = [] if self.run_dir else ["run_dir ('') must name a folder"]
         if self.steps >= 1 and self.optimizer.warmup_steps >= self.steps:
             problems.append(
                 f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) must be < "

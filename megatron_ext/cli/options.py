@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.arguments import positive as positive
 from megatron_ext.config import COST_UNITS, MOVED, BalanceConfig
 
 if TYPE_CHECKING:
@@ -52,17 +53,6 @@ def add_command(
     parser.set_defaults(run=run, command_name=parser.prog)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
-
-
-def positive(text: str) -> int:
-    """Read a whole number from 1 on, for argparse."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number >= 1")
-    return number
 
 
 # (field of `LayerCosts`, type, metavar, help).

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatron_ext.arguments import did_you_mean
 from megatron_ext.config import ConfigError, TrainConfig, field_problems
@@ -34,7 +36,12 @@ def validate(config: TrainConfig, *, num_ranks: int) -> None:
         field_problems(type(section), section) for section in (config, *config.sections())
     )
     if values_fit:
-        problems += _check_sections(config) + _check_ranks(config, num_ranks)
+        problems += _check_sections(config)
+        problems += (
+            _check_ranks(config, num_ranks)
+            if num_ranks >= 1
+            else [f"the number of ranks ({num_ranks}) must be >= 1"]
+        )
     if not problems:
         problems = _check_placement(config)
     problems += _check_megatron(config, values_fit=values_fit, sizes_fit=not problems)
@@ -127,9 +134,10 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
     from megatron_ext.trainer.settings import transformer_config, transformer_settings
 
     settings = transformer_settings(config) if values_fit else {}
-    known = {megatron.name for megatron in fields(TransformerConfig)}
+    known = {megatron.name: megatron for megatron in fields(TransformerConfig)}
+    hints = get_type_hints(TransformerConfig)
     problems = []
-    for name in config.megatron:
+    for name, value in config.megatron.items():
         if name not in known:
             version = importlib.metadata.version("megatron-core")
             problems.append(
@@ -138,9 +146,12 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
             )
         elif name in settings:
             problems.append(
-                f"megatron.{name} ({config.megatron[name]}) cannot be set there: "
+                f"megatron.{name} ({value}) cannot be set there: "
                 f"it is {settings[name]!r} by the other sections{_INSTEAD.get(name, '')}"
             )
+        elif not _has_type(value, hints[name]) and not (value is None is known[name].default):
+            wanted = re.sub(r"[a-z_.]+\.|<class '(\w+)'>", r"\1", str(hints[name]))
+            problems.append(f"megatron.{name} ({value!r}) must be of type {wanted}")
     # The numbers of experts and ranks were checked above, under their names here.
     ep_size = max(1, config.parallel.ep_size)
     sizes = {"num_moe_experts": ep_size, "expert_model_parallel_size": ep_size}
@@ -157,6 +168,24 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
         except (ValueError, AssertionError, TypeError) as error:
             problems.append(f"Megatron: {_one_line(error)}")
     return problems
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    """Whether a value is what an annotation of Megatron says, as far as that is simple to say."""
+    kind = get_origin(hint)
+    if kind in (Union, UnionType):
+        return any(_has_type(value, each) for each in get_args(hint))
+    if kind is Literal:
+        return value in get_args(hint)
+    if kind is Callable:
+        return callable(value)
+    if isinstance(value, bool):
+        return hint in (bool, Any)
+    if hint is float:
+        return isinstance(value, int | float)
+    kind = kind or hint
+    # Lists of YAML stand for tuples, too.
+    return not isinstance(kind, type) or isinstance(value, list if kind is tuple else kind)
 
 
 def _check_placement(config: TrainConfig) -> list[str]:

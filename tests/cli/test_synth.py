@@ -1,6 +1,7 @@
 """`synth`: the numbers printed, and settings that are wrong."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,18 @@ def test_synth_lists_the_kinds(capsys):
     listed = json.loads(stdout)
     assert listed["w5-zero-expert-rank"]["settings"] == ["share"]
     assert listed["w5-zero-expert-rank"]["defaults"] == {"share": 0.5}
+
+
+@pytest.mark.parametrize("folder", ["absent_disk/dir", "absent_disk"])
+def test_synth_makes_no_folder_of_the_root(capsys, folder, monkeypatch):
+    words = ["synth", "zipf", "--ranks", 8, "--experts", 32, "--out"]
+    rule = "cannot be written: there is no /absent_disk; make it first\n"
+    for start in ("/", ""):
+        monkeypatch.chdir("/")
+        out = f"{start}{folder}/x.npz"
+        status, stdout, stderr = run(capsys, *words, out)
+        assert (status, stdout, stderr) == (2, "", f"megatron-ext synth: error: {out} {rule}")
+        assert not Path("/absent_disk").exists()
 
 
 @pytest.mark.parametrize("missing", ["KIND", "--ranks", "--experts", "--out"])

@@ -14,7 +14,7 @@ from megatron_ext import BalanceConfig
 from megatron_ext.balance.strategies import settings
 from megatron_ext.config import ConfigError, DataConfig, LoggingConfig, Section, TrainConfig
 from megatron_ext.methods.llep.llep import LlepSettings
-from megatron_ext.trainer.train import load_config, main
+from megatron_ext.trainer.train import check, load_config, main, train
 from megatron_ext.trainer.validate import validate
 from tests.trainer.dataset import overrides
 
@@ -162,7 +162,65 @@ WRONG = {
     "unknown domain": (["++data.weights.poems=1"], ["data.weights names poems"]),
     "unknown key": (["balance.slot=1"], ["balance.slot", "Key 'slot' not in 'BalanceConfig'"]),
     "wrong type": (["model.topk=two"], ["model.topk=two"]),
-    "unknown recipe": (["--config-name", "nothing"], ["nothing"]),
+    "unknown recipe": (
+        ["--config-name", "quickstar"],
+        [
+            f"--config-name (quickstar): no such recipe: {RECIPES} has gpt_8x64e_8gpu_bf16, "
+            "quickstart, traced; did you mean quickstart?"
+        ],
+    ),
+    "unknown option of a group": (
+        ["--config-name", "quickstart", "balance=quotaa"],
+        ["balance/quotaa'; there are ideal, none, quota; did you mean quota?"],
+    ),
+    "an option without a recipe": (
+        ["balance=none"],
+        ["a group has options in a recipe only (--config-name)"],
+    ),
+    "several values": (
+        ["balance.slots=1,2"],
+        ["'balance.slots=1,2': a run has one value of each setting, and there are no sweeps"],
+    ),
+    "a domain without a plus": (
+        ["data.weights={letters:1}"],
+        ["a domain is named with a plus, as in +data.weights.code=1"],
+    ),
+    "a setting that is nearly one": (
+        ["balance.slot=1"],
+        ["Key 'slot' not in 'BalanceConfig'; did you mean slots?"],
+    ),
+    "a setting that is added": (
+        ["+optimizer.weight_decy=1", "+foo=2", "+balance.llep.alfa=2"],
+        [
+            "foo: there is no setting of this name",
+            "optimizer.weight_decy: there is no setting of this name; did you mean weight_decay?",
+            "balance.llep.alfa: there is no setting of this name; did you mean alpha?",
+        ],
+    ),
+    "a word that does not parse": (["steps=${a"], ["steps=${a: mismatched input"]),
+    "a seed that no generator takes": (
+        ["seed=99999999999999999999"],
+        ["seed (99999999999999999999) must be from 0 to 4294967295"],
+    ),
+    "no run directory": (["run_dir="], ["run_dir ('') must name a folder"]),
+    "a run directory on a disk that is not there": (
+        ["run_dir=/absent_disk/runs/a"],
+        ["/metrics.jsonl cannot be written: there is no /absent_disk; make it first"],
+    ),
+    "Megatron's settings of another type": (
+        [
+            "+megatron.hidden_dropout=yes",
+            "+megatron.init_method=normal",
+            "+megatron.moe_router_score_function=foo",
+            "+megatron.kv_channels=8.5",
+        ],
+        [
+            "megatron.hidden_dropout ('yes') must be of type float",
+            "megatron.init_method ('normal') must be of type Optional[Callable]",
+            "megatron.moe_router_score_function ('foo') must be of type Literal['softmax', 's",
+            "megatron.kv_channels (8.5) must be of type Optional[int]",
+        ],
+    ),
     "unknown checkpoint": (["checkpoint.load=/nowhere"], ["checkpoint.load (/nowhere)"]),
     "batch": (
         ["data.global_batch_size=6"],
@@ -200,6 +258,58 @@ def test_wrong_settings_end_with_one_line_each(
     assert all(line.startswith("error: ") for line in lines)
     for text in expected:
         assert any(text in line for line in lines), (text, lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["--ranks", "0"], "argument --ranks: '0' must be a whole number >= 1"),
+        (["--ranks", "-2"], "argument --ranks: '-2' must be a whole number >= 1"),
+        (["-m"], "-m/--multirun: there are no sweeps: start a run for each value"),
+        (["--multirun", "steps=3"], "-m/--multirun: there are no sweeps"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    words: list[str], rule: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main([*overrides(data, tmp_path), *words])
+    assert exit_info.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"megatron-ext train: error: {rule}")
+
+
+def test_a_script_without_ranks(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^the number of ranks \(0\) must be >= 1$"):
+        train(load_config(overrides(data, tmp_path)), num_ranks=0)
+
+
+def test_printed_settings_are_checked(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*overrides(data, tmp_path), "--print"])
+    output = capsys.readouterr()
+    assert "num_experts: 4" in output.out
+    assert output.err == ""
+    with pytest.raises(SystemExit):
+        main([*overrides(data, tmp_path), "--print", "parallel.ep_size=3", "model.num_experts=16"])
+    output = capsys.readouterr()
+    assert "ep_size: 3" in output.out
+    rule = "error: model.num_experts (16) must be a multiple of parallel.ep_size (3)\n"
+    assert rule in output.err
+
+
+def test_a_strategy_with_nothing_to_predict_is_named(
+    data: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for layers, said in ((1, ["warning: balance.strategy (libra) predicts nothing"]), (2, [])):
+        caplog.clear()
+        words = ["balance.strategy=libra", f"model.num_layers={layers}"]
+        check(load_config([*overrides(data, tmp_path), *words]))
+        told = [text for text in caplog.messages if text.startswith("warning")]
+        assert all(text.startswith(start) for text, start in zip(told, said, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -328,7 +438,8 @@ def test_a_recipe_where_no_recipes_are(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError) as error:
         load_config(["data.path=text"], config_name="quickstart")
     assert error.value.problems == [
-        "--config-name (quickstart): there is no folder recipes here; --config-dir names another"
+        f"--config-name (quickstart): no such recipe: {tmp_path}/recipes is no folder; "
+        f"--config-dir {RECIPES} has gpt_8x64e_8gpu_bf16, quickstart, traced"
     ]
     assert load_config(["data.path=text"]).data.path == "text"
 
