@@ -116,7 +116,7 @@ def field_problems(section: Any, values: Any, names: Collection[str] | None = No
     """Return which values are not of the type, range or choices that `section` declares.
 
     Args:
-        section: The class that declares the fields.
+        section: The class that declares the fields: a section, or another dataclass.
         values: Holds these fields, by the same names.
         names: The fields; by default all.
     """
@@ -219,7 +219,7 @@ def _rules(section: Any) -> tuple[_Rule, ...]:
     return tuple(
         _Rule(
             name=each.name,
-            label=f"{section.NAME}.{each.name}".lstrip("."),
+            label=f"{getattr(section, 'NAME', '')}.{each.name}".lstrip("."),
             types=get_args(hint) if isinstance(hint, UnionType) else (hint,),
             limits=each.metadata.get("limits", {}),
             choices=each.metadata.get("choices", ()),

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import rank_sends
 from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.config import field_problems
 
 _PICOSECONDS = 1e12
 _MOST_EXPERT_S, _MOST_TOKEN_S = 1e5, 100.0
@@ -39,6 +40,8 @@ class LayerCosts:
 
     def __post_init__(self) -> None:
         """Check each number."""
+        if problems := field_problems(type(self), self):
+            raise ValueError("; ".join(problems))
         for name, least in (("expert_bytes", 0), ("token_bytes", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be >= {least}")

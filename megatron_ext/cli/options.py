@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.arguments import did_you_mean
 from megatron_ext.arguments import positive as positive
 from megatron_ext.config import COST_UNITS, MOVED, BalanceConfig
 
@@ -148,7 +149,11 @@ def balance_config(arguments: argparse.Namespace) -> BalanceConfig:
         )
         balance = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ValueError(f"balance: {str(error).splitlines()[0]}") from None
+        name = str(error.full_key or "")
+        known = [field.name for field in fields(settings.BalanceConfig)]
+        near = "" if name in known else did_you_mean(name, known)
+        said = str(error).splitlines()[0]
+        raise ValueError(f"balance.{name}: {said}{near}".replace("balance.:", "balance:")) from None
     assert isinstance(balance, BalanceConfig)
     return balance
 

@@ -81,9 +81,12 @@ def get_strategy(name: str) -> Strategy:
     """Return the balancer of that name.
 
     Raises:
+        TypeError: If it is no name.
         ValueError: If there is none; the message lists the known names.
         ModuleNotFoundError: If it needs a package that is not there.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"strategy ({name!r}) must be the name of one")
     if name not in STRATEGIES:
         if name in OBJECTIVES:
             raise ValueError(f"{name!r} is no strategy but an objective: balance.objective={name}")
