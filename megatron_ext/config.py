@@ -167,7 +167,8 @@ class _Rule:
     def problem(self, value: Any) -> str:
         """What to say about a value that is not allowed."""
         is_number = isinstance(value, int | float) and self.has_type(value)
-        is_out_of_range = is_number and not math.isinf(value) and not self.choices
+        is_finite = is_number and (isinstance(value, int) or math.isfinite(value))
+        is_out_of_range = is_finite and not self.choices
         words = (self._range(),) if is_out_of_range else (self._kind(), self._range())
         return f"{self.label} ({value!r}) must be {' '.join(filter(None, words))}"
 

@@ -92,6 +92,7 @@ def test_synth_needs_sizes(tmp_path, capsys, missing):
     ("words", "message"),
     [
         (["heap", "--ranks", 8, "--experts", 32], "unknown kind 'heap'"),
+        (["zip", "--ranks", 8, "--experts", 32], "; did you mean zipf?"),
         (["zipf", "--ranks", 8, "--experts", 30], "must be a multiple of ranks (8)"),
         (["zipf", "--ranks", 8, "--experts", 32, "--imbalance", 9], "imbalance (9.0) must be from"),
         (["zipf", "--ranks", 8, "--experts", 32, "--imbalance", 7], "cannot be had within 1%"),

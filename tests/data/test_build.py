@@ -182,6 +182,19 @@ class TestSources:
 
 
 class TestManifest:
+    def test_values_of_another_type(self, texts, tmp_path):
+        build(parse_sources([f"{texts}/prose"]), tmp_path / "out")
+        file = tmp_path / "out" / "manifest.json"
+        content = json.loads(file.read_text())
+        content["vocab_size"] = "257"
+        content["domains"]["prose"]["tokens"] = 2.5
+        file.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=rf"^{file}: vocab_size") as error:
+            Manifest.load(tmp_path / "out")
+        assert str(error.value).endswith(
+            "vocab_size ('257') must be a whole number; tokens (2.5) must be a whole number"
+        )
+
     def test_missing(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="data build"):
             Manifest.load(tmp_path)
