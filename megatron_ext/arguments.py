@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import sys
+from collections.abc import Iterable
 from typing import NoReturn
 
 WRONG_USAGE = 2
@@ -26,6 +28,29 @@ class OneLineParser(argparse.ArgumentParser):
         )
         sys.stderr.write(error_line(self.prog, message))
         raise SystemExit(WRONG_USAGE)
+
+
+def positive(text: str) -> int:
+    """Read a whole number from 1 on, for argparse."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number >= 1")
+    return number
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a hint for the end of a message about an unknown name; empty if no name is near.
+
+    >>> did_you_mean("quotaa", ["none", "quota"])
+    '; did you mean quota?'
+    >>> did_you_mean("magic", ["none", "quota"])
+    ''
+    """
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def error_line(command: str, message: str) -> str:

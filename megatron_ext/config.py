@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import operator
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
+from functools import cache
 from types import NoneType, UnionType
-from typing import Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, cast, get_args, get_origin, get_type_hints
 
 MISSING: Any = "???"
 """OmegaConf's mark of a value that the user has to give."""
@@ -42,121 +44,191 @@ class Section:
     NAME: ClassVar[str]
     """Name of the section, as in front of its settings on the command line."""
 
+    def __post_init__(self) -> None:
+        """Check the types of all values; their ranges are checked with the whole run's.
+
+        Raises:
+            ConfigError: With all problems.
+        """
+        if problems := self.type_problems():
+            raise ConfigError(problems)
+
     def problems(self) -> list[str]:
         """Return everything that is wrong, one line a problem: setting, value, rule."""
-        problems = field_problems(type(self), self)
-        if self.types_fit():
-            problems += self.relation_problems()
+        # Rules may compare values: only of the declared types they can.
+        if problems := self.type_problems():
+            return problems
+        problems = field_problems(type(self), self) + self.relation_problems()
         for part in self.sections():
             problems += part.problems()
         return problems
 
+    def type_problems(self) -> list[str]:
+        """Return which values are not of their declared types, here and in the sections inside."""
+        problems = []
+        kind: Any = type(self)
+        for rule in _rules(kind):
+            value = getattr(self, rule.name)
+            problems += [] if rule.has_type(value) else [rule.problem(value)]
+        for part in self.sections():
+            problems += part.type_problems()
+        return problems
+
     def sections(self) -> list[Section]:
         """Return the sections inside this section."""
-        values = [getattr(self, each.name) for each in fields(_any(self))]
+        values = [getattr(self, each.name) for each in fields(cast("Any", self))]
         return [value for value in values if isinstance(value, Section)]
 
     def relation_problems(self) -> list[str]:
-        """Return what is wrong by rules beyond the range and the choices of one field."""
+        """Return what is wrong by rules beyond the type, range and choices of one field."""
         return []
-
-    def types_fit(self) -> bool:
-        """Whether every value here, and in the sections inside, is of the type declared for it."""
-        kinds = get_type_hints(type(self))
-        mine = (_is_of(getattr(self, each.name), kinds[each.name]) for each in fields(_any(self)))
-        return all(mine) and all(part.types_fit() for part in self.sections())
 
 
 def setting(
-    default: Any, *, least: float = -math.inf, most: float = math.inf, choices: Sequence[str] = ()
+    default: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    choices: Sequence[str] = (),
 ) -> Any:
     """Declare a field of a section.
 
     Args:
         default: The field's value where nothing else is said.
         least: Smallest allowed number.
+        above: Allowed numbers are larger than this.
         most: Largest allowed number.
-        choices: The allowed words, if there are only a few.
+        below: Allowed numbers are smaller than this.
+        choices: The allowed words; where the field may be a number too, the words beside numbers.
     """
+    limits = {">=": least, ">": above, "<=": most, "<": below}
     return field(
-        default=default, metadata={"least": least, "most": most, "choices": tuple(choices)}
+        default=default,
+        metadata={
+            "limits": {sign: limit for sign, limit in limits.items() if limit is not None},
+            "choices": tuple(choices),
+        },
     )
 
 
-def field_problems(
-    section: type[Section], values: Any, names: Collection[str] | None = None
-) -> list[str]:
+def field_problems(section: Any, values: Any, names: Collection[str] | None = None) -> list[str]:
     """Return which values are not of the type, range or choices that `section` declares.
 
     Args:
-        section: The class that declares the fields.
+        section: The class that declares the fields: a section, or another dataclass.
         values: Holds these fields, by the same names.
-        names: The fields to look at; by default all.
+        names: The fields; by default all.
     """
-    problems = []
-    kinds = get_type_hints(section)
-    for declared in fields(_any(section)):
-        if names is not None and declared.name not in names:
-            continue
-        value = getattr(values, declared.name)
-        if rule := _broken_rule(value, kinds[declared.name], declared.metadata):
-            name = f"{section.NAME}.{declared.name}".lstrip(".")
-            problems.append(f"{name} ({value!r}) must be {rule}")
-    return problems
+    return [
+        rule.problem(value)
+        for rule in _rules(section)
+        if (names is None or rule.name in names)
+        and not rule.allows(value := getattr(values, rule.name))
+    ]
 
 
-def _broken_rule(value: Any, kind: Any, rules: Mapping[str, Any]) -> str | None:
-    """Return what a value has to be and is not, by its type and the rules of its `setting`."""
-    if rules and rules["choices"]:
-        return None if value in rules["choices"] else f"one of {', '.join(rules['choices'])}"
-    if not _is_of(value, kind):
-        return _kind_words(kind)
-    if rules and not rules["least"] <= value <= rules["most"]:
-        least, most = rules["least"], rules["most"]
-        return f">= {least}" if most == math.inf else f"from {least} to {most}"
-    return None
+_HOLDS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 
 
-def _is_of(value: Any, kind: Any) -> bool:
-    """Whether a value is of a declared type. A whole number is a number; a truth value is none."""
-    if kind is Any:
-        return True
-    if isinstance(kind, UnionType):
-        return any(_is_of(value, each) for each in get_args(kind))
-    if get_origin(kind) is dict:
-        _, of_values = get_args(kind)
-        return isinstance(value, dict) and all(_is_of(each, of_values) for each in value.values())
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, int | float if kind is float else kind)
+@dataclass(frozen=True)
+class _Rule:
+    """What a field's annotation and `setting` allow."""
+
+    name: str
+    """Of the field."""
+    label: str
+    """Name of the setting, with its section."""
+    types: tuple[Any, ...]
+    """The types that the annotation names; a float may be a whole number as well."""
+    limits: Mapping[str, float]
+    """By sign: `>=` 0."""
+    choices: tuple[str, ...]
+
+    def has_type(self, value: Any) -> bool:
+        """Whether the value is of a declared type. True and False are no numbers here."""
+        if isinstance(value, bool):
+            return bool in self.types
+        classes = tuple(get_origin(each) or each for each in self.types)
+        if not isinstance(value, (*classes, int) if float in classes else classes):
+            return False
+        return not isinstance(value, dict) or self._has_items(value)
+
+    def allows(self, value: Any) -> bool:
+        """Whether the value is of a declared type, and in the range or among the choices."""
+        if not self.has_type(value):
+            return False
+        if isinstance(value, str):
+            return not self.choices or value in self.choices
+        if isinstance(value, float) and not math.isfinite(value):
+            return False
+        return all(_HOLDS[sign](value, limit) for sign, limit in self.limits.items())
+
+    def problem(self, value: Any) -> str:
+        """What to say about a value that is not allowed."""
+        is_number = isinstance(value, int | float) and self.has_type(value)
+        is_finite = is_number and (isinstance(value, int) or math.isfinite(value))
+        is_out_of_range = is_finite and not self.choices
+        words = (self._range(),) if is_out_of_range else (self._kind(), self._range())
+        return f"{self.label} ({value!r}) must be {' '.join(filter(None, words))}"
+
+    def _has_items(self, value: dict[Any, Any]) -> bool:
+        """Whether a mapping is one from names to values of the type that the annotation names."""
+        (inside,) = (get_args(each)[1] for each in self.types if get_origin(each) is dict)
+        item = replace(self, types=(inside,))
+        return all(
+            isinstance(name, str) and (inside is Any or item.has_type(one))
+            for name, one in value.items()
+        )
+
+    def _kind(self) -> str:
+        if self.choices and not {int, float} & {*self.types}:
+            return f"one of {', '.join(self.choices)}"
+        # A number with a fraction may be whole, too.
+        types = [each for each in self.types if each is not int or float not in self.types]
+        words = [_kind_of(each) for each in types if each is not str or not self.choices]
+        return " or ".join([*map(repr, self.choices), *words])
+
+    def _range(self) -> str:
+        signs = self.limits
+        if signs.keys() == {">=", "<="}:
+            return f"from {signs['>=']} to {signs['<=']}"
+        return " and ".join(f"{sign} {limit}" for sign, limit in signs.items())
 
 
-_KIND_WORDS = {
-    bool: "true or false",
+def _kind_of(declared: Any) -> str:
+    """A type in words, as values of it are called in messages."""
+    if get_origin(declared) is dict:
+        _, inside = get_args(declared)
+        return "a mapping" if inside is Any else f"a mapping of names to {_KINDS[inside][2:]}s"
+    return _KINDS.get(declared) or f"of class {declared.__name__}"
+
+
+_KINDS = {
     int: "a whole number",
-    float: "a number",
-    str: "a word",
-    NoneType: "none",
+    float: "a finite number",
+    bool: "True or False",
+    str: "text",
+    NoneType: "None",
 }
 
 
-def _kind_words(kind: Any) -> str:
-    """Say what a value of a declared type is.
-
-    >>> _kind_words(int | str), _kind_words(dict[str, float])
-    ('a whole number or a word', 'a mapping to a number')
-    """
-    if isinstance(kind, UnionType):
-        return " or ".join(_kind_words(each) for each in get_args(kind))
-    if get_origin(kind) is dict:
-        _, of_values = get_args(kind)
-        return "a mapping" if of_values is Any else f"a mapping to {_kind_words(of_values)}"
-    return _KIND_WORDS.get(kind) or f"of class {kind.__name__}"
-
-
-def _any(section: Any) -> Any:
-    """The same for mypy, which does not know that every section is a dataclass."""
-    return section
+@cache
+def _rules(section: Any) -> tuple[_Rule, ...]:
+    """The rules of a section's fields, in their order."""
+    hints = get_type_hints(section)
+    return tuple(
+        _Rule(
+            name=each.name,
+            label=f"{getattr(section, 'NAME', '')}.{each.name}".lstrip("."),
+            types=get_args(hint) if isinstance(hint, UnionType) else (hint,),
+            limits=each.metadata.get("limits", {}),
+            choices=each.metadata.get("choices", ()),
+        )
+        for each in fields(section)
+        if (hint := hints[each.name])
+    )
 
 
 class ConfigError(ValueError):
@@ -201,11 +273,11 @@ class BalanceConfig(Section):
     the modelled time of the layer is least, by the two costs below."""
 
     # OmegaConf takes a whole number for a float only where int is named, too.
-    link_bandwidth: float | int | str = "auto"
+    link_bandwidth: float | int | str = setting("auto", choices=("auto",))
     """Bytes per second that a rank sends to its peers. For objective `time`. `auto` is measured
     when the run begins, on its own ranks (`mcore/measure.py`)."""
 
-    assignment_time: float | int | str = "auto"
+    assignment_time: float | int | str = setting("auto", choices=("auto",))
     """Seconds of expert computation, forward, per assignment. For objective `time`. `auto` as
     above."""
 
@@ -221,20 +293,20 @@ class BalanceConfig(Section):
     """Compute a rank's own tokens while those of other ranks are on their way to it, then these
     (Libra's two stages; docs/decisions/016). For the dispatcher `alltoall`."""
 
-    grad_reduce_share: float = 0.25
+    grad_reduce_share: float = setting(0.25, above=0, most=1)
     """Share of a GPU that adding replica gradients may use beside the backward pass, from above 0
     to 1. By arithmetic, not measured: a block has 32 KiB in flight, and a link of 450 GB/s with 2
     us latency wants 0.9 MB. On a CPU one thread adds."""
 
-    max_in_flight: int | str = "auto"
+    max_in_flight: int | str = setting("auto", least=1, choices=("auto",))
     """Microbatches of one layer between forward and backward at a time. `auto` is what the pipeline
     schedule needs."""
 
-    nvlink_domain: int | str = "auto"
+    nvlink_domain: int | str = setting("auto", least=1, choices=("auto",))
     """Ranks per NVLink domain; replicas stay in the home rank's domain. `auto` is the whole EP
     group."""
 
-    timeout_s: float | int | str = "auto"
+    timeout_s: float | int | str = setting("auto", above=0, choices=("auto",))
     """Seconds that a rank waits for another to move its part of a replica. `auto` is the time limit
     of the EP group's collectives; in `megatron-ext train` it is the run's `timeout_s`."""
 
@@ -253,35 +325,14 @@ class BalanceConfig(Section):
 
     def relation_problems(self) -> list[str]:
         """See `Section.relation_problems`."""
-        problems = [problem for name in COST_UNITS for problem in self._cost_problems(name)]
-        if not 0 < self.grad_reduce_share <= 1:
-            problems.append(
-                f"balance.grad_reduce_share ({self.grad_reduce_share}) must be above 0 and <= 1"
-            )
-        if self.timeout_s != "auto" and not (
-            isinstance(self.timeout_s, int | float) and 0 < self.timeout_s < math.inf
-        ):
-            problems.append(
-                f"balance.timeout_s ({self.timeout_s!r}) must be 'auto' or a number of seconds > 0"
-            )
-        for name in ("max_in_flight", "nvlink_domain"):
-            value = getattr(self, name)
-            if value != "auto" and not (isinstance(value, int) and value >= 1):
-                problems.append(f"balance.{name} ({value!r}) must be 'auto' or an integer >= 1")
-        return problems
-
-    def _cost_problems(self, name: str) -> list[str]:
-        value = getattr(self, name)
-        if value == "auto":
+        if not self.plans_for_time:
             return []
-        if not isinstance(value, int | float):
-            return [f"balance.{name} ({value!r}) must be 'auto' or a number"]
-        if self.plans_for_time and not 0 < value < math.inf:
-            return [
-                f"balance.{name} ({value}) must be > 0 and finite with balance.objective=time, "
-                "or 'auto', which measures it"
-            ]
-        return []
+        return [
+            f"balance.{name} ({value}) must be > 0 with balance.objective=time, or 'auto', which "
+            "measures it"
+            for name in COST_UNITS
+            if isinstance(value := getattr(self, name), int | float) and value <= 0
+        ]
 
     @property
     def domain_ranks(self) -> int | None:
@@ -446,18 +497,12 @@ class DataConfig(Section):
     mix_by: str = setting("microbatch", choices=("microbatch", "sample"))
     """Draw a domain for each `microbatch` or for each `sample`."""
 
-    validation_fraction: float = 0.02
+    validation_fraction: float = setting(0.02, least=0, below=1)
     """Part of every domain that is kept for evaluation."""
 
     reverse_samples: bool = False
     """Give the samples of a microbatch in reverse order. The step stays the same but for the order
     in which sums are rounded: the yardstick for how far two runs differ by rounding alone."""
-
-    def relation_problems(self) -> list[str]:
-        """See `Section.relation_problems`."""
-        if not 0.0 <= self.validation_fraction < 1.0:
-            return [f"data.validation_fraction ({self.validation_fraction}) must be >= 0 and < 1"]
-        return []
 
 
 @dataclass(kw_only=True, slots=True)
@@ -481,13 +526,13 @@ class OptimizerConfig(Section):
     weight_decay: float = setting(0.01, least=0)
     """Decoupled weight decay (AdamW)."""
 
-    beta1: float = setting(0.9, least=0)
+    beta1: float = setting(0.9, least=0, below=1)
     """Decay of Adam's mean of gradients."""
 
-    beta2: float = setting(0.95, least=0)
+    beta2: float = setting(0.95, least=0, below=1)
     """Decay of Adam's mean of squared gradients."""
 
-    eps: float = setting(1e-8, least=0)
+    eps: float = setting(1e-8, above=0)
     """Added to Adam's denominator."""
 
     clip_grad: float = setting(1.0, least=0)
@@ -595,7 +640,7 @@ class TrainConfig(Section):
     steps: int = setting(100, least=1)
     """Optimizer steps of the whole run."""
 
-    seed: int = 1234
+    seed: int = setting(1234, least=0, most=2**32 - 1)
     """Seed of the initial weights and of the order of the data."""
 
     on_nan: str = setting("stop", choices=("stop", "skip", "ignore"))
@@ -637,7 +682,7 @@ class TrainConfig(Section):
 
     def relation_problems(self) -> list[str]:
         """See `Section.relation_problems`."""
-        problems = []
+        problems = [] if self.run_dir else ["run_dir ('') must name a folder"]
         if self.steps >= 1 and self.optimizer.warmup_steps >= self.steps:
             problems.append(
                 f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) must be < "

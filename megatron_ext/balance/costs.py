@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import rank_sends
 from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.config import field_problems
 
 _PICOSECONDS = 1e12
 _MOST_EXPERT_S, _MOST_TOKEN_S = 1e5, 100.0
@@ -39,14 +40,16 @@ class LayerCosts:
 
     def __post_init__(self) -> None:
         """Check each number."""
+        if problems := field_problems(type(self), self):
+            raise ValueError("; ".join(problems))
         for name, least in (("expert_bytes", 0), ("token_bytes", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be >= {least}")
         for name in ("link_bandwidth", "assignment_time"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} ({getattr(self, name)}) must be > 0 and finite")
-        if self.token_bandwidth is not None and not 0 < self.token_bandwidth < float("inf"):
-            raise ValueError(f"token_bandwidth ({self.token_bandwidth}) must be > 0 and finite")
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be > 0")
+        if self.token_bandwidth is not None and self.token_bandwidth <= 0:
+            raise ValueError(f"token_bandwidth ({self.token_bandwidth}) must be > 0")
         for names, seconds, most in (
             ("expert_bytes / link_bandwidth", self._expert_s, _MOST_EXPERT_S),
             ("2 token_bytes / token_bandwidth", self._token_s, _MOST_TOKEN_S),

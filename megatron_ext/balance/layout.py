@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_ext.config import field_problems
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayout:
@@ -39,6 +41,8 @@ class ExpertLayout:
         Raises:
             ValueError: One rule is broken; the message names the field, its value and the rule.
         """
+        if problems := field_problems(type(self), self):
+            raise ValueError("; ".join(problems))
         for name, least in (("num_experts", 1), ("ep_size", 1), ("slots", 0), ("nvlink_domain", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be >= {least}")

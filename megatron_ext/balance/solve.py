@@ -7,6 +7,7 @@ Legend: R ranks of the EP group, E logical experts, S slots per rank, B independ
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -109,7 +110,7 @@ def solve(
         The plan, or a batch of plans with a leading [B], on `load`'s device.
 
     Raises:
-        TypeError: If `load` is not int64.
+        TypeError: If `load` is no int64 tensor.
         ValueError: If a shape, a value or a setting is out of range; the message names it.
 
     >>> import torch
@@ -117,6 +118,8 @@ def solve(
     >>> plan.rank_loads().tolist()
     [8, 8]
     """
+    if not isinstance(load, Tensor):
+        raise TypeError(f"load must be an int64 tensor, got {type(load).__name__}")
     if load.dim() not in (2, 3):
         raise ValueError(f"load must be [R, E] or [B, R, E], got shape {tuple(load.shape)}")
     layout = plan_layout(
@@ -153,12 +156,14 @@ def plan_layout(
     Raises:
         ValueError: There is no such strategy, or the numbers do not fit each other.
     """
-    return ExpertLayout(
+    asked = ExpertLayout(
         num_experts=num_experts,
         ep_size=ep_size,
-        slots=get_strategy(strategy).num_slots(slots, num_experts // max(ep_size, 1)),
+        slots=slots,
         nvlink_domain=ep_size if nvlink_domain is None else nvlink_domain,
     )
+    num_slots = get_strategy(strategy).num_slots
+    return dataclasses.replace(asked, slots=num_slots(slots, asked.mains_per_rank))
 
 
 def idle_slots(

@@ -117,8 +117,10 @@ def _add_relayout(checkpoint: Any) -> None:
 def run_relayout(arguments: argparse.Namespace) -> int:
     """Write the checkpoint with its experts under other numbers."""
     from checkpoints_tools import relayout
+    from megatron_ext.files.arrays import check_folders
     from megatron_ext.files.relayout import read_layout
 
+    check_folders(arguments.out)
     layout = read_layout(arguments.layout)
     report = {
         "path": str(arguments.out),

@@ -58,17 +58,10 @@ def _add_build(data: Any) -> None:
 def run_build(arguments: argparse.Namespace) -> int:
     """Build a dataset, and show what it holds and what was skipped."""
     from megatron_ext.data import build_dataset, parse_sources
-    from megatron_ext.data.build import split_source
 
     if arguments.eod is not None and arguments.tokenizer is None:
         raise ValueError("--eod names a token of the --tokenizer, which is not given")
     domains = parse_sources(arguments.sources)
-    paths: dict[str, list[str]] = {}
-    for name, where in map(split_source, arguments.sources):
-        paths.setdefault(name, []).append(where)
-    for name, several in paths.items():
-        if len(several) > 1:
-            warn(f"domain {name} is all of {', '.join(several)}: NAME=PATH gives each its own")
     total = sum(file.stat().st_size for files in domains.values() for file in files)
     with progress("Tokenizing", total, in_bytes=True) as on_bytes:
         result = build_dataset(

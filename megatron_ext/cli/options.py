@@ -14,6 +14,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.arguments import did_you_mean
+from megatron_ext.arguments import positive as positive
 from megatron_ext.config import COST_UNITS, MOVED, BalanceConfig
 
 if TYPE_CHECKING:
@@ -52,17 +54,6 @@ def add_command(
     parser.set_defaults(run=run, command_name=parser.prog)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
-
-
-def positive(text: str) -> int:
-    """Read a whole number from 1 on, for argparse."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number >= 1")
-    return number
 
 
 # (field of `LayerCosts`, type, metavar, help).
@@ -158,7 +149,11 @@ def balance_config(arguments: argparse.Namespace) -> BalanceConfig:
         )
         balance = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ValueError(f"balance: {str(error).splitlines()[0]}") from None
+        name = str(error.full_key or "")
+        known = [field.name for field in fields(settings.BalanceConfig)]
+        near = "" if name in known else did_you_mean(name, known)
+        said = str(error).splitlines()[0]
+        raise ValueError(f"balance.{name}: {said}{near}".replace("balance.:", "balance:")) from None
     assert isinstance(balance, BalanceConfig)
     return balance
 

@@ -7,6 +7,7 @@ everything that reads Megatron datasets reads them. A file is a document; docume
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ from megatron_ext.data.files import find_files, new_folder, read_text
 from megatron_ext.data.indexed import new_domain
 from megatron_ext.data.manifest import BYTES, MANIFEST, Domain, Manifest
 from megatron_ext.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+
+logger = logging.getLogger(__name__)
 
 # Text given to the tokenizer at a time: enough to keep its threads busy, little enough to hold.
 BATCH_BYTES = 8 << 20
@@ -48,24 +51,42 @@ def parse_sources(sources: Sequence[str]) -> dict[str, list[Path]]:
 
     Args:
         sources: Each is `NAME=PATH`, where PATH is a file, a folder or a pattern, or only a path,
-            whose last part then names the domain. A name given twice collects both.
+            whose last part then names the domain. A name given twice collects both, with a
+            warning; a last part may not name a domain twice.
 
     Returns:
         By domain name, the files in the order they will be written. No file is in it twice.
 
     Raises:
         FileNotFoundError: A path does not exist.
-        ValueError: A path has no files, or a domain's name is missing or unfit for a file name.
+        ValueError: A path has no files, or a domain's name is missing, unfit for a file name, or
+            given to two paths by their last parts.
     """
     domains: dict[str, list[Path]] = {}
+    named: dict[str, tuple[str, bool]] = {}
     owners: dict[Path, str] = {}
     for source in sources:
-        name, where = split_source(source)
+        name, has_name, where = source.partition("=")
+        # A path may itself hold a `=`: it is a name only if what stands before it can be one.
+        is_given = bool(has_name) and "/" not in name
+        if not is_given:
+            where = source
+            # Resolved, since `.` has no name; a pattern has none that makes sense.
+            path = Path(where).resolve()
+            name = path.name if path.is_dir() else path.stem
         files = find_files(where)
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", name):
             raise ValueError(
                 f"{source}: give the domain a name of letters, digits, _ and -, as in NAME={where}"
             )
+        earlier, earlier_is_given = named.setdefault(name, (source, is_given))
+        if name in domains:
+            if not (is_given and earlier_is_given):
+                raise ValueError(
+                    f"{earlier} and {source} would both be domain {name}: give them names, as in "
+                    "NAME=PATH, or both the same one"
+                )
+            logger.warning("domain %s is made of %s and %s", name, earlier, source)
         domain = domains.setdefault(name, [])
         for file in files:
             is_new = file.resolve() not in owners
@@ -75,21 +96,6 @@ def parse_sources(sources: Sequence[str]) -> dict[str, list[Path]]:
             if is_new:
                 domain.append(file)
     return domains
-
-
-def split_source(source: str) -> tuple[str, str]:
-    """Return the domain's name and the path of a word of the command line.
-
-    >>> split_source("code=src")
-    ('code', 'src')
-    """
-    name, has_name, where = source.partition("=")
-    # A path may itself hold a `=`: it is a name only if what stands before it can be one.
-    if has_name and "/" not in name:
-        return name, where
-    # Resolved, since `.` has no name; a pattern has none that makes sense.
-    path = Path(source).resolve()
-    return (path.name if path.is_dir() else path.stem), source
 
 
 def build_dataset(

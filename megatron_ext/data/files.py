@@ -14,7 +14,7 @@ from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_ext.files.arrays import check_place
+from megatron_ext.files.arrays import check_folders
 
 
 def fair_order(name: str) -> bytes:
@@ -102,7 +102,7 @@ def new_folder(out: Path, *, overwrite: bool, marker: str) -> Iterator[Path]:
 
     Raises:
         FileExistsError: `out` exists and is not to be, or must not be, replaced.
-        OSError: What `check_place` raises.
+        OSError: See `check_folders`.
     """
     out = out.absolute()
     is_empty_folder = out.is_dir() and not any(out.iterdir())
@@ -113,7 +113,7 @@ def new_folder(out: Path, *, overwrite: bool, marker: str) -> Iterator[Path]:
             raise FileExistsError(
                 f"{out} exists and has no {marker}: not an earlier output, not replaced"
             )
-    check_place(out)
+    check_folders(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     replaced = out.with_name(f".{out.name}.{os.getpid()}.replaced")

@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_ext.data.manifest import Manifest
+
+_FIRST_TOKENS = 1 << 16
+"""Tokens of a domain that are looked at before a run starts, in less than a millisecond: a dataset
+of another tokenizer shows there."""
 
 
 def new_domain(prefix: Path, *, vocab_size: int) -> Any:
@@ -32,40 +37,67 @@ def open_domain(manifest: Manifest, name: str) -> Any:
 
     Raises:
         FileNotFoundError: A file is missing.
-        ValueError: The `.idx` is cut off, or manifest, `.idx` and `.bin` disagree about the number
-            of tokens.
+        ValueError: The `.idx` cannot be read; manifest, `.idx` and `.bin` disagree about the number
+            of tokens; or among the first tokens is one that the vocabulary does not have.
     """
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     prefix = manifest.prefix(name)
     if not IndexedDataset.exists(prefix):
         raise FileNotFoundError(f"domain {name}: {prefix}.bin or .idx does not exist")
-    _check_index(Path(f"{prefix}.idx"), name)
-    dataset = IndexedDataset(prefix)
+    num_bytes = Path(f"{prefix}.bin").stat().st_size
+    if not num_bytes:
+        raise ValueError(f"domain {name}: {prefix}.bin is empty")
+    dataset = _open(prefix, name)
     by_manifest = manifest.domains[name].tokens
     by_index = int(dataset.sequence_lengths.sum(dtype=np.int64))
-    on_disk = Path(f"{prefix}.bin").stat().st_size // np.dtype(dataset.index.dtype).itemsize
+    on_disk = num_bytes // np.dtype(dataset.index.dtype).itemsize
     if not by_manifest == by_index == on_disk:
         raise ValueError(
             f"domain {name}: {prefix} was changed or cut off: tokens by the manifest "
             f"{by_manifest}, by the .idx {by_index}, in the .bin {on_disk}"
         )
+    read_tokens(dataset, 0, min(on_disk, _FIRST_TOKENS), manifest.vocab_size)
     return dataset
 
 
-_INDEX_HEADER = struct.Struct("<9sQBQQ")
-"""Of an `.idx`: magic, version, type of the tokens, number of sequences, number of documents."""
+def _open(prefix: str, name: str) -> Any:
+    """Open a dataset whose files exist."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset, _IndexReader
+
+    try:
+        # The index by itself first: a dataset that fails over its index fails again in `__del__`.
+        _IndexReader(f"{prefix}.idx", False)
+        return IndexedDataset(prefix)
+    except (AssertionError, IndexError, OverflowError, ValueError, struct.error) as error:
+        said = " ".join(str(error).split()) or "its counts differ"
+        raise ValueError(
+            f"domain {name}: {prefix}.idx is cut off, damaged or no index ({said})"
+        ) from None
 
 
-def _check_index(path: Path, domain: str) -> None:
-    """Check that an index is as long as its header says; Megatron only says that a buffer ends."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header = file.read(_INDEX_HEADER.size)
-    expected = _INDEX_HEADER.size
-    if size >= expected:
-        *_, sequences, documents = _INDEX_HEADER.unpack(header)
-        # Each sequence has a length (int32) and a place (int64), each document a first sequence.
-        expected += 12 * sequences + 8 * documents
-    if size < expected:
-        raise ValueError(f"domain {domain}: {path} is cut off: {size} bytes of {expected}")
+def read_tokens(dataset: Any, start: int, count: int, vocab_size: int) -> NDArray[np.int64]:
+    """Return consecutive tokens of a dataset, int64 [count], over document boundaries.
+
+    Args:
+        dataset: Made by `open_domain`.
+        start: Position of the first one in the `.bin`.
+        count: How many.
+        vocab_size: Number of token ids.
+
+    Raises:
+        ValueError: A token is not in the vocabulary; the message names file and position.
+    """
+    dtype = np.dtype(dataset.index.dtype)
+    # Documents lie back to back in the .bin: a stretch over several is still one stretch of it.
+    stretch = dataset.bin_reader.read(dtype=dtype, count=count, offset=start * dtype.itemsize)
+    # A copy always: what was read is a view that dies with the dataset.
+    tokens: NDArray[np.int64] = stretch.astype(np.int64)
+    # A negative number is a large one without its sign.
+    if tokens.view(np.uint64).max() >= vocab_size:
+        place = int(np.argmax(tokens.view(np.uint64) >= vocab_size))
+        raise ValueError(
+            f"{dataset.path_prefix}.bin: token {tokens[place]} at position {start + place} must be "
+            f"from 0 to {vocab_size - 1}, the vocabulary of the manifest"
+        )
+    return tokens

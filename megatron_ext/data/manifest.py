@@ -19,10 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.config import field_problems
 from megatron_ext.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 
 MANIFEST = "manifest.json"
 BYTES = "bytes"
+
+_FROM_JSON = ("tokenizer", "vocab_size", "eod", "eod_token", "prefix", "tokens")
+"""Fields of the file whose types are checked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,13 @@ class Manifest:
             raise ValueError(f"{file} is not the manifest of a dataset: {error}") from error
         if not domains:
             raise ValueError(f"{file} names no domain")
+        problems = [
+            problem
+            for part in (manifest, *domains.values())
+            for problem in field_problems(type(part), part, _FROM_JSON)
+        ]
+        if problems:
+            raise ValueError(f"{file}: {'; '.join(problems)}")
         return manifest
 
     def save(self) -> None:

@@ -30,8 +30,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_ext.data.indexed import open_domain
-from megatron_ext.data.manifest import MANIFEST, Manifest
+from megatron_ext.data.indexed import open_domain, read_tokens
+from megatron_ext.data.manifest import Manifest
 
 SPLITS = ("train", "validation")
 MIX_BY = ("microbatch", "sample")
@@ -112,6 +112,9 @@ class MixedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
         Returns:
             `tokens`, `labels` (the tokens one position later) and `position_ids`, int64, and
             `loss_mask` (ones), float32; all [micro_batch_size, sequence_length] on the CPU.
+
+        Raises:
+            ValueError: A token is not in the vocabulary; the message names file and position.
         """
         return self.as_microbatch(self.windows(self._samples(index)))
 
@@ -264,10 +267,8 @@ class _Stream:
         validation_fraction: float,
     ) -> None:
         self.name = name
-        self._file = f"{manifest.prefix(name)}.bin"
-        self._vocab_size = manifest.vocab_size
         self._dataset = open_domain(manifest, name)
-        self._itemsize = np.dtype(self._dataset.index.dtype).itemsize
+        self._vocab_size = manifest.vocab_size
         num_tokens = manifest.domains[name].tokens
         num_validation = round(num_tokens * validation_fraction)
         num_train = num_tokens - num_validation
@@ -281,27 +282,9 @@ class _Stream:
             )
 
     def read(self, window: int) -> NDArray[np.int64]:
-        """Return the tokens of one window, int64 [sequence_length + 1].
-
-        Raises:
-            ValueError: A token is not in the vocabulary.
-        """
-        # Documents lie back to back in the .bin: a window over several is still one stretch of it.
-        first = self._start + window * self._sequence_length
-        tokens = self._dataset.bin_reader.read(
-            dtype=self._dataset.index.dtype,
-            count=self._sequence_length + 1,
-            offset=first * self._itemsize,
-        )
-        # A copy always: what was read is a view that dies with the dataset.
-        copied: NDArray[np.int64] = tokens.astype(np.int64)
-        if copied.min() < 0 or copied.max() >= self._vocab_size:
-            place = int(np.argmax((copied < 0) | (copied >= self._vocab_size)))
-            raise ValueError(
-                f"{self._file}: the token at position {first + place} ({copied[place]}) must be "
-                f">= 0 and < {self._vocab_size}, the vocabulary by {MANIFEST}"
-            )
-        return copied
+        """Return the tokens of one window, int64 [sequence_length + 1]."""
+        start = self._start + window * self._sequence_length
+        return read_tokens(self._dataset, start, self._sequence_length + 1, self._vocab_size)
 
 
 def _shares(manifest: Manifest, weights: Mapping[str, float]) -> dict[str, float]:

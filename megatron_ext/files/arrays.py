@@ -35,30 +35,31 @@ def check_free(path: Path, *, overwrite: bool) -> None:
 
     Raises:
         FileExistsError: The path is a folder, or exists and is not to be replaced.
-        OSError: What `check_place` raises.
+        NotADirectoryError: The path would be below something that is no folder.
+        PermissionError: The file, or the folder that would get a new entry, may not be written.
+        FileNotFoundError: A folder would be made in the root folder.
     """
     if path.is_dir():
         raise FileExistsError(f"{path} is a folder")
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists already: replace it with --overwrite")
-    check_place(path)
+    check_folders(path)
 
 
-def check_place(path: Path) -> None:
-    """Check that a new file or folder can come into being there, with the folders above it.
+def check_folders(path: Path) -> None:
+    """Check that a path may get a new entry, and that the folders above it are there or to be made.
+
+    A missing folder of the root is a slip or a disk that is not mounted, so none is made there.
 
     Raises:
-        FileNotFoundError: Folders would have to be made at the root of the file system: there a
-            path that does not exist is rather a wrong one.
-        NotADirectoryError: The path would be below something that is no folder.
-        PermissionError: The folder that would get a new entry may not be written.
+        FileNotFoundError, NotADirectoryError, PermissionError: See `check_free`.
     """
-    missing = path.absolute()
-    while not missing.parent.exists():
-        missing = missing.parent
-    folder = missing.parent
-    if missing != path.absolute() and folder == Path(folder.anchor):
-        raise FileNotFoundError(f"{path} cannot be written: there is no folder {missing}")
+    parents = path.absolute().parents
+    folder = next(above for above in parents if above.exists())
+    if len(parents) > 1 and folder == parents[-1]:
+        raise FileNotFoundError(
+            f"{path} cannot be written: there is no {parents[-2]}; make it first"
+        )
     if not folder.is_dir():
         raise NotADirectoryError(f"{path} cannot be written: {folder} is no folder")
     if not os.access(folder, os.W_OK | os.X_OK):

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
+from megatron_ext.arguments import did_you_mean
+
 T = TypeVar("T")
 
 
@@ -21,8 +23,12 @@ def find_file(name_or_file: str, folder: Path, what: str) -> Path:
     for path in (Path(name_or_file), folder / f"{name_or_file}.yaml"):
         if path.is_file():
             return path
-    known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) or "none"
-    named = f"{folder} has {known}" if folder.is_dir() else f"there is no folder {folder} here"
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    if folder.is_dir():
+        near = did_you_mean(name_or_file, known)
+        named = f"{folder} has {', '.join(known) or 'none'}{near}"
+    else:
+        named = f"there is no folder {folder.absolute()}"
     raise FileNotFoundError(f"no {what} {name_or_file!r}: no such file, and {named}")
 
 

@@ -27,6 +27,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from megatron_ext.arguments import did_you_mean
 from megatron_ext.files.loads import Loads
 
 Law: TypeAlias = Callable[[float], np.ndarray]
@@ -533,7 +534,8 @@ KINDS: dict[str, Kind] = {
 
 def _get_kind(kind: str) -> Kind:
     if kind not in KINDS:
-        raise ValueError(f"unknown kind {kind!r}; known: {', '.join(sorted(KINDS))}")
+        known = ", ".join(sorted(KINDS))
+        raise ValueError(f"unknown kind {kind!r}; known: {known}{did_you_mean(kind, KINDS)}")
     return KINDS[kind]
 
 

@@ -23,7 +23,7 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
     if _is_absent(balance):
         return []
     problems = []
-    for check in (partial(_check_strategy, balance), partial(_check_transport, balance)):
+    for check in (partial(_check_strategy, balance), partial(_check_transport, balance, config)):
         try:
             check()
         except (ValueError, ModuleNotFoundError) as error:
@@ -86,19 +86,30 @@ def _check_strategy(balance: BalanceConfig) -> None:
         )
 
 
-def _check_transport(balance: BalanceConfig) -> None:
+def _check_transport(balance: BalanceConfig, config: Any) -> None:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    # Whether `auto` finds a better one than `resolve_transport` says is known with the EP group.
-    kind = TRANSPORTS[resolve_transport(balance.transport, device_type=device_type)]
-    if kind.most_slots is not None and balance.slots > kind.most_slots:
+    transport = TRANSPORTS[resolve_transport(balance.transport, device_type=device_type)]
+    strategy = STRATEGIES.get(balance.strategy)
+    ep_size = config.expert_model_parallel_size
+    # One rank has no slots, whatever is asked for.
+    if transport.max_slots is None or strategy is None or ep_size == 1:
+        return
+    slots = strategy.num_slots(balance.slots, (config.num_moe_experts or 0) // ep_size)
+    if slots > transport.max_slots:
+        of = f" of balance.strategy={strategy.name}" if slots != balance.slots else ""
         raise ValueError(
-            f"balance.slots ({balance.slots}) must be <= {kind.most_slots} with "
-            f"balance.transport={kind.name}"
+            f"balance.slots ({slots}{of}) must be <= {transport.max_slots}: transport "
+            f"{transport.name} has flags for no more"
         )
 
 
 _MUST_BE = (
-    ("moe_grouped_gemm", False, "replicas are computed by SequentialMLP or GroupedExperts"),
+    (
+        "moe_grouped_gemm",
+        False,
+        "replicas join SequentialMLP or GroupedExperts; group them with model.experts=grouped_mm, "
+        "in a script with megatron_ext.grouped_mm_spec",
+    ),
     ("moe_expert_capacity_factor", None, "a dropped token belongs to no quota"),
     ("moe_pad_expert_input_to_capacity", False, "padding would be planned as load"),
     ("expert_tensor_parallel_size", 1, "replicas of sharded experts are not supported"),

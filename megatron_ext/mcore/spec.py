@@ -10,11 +10,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -42,17 +41,16 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
 
     Raises:
         TypeError: `balance` is no `BalanceConfig`.
-        ValueError: Unknown strategy, there is no MoE layer in `spec`, it is balanced already, or
-            the file of placed replicas holds none.
+        ValueError: Unknown strategy, there is no MoE layer in `spec`, it is balanced already or has
+            experts that cannot be, or the file of placed replicas holds none.
         FileNotFoundError: There is no such file of placed replicas.
     """
     if not isinstance(balance, BalanceConfig):
-        raise TypeError(f"balance ({balance!r:.200}) must be a BalanceConfig")
-    if _has(spec, BalancedMoELayer, EvenMoELayer):
-        raise ValueError("the spec is balanced already: balance_spec is for Megatron's own spec")
+        raise TypeError(f"balance ({balance!r}) must be a BalanceConfig, as BalanceConfig(slots=2)")
     kind = get_strategy(balance.strategy).kind
     if isinstance(kind, StaysMegatron):
         return spec
+    _check_parts(spec)
     is_even = isinstance(kind, ForcesEven)
     layer_class: Any = EvenMoELayer if is_even else BalancedMoELayer
     params = {} if is_even else _shared_by_layers(balance)
@@ -77,18 +75,27 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
     )
 
 
+def _check_parts(spec: Any) -> None:
+    """Check that the spec is not balanced, and that its experts can be."""
+    names = _module_names(spec)
+    if balanced := names & {BalancedMoELayer.__name__, EvenMoELayer.__name__}:
+        raise ValueError(f"the spec is balanced already: it has {', '.join(sorted(balanced))}")
+    if grouped := _grouped_by_megatron(names):
+        raise ValueError(
+            f"the spec has experts of {grouped}, which cannot be balanced: make it with "
+            "moe_grouped_gemm=False; megatron_ext.grouped_mm_spec then groups them"
+        )
+
+
+def _grouped_by_megatron(names: Collection[str]) -> str:
+    """Of a spec's modules, those that Megatron puts there with `moe_grouped_gemm`."""
+    return ", ".join(sorted(name for name in names if name.endswith("GroupedMLP")))
+
+
 def _shared_by_layers(balance: BalanceConfig) -> dict[str, Any]:
     """Arguments that all balanced layers of a model share."""
     placement = read_placement(Path(balance.placement)) if balance.placement else None
     return {"balance": balance, "placement": placement, "order": LayerOrder()}
-
-
-_GROUPED_BY_MEGATRON = tuple(
-    vars(megatron_experts)[name]
-    for name in ("GroupedMLP", "TEGroupedMLP")
-    if name in vars(megatron_experts)
-)
-"""Megatron's experts with `moe_grouped_gemm=True`, as far as this version has them."""
 
 
 def grouped_mm_spec(spec: Any) -> Any:
@@ -97,12 +104,10 @@ def grouped_mm_spec(spec: Any) -> Any:
     Raises:
         ValueError: There are no `SequentialMLP` experts in `spec`.
     """
-    if _has(spec, GroupedExperts):
-        raise ValueError("the spec has GroupedExperts already")
-    if _has(spec, *_GROUPED_BY_MEGATRON):
+    if by_megatron := _grouped_by_megatron(_module_names(spec)):
         raise ValueError(
-            "the spec has Megatron's grouped experts: make it with moe_grouped_gemm=False, "
-            "for SequentialMLP, which this function replaces"
+            f"the spec has experts of {by_megatron}: make it with moe_grouped_gemm=False, which "
+            "has the SequentialMLP that GroupedExperts replace"
         )
 
     def grouped(experts: Any) -> Any:
@@ -116,16 +121,26 @@ def grouped_mm_spec(spec: Any) -> Any:
 
 
 def _is_spec_of(part: Any, module: type) -> bool:
+    return _module_of(part) is module
+
+
+def _module_of(part: Any) -> Any:
+    """The module that a part of a spec makes; None if the part is something else."""
     if isinstance(part, ModuleSpec):
-        return part.module is module
-    return isinstance(part, functools.partial) and part.func is module
+        return part.module
+    return part.func if isinstance(part, functools.partial) else None
 
 
-def _has(spec: Any, *modules: type) -> bool:
-    """Whether a part of the spec is one of these modules."""
-    found: list[Any] = []
-    replace_parts(spec, lambda part: any(_is_spec_of(part, one) for one in modules), found.append)
-    return bool(found)
+def _module_names(spec: Any) -> set[str]:
+    """Names of the modules that a spec makes."""
+    modules: list[Any] = []
+
+    def note(part: Any) -> bool:
+        modules.append(_module_of(part))
+        return False
+
+    replace_parts(spec, note, lambda part: part)
+    return {module.__name__ for module in modules if isinstance(module, type)}
 
 
 def replace_parts(
@@ -173,7 +188,8 @@ def replace_parts(
 
     changed = walk(spec)
     if num_changed == 0 and what is not None:
-        raise ValueError(f"the spec has no {what} in it: {spec!r:.200}")
+        has = ", ".join(sorted(_module_names(spec))) or f"no modules: {spec!r:.60}"
+        raise ValueError(f"the spec has no {what} in it; it has {has}")
     return changed
 
 

@@ -91,8 +91,8 @@ def adam_steps(optimizer: Any) -> int:
     """Return how many steps Adam made; the parts of a chain step together."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     adams = [part.optimizer for part in parts if part.optimizer is not None]
-    # PyTorch's Adam counts for each parameter, others for a group. Megatron gives a loaded group the
-    # number as well, which PyTorch's then leaves as it was.
+    # PyTorch's Adam counts for each parameter, others for a group. Megatron gives a loaded group
+    # the number as well, which PyTorch's then leaves as it was.
     steps = [state["step"] for adam in adams for state in adam.state.values() if "step" in state]
     steps += [group["step"] for adam in adams for group in adam.param_groups if "step" in group]
     return int(steps[0])

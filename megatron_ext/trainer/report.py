@@ -74,7 +74,7 @@ def read_runs(folders: Sequence[Path]) -> dict[str, Metrics]:
     for name, folder in zip(names, folders, strict=True):
         if not (folder / METRICS_FILE).is_file():
             below = sorted(str(file.parent) for file in folder.glob(f"*/{METRICS_FILE}"))
-            hint = f"; there are runs in it: {' '.join(below)}" if below else ""
+            hint = f"; there are runs in it: {', '.join(below)}" if below else ""
             raise FileNotFoundError(f"{folder} is no run directory: it has no {METRICS_FILE}{hint}")
         runs[name] = read_metrics(folder)
         if not runs[name]:

@@ -53,13 +53,13 @@ def transformer_settings(config: TrainConfig) -> dict[str, Any]:
         "num_attention_heads": model.num_attention_heads,
         "ffn_hidden_size": model.expert_hidden_size,
         "num_moe_experts": model.num_experts,
+        "moe_grouped_gemm": False,  # `model.experts` says how experts are computed.
         "moe_ffn_hidden_size": model.expert_hidden_size,
         "moe_shared_expert_intermediate_size": model.shared_expert_hidden_size or None,
         "moe_router_topk": model.topk,
         "moe_router_load_balancing_type": "aux_loss" if model.aux_loss else "none",
         "moe_aux_loss_coeff": model.aux_loss,
         "moe_token_dispatcher_type": parallel.dispatcher,
-        "moe_grouped_gemm": False,  # `model.experts` says how experts are computed.
         "expert_model_parallel_size": parallel.ep_size,
         "tensor_model_parallel_size": parallel.tp_size,
         "sequence_parallel": parallel.tp_size > 1,  # MoE layers need it.

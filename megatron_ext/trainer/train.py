@@ -13,10 +13,12 @@ import dataclasses
 import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from hydra import compose, initialize, initialize_config_dir
@@ -25,7 +27,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_ext.arguments import OneLineParser
+from megatron_ext.arguments import OneLineParser, did_you_mean, positive
 from megatron_ext.balance.solve import idle_slots
 from megatron_ext.balance.strategies import get_strategy, settings
 from megatron_ext.config import MOVED, ConfigError, Section, TrainConfig
@@ -56,12 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     quiet_megatron()
     options = _parser().parse_intermixed_args(arguments)
     try:
-        if options.multirun:
-            raise ConfigError([f"--multirun: {_NO_SWEEPS}"])
         config = load_config(options.overrides, options.config_dir, options.config_name)
         if options.print:
             sys.stdout.write(OmegaConf.to_yaml(OmegaConf.structured(config)))
-            check(config, options.ranks)
+            check(config, num_ranks=options.ranks)
             return
         train(config, num_ranks=options.ranks)
     except ConfigError as error:
@@ -84,9 +84,7 @@ def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
         SystemExit: With status 1 if a rank failed; with 128 + its number if a signal ended the run.
     """
     is_rank = "RANK" in os.environ
-    num_ranks = check(config, num_ranks)
-    if int(os.environ.get("RANK", 0)) == 0 and (said := _idle_slots(config)):
-        logger.warning("warning: balance.%s", said)
+    num_ranks = check(config, num_ranks=num_ranks)
     # Rank 0 holds it for all ranks of torchrun.
     with hold_run_dir(config) if int(os.environ.get("RANK", 0)) == 0 else nullcontext():
         if is_rank:
@@ -95,15 +93,15 @@ def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
             launch_ranks(run_rank, config, num_ranks=num_ranks, restarts=config.restarts)
 
 
-def check(config: TrainConfig, num_ranks: int | None) -> int:
-    """Check the settings; start nothing.
+def check(config: TrainConfig, *, num_ranks: int | None = None) -> int:
+    """Check the settings of a run, and warn of those without effect.
 
     Args:
         config: The run.
-        num_ranks: As in `train`; under torchrun it says how many there are.
+        num_ranks: Ranks to start, as for `train`.
 
     Returns:
-        The number of ranks to run on.
+        The ranks that the run would have.
 
     Raises:
         ConfigError: The settings are wrong.
@@ -112,12 +110,27 @@ def check(config: TrainConfig, num_ranks: int | None) -> int:
         enable_cpu_platform()
     if "RANK" in os.environ:
         num_ranks = int(os.environ["WORLD_SIZE"])
-    elif num_ranks is None:
+    elif num_ranks is None and not config.type_problems():
         parallel = config.parallel
         needed = parallel.pp_size * math.lcm(parallel.ep_size, parallel.tp_size)
         num_ranks = max(needed, torch.cuda.device_count() if torch.cuda.is_available() else 1)
+    num_ranks = 1 if num_ranks is None else num_ranks
     validate(config, num_ranks=num_ranks)
+    if int(os.environ.get("RANK", 0)) == 0:
+        for said in filter(None, (_idle_slots(config), _no_prediction(config))):
+            logger.warning("warning: balance.%s", said)
     return num_ranks
+
+
+def _no_prediction(config: TrainConfig) -> str | None:
+    """Return a message if a strategy predicts and there is nothing to predict; else None."""
+    chunks = config.parallel.pp_size * config.parallel.vpp_size
+    if not get_strategy(config.balance.strategy).predicts or config.model.num_layers > chunks:
+        return None
+    return (
+        f"strategy ({config.balance.strategy}) predicts nothing: a layer predicts the next one of "
+        "its model chunk, and all chunks have one layer"
+    )
 
 
 def _idle_slots(config: TrainConfig) -> str | None:
@@ -153,7 +166,7 @@ def load_config(
     if config_dir and not folder.is_dir():
         raise ConfigError([f"--config-dir ({config_dir}) is not a folder"])
     if config_name not in (None, SCHEMA):
-        _check_recipe(folder, config_name)
+        _check_recipe(config_name, folder)
     setup = (
         initialize_config_dir(str(folder), version_base="1.3")
         if folder.is_dir()
@@ -162,6 +175,8 @@ def load_config(
     try:
         with setup:
             composed = compose(config_name or SCHEMA, list(overrides))
+        if unknown := _unknown_settings(composed):
+            raise ConfigError(unknown)
         if missing := sorted(OmegaConf.missing_keys(composed)):
             said = [f"{name} is missing: it has no default" for name in missing]
             raise ConfigError(said + _section_problems(composed))
@@ -179,18 +194,45 @@ def load_config(
     return config
 
 
-def _check_recipe(folder: Path, name: str) -> None:
-    if not folder.is_dir():
-        said = f"there is no folder {folder}; --config-dir names another"
-    elif not (folder / f"{name.removesuffix('.yaml')}.yaml").is_file():
-        recipes = ", ".join(sorted(file.stem for file in folder.glob("*.yaml"))) or "none"
-        said = f"{folder} has no such recipe; it has {recipes}"
-    else:
+def _check_recipe(name: str, folder: Path) -> None:
+    """Check that a folder has the recipe; the message says which there are."""
+    if (folder / name).with_suffix(".yaml").is_file():
         return
-    raise ConfigError([f"--config-name ({name}): {said}"])
+    recipes = sorted(path.stem for path in folder.glob("*.yaml"))
+    if recipes:
+        said = f"{folder} has {', '.join(recipes)}{did_you_mean(name, recipes)}"
+    else:
+        said = f"{folder} is {'a folder without recipes' if folder.is_dir() else 'no folder'}"
+        with_package = Path(__file__).parents[2] / "recipes"
+        if there := sorted(path.stem for path in with_package.glob("*.yaml")):
+            said += f"; --config-dir {with_package} has {', '.join(there)}"
+        else:
+            said += "; --config-dir names another"
+    raise ConfigError([f"--config-name ({name}): no such recipe: {said}"])
 
 
-_NO_SWEEPS = "there are no sweeps yet: start one run for each value"
+def _unknown_settings(composed: DictConfig) -> list[str]:
+    """What `+section.name=value` added that no section has, with names that are near."""
+    problems = []
+    for name, kind in _sections_of(settings.TrainConfig).items():
+        known = {each.name for each in dataclasses.fields(kind)}
+        section = OmegaConf.select(composed, name) if name else composed
+        for key in map(str, section if isinstance(section, DictConfig) else ()):
+            if key not in known:
+                label = f"{name}.{key}".lstrip(".")
+                near = did_you_mean(key, known)
+                problems.append(f"{label}: there is no setting of this name{near}")
+    return problems
+
+
+def _sections_of(section: Any, name: str = "") -> dict[str, Any]:
+    """Return the classes of a section and of those inside, by their names."""
+    found = {name: section}
+    for each in dataclasses.fields(section):
+        kind: Any = each.default_factory
+        if isinstance(kind, type) and issubclass(kind, Section):
+            found |= _sections_of(kind, f"{name}.{each.name}".lstrip("."))
+    return found
 
 
 def _section_problems(composed: DictConfig) -> list[str]:
@@ -223,14 +265,37 @@ def _balance_problems(composed: DictConfig) -> list[str]:
     return []
 
 
+_HINTS = {
+    "Ambiguous value": ": a run has one value of each setting, and there are no sweeps: start a "
+    "run for each value",
+    "Could not override 'data.weights": ": a domain is named with a plus, as in "
+    "+data.weights.code=1",
+    "No match in the defaults list": ": a group has options in a recipe only (--config-name)",
+}
+"""What to do instead, by what Hydra says."""
+
+
 def _hydra_problem(error: Exception) -> str:
     """Hydra's message and its cause, on one line."""
     parts = [str(part).split("\n")[0].rstrip(".") for part in (error, error.__cause__) if part]
     problem = ": ".join(dict.fromkeys(parts))
-    if problem.startswith("Ambiguous value"):
-        problem += f": {_NO_SWEEPS}"
-    if "is not in struct" in problem:
-        problem += ": a new name needs a + in front, as +data.weights.NAME=1"
+    if (override := getattr(error, "override", None)) and override not in problem:
+        problem = f"{override}: {problem}"
+    if options := getattr(error, "options", None):
+        asked = re.search(r"Could not find '(?:.*/)?(\w+)'", problem)
+        near = did_you_mean(asked[1], options) if asked else ""
+        problem += f"; there are {', '.join(options)}{near}"
+    for found, hint in _HINTS.items():
+        if found in problem:
+            return problem + hint
+    if key := re.search(r"Key '(\w+)' not in '(\w+)'", problem):
+        known = [
+            each.name
+            for kind in _sections_of(settings.TrainConfig).values()
+            if kind.__name__ == key[2]
+            for each in dataclasses.fields(kind)
+        ]
+        problem += did_you_mean(key[1], known)
     for name, now in MOVED.items():
         if f"Key '{name}' not in 'BalanceConfig'" in problem:
             problem += f": it is balance.{now}"
@@ -238,6 +303,16 @@ def _hydra_problem(error: Exception) -> str:
         if f"Key '{each.name}' not in 'TrainConfig'" in problem:
             problem += f": it is balance.{each.name}"
     return problem
+
+
+class _NoSweeps(argparse.Action):
+    """Says how several runs are started, to those who know Hydra's option for it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        """See `argparse.Action`."""
+        parser.error(
+            "-m/--multirun: there are no sweeps: start a run for each value, each with a run_dir"
+        )
 
 
 def _parser() -> OneLineParser:
@@ -252,15 +327,14 @@ def _parser() -> OneLineParser:
     parser.add_argument("--config-name", "-cn", help="the recipe to start from", metavar="NAME")
     parser.add_argument(
         "--ranks",
-        type=int,
+        type=positive,
         metavar="N",
         help="ranks to start here; by default as many as the model needs, or one per GPU",
     )
     parser.add_argument(
         "--print", action="store_true", help="print the composed settings, check them and stop"
     )
-    # Hydra's option for sweeps: refused in words that help.
-    parser.add_argument("--multirun", "-m", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("-m", "--multirun", action=_NoSweeps, nargs=0, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", help="settings, as section.name=value")
     return parser
 

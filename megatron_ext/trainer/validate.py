@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.metadata
+import re
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from megatron_ext.arguments import did_you_mean
 from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.config import ConfigError, TrainConfig, field_problems
 
@@ -28,14 +30,19 @@ def validate(config: TrainConfig, *, num_ranks: int) -> None:
     Raises:
         ConfigError: With all problems.
     """
-    problems = config.problems()
-    if not config.types_fit():
+    if problems := config.type_problems():
         raise ConfigError(problems)
+    problems = config.problems()
     values_fit = not any(
         field_problems(type(section), section) for section in (config, *config.sections())
     )
     if values_fit:
-        problems += _check_sections(config) + _check_ranks(config, num_ranks)
+        problems += _check_sections(config)
+        problems += (
+            _check_ranks(config, num_ranks)
+            if num_ranks >= 1
+            else [f"the number of ranks ({num_ranks}) must be >= 1"]
+        )
     if not problems:
         problems = _check_placement(config)
     problems += _check_megatron(config, values_fit=values_fit, sizes_fit=not problems)
@@ -77,25 +84,12 @@ def _check_sections(config: TrainConfig) -> list[str]:
         parallel.pp_size * parallel.vpp_size,
         "parallel.pp_size * parallel.vpp_size",
     )
-    problems += _check_predictions(config)
     if samples and parallel.tp_size > 1:
         problems.append(
             f"logging.route_samples ({samples}) must be 0 with "
             f"parallel.tp_size ({parallel.tp_size}) > 1: no rank's router sees whole samples"
         )
     return problems
-
-
-def _check_predictions(config: TrainConfig) -> list[str]:
-    """Check that a strategy that predicts loads has layers to predict."""
-    strategy = STRATEGIES.get(config.balance.strategy)
-    chunks = config.parallel.pp_size * config.parallel.vpp_size
-    if strategy is None or not strategy.predicts or config.model.num_layers > chunks:
-        return []
-    return [
-        f"model.num_layers ({config.model.num_layers}) must be > {chunks} with balance.strategy="
-        f"{strategy.name}: a model chunk predicts the loads of its layers but the first"
-    ]
 
 
 def _check_ranks(config: TrainConfig, num_ranks: int) -> list[str]:
@@ -130,6 +124,10 @@ def _check_ranks(config: TrainConfig, num_ranks: int) -> list[str]:
     return problems
 
 
+_INSTEAD = {"moe_grouped_gemm": "; model.experts=grouped_mm computes experts in groups"}
+"""What to set instead of a field of Megatron's, where its name does not tell."""
+
+
 def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -> list[str]:
     """Check the section `megatron` and the balancing, and let Megatron check its settings."""
     from megatron.core.transformer import TransformerConfig
@@ -139,25 +137,28 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
     from megatron_ext.trainer.settings import transformer_config, transformer_settings
 
     settings = transformer_settings(config) if values_fit else {}
-    known = {megatron.name for megatron in fields(TransformerConfig)}
+    known = {megatron.name: megatron for megatron in fields(TransformerConfig)}
+    hints = get_type_hints(TransformerConfig)
     problems = []
-    for name in config.megatron:
+    for name, value in config.megatron.items():
         if name not in known:
             version = importlib.metadata.version("megatron-core")
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
             problems.append(
-                f"megatron.{name}: Megatron-Core {version} has no setting of this name{hint}"
+                f"megatron.{name}: Megatron-Core {version} has no setting of this name"
+                f"{did_you_mean(name, known)}"
             )
         elif name in settings:
             problems.append(
-                f"megatron.{name} ({config.megatron[name]}) cannot be set there: "
-                f"it is {settings[name]!r} by the other sections"
+                f"megatron.{name} ({value}) cannot be set there: "
+                f"it is {settings[name]!r} by the other sections{_INSTEAD.get(name, '')}"
             )
+        elif not _has_type(value, hints[name]) and not (value is None is known[name].default):
+            wanted = re.sub(r"[a-z_.]+\.|<class '(\w+)'>", r"\1", str(hints[name]))
+            problems.append(f"megatron.{name} ({value!r}) must be of type {wanted}")
     # The numbers of experts and ranks were checked above, under their names here.
     ep_size = max(1, config.parallel.ep_size)
     sizes = {"num_moe_experts": ep_size, "expert_model_parallel_size": ep_size}
-    checked = SimpleNamespace(**(settings | config.megatron | sizes))
+    checked = SimpleNamespace(**(config.megatron | settings | sizes))
     problems += validate_for_balancing(checked, config.balance)
     if config.data.rebatch and values_fit:
         problems += [
@@ -170,6 +171,24 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
         except (ValueError, AssertionError, TypeError) as error:
             problems.append(f"Megatron: {_one_line(error)}")
     return problems
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    """Whether a value is what an annotation of Megatron says, as far as that is simple to say."""
+    kind = get_origin(hint)
+    if kind in (Union, UnionType):
+        return any(_has_type(value, each) for each in get_args(hint))
+    if kind is Literal:
+        return value in get_args(hint)
+    if kind is Callable:
+        return callable(value)
+    if isinstance(value, bool):
+        return hint in (bool, Any)
+    if hint is float:
+        return isinstance(value, int | float)
+    kind = kind or hint
+    # Lists of YAML stand for tuples, too.
+    return not isinstance(kind, type) or isinstance(value, list if kind is tuple else kind)
 
 
 def _check_placement(config: TrainConfig) -> list[str]:

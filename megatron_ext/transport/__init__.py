@@ -19,6 +19,7 @@ import logging
 import torch
 from torch.distributed import ProcessGroup
 
+from megatron_ext.arguments import did_you_mean
 from megatron_ext.transport.collective import COLLECTIVE
 from megatron_ext.transport.cuda import CUDA
 from megatron_ext.transport.shared_memory import SHARED_MEMORY
@@ -94,7 +95,7 @@ def resolve_transport(name: str, *, device_type: str = "cpu", mapped: bool = Tru
     if name not in TRANSPORTS:
         raise ValueError(
             f"balance.transport ({name!r}) is not available here; "
-            f"use 'auto' or one of {list(TRANSPORTS)}"
+            f"use 'auto' or one of {list(TRANSPORTS)}{did_you_mean(name, TRANSPORTS)}"
         )
     needed = TRANSPORTS[name].device_type
     if needed not in (None, device_type):

@@ -26,9 +26,11 @@ from megatron_ext.transport.relay import compile_copies
 from megatron_ext.transport.shared_heap import is_on_one_machine, share
 from megatron_ext.transport.transport import Transfers, TransportKind
 
-_MOST_SLOTS = 256
-_FLAGS_BYTES = _MOST_SLOTS * 256
-"""Flags of a rank's slots, 256 bytes each."""
+_MAX_SLOTS = 256
+"""Most slots of a rank: as many have flags."""
+
+_FLAGS_BYTES = _MAX_SLOTS * 256
+"""Flags of the slots of a rank, 256 bytes each."""
 
 
 class SharedMemoryTransport(OneSidedTransport):
@@ -126,8 +128,8 @@ class SharedMemoryTransport(OneSidedTransport):
 SHARED_MEMORY = TransportKind(
     name="shared_memory",
     device_type="cpu",
+    max_slots=_MAX_SLOTS,
     can_serve=lambda ep_group, device: is_on_one_machine(ep_group),
-    most_slots=_MOST_SLOTS,
     make=lambda ep_group, device, grad_reduce_share, timeout_s: SharedMemoryTransport(
         ep_group, timeout_s=timeout_s
     ),

@@ -118,10 +118,10 @@ class TransportKind:
     """Its value of the setting `balance.transport`."""
     device_type: str | None
     """Type of device that the experts must be on; None if any."""
+    max_slots: int | None = None
+    """Most slots of a rank; None if any number."""
     can_serve: Callable[[ProcessGroup, torch.device], bool]
     """Whether it can serve this EP group and its device; all ranks call."""
-    most_slots: int | None = None
-    """Most slots of a rank that it can serve; None if any number."""
     make: Callable[[ProcessGroup, torch.device, float, float | None], Transport]
     """Makes the transport for an EP group, its device, the share of a GPU that adding gradients may
     use, and the longest wait for a peer in seconds, or None for that of the group's collectives;

@@ -89,13 +89,14 @@ def test_what_else_is_asked_for_holds():
     [
         ("expert_bytes", -1, ">= 0"),
         ("token_bytes", -1, ">= 0"),
-        ("link_bandwidth", 0.0, "> 0 and finite"),
-        ("link_bandwidth", float("nan"), "> 0 and finite"),
-        ("assignment_time", float("inf"), "> 0 and finite"),
+        ("expert_bytes", "1", "a whole number"),
+        ("link_bandwidth", 0.0, "> 0"),
+        ("link_bandwidth", float("nan"), "a finite number"),
+        ("assignment_time", float("inf"), "a finite number"),
     ],
 )
 def test_wrong_costs(name, value, rule):
-    with pytest.raises(ValueError, match=rf"{name} \({value}\) must be {rule}"):
+    with pytest.raises(ValueError, match=rf"{name} \({value!r}\) must be {rule}$"):
         costs(**{name: value})
 
 
@@ -115,11 +116,11 @@ def test_costs_that_are_not_given_are_to_be_measured():
 
 @pytest.mark.parametrize("name", ["link_bandwidth", "assignment_time"])
 def test_wrong_costs_in_a_config(name):
-    for value in (0.0, -1, float("inf"), float("nan")):
-        rule = rf"balance.{name} \({value}\) must be > 0 and finite with balance.objective=time"
+    for value in (0.0, -1):
+        rule = rf"balance.{name} \({value}\) must be > 0 with balance.objective=time"
         with pytest.raises(ValueError, match=rule):
             BalanceConfig(**{"objective": "time", name: value})
-    for value in ("fast", "", None):
+    for value in ("fast", "", None, float("inf"), float("nan")):
         with pytest.raises(ValueError, match=rf"balance.{name} \({value!r}\) must be 'auto' or a"):
             BalanceConfig(**{name: value})
     # What earlier versions wrote into `config.yaml` of runs that do not plan for time.
@@ -130,7 +131,7 @@ def test_wrong_costs_in_a_config(name):
     ("changes", "message"),
     [
         ({"expert_bytes": -1}, r"expert_bytes \(-1\) must be >= 0"),
-        ({"link_bandwidth": float("nan")}, r"link_bandwidth \(nan\) must be > 0 and finite"),
+        ({"link_bandwidth": float("nan")}, r"link_bandwidth \(nan\) must be a finite number"),
         ({"assignment_time": 1e300}, r"assignment_time \(1e\+300 s\) must be <= 100 s"),
         ({"link_bandwidth": 1e-300}, r"expert_bytes / link_bandwidth \(5e\+307 s\) must be <="),
         ({"token_bandwidth": 1.0}, r"2 token_bytes / token_bandwidth \(16384 s\) must be <= 100 s"),

@@ -11,6 +11,12 @@ def make(**changes):
     )
 
 
+@pytest.mark.parametrize("value", [1.0, "1", True, None])
+def test_numbers_that_are_not_whole(value):
+    with pytest.raises(ValueError, match=rf"^slots \({value!r}\) must be a whole number$"):
+        make(slots=value)
+
+
 def test_numbers_of_the_worked_example():
     layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     assert (layout.mains_per_rank, layout.physical_per_rank, layout.num_physical) == (2, 3, 6)

@@ -60,6 +60,13 @@ def test_info_notices_a_cut_file(texts, capsys):
     assert "was changed or cut off" in stderr
 
 
+def test_build_makes_no_folder_of_the_root(texts, capsys):
+    words = ["data", "build", texts / "code", "--out", "/absent_disk/data"]
+    status, _, stderr = run(capsys, *words)
+    rule = "/absent_disk/data cannot be written: there is no /absent_disk; make it first"
+    assert (status, stderr) == (2, f"megatron-ext data build: error: {rule}\n")
+
+
 def test_a_tokenizer_that_is_none(texts, capsys):
     pytest.importorskip("tokenizers")
     status, _, stderr = run(

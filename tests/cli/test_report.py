@@ -135,3 +135,10 @@ def test_wrong_runs_are_refused_before_anything_is_written(runs, capsys):
     assert "exists already" in err
     assert page.read_text() == "precious"
     assert run(capsys, "report", runs / "none", "--out", page, "--overwrite")[0] == 0
+
+
+def test_a_folder_of_runs_offers_them(runs, tmp_path, capsys):
+    status, _, stderr = run(capsys, "report", tmp_path)
+    assert status == 2
+    below = f"{tmp_path}/none, {tmp_path}/quota"
+    assert stderr.endswith(f"has no metrics.jsonl; there are runs in it: {below}\n")

@@ -64,6 +64,18 @@ def test_synth_lists_the_kinds(capsys):
     assert listed["w5-zero-expert-rank"]["defaults"] == {"share": 0.5}
 
 
+@pytest.mark.parametrize("folder", ["absent_disk/dir", "absent_disk"])
+def test_synth_makes_no_folder_of_the_root(capsys, folder, monkeypatch):
+    words = ["synth", "zipf", "--ranks", 8, "--experts", 32, "--out"]
+    rule = "cannot be written: there is no /absent_disk; make it first\n"
+    for start in ("/", ""):
+        monkeypatch.chdir("/")
+        out = f"{start}{folder}/x.npz"
+        status, stdout, stderr = run(capsys, *words, out)
+        assert (status, stdout, stderr) == (2, "", f"megatron-ext synth: error: {out} {rule}")
+        assert not Path("/absent_disk").exists()
+
+
 @pytest.mark.parametrize("missing", ["KIND", "--ranks", "--experts", "--out"])
 def test_synth_needs_sizes(tmp_path, capsys, missing):
     given = {"KIND": ["zipf"], "--ranks": [8], "--experts": [32], "--out": [tmp_path / "x.npz"]}
@@ -80,6 +92,7 @@ def test_synth_needs_sizes(tmp_path, capsys, missing):
     ("words", "message"),
     [
         (["heap", "--ranks", 8, "--experts", 32], "unknown kind 'heap'"),
+        (["zip", "--ranks", 8, "--experts", 32], "; did you mean zipf?"),
         (["zipf", "--ranks", 8, "--experts", 30], "must be a multiple of ranks (8)"),
         (["zipf", "--ranks", 8, "--experts", 32, "--imbalance", 9], "imbalance (9.0) must be from"),
         (["zipf", "--ranks", 8, "--experts", 32, "--imbalance", 7], "cannot be had within 1%"),

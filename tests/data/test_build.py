@@ -166,12 +166,35 @@ class TestSources:
         with pytest.raises(error, match=message):
             parse_sources([source])
 
+    def test_one_domain_of_two_paths(self, texts, monkeypatch, caplog):
+        monkeypatch.chdir(texts)
+        both = parse_sources(["all=code", "all=prose"])
+        assert sorted(file.name for file in both["all"]) == ["a.py", "b.py", "c.txt"]
+        assert caplog.messages == ["domain all is made of all=code and all=prose"]
+        for first, second in (("prose", "./prose"), ("prose/c.txt", "c=code"), ("c=code", "c.txt")):
+            with pytest.raises(ValueError, match="would both be domain") as error:
+                parse_sources([first, second.replace("c.txt", "prose/c.txt")])
+            assert f"{first} and " in str(error.value)
+
     def test_no_file_in_two_domains(self, texts):
         with pytest.raises(ValueError, match=r"a\.py is in two domains, x and y"):
             parse_sources([f"x={texts}/code", f"y={texts}/code/a.py"])
 
 
 class TestManifest:
+    def test_values_of_another_type(self, texts, tmp_path):
+        build(parse_sources([f"{texts}/prose"]), tmp_path / "out")
+        file = tmp_path / "out" / "manifest.json"
+        content = json.loads(file.read_text())
+        content["vocab_size"] = "257"
+        content["domains"]["prose"]["tokens"] = 2.5
+        file.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=rf"^{file}: vocab_size") as error:
+            Manifest.load(tmp_path / "out")
+        assert str(error.value).endswith(
+            "vocab_size ('257') must be a whole number; tokens (2.5) must be a whole number"
+        )
+
     def test_missing(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="data build"):
             Manifest.load(tmp_path)

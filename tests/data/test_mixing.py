@@ -4,9 +4,9 @@ Tokens are written so that each names its domain and place: domain d holds 1000 
 """
 
 import dataclasses
+import gc
 import itertools
 import pickle
-import re
 from collections import Counter
 
 import numpy as np
@@ -249,40 +249,64 @@ def test_files_that_do_not_fit_the_manifest(manifest, tmp_path):
     moved = dataclasses.replace(manifest, folder=tmp_path)
     with pytest.raises(FileNotFoundError, match=r"code\.bin or \.idx does not exist"):
         mixed(moved)
-    for file in manifest.folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    _copy(manifest, tmp_path)
     (tmp_path / "code.bin").write_bytes((manifest.folder / "code.bin").read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"by the \.idx 201, in the \.bin 191"):
         mixed(moved)
 
 
-@pytest.mark.parametrize("size", [0, 20, 100, -1])
-def test_a_cut_index_is_named(manifest, tmp_path, size):
-    moved = dataclasses.replace(manifest, folder=tmp_path)
-    for file in manifest.folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+@pytest.mark.parametrize("num_bytes", [0, 5, 20, 30, 60, 500])
+def test_a_cut_index_is_named_and_nothing_else_is_said(manifest, tmp_path, num_bytes, capfd):
+    moved = _copy(manifest, tmp_path)
     index = tmp_path / "code.idx"
-    whole = index.read_bytes()
-    index.write_bytes(whole[:size])
-    kept = len(whole[:size])
-    expected = len(whole) if kept >= 34 else 34  # All that is known without the header.
-    said = f"^domain code: {re.escape(str(index))} is cut off: {kept} bytes of {expected}$"
-    with pytest.raises(ValueError, match=said):
+    assert index.stat().st_size > 500
+    index.write_bytes(index.read_bytes()[:num_bytes])
+    with pytest.raises(ValueError, match=rf"^domain code: {index} is cut off, damaged or no index"):
         mixed(moved)
+    gc.collect()
+    assert capfd.readouterr().err == ""
 
 
-def test_a_token_beyond_the_vocabulary_is_named(manifest, tmp_path):
-    """The 31st token of the file is the vocabulary's size, and one too many."""
-    moved = dataclasses.replace(manifest, folder=tmp_path)
+def test_an_empty_dataset_is_named(manifest, tmp_path, capfd):
+    moved = _copy(manifest, tmp_path)
+    (tmp_path / "code.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=rf"^domain code: {tmp_path}/code\.bin is empty$"):
+        mixed(moved)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("token", [4000, 65535])
+def test_a_token_beyond_the_vocabulary_is_named_with_its_place(
+    manifest, tmp_path, token, monkeypatch
+):
+    moved = _copy(manifest, tmp_path)
+    _put(tmp_path / "code.bin", {57: token, 100: token})
+    rule = (
+        rf"^{tmp_path}/code\.bin: token {token} at position 57 must be from 0 to 3999, the "
+        "vocabulary of the manifest$"
+    )
+    with pytest.raises(ValueError, match=rule):
+        mixed(moved)
+    # A later one is noticed when its window is read.
+    monkeypatch.setattr("megatron_ext.data.indexed._FIRST_TOKENS", 50)
+    dataset = mixed(moved, weights={"code": 1})
+    first = rf"^{tmp_path}/code\.bin: token {token} at position (57|100) must"
+    with pytest.raises(ValueError, match=first):
+        dataset.windows(range(dataset.micro_batch_size * 10))
+
+
+def _copy(manifest, folder):
     for file in manifest.folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tokens = np.fromfile(tmp_path / "rare.bin", dtype=np.uint16)
-    tokens[30] = 4000
-    tokens.tofile(tmp_path / "rare.bin")
-    dataset = mixed(moved, weights={"rare": 1}, sequence_length=40, micro_batch_size=1)
-    said = rf"^{re.escape(str(tmp_path))}/rare\.bin: the token at position 30 \(4000\) must be >= 0"
-    with pytest.raises(ValueError, match=said):
-        dataset[0]
+        (folder / file.name).write_bytes(file.read_bytes())
+    return dataclasses.replace(manifest, folder=folder)
+
+
+def _put(file, tokens):
+    """Put other tokens into a `.bin`, by position."""
+    content = np.fromfile(file, dtype=np.uint16)
+    for position, token in tokens.items():
+        content[position] = token
+    content.tofile(file)
 
 
 def test_no_negative_microbatch(manifest):

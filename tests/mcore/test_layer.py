@@ -7,6 +7,7 @@ compared with Megatron's own layer in float64; counts and bytes are compared exa
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -361,6 +362,18 @@ def test_ranks_that_disagree_about_the_config_fail_at_the_start() -> None:
         ({}, dict(transport="rdma"), "balance.transport ('rdma') is not available here"),
         ({}, dict(nvlink_domain=3), "balance.nvlink_domain (3) must divide"),
         (dict(gradient_accumulation_fusion=True), {}, "gradient_accumulation_fusion (True) must"),
+        (
+            dict(moe_grouped_gemm=True),
+            {},
+            "moe_grouped_gemm (True) must be False with balance.strategy=quota: replicas join "
+            "SequentialMLP or GroupedExperts; group them with model.experts=grouped_mm",
+        ),
+        ({}, dict(slots=257), "balance.slots (257) must be <= 256: transport shared_memory has"),
+        (
+            dict(num_moe_experts=514),
+            dict(strategy="exact"),
+            "balance.slots (257 of balance.strategy=exact) must be <= 256",
+        ),
         (dict(expert_tensor_parallel_size=2), {}, "expert_tensor_parallel_size (2) must be 1"),
         (dict(num_moe_experts=None), {}, "num_moe_experts (None) must be >= 1"),
         (
@@ -400,6 +413,16 @@ def test_settings_that_exclude_balancing_are_named(
     assert len(problems) == 1
     assert message in problems[0]
     assert validate_for_balancing(config, BalanceConfig(strategy="none")) == []
+
+
+def test_slots_are_limited_where_a_transport_limits_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(num_moe_experts=4, expert_model_parallel_size=2)
+    many = dict(slots=257)
+    assert validate_for_balancing(config, BalanceConfig(transport="collective", **many)) == []
+    alone = SimpleNamespace(num_moe_experts=4, expert_model_parallel_size=1)
+    assert validate_for_balancing(alone, BalanceConfig(**many)) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert validate_for_balancing(config, BalanceConfig(transport="cuda", **many)) == []
 
 
 def _refuse(rank: int) -> None:

@@ -21,7 +21,6 @@ enable_cpu_platform()
 
 # Megatron, and what imports it, must come after the CPU platform.
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.transformer.moe import experts as megatron_experts  # noqa: E402
 from megatron.core.transformer.moe.experts import SequentialMLP  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
@@ -29,12 +28,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron_ext.mcore.grouped_experts import GroupedExperts  # noqa: E402
 from megatron_ext.mcore.moe_layer import BalancedMoELayer, EvenMoELayer  # noqa: E402
-from megatron_ext.mcore.spec import (  # noqa: E402
-    _is_spec_of,
-    balance_spec,
-    grouped_mm_spec,
-    replace_parts,
-)
+from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec, replace_parts  # noqa: E402
 
 
 def block_spec(moe_layers: tuple[bool, ...] = (True, True)) -> TransformerBlockSubmodules:
@@ -63,33 +57,6 @@ def test_every_moe_layer_of_a_block_is_balanced_and_dense_ones_are_left() -> Non
     ]
     assert before.count(MoELayer) == 2
     assert all(settings(mlp)["balance"] is balance for mlp in found[1:3])
-
-
-def test_what_cannot_be_balanced_is_said() -> None:
-    spec = block_spec()
-    with pytest.raises(TypeError, match=r"^balance \({'slots': 2}\) must be a BalanceConfig$"):
-        balance_spec(spec, {"slots": 2})  # type: ignore[arg-type]
-    for strategy in ("quota", "ideal"):
-        balanced = balance_spec(spec, BalanceConfig(strategy=strategy))
-        with pytest.raises(ValueError, match=r"^the spec is balanced already"):
-            balance_spec(balanced, BalanceConfig())
-    with pytest.raises(ValueError, match=r"^the spec has GroupedExperts already"):
-        grouped_mm_spec(grouped_mm_spec(spec))
-
-
-@pytest.mark.parametrize("name", ["GroupedMLP", "TEGroupedMLP"])
-def test_experts_that_megatron_groups_are_named(name: str) -> None:
-    experts = vars(megatron_experts).get(name)
-    if experts is None:
-        pytest.skip(f"this Megatron has no {name}")
-    spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
-    grouped = replace_parts(
-        spec, lambda part: _is_spec_of(part, SequentialMLP), lambda part: ModuleSpec(experts)
-    )
-    with pytest.raises(
-        ValueError, match=r"^the spec has Megatron's grouped experts: make it with "
-    ):
-        grouped_mm_spec(grouped)
 
 
 def test_layers_share_the_placement_that_is_read_once(tmp_path: Path) -> None:
@@ -143,8 +110,39 @@ def test_a_spec_without_experts_is_refused() -> None:
     dense = get_gpt_layer_local_spec()
     with pytest.raises(ValueError, match="the spec has no MoE layer in it"):
         balance_spec(dense, BalanceConfig())
-    with pytest.raises(ValueError, match="the spec has no SequentialMLP in it"):
+    with pytest.raises(ValueError, match=r"the spec has no SequentialMLP in it; it has .*Layer"):
         grouped_mm_spec(dense)
+    with pytest.raises(ValueError, match=r"no MoE layer in it; it has no modules: None$"):
+        balance_spec(None, BalanceConfig())
+
+
+def test_a_spec_is_balanced_once() -> None:
+    for strategy, has in (("quota", "BalancedMoELayer"), ("ideal", "EvenMoELayer")):
+        balanced = balance_spec(block_spec(), BalanceConfig(strategy=strategy))
+        with pytest.raises(ValueError, match=f"^the spec is balanced already: it has {has}$"):
+            balance_spec(balanced, BalanceConfig())
+
+
+def test_a_mapping_is_no_config() -> None:
+    with pytest.raises(TypeError, match=r"^balance \({'slots': 2}\) must be a BalanceConfig, as "):
+        balance_spec(block_spec(), {"slots": 2})  # type: ignore[arg-type]
+
+
+def test_experts_that_megatron_groups_are_named_with_their_setting() -> None:
+    """As `moe_grouped_gemm=True` makes them with Transformer Engine, or before 0.17 without."""
+
+    class TEGroupedMLP(torch.nn.Module):
+        """Stands for Megatron's, which needs Transformer Engine."""
+
+    grouped = replace_parts(
+        block_spec(),
+        lambda part: getattr(part, "module", getattr(part, "func", None)) is SequentialMLP,
+        lambda part: ModuleSpec(module=TEGroupedMLP),
+    )
+    for change in (grouped_mm_spec, _balance):
+        with pytest.raises(ValueError, match=r"^the spec has experts of TEGroupedMLP") as error:
+            change(grouped)
+        assert "make it with moe_grouped_gemm=False" in str(error.value)
 
 
 def test_an_unknown_strategy_is_refused() -> None:

@@ -6,7 +6,6 @@ Every recipe of the repository composes and passes the same checks.
 from __future__ import annotations
 
 import json
-import math
 import os
 import pickle
 from pathlib import Path
@@ -16,8 +15,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_ext import BalanceConfig
 from megatron_ext.balance.strategies import settings
-from megatron_ext.config import ConfigError, TrainConfig
-from megatron_ext.trainer.train import load_config, main
+from megatron_ext.config import ConfigError, DataConfig, LoggingConfig, Section, TrainConfig
+from megatron_ext.methods.llep.llep import LlepSettings
+from megatron_ext.trainer.train import check, load_config, main, train
 from megatron_ext.trainer.validate import validate
 from tests.trainer.dataset import overrides
 
@@ -51,7 +51,7 @@ WRONG = {
     "time with a link that sends nothing": (
         ["balance.objective=time", "balance.link_bandwidth=0"],
         [
-            "balance.link_bandwidth (0) must be > 0 and finite with balance.objective=time, or "
+            "balance.link_bandwidth (0) must be > 0 with balance.objective=time, or "
             "'auto', which measures it"
         ],
     ),
@@ -61,7 +61,7 @@ WRONG = {
     ),
     "a cost that is no number": (
         ["balance.objective=time", "balance.assignment_time=short"],
-        ["balance.assignment_time ('short') must be 'auto' or a number"],
+        ["balance.assignment_time ('short') must be 'auto' or a finite number"],
     ),
     "time from history": (
         ["balance.strategy=eplb", "balance.objective=time", *COSTS],
@@ -122,6 +122,33 @@ WRONG = {
         ["+megatron.expert_tensor_parallel_size=2"],
         ["expert_tensor_parallel_size (2) must be 1"],
     ),
+    "experts that Megatron groups": (
+        ["+megatron.moe_grouped_gemm=true"],
+        [
+            "megatron.moe_grouped_gemm (True) cannot be set there: it is False by the other "
+            "sections; model.experts=grouped_mm computes experts in groups"
+        ],
+    ),
+    "the same without balancing": (
+        ["+megatron.moe_grouped_gemm=true", "balance.strategy=none"],
+        ["megatron.moe_grouped_gemm (True) cannot be set there"],
+    ),
+    "Adam's decays and denominator": (
+        ["optimizer.beta1=1.5", "optimizer.beta2=1", "optimizer.eps=0"],
+        [
+            "optimizer.beta1 (1.5) must be >= 0 and < 1",
+            "optimizer.beta2 (1.0) must be >= 0 and < 1",
+            "optimizer.eps (0.0) must be > 0",
+        ],
+    ),
+    "more slots than have flags": (
+        ["balance.slots=300"],
+        ["balance.slots (300) must be <= 256: transport shared_memory has flags for no more"],
+    ),
+    "near names": (
+        ["balance.strategy=quotaa", "balance.transport=colective"],
+        ["; did you mean quota?", "; did you mean collective?"],
+    ),
     "unknown Megatron key": (
         ["+megatron.moe_router_topkk=1"],
         ["megatron.moe_router_topkk", "has no setting of this name; did you mean"],
@@ -138,46 +165,66 @@ WRONG = {
     "unknown domain": (["++data.weights.poems=1"], ["data.weights names poems"]),
     "unknown key": (["balance.slot=1"], ["balance.slot", "Key 'slot' not in 'BalanceConfig'"]),
     "wrong type": (["model.topk=two"], ["model.topk=two"]),
-    "unknown recipe": (["--config-name", "nothing"], ["nothing"]),
-    "unknown checkpoint": (["checkpoint.load=/nowhere"], ["checkpoint.load (/nowhere)"]),
-    "no ranks": (["--ranks", "0"], ["the number of ranks (0) must be >= 1"]),
-    "averages that never forget": (
-        ["optimizer.beta1=1.5", "optimizer.beta2=1", "optimizer.eps=-1"],
+    "unknown recipe": (
+        ["--config-name", "quickstar"],
         [
-            "optimizer.beta1 (1.5) must be < 1",
-            "optimizer.beta2 (1.0) must be < 1",
-            "optimizer.eps (-1.0) must be >= 0",
+            f"--config-name (quickstar): no such recipe: {RECIPES} has gpt_8x64e_8gpu_bf16, "
+            "quickstart, traced; did you mean quickstart?"
         ],
     ),
-    "experts that Megatron groups": (
-        ["+megatron.moe_grouped_gemm=true"],
-        ["moe_grouped_gemm (True) must be False with balance.strategy=quota"],
+    "unknown option of a group": (
+        ["--config-name", "quickstart", "balance=quotaa"],
+        ["balance/quotaa'; there are ideal, none, quota; did you mean quota?"],
     ),
-    "experts that Megatron groups, without balancing": (
-        ["balance.strategy=none", "+megatron.moe_grouped_gemm=true"],
-        ["megatron.moe_grouped_gemm (True) cannot be set there: it is False by the other sections"],
+    "an option without a recipe": (
+        ["balance=none"],
+        ["a group has options in a recipe only (--config-name)"],
     ),
-    "more slots than the transport serves": (
-        ["balance.slots=300"],
-        ["balance.slots (300) must be <= 256 with balance.transport=shared_memory"],
-    ),
-    "values of a sweep": (
+    "several values": (
         ["balance.slots=1,2"],
-        ["'balance.slots=1,2': there are no sweeps yet: start one run for each value"],
+        ["'balance.slots=1,2': a run has one value of each setting, and there are no sweeps"],
     ),
-    "a sweep": (["-m"], ["--multirun: there are no sweeps yet: start one run for each value"]),
-    "a new name in a mapping": (
+    "a domain without a plus": (
         ["data.weights={letters:1}"],
-        ["Key 'letters' is not in struct: a new name needs a + in front, as +data.weights.NAME=1"],
+        ["a domain is named with a plus, as in +data.weights.code=1"],
     ),
-    "nothing to predict": (
-        ["balance.strategy=libra", "model.num_layers=1"],
-        ["model.num_layers (1) must be > 1 with balance.strategy=libra"],
+    "a setting that is nearly one": (
+        ["balance.slot=1"],
+        ["Key 'slot' not in 'BalanceConfig'; did you mean slots?"],
     ),
-    "wrong settings that are printed": (
-        ["--print", "parallel.ep_size=3"],
-        ["model.num_experts (4) must be a multiple of parallel.ep_size (3)"],
+    "a setting that is added": (
+        ["+optimizer.weight_decy=1", "+foo=2", "+balance.llep.alfa=2"],
+        [
+            "foo: there is no setting of this name",
+            "optimizer.weight_decy: there is no setting of this name; did you mean weight_decay?",
+            "balance.llep.alfa: there is no setting of this name; did you mean alpha?",
+        ],
     ),
+    "a word that does not parse": (["steps=${a"], ["steps=${a: mismatched input"]),
+    "a seed that no generator takes": (
+        ["seed=99999999999999999999"],
+        ["seed (99999999999999999999) must be from 0 to 4294967295"],
+    ),
+    "no run directory": (["run_dir="], ["run_dir ('') must name a folder"]),
+    "a run directory on a disk that is not there": (
+        ["run_dir=/absent_disk/runs/a"],
+        ["/metrics.jsonl cannot be written: there is no /absent_disk; make it first"],
+    ),
+    "Megatron's settings of another type": (
+        [
+            "+megatron.hidden_dropout=yes",
+            "+megatron.init_method=normal",
+            "+megatron.moe_router_score_function=foo",
+            "+megatron.kv_channels=8.5",
+        ],
+        [
+            "megatron.hidden_dropout ('yes') must be of type float",
+            "megatron.init_method ('normal') must be of type Optional[Callable]",
+            "megatron.moe_router_score_function ('foo') must be of type Literal['softmax', 's",
+            "megatron.kv_channels (8.5) must be of type Optional[int]",
+        ],
+    ),
+    "unknown checkpoint": (["checkpoint.load=/nowhere"], ["checkpoint.load (/nowhere)"]),
     "batch": (
         ["data.global_batch_size=6"],
         ["data.global_batch_size (6) must be a multiple of data.micro_batch_size"],
@@ -217,6 +264,58 @@ def test_wrong_settings_end_with_one_line_each(
 
 
 @pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["--ranks", "0"], "argument --ranks: '0' must be a whole number >= 1"),
+        (["--ranks", "-2"], "argument --ranks: '-2' must be a whole number >= 1"),
+        (["-m"], "-m/--multirun: there are no sweeps: start a run for each value"),
+        (["--multirun", "steps=3"], "-m/--multirun: there are no sweeps"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    words: list[str], rule: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main([*overrides(data, tmp_path), *words])
+    assert exit_info.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"megatron-ext train: error: {rule}")
+
+
+def test_a_script_without_ranks(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^the number of ranks \(0\) must be >= 1$"):
+        train(load_config(overrides(data, tmp_path)), num_ranks=0)
+
+
+def test_printed_settings_are_checked(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*overrides(data, tmp_path), "--print"])
+    output = capsys.readouterr()
+    assert "num_experts: 4" in output.out
+    assert output.err == ""
+    with pytest.raises(SystemExit):
+        main([*overrides(data, tmp_path), "--print", "parallel.ep_size=3", "model.num_experts=16"])
+    output = capsys.readouterr()
+    assert "ep_size: 3" in output.out
+    rule = "error: model.num_experts (16) must be a multiple of parallel.ep_size (3)\n"
+    assert rule in output.err
+
+
+def test_a_strategy_with_nothing_to_predict_is_named(
+    data: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for layers, said in ((1, ["warning: balance.strategy (libra) predicts nothing"]), (2, [])):
+        caplog.clear()
+        words = ["balance.strategy=libra", f"model.num_layers={layers}"]
+        check(load_config([*overrides(data, tmp_path), *words]))
+        told = [text for text in caplog.messages if text.startswith("warning")]
+        assert all(text.startswith(start) for text, start in zip(told, said, strict=True))
+
+
+@pytest.mark.parametrize(
     ("run_dir", "rule"),
     [
         ("file", r"file/metrics\.jsonl cannot be written: .*/file is no folder"),
@@ -253,59 +352,77 @@ def test_checkpoint_of_another_model(
     )
 
 
-def test_a_value_of_the_wrong_kind_in_a_script() -> None:
-    with pytest.raises(ConfigError, match=r"^balance\.slots \('two'\) must be a whole number$"):
-        BalanceConfig(slots="two")  # type: ignore[arg-type]
+WHOLE = "a whole number"
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "rule"),
+    ("section", "values", "rules"),
     [
-        ("slots", 2.5, "a whole number"),
-        ("slots", True, "a whole number"),
-        ("tolerance", True, "a number"),
-        ("tolerance", math.nan, "from 0 to 1000000"),
-        ("check_plans", "no", "true or false"),
-        ("local_first", 1, "true or false"),
-        ("placement", None, "a word"),
-        ("link_bandwidth", True, "a number or a whole number or a word"),
-        ("nvlink_domain", 2.0, "a whole number or a word"),
-        ("objective", 3, "one of tolerance, time"),
-        ("history", 50, "of class HistorySettings"),
+        (BalanceConfig, {"slots": "2"}, [f"balance.slots ('2') must be {WHOLE} >= 0"]),
+        (BalanceConfig, {"slots": 2.5}, [f"balance.slots (2.5) must be {WHOLE} >= 0"]),
+        (BalanceConfig, {"slots": True}, [f"balance.slots (True) must be {WHOLE} >= 0"]),
+        (
+            BalanceConfig,
+            {"check_plans": "no"},
+            ["balance.check_plans ('no') must be True or False"],
+        ),
+        (BalanceConfig, {"local_first": 1}, ["balance.local_first (1) must be True or False"]),
+        (
+            BalanceConfig,
+            {"tolerance": True, "strategy": None},
+            [
+                "balance.strategy (None) must be text",
+                "balance.tolerance (True) must be a finite number from 0 to 1000000",
+            ],
+        ),
+        (
+            BalanceConfig,
+            {"nvlink_domain": 2.0},
+            [f"balance.nvlink_domain (2.0) must be 'auto' or {WHOLE} >= 1"],
+        ),
+        (
+            BalanceConfig,
+            {"link_bandwidth": False},
+            ["balance.link_bandwidth (False) must be 'auto' or a finite number"],
+        ),
+        (BalanceConfig, {"objective": 3}, ["balance.objective (3) must be one of tolerance, time"]),
+        (LlepSettings, {"alpha": "1"}, ["balance.llep.alpha ('1') must be a finite number from 1"]),
+        (LoggingConfig, {"wandb_name": 3}, ["logging.wandb_name (3) must be text or None"]),
+        (
+            DataConfig,
+            {"weights": {"code": "much"}},
+            ["data.weights ({'code': 'much'}) must be a mapping of names to finite numbers"],
+        ),
+        (TrainConfig, {"steps": 8.0}, [f"steps (8.0) must be {WHOLE} >= 1"]),
+        (TrainConfig, {"megatron": [1]}, ["megatron ([1]) must be a mapping"]),
+        (TrainConfig, {"model": {}}, ["model ({}) must be of class ModelConfig"]),
     ],
 )
-def test_types_are_checked_where_a_script_makes_the_settings(
-    name: str, value: object, rule: str
+def test_values_of_another_type_are_refused_where_they_are_given(
+    section: type[Section], values: dict[str, object], rules: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        settings.BalanceConfig(**{name: value})
-    assert error.value.problems == [f"balance.{name} ({value!r}) must be {rule}"]
+        section(**values)
+    for problem, rule in zip(error.value.problems, rules, strict=True):
+        assert problem.startswith(rule)
 
 
-def test_types_of_every_section_are_checked(data: Path) -> None:
+def test_values_of_another_type_that_are_set_later_are_refused_before_ranks_start() -> None:
     config = TrainConfig()
-    config.data.path = str(data)
-    wrong = {
-        "steps": "many",
-        "data.weights": {"letters": "all"},
-        "logging.wandb_name": 3,
-        "optimizer.warmup_steps": "few",
-        "parallel.ep_size": None,
-        "parallel.overlap_grad_reduce": 1,
-    }
-    for name, value in wrong.items():
-        section, _, field = name.rpartition(".")
-        setattr(getattr(config, section) if section else config, field, value)
+    config.parallel.ep_size = "2"  # type: ignore[assignment]
+    config.optimizer.lr = float("inf")
     with pytest.raises(ConfigError) as error:
         validate(config, num_ranks=2)
-    assert sorted(error.value.problems) == [
-        "data.weights ({'letters': 'all'}) must be a mapping to a number",
-        "logging.wandb_name (3) must be a word or none",
-        "optimizer.warmup_steps ('few') must be a whole number",
-        "parallel.ep_size (None) must be a whole number",
-        "parallel.overlap_grad_reduce (1) must be true or false",
-        "steps ('many') must be a whole number",
-    ]
+    assert error.value.problems == ["parallel.ep_size ('2') must be a whole number >= 1"]
+    config.parallel.ep_size = 2
+    with pytest.raises(ConfigError) as error:
+        validate(config, num_ranks=2)
+    assert "optimizer.lr (inf) must be a finite number >= 0" in error.value.problems
+
+
+def test_defaults_and_whole_numbers_for_others_are_of_the_declared_types() -> None:
+    assert settings.TrainConfig().problems() == []
+    BalanceConfig(tolerance=1, link_bandwidth=10**9, max_in_flight=2, nvlink_domain="auto")
 
 
 def test_what_else_is_wrong_is_said_where_a_setting_is_missing(
@@ -326,15 +443,8 @@ def test_a_recipe_where_no_recipes_are(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError) as error:
         load_config(["data.path=text"], config_name="quickstart")
     assert error.value.problems == [
-        f"--config-name (quickstart): there is no folder {tmp_path}/recipes; --config-dir names "
-        "another"
-    ]
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "mine.yaml").touch()
-    with pytest.raises(ConfigError) as error:
-        load_config(["data.path=text"], config_name="quickstart")
-    assert error.value.problems == [
-        f"--config-name (quickstart): {tmp_path}/recipes has no such recipe; it has mine"
+        f"--config-name (quickstart): no such recipe: {tmp_path}/recipes is no folder; "
+        f"--config-dir {RECIPES} has gpt_8x64e_8gpu_bf16, quickstart, traced"
     ]
     assert load_config(["data.path=text"]).data.path == "text"
 

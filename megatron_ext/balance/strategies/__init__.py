@@ -19,6 +19,7 @@ import importlib.util
 import pkgutil
 from collections.abc import Iterator, Mapping
 
+from megatron_ext.arguments import did_you_mean
 from megatron_ext.balance.strategies.exact import EXACT
 from megatron_ext.balance.strategies.ideal import IDEAL
 from megatron_ext.balance.strategies.none import NONE
@@ -80,13 +81,19 @@ def get_strategy(name: str) -> Strategy:
     """Return the balancer of that name.
 
     Raises:
+        TypeError: If it is no name.
         ValueError: If there is none; the message lists the known names.
         ModuleNotFoundError: If it needs a package that is not there.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"strategy ({name!r}) must be the name of one")
     if name not in STRATEGIES:
         if name in OBJECTIVES:
             raise ValueError(f"{name!r} is no strategy but an objective: balance.objective={name}")
-        raise ValueError(f"unknown strategy {name!r}; known: {', '.join(sorted(STRATEGIES))}")
+        known = ", ".join(sorted(STRATEGIES))
+        raise ValueError(
+            f"unknown strategy {name!r}; known: {known}{did_you_mean(name, STRATEGIES)}"
+        )
     strategy = STRATEGIES[name]
     if strategy.package is not None and importlib.util.find_spec(strategy.package) is None:
         raise ModuleNotFoundError(

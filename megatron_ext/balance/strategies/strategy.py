@@ -49,7 +49,12 @@ class PlanSettings:
             ValueError: With all problems.
         """
         problems = field_problems(BalanceConfig, self, ("tolerance", "min_quota"))
-        problems += [problem for section in self.sections for problem in section.problems()]
+        for section in self.sections:
+            problems += (
+                section.problems()
+                if isinstance(section, Section)
+                else [f"sections ({section!r}) must be sections, as LlepSettings(alpha=1.5)"]
+            )
         if problems:
             raise ValueError("; ".join(problems))
 
