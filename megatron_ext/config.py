@@ -656,7 +656,7 @@ class TrainConfig(Section):
 
     restarts: int = setting(0, least=0)
     """How often a run whose ranks died starts again by itself, from its newest whole checkpoint.
-    For ranks of one machine; `torchrun --max-restarts` is the same for several."""
+    For several machines, `launch/train.sh` hands it on as `--max-restarts`."""
 
     eval_every: int = setting(0, least=0)
     """Steps between two evaluations; 0 makes none."""
