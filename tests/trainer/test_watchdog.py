@@ -209,7 +209,7 @@ def _attack(process: subprocess.Popen[str], run_dir: Path) -> None:
     status, state = _doctor(run_dir, "--stacks")
     assert state["verdict"].startswith("runs, in step ")
     assert [row["host"] for row in state["ranks"]] == [one.host for one in ranks]
-    assert all("in _forward_backward" in row["stacks"] for row in state["ranks"]), state
+    assert all("in run_rank" in row["stacks"] for row in state["ranks"]), state
     assert status == 0
 
     os.kill(ranks[1].pid, signal.SIGSTOP)
