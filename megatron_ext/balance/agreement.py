@@ -40,11 +40,13 @@ class Agreement:
         self._difference = torch.zeros(
             2 + ep_group.size(), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
         )
+        # The same memory; a look at a tensor takes as long as a launch.
+        self._found = self._difference.numpy()
 
     def gather_load(self, routing_map_NE: Tensor) -> Tensor:
         """As `load.gather_load`; the seal of the last plan goes along."""
         self._gathered = gather_counts(routing_map_NE, self._group, self._seal)
-        return self._gathered[:, :-1].contiguous()
+        return torch.narrow_copy(self._gathered, 1, 0, self._gathered.shape[1] - 1)
 
     def seal(self, load: Tensor, plan: BalancePlan, layer: int) -> None:
         """Compare the seals that came with this load, and seal the load with its plan.
@@ -86,8 +88,8 @@ class Agreement:
         self._layer = 0
 
     def _raise_difference(self) -> None:
-        if self._difference[0]:
-            _, layer, *seals = self._difference.tolist()
+        if self._found[0]:
+            _, layer, *seals = self._found.tolist()
             self._difference.zero_()
             _raise(layer, seals)
 

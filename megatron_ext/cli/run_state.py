@@ -20,7 +20,7 @@ from megatron_ext.telemetry.heartbeat import (
 )
 from megatron_ext.trainer.watchdog import STACKS_SIGNAL, ended, least_far, lost, missing, told
 
-_STACKS_S = 5.0
+_STACKS_S = 30.0
 """Longest wait for the stacks of a rank, in seconds."""
 
 
@@ -46,19 +46,19 @@ def add_stacks(state: dict[str, Any]) -> None:
     asked: dict[int, int] = {}
     for status in read_statuses(folder):
         # A look at the process first: its number may be another's by now.
-        if status.process in ("runs", "stopped"):
+        if status.process == "runs":
             asked[status.rank] = _size(stacks_path(folder, status.rank))
             os.kill(status.pid, STACKS_SIGNAL)
     deadline = time.monotonic() + _STACKS_S
     for row in state["ranks"]:
         rank = row["rank"]
         if rank not in asked:
-            row["stacks"] = "not asked: no process of this machine"
+            row["stacks"] = "not asked: no process that runs on this machine"
             continue
         path = stacks_path(folder, rank)
         while _size(path) == asked[rank] and time.monotonic() < deadline:
             time.sleep(0.05)
-        row["stacks"] = _written_since(asked[rank], path) or "no answer: the process does not run"
+        row["stacks"] = _written_since(asked[rank], path) or "no answer"
 
 
 def _statuses(run_dir: Path) -> list[Status]:

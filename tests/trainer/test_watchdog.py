@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config import BalanceConfig, ConfigError
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.telemetry.heartbeat import (
     DONE,
@@ -209,7 +210,7 @@ def _attack(process: subprocess.Popen[str], run_dir: Path) -> None:
     status, state = _doctor(run_dir, "--stacks")
     assert state["verdict"].startswith("runs, in step ")
     assert [row["host"] for row in state["ranks"]] == [one.host for one in ranks]
-    assert all("in _forward_backward" in row["stacks"] for row in state["ranks"]), state
+    assert all("in run_rank" in row["stacks"] for row in state["ranks"]), state
     assert status == 0
 
     os.kill(ranks[1].pid, signal.SIGSTOP)
@@ -245,3 +246,16 @@ def test_what_became_of_a_run_is_in_its_files(tmp_path: Path) -> None:
     zero, one = read_statuses(folder)
     assert zero.state == DONE
     assert (one.state, one.reason) == (FAILED, "KeyError: 'a thing'")
+
+
+@pytest.mark.parametrize("given", ["0", "-1", ".inf", "soon"])
+def test_a_limit_is_a_number_of_seconds(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"balance.timeout_s \(.*\) must be 'auto' or a number"):
+        load_config(["data.path=nowhere", f"balance.timeout_s={given}"])
+
+
+def test_groups_wait_longer_than_the_watchdog() -> None:
+    config = load_config(["data.path=nowhere", "timeout_s=30"])
+    assert config.group_timeout.total_seconds() == 60
+    assert config.balance.wait_limit_s is None
+    assert BalanceConfig(timeout_s=5).wait_limit_s == 5.0

@@ -80,7 +80,7 @@ def build(name: str, group: ProcessGroup, **options: Any) -> Transport:
     if options:
         assert name == "shared_memory", name
         return SharedMemoryTransport(group, **options)
-    return TRANSPORTS[name].make(group, CPU, 1.0)
+    return TRANSPORTS[name].make(group, CPU, 1.0, None)
 
 
 @dataclass
