@@ -10,6 +10,7 @@ Import it before anything of Megatron: it enables the CPU platform.
 
 from __future__ import annotations
 
+import gc
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -210,23 +211,21 @@ def build_gpt(
     built = None
     if dtype != torch.float64:
         built = get_megatron_optimizer(optimizer_config(run, optimizer=optimizer), chunks)
-    _built.extend(chunks)
     return TinyGPT(chunks, built, config, dtype, micro_batch_size, seed)
 
 
-_built: list[DistributedDataParallel] = []
-"""Every model of this process that still stands."""
-
-
 def _drop_models() -> None:
-    for chunk in _built:
+    """Free the models that a call has built, here or by the training program, and their groups."""
+    built = [each for each in gc.get_objects() if type(each) is DistributedDataParallel]
+    for chunk in built:
         # Its hooks refer to it from inside autograd, where the garbage collector does not see.
         chunk.grad_accs.clear()
+        # So do the optimizer's shards of parameters, and the config refers to the optimizer.
+        chunk.config.grad_scale_func = None
         for module in chunk.modules():
             # Megatron's dispatchers keep the last microbatch's graph.
             if hasattr(module, "token_dispatcher"):
                 module.token_dispatcher = None
-    _built.clear()
     parallel_state.destroy_model_parallel()
 
 
