@@ -14,11 +14,12 @@ if [[ ${NNODES:-1} == 1 ]]; then
     exec "${train[@]}" ${RANKS_PER_NODE:+--ranks "$RANKS_PER_NODE"}
 fi
 
+: "${MASTER_ADDR:?an address of one of the machines}" "${RDZV_SECRET:?a secret that all machines know}"
 restarts=$("${train[@]}" --print | sed -n 's/^restarts: //p')
 export RDZV_SECRET
 exec .venv/bin/python -m megatron_ext.trainer.agent \
     --nnodes "$NNODES" \
-    --rdzv-endpoint "${MASTER_ADDR:?an address of one of the machines}:${MASTER_PORT:-29500}" \
+    --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}" \
     --nproc-per-node "${RANKS_PER_NODE:-gpu}" \
     --max-restarts "$restarts" \
     -m megatron_ext.train "$@"

@@ -131,7 +131,7 @@ ENDINGS = (
     Fault("SIGINT", _tell_the_launcher(signal.SIGINT, _in_a_save), (130, 0)),
     Fault("SIGUSR1", _tell_the_launcher(signal.SIGUSR1, _after_some_steps), (138, 0)),
     Fault("all stopped for 2 s", _pause_all, (143, 0)),
-    Fault("disk full", _fill_the_disk, (143, 0), most_bytes=24 << 10),
+    Fault("disk full", _fill_the_disk, (143, 0), most_bytes=100 << 10),
 )
 
 

@@ -75,7 +75,7 @@ def test_what_a_user_has_set_stays(monkeypatch, tmp_path):
 
 def _train_and_fall(config: TrainConfig, marker: str) -> None:
     """Train; the first time, rank 1 is killed in its fifth step."""
-    with join_ranks(config.timeout_s):
+    with join_ranks(config.group_timeout):
         from megatron_ext.trainer.loop import Training
 
         training = Training(config)
