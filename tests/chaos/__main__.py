@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from megatron_ext.files.tables import text_table
-from tests.chaos.campaign import SHAPES, Campaign
+from tests.chaos.campaign import SHAPES, Campaign, Decks
 from tests.chaos.soak import soak
 from tests.trainer.dataset import build
 
@@ -34,10 +34,12 @@ def main() -> int:
 
         if arguments.minutes:
             problems += soak(data, Path(folder, "soak"), minutes=arguments.minutes)
+        chooser = random.Random(arguments.seed)
+        decks = Decks(chooser)
         for number, shape in enumerate(SHAPES):
             kills = arguments.kills // len(SHAPES) + (number < arguments.kills % len(SHAPES))
             campaign = Campaign(shape, data, Path(folder, f"shape_{number}"))
-            campaign.run(kills, random.Random(f"{arguments.seed} {shape.name}"))
+            campaign.run(kills, chooser, decks)
             problems += campaign.problems
             rows += [
                 (shape.name, fault, str(count), outcome)

@@ -45,6 +45,14 @@ SHAPES = (
 )
 
 
+class Decks:
+    """Faults in random order, each of them once before any comes again."""
+
+    def __init__(self, chooser: random.Random) -> None:
+        self.endings = _dealt(faults.ENDINGS, chooser)
+        self.damages = _dealt(tuple(faults.DAMAGES.items()), chooser)
+
+
 @dataclass
 class Campaign:
     """One shape's disturbed run.
@@ -69,22 +77,19 @@ class Campaign:
     shared_files: frozenset[str] = field(default_factory=lambda: _shared_files())
     torn_trace: bool = False
 
-    def run(self, kills: int, chooser: random.Random) -> None:
+    def run(self, kills: int, chooser: random.Random, decks: Decks) -> None:
         """Strike so often; then let the run end, and compare."""
         whole = self._attempt("whole")
         whole.wait_for(whole.lines, "the first step")
         listening = whole.listening()
         self._expect(listening <= LOOPBACK, f"listens on {sorted(listening)}", whole)
         self._expect(whole.wait() == 0, "the undisturbed run", whole)
-        deck = _dealt(faults.ENDINGS, chooser)
-        damages = _dealt(tuple(faults.DAMAGES.items()), chooser)
         for number in range(kills):
-            fault = next(deck)
-            self._strike(fault, chooser)
+            self._strike(next(decks.endings), chooser)
             if self._steps_done() >= self.steps:
                 break
             if number % 2:
-                self._damage(*next(damages), chooser)
+                self._damage(*next(decks.damages), chooser)
         last = self._attempt("struck")
         self._expect(last.wait() == 0, "the last attempt", last)
         self._check_nothing_left(last, "the last attempt")
@@ -103,7 +108,9 @@ class Campaign:
             fault.strike(attempt, chooser)
             right = attempt.status in fault.statuses
             self._expect(right, f"{fault.name}: status {attempt.status}", attempt)
-            self._expect("Traceback" not in attempt.output, f"{fault.name}: a traceback", attempt)
+            # Ranks that lost another may show where; who was asked to stop has nothing to show.
+            has_traceback = "Traceback" in attempt.output and 1 not in fault.statuses
+            self._expect(not has_traceback, f"{fault.name}: a traceback", attempt)
             self._check_nothing_left(attempt, fault.name)
         except TimeoutError as error:
             self.problems.append(f"{fault.name}: {error}")
