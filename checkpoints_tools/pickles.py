@@ -64,6 +64,11 @@ def read_table(file: Path) -> Any:
             raise ValueError(f"{file.name} is cut off or damaged ({_one_line(error)})") from error
     if not isinstance(table, Metadata) or not isinstance(table.storage_data, dict):
         raise ValueError(f"{file.name} is no table of contents of a checkpoint")
+    for stored in table.storage_data.values():
+        name = getattr(stored, "relative_path", None)
+        # Else a stranger's table could have any file of this machine read.
+        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+            raise ValueError(f"{file.name} names a file outside of its folder: {name!r}")
     return table
 
 

@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from checkpoints_tools.folder import CHECKSUMS_FILE, hash_file, write_checksums
 from checkpoints_tools.pickles import ForeignClassError, read_table
@@ -165,6 +167,14 @@ def test_trust_is_needed_for_files_of_another_user(
 def test_a_table_names_only_its_own_classes(craft: Callable[[], bytes], tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(craft())
     with pytest.raises(ForeignClassError, match=r"^\.metadata names [\w.]+, which no checkpoint"):
+        read_table(tmp_path / ".metadata")
+
+
+@pytest.mark.parametrize("name", ["../secret", "..", "/dev/zero", "a/b", "", None])
+def test_a_table_names_files_of_its_own_folder(name: object, tmp_path: Path) -> None:
+    places = {MetadataIndex("a"): _StorageInfo(name, 0, 1)}  # type: ignore[arg-type]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data=places)))
+    with pytest.raises(ValueError, match=r"^\.metadata names a file outside of its folder: "):
         read_table(tmp_path / ".metadata")
 
 
