@@ -656,7 +656,9 @@ class TrainConfig(Section):
 
     restarts: int = setting(0, least=0)
     """How often a run whose ranks died starts again by itself, from its newest whole checkpoint.
-    For several machines, `launch/train.sh` hands it on as `--max-restarts`."""
+    Not after a signal, or for what it would meet again: settings, numbers that are not finite, a
+    checkpoint that is refused. For several machines, `launch/train.sh` hands it on as
+    `--max-restarts`."""
 
     eval_every: int = setting(0, least=0)
     """Steps between two evaluations; 0 makes none."""

@@ -45,6 +45,7 @@ from megatron_ext.trainer.checkpoint_choice import (
 )
 from megatron_ext.trainer.checkpoint_state import adam_steps, load_state, sharded_state
 from megatron_ext.trainer.checkpoint_writer import CheckpointWriter, describe, gather, tell
+from megatron_ext.trainer.launch import NO_RESTART
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class Checkpoints:
         optimizer: Megatron's.
 
     Where a checkpoint cannot be loaded, or one that is required cannot be saved, all ranks raise
-    `SystemExit` with status 1, after rank 0 has said why in one line.
+    `SystemExit` with status `NO_RESTART`, after rank 0 has said why in one line.
     """
 
     def __init__(
@@ -242,4 +243,4 @@ def _refuse(problem: str) -> NoReturn:
     if dist.get_rank() == 0:
         logger.error("error: %s", problem)
     dist.barrier()  # A rank that ends early would have the launcher end the one that speaks.
-    raise SystemExit(1)
+    raise SystemExit(NO_RESTART)

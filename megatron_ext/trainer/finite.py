@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from megatron_ext.config import TrainConfig
 from megatron_ext.mcore.grouped_experts import GroupedExperts
+from megatron_ext.trainer.launch import NO_RESTART
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class StepGuard:
             skipped the step before it took the norm. Equal on all ranks.
 
         Raises:
-            SystemExit: With status 1 if the run ends here; rank 0 has said why.
+            SystemExit: With status `NO_RESTART` if the run ends here; rank 0 has said why.
         """
         try:
             made, norm, _ = self._optimizer.step()
@@ -84,7 +85,7 @@ class StepGuard:
             made: Whether the optimizer step was made.
 
         Raises:
-            SystemExit: With status 1 if the run ends here; rank 0 has said why.
+            SystemExit: With status `NO_RESTART` if the run ends here; rank 0 has said why.
         """
         if not made or math.isfinite(loss):
             return
@@ -96,7 +97,7 @@ class StepGuard:
         """Whether the state after a step is finite. All ranks call it before they save.
 
         Raises:
-            SystemExit: With status 1 if the run ends here; rank 0 has said why.
+            SystemExit: With status `NO_RESTART` if the run ends here; rank 0 has said why.
         """
         state = itertools.chain(_weights(self._chunks), _optimizer_state(self._optimizer))
         is_finite = self._is_sound and all(_is_finite(one.tensor) for one in state)
@@ -288,4 +289,4 @@ def _warn(said: str) -> None:
 def _end_run(said: str) -> NoReturn:
     if dist.get_rank() == 0:
         sys.stderr.write(f"error: {said}\n")
-    raise SystemExit(1)
+    raise SystemExit(NO_RESTART)

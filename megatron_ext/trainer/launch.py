@@ -58,6 +58,10 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 LAST_WORDS_S = 2.0
 """Seconds that ranks have to say what they saw of a rank that failed, before they are ended."""
 
+NO_RESTART = 3
+"""Exit status of ranks whose run ends for a reason that starting again would not mend, and that
+rank 0 has said."""
+
 _POLL_S = 0.2
 """Seconds after which the launcher notices a signal at the latest."""
 
@@ -105,13 +109,14 @@ def launch_ranks(
     with _noted_signals() as noted:
         failure = _attempt(call, num_ranks, noted)
         for restart in range(1, restarts + 1):
-            if failure is None or failure.exitcode == WRONG_USAGE or noted:
+            if failure is None or failure.exitcode in (WRONG_USAGE, NO_RESTART) or noted:
                 break
             when = time.strftime("%Y-%m-%d %H:%M:%S")
             logger.warning("restart %d of %d: %s at %s", restart, restarts, failure, when)
             failure = _attempt(call, num_ranks, noted)
     if failure is not None:
-        sys.stderr.write(f"error: {failure}\n")
+        if failure.exitcode != NO_RESTART:
+            sys.stderr.write(f"error: {failure}\n")
         raise SystemExit(WRONG_USAGE if failure.exitcode == WRONG_USAGE else 1)
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.trainer.launch import NO_RESTART
 from megatron_ext.trainer.run_log import read_metrics
 from megatron_ext.trainer.train import load_config
 from tests.ranks import run_ranks
@@ -140,7 +141,7 @@ def test_a_weight_ends_the_run_with_its_name(
 ) -> None:
     arguments = [*overrides(data, tmp_path), *EVERY_2, *settings]
     ended = run_ranks(attacked, num_ranks, arguments, a_weight, rank, weight, 5)
-    assert [status for status, _ in ended] == [1] * num_ranks
+    assert [status for status, _ in ended] == [NO_RESTART] * num_ranks
     (line,), *others = [said for _, said in ended]
     assert not any(others)
     assert line.startswith("error: step 5: the gradient norm is nan: weight ")
@@ -160,7 +161,7 @@ def test_a_loss_ends_the_run_with_its_microbatch(
     """Loss 9 of the last rank, which has 2 microbatches a step, or 4 where all data is its own."""
     arguments = [*overrides(data, tmp_path), *EVERY_2, *settings]
     ended = run_ranks(attacked, num_ranks, arguments, a_loss, num_ranks - 1, 9, float("nan"))
-    assert [status for status, _ in ended] == [1] * num_ranks
+    assert [status for status, _ in ended] == [NO_RESTART] * num_ranks
     step, number = (3, 1) if "parallel.tp_size=2" in settings else (5, 1)
     (line,) = ended[0][1]
     assert f"error: step {step}: the gradient norm is nan: loss of microbatch {number}" in line
@@ -173,7 +174,7 @@ def test_a_norm_too_large_for_its_type(data: Path, tmp_path: Path) -> None:
     arguments = [*overrides(data, tmp_path), "parallel.distributed_optimizer=false"]
     arguments += ["optimizer.clip_grad=0"]
     ended = run_ranks(attacked, 2, arguments, a_loss, 1, 2, 1e25)
-    assert [status for status, _ in ended] == [1, 1]
+    assert [status for status, _ in ended] == [NO_RESTART] * 2
     assert "step 2: the gradient norm is inf: every gradient by itself is finite" in ended[0][1][0]
 
 
@@ -253,7 +254,7 @@ def a_state(training: Any, rank: int, of_rank: int, step: int) -> Any:
 def test_a_state_that_no_gradient_shows_is_not_saved(data: Path, tmp_path: Path) -> None:
     arguments = [*overrides(data, tmp_path), *EVERY_2]
     ended = run_ranks(attacked, 2, arguments, a_state, 1, 5)
-    assert [status for status, _ in ended] == [1, 1]
+    assert [status for status, _ in ended] == [NO_RESTART] * 2
     (line,) = ended[0][1]
     assert line == (
         "error: step 6: the state is not saved: state exp_avg_sq of the optimizer of rank 1"

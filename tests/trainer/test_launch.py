@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_ext.config import TrainConfig
-from megatron_ext.trainer.launch import CPU_ENVIRONMENT, join_ranks, launch_ranks
+from megatron_ext.trainer.launch import CPU_ENVIRONMENT, NO_RESTART, join_ranks, launch_ranks
 from megatron_ext.trainer.train import load_config
 from tests.processes import running
 from tests.ranks import run_ranks
@@ -103,6 +103,21 @@ def test_a_run_starts_again_after_a_rank_was_killed(data, tmp_path, caplog):
     assert said[0].startswith("restart 1 of 2: rank 1 was ended by SIGKILL at 2")
     run_ranks(train_here, 2, overrides(data, whole))
     assert results(run_dir) == results(whole)
+
+
+def _end_for_good(file: str) -> None:
+    with Path(file).open("a") as starts:
+        starts.write("started\n")
+    raise SystemExit(NO_RESTART)
+
+
+@on_a_cpu
+def test_what_would_come_again_is_not_started_again(tmp_path, capfd):
+    with pytest.raises(SystemExit) as ended:
+        launch_ranks(_end_for_good, str(tmp_path / "starts"), num_ranks=1, restarts=2)
+    assert ended.value.code == 1
+    assert (tmp_path / "starts").read_text() == "started\n"
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.slow
