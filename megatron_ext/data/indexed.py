@@ -94,8 +94,9 @@ def read_tokens(dataset: Any, start: int, count: int, vocab_size: int) -> NDArra
     # A copy always: what was read is a view that dies with the dataset.
     tokens: NDArray[np.int64] = stretch.astype(np.int64)
     # A negative number is a large one without its sign.
-    if tokens.view(np.uint64).max() >= vocab_size:
-        place = int(np.argmax(tokens.view(np.uint64) >= vocab_size))
+    is_foreign = tokens.view(np.uint64) >= vocab_size
+    if is_foreign.any():
+        place = int(np.argmax(is_foreign))
         raise ValueError(
             f"{dataset.path_prefix}.bin: token {tokens[place]} at position {start + place} must be "
             f"from 0 to {vocab_size - 1}, the vocabulary of the manifest"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import resource
@@ -15,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from megatron_ext.cli import main
+from megatron_ext.telemetry.heartbeat import STATUS_FOLDER, read_statuses
 from megatron_ext.trainer import launch
 
 LIMIT_S = 120.0
@@ -83,12 +83,9 @@ class Attempt:
 
     def ranks(self) -> list[int]:
         """Process ids by rank, as the run itself tells them."""
-        states = [
-            json.loads(file.read_text())
-            for file in sorted((self.run_dir / "status").glob("rank_*.json"))
-        ]
         mine = {process.pid for process in self.processes()}
-        return [state["pid"] for state in states if state["pid"] in mine]
+        statuses = read_statuses(self.run_dir / STATUS_FOLDER)
+        return [status.pid for status in statuses if status.pid in mine]
 
     def has_ended(self) -> bool:
         """Whether the launcher has ended; sets `status`."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import psutil
 
+from megatron_ext.telemetry.heartbeat import STATUS_FOLDER, Status, read_statuses
 from tests.chaos.attempt import LIMIT_S
 from tests.trainer.dataset import overrides
 
@@ -57,12 +58,9 @@ def soak(data: Path, run_dir: Path, *, minutes: float) -> list[str]:
         started = time.monotonic()
         while time.monotonic() < started + 60 * minutes and process.poll() is None:
             time.sleep(_PAUSE_S)
-            for file in (run_dir / "status").glob("rank_*.json"):
-                state = json.loads(file.read_text())
-                rank = psutil.Process(state["pid"])
-                samples.setdefault(int(file.stem.split("_")[1]), []).append(
-                    Sample(state["step"], rank.memory_info().rss / 2**20, rank.num_fds())
-                )
+            for status in read_statuses(run_dir / STATUS_FOLDER):
+                with suppress(psutil.NoSuchProcess):  # It has just ended: seen at the next look.
+                    samples.setdefault(status.rank, []).append(_sample(status))
         problems = [] if process.poll() is None else [f"the soak ended: {process.returncode}"]
         process.send_signal(signal.SIGTERM)
         try:
@@ -75,6 +73,11 @@ def soak(data: Path, run_dir: Path, *, minutes: float) -> list[str]:
     for rank, of_rank in sorted(samples.items()):
         problems += _judge(rank, of_rank)
     return problems
+
+
+def _sample(status: Status) -> Sample:
+    rank = psutil.Process(status.pid)
+    return Sample(status.note.step, rank.memory_info().rss / 2**20, rank.num_fds())
 
 
 def _judge(rank: int, samples: list[Sample]) -> list[str]:
