@@ -110,8 +110,14 @@ _SHARED: WeakValueDictionary[tuple[ProcessGroup, torch.device], Agreement] = Wea
 
 
 def shared_agreement(ep_group: ProcessGroup, device: torch.device) -> Agreement:
-    """Return `ep_group`'s agreement: made once, freed with the last user."""
+    """Return `ep_group`'s agreement, without a last plan; all ranks of the group call.
+
+    It is made once, and freed with the last user. When that is freed is up to each rank's garbage
+    collector: so a new user must not find the last plan of an earlier one, which other ranks may
+    have forgotten.
+    """
     agreement = _SHARED.get((ep_group, device))
     if agreement is None:
         agreement = _SHARED[ep_group, device] = Agreement(ep_group, device)
+    agreement.forget()
     return agreement

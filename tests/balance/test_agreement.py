@@ -69,6 +69,22 @@ def _make_faults(rank, broken):
     return said
 
 
+def _outlive(rank):
+    before = shared_agreement(torch.distributed.group.WORLD, CPU)
+    _layer(before, rank, 1)
+    kept = before if rank == 0 else None
+    del before
+    after = shared_agreement(torch.distributed.group.WORLD, CPU)
+    assert (after is kept) == (rank == 0)
+    _layer(after, rank, 2)
+    after.settle()
+
+
+def test_a_new_user_does_not_find_what_only_some_ranks_remember():
+    """When a model is freed is up to each rank's garbage collector."""
+    run_ranks(_outlive, 2)
+
+
 @pytest.mark.parametrize(("world_size", "broken", "right"), [(2, 1, 0), (4, 0, 1), (4, 2, 0)])
 def test_every_rank_names_the_layer_and_the_rank_that_differs(world_size, broken, right):
     for said in run_ranks(_make_faults, world_size, broken):

@@ -91,7 +91,7 @@ def test_time_is_an_objective():
     [
         (HistorySettings, "interval", 0, r"interval \(0\) must be >= 1"),
         (LlepSettings, "alpha", 0.9, r"alpha \(0.9\) must be from 1 to"),
-        (LlepSettings, "alpha", float("nan"), r"alpha \(nan\) must be from 1 to"),
+        (LlepSettings, "alpha", float("nan"), r"alpha \(nan\) must be a finite number from 1 to"),
         (LlepSettings, "min_tokens_per_gemm", 0, r"min_tokens_per_gemm \(0\) must be >= 1"),
     ],
 )

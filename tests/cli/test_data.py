@@ -41,16 +41,6 @@ def test_build_and_info(texts, capsys):
     ]
 
 
-def test_paths_that_become_one_domain_are_named(texts, capsys):
-    command = ["data", "build", "--out", texts / "out"]
-    paths = [texts / "code" / "a.py", texts / "code"]
-    status, _, stderr = run(capsys, *command, *(f"mine={path}" for path in paths))
-    assert status == 0
-    assert f"warning: domain mine is all of {paths[0]}, {paths[1]}: " in stderr
-    status, _, stderr = run(capsys, *command, "--overwrite", paths[1])
-    assert "is all of" not in stderr
-
-
 def test_info_notices_a_cut_file(texts, capsys):
     out = texts / "out"
     run(capsys, "data", "build", texts / "code" / "a.py", "--out", out)

@@ -120,20 +120,6 @@ def test_synth_with_wrong_settings(tmp_path, capsys, words, message):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["synth", "zipf", "--ranks", 8, "--experts", 32], ["data", "build", Path(__file__)]],
-    ids=["a file", "a folder"],
-)
-def test_nothing_is_made_at_the_root(capsys, words):
-    """There a folder that is not there is a wrong path, and this user may be root."""
-    folder = Path("/no folder of this name")
-    status, stdout, stderr = run(capsys, *words, "--out", folder / "in it" / "loads.npz")
-    assert (status, stdout) == (2, "")
-    assert f"loads.npz cannot be written: there is no folder {folder}\n" in stderr
-    assert not folder.exists()
-
-
 def test_synth_of_more_than_fits_into_memory(tmp_path, capsys):
     words = ["zipf", "--ranks", 8, "--experts", 32, "--tokens", 10**14]
     status, stdout, stderr = run(capsys, "synth", *words, "--out", tmp_path / "loads.npz")

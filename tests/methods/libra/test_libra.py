@@ -337,5 +337,5 @@ def test_expect_checks_the_prediction():
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
 def test_locality_share_out_of_range(share):
-    with pytest.raises(ValueError, match=r"locality_share \(.*\) must be (a finite number )?from 0 to 1"):
+    with pytest.raises(ValueError, match=r"locality_share \(.*\) must be .*from 0 to 1"):
         PlanSettings(sections=(libra.LibraSettings(locality_share=share),))
