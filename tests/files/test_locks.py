@@ -22,9 +22,8 @@ from pathlib import Path
 from megatron_ext.files.locks import held
 
 with held(Path(sys.argv[1])):
-    child = os.fork()
-    if child:
-        print(child, flush=True)
+    if not os.fork():
+        print(os.getpid(), flush=True)  # By the child: it has come out of the fork.
     # Both wait until their input ends; the child lives on when the parent is killed.
     sys.stdin.read()
 """
