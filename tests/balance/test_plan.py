@@ -268,7 +268,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("tolerance", [-0.1, float("nan"), float("inf"), 2e6])
     def test_tolerance(self, tolerance):
-        with pytest.raises(ValueError, match=rf"tolerance \({tolerance}\) must be from 0 to"):
+        with pytest.raises(ValueError, match=rf"tolerance \({tolerance}\) must be .*from 0 to"):
             solve(torch.zeros(2, 4, dtype=torch.int64), ep_size=2, tolerance=tolerance)
 
     def test_min_quota(self):
