@@ -25,6 +25,7 @@ from checkpoints_tools.folder import CHECKSUMS_FILE, hash_file, write_checksums
 from checkpoints_tools.pickles import ForeignClassError, read_table
 from megatron_ext.config import ConfigError
 from megatron_ext.files.relayout import write_layout
+from megatron_ext.trainer.launch import NO_RESTART
 from megatron_ext.trainer.train import load_config
 from megatron_ext.trainer.validate import validate
 from tests.cli.command import run as run_command
@@ -113,7 +114,7 @@ def test_a_crafted_checkpoint_runs_nothing(
                 validate(load_config(settings), num_ranks=2)
             assert re.fullmatch(refusal, str(refused.value))
         ((lines, status), others) = run_ranks(_train_and_listen, 2, settings)
-        assert (status, others) == (1, ([], 1))
+        assert (status, others) == (NO_RESTART, ([], NO_RESTART))
         assert re.fullmatch(f"error: {refusal}", *lines)
     assert not trace.exists()
 
