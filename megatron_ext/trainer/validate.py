@@ -37,12 +37,7 @@ def validate(config: TrainConfig, *, num_ranks: int) -> None:
         field_problems(type(section), section) for section in (config, *config.sections())
     )
     if values_fit:
-        problems += _check_sections(config)
-        problems += (
-            _check_ranks(config, num_ranks)
-            if num_ranks >= 1
-            else [f"the number of ranks ({num_ranks}) must be >= 1"]
-        )
+        problems += _check_sections(config) + _check_ranks(config, num_ranks)
     if not problems:
         problems = _check_placement(config)
     problems += _check_megatron(config, values_fit=values_fit, sizes_fit=not problems)
