@@ -392,7 +392,7 @@ def _assert_equal_tensors(first: Path, second: Path) -> None:
 ALONE = ["parallel.ep_size=1", "data.global_batch_size=2", "steps=6", "checkpoint.every=2"]
 
 _RANK = """
-import sys, threading
+import os, sys, threading
 from megatron_ext.cpu_platform import enable_cpu_platform
 enable_cpu_platform()
 import torch.distributed as dist
@@ -404,7 +404,7 @@ dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_siz
 write_file = checkpoint_writer._write_file
 def write(bucket):
     if stop_at == "writing" and "step_00000004" in bucket[0]:
-        print("stopped", flush=True)
+        os.write(1, b"stopped\\n")  # In one piece: two threads write.
         threading.Event().wait()
     return write_file(bucket)
 checkpoint_writer._write_file = write
@@ -441,9 +441,10 @@ def test_nothing_outlives_a_killed_rank(
     ) as rank:
         assert rank.stdout is not None
         assert rank.stderr is not None
-        assert rank.stdout.readline() == "stopped\n", rank.stderr.read()
-        helpers = psutil.Process(rank.pid).children(recursive=True)
+        line = rank.stdout.readline()
+        helpers = psutil.Process(rank.pid).children(recursive=True) if line else []
         rank.send_signal(signal.SIGKILL)
+        assert line == "stopped\n", rank.stderr.read()
     _, alive = psutil.wait_procs(helpers, timeout=5)
     for helper in alive:
         helper.kill()
