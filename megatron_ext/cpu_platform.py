@@ -1,12 +1,12 @@
 """Lets stock Megatron-Core train on CPU ranks, by replacing what it calls of CUDA.
 
-Megatron-Core uses CUDA in four ways, and each gets one kind of answer:
+Megatron-Core uses CUDA in five ways, and each gets one kind of answer:
 
 1. it asks for memory on a device (`device="cuda"`, `.cuda()`): it gets memory of the CPU;
 2. it orders work by streams and events: on the CPU work is done when it was issued, so there is
 nothing to order; 3. it keeps random number states of the GPU: they are the CPU generator's;
 4. it compares names of tensor types (`torch.cuda.FloatTensor`): a CPU tensor answers with that
-name.
+name; 5. it lets kernels of Apex add weight gradients to `main_grad`: `FusedWeightGradient` does.
 
 The functions themselves are replaced, not intercepted by a `TorchFunctionMode`: such a mode is not
 active inside autograd's backward, where recompute creates attention masks with `device="cuda"`.
@@ -157,6 +157,34 @@ class CpuPlatform:
         # way from a GPU.
         token_dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
         self._replace(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host)
+
+        layers = importlib.import_module("megatron.core.tensor_parallel.layers")
+        self._replace(layers, "fused_weight_gradient_mlp_cuda", FusedWeightGradient)
+        self._replace(layers, "_grad_accum_fusion_available", True)
+
+
+class FusedWeightGradient:
+    """Replaces Apex's module `fused_weight_gradient_mlp_cuda`, for `gradient_accumulation_fusion`.
+
+    Products are computed and added in float32; a `main_grad` of another dtype is rounded once.
+    """
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(
+        inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
+    ) -> None:
+        """Add a linear layer's weight gradient to `main_grad`.
+
+        Args:
+            inputs: The layer's inputs, [..., in].
+            grad_output: Gradient of its outputs, [..., out].
+            main_grad: [out, in]; float32 here, float16 or bfloat16 under the other name.
+        """
+        grad_output = grad_output.flatten(0, -2).float()
+        inputs = inputs.flatten(0, -2).float()
+        main_grad.copy_(torch.addmm(main_grad.float(), grad_output.t(), inputs))
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.cpu_platform import FusedWeightGradient, enable_cpu_platform
 from tests.ranks import run_ranks
 
 STEPS = 3
@@ -22,6 +22,7 @@ STEPS = 3
 def _attributes() -> dict[tuple[str, str], Any]:
     owners = {"torch": torch, "cuda": torch.cuda, "Tensor": torch.Tensor, "Module": torch.nn.Module}
     for name in (
+        "tensor_parallel.layers",
         "tensor_parallel.random",
         "transformer.moe.moe_utils",
         "transformer.moe.token_dispatcher",
@@ -79,6 +80,23 @@ def test_cuda_is_the_cpu() -> None:
         first = torch.rand(4, device="cuda")
         torch.cuda.set_rng_state(state)
         assert torch.equal(torch.rand(4), first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_weight_gradients_are_rounded_once(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    inputs, grad_output, before = (
+        torch.randint(-4, 5, shape, generator=generator) for shape in ((3, 5, 8), (3, 5, 6), (6, 8))
+    )
+    before = before + 2**9  # where bfloat16 has steps of 4
+    main_grad = before.to(dtype)
+    exact = main_grad.long() + grad_output.flatten(0, 1).t() @ inputs.flatten(0, 1)
+    kernel = {
+        torch.float32: FusedWeightGradient.wgrad_gemm_accum_fp32,
+        torch.bfloat16: FusedWeightGradient.wgrad_gemm_accum_fp16,
+    }[dtype]
+    kernel(inputs.bfloat16(), grad_output.bfloat16(), main_grad)
+    assert torch.equal(main_grad, exact.to(dtype))
 
 
 class _AsksInBackward(torch.autograd.Function):
