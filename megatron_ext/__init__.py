@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_ext.balance.solve import solve
     from megatron_ext.balance.strategies.settings import BalanceConfig
     from megatron_ext.cpu_platform import enable_cpu_platform
+    from megatron_ext.mcore.check import check
     from megatron_ext.mcore.moe_layer import reset_after_abort
     from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec
 
@@ -37,6 +38,7 @@ _HOMES = {
     "BalancePlan": "megatron_ext.balance.plan",
     "LayerCosts": "megatron_ext.balance.costs",
     "balance_spec": "megatron_ext.mcore.spec",
+    "check": "megatron_ext.mcore.check",
     "enable_cpu_platform": "megatron_ext.cpu_platform",
     "grouped_mm_spec": "megatron_ext.mcore.spec",
     "reset_after_abort": "megatron_ext.mcore.moe_layer",
@@ -48,6 +50,7 @@ __all__ = [
     "BalancePlan",
     "LayerCosts",
     "balance_spec",
+    "check",
     "enable_cpu_platform",
     "grouped_mm_spec",
     "reset_after_abort",

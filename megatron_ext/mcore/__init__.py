@@ -12,6 +12,7 @@
     measure.py              the costs of plans, measured on the ranks that carry them out
     timing.py               how long work takes on ranks that work together
     limits.py               settings that exclude balancing
+    check.py                the same and a model's spec, for users, before anything is built
 
 It imports Megatron, and nothing of `methods/`, `trainer/` or `lab/`.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,11 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
     Args:
         config: Megatron's TransformerConfig.
         balance: What the balancer may do.
+
+    Raises:
+        TypeError: `balance` is no `BalanceConfig`.
     """
+    require_balance_config(balance)
     if _is_absent(balance):
         return []
     problems = []
@@ -42,25 +46,22 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
             f"balance.nvlink_domain ({balance.nvlink_domain}) must divide "
             f"expert_model_parallel_size ({ep_size})"
         )
-    problems += [
-        f"{name} ({getattr(config, name)!r}) must be {allowed!r} "
-        f"with balance.strategy={balance.strategy}: {reason}"
-        for name, allowed, reason in _MUST_BE
-        if getattr(config, name, allowed) not in (allowed, None, False)
-    ]
+    problems += _broken(_MUST_BE, config, f"balance.strategy={balance.strategy}")
     if balance.local_first:
-        problems += [
-            f"{name} ({getattr(config, name)!r}) must be {allowed!r} with balance.local_first: "
-            f"{reason}"
-            for name, allowed, reason in _MUST_BE_FOR_LOCAL_FIRST
-            if getattr(config, name, allowed) != allowed
-        ]
-    if predicts(balance) and getattr(config, "moe_enable_routing_replay", False):
-        problems.append(
-            "moe_enable_routing_replay (True) must be False "
-            f"with balance.strategy={balance.strategy}: predictions would be recorded as choices"
-        )
+        problems += _broken(_MUST_BE_FOR_LOCAL_FIRST, config, "balance.local_first")
+    if predicts(balance):
+        problems += _broken(_MUST_BE_TO_PREDICT, config, f"balance.strategy={balance.strategy}")
     return problems
+
+
+def require_balance_config(balance: Any) -> None:
+    """Check that a user gave a `BalanceConfig`.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(balance, BalanceConfig):
+        raise TypeError(f"balance ({balance!r}) must be a BalanceConfig, as BalanceConfig(slots=2)")
 
 
 def _is_absent(balance: BalanceConfig) -> bool:
@@ -103,36 +104,109 @@ def _check_transport(balance: BalanceConfig, config: Any) -> None:
         )
 
 
+class _Rule(NamedTuple):
+    """What a field of Megatron's TransformerConfig must be. A field that Megatron lacks is fine."""
+
+    field: str
+    allowed: tuple[Any, ...]
+    """Values that the field may have. None and False are always allowed: nothing is asked for."""
+    reason: str
+    way_out: str = ""
+    """What to do on the command line of Megatron's programs; by default, to leave out the flag that
+    is named as the field."""
+
+    def problem(self, config: Any, with_setting: str) -> str | None:
+        """What is wrong with the field in `config`; None if nothing is."""
+        value = getattr(config, self.field, None)
+        if value in (*self.allowed, None, False):
+            return None
+        allowed = " or ".join(map(repr, self.allowed))
+        way_out = self.way_out or f"leave out --{self.field.replace('_', '-')}"
+        return (
+            f"{self.field} ({value!r}) must be {allowed} with {with_setting}: {self.reason} "
+            f"({way_out})"
+        )
+
+
+def _broken(rules: tuple[_Rule, ...], config: Any, with_setting: str) -> list[str]:
+    """Return the problems of all rules that `config` breaks."""
+    return [problem for rule in rules if (problem := rule.problem(config, with_setting))]
+
+
 _MUST_BE = (
-    (
+    _Rule(
         "moe_grouped_gemm",
-        False,
+        (False,),
         "replicas join SequentialMLP or GroupedExperts; group them with model.experts=grouped_mm, "
         "in a script with megatron_ext.grouped_mm_spec",
     ),
-    ("moe_expert_capacity_factor", None, "a dropped token belongs to no quota"),
-    ("moe_pad_expert_input_to_capacity", False, "padding would be planned as load"),
-    ("expert_tensor_parallel_size", 1, "replicas of sharded experts are not supported"),
-    ("gradient_accumulation_fusion", False, "it would bypass the replicas' share of the gradient"),
-    ("overlap_moe_expert_parallel_comm", False, "two layers would use the shared slots at once"),
-    (
+    _Rule("moe_use_legacy_grouped_gemm", (False,), "replicas cannot join GroupedMLP"),
+    _Rule("moe_single_grouped_weight", (False,), "replicas join experts with a weight each"),
+    _Rule("moe_single_grouped_bias", (False,), "replicas join experts with a bias each"),
+    _Rule(
+        "use_transformer_engine_op_fuser",
+        (False,),
+        "fused experts are built where replicas cannot join them",
+    ),
+    _Rule("moe_expert_capacity_factor", (None,), "a dropped token belongs to no quota"),
+    _Rule("moe_expert_rank_capacity_factor", (None,), "a dropped token belongs to no quota"),
+    _Rule("moe_pad_expert_input_to_capacity", (False,), "padding would be planned as load"),
+    _Rule("moe_paged_stash", (False,), "a step that it runs again would be planned twice"),
+    _Rule(
+        "moe_flex_dispatcher_backend",
+        ("deepep", "hybridep"),
+        "NCCL EP is set up once, for the experts without slots",
+        "set --moe-flex-dispatcher-backend deepep",
+    ),
+    _Rule(
+        "expert_tensor_parallel_size",
+        (1,),
+        "replicas of sharded experts are not supported",
+        "set --expert-tensor-parallel-size 1",
+    ),
+    _Rule(
+        "gradient_accumulation_fusion",
+        (False,),
+        "it would bypass the replicas' share of the gradient",
+        "set --no-gradient-accumulation-fusion",
+    ),
+    _Rule(
+        "overlap_moe_expert_parallel_comm",
+        (False,),
+        "two layers would use the shared slots at once",
+    ),
+    _Rule(
         "delay_wgrad_compute",
-        False,
+        (False,),
         "slot gradients must be complete when the experts' backward ends",
     ),
-    ("overlap_dispatch_backward_with_experts_wgrad", False, "slot gradients must not be delayed"),
-    ("fp8", None, "quantized experts are not supported"),
-    ("fp4", None, "quantized experts are not supported"),
-    ("cuda_graph_impl", "none", "plans are read on the host"),
+    _Rule(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        (False,),
+        "slot gradients must not be delayed",
+    ),
+    _Rule("fp8", (None,), "quantized experts are not supported", "leave out --fp8-format"),
+    _Rule("fp4", (None,), "quantized experts are not supported", "leave out --fp4-format"),
+    _Rule("cuda_graph_impl", ("none",), "plans are read on the host", "set --cuda-graph-impl none"),
 )
-"""(field of TransformerConfig, value it must have, why). A field that Megatron lacks is fine."""
+"""What every balanced layer needs."""
 
 _MUST_BE_FOR_LOCAL_FIRST = (
-    ("moe_token_dispatcher_type", "alltoall", "only there own tokens can be kept from travelling"),
-    (
+    _Rule(
+        "moe_token_dispatcher_type",
+        ("alltoall",),
+        "only there own tokens can be kept from travelling",
+        "set --moe-token-dispatcher-type alltoall",
+    ),
+    _Rule(
         "moe_shared_expert_overlap",
-        False,
+        (False,),
         "shared experts would want the same places of the exchange",
     ),
 )
-"""The same for `balance.local_first`."""
+"""What `balance.local_first` needs besides."""
+
+_MUST_BE_TO_PREDICT = (
+    _Rule("moe_enable_routing_replay", (False,), "predictions would be recorded as choices"),
+)
+"""What strategies need besides whose layers predict the next one's load."""

@@ -25,6 +25,7 @@ from megatron_ext.config import BalanceConfig
 from megatron_ext.files.placement import read_placement
 from megatron_ext.mcore.backward import JoiningTransformerLayer
 from megatron_ext.mcore.grouped_experts import GroupedExperts
+from megatron_ext.mcore.limits import require_balance_config
 from megatron_ext.mcore.lookahead import LayerOrder
 from megatron_ext.mcore.moe_layer import BalancedMoELayer, EvenMoELayer
 
@@ -45,8 +46,7 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
             experts that cannot be, or the file of placed replicas holds none.
         FileNotFoundError: There is no such file of placed replicas.
     """
-    if not isinstance(balance, BalanceConfig):
-        raise TypeError(f"balance ({balance!r}) must be a BalanceConfig, as BalanceConfig(slots=2)")
+    require_balance_config(balance)
     kind = get_strategy(balance.strategy).kind
     if isinstance(kind, StaysMegatron):
         return spec

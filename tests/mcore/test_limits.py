@@ -1,0 +1,141 @@
+"""What excludes balancing is known, and said in the words of Megatron's command line.
+
+Layer 1: no processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from megatron_ext.config import BalanceConfig, ConfigError
+from megatron_ext.cpu_platform import enable_cpu_platform
+
+enable_cpu_platform()
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+
+from megatron_ext.mcore import limits  # noqa: E402
+from megatron_ext.mcore.check import check  # noqa: E402
+
+RULES = (*limits._MUST_BE, *limits._MUST_BE_FOR_LOCAL_FIRST, *limits._MUST_BE_TO_PREDICT)
+
+FINE = {
+    *("moe_layer_freq", "moe_layer_recompute", "moe_ffn_hidden_size", "moe_latent_size"),
+    # The router's choices and losses, which balancing only reads.
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_grad_scale_func"),
+    *("moe_router_load_balancing_type", "moe_router_topk", "moe_router_topk_limited_devices"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_pre_softmax"),
+    *("moe_router_topk_scaling_factor", "moe_router_score_function", "moe_router_dtype"),
+    *("moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_router_fusion"),
+    *("moe_router_quantile_balancing_ema", "moe_router_force_load_balancing"),
+    "moe_router_force_biased",
+    # Padded assignments are assignments: planned and computed like others.
+    *("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
+    # Shared experts are not replicated.
+    *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
+    "moe_shared_expert_glu_interleave_size",
+    # How the dispatcher works, over physical experts as over logical ones.
+    *("moe_token_dispatcher_type", "moe_enable_deepep", "moe_permute_fusion"),
+    *("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms", "moe_hybridep_num_sms"),
+    *("moe_hybridep_num_blocks_permute", "moe_hybridep_num_blocks_unpermute"),
+    *("moe_hybridep_num_sms_preprocessing", "moe_permute_fusion_into_hybridep"),
+    "moe_hybridep_pad_uneven_dispatch_inputs",
+    # Of a dispatcher that is refused.
+    *("moe_ncclep_static_shape", "moe_ncclep_zero_copy"),
+    # How the experts compute.
+    *("moe_apply_probs_on_input", "moe_mlp_glu_interleave_size"),
+    # Nothing without a capacity, or without the stash.
+    *("moe_token_drop_policy", "moe_paged_stash_page_size"),
+    *("moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu"),
+    # Of inference, or of what is read.
+    *("moe_pad_experts_for_cuda_graph_inference", "moe_per_layer_logging"),
+    # Refused by Megatron itself, or not read by it.
+    *("moe_token_dropping", "moe_extended_tp"),
+}
+"""Settings of Megatron's MoE layers that change nothing for balancing."""
+
+
+def moe_config(**settings: Any) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        num_moe_experts=4,
+        expert_model_parallel_size=2,
+        add_bias_linear=False,
+        **settings,
+    )
+
+
+def test_every_setting_of_moe_layers_is_judged() -> None:
+    """Also those of a version of Megatron that nobody has looked at yet."""
+    ruled = {rule.field for rule in RULES}
+    found = {each.name for each in fields(TransformerConfig) if each.name.startswith("moe_")}
+    assert found - ruled - FINE == set(), "refuse these in limits.py, or call them fine here"
+    assert {rule.field for rule in limits._MUST_BE} & FINE == set()
+
+
+def test_all_problems_are_in_one_error() -> None:
+    config = moe_config(
+        moe_expert_capacity_factor=1.0,
+        moe_router_load_balancing_type="aux_loss",
+        gradient_accumulation_fusion=True,
+    )
+    with pytest.raises(ConfigError) as error:
+        check(config, BalanceConfig(strategy="magic", nvlink_domain=3))
+    strategy, domain, capacity, fusion = error.value.problems
+    assert "unknown strategy 'magic'" in strategy
+    assert "balance.nvlink_domain (3) must divide" in domain
+    assert capacity.startswith("moe_expert_capacity_factor (1.0) must be None with balance.strat")
+    assert capacity.endswith("(leave out --moe-expert-capacity-factor)")
+    assert fusion.endswith("(set --no-gradient-accumulation-fusion)")
+    check(config, BalanceConfig(strategy="none"))
+
+
+def test_the_class_of_the_experts_is_checked_where_a_spec_is_given() -> None:
+    config, balance = moe_config(), BalanceConfig()
+    spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
+    check(config, balance, spec)
+    dense = get_gpt_layer_local_spec()
+    with pytest.raises(ConfigError, match="the spec has no MoE layer in it"):
+        check(config, balance, dense)
+    with pytest.raises(ConfigError) as error:
+        check(config, BalanceConfig(strategy="magic"), spec)
+    assert len(error.value.problems) == 1, "the same is said once"
+
+
+def test_settings_that_are_no_balance_config() -> None:
+    with pytest.raises(TypeError, match=r"balance \(\{'slots': 2\}\) must be a BalanceConfig"):
+        check(moe_config(), {"slots": 2})  # type: ignore[arg-type]
+
+
+def flags_of_megatron() -> Iterator[str]:
+    from megatron.training.arguments import add_megatron_arguments
+
+    for action in add_megatron_arguments(argparse.ArgumentParser())._actions:
+        yield from action.option_strings
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is None,
+    reason="the wheel of this megatron-core has no megatron.training",
+)
+def test_flags_are_those_of_megatrons_programs() -> None:
+    """But for fields that this version of Megatron lacks."""
+    known = {each.name for each in fields(TransformerConfig)}
+    flags = set(flags_of_megatron())
+    for rule in RULES:
+        if rule.field in known:
+            value = object()
+            problem = rule.problem(type("Config", (), {rule.field: value}), "balance")
+            assert problem is not None
+            (flag,) = re.findall(r"--\S+", problem.rpartition("(")[2].rstrip(")"))
+            assert flag in flags, rule.field
