@@ -183,6 +183,32 @@ def split_quota(load: Tensor, plan: BalancePlan, source_rank: int | None = None)
     return split
 
 
+def fit_quota(source_quota: Tensor, num_choices: Tensor) -> Tensor:
+    """Change one rank's shares to what its tokens chose, when the plan is for another load.
+
+    A recomputed router may choose otherwise for a token that was near a tie. An expert with fewer
+    choices takes them from its last instances; one with more computes the rest in its main. Other
+    ranks need not know.
+
+    Args:
+        source_quota: Assignments of this rank that each instance takes, int64 [E, R].
+        num_choices: Assignments of this rank to each expert, int64 [E].
+
+    Returns:
+        Shares whose sums over the ranks are `num_choices`: int64 [E, R].
+
+    >>> quota, num_choices = torch.tensor([[2, 3], [1, 4]]), torch.tensor([4, 7])
+    >>> fit_quota(quota, num_choices).tolist()
+    [[2, 2], [1, 6]]
+    """
+    num_ranks = source_quota.shape[1]
+    ends = source_quota.cumsum(1).clamp(max=num_choices[:, None])
+    fitted = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
+    at_home = fitted.view(num_ranks, -1, num_ranks).diagonal(dim1=0, dim2=2)
+    at_home += (num_choices - ends[:, -1]).view(num_ranks, -1).T
+    return fitted
+
+
 def check_plan(load: Tensor, plan: BalancePlan, *, min_quota: int = _DEFAULTS.min_quota) -> None:
     """Check that a plan is legal for a load; slow, for tests and debugging.
 

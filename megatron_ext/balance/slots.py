@@ -149,9 +149,11 @@ class SlotBuffers:
         used = [t.slot_idx for t in transfers if t.replica_rank == self.ep_rank]
         for buffer, grad in zip(self.grads, slot_grads, strict=True):
             for slot_idx in used:
-                assert grad is not None, f"slot {slot_idx} has a replica but no gradient"
-                assert grad[slot_idx] is not None, f"slot {slot_idx} has a replica but no gradient"
-                buffer[slot_idx].copy_(grad[slot_idx])
+                # A recomputed router may send no token to a replica that the plan has.
+                if grad is None or grad[slot_idx] is None:
+                    buffer[slot_idx].zero_()
+                else:
+                    buffer[slot_idx].copy_(grad[slot_idx])
         sums = {
             t.main_idx: [torch.empty_like(buffer[0]) for buffer in self.grads]
             for t in transfers

@@ -8,6 +8,7 @@
     backward.py             the transformer layer around it, whose backward waits for stage 8
     spec.py                 puts the balanced layer into any layer spec
     lookahead.py            what a layer predicts of the next, and sends ahead
+    recompute.py            how a recomputed forward finds the plan of its first pass
     schedule.py             how many plans a pipeline schedule holds
     measure.py              the costs of plans, measured on the ranks that carry them out
     timing.py               how long work takes on ranks that work together

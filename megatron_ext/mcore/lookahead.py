@@ -33,6 +33,7 @@ from megatron_ext.balance.metrics import load_accuracy, replica_use
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.slots import SentAhead
 from megatron_ext.mcore.experts import finish_parameter_gather
+from megatron_ext.mcore.recompute import in_backward
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,8 +248,3 @@ def predict_routing(router: Any, hidden_states: Tensor) -> Tensor:
     with torch.no_grad():
         _, routing_map = router.routing(router.gating(hidden_states))
     return routing_map
-
-
-def in_backward() -> bool:
-    """Whether autograd runs a backward in this thread: a forward is then a recomputed one."""
-    return torch._C._current_graph_task_id() != -1

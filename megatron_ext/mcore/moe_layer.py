@@ -37,11 +37,11 @@ from torch import Tensor, nn
 
 from megatron_ext.balance.agreement import Agreement, shared_agreement
 from megatron_ext.balance.costs import LayerCosts
-from megatron_ext.balance.in_flight import InFlightPlans
+from megatron_ext.balance.in_flight import InFlightPlans, PlanHandle
 from megatron_ext.balance.load import gather_load
 from megatron_ext.balance.main_weights import MainWeights
 from megatron_ext.balance.placement import Placement
-from megatron_ext.balance.plan import BalancePlan, split_quota
+from megatron_ext.balance.plan import BalancePlan, fit_quota, split_quota
 from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.replicas import (
     NO_SLOTS,
@@ -72,6 +72,7 @@ from megatron_ext.mcore.lookahead import (
     PredictionReport,
 )
 from megatron_ext.mcore.measure import CostMeter, measure_costs
+from megatron_ext.mcore.recompute import LeftBehind, first_pass_under_way, leave, take
 from megatron_ext.mcore.schedule import most_in_flight
 
 
@@ -232,34 +233,29 @@ class BalancedMoELayer(MoELayer):
     ) -> tuple[Tensor, Tensor]:
         """Stages 1 to 4: from logical to physical routing, with the replicas in their slots."""
         microbatch = self._begin()
-        if self.lookahead is not None:
-            place = LayerPlace(self.chunk, self.layer_number)
-            microbatch.prediction = self.lookahead.arrive(place)
+        left = take(self)
+        load, plan, handle = (
+            self._make_plan(microbatch, routing_map, probs.dtype)
+            if left is None
+            else self._recall(left)
+        )
         sent = microbatch.prediction.sent if microbatch.prediction is not None else None
-        agreement = self._agreement_on(routing_map.device)
-        load = agreement.gather_load(routing_map)
-        if self._to_measure:
-            self._measure_costs(load, probs.dtype)
-        placed = sent.slots if sent is not None else None
-        plan = self._planner.solve(load, placed)
-        agreement.seal(load, plan, self.layer_number)
         for observer in self.plan_observers:
-            observer(plan, placed)
-        if self.balance.check_plans:
-            _check_equal_plans(plan, self.ep_group, self.layer_number)
-        replication = microbatch.replication = self._replicate(microbatch, plan)
+            observer(plan, sent.slots if sent is not None else None)
+        replication = microbatch.replication = self._replicate(microbatch, plan, handle)
         # Between GPUs this does not make the host wait for the plan: it stays on the device, and
         # what the host needs of it in backward is copied meanwhile (in_flight.py).
         materializing = replication.start_materialize(sent)
+        source_quota = split_quota(load, plan, source_rank=self.ep_group.rank())
+        if left is not None:
+            source_quota = fit_quota(source_quota, routing_map.sum(0))
         assignment = assign(
-            routing_map,
-            split_quota(load, plan, source_rank=self.ep_group.rank()),
-            plan.physical_index(),
-            self.config.moe_router_topk,
+            routing_map, source_quota, plan.physical_index(), self.config.moe_router_topk
         )
-        probs, routing_map_NP = reroute(
-            probs, assignment, self.layout.num_physical, replication.routing_maps()
-        )
+        # Where a forward is recomputed, its maps live as long as one pass: no entry holds them.
+        is_only_pass = torch.is_grad_enabled() and left is None
+        maps = replication.routing_maps() if is_only_pass else None
+        probs, routing_map_NP = reroute(probs, assignment, self.layout.num_physical, maps)
         materializing.wait()
         if self.training and torch.is_grad_enabled():
             # Neither evaluation nor the first pass of recompute: every microbatch once.
@@ -270,6 +266,43 @@ class BalancedMoELayer(MoELayer):
         hidden_states, probs = super().preprocess(hidden_states, probs, routing_map_NP)
         release_graph(self.token_dispatcher)
         return hidden_states, probs
+
+    def _make_plan(
+        self, microbatch: Microbatch, routing_map: Tensor, probs_dtype: torch.dtype
+    ) -> tuple[Tensor, BalancePlan, PlanHandle | None]:
+        """Stages 1 and 2: the load and its plan, kept if a backward will come."""
+        if self.lookahead is not None:
+            place = LayerPlace(self.chunk, self.layer_number)
+            microbatch.prediction = self.lookahead.arrive(place)
+        agreement = self._agreement_on(routing_map.device)
+        load = agreement.gather_load(routing_map)
+        if self._to_measure:
+            self._measure_costs(load, probs_dtype)
+        prediction = microbatch.prediction
+        plan = self._planner.solve(load, prediction.sent.slots if prediction is not None else None)
+        agreement.seal(load, plan, self.layer_number)
+        if self.balance.check_plans:
+            _check_equal_plans(plan, self.ep_group, self.layer_number)
+        return load, plan, self._keep(microbatch, load, plan)
+
+    def _keep(self, microbatch: Microbatch, load: Tensor, plan: BalancePlan) -> PlanHandle | None:
+        """Keep a plan for the backward, or for the second pass of a forward that is recomputed."""
+        checkpoint = first_pass_under_way()
+        if self.layout.slots == 0 or not (torch.is_grad_enabled() or checkpoint is not None):
+            return None
+        _, in_flight = self._shared_state(microbatch.mains.parameters()[0])
+        handle = in_flight.keep(plan)
+        if checkpoint is not None:
+            leave(checkpoint, self, LeftBehind(load, handle))
+        return handle
+
+    def _recall(self, left: LeftBehind) -> tuple[Tensor, BalancePlan, PlanHandle]:
+        """Return what the first pass planned."""
+        assert self._in_flight is not None, "the first pass made it"
+        plan = self._in_flight.recall(left.handle)
+        # Observers may keep it longer than the backward does.
+        plan = dataclasses.replace(plan, quota=plan.quota.clone(), slots=plan.slots.clone())
+        return left.load, plan, left.handle
 
     def routed_experts_compute(self, hidden_states: Any, probs: Any) -> tuple[Any, None]:
         """Stage 6, with the hooks of stages 4 and 8 for backward around it."""
@@ -386,13 +419,14 @@ class BalancedMoELayer(MoELayer):
         num_elements = sum(math.prod(segment.shape) for segment in self.expert_weights.segments)
         return next(self.experts.parameters()).element_size() * num_elements
 
-    def _replicate(self, microbatch: Microbatch, plan: BalancePlan) -> Replication | NoReplication:
-        """Gather what the microbatch's replicas need; keeps the plan if a backward will come."""
+    def _replicate(
+        self, microbatch: Microbatch, plan: BalancePlan, handle: PlanHandle | None
+    ) -> Replication | NoReplication:
+        """Gather what the microbatch's replicas need."""
         if self.layout.slots == 0:
             return NoReplication()
         finish_parameter_gather(self.experts)
         buffers, in_flight = self._shared_state(microbatch.mains.parameters()[0])
-        handle = in_flight.keep(plan) if torch.is_grad_enabled() else None
         return Replication(buffers, in_flight, microbatch.mains, plan, handle, microbatch.joint)
 
     def _shared_state(self, example: Tensor) -> tuple[SlotBuffers, InFlightPlans]:

@@ -1,0 +1,75 @@
+"""A recomputed forward takes the plan of its first pass.
+
+A checkpoint runs a forward twice: without gradients inside the forward of an autograd function, and
+with gradients inside that function's backward. The function's context is one object for both, and
+lives as long as the backward can come. So the first pass leaves its plan there:
+
+    first pass    gather load, solve plan, keep it; leave it in the checkpoint's context
+    second pass   take it from there; materialize its replicas unless the slots still hold them
+
+No order of microbatches has to be known, and nothing of the plan on the host. A pass that no
+backward follows (evaluation, log-probabilities, in training mode as well) has a context that ends
+with it, and its plan with the context.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict, deque
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from megatron_ext.balance.in_flight import PlanHandle
+
+_LEFT = "_megatron_ext_left"
+"""Attribute of a checkpoint's context: what each layer's forwards left there, in order."""
+
+
+class LeftBehind(NamedTuple):
+    """What a layer's first pass leaves for its second."""
+
+    load: Tensor
+    """The load that the plan is for, int64 [R, E]."""
+    handle: PlanHandle
+    """Names the plan."""
+
+
+def leave(checkpoint: Any, layer: object, left: LeftBehind) -> None:
+    """Leave a plan in a checkpoint's context for the layer's second pass."""
+    if not hasattr(checkpoint, _LEFT):
+        setattr(checkpoint, _LEFT, defaultdict(deque))
+    getattr(checkpoint, _LEFT)[layer].append(left)
+
+
+def take(layer: object) -> LeftBehind | None:
+    """Return what the same forward left in its first pass; None if there was none."""
+    if not in_backward():
+        return None
+    left = getattr(torch._C._current_autograd_node(), _LEFT, {}).get(layer)
+    return left.popleft() if left else None
+
+
+def first_pass_under_way() -> Any | None:
+    """Return the context of the checkpoint whose first pass runs now; None if none does.
+
+    PyTorch tells nobody which function's forward is under way, but Python's stack does.
+    """
+    if torch.is_grad_enabled():
+        return None
+    frame = sys._getframe(1)
+    while frame is not None:
+        # Only there are all local variables looked at: to ask for them keeps them alive.
+        if frame.f_code.co_varnames[:1] == ("ctx",):
+            context = frame.f_locals.get("ctx")
+            if isinstance(context, BackwardCFunction):
+                return context
+        frame = frame.f_back
+    return None
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread: a forward is then a recomputed one."""
+    return torch._C._current_graph_task_id() != -1
