@@ -37,7 +37,7 @@ class PlanHandle:
     layer_number: int
     """1-based, as in Megatron."""
     microbatch_idx: int
-    """Plans that this layer had kept before: forwards with gradients since it was made."""
+    """Plans that this layer had kept before."""
 
 
 class InFlightPlans:

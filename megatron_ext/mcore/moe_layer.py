@@ -15,6 +15,8 @@
     combine     7 outputs back                        layer's input (backward.py)
                                                                8 sums into the mains
 
+A recomputed forward has the plan of its first pass (recompute.py).
+
 Replicas live for one microbatch in slots that all layers share; parameters, optimizer state and
 checkpoints hold logical experts only.
 """

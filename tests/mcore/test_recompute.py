@@ -188,9 +188,6 @@ def _without_backward(rank: int) -> None:
             with noted(busy) as found:
                 assert busy.train_step(step) == quiet.train_step(step)
             assert found.first == found.second
-            assert not any(
-                layer._in_flight._num_kept > 2 * step + 2 for layer in balanced_layers(busy)
-            )
 
 
 def test_a_pass_in_training_mode_without_backward_leaves_no_plan() -> None:
