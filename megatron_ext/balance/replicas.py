@@ -49,8 +49,8 @@ class Joint:
 class Replication:
     """What one microbatch's replicas are made from; lives in the autograd graph until backward.
 
-    `handle` is None when no backward will come (evaluation). `joint` is None where the backward is to
-    wait for the reduction at once.
+    `handle` is None when no backward will come (evaluation). `joint` is None where the backward
+    is to wait for the reduction at once.
     """
 
     buffers: SlotBuffers
