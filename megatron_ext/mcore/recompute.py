@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict, deque
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +60,7 @@ def first_pass_under_way() -> Any | None:
     """
     if torch.is_grad_enabled():
         return None
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         # Only there are all local variables looked at: to ask for them keeps them alive.
         if frame.f_code.co_varnames[:1] == ("ctx",):
