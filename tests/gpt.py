@@ -5,7 +5,8 @@ Parameters are named globally (`decoder.layers.3.mlp.experts.5.linear_fc1.weight
 counted from 0, and logical expert) and start from a random stream of that name, so runs that differ
 in expert or pipeline parallelism, or in the spec of their MoE layers, start from the same model.
 
-Import it before anything of Megatron: it enables the CPU platform.
+Import it before anything of Megatron: it enables the CPU platform, and Transformer Engine where it
+is on the path.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import torch.nn.functional as F
 
 from megatron_ext.cpu_platform import enable_cpu_platform
 from tests.ranks import after_call
+from tests.te_on_cpu import enable_te_on_cpu
 
+enable_te_on_cpu()
 enable_cpu_platform()
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
@@ -141,6 +144,7 @@ def build_gpt(
     dtype: torch.dtype = torch.float32,
     micro_batch_size: int = 2,
     seed: int = 1234,
+    transformer_engine: bool = False,
     spec_transform: Callable[[Any], Any] | None = None,
     **megatron: Any,
 ) -> TinyGPT:
@@ -154,6 +158,7 @@ def build_gpt(
         recompute: `none`, `selective` (the MoE layer) or `full`.
         optimizer: `sgd` or `adam`; Megatron's distributed optimizer takes only `adam`.
         dtype: float64 gives a model without optimizer: Megatron's take none.
+        transformer_engine: Whether the layers are Transformer Engine's (`tests/te`).
         spec_transform: Applied to the block spec of every chunk, e.g. `partial(balance_spec,
             config=...)`.
         megatron: Further fields of Megatron's TransformerConfig.
@@ -202,7 +207,9 @@ def build_gpt(
     if dtype == torch.float64:  # which no run of the package has
         differences |= dict(params_dtype=dtype, pipeline_dtype=dtype, moe_router_dtype="fp64")
     config = TransformerConfig(**(OVERRIDABLE | transformer_settings(run) | differences | megatron))
-    modules = [_build_chunk(config, chunk, vpp, spec_transform) for chunk in range(vpp)]
+    modules = [
+        _build_chunk(config, chunk, vpp, transformer_engine, spec_transform) for chunk in range(vpp)
+    ]
     for module in modules:
         module.to(dtype)  # Norms ignore params_dtype.
         _initialize(module, seed)
@@ -249,11 +256,15 @@ def _start_parallelism(**sizes: Any) -> None:
 
 
 def _build_chunk(
-    config: TransformerConfig, chunk: int, vpp: int, spec_transform: Callable[[Any], Any] | None
+    config: TransformerConfig,
+    chunk: int,
+    vpp: int,
+    transformer_engine: bool,
+    spec_transform: Callable[[Any], Any] | None,
 ) -> GPTModel:
     vp_stage = chunk if vpp > 1 else None
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
-    if config.sequence_parallel:
+    spec = get_gpt_decoder_block_spec(config, transformer_engine, vp_stage=vp_stage)
+    if config.sequence_parallel and not transformer_engine:
         spec = sequence_parallel_spec(spec)
     return GPTModel(
         config,
@@ -285,9 +296,13 @@ def _global_names(module: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
     def expert_name(match: re.Match[str]) -> str:
         return f"experts.{first_expert + int(match[1])}."
 
+    def grouped_name(match: re.Match[str]) -> str:
+        return f"experts.{first_expert + int(match[2])}.{match[1]}"
+
     for name, parameter in module.named_parameters():
         name = re.sub(r"layers\.(\d+)\.", layer_name, name)
-        yield re.sub(r"experts\.local_experts\.(\d+)\.", expert_name, name), parameter
+        name = re.sub(r"experts\.local_experts\.(\d+)\.", expert_name, name)
+        yield re.sub(r"experts\.(linear_fc[12]\.\w+?)(\d+)$", grouped_name, name), parameter
 
 
 def _initialize(module: GPTModel, seed: int) -> None:

@@ -1,0 +1,419 @@
+"""Lets the Python modules of Transformer Engine 2.20.2 run without CUDA.
+
+All of `transformer_engine.pytorch` is the real one. Below it, Python stands in for the compiled
+extension `transformer_engine_torch`: products of matrices, norms and optimizer steps in the dtypes
+bfloat16, float32 and float64. What is asked for and not here (quantization, fused attention)
+raises NotImplementedError.
+
+The stand-ins follow signatures that are private to one version. `tests/te/run.sh` puts that version
+into a folder of its own, and runs tests with the folder on their path. There Megatron takes
+Transformer Engine's norms and optimizers; all other tests run without it.
+
+Legend: a product `op(a) @ op(b)` is said as cuBLAS says it, by columns. With rows it is `b @ a.T`
+for TN (forward), `b @ a` for NN (gradient of the input), `b.T @ a` for NT (of the weight).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+VERSION = "2.20.2"
+
+_enabled = False
+
+
+def te_is_here() -> bool:
+    """Whether this process has Transformer Engine on its path."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def enable_te_on_cpu() -> None:
+    """Make Transformer Engine importable and its modules runnable on the CPU, if it is here.
+
+    Call it before anything imports Megatron, and before `enable_cpu_platform()`.
+
+    Raises:
+        RuntimeError: It is here in another version.
+    """
+    global _enabled
+    if _enabled or not te_is_here():
+        return
+    if (found := importlib.metadata.version("transformer_engine")) != VERSION:
+        raise RuntimeError(f"transformer_engine is {found}, and its twin for the CPU {VERSION}")
+    _put_twins_in_place()
+    _answer_like_a_gpu()
+    _enabled = True
+
+
+# --- products
+
+
+def _product(a: Tensor, transa: bool, b: Tensor, transb: bool) -> Tensor:
+    """See the legend; in float32 at least, as tensor cores add."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    a, b = (x.detach().reshape(-1, x.shape[-1]).to(wide) for x in (a, b))
+    return (b.T if transb else b) @ (a.T if transa else a)
+
+
+def _write(out: Tensor, value: Tensor, accumulate: bool) -> None:
+    value = value.reshape(out.shape)
+    out.copy_(out.to(value.dtype) + value if accumulate else value)
+
+
+@torch.no_grad()
+def te_general_grouped_gemm(
+    a: Sequence[Tensor],
+    transa: bool,
+    b: Sequence[Tensor],
+    transb: bool,
+    out: Sequence[Tensor],
+    out_dtype: Any,
+    m_splits: Sequence[int],
+    bias: Sequence[Tensor],
+    bias_dtype: Any,
+    single_output: bool,
+    pre_gelu_out: Any,
+    grad: bool,
+    workspace: Any,
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    math_sm_count: int,
+) -> Sequence[Tensor]:
+    """A product for each group. With `grad`, `bias` takes the sums of `b`; else it is added."""
+    outs = out[0].split(list(m_splits)) if single_output else out
+    for a_i, b_i, out_i, bias_i in zip(a, b, outs, bias, strict=True):
+        if grad and bias_i.numel():
+            bias_i.copy_(b_i.to(torch.promote_types(b_i.dtype, torch.float32)).sum(0))
+        value = _product(a_i, transa, b_i, transb)
+        if not grad and bias_i.numel():
+            value = value + bias_i.to(value.dtype)
+        _write(out_i, value, accumulate)
+    return bias
+
+
+@torch.no_grad()
+def generic_gemm(
+    a: Tensor,
+    transa: bool,
+    b: Tensor,
+    transb: bool,
+    out: Tensor | None,
+    quantizer: Any,
+    out_dtype: Any,
+    bias: Tensor | None,
+    bias_dtype: Any,
+    gelu: bool,
+    gelu_in: Any,
+    grad: bool,
+    workspace: Any,
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    **rest: Any,
+) -> list[Tensor | None]:
+    """One product: [out, gradient of the bias, input of GELU, further output]."""
+    if gelu or quantizer is not None or rest.get("comm_overlap") is not None:
+        raise NotImplementedError("GELU, quantizers and overlap have no twin")
+    value = _product(a, transa, b, transb) * rest.get("alpha", 1.0)
+    bias_grad = None
+    if bias is not None and bias.numel():
+        if grad:
+            bias_grad = b.reshape(-1, b.shape[-1]).sum(0).to(bias.dtype)
+        else:
+            value = value + bias.to(value.dtype)
+    if out is None:
+        shape = value.shape if transb else (*b.shape[:-1], value.shape[-1])
+        out = value.reshape(shape).to(_torch_dtype(out_dtype, a.dtype))
+    else:
+        _write(out, value, accumulate)
+    return [out, bias_grad, None, None]
+
+
+def _torch_dtype(te_dtype: Any, default: torch.dtype) -> torch.dtype:
+    from transformer_engine.pytorch.constants import TE_DType_To_Torch
+
+    if te_dtype is None or isinstance(te_dtype, torch.dtype):
+        return te_dtype or default
+    return default if default == torch.float64 else TE_DType_To_Torch[te_dtype]
+
+
+# --- norms
+
+
+@torch.no_grad()
+def rmsnorm_fwd(
+    x: Tensor, weight: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any, *rest: Any
+) -> list[Any]:
+    """[normalized, None, 1 / root mean square]."""
+    wide = _wide(x)
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    value = wide * scale * _gamma(weight, rest)
+    return [_deliver(value.to(_torch_dtype(dtype, x.dtype)), out, quantizer), None, scale[..., 0]]
+
+
+@torch.no_grad()
+def rmsnorm_bwd(dy: Tensor, x: Tensor, scale: Tensor, weight: Tensor, *rest: Any) -> list[Tensor]:
+    """Gradients of input and weight."""
+    scale, dy = scale.unsqueeze(-1), _wide(dy)
+    y, dz = _wide(x) * scale, dy * _gamma(weight, rest)
+    dx = scale * (dz - y * (dz * y).mean(-1, keepdim=True))
+    return [dx.to(x.dtype), (dy * y).flatten(0, -2).sum(0).to(weight.dtype)]
+
+
+@torch.no_grad()
+def layernorm_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any,
+    *rest: Any,
+) -> list[Any]:  # fmt: skip
+    """[normalized, mean, 1 / standard deviation]."""
+    wide = _wide(x)
+    mean = wide.mean(-1, keepdim=True)
+    scale = torch.rsqrt((wide - mean).pow(2).mean(-1, keepdim=True) + eps)
+    value = (wide - mean) * scale * _gamma(weight, rest) + _wide(bias)
+    value = _deliver(value.to(_torch_dtype(dtype, x.dtype)), out, quantizer)
+    return [value, mean[..., 0], scale[..., 0]]
+
+
+@torch.no_grad()
+def layernorm_bwd(
+    dy: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, *rest: Any
+) -> list[Tensor]:
+    """Gradients of input, weight and bias."""
+    scale, dy = scale.unsqueeze(-1), _wide(dy)
+    y, dz = (_wide(x) - mean.unsqueeze(-1)) * scale, dy * _gamma(weight, rest)
+    centred = dz - dz.mean(-1, keepdim=True)
+    dx = scale * (centred - y * (dz * y).mean(-1, keepdim=True))
+    sums = [value.flatten(0, -2).sum(0).to(weight.dtype) for value in (dy * y, dy)]
+    return [dx.to(x.dtype), *sums]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.detach().to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _gamma(weight: Tensor, rest: Sequence[Any]) -> Tensor:
+    """The last argument of a norm says whether the weight is kept less one."""
+    return _wide(weight) + (1.0 if rest[-1] else 0.0)
+
+
+def _deliver(value: Tensor, out: Tensor | None, quantizer: Any) -> Tensor:
+    if quantizer is not None:
+        raise NotImplementedError("quantizers have no twin")
+    return value if out is None else out.copy_(value)
+
+
+# --- optimizers: Megatron takes Transformer Engine's wherever it can be imported
+
+
+@torch.no_grad()
+def multi_tensor_l2norm(
+    chunk: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], per_tensor: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Norm of all tensors together [1], and of each."""
+    norms = torch.stack([tensor.float().norm() for tensor in lists[0]])
+    return norms.norm().reshape(1), norms if per_tensor else norms.new_empty(0)
+
+
+@torch.no_grad()
+def multi_tensor_scale(
+    chunk: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], scale: Any
+) -> None:
+    """Write the first list's tensors, scaled, into the second's."""
+    for source, target in zip(*lists, strict=True):
+        target.copy_(source * scale)
+
+
+@torch.no_grad()
+def multi_tensor_adam(
+    chunk: int,
+    noop: Tensor,
+    lists: Sequence[Sequence[Tensor]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    decoupled: bool,
+    bias_correction: bool,
+    weight_decay: float,
+    *rest: Any,
+) -> None:
+    """A step of Adam; lists are gradients, parameters, two moments, and maybe master parameters."""
+    correct = [1 - beta**step if bias_correction else 1.0 for beta in (beta1, beta2)]
+    for grad, parameter, first, second, *masters in zip(*lists, strict=True):
+        weight, grad = (masters or [parameter])[0].float(), grad.float()
+        if not decoupled:
+            grad = grad + weight_decay * weight
+        first.copy_(beta1 * first + (1 - beta1) * grad)
+        second.copy_(beta2 * second + (1 - beta2) * grad * grad)
+        update = (first / correct[0]) / ((second / correct[1]).sqrt() + eps)
+        if decoupled:
+            update = update + weight_decay * weight
+        for target in (parameter, *masters):
+            target.copy_(weight - lr * update)
+
+
+_TWINS: dict[str, Callable[..., Any]] = {
+    "generic_gemm": generic_gemm,
+    "get_cudnn_version": lambda: 92000,
+    "get_num_cublas_streams": lambda: 1,
+    "layernorm_bwd": layernorm_bwd,
+    "layernorm_fwd": layernorm_fwd,
+    "multi_tensor_adam": multi_tensor_adam,
+    "multi_tensor_l2norm": multi_tensor_l2norm,
+    "multi_tensor_scale": multi_tensor_scale,
+    "multi_tensor_scale_tensor": multi_tensor_scale,
+    "rmsnorm_bwd": rmsnorm_bwd,
+    "rmsnorm_fwd": rmsnorm_fwd,
+    "te_general_grouped_gemm": te_general_grouped_gemm,
+}
+
+# --- the compiled extension's place
+
+
+class _AnyMember(enum.EnumMeta):
+    """An enumeration that has every name: those of attention and routing are only passed on."""
+
+    def __getattr__(cls, name: str) -> int:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return 0
+
+
+def _extension() -> types.ModuleType:
+    """The module that stands for `transformer_engine_torch`."""
+    module: Any = types.ModuleType("transformer_engine_torch")
+    module.DType = enum.IntEnum(
+        "DType",
+        # Transformer Engine's own values. It has no name for float64: see `_answer_like_a_gpu`.
+        dict(kByte=0, kInt32=2, kFloat32=4, kFloat16=5, kBFloat16=6, kFloat8E4M3=7, kFloat8E5M2=8)
+        | dict(kFloat4E2M1=10),
+    )
+    kinds = ("INPUT", "WEIGHT", "OUTPUT"), ("GRAD_OUTPUT", "GRAD_INPUT")
+    for name, names in (
+        ("FP8FwdTensors", [f"GEMM{i}_{kind}" for i in (1, 2, 3) for kind in kinds[0]]),
+        ("FP8BwdTensors", [f"{kind}{i}" for i in (1, 2, 3) for kind in kinds[1]]),
+    ):
+        setattr(module, name, enum.IntEnum(name, names, start=0))
+    module.NVTE_Fused_Attn_Backend = enum.IntEnum(
+        "NVTE_Fused_Attn_Backend",
+        dict(NVTE_No_Backend=-1, NVTE_F16_arbitrary_seqlen=1, NVTE_FP8=2),
+    )
+    for name, twin in _TWINS.items():
+        setattr(module, name, twin)
+
+    def other(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name.startswith(("NVTE", "CommOverlap", "Float8BlockScale")):
+            made: Any = _AnyMember(name, (enum.IntEnum,), enum.EnumMeta.__prepare__(name, ()))
+        else:
+            made = functools.partial(_has_no_twin, name)
+        setattr(module, name, made)
+        return made
+
+    module.__getattr__ = other
+    return module
+
+
+def _has_no_twin(name: str, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(f"transformer_engine_torch.{name} has no twin for the CPU")
+
+
+def _put_twins_in_place() -> None:
+    spec = importlib.util.find_spec("transformer_engine")
+    assert spec is not None
+    assert spec.origin is not None
+    root = Path(spec.origin).parent
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # The library of kernels is not loaded.
+    sys.modules["transformer_engine_torch"] = _extension()
+    # Kernels in Triton, and export: neither is used, and what they import may be missing.
+    unused = [f"triton.{path.stem}" for path in (root / "pytorch/triton").glob("[!_]*.py")]
+    for name in ("onnx_extensions", "triton", *unused):
+        name = f"transformer_engine.pytorch.{name}"
+        sys.modules[name] = mock.MagicMock(
+            name=name, __spec__=importlib.machinery.ModuleSpec(name, None)
+        )
+    # `transformer_engine` imports `transformer_engine.pytorch`, which asks for the extension.
+    path = root / "common"
+    name = "transformer_engine.common"
+    spec = importlib.util.spec_from_file_location(
+        name, path / "__init__.py", submodule_search_locations=[str(path)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    common: Any = sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(common)
+    common.load_framework_extension = lambda framework: None
+    vars(importlib.import_module("transformer_engine"))["common"] = common
+    importlib.import_module("transformer_engine.pytorch")
+
+
+# --- what Transformer Engine asks of PyTorch
+
+
+class _Delegate(types.ModuleType):
+    """A module with some answers of its own."""
+
+    def __init__(self, module: Any, **answers: Any) -> None:
+        super().__init__(module.__name__)
+        self.__dict__.update(_module=module, **answers)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _answer_like_a_gpu() -> None:
+    """Transformer Engine hears of a Hopper; everybody else who asks PyTorch hears the truth."""
+    from transformer_engine.pytorch import DotProductAttention, constants
+    from transformer_engine.pytorch.cpp_extensions import gemm
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+    properties = types.SimpleNamespace(
+        name="CPU", major=9, minor=0, multi_processor_count=1, total_memory=1 << 34
+    )
+    cuda = _Delegate(
+        torch.cuda,
+        is_available=lambda: True,
+        current_device=lambda: torch.device("cpu"),
+        get_device_properties=lambda device=None: properties,
+        get_device_capability=lambda device=None: (9, 0),
+        is_current_stream_capturing=lambda: False,
+        synchronize=lambda device=None: None,
+    )
+    theirs = _Delegate(torch, cuda=cuda, version=_Delegate(torch.version, cuda="13.0"))
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformer_engine.") and vars(module).get("torch") is torch:
+            module.torch = theirs  # type: ignore[attr-defined]
+    constants.TE_DType[torch.float64] = constants.DType.kFloat32
+    gemm.get_cublas_workspace_size_bytes = lambda: 1
+    for owner, method in (
+        (TransformerEngineBaseModule, "prepare_forward"),
+        (DotProductAttention, "forward"),
+    ):
+        setattr(owner, method, _with_tensors_on_a_gpu(getattr(owner, method)))
+
+
+def _with_tensors_on_a_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def pretending(*args: Any, **kwargs: Any) -> Any:
+        with mock.patch.object(torch.Tensor, "is_cuda", property(lambda tensor: True)):
+            return function(*args, **kwargs)
+
+    return pretending
