@@ -40,6 +40,9 @@ def by_world_size(cases: dict[int, Any]) -> list[Any]:
     return [pytest.param(size, marks=slow) if size >= 4 else size for size in sorted(cases)]
 
 
+OVERLAPPED = dict(moe_shared_expert_overlap=True, moe_shared_expert_gate=True)
+"""The dispatcher computes the shared experts beside its exchanges, and their gate."""
+
 GRADIENT_CASES: dict[int, list[Case]] = {
     1: [(dict(ep=1), 1), (dict(ep=1, recompute="full", topk=1), 4)],
     2: [
@@ -48,6 +51,7 @@ GRADIENT_CASES: dict[int, list[Case]] = {
         (dict(ep=2, recompute="selective", distributed_optimizer=True), 4),
         (dict(ep=2, recompute="full"), 4),
         (dict(ep=2, shared_ffn=24), 1),
+        (dict(ep=2, shared_ffn=24, dispatcher="alltoall", **OVERLAPPED), 2),
         (dict(ep=2, dispatcher="allgather"), 4),
         (dict(ep=2, experts=2, topk=1, num_layers=3), 4),
         (dict(ep=2, gated_linear_unit=True, bias_activation_fusion=False), 1),
