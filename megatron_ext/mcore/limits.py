@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_ext.balance.strategies import STRATEGIES, get_planner, get_strategy
+from megatron_ext.balance.strategies import STRATEGIES, get_planner
 from megatron_ext.balance.strategies.strategy import ForcesEven, FromPlacement, StaysMegatron
 from megatron_ext.config import BalanceConfig
 from megatron_ext.transport import TRANSPORTS, resolve_transport
@@ -49,6 +49,8 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
     problems += _broken(_MUST_BE, config, f"balance.strategy={balance.strategy}")
     if balance.local_first:
         problems += _broken(_MUST_BE_FOR_LOCAL_FIRST, config, "balance.local_first")
+    if _forces_even(balance):
+        problems += _broken(_MUST_BE_TO_FORCE, config, f"balance.strategy={balance.strategy}")
     if predicts(balance):
         problems += _broken(_MUST_BE_TO_PREDICT, config, f"balance.strategy={balance.strategy}")
     return problems
@@ -76,8 +78,14 @@ def predicts(balance: BalanceConfig) -> bool:
     return strategy is not None and strategy.predicts
 
 
+def _forces_even(balance: BalanceConfig) -> bool:
+    """Whether even routing is forced instead of planned."""
+    strategy = STRATEGIES.get(balance.strategy)
+    return strategy is not None and isinstance(strategy.kind, ForcesEven)
+
+
 def _check_strategy(balance: BalanceConfig) -> None:
-    if isinstance(get_strategy(balance.strategy).kind, ForcesEven):
+    if _forces_even(balance):
         return
     planner = get_planner(balance.strategy, for_time=balance.plans_for_time)
     if isinstance(planner, FromPlacement) and not balance.placement:
@@ -148,9 +156,11 @@ _MUST_BE = (
         (False,),
         "fused experts are built where replicas cannot join them",
     ),
-    _Rule("moe_expert_capacity_factor", (None,), "a dropped token belongs to no quota"),
-    _Rule("moe_expert_rank_capacity_factor", (None,), "a dropped token belongs to no quota"),
-    _Rule("moe_pad_expert_input_to_capacity", (False,), "padding would be planned as load"),
+    _Rule(
+        "moe_expert_rank_capacity_factor",
+        (None,),
+        "its buffers are longer than the tokens in them, and balanced ranks need no such limit",
+    ),
     _Rule("moe_paged_stash", (False,), "a step that it runs again would be planned twice"),
     _Rule(
         "moe_flex_dispatcher_backend",
@@ -198,6 +208,7 @@ _MUST_BE_FOR_LOCAL_FIRST = (
         "only there own tokens can be kept from travelling",
         "set --moe-token-dispatcher-type alltoall",
     ),
+    _Rule("moe_pad_expert_input_to_capacity", (False,), "its exchanges carry no padding"),
     _Rule(
         "moe_shared_expert_overlap",
         (False,),
@@ -205,6 +216,15 @@ _MUST_BE_FOR_LOCAL_FIRST = (
     ),
 )
 """What `balance.local_first` needs besides."""
+
+_MUST_BE_TO_FORCE = (
+    _Rule(
+        "moe_pad_expert_input_to_capacity",
+        (False,),
+        "experts would get more than their capacity",
+    ),
+)
+"""What a strategy needs besides that forces even routing."""
 
 _MUST_BE_TO_PREDICT = (
     _Rule("moe_enable_routing_replay", (False,), "predictions would be recorded as choices"),

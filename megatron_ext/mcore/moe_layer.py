@@ -24,10 +24,11 @@ checkpoints hold logical experts only.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -76,6 +77,8 @@ from megatron_ext.mcore.lookahead import (
 from megatron_ext.mcore.measure import CostMeter, measure_costs
 from megatron_ext.mcore.recompute import LeftBehind, first_pass_under_way, leave, take
 from megatron_ext.mcore.schedule import most_in_flight
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,12 @@ class BalancedMoELayer(MoELayer):
             slots=balance.slots,
             nvlink_domain=balance.domain_ranks,
         )
-        if ep_size == 1:  # One rank has nobody to share its load with.
+        is_padded = bool(config.moe_pad_expert_input_to_capacity)
+        if is_padded and self.ep_group.rank() == 0:
+            _say_padded()
+        # A token may be another expert's padding beside its own choices.
+        self._most_choices = config.num_moe_experts if is_padded else config.moe_router_topk
+        if ep_size == 1 or is_padded:  # One rank has nobody to share its load with.
             self.layout = dataclasses.replace(self.layout, slots=0)
         # One rank has no tokens to send.
         is_local_first = balance.local_first and ep_size > 1
@@ -251,9 +259,7 @@ class BalancedMoELayer(MoELayer):
         source_quota = split_quota(load, plan, source_rank=self.ep_group.rank())
         if left is not None:
             source_quota = fit_quota(source_quota, routing_map.sum(0))
-        assignment = assign(
-            routing_map, source_quota, plan.physical_index(), self.config.moe_router_topk
-        )
+        assignment = assign(routing_map, source_quota, plan.physical_index(), self._most_choices)
         # Where a forward is recomputed, its maps live as long as one pass: no entry holds them.
         is_only_pass = torch.is_grad_enabled() and left is None
         maps = replication.routing_maps() if is_only_pass else None
@@ -542,6 +548,14 @@ class EvenMoELayer(MoELayer):
             for observer in self.observers:
                 observer(LayerReport(self.layer_number, load, rank_loads, no_slots))
         return probs, routing_map
+
+
+@cache
+def _say_padded() -> None:
+    logger.info(
+        "moe_pad_expert_input_to_capacity fills every expert to its capacity: all ranks compute "
+        "equally much without balancing, so no replicas are made"
+    )
 
 
 def _check_equal_config(balance: BalanceConfig, ep_group: dist.ProcessGroup) -> None:

@@ -350,13 +350,21 @@ def test_ranks_that_disagree_about_the_config_fail_at_the_start() -> None:
         run_ranks(_disagree, 2)
 
 
+PADDED = dict(
+    moe_router_load_balancing_type="none",
+    moe_token_dispatcher_type="alltoall",
+    moe_expert_capacity_factor=1.0,
+    moe_pad_expert_input_to_capacity=True,
+)
+
+
 @pytest.mark.parametrize(
     ("settings", "balance", "message"),
     [
         (
-            dict(moe_expert_capacity_factor=1.0, moe_router_load_balancing_type="aux_loss"),
+            dict(cuda_graph_impl="local"),
             {},
-            "moe_expert_capacity_factor (1.0) must be None with balance.strategy=quota: a dropped",
+            "cuda_graph_impl ('local') must be 'none' with balance.strategy=quota: plans are read",
         ),
         ({}, dict(strategy="magic"), "unknown strategy 'magic'; known: "),
         ({}, dict(transport="rdma"), "balance.transport ('rdma') is not available here"),
@@ -380,6 +388,16 @@ def test_ranks_that_disagree_about_the_config_fail_at_the_start() -> None:
             dict(moe_token_dispatcher_type="allgather"),
             dict(local_first=True),
             "moe_token_dispatcher_type ('allgather') must be 'alltoall' with balance.local_first",
+        ),
+        (
+            PADDED,
+            dict(local_first=True),
+            "moe_pad_expert_input_to_capacity (True) must be False with balance.local_first",
+        ),
+        (
+            PADDED,
+            dict(strategy="ideal"),
+            "moe_pad_expert_input_to_capacity (True) must be False with balance.strategy=ideal",
         ),
         (
             dict(
@@ -426,12 +444,11 @@ def test_slots_are_limited_where_a_transport_limits_them(monkeypatch: pytest.Mon
 
 
 def _refuse(rank: int) -> None:
-    settings = dict(moe_expert_capacity_factor=1.0, moe_router_load_balancing_type="aux_loss")
-    balanced_gpt(settings, BalanceConfig())
+    balanced_gpt(dict(cuda_graph_impl="local"), BalanceConfig())
 
 
 def test_a_layer_that_cannot_be_balanced_is_not_built() -> None:
-    with pytest.raises(RuntimeError, match=r"moe_expert_capacity_factor \(1.0\) must be None"):
+    with pytest.raises(RuntimeError, match=r"cuda_graph_impl \('local'\) must be 'none'"):
         run_ranks(_refuse, 1)
 
 

@@ -52,8 +52,10 @@ FINE = {
     *("moe_ncclep_static_shape", "moe_ncclep_zero_copy"),
     # How the experts compute.
     *("moe_apply_probs_on_input", "moe_mlp_glu_interleave_size"),
-    # Nothing without a capacity, or without the stash.
-    *("moe_token_drop_policy", "moe_paged_stash_page_size"),
+    # Dropped choices are none, and padded experts are even already.
+    *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
+    # Nothing without the stash.
+    "moe_paged_stash_page_size",
     *("moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu"),
     # Of inference, or of what is read.
     *("moe_pad_experts_for_cuda_graph_inference", "moe_per_layer_logging"),
@@ -85,18 +87,17 @@ def test_every_setting_of_moe_layers_is_judged() -> None:
 
 def test_all_problems_are_in_one_error() -> None:
     config = moe_config(
-        moe_expert_capacity_factor=1.0,
-        moe_router_load_balancing_type="aux_loss",
+        cuda_graph_impl="local",
         gradient_accumulation_fusion=True,
     )
     with pytest.raises(ConfigError) as error:
         check(config, BalanceConfig(strategy="magic", nvlink_domain=3))
-    strategy, domain, capacity, fusion = error.value.problems
+    strategy, domain, fusion, graphs = error.value.problems
     assert "unknown strategy 'magic'" in strategy
     assert "balance.nvlink_domain (3) must divide" in domain
-    assert capacity.startswith("moe_expert_capacity_factor (1.0) must be None with balance.strat")
-    assert capacity.endswith("(leave out --moe-expert-capacity-factor)")
     assert fusion.endswith("(set --no-gradient-accumulation-fusion)")
+    assert graphs.startswith("cuda_graph_impl ('local') must be 'none' with balance.strategy=magic")
+    assert graphs.endswith("(set --cuda-graph-impl none)")
     check(config, BalanceConfig(strategy="none"))
 
 

@@ -114,10 +114,7 @@ WRONG = {
             "data.sequence_length (18) must be a multiple of parallel.tp_size (4)",
         ],
     ),
-    "capacity factor": (
-        ["+megatron.moe_expert_capacity_factor=1.5"],
-        ["moe_expert_capacity_factor (1.5) must be None"],
-    ),
+    "graphs": (["+megatron.cuda_graph_impl=local"], ["cuda_graph_impl ('local') must be 'none'"]),
     "sharded experts": (
         ["+megatron.expert_tensor_parallel_size=2"],
         ["expert_tensor_parallel_size (2) must be 1"],
