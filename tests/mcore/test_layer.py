@@ -444,11 +444,11 @@ def test_slots_are_limited_where_a_transport_limits_them(monkeypatch: pytest.Mon
 
 
 def _refuse(rank: int) -> None:
-    balanced_gpt(dict(cuda_graph_impl="local"), BalanceConfig())
+    balanced_gpt({}, BalanceConfig(nvlink_domain=3))
 
 
 def test_a_layer_that_cannot_be_balanced_is_not_built() -> None:
-    with pytest.raises(RuntimeError, match=r"cuda_graph_impl \('local'\) must be 'none'"):
+    with pytest.raises(RuntimeError, match=r"balance.nvlink_domain \(3\) must divide"):
         run_ranks(_refuse, 1)
 
 
