@@ -181,15 +181,17 @@ def _start(ranks: list[SpawnProcess], call: Callable[[], None], num_ranks: int, 
 def _watch(ranks: list[SpawnProcess], noted: list[signal.Signals]) -> _Failure | None:
     """Wait for the ranks and pass signals on; see `_attempt`."""
     told = False
-    while running := [rank for rank in ranks if rank.exitcode is None]:
-        # Processes that a rank started may hold its sentinel open: so the time limit.
-        connection.wait([rank.sentinel for rank in running], _POLL_S)
+    while True:
+        # Before the ends are looked at: who is not among these has ended by then.
+        running = [rank for rank in ranks if rank.exitcode is None]
         if killed_by := _stop_signal(ranks, lambda stop: -stop):
             _end_at_once(killed_by)
         if failures := _failures(ranks):
             _wait_for_last_words(ranks)
             # Of those that fell at the same time, one that was killed is the cause.
             return min(failures, key=lambda failure: failure.exitcode)
+        if not running:
+            break
         if ends_at_once(noted):
             _end_at_once(noted[-1])
         if noted and not told:
@@ -199,6 +201,8 @@ def _watch(ranks: list[SpawnProcess], noted: list[signal.Signals]) -> _Failure |
             for pid in pids:  # Not yet reaped, so still theirs.
                 os.kill(pid, noted[0])
             told = True
+        # Processes that a rank started may hold its sentinel open: so the time limit.
+        connection.wait([rank.sentinel for rank in running], _POLL_S)
     if stopped_by := _stop_signal(ranks, exit_status):
         raise SystemExit(exit_status(stopped_by))
     return None

@@ -8,12 +8,14 @@ import resource
 import signal
 import statistics
 import subprocess
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_ext.config import TrainConfig
+from megatron_ext.trainer import launch
 from megatron_ext.trainer.launch import CPU_ENVIRONMENT, NO_RESTART, join_ranks, launch_ranks
 from megatron_ext.trainer.train import load_config
 from tests.processes import running
@@ -118,6 +120,13 @@ def test_what_would_come_again_is_not_started_again(tmp_path, capfd):
     assert ended.value.code == 1
     assert (tmp_path / "starts").read_text() == "started\n"
     assert capfd.readouterr().err == ""
+
+
+def test_a_rank_that_failed_before_it_was_watched_is_noticed():
+    rank = get_context("spawn").Process(target=os._exit, args=(1,))
+    rank.start()
+    rank.join()
+    assert str(launch._watch([rank], [])) == "rank 0 failed (exit status 1)"
 
 
 @pytest.mark.slow
