@@ -37,6 +37,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec 
 from megatron.core.optimizer import get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
 
 from megatron_ext.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig  # noqa: E402
 from megatron_ext.trainer.norms import sequence_parallel_spec  # noqa: E402
@@ -233,7 +234,18 @@ def _drop_models() -> None:
             # Megatron's dispatchers keep the last microbatch's graph.
             if hasattr(module, "token_dispatcher"):
                 module.token_dispatcher = None
+    _forget_aux_losses()
     parallel_state.destroy_model_parallel()
+
+
+def _forget_aux_losses() -> None:
+    """Empty Megatron's table of auxiliary losses, which is as long as the first model."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    except ModuleNotFoundError:  # megatron-core 0.16
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    else:
+        destroy_moe_metrics_tracker()
 
 
 after_call.append(_drop_models)
