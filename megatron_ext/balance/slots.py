@@ -41,7 +41,7 @@ class SlotBuffers:
 
     Attributes:
         weights: One tensor a segment, [S, *shape].
-        grads: One tensor a segment, [S, *shape].
+        grads: One tensor a segment, [S, *shape]; none before `allocate_grads`.
     """
 
     def __init__(
@@ -58,10 +58,11 @@ class SlotBuffers:
         self.segments = tuple(segments)
         self.ep_rank = ep_rank
         self.transport = transport
-        grad_dtype = torch.promote_types(dtype, torch.float32)
-        shapes = [(layout.slots, *segment.shape) for segment in segments]
-        self.weights = [transport.allocate(shape, dtype, device) for shape in shapes]
-        self.grads = [transport.allocate(shape, grad_dtype, device) for shape in shapes]
+        self.weights = [
+            transport.allocate((layout.slots, *segment.shape), dtype, device)
+            for segment in segments
+        ]
+        self.grads: list[Tensor] = []
         self._resident: tuple[int, int] | None = None
         self._reducing: Reducing | None = None
         self._num_virtual_layers = 0
@@ -70,6 +71,21 @@ class SlotBuffers:
     def num_bytes(self) -> int:
         """Bytes of all buffers on this rank."""
         return sum(buffer.nbytes for buffer in (*self.weights, *self.grads))
+
+    def allocate_grads(self) -> None:
+        """Make the gradient slots, once; every EP rank calls, in its first forward with gradients.
+
+        A model that is only evaluated has none.
+        """
+        if not self.grads:
+            self.grads = [
+                self.transport.allocate(
+                    tuple(weight.shape),
+                    torch.promote_types(weight.dtype, torch.float32),
+                    weight.device,
+                )
+                for weight in self.weights
+            ]
 
     def reserve_virtual_layers(self, count: int) -> int:
         """Return the first of `count` virtual layer ids that no other layer uses."""

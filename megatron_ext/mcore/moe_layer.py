@@ -435,6 +435,8 @@ class BalancedMoELayer(MoELayer):
             return NoReplication()
         finish_parameter_gather(self.experts)
         buffers, in_flight = self._shared_state(microbatch.mains.parameters()[0])
+        if torch.is_grad_enabled():
+            buffers.allocate_grads()
         return Replication(buffers, in_flight, microbatch.mains, plan, handle, microbatch.joint)
 
     def _shared_state(self, example: Tensor) -> tuple[SlotBuffers, InFlightPlans]:

@@ -15,7 +15,12 @@ import pytest
 import torch
 
 from megatron_ext.config import BalanceConfig
-from tests.gpt import TinyGPT, TransformerConfig, build_gpt  # first: it enables the CPU platform
+from tests.gpt import (
+    SEQUENCE,
+    TinyGPT,
+    TransformerConfig,
+    build_gpt,
+)  # first: it enables the CPU platform
 from tests.mcore.parity import balanced_gpt, balanced_layers
 from tests.ranks import run_ranks
 
@@ -257,6 +262,30 @@ def test_slot_memory_does_not_grow_with_layers() -> None:
     weight_bytes = gradient_bytes = 4
     for num_bytes, numel in (*few, *many):
         assert num_bytes == BalanceConfig().slots * numel * (weight_bytes + gradient_bytes)
+
+
+def _forward_only_bytes(rank: int, recompute: str) -> list[int]:
+    gpt = balanced_gpt(dict(ep=2, recompute=recompute), EXACT)
+    layer = balanced_layers(gpt)[0]
+    positions = torch.arange(SEQUENCE).expand(2, -1)
+    num_bytes = []
+    for is_training, has_gradients in ((False, False), (True, False), (True, True)):
+        gpt.chunks[0].train(is_training)
+        with torch.set_grad_enabled(has_gradients):
+            output = gpt.chunks[0](positions, positions, None)
+        assert layer.num_in_flight == int(has_gradients)
+        if has_gradients:
+            output.sum().backward()
+        num_bytes.append(layer._slot_buffers.num_bytes)
+    weights = layer.experts.local_experts[0].parameters()
+    return [*num_bytes, sum(weight.nbytes for weight in weights)]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_only_forwards_with_gradients_have_gradient_slots(recompute: str) -> None:
+    for evaluated, scored, trained, expert in run_ranks(_forward_only_bytes, 2, recompute):
+        assert evaluated == scored == BalanceConfig().slots * expert
+        assert trained == 2 * evaluated
 
 
 def _names(rank: int) -> None:
