@@ -33,11 +33,17 @@ enable_cpu_platform()
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.optimizer import get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
+from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
+    MTPLossLoggingHelper,
+)
 
 from megatron_ext.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig  # noqa: E402
 from megatron_ext.trainer.norms import sequence_parallel_spec  # noqa: E402
@@ -278,9 +284,11 @@ def _build_chunk(
     spec = get_gpt_decoder_block_spec(config, transformer_engine, vp_stage=vp_stage)
     if config.sequence_parallel and not transformer_engine:
         spec = sequence_parallel_spec(spec)
-    return GPTModel(
+    if spec_transform:
+        spec = spec_transform(spec)
+    model = GPTModel(
         config,
-        spec_transform(spec) if spec_transform else spec,
+        spec,
         vocab_size=VOCAB,
         max_sequence_length=SEQUENCE,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -288,8 +296,13 @@ def _build_chunk(
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
         parallel_output=False,
+        mtp_block_spec=config.mtp_num_layers
+        and get_gpt_mtp_block_spec(config, spec, transformer_engine, vp_stage=vp_stage),
         vp_stage=vp_stage,
     )
+    MTPLossLoggingHelper.tracker.clear()  # It has the size of the model before.
+    model.compute_language_model_loss = _token_losses
+    return model
 
 
 def _stream(name: str, seed: int) -> torch.Generator:
@@ -312,7 +325,7 @@ def _global_names(module: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
         return f"experts.{first_expert + int(match[2])}.{match[1]}"
 
     for name, parameter in module.named_parameters():
-        name = re.sub(r"layers\.(\d+)\.", layer_name, name)
+        name = re.sub(r"(?<=decoder\.)layers\.(\d+)\.", layer_name, name)
         name = re.sub(r"experts\.local_experts\.(\d+)\.", expert_name, name)
         yield re.sub(r"experts\.(linear_fc[12]\.\w+?)(\d+)$", grouped_name, name), parameter
 
@@ -330,6 +343,9 @@ def _initialize(module: GPTModel, seed: int) -> None:
 def _forward_step(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
     tokens = next(batches)
     positions = torch.arange(SEQUENCE).expand(len(tokens), -1)
+    if model.config.mtp_num_layers:
+        # Only with labels does Megatron add the loss of the tokens after the next.
+        return model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]), _mean_loss
     logits = model(tokens[:, :-1], positions, None)
     return logits, partial(_loss, tokens[:, 1:])
 
@@ -341,3 +357,13 @@ def _loss(
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     # A copy: Megatron's schedule divides the loss by the number of microbatches in place.
     return loss, {"loss": loss.detach().clone(), "logits": logits.detach()}
+
+
+def _token_losses(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Losses [B, SEQUENCE], in the dtype of the logits [SEQUENCE, B, VOCAB]."""
+    return F.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")
+
+
+def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = losses.mean()
+    return loss, {"loss": loss.detach().clone()}

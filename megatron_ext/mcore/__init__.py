@@ -7,6 +7,7 @@
     grouped_experts.py      stacked experts, one grouped matrix product a layer
     backward.py             the transformer layer around it, whose backward waits for stage 8
     spec.py                 puts the balanced layer into any layer spec
+    left_out.py             notices MoE layers that a program did not balance
     lookahead.py            what a layer predicts of the next, and sends ahead
     recompute.py            how a recomputed forward finds the plan of its first pass
     schedule.py             how many plans a pipeline schedule holds

@@ -24,7 +24,8 @@ class JoiningTransformerLayer(TransformerLayer):
         self, config: Any, submodules: Any, layer_number: int = 1, *args: Any, **kwargs: Any
     ) -> None:
         super().__init__(config, submodules, layer_number, *args, **kwargs)
-        if isinstance(self.mlp, BalancedMoELayer):
+        # What multi-token prediction begins with is not what the layer before it ends with.
+        if isinstance(self.mlp, BalancedMoELayer) and not self.mlp.is_for_mtp:
             # The argument counts from the chunk's first layer, the attribute from the model's.
             self.mlp.chunk = self.layer_number - layer_number
 

@@ -224,6 +224,18 @@ class BalancedMoELayer(MoELayer):
         # The forward that is under way. Here because Megatron calls its stages one by one.
         self._microbatch: Microbatch | None = None
 
+    @property
+    def is_for_mtp(self) -> bool:
+        """Whether this is a layer of multi-token prediction."""
+        return self.layer_number > self.config.num_layers
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Take the number in the model: layers of multi-token prediction follow the decoder's."""
+        super().set_layer_number(layer_number)
+        # Later versions of Megatron count these from 1; the router knows that by itself.
+        if getattr(self, "is_mtp_layer", False):
+            self.layer_number = layer_number + self.config.num_layers
+
     def join_reduction(self, hidden_states: Tensor) -> Tensor:
         """Let backward wait for the next forward's replica gradients at the layer's input.
 
@@ -466,12 +478,18 @@ class BalancedMoELayer(MoELayer):
         if self.balance.max_in_flight != "auto":
             return int(self.balance.max_in_flight)
         config = self.config
-        return most_in_flight(
+        num_microbatches = most_in_flight(
             pp_size=config.pipeline_model_parallel_size,
             pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
             num_chunks=config.virtual_pipeline_model_parallel_size or 1,
             group_size=config.microbatch_group_size_per_vp_stage,
         )
+        # Such a layer takes a microbatch once for every token to predict. In hybrid models Megatron
+        # does not tell a layer that it is one.
+        is_repeated = getattr(config, "mtp_use_repeated_layer", False) and (
+            self.is_for_mtp or config.is_hybrid_model
+        )
+        return num_microbatches * (config.mtp_num_layers if is_repeated else 1)
 
     def _report(
         self, routing_map: Tensor, load: Tensor, plan: BalancePlan, prediction: Prediction | None

@@ -14,9 +14,11 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.balance.strategies import get_strategy
@@ -25,6 +27,7 @@ from megatron_ext.config import BalanceConfig
 from megatron_ext.files.placement import read_placement
 from megatron_ext.mcore.backward import JoiningTransformerLayer
 from megatron_ext.mcore.grouped_experts import GroupedExperts
+from megatron_ext.mcore.left_out import warn_of_layers_left_out
 from megatron_ext.mcore.limits import require_balance_config
 from megatron_ext.mcore.lookahead import LayerOrder
 from megatron_ext.mcore.moe_layer import BalancedMoELayer, EvenMoELayer
@@ -62,7 +65,10 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
             )
         return functools.partial(layer_class, *layer.args, **layer.keywords, **params)
 
-    spec = replace_parts(spec, lambda part: _is_spec_of(part, MoELayer), balanced, "MoE layer")
+    warn_of_layers_left_out()
+    spec = replace_parts(
+        spec, lambda part: _is_spec_of(part, MoELayer), balanced, _required(spec, "MoE layer")
+    )
     if layer_class is not BalancedMoELayer:
         return spec
     return replace_parts(
@@ -116,8 +122,21 @@ def grouped_mm_spec(spec: Any) -> Any:
         return functools.partial(GroupedExperts, *experts.args, **experts.keywords)
 
     return replace_parts(
-        spec, lambda part: _is_spec_of(part, SequentialMLP), grouped, "SequentialMLP"
+        spec,
+        lambda part: _is_spec_of(part, SequentialMLP),
+        grouped,
+        _required(spec, "SequentialMLP"),
     )
+
+
+def _required(spec: Any, what: str) -> str | None:
+    """Return `what` if the spec must have it: a pipeline stage's block may be all dense layers."""
+    is_a_stage = (
+        isinstance(spec, TransformerBlockSubmodules)
+        and parallel_state.model_parallel_is_initialized()
+        and parallel_state.get_pipeline_model_parallel_world_size() > 1
+    )
+    return None if is_a_stage else what
 
 
 def _is_spec_of(part: Any, module: type) -> bool:

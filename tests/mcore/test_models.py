@@ -1,0 +1,193 @@
+"""Models that are more than equal MoE layers in a row: every MoE layer is balanced, or named.
+
+Layer 2 (2 and 4 gloo ranks). Gradients are compared with Megatron's own layers in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_ext.config import BalanceConfig
+from tests import gpt as gpt_module
+from tests.gpt import SEQUENCE, TransformerConfig, build_gpt  # first: it enables the CPU platform
+from tests.mcore.parity import balanced_gpt, balanced_layers, gradient_difference
+from tests.mcore.test_parity import GRADIENT_TOLERANCE
+from tests.mcore.test_recompute import assert_equal
+from tests.ranks import run_ranks
+
+EXACT = BalanceConfig(tolerance=0.0)
+
+HAS_REPEATED = "mtp_use_repeated_layer" in {f.name for f in dataclasses.fields(TransformerConfig)}
+
+CASES: dict[int, list[dict[str, Any]]] = {
+    2: [
+        dict(mtp_num_layers=1),
+        dict(mtp_num_layers=2, num_layers=1, recompute="full"),
+        dict(num_layers=4, moe_layer_freq=[1, 0, 1, 0], moe_latent_size=8),
+        *[
+            dict(mtp_num_layers=2, num_layers=1, mtp_use_repeated_layer=True, recompute=recompute)
+            for recompute in ("none", "full")
+            if HAS_REPEATED
+        ],
+    ],
+    4: [
+        # The first chunk of the first stage has no MoE layer.
+        dict(pp=2, vpp=2, num_layers=4, moe_layer_freq=[0, 1, 1, 1], mtp_num_layers=1),
+        *[
+            dict(pp=2, num_layers=2, mtp_num_layers=2, mtp_use_repeated_layer=True)
+            for _ in range(HAS_REPEATED)
+        ],
+    ],
+}
+
+
+def _differences(rank: int, cases: list[dict[str, Any]]) -> list[Any]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*balanced but for")
+        return [
+            gradient_difference(dict(ep=2, **case), num_microbatches=4, balance=EXACT)
+            for case in cases
+        ]
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_gradients_equal_unbalanced_megatron(world_size: int) -> None:
+    for of_rank in run_ranks(_differences, world_size, CASES[world_size]):
+        for case, difference in zip(CASES[world_size], of_rank, strict=True):
+            assert difference.worst <= GRADIENT_TOLERANCE, f"{case}: {difference}"
+            assert difference.replicas > 0, f"{case}: nothing was tested"
+
+
+def _numbers(rank: int) -> list[list[int]]:
+    def numbers(**case: Any) -> list[int]:
+        return [
+            layer.layer_number for layer in balanced_layers(balanced_gpt(dict(ep=2) | case, EXACT))
+        ]
+
+    return [numbers(mtp_num_layers=2), numbers(num_layers=3, moe_layer_freq=[1, 0, 1])]
+
+
+def test_layers_are_numbered_through_the_model() -> None:
+    """Also those of multi-token prediction: a report of theirs is no report of the first layer."""
+    assert run_ranks(_numbers, 2) == [[[1, 2, 3, 4], [1, 3]]] * 2
+
+
+def _left_out(rank: int) -> list[str]:
+    block_specs: list[Any] = []
+    make_mtp_spec = gpt_module.get_gpt_mtp_block_spec
+
+    def of_its_own(config: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
+        return make_mtp_spec(config, block_specs[0], *args, **kwargs)
+
+    def balanced(spec: Any) -> Any:
+        from megatron_ext.mcore.spec import balance_spec
+
+        block_specs.append(spec)
+        return balance_spec(spec, EXACT)
+
+    with (
+        warnings.catch_warnings(record=True) as seen,
+        mock.patch.object(gpt_module, "get_gpt_mtp_block_spec", of_its_own),
+    ):
+        warnings.simplefilter("always")
+        gpt = build_gpt(ep=2, mtp_num_layers=1, spec_transform=balanced)
+        build_gpt(ep=2, mtp_num_layers=1)  # A model that is not to be balanced.
+    assert len(balanced_layers(gpt)) == 2
+    return [str(each.message) for each in seen if "balanced" in str(each.message)]
+
+
+def test_a_part_that_a_program_does_not_balance_is_named() -> None:
+    first, second = run_ranks(_left_out, 2)
+    assert first == [
+        "GPTModel is balanced but for 1 MoE layer(s) of mtp: make the spec of that part from the "
+        "balanced block spec, or give it to megatron_ext.balance_spec too"
+    ]
+    assert second == [], "one rank of the EP group says it"
+
+
+class _OfItsOwnSize:
+    """Gives a layer a configuration of its own, by its number."""
+
+    def __init__(self, config: Any, *args: Any, layer_number: int, **kwargs: Any) -> None:
+        config = copy.copy(config)
+        config.num_moe_experts *= layer_number // 2
+        config.moe_ffn_hidden_size += 8 * layer_number
+        super().__init__(config, *args, layer_number=layer_number, **kwargs)
+
+
+def _hybrid_spec() -> tuple[Any, dict[str, Any]]:
+    """Attention, MoE, attention, MoE as hybrid models stack them, and the stack's arguments."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import (
+        MoETransformerLayer,
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    try:
+        from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+
+        stack, submodules = HybridStack, HybridStackSubmodules
+        pattern: dict[str, Any] = dict(layer_type_list=list("*E*E"))
+    except ModuleNotFoundError:  # megatron-core 0.16
+        from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+
+        stack, submodules = MambaStack, MambaStackSubmodules
+        pattern = dict(hybrid_override_pattern="*E*E")
+    layer = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False).submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=layer.input_layernorm,
+        self_attention=layer.self_attention,
+        self_attn_bda=layer.self_attn_bda,
+    )
+    moe = TransformerLayerSubmodules(
+        pre_mlp_layernorm=layer.pre_mlp_layernorm, mlp=layer.mlp, mlp_bda=layer.mlp_bda
+    )
+    of_its_own_size = type("MoELayerOfItsOwnSize", (_OfItsOwnSize, MoETransformerLayer), {})
+    layers = submodules(
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+        moe_layer=ModuleSpec(module=of_its_own_size, submodules=moe),
+    )
+    return ModuleSpec(module=stack, submodules=layers), pattern
+
+
+def _hybrid(rank: int) -> int:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megatron_ext.mcore.moe_layer import BalancedMoELayer
+    from megatron_ext.mcore.spec import balance_spec
+
+    config = build_gpt(ep=2, num_layers=4, dtype=torch.float64).config
+    spec, pattern = _hybrid_spec()
+    found = []
+    for each in (spec, balance_spec(spec, EXACT)):
+        stack = build_module(
+            each,
+            config=config,
+            post_process=False,  # The norm behind it needs Transformer Engine.
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            **pattern,
+        ).double()
+        gpt_module._initialize(stack, seed=1)
+        generator = torch.Generator().manual_seed(rank)
+        hidden = torch.randn(SEQUENCE, 2, 16, generator=generator, dtype=torch.float64)
+        stack(hidden.requires_grad_(), None).square().sum().backward()
+        found.append({name: p.grad for name, p in stack.named_parameters()} | {"": hidden.grad})
+    assert_equal(*found)
+    balanced = [layer for layer in stack.modules() if isinstance(layer, BalancedMoELayer)]
+    assert [layer.layout.num_experts for layer in balanced] == [4, 8]
+    assert len({id(layer._slot_buffers) for layer in balanced}) == 2
+    return sum(int((layer._in_flight._slots >= 0).sum()) for layer in balanced)
+
+
+def test_a_hybrid_model_whose_layers_differ_is_balanced() -> None:
+    assert all(replicas > 0 for replicas in run_ranks(_hybrid, 2))
