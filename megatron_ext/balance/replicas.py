@@ -20,6 +20,8 @@ Legend: R ranks, S slots per rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +87,10 @@ class Replication:
         """Memory for this microbatch's routing maps; None where no backward will come."""
         return self.in_flight.routing_maps(self.handle) if self.handle is not None else None
 
+    def kept_in_place(self) -> AbstractContextManager[None]:
+        """Hide the slots' weights from hooks on saved tensors; see `kept_in_place`."""
+        return kept_in_place(self.buffers.weights)
+
     def rematerialize_before(self, output: Tensor) -> Tensor:
         """Return the experts' output; before their backward the slots are as in the forward."""
         behind: Tensor = RematerializeFunction.apply(self, output)
@@ -112,6 +118,10 @@ class NoReplication:
 
     def routing_maps(self) -> None:
         """None: no plan is kept that the maps could live as long as."""
+
+    def kept_in_place(self) -> AbstractContextManager[None]:
+        """Hide nothing."""
+        return nullcontext()
 
     def rematerialize_before(self, output: Tensor) -> Tensor:
         """Return the output."""
@@ -158,6 +168,31 @@ class MaterializeFunction(torch.autograd.Function):
             replication.joint.reducing = reducing
             return None, grads[0]
         return (None, grads[0], *replication.mains.gradients(reducing.wait()))
+
+
+@contextmanager
+def kept_in_place(buffers: Sequence[Tensor]) -> Iterator[None]:
+    """Hide buffers from hooks on saved tensors, as those that offload activations to the host.
+
+    Backward finds the same values there without a copy: `RematerializeFunction` sees to that.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        yield
+        return
+    pack, unpack = hooks
+    hidden = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+
+    def pack_others(saved: Tensor) -> tuple[bool, Any]:
+        is_hidden = saved.untyped_storage().data_ptr() in hidden
+        return is_hidden, saved if is_hidden else pack(saved)
+
+    def unpack_others(packed: tuple[bool, Any]) -> Tensor:
+        is_hidden, kept = packed
+        return kept if is_hidden else unpack(kept)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack_others, unpack_others):
+        yield
 
 
 def join_later(hidden: Tensor, mains: MainWeights) -> tuple[Tensor, Joint]:

@@ -334,7 +334,8 @@ class BalancedMoELayer(MoELayer):
         return self._dispatcher_kind.outputs(self.token_dispatcher, outputs), None
 
     def _run_experts(self, slot_weights: list[Any], part: Part) -> Tensor:
-        output = run_experts(self.experts, self.expert_weights, slot_weights, *part)
+        with self._under_way.replication.kept_in_place():
+            output = run_experts(self.experts, self.expert_weights, slot_weights, *part)
         # With several parts, the second backward finds the replicas in the slots.
         return self._under_way.replication.rematerialize_before(output)
 

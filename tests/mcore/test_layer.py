@@ -210,6 +210,34 @@ def test_backward_reads_nothing_that_was_left_in_the_slots() -> None:
     run_ranks(_evaluate_between_forward_and_backward, 2)
 
 
+def _offload(rank: int) -> None:
+    case = dict(ep=2)
+    plain = build_gpt(**case, dtype=torch.float64)
+    gpt = balanced_gpt(case, EXACT, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(rank)
+    hidden, upstream = torch.randn(2, 32, 1, HIDDEN, generator=generator, dtype=torch.float64)
+    expected = layer_outcome(plain, hidden, upstream)
+    (layer, *_) = balanced_layers(gpt)
+    layer_outcome(gpt, hidden, upstream)
+    slots = {weights.untyped_storage().data_ptr() for weights in layer._slot_buffers.weights}
+    moved = []
+
+    def to_host(saved: torch.Tensor) -> torch.Tensor:
+        moved.append(saved.untyped_storage().data_ptr())
+        return saved.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(to_host, torch.clone):
+        assert_close(expected, layer_outcome(gpt, hidden, upstream), TOLERANCE)
+    mains = {weight.untyped_storage().data_ptr() for weight in layer.experts.parameters()}
+    assert mains & set(moved), "the experts' saved tensors were not moved"
+    assert not slots & set(moved)
+    assert layer.num_replicas > 0
+
+
+def test_offload_of_saved_tensors_leaves_the_slots_where_they_are() -> None:
+    run_ranks(_offload, 2)
+
+
 def _abort_a_step(rank: int, dispatcher: str, local_first: bool) -> None:
     case = dict(ep=2, dispatcher=dispatcher)
     balance = BalanceConfig(tolerance=0.0, local_first=local_first)

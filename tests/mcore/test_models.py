@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from megatron_ext.config import BalanceConfig
 from tests import gpt as gpt_module
@@ -48,8 +49,23 @@ CASES: dict[int, list[dict[str, Any]]] = {
 }
 
 
+class _Linear(nn.Linear):
+    """Stands for Transformer Engine's, which Megatron wants for the projections of latent MoE."""
+
+    def __init__(self, inputs: int, outputs: int, *, config: Any, **_: Any) -> None:
+        super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype)
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return super().forward(inputs), None
+
+
 def _differences(rank: int, cases: list[dict[str, Any]]) -> list[Any]:
-    with warnings.catch_warnings():
+    from megatron.core.transformer.moe import moe_layer
+
+    with (
+        mock.patch.multiple(moe_layer, create=True, TELinear=_Linear, HAVE_TE=True),
+        warnings.catch_warnings(),
+    ):
         warnings.filterwarnings("error", message=".*balanced but for")
         return [
             gradient_difference(dict(ep=2, **case), num_microbatches=4, balance=EXACT)
