@@ -176,7 +176,7 @@ def kept_in_place(buffers: Sequence[Tensor]) -> Iterator[None]:
 
     Backward finds the same values there without a copy: `RematerializeFunction` sees to that.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None:
         yield
         return
