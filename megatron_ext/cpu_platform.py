@@ -1,12 +1,14 @@
 """Lets stock Megatron-Core train on CPU ranks, by replacing what it calls of CUDA.
 
-Megatron-Core uses CUDA in five ways, and each gets one kind of answer:
+Megatron-Core uses CUDA in six ways, and each gets one kind of answer:
 
 1. it asks for memory on a device (`device="cuda"`, `.cuda()`): it gets memory of the CPU;
 2. it orders work by streams and events: on the CPU work is done when it was issued, so there is
 nothing to order; 3. it keeps random number states of the GPU: they are the CPU generator's;
 4. it compares names of tensor types (`torch.cuda.FloatTensor`): a CPU tensor answers with that
-name; 5. it lets kernels of Apex add weight gradients to `main_grad`: `FusedWeightGradient` does.
+name; 5. it lets kernels of Apex add weight gradients to `main_grad`: `FusedWeightGradient` does;
+6. it gathers, or adds up and scatters, tensors of unequal lengths, which NCCL can and gloo cannot:
+they travel in an all-to-all.
 
 The functions themselves are replaced, not intercepted by a `TorchFunctionMode`: such a mode is not
 active inside autograd's backward, where recompute creates attention masks with `device="cuda"`.
@@ -24,6 +26,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _CPU = torch.device("cpu")
 
@@ -162,6 +165,14 @@ class CpuPlatform:
         self._replace(layers, "fused_weight_gradient_mlp_cuda", FusedWeightGradient)
         self._replace(layers, "_grad_accum_fusion_available", True)
 
+        # With expert tensor parallelism, shards of an expert get the tokens of several ranks.
+        mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
+        for name, unequal in (
+            ("_gather_along_first_dim", _gather_unequal),
+            ("_reduce_scatter_along_first_dim", _reduce_scatter_unequal),
+        ):
+            self._replace(mappings, name, _if_sizes_are_given(unequal, getattr(mappings, name)))
+
 
 class FusedWeightGradient:
     """Replaces Apex's module `fused_weight_gradient_mlp_cuda`, for `gradient_accumulation_fusion`.
@@ -189,6 +200,38 @@ class FusedWeightGradient:
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _if_sizes_are_given(
+    unequal: Callable[..., torch.Tensor], equal: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    @functools.wraps(equal)
+    def either(
+        tensor: torch.Tensor, group: Any, sizes: list[int] | None = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return equal(tensor, group, sizes, *args, **kwargs)
+        return unequal(tensor, group, sizes)
+
+    return either
+
+
+def _gather_unequal(tensor: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
+    """Gather the ranks' tensors, whose first dimensions are `sizes`."""
+    gathered = tensor.new_empty(sum(sizes), *tensor.shape[1:])
+    copies = torch.cat([tensor] * group.size())
+    dist.all_to_all_single(gathered, copies, sizes, [len(tensor)] * group.size(), group=group)
+    return gathered
+
+
+def _reduce_scatter_unequal(tensor: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
+    """Add up the ranks' tensors, in their order, and return this rank's piece, one of `sizes`."""
+    mine = sizes[group.rank()]
+    pieces = tensor.new_empty(group.size(), mine, *tensor.shape[1:])
+    dist.all_to_all_single(
+        pieces.flatten(0, 1), tensor.contiguous(), [mine] * group.size(), sizes, group=group
+    )
+    return pieces.sum(0)
 
 
 def _is_not_shared_generator_warning(record: logging.LogRecord) -> bool:

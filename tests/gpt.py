@@ -133,6 +133,7 @@ def build_gpt(
     *,
     ep: int = 1,
     tp: int = 1,
+    etp: int = 1,
     pp: int = 1,
     vpp: int = 1,
     num_layers: int = 2,
@@ -159,8 +160,9 @@ def build_gpt(
     leaves.
 
     Args:
-        tp: Tensor parallelism of the dense layers, with sequence parallelism. What it shards starts
-            with equal shards: compare only with models of equal `tp`.
+        tp: Tensor parallelism of the dense layers, with sequence parallelism. Each shard starts
+            from a stream of its own: compare only with models of equal `tp` and `etp`.
+        etp: Tensor parallelism of the experts.
         shared_ffn: Width of shared experts; None has none.
         recompute: `none`, `selective` (the MoE layer) or `full`.
         optimizer: `sgd` or `adam`; Megatron's distributed optimizer takes only `adam`.
@@ -175,7 +177,7 @@ def build_gpt(
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
         expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=etp,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     run = TrainConfig(
@@ -210,6 +212,7 @@ def build_gpt(
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
+        expert_tensor_parallel_size=etp,
     )
     if dtype == torch.float64:  # which no run of the package has
         differences |= dict(params_dtype=dtype, pipeline_dtype=dtype, moe_router_dtype="fp64")
@@ -334,10 +337,22 @@ def _initialize(module: GPTModel, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in _global_names(module):
             if parameter.dim() >= 2:
-                values = torch.randn(
-                    parameter.shape, generator=_stream(name, seed), dtype=torch.float64
-                )
+                stream = _stream(name + _shard_name(name, parameter), seed)
+                values = torch.randn(parameter.shape, generator=stream, dtype=torch.float64)
                 parameter.copy_(values / parameter.shape[-1] ** 0.5)
+
+
+def _shard_name(name: str, parameter: torch.nn.Parameter) -> str:
+    """Tells the shards of a parameter apart; empty for the first, so also for what is whole."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return ""
+    is_expert = ".experts." in name
+    rank = (
+        parallel_state.get_expert_tensor_parallel_rank()
+        if is_expert
+        else parallel_state.get_tensor_model_parallel_rank()
+    )
+    return f" shard {rank}" if rank else ""
 
 
 def _forward_step(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:

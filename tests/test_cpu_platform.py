@@ -23,6 +23,7 @@ def _attributes() -> dict[tuple[str, str], Any]:
     owners = {"torch": torch, "cuda": torch.cuda, "Tensor": torch.Tensor, "Module": torch.nn.Module}
     for name in (
         "tensor_parallel.layers",
+        "tensor_parallel.mappings",
         "tensor_parallel.random",
         "transformer.moe.moe_utils",
         "transformer.moe.token_dispatcher",

@@ -19,7 +19,7 @@ CONTRACTS = {
 
 # What each contract must notice: a file of the package, and the import that is put into it.
 BREAKS = [
-    ("rooms", "balance/load.py", "import megatron_ext.methods.eplb.eplb"),
+    ("rooms", "balance/agreement.py", "import megatron_ext.methods.eplb.eplb"),
     ("rooms", "transport/relay.py", "def late() -> None:\n    import megatron_ext.balance.load"),
     ("rooms", "files/tables.py", "import megatron_ext.lab.hardware"),
     ("rooms", "mcore/schedule.py", "import megatron_ext.data.corpus"),

@@ -1,4 +1,4 @@
-"""Notices plans that differ between the ranks of an EP group, at no collective of its own.
+"""Notices plans that differ between the ranks that plan alike, at no collective of its own.
 
 Ranks plan alone, so a broken rank, or a bit that flipped in a load, would send tokens and replicas
 where nobody expects them. After each plan a rank seals it with its load: a 64-bit digest, which
@@ -6,7 +6,7 @@ travels with the counts of the next layer. There every rank compares the seals o
 host waits for none of it: the device writes a difference into memory of the host, which looks
 there at every call.
 
-Legend: N local tokens, E logical experts, R ranks of the EP group.
+Legend: N local tokens, E logical experts, R ranks of the EP group, T ranks of an expert-TP group.
 """
 
 from __future__ import annotations
@@ -23,28 +23,30 @@ from megatron_ext.balance.plan import BalancePlan
 
 
 class Agreement:
-    """Seals of an EP group's plans, as one rank sees them. All layers of the group share it.
+    """Seals of a group's plans, as one rank sees them. All layers of the group share it.
 
     The ranks of the group make the same calls, in the same order.
 
     Args:
-        ep_group: The group whose ranks plan alike.
+        group: The R * T ranks that plan alike, those of an expert-TP group side by side.
         device: Where loads and plans are.
+        num_shards: Ranks of an expert-TP group (T).
     """
 
-    def __init__(self, ep_group: ProcessGroup, device: torch.device) -> None:
-        self._group = ep_group
+    def __init__(self, group: ProcessGroup, device: torch.device, num_shards: int = 1) -> None:
+        self._group = group
+        self._num_shards = num_shards
         self._seal = torch.zeros(1, dtype=torch.int64, device=device)
         self._layer = 0
-        self._gathered = self._seal.expand(ep_group.size(), 1).contiguous()
+        self._gathered = self._seal.expand(group.size(), 1).contiguous()
         self._difference = torch.zeros(
-            2 + ep_group.size(), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
+            2 + group.size(), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
         )
         # The same memory; a look at a tensor takes as long as a launch.
         self._found = self._difference.numpy()
 
-    def gather_load(self, routing_map_NE: Tensor) -> Tensor:
-        """As `load.gather_load`; the seal of the last plan goes along."""
+    def gather_counts(self, routing_map_NE: Tensor) -> Tensor:
+        """Return what every rank counts, int64 [R * T, E]; the seal of the last plan goes along."""
         self._gathered = gather_counts(routing_map_NE, self._group, self._seal)
         return torch.narrow_copy(self._gathered, 1, 0, self._gathered.shape[1] - 1)
 
@@ -52,7 +54,7 @@ class Agreement:
         """Compare the seals that came with this load, and seal the load with its plan.
 
         Args:
-            load: What `gather_load` returned, int64 [R, E].
+            load: `load_of` what `gather_counts` returned, int64 [R, E].
             plan: Its plan, on the same device.
             layer: The layer's number, for messages.
 
@@ -80,7 +82,7 @@ class Agreement:
         found = seals.tolist()
         self._raise_difference()
         if len(set(found)) > 1:
-            _raise(self._layer, found)
+            self._raise(self._layer, found)
 
     def forget(self) -> None:
         """Forget an aborted step, after which ranks may have planned different layers last."""
@@ -91,33 +93,49 @@ class Agreement:
         if self._found[0]:
             _, layer, *seals = self._found.tolist()
             self._difference.zero_()
-            _raise(layer, seals)
+            self._raise(layer, seals)
+
+    def _raise(self, layer: int, seals: list[int]) -> None:
+        counts = {seal: seals.count(seal) for seal in seals}
+        # The one that most ranks have is taken for right; of equally many, that of the lowest rank.
+        right = max(counts, key=lambda seal: counts[seal])
+        wrong = [rank for rank, seal in enumerate(seals) if seal != right]
+        raise RuntimeError(
+            f"layer {layer}: {name_ranks(wrong, self._num_shards)} had another load or plan than "
+            f"{name_ranks(seals.index(right), self._num_shards)} "
+            f"(digests {[f'{seal % 2**64:016x}' for seal in seals]}); planning must be the same "
+            "integer arithmetic on the same load"
+        )
 
 
-def _raise(layer: int, seals: list[int]) -> None:
-    counts = {seal: seals.count(seal) for seal in seals}
-    # The one that most ranks have is taken for right; of equally many, that of the lowest rank.
-    right = max(counts, key=lambda seal: counts[seal])
-    wrong = [rank for rank, seal in enumerate(seals) if seal != right]
-    raise RuntimeError(
-        f"layer {layer}: EP ranks {wrong} had another load or plan than rank {seals.index(right)} "
-        f"(digests {[f'{seal % 2**64:016x}' for seal in seals]}); planning must be the same "
-        "integer arithmetic on the same load"
-    )
+def name_ranks(ranks: int | list[int], num_shards: int) -> str:
+    """Name one or several of the ranks that plan alike, for messages.
+
+    >>> name_ranks([1, 2], num_shards=1), name_ranks(0, num_shards=1)
+    ('EP ranks [1, 2]', 'rank 0')
+    >>> name_ranks([1, 2], num_shards=2)
+    'ranks [(0, 1), (1, 0)] (EP rank, expert-TP rank)'
+    """
+    if isinstance(ranks, int):
+        return f"rank {ranks if num_shards == 1 else divmod(ranks, num_shards)}"
+    if num_shards == 1:
+        return f"EP ranks {ranks}"
+    pairs = [divmod(rank, num_shards) for rank in ranks]
+    return f"ranks {pairs} (EP rank, expert-TP rank)"
 
 
 _SHARED: WeakValueDictionary[tuple[ProcessGroup, torch.device], Agreement] = WeakValueDictionary()
 
 
-def shared_agreement(ep_group: ProcessGroup, device: torch.device) -> Agreement:
-    """Return `ep_group`'s agreement, without a last plan; all ranks of the group call.
+def shared_agreement(group: ProcessGroup, device: torch.device, num_shards: int = 1) -> Agreement:
+    """Return `group`'s agreement, without a last plan; all ranks of the group call.
 
     It is made once, and freed with the last user. When that is freed is up to each rank's garbage
     collector: so a new user must not find the last plan of an earlier one, which other ranks may
     have forgotten.
     """
-    agreement = _SHARED.get((ep_group, device))
+    agreement = _SHARED.get((group, device))
     if agreement is None:
-        agreement = _SHARED[ep_group, device] = Agreement(ep_group, device)
+        agreement = _SHARED[group, device] = Agreement(group, device, num_shards)
     agreement.forget()
     return agreement

@@ -1,7 +1,9 @@
 """Stage 1: the exact load of this microbatch, equal on every rank of the EP group.
 
-Takes the router's choices and gives the int64 [R, E] load to the planner. Legend: N local tokens, E
-logical experts, R ranks of the EP group.
+Takes the router's choices and gives the int64 [R, E] load to the planner. With expert tensor
+parallelism, the T ranks of an expert-TP group hold shards of the same experts, and each has tokens
+of its own: all of them are counted, and an EP rank's row of the load is their sum. Legend: N local
+tokens, E logical experts, R ranks of the EP group, T ranks of an expert-TP group.
 """
 
 from __future__ import annotations
@@ -13,38 +15,54 @@ from torch import Tensor
 from megatron_ext.ops import load_library
 
 
-def gather_load(routing_map_NE: Tensor, ep_group: dist.ProcessGroup) -> Tensor:
+def gather_load(
+    routing_map_NE: Tensor, group: dist.ProcessGroup, ep_size: int | None = None
+) -> Tensor:
     """Count this rank's assignments and gather the counts of all ranks: the exact load.
 
     Args:
         routing_map_NE: The router's choices, bool [N, E]; N may differ between ranks and be 0.
-        ep_group: The expert-parallel group; with one rank nothing is sent.
+        group: The ranks that plan alike: the EP group, or R * T ranks, those of an expert-TP group
+            side by side. With one rank nothing is sent.
+        ep_size: Ranks of the EP group (R); by default all of `group`.
 
     Returns:
-        Assignments from each source rank to each logical expert, int64 [R, E], on the device of
+        Assignments from each EP rank to each logical expert, int64 [R, E], on the device of
         `routing_map_NE`.
     """
-    return gather_counts(routing_map_NE, ep_group)
+    return load_of(gather_counts(routing_map_NE, group), ep_size or group.size())
+
+
+def load_of(counts: Tensor, ep_size: int) -> Tensor:
+    """Return the load, int64 [R, E], from the counts of all ranks that plan alike, [R * T, E].
+
+    >>> load_of(torch.tensor([[3, 1], [0, 2], [5, 0], [1, 1]]), ep_size=2).tolist()
+    [[3, 3], [6, 1]]
+    """
+    if len(counts) == ep_size:
+        return counts
+    return counts.view(ep_size, -1, counts.shape[1]).sum(1)
 
 
 def gather_counts(
-    routing_map_NE: Tensor, ep_group: dist.ProcessGroup, tail: Tensor | None = None
+    routing_map_NE: Tensor, group: dist.ProcessGroup, tail: Tensor | None = None
 ) -> Tensor:
-    """As `gather_load`, with room for a number of each rank behind its counts.
+    """Count this rank's assignments and gather the counts of all ranks that plan alike.
 
     Args:
         routing_map_NE: As for `gather_load`.
-        ep_group: As for `gather_load`.
+        group: As for `gather_load`.
         tail: This rank's number, int64 [1], on the device of `routing_map_NE`.
 
     Returns:
-        The load, int64 [R, E]; with `tail` the numbers are in a column more, [R, E + 1].
+        Each rank's assignments to each logical expert, int64 [R * T, E]; with `tail` the numbers
+        are in a column more, [R * T, E + 1].
     """
     load_library()
     counts = torch.ops.megatron_ext.count_load(routing_map_NE, tail)
-    ranks = ep_group.size()
+    ranks = group.size()
     if ranks == 1:
         return counts[None]
     gathered = counts.new_empty(ranks * counts.numel())
-    dist.all_gather_into_tensor(gathered, counts, group=ep_group)
+    dist.all_gather_into_tensor(gathered, counts, group=group)
     return gathered.view(ranks, -1)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.load import load_of
 from megatron_ext.config import BalanceConfig
 from megatron_ext.ops import load_library
 
@@ -207,6 +208,45 @@ def fit_quota(source_quota: Tensor, num_choices: Tensor) -> Tensor:
     at_home = fitted.view(num_ranks, -1, num_ranks).diagonal(dim1=0, dim2=2)
     at_home += (num_choices - ends[:, -1]).view(num_ranks, -1).T
     return fitted
+
+
+def split_for(rank: int, counts: Tensor, plan: BalancePlan) -> Tensor:
+    """Return one rank's share of every quota: that of its EP rank, shared in the expert-TP group.
+
+    The T ranks of an expert-TP group are one source to `split_quota`. Each of them then takes of
+    every instance a part in proportion to its own assignments, rounded so that all sums stay exact:
+    the tokens of a group travel in T exchanges, which are to be balanced as well. With T = 1 it is
+    `split_quota`.
+
+    Args:
+        rank: The rank among those that plan alike.
+        counts: Assignments of each of these, int64 [R * T, E], those of a group side by side.
+        plan: The plan for their load.
+
+    Returns:
+        Assignments from the rank to expert e that EP rank t computes: int64 [E, R]. Rows sum to the
+        rank's counts; the group's shares sum to the EP rank's split.
+
+    >>> from megatron_ext.balance.solve import solve
+    >>> counts = torch.tensor([[4, 1, 0, 0], [2, 0, 1, 0], [4, 1, 0, 1], [0, 1, 1, 0]])
+    >>> plan = solve(load_of(counts, ep_size=2), ep_size=2, slots=1)
+    >>> [split_for(rank, counts, plan)[0].tolist() for rank in range(4)]
+    [[4, 0], [1, 1], [0, 4], [0, 0]]
+    """
+    load = load_of(counts, plan.layout.ep_size)
+    num_shards = len(counts) // len(load)
+    split = split_quota(load, plan, rank // num_shards)
+    if num_shards == 1:
+        return split
+    ep_rank, shard = divmod(rank, num_shards)
+    # The instances lie on a line. A rank in turn takes its share of each piece of what is left.
+    rest = load[ep_rank, :, None]
+    line = split.cumsum(1)
+    for mine in counts.view(-1, num_shards, load.shape[1], 1)[ep_rank, : shard + 1]:
+        after = rest - mine
+        shorter = line * after // rest.clamp(min=1)
+        taken, line, rest = line - shorter, shorter, after
+    return taken.diff(dim=1, prepend=torch.zeros_like(rest))
 
 
 def check_plan(load: Tensor, plan: BalancePlan, *, min_quota: int = _DEFAULTS.min_quota) -> None:

@@ -48,6 +48,10 @@ class GroupedExperts(MegatronModule):
         super().__init__(config=config)
         if config.add_bias_linear:
             raise ValueError("add_bias_linear (True) must be False: GroupedExperts have no biases")
+        if (shards := config.expert_tensor_parallel_size) != 1:
+            raise ValueError(
+                f"expert_tensor_parallel_size ({shards}) must be 1: GroupedExperts are not sharded"
+            )
         self.num_local_experts = num_local_experts
         self.ep_group = pg_collection.ep
         self.dp_group = pg_collection.expt_dp

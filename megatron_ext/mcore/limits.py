@@ -169,10 +169,10 @@ _MUST_BE = (
         "set --moe-flex-dispatcher-backend deepep",
     ),
     _Rule(
-        "expert_tensor_parallel_size",
+        "expert_gtp_weight_remat_size",
         (1,),
-        "replicas of sharded experts are not supported",
-        "set --expert-tensor-parallel-size 1",
+        "weights that are gathered for every use are not supported",
+        "leave out --expert-tensor-parallel-num-weight-shards",
     ),
     _Rule(
         "gradient_accumulation_fusion",
@@ -209,6 +209,12 @@ _MUST_BE_FOR_LOCAL_FIRST = (
         "set --moe-token-dispatcher-type alltoall",
     ),
     _Rule("moe_pad_expert_input_to_capacity", (False,), "its exchanges carry no padding"),
+    _Rule(
+        "expert_tensor_parallel_size",
+        (1,),
+        "every token travels to all shards of its expert",
+        "set --expert-tensor-parallel-size 1",
+    ),
     _Rule(
         "moe_shared_expert_overlap",
         (False,),

@@ -26,9 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from megatron_ext.balance.load import gather_load
 from megatron_ext.balance.metrics import load_accuracy, replica_use
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.slots import SentAhead
@@ -157,7 +155,7 @@ class Lookahead:
     Args:
         order: Shared with the other layers.
         router: Megatron's router of the layer.
-        ep_group: The layer's EP group.
+        gather_load: Gives the load, int64 [R, E], from this rank's choices, bool [N, E].
         send_ahead: Method of the layer that starts to move the replicas of a predicted load, int64
             [R, E], into the layer's slots. This reference does not keep the layer alive.
     """
@@ -167,12 +165,12 @@ class Lookahead:
         order: LayerOrder,
         *,
         router: nn.Module,
-        ep_group: ProcessGroup,
+        gather_load: Callable[[Tensor], Tensor],
         send_ahead: Callable[[Tensor], SentAhead],
     ) -> None:
         self._order = order
         self._router = router
-        self._ep_group = ep_group
+        self._gather_load = gather_load
         self._send_ahead = weakref.WeakMethod(send_ahead)
         self._after: Lookahead | None = None
         self._prediction: Prediction | None = None
@@ -230,7 +228,7 @@ class Lookahead:
             return
         self._drop()
         routing_map = predict_routing(self._router, hidden_states)
-        load = gather_load(routing_map, self._ep_group)
+        load = self._gather_load(routing_map)
         self._prediction = Prediction(routing_map, load, send_ahead(load))
 
 

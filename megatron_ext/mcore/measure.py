@@ -53,7 +53,7 @@ _ENOUGH_S = 0.4
 class CostMeter:
     """Measures the costs of one layer; a method has the name of the setting that it measures.
 
-    All ranks of the EP group call the same methods in the same order, and get the same values.
+    All ranks that plan alike call the same methods in the same order, and get the same values.
     """
 
     buffers: SlotBuffers
@@ -69,7 +69,8 @@ class CostMeter:
     """Dtype of the router's probabilities."""
     load: Tensor
     """Load of the microbatch that is to be planned: int64 [R, E], equal on all ranks."""
-    ep_group: ProcessGroup
+    group: ProcessGroup
+    """The ranks that plan alike."""
 
     @property
     def expert_bytes(self) -> int:
@@ -117,7 +118,7 @@ class CostMeter:
         times: list[float] = []
         # All ranks have the same times, so they end together.
         while len(times) < 2 or (len(times) < _ROUNDS and sum(times) < _ENOUGH_S):
-            times.append(slowest_s(work, self.ep_group, self._example.device))
+            times.append(slowest_s(work, self.group, self._example.device))
         return statistics.median(times[min(_WARMUP, len(times) - 1) :])
 
 
@@ -129,7 +130,7 @@ _MEASURED: WeakKeyDictionary[SlotBuffers, dict[str, float]] = WeakKeyDictionary(
 def measure_costs(names: Sequence[str], meter: CostMeter, where: str) -> dict[str, float]:
     """Measure costs that are not given, unless a layer with the same slots has done so.
 
-    All ranks of the EP group call; rank 0 of the group logs what was measured.
+    All ranks that plan alike call; the first of them logs what was measured.
 
     Args:
         names: Names of the costs: keys of `COST_UNITS`.
@@ -137,7 +138,7 @@ def measure_costs(names: Sequence[str], meter: CostMeter, where: str) -> dict[st
         where: The layer, to be named in errors.
 
     Returns:
-        The costs by name, in their units, equal on all ranks of the EP group.
+        The costs by name, in their units, equal on all ranks that plan alike.
 
     Raises:
         RuntimeError: A measurement failed; the message names the settings to give instead.
@@ -154,14 +155,14 @@ def measure_costs(names: Sequence[str], meter: CostMeter, where: str) -> dict[st
                 f"'auto' for {settings}"
             ) from error
         known[name] = cost
-        if meter.ep_group.rank() == 0:
+        if meter.group.rank() == 0:
             logger.info(
                 "balance.%s=auto: measured %.4g %s (%d ranks, experts of %d bytes, with %d "
                 "assignments each)",
                 name,
                 cost,
                 COST_UNITS[name],
-                meter.ep_group.size(),
+                meter.group.size(),
                 meter.expert_bytes,
                 meter.assignments_per_expert,
             )

@@ -38,13 +38,13 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor, nn
 
-from megatron_ext.balance.agreement import Agreement, shared_agreement
+from megatron_ext.balance.agreement import Agreement, name_ranks, shared_agreement
 from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.in_flight import InFlightPlans, PlanHandle
-from megatron_ext.balance.load import gather_load
+from megatron_ext.balance.load import gather_load, load_of
 from megatron_ext.balance.main_weights import MainWeights
 from megatron_ext.balance.placement import Placement
-from megatron_ext.balance.plan import BalancePlan, fit_quota, split_quota
+from megatron_ext.balance.plan import BalancePlan, fit_quota, split_for
 from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.replicas import (
     NO_SLOTS,
@@ -131,7 +131,7 @@ class BalancedMoELayer(MoELayer):
         submodules: Submodules of Megatron's MoELayer.
         layer_number: 1-based, as in Megatron.
         pg_collection: Process groups; Megatron's global ones by default.
-        balance: What the balancer may do; equal on all ranks of the EP group.
+        balance: What the balancer may do; equal on all ranks that plan alike.
         placement: What the file `balance.placement` holds; None if that is empty.
         order: Shared by the layers that may predict each other's loads; None if there is no other
             layer.
@@ -139,7 +139,7 @@ class BalancedMoELayer(MoELayer):
 
     Raises:
         ValueError: A setting of `config` excludes balancing (a `ConfigError`: see `check`), or the
-            EP group's ranks disagree about `balance`.
+            ranks that plan alike disagree about `balance`.
     """
 
     token_dispatcher: Any
@@ -168,7 +168,10 @@ class BalancedMoELayer(MoELayer):
             pg_collection=pg_collection,
             **kwargs,
         )
-        _check_equal_config(balance, self.ep_group)
+        self.planning_group = planning_group(self)
+        """The ranks that plan alike: those of the EP group and, with expert tensor parallelism, of
+        the expert-TP groups of each."""
+        _check_equal_config(balance, self.planning_group)
         self.balance = balance
         self._placement = placement
         self.observers: list[Observer] = []
@@ -214,7 +217,12 @@ class BalancedMoELayer(MoELayer):
         predicts = get_strategy(balance.strategy).predicts
         if predicts and self.layout.slots > 0 and order is not None:
             self.lookahead = Lookahead(
-                order, router=self.router, ep_group=self.ep_group, send_ahead=self.send_ahead
+                order,
+                router=self.router,
+                gather_load=partial(
+                    gather_load, group=self.planning_group, ep_size=self.layout.ep_size
+                ),
+                send_ahead=self.send_ahead,
             )
         # Made in the first forward: only then have wrappers settled the dtype and device of the
         # weights.
@@ -256,7 +264,7 @@ class BalancedMoELayer(MoELayer):
         """Stages 1 to 4: from logical to physical routing, with the replicas in their slots."""
         microbatch = self._begin()
         left = take(self)
-        load, plan, handle = (
+        counts, plan, handle = (
             self._make_plan(microbatch, routing_map, probs.dtype)
             if left is None
             else self._recall(left)
@@ -268,7 +276,7 @@ class BalancedMoELayer(MoELayer):
         # Between GPUs this does not make the host wait for the plan: it stays on the device, and
         # what the host needs of it in backward is copied meanwhile (in_flight.py).
         materializing = replication.start_materialize(sent)
-        source_quota = split_quota(load, plan, source_rank=self.ep_group.rank())
+        source_quota = split_for(self.planning_group.rank(), counts, plan)
         if left is not None:
             source_quota = fit_quota(source_quota, routing_map.sum(0))
         assignment = assign(routing_map, source_quota, plan.physical_index(), self._most_choices)
@@ -279,6 +287,7 @@ class BalancedMoELayer(MoELayer):
         materializing.wait()
         if self.training and torch.is_grad_enabled():
             # Neither evaluation nor the first pass of recompute: every microbatch once.
+            load = load_of(counts, self.layout.ep_size)
             self._planner.observe(load)
             self._report(routing_map, load, plan, microbatch.prediction)
         if self.lookahead is not None:
@@ -290,22 +299,23 @@ class BalancedMoELayer(MoELayer):
     def _make_plan(
         self, microbatch: Microbatch, routing_map: Tensor, probs_dtype: torch.dtype
     ) -> tuple[Tensor, BalancePlan, PlanHandle | None]:
-        """Stages 1 and 2: the load and its plan, kept if a backward will come."""
+        """Stages 1 and 2: what all ranks count, and its plan, kept if a backward will come."""
         if self.lookahead is not None:
             place = LayerPlace(self.chunk, self.layer_number)
             microbatch.prediction = self.lookahead.arrive(place)
         agreement = self._agreement_on(routing_map.device)
-        load = agreement.gather_load(routing_map)
+        counts = agreement.gather_counts(routing_map)
+        load = load_of(counts, self.layout.ep_size)
         if self._to_measure:
             self._measure_costs(load, probs_dtype)
         prediction = microbatch.prediction
         plan = self._planner.solve(load, prediction.sent.slots if prediction is not None else None)
         agreement.seal(load, plan, self.layer_number)
         if self.balance.check_plans:
-            _check_equal_plans(plan, self.ep_group, self.layer_number)
-        return load, plan, self._keep(microbatch, load, plan)
+            _check_equal_plans(plan, self.planning_group, self.layer_number)
+        return counts, plan, self._keep(microbatch, counts, plan)
 
-    def _keep(self, microbatch: Microbatch, load: Tensor, plan: BalancePlan) -> PlanHandle | None:
+    def _keep(self, microbatch: Microbatch, counts: Tensor, plan: BalancePlan) -> PlanHandle | None:
         """Keep a plan for the backward, or for the second pass of a forward that is recomputed."""
         checkpoint = first_pass_under_way()
         if self.layout.slots == 0 or not (torch.is_grad_enabled() or checkpoint is not None):
@@ -313,7 +323,7 @@ class BalancedMoELayer(MoELayer):
         _, in_flight = self._shared_state(microbatch.mains.parameters()[0])
         handle = in_flight.keep(plan)
         if checkpoint is not None:
-            leave(checkpoint, self, LeftBehind(load, handle))
+            leave(checkpoint, self, LeftBehind(counts, handle))
         return handle
 
     def _recall(self, left: LeftBehind) -> tuple[Tensor, BalancePlan, PlanHandle]:
@@ -322,7 +332,7 @@ class BalancedMoELayer(MoELayer):
         plan = self._in_flight.recall(left.handle)
         # Observers may keep it longer than the backward does.
         plan = dataclasses.replace(plan, quota=plan.quota.clone(), slots=plan.slots.clone())
-        return left.load, plan, left.handle
+        return left.counts, plan, left.handle
 
     def routed_experts_compute(self, hidden_states: Any, probs: Any) -> tuple[Any, None]:
         """Stage 6, with the hooks of stages 4 and 8 for backward around it."""
@@ -358,7 +368,8 @@ class BalancedMoELayer(MoELayer):
 
     def _agreement_on(self, device: torch.device) -> Agreement:
         if self._agreement is None:
-            self._agreement = shared_agreement(self.ep_group, device)
+            num_shards = self.planning_group.size() // self.layout.ep_size
+            self._agreement = shared_agreement(self.planning_group, device, num_shards)
         return self._agreement
 
     @property
@@ -424,7 +435,7 @@ class BalancedMoELayer(MoELayer):
             width=self._expert_width,
             probs_dtype=probs_dtype,
             load=load,
-            ep_group=self.ep_group,
+            group=self.planning_group,
         )
         self.measured = measure_costs(self._to_measure, meter, f"layer {self.layer_number}")
         self._to_measure = ()
@@ -510,7 +521,7 @@ class BalancedMoELayer(MoELayer):
 
 
 def check_agreement(model: Iterable[nn.Module]) -> None:
-    """Check that the ranks of each EP group made the same last plan; all of them call.
+    """Check that the ranks that plan alike made the same last plan; all of them call.
 
     What differs in a layer is noticed in the next layer, but nothing follows the last layer of a
     step until the next step: for the end of a run, and before a checkpoint.
@@ -559,13 +570,14 @@ class EvenMoELayer(MoELayer):
     def route(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Route as Megatron does, then hand the choices to experts in turn."""
         probs, routing_map = super().route(*args, **kwargs)
+        group, ep_size = planning_group(self), self.ep_group.size()
         # As if all ranks had as many tokens and dropped none; else a few experts get one more.
-        dealt_before = self.ep_group.rank() * len(routing_map) * self.router.topk
+        dealt_before = group.rank() * len(routing_map) * self.router.topk
         probs, routing_map = force_even(probs, routing_map, dealt_before)
         if self.observers and self.training and torch.is_grad_enabled():
-            load = gather_load(routing_map, self.ep_group)
-            rank_loads = load.sum(0).view(self.ep_group.size(), -1).sum(1)
-            no_slots = load.new_empty(self.ep_group.size(), 0, dtype=torch.int32)
+            load = gather_load(routing_map, group, ep_size)
+            rank_loads = load.sum(0).view(ep_size, -1).sum(1)
+            no_slots = load.new_empty(ep_size, 0, dtype=torch.int32)
             for observer in self.observers:
                 observer(LayerReport(self.layer_number, load, rank_loads, no_slots))
         return probs, routing_map
@@ -579,26 +591,42 @@ def _say_padded() -> None:
     )
 
 
-def _check_equal_config(balance: BalanceConfig, ep_group: dist.ProcessGroup) -> None:
+def planning_group(layer: MoELayer) -> dist.ProcessGroup:
+    """Return the ranks that share a layer's experts, those with shards of the same side by side.
+
+    Tokens of all of them meet at the experts. So all plan by the same load, and a replica's shards
+    go to the slots of the ranks with these shards: the EP group of each shard.
+    """
+    dispatcher: Any = layer.token_dispatcher
+    if dispatcher.tp_size == 1:
+        return layer.ep_group
+    group: dist.ProcessGroup = dispatcher.tp_ep_group
+    assert group.rank() == layer.ep_group.rank() * dispatcher.tp_size + dispatcher.tp_rank
+    return group
+
+
+def _check_equal_config(balance: BalanceConfig, group: dist.ProcessGroup) -> None:
     """Check that settings are equal on all ranks: ranks plan alone and must plan alike."""
-    settings: list[Any] = [None] * ep_group.size()
-    dist.all_gather_object(settings, asdict(balance), group=ep_group)
+    settings: list[Any] = [None] * group.size()
+    dist.all_gather_object(settings, asdict(balance), group=group)
     for rank, other in enumerate(settings):
         for name, value in settings[0].items():
             if other[name] != value:
                 raise ValueError(
-                    f"balance.{name} must be equal on all ranks of the EP group: "
+                    f"balance.{name} must be equal on all ranks that share experts: "
                     f"rank 0 has {value!r}, rank {rank} has {other[name]!r}"
                 )
 
 
 def _check_equal_plans(
-    plan: BalancePlan, ep_group: dist.ProcessGroup, layer_number: int | None
+    plan: BalancePlan, group: dist.ProcessGroup, layer_number: int | None
 ) -> None:
-    digests: list[Any] = [None] * ep_group.size()
-    dist.all_gather_object(digests, plan.digest(), group=ep_group)
+    digests: list[Any] = [None] * group.size()
+    dist.all_gather_object(digests, plan.digest(), group=group)
     if different := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        num_shards = group.size() // plan.layout.ep_size
         raise RuntimeError(
-            f"layer {layer_number}: EP ranks {different} solved another plan than rank 0 "
-            f"(digests {digests}); planning must be the same integer arithmetic on the same load"
+            f"layer {layer_number}: {name_ranks(different, num_shards)} solved another plan than "
+            f"rank 0 (digests {digests}); planning must be the same integer arithmetic on the same "
+            "load"
         )

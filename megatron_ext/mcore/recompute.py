@@ -32,8 +32,8 @@ _LEFT = "_megatron_ext_left"
 class LeftBehind(NamedTuple):
     """What a layer's first pass leaves for its second."""
 
-    load: Tensor
-    """The load that the plan is for, int64 [R, E]."""
+    counts: Tensor
+    """What the ranks that plan alike counted, int64 [R * T, E]: their load is what was planned."""
     handle: PlanHandle
     """Names the plan."""
 

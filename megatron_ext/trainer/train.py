@@ -34,7 +34,7 @@ from megatron_ext.config import MOVED, ConfigError, Section, TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.trainer.launch import join_ranks, launch_ranks, quiet_megatron
 from megatron_ext.trainer.run_log import hold_run_dir
-from megatron_ext.trainer.validate import validate
+from megatron_ext.trainer.validate import expert_shards, validate
 from megatron_ext.trainer.watchdog import watch_over
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,9 @@ def check(config: TrainConfig, *, num_ranks: int | None = None) -> int:
         num_ranks = int(os.environ["WORLD_SIZE"])
     elif num_ranks is None and not config.type_problems():
         parallel = config.parallel
-        needed = parallel.pp_size * math.lcm(parallel.ep_size, parallel.tp_size)
+        needed = parallel.pp_size * math.lcm(
+            parallel.ep_size * expert_shards(config), parallel.tp_size
+        )
         num_ranks = max(needed, torch.cuda.device_count() if torch.cuda.is_available() else 1)
     num_ranks = 1 if num_ranks is None else num_ranks
     validate(config, num_ranks=num_ranks)

@@ -87,18 +87,31 @@ def _check_sections(config: TrainConfig) -> list[str]:
     return problems
 
 
+def expert_shards(config: TrainConfig) -> int:
+    """Return the ranks that share an expert: the section `megatron` may say so; 1 by default."""
+    shards = config.megatron.get("expert_tensor_parallel_size", 1)
+    if shards is None:  # As Megatron reads it.
+        return config.parallel.tp_size
+    return max(1, shards) if isinstance(shards, int) else 1
+
+
 def _check_ranks(config: TrainConfig, num_ranks: int) -> list[str]:
     """Check that parallel sizes divide the number of ranks, and that batches fit these ranks."""
     parallel, data = config.parallel, config.data
     if num_ranks < 1:
         return [f"the number of ranks ({num_ranks}) must be >= 1"]
     problems = []
-    for name in ("ep_size", "tp_size"):
+    shards = expert_shards(config)
+    per_expert = " * megatron.expert_tensor_parallel_size" if shards > 1 else ""
+    for size, name in (
+        (parallel.ep_size * shards, f"parallel.ep_size{per_expert}"),
+        (parallel.tp_size, "parallel.tp_size"),
+    ):
         problems += _multiple(
             num_ranks,
             "the number of ranks",
-            getattr(parallel, name) * parallel.pp_size,
-            f"parallel.{name} * parallel.pp_size",
+            size * parallel.pp_size,
+            f"{name} * parallel.pp_size",
         )
     if num_ranks % (parallel.tp_size * parallel.pp_size):
         return problems

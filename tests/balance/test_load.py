@@ -15,13 +15,14 @@ def _routing_map(rank):
     return workloads.routing_map(TOKENS[rank], EXPERTS, 2, seed=rank)
 
 
-def _gather(rank):
-    return gather_load(_routing_map(rank), torch.distributed.group.WORLD)
+def _gather(rank, ep_size):
+    return gather_load(_routing_map(rank), torch.distributed.group.WORLD, ep_size)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_every_rank_gets_the_same_exact_load(world_size):
-    expected = torch.stack([_routing_map(rank).sum(0) for rank in range(world_size)])
-    for load in run_ranks(_gather, world_size):
+@pytest.mark.parametrize(("world_size", "ep_size"), [(1, None), (3, None), (3, 1)])
+def test_every_rank_gets_the_same_exact_load(world_size, ep_size):
+    counts = torch.stack([_routing_map(rank).sum(0) for rank in range(world_size)])
+    expected = counts if ep_size is None else counts.sum(0, keepdim=True)
+    for load in run_ranks(_gather, world_size, ep_size):
         assert load.dtype == torch.int64
         assert torch.equal(load, expected)

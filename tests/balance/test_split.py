@@ -3,9 +3,11 @@
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from megatron_ext.balance.load import load_of
 from megatron_ext.balance.metrics import remote_assignments
-from megatron_ext.balance.plan import check_split, split_quota
+from megatron_ext.balance.plan import check_split, split_for, split_quota
 from megatron_ext.balance.solve import solve, solve_plan
 from tests import workloads
 from tests.balance.instances import instances, worked_example
@@ -23,6 +25,25 @@ def test_rows_and_columns_are_exact_and_local_comes_first(instance):
     assert int(load.sum() - local.sum()) == remote_assignments(load, plan)
     for source_rank in range(instance.layout.ep_size):
         assert torch.equal(split_quota(load, plan, source_rank), split[source_rank])
+
+
+@given(instance=instances(), num_shards=st.integers(1, 4), seed=st.integers(0, 99))
+@settings(max_examples=150)
+def test_ranks_with_shards_of_the_same_experts_share_in_proportion(instance, num_shards, seed):
+    ranks = instance.layout.ep_size
+    factors = torch.randint(4, (ranks * num_shards, 1), generator=torch.manual_seed(seed))
+    counts = instance.load.repeat_interleave(num_shards, 0) * factors
+    load = load_of(counts, ranks)
+    plan = solve_plan(load, instance.layout, **instance.settings)
+    shares = torch.stack([split_for(rank, counts, plan) for rank in range(len(counts))])
+    assert (shares >= 0).all()
+    assert torch.equal(shares.sum(2), counts)
+    split = split_quota(load, plan)
+    assert torch.equal(shares.unflatten(0, (ranks, num_shards)).sum(1), split)
+    of_ep_rank = load.repeat_interleave(num_shards, 0).clamp(min=1)[..., None]
+    even = split.repeat_interleave(num_shards, 0) * counts[..., None] / of_ep_rank
+    # Every rank's turn rounds both ends of a piece.
+    assert ((shares - even).abs() < 2 * num_shards).all()
 
 
 def test_worked_example():

@@ -17,6 +17,9 @@ from megatron_ext.balance.metrics import replica_use
 from megatron_ext.config import BalanceConfig
 from tests.gpt import TinyGPT, build_gpt
 
+GRADIENT_TOLERANCE = 1e-10
+"""float64 sums in another order differ by about 1e-16 x their length; the rest is cancellation."""
+
 
 @dataclass
 class Difference:

@@ -31,7 +31,7 @@ def _spoil(gpt: TinyGPT, fault: str) -> Any:
 
     second = balanced_layers(gpt)[1]
     if fault == "load":
-        gather, calls = Agreement.gather_load, []
+        gather, calls = Agreement.gather_counts, []
 
         def with_a_flipped_bit(agreement: Agreement, routing_map: torch.Tensor) -> torch.Tensor:
             load = gather(agreement, routing_map)
@@ -40,7 +40,7 @@ def _spoil(gpt: TinyGPT, fault: str) -> Any:
                 load[0, 0] ^= 1  # Of a rank's copy of the load, as memory may fail.
             return load
 
-        return mock.patch.object(Agreement, "gather_load", with_a_flipped_bit)
+        return mock.patch.object(Agreement, "gather_counts", with_a_flipped_bit)
     solve = LayerPlanner.solve
 
     def otherwise(planner: LayerPlanner, *args: Any) -> BalancePlan:

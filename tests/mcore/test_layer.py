@@ -439,7 +439,11 @@ PADDED = dict(
             dict(strategy="exact"),
             "balance.slots (257 of balance.strategy=exact) must be <= 256",
         ),
-        (dict(expert_tensor_parallel_size=2), {}, "expert_tensor_parallel_size (2) must be 1"),
+        (
+            dict(expert_tensor_parallel_size=2, moe_token_dispatcher_type="alltoall"),
+            dict(local_first=True),
+            "expert_tensor_parallel_size (2) must be 1 with balance.local_first: every token",
+        ),
         (dict(num_moe_experts=None), {}, "num_moe_experts (None) must be >= 1"),
         (
             dict(moe_token_dispatcher_type="allgather"),

@@ -116,8 +116,8 @@ WRONG = {
     ),
     "graphs": (["+megatron.cuda_graph_impl=local"], ["cuda_graph_impl ('local') must be 'none'"]),
     "sharded experts": (
-        ["+megatron.expert_tensor_parallel_size=2"],
-        ["expert_tensor_parallel_size (2) must be 1"],
+        ["+megatron.expert_tensor_parallel_size=2", "balance.local_first=true"],
+        ["expert_tensor_parallel_size (2) must be 1 with balance.local_first: every token"],
     ),
     "experts that Megatron groups": (
         ["+megatron.moe_grouped_gemm=true"],
@@ -457,6 +457,18 @@ def test_data_is_required(capsys: pytest.CaptureFixture[str]) -> None:
         main([])
     assert exit_info.value.code == 2
     assert "error: data.path is missing" in capsys.readouterr().err
+
+
+def test_ranks_that_experts_do_not_fit_in(data: Path) -> None:
+    config = TrainConfig(megatron={"expert_tensor_parallel_size": 2})
+    config.data.path = str(data)
+    config.parallel.ep_size = 2
+    with pytest.raises(ConfigError) as error:
+        validate(config, num_ranks=2)
+    assert error.value.problems == [
+        "the number of ranks (2) must be a multiple of parallel.ep_size * "
+        "megatron.expert_tensor_parallel_size * parallel.pp_size (4)"
+    ]
 
 
 @pytest.mark.parametrize(
