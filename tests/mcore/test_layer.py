@@ -316,6 +316,40 @@ def test_only_forwards_with_gradients_have_gradient_slots(recompute: str) -> Non
         assert trained == 2 * evaluated
 
 
+def _generate(rank: int) -> float:
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    logits = []
+    gpt = balanced_gpt(dict(ep=2), EXACT)
+    for model in (build_gpt(ep=2), gpt):
+        model.chunks[0].eval()
+        context = StaticInferenceContext(model.micro_batch_size, SEQUENCE)
+        tokens = model.tokens(0, 0)
+        with torch.no_grad():
+            for first, end in ((0, SEQUENCE - 1), (SEQUENCE - 1, SEQUENCE)):
+                context.sequence_len_offset = first
+                logits.append(
+                    model.chunks[0].module(
+                        tokens[:, first:end],
+                        torch.arange(first, end).expand(len(tokens), -1),
+                        None,
+                        inference_context=context,
+                        runtime_gather_output=True,
+                    )
+                )
+                context.enable_decode_mode()
+    prompt, token, balanced_prompt, balanced_token = logits
+    torch.testing.assert_close(balanced_prompt, prompt)
+    torch.testing.assert_close(balanced_token, token)
+    buffers = balanced_layers(gpt)[0]._slot_buffers
+    assert not buffers.grads
+    return max(float(weights.abs().max()) for weights in buffers.weights)
+
+
+def test_prefill_and_decoding_equal_unbalanced_megatron() -> None:
+    assert max(run_ranks(_generate, 2)) > 0, "no replica was made, so nothing was tested"
+
+
 def _names(rank: int) -> None:
     plain, gpt = build_gpt(ep=2), balanced_gpt(dict(ep=2), EXACT)
     gpt.forward_backward()
