@@ -88,7 +88,7 @@ def noted(gpt: TinyGPT) -> Iterator[Noted]:
     for layer in balanced_layers(gpt):
         layer.plan_observers.append(partial(note, layer.layer_number))
     with (
-        counted(Agreement, "gather_load"),
+        counted(Agreement, "gather_counts"),
         counted(LayerPlanner, "solve"),
         counted(SlotBuffers, "_push"),
     ):
@@ -137,7 +137,7 @@ def test_the_second_pass_plans_nothing_and_pushes_what_is_missing() -> None:
     for of_rank in run_ranks(_one_plan, 2):
         for (case, pushes), found in zip(CASES, of_rank, strict=True):
             plans = 2 * 2  # of two microbatches and layers
-            counts = dict(gather_load=plans, solve=plans, _push=2 * pushes)
+            counts = dict(gather_counts=plans, solve=plans, _push=2 * pushes)
             assert found.counts == counts, case
             recomputed = {1, 2} if case else set()
             recomputed -= {2} if case.get("recompute_method") == "block" else set()
