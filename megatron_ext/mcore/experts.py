@@ -1,10 +1,8 @@
 """Stage 6: experts over main weights and slot weights.
 
-Tokens arrive sorted by this rank's physical experts, mains first, then slots. The mains run through
-their own module, unchanged; the slots run through the same computation with slot weights instead of
-parameters.
-
-A kind says how a module keeps its experts. Each kind is one file and one line of `EXPERT_KINDS`.
+Tokens arrive sorted by this rank's physical experts, mains first, then slots. A kind says how a
+module keeps its experts, and runs mains and slots together. Each kind is one file and one line of
+`EXPERT_KINDS`.
 
 Legend: M mains per rank, S slots per rank, H hidden.
 """
@@ -14,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor, nn
 
 from megatron_ext.balance.main_weights import MainWeights, Segment
 from megatron_ext.mcore.grouped_experts import GroupedExperts, GroupedWeights
 from megatron_ext.mcore.sequential_experts import SequentialWeights
+from megatron_ext.mcore.te_experts import TEGroupedWeights, let_all_microbatches_accumulate
 
 
 class ExpertWeights(Protocol):
@@ -31,25 +29,31 @@ class ExpertWeights(Protocol):
     def mains(self) -> MainWeights:
         """This rank's main weights as they are now: wrappers may have moved them."""
 
-    def run_slots(
-        self, weights: Sequence[Any], tokens: Tensor, num_tokens: list[int], probs: Tensor
+    def run(
+        self,
+        slot_weights: Sequence[Any],
+        tokens: Tensor,
+        tokens_per_expert: Tensor,
+        probs: Tensor,
     ) -> Tensor:
-        """Run the experts in the slots.
+        """Run the mains and the S >= 1 slots.
 
         Args:
-            weights: Slot weights, one a segment: [S, *shape] or a list of S, as the mains are.
-            tokens: [sum(num_tokens), H], sorted by slot.
-            num_tokens: Tokens of each slot, S numbers.
-            probs: Router probabilities of the tokens, [sum(num_tokens)].
+            slot_weights: One entry a segment, [S, *shape] or a list of S, as the mains are. Given
+                to the products as they are: attributes of a tensor stay with it.
+            tokens: [N', H], sorted by this rank's physical experts.
+            tokens_per_expert: [M + S], on the host or the device.
+            probs: Router probabilities of the tokens, [N'].
 
         Returns:
-            Expert outputs, [sum(num_tokens), H].
+            Expert outputs, [N', H], in the order of `tokens`.
         """
 
 
 EXPERT_KINDS: dict[type[nn.Module], Callable[[Any], ExpertWeights]] = {
     SequentialMLP: SequentialWeights,
     GroupedExperts: GroupedWeights,
+    TEGroupedMLP: TEGroupedWeights,
 }
 """By class of an experts module: what makes the `ExpertWeights` of such a module."""
 
@@ -60,12 +64,14 @@ def expert_weights(experts: nn.Module) -> ExpertWeights:
     Raises:
         ValueError: Experts of this kind cannot be balanced.
     """
+    let_all_microbatches_accumulate(experts)
     for module_class, kind in EXPERT_KINDS.items():
         if isinstance(experts, module_class):
             return kind(experts)
     raise ValueError(
-        f"experts of type {type(experts).__name__} cannot be balanced; use SequentialMLP "
-        "(moe_grouped_gemm=False) or GroupedExperts (megatron_ext.grouped_mm_spec)"
+        f"experts of type {type(experts).__name__} cannot be balanced; use TEGroupedMLP "
+        "(moe_grouped_gemm=True with Transformer Engine), SequentialMLP (moe_grouped_gemm=False) "
+        "or GroupedExperts (megatron_ext.grouped_mm_spec)"
     )
 
 
@@ -82,8 +88,7 @@ def run_experts(
     Args:
         experts: Megatron's module with the M mains.
         weights: `expert_weights(experts)`.
-        slot_weights: Slot weights, one entry a segment, which slot s indexes: [S, *shape], or a
-            list of S.
+        slot_weights: As for `ExpertWeights.run`, with S >= 0.
         tokens: [N', H], sorted by this rank's physical experts.
         tokens_per_expert: [M + S].
         probs: [N'].
@@ -91,25 +96,8 @@ def run_experts(
     Returns:
         Expert outputs, [N', H], in the order of `tokens`.
     """
-    num_slots = len(slot_weights[0])
-    if num_slots == 0:  # The host need not know the counts.
-        return _run_mains(experts, tokens, tokens_per_expert, probs)
-    num_mains = tokens_per_expert.numel() - num_slots
-    main_counts, slot_counts = tokens_per_expert[:num_mains], tokens_per_expert[num_mains:].tolist()
-    num_slot_tokens = sum(slot_counts)
-    sizes = [tokens.shape[0] - num_slot_tokens, num_slot_tokens]
-    main_tokens, slot_tokens = tokens.split(sizes)
-    main_probs, slot_probs = probs.split(sizes)
-    main_output = _run_mains(experts, main_tokens, main_counts, main_probs)
-    if num_slot_tokens == 0:
-        return main_output
-    slot_output = weights.run_slots(slot_weights, slot_tokens, slot_counts, slot_probs)
-    return torch.cat([main_output, slot_output])
-
-
-def _run_mains(
-    experts: nn.Module, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
-) -> Tensor:
+    if len(slot_weights[0]) > 0:
+        return weights.run(slot_weights, tokens, tokens_per_expert, probs)
     output: Tensor
     output, bias = experts(tokens, tokens_per_expert, probs)
     assert bias is None, "Megatron adds expert biases inside the experts"

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
 
 from megatron_ext.balance.main_weights import MainWeights, Segment
+from megatron_ext.mcore.sequential_experts import mains_then_slots
 
 _EXTRA_STATE = "_extra_state"
 """Name that PyTorch gives to a module's state besides tensors."""
@@ -165,10 +166,21 @@ class GroupedWeights:
         """See `ExpertWeights.mains`."""
         return MainWeights((self._experts.fc1, self._experts.fc2))
 
-    def run_slots(
+    def run(
+        self,
+        slot_weights: Sequence[Any],
+        tokens: Tensor,
+        tokens_per_expert: Tensor,
+        probs: Tensor,
+    ) -> Tensor:
+        """See `ExpertWeights.run`."""
+        return mains_then_slots(
+            self._experts, self._run_slots, slot_weights, tokens, tokens_per_expert, probs
+        )
+
+    def _run_slots(
         self, weights: Sequence[Any], tokens: Tensor, num_tokens: list[int], probs: Tensor
     ) -> Tensor:
-        """See `ExpertWeights.run_slots`."""
         fc1, fc2 = weights
         counts = torch.tensor(num_tokens, device=tokens.device)
         return self._experts.compute(fc1, fc2, tokens, counts, probs)

@@ -143,12 +143,10 @@ def _broken(rules: tuple[_Rule, ...], config: Any, with_setting: str) -> list[st
 
 _MUST_BE = (
     _Rule(
-        "moe_grouped_gemm",
+        "moe_use_legacy_grouped_gemm",
         (False,),
-        "replicas join SequentialMLP or GroupedExperts; group them with model.experts=grouped_mm, "
-        "in a script with megatron_ext.grouped_mm_spec",
+        "replicas cannot join GroupedMLP; they join TEGroupedMLP",
     ),
-    _Rule("moe_use_legacy_grouped_gemm", (False,), "replicas cannot join GroupedMLP"),
     _Rule("moe_single_grouped_weight", (False,), "replicas join experts with a weight each"),
     _Rule("moe_single_grouped_bias", (False,), "replicas join experts with a bias each"),
     _Rule(
@@ -194,6 +192,18 @@ _MUST_BE = (
         "overlap_dispatch_backward_with_experts_wgrad",
         (False,),
         "slot gradients must not be delayed",
+    ),
+    _Rule(
+        "expert_gtp_weight_remat_size",
+        (1,),
+        "replicas of sharded experts are not supported",
+        "leave out --expert-tensor-parallel-num-weight-shards",
+    ),
+    _Rule(
+        "quant_recipe",
+        (None,),
+        "quantized experts are not supported",
+        "leave out --te-precision-config-file and --kitchen-config-file",
     ),
     _Rule("fp8", (None,), "quantized experts are not supported", "leave out --fp8-format"),
     _Rule("fp4", (None,), "quantized experts are not supported", "leave out --fp4-format"),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_ext.balance.main_weights import MainWeights, Segment
 
@@ -29,10 +29,22 @@ class SequentialWeights:
             tuple([weights[segment.name] for weights in per_expert] for segment in self.segments)
         )
 
-    def run_slots(
+    def run(
+        self,
+        slot_weights: Sequence[Any],
+        tokens: Tensor,
+        tokens_per_expert: Tensor,
+        probs: Tensor,
+    ) -> Tensor:
+        """See `ExpertWeights.run`."""
+        return mains_then_slots(
+            self._experts, self._run_slots, slot_weights, tokens, tokens_per_expert, probs
+        )
+
+    def _run_slots(
         self, weights: Sequence[Any], tokens: Tensor, num_tokens: list[int], probs: Tensor
     ) -> Tensor:
-        """See `ExpertWeights.run_slots`. Runs main 0's module with each slot's weights in turn."""
+        """Run main 0's module with each slot's weights in turn."""
         if self._experts.config.moe_apply_probs_on_input:
             tokens = (tokens * probs.unsqueeze(-1)).to(tokens.dtype)
             probs = torch.ones_like(probs)
@@ -49,3 +61,40 @@ class SequentialWeights:
             if slot_tokens.shape[0] > 0
         ]
         return torch.cat(outputs)
+
+
+RunSlots = Callable[[Sequence[Any], Tensor, list[int], Tensor], Tensor]
+"""From slot weights, tokens sorted by slot, tokens of each slot and probabilities: the outputs."""
+
+
+def mains_then_slots(
+    experts: nn.Module,
+    run_slots: RunSlots,
+    slot_weights: Sequence[Any],
+    tokens: Tensor,
+    tokens_per_expert: Tensor,
+    probs: Tensor,
+) -> Tensor:
+    """Run the mains through their own module, and the slots by themselves.
+
+    Args:
+        experts: Megatron's module with the mains.
+        run_slots: Is called if a slot has tokens.
+        slot_weights: As for `ExpertWeights.run`; so are the others, and what is returned.
+        tokens: [N', H].
+        tokens_per_expert: [M + S].
+        probs: [N'].
+    """
+    counts = tokens_per_expert.cpu()  # The mains' module reads them on the host, too.
+    num_mains = counts.numel() - len(slot_weights[0])
+    slot_counts = counts[num_mains:].tolist()
+    num_slot_tokens = sum(slot_counts)
+    sizes = [tokens.shape[0] - num_slot_tokens, num_slot_tokens]
+    main_tokens, slot_tokens = tokens.split(sizes)
+    main_probs, slot_probs = probs.split(sizes)
+    main_output: Tensor
+    main_output, bias = experts(main_tokens, counts[:num_mains], main_probs)
+    assert bias is None, "Megatron adds expert biases inside the experts"
+    if num_slot_tokens == 0:
+        return main_output
+    return torch.cat([main_output, run_slots(slot_weights, slot_tokens, slot_counts, slot_probs)])

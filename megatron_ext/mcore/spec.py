@@ -26,6 +26,7 @@ from megatron_ext.balance.strategies.strategy import ForcesEven, StaysMegatron
 from megatron_ext.config import BalanceConfig
 from megatron_ext.files.placement import read_placement
 from megatron_ext.mcore.backward import JoiningTransformerLayer
+from megatron_ext.mcore.experts import EXPERT_KINDS
 from megatron_ext.mcore.grouped_experts import GroupedExperts
 from megatron_ext.mcore.left_out import warn_of_layers_left_out
 from megatron_ext.mcore.limits import require_balance_config
@@ -86,10 +87,11 @@ def _check_parts(spec: Any) -> None:
     names = _module_names(spec)
     if balanced := names & {BalancedMoELayer.__name__, EvenMoELayer.__name__}:
         raise ValueError(f"the spec is balanced already: it has {', '.join(sorted(balanced))}")
-    if grouped := _grouped_by_megatron(names):
+    if unknown := _grouped_by_megatron(names - {kind.__name__ for kind in EXPERT_KINDS}):
         raise ValueError(
-            f"the spec has experts of {grouped}, which cannot be balanced: make it with "
-            "moe_grouped_gemm=False; megatron_ext.grouped_mm_spec then groups them"
+            f"the spec has experts of {unknown}, which cannot be balanced: make it with "
+            "Transformer Engine's TEGroupedMLP, or with moe_grouped_gemm=False; "
+            "megatron_ext.grouped_mm_spec then groups them"
         )
 
 

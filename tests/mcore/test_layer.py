@@ -461,12 +461,6 @@ PADDED = dict(
         ({}, dict(transport="rdma"), "balance.transport ('rdma') is not available here"),
         ({}, dict(nvlink_domain=3), "balance.nvlink_domain (3) must divide"),
         (dict(gradient_accumulation_fusion=True), {}, "gradient_accumulation_fusion (True) must"),
-        (
-            dict(moe_grouped_gemm=True),
-            {},
-            "moe_grouped_gemm (True) must be False with balance.strategy=quota: replicas join "
-            "SequentialMLP or GroupedExperts; group them with model.experts=grouped_mm",
-        ),
         ({}, dict(slots=257), "balance.slots (257) must be <= 256: transport shared_memory has"),
         (
             dict(num_moe_experts=514),

@@ -21,7 +21,7 @@ enable_cpu_platform()
 
 # Megatron, and what imports it, must come after the CPU platform.
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.transformer.moe.experts import SequentialMLP  # noqa: E402
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
@@ -128,21 +128,32 @@ def test_a_mapping_is_no_config() -> None:
         balance_spec(block_spec(), {"slots": 2})  # type: ignore[arg-type]
 
 
-def test_experts_that_megatron_groups_are_named_with_their_setting() -> None:
-    """As `moe_grouped_gemm=True` makes them with Transformer Engine, or before 0.17 without."""
+def test_experts_of_no_kind_are_named_with_their_setting() -> None:
+    """As `moe_grouped_gemm=True` makes them without Transformer Engine, before 0.17."""
 
-    class TEGroupedMLP(torch.nn.Module):
-        """Stands for Megatron's, which needs Transformer Engine."""
+    class GroupedMLP(torch.nn.Module):
+        """Stands for Megatron's, which later versions lack."""
 
-    grouped = replace_parts(
+    for change in (grouped_mm_spec, _balance):
+        with pytest.raises(ValueError, match=r"^the spec has experts of GroupedMLP") as error:
+            change(_with_experts(GroupedMLP))
+        assert "with moe_grouped_gemm=False" in str(error.value)
+
+
+def test_experts_of_transformer_engine_are_balanced_and_not_replaced() -> None:
+    grouped = _with_experts(TEGroupedMLP)
+    mlp = _balance(grouped).layer_specs[0].submodules.mlp
+    assert layer_class(mlp) is BalancedMoELayer
+    with pytest.raises(ValueError, match=r"^the spec has experts of TEGroupedMLP: make it with"):
+        grouped_mm_spec(grouped)
+
+
+def _with_experts(module: type) -> Any:
+    return replace_parts(
         block_spec(),
         lambda part: getattr(part, "module", getattr(part, "func", None)) is SequentialMLP,
-        lambda part: ModuleSpec(module=TEGroupedMLP),
+        lambda part: ModuleSpec(module=module),
     )
-    for change in (grouped_mm_spec, _balance):
-        with pytest.raises(ValueError, match=r"^the spec has experts of TEGroupedMLP") as error:
-            change(grouped)
-        assert "make it with moe_grouped_gemm=False" in str(error.value)
 
 
 def test_an_unknown_strategy_is_refused() -> None:

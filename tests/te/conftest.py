@@ -2,7 +2,9 @@
 
 import pytest
 
-from tests.te_on_cpu import te_is_here
+from tests.te_on_cpu import enable_te_on_cpu, te_is_here
+
+enable_te_on_cpu()  # before a test imports anything of Megatron
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,148 @@
+"""Balancing changes nothing with Transformer Engine's experts: mains and slots are one product.
+
+Layer 2. Gradients are compared in float64, where only the order of sums differs, and bit by bit
+where it does not.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from megatron_ext.config import BalanceConfig
+from tests.gpt import TinyGPT, build_gpt
+from tests.mcore.parity import balanced_gpt, balanced_layers, gradient_difference, step_difference
+from tests.ranks import run_ranks
+
+GRADIENT_TOLERANCE = 1e-10
+"""As in `tests/mcore/test_parity.py`; so is the next."""
+
+STEP_TOLERANCE = 1e-5
+
+EXACT = BalanceConfig(tolerance=0.0)
+
+TE: dict[str, Any] = dict(ep=2, transformer_engine=True, moe_grouped_gemm=True)
+GATED: dict[str, Any] = dict(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
+
+Case = tuple[dict[str, Any], int, BalanceConfig]
+
+CASES: list[Case] = [
+    (TE | dict(overlap_grad_reduce=True), 4, EXACT),
+    (TE | dict(add_bias_linear=True, topk=1, moe_apply_probs_on_input=True), 1, EXACT),
+    (TE | GATED | dict(add_bias_linear=True, bias_activation_fusion=False), 1, EXACT),
+    (TE | GATED | dict(bias_activation_fusion=True, recompute="selective"), 2, EXACT),
+    (TE | dict(recompute_granularity="selective", recompute_modules=["moe_act"]), 2, EXACT),
+    (TE | dict(recompute="full", dispatcher="allgather", shared_ffn=24), 1, EXACT),
+    (TE | dict(distributed_optimizer=True), 2, BalanceConfig(tolerance=0.0, local_first=True)),
+    (TE | dict(moe_grouped_gemm=False), 2, EXACT),
+    (TE | dict(moe_latent_size=8), 1, EXACT),
+]
+if Version(version("megatron-core")) >= Version("0.19"):
+    CASES.append((TE | GATED | dict(moe_mlp_glu_interleave_size=4), 1, EXACT))
+
+
+def _gradients(rank: int) -> list[Any]:
+    return [
+        gradient_difference(case, num_microbatches=num_microbatches, balance=balance)
+        for case, num_microbatches, balance in CASES
+    ]
+
+
+def test_gradients_equal_unbalanced_megatron() -> None:
+    by_rank = run_ranks(_gradients, 2, timeout_s=400)
+    for index, case in enumerate(CASES):
+        worst = max((rank[index] for rank in by_rank), key=lambda difference: difference.worst)
+        assert worst.worst <= GRADIENT_TOLERANCE, f"{case}: {worst}"
+        assert all(rank[index].replicas > 0 for rank in by_rank), f"{case}: nothing was tested"
+
+
+def _steps(rank: int) -> list[Any]:
+    case = TE | GATED | dict(distributed_optimizer=True)
+    overlaps = dict(overlap_grad_reduce=True, overlap_param_gather=True)
+    return [step_difference(case | overlaps, num_microbatches=2, balance=EXACT)]
+
+
+def test_training_equals_unbalanced_megatron() -> None:
+    for (difference,) in run_ranks(_steps, 2):
+        assert difference.worst <= STEP_TOLERANCE, difference
+        assert difference.replicas > 0
+
+
+def _grouped_and_sequential(rank: int) -> list[int]:
+    """Train both in float32 by equal plans, and compare all bits."""
+    settings = TE | GATED | dict(bias_activation_fusion=False)
+    replicas = []
+    for make in (build_gpt, _balanced):
+        grouped = make(**settings)
+        sequential = make(**(settings | dict(moe_grouped_gemm=False)))
+        for step in range(2):
+            losses = [gpt.train_step(step, num_microbatches=2) for gpt in (grouped, sequential)]
+            assert losses[0] == losses[1]
+        expected, found = sequential.parameters(), grouped.parameters()
+        assert expected.keys() == found.keys()
+        assert [n for n, value in expected.items() if not torch.equal(found[n], value)] == []
+        replicas.append(sum(layer.num_replicas for layer in balanced_layers(grouped)))
+    return replicas
+
+
+def _balanced(**settings: Any) -> TinyGPT:
+    return balanced_gpt(settings, EXACT)
+
+
+def test_grouped_experts_train_as_single_ones_to_the_last_bit() -> None:
+    for plain, balanced in run_ranks(_grouped_and_sequential, 2):
+        assert plain == 0
+        assert balanced > 0
+
+
+def _slots_for_mains(rank: int) -> None:
+    """Two mains and two slots with fused gradients, against four mains, over two microbatches."""
+    from megatron_ext.mcore.experts import expert_weights, run_experts
+
+    settings = TE | GATED | dict(ep=1, num_layers=1)
+    whole, half = build_gpt(**settings), build_gpt(**(settings | dict(experts=2)))
+    of_whole, of_half = (
+        gpt.chunks[0].module.decoder.layers[0].mlp.experts for gpt in (whole, half)
+    )
+    weights = expert_weights(of_half)
+    mains = expert_weights(of_whole).mains().rows()
+    slots = [torch.stack(rows[2:]).requires_grad_() for rows in mains]
+    slot_grads = [torch.zeros_like(values) for values in slots]
+    for experts in (of_whole, of_half):
+        for linear in (experts.linear_fc1, experts.linear_fc2):
+            linear.fuse_wgrad_accumulation = True
+    for microbatch in range(2):
+        torch.manual_seed(microbatch)
+        counts, tokens = torch.tensor([5, 0, 7, 3]), torch.randn(15, 16)
+        probs, upstream = torch.rand(15), torch.randn(15, 16)
+        views = [list(values.unbind()) for values in slots]
+        for of_segment, gradients in zip(views, slot_grads, strict=True):
+            for view, gradient in zip(of_segment, gradients.unbind(), strict=True):
+                view.main_grad = gradient
+        outcomes = []
+        for run in (of_whole, partial(run_experts, of_half, weights, views)):
+            inputs = tokens.clone().requires_grad_()
+            output = run(inputs, counts, probs)
+            output = output[0] if isinstance(output, tuple) else output
+            output.backward(upstream)
+            outcomes.append((output, inputs.grad))
+        assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+        # Autograd has got nothing: all is in the slots' `main_grad`.
+        assert all(values.grad is None for values in slots)
+    expected = dict(whole.named_parameters())
+    found = {name: p.main_grad for name, p in half.named_parameters() if "experts" in name}
+    for segment, gradients in zip(weights.segments, slot_grads, strict=True):
+        for index, gradient in enumerate(gradients, start=2):
+            found[f"decoder.layers.0.mlp.experts.{index}.{segment.name}"] = gradient
+    assert len(found) == 8
+    for name, gradient in found.items():
+        assert torch.equal(expected[name].main_grad, gradient), name
+        assert expected[name].main_grad.any() == ("experts.1" not in name)
+
+
+def test_slots_are_further_experts_of_the_same_product() -> None:
+    run_ranks(_slots_for_mains, 1)
