@@ -63,7 +63,8 @@ def first_pass_under_way() -> Any | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         # Only there are all local variables looked at: to ask for them keeps them alive.
-        if frame.f_code.co_varnames[:1] == ("ctx",):
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
             context = frame.f_locals.get("ctx")
             if isinstance(context, BackwardCFunction):
                 return context
