@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron_ext.balance.strategies.settings import BalanceConfig
 from megatron_ext.balance.strategies.strategy import HistorySettings
@@ -224,3 +225,33 @@ def _unstable_router(rank: int, case: dict[str, Any]) -> int:
 def test_a_router_that_chooses_otherwise_the_second_time_changes_no_sum(topk: int) -> None:
     case = dict(ep=2, experts=8, topk=topk, recompute="full", micro_batch_size=1)
     assert all(replicas > 0 for replicas in run_ranks(_unstable_router, 2, case))
+
+
+def _in_a_checkpoint(rank: int) -> list[int]:
+    """One MoE layer in PyTorch's own checkpoint, without and with Megatron's inside."""
+    solved = []
+    for recompute in ("none", "selective"):
+        case = dict(ep=2, recompute=recompute)
+        gpt = balanced_gpt(case, BalanceConfig(tolerance=0.0), dtype=torch.float64)
+        generator = torch.Generator().manual_seed(rank)
+        hidden = torch.randn(32, 1, 16, generator=generator, dtype=torch.float64)
+        outcomes = []
+        for each in (build_gpt(**case, dtype=torch.float64), gpt):
+            each.chunks[0].zero_grad_buffer()
+            layer = each.chunks[0].module.decoder.layers[0].mlp
+            inputs = hidden.clone().requires_grad_()
+            with noted(gpt) as found:
+                checkpoint(
+                    lambda x, run=layer: run(x)[0], inputs, use_reentrant=True
+                ).sum().backward()
+            outcomes.append(each.gradients() | {"inputs": inputs.grad})
+        assert_equal(*outcomes)
+        assert balanced_layers(gpt)[0].num_replicas > 0
+        assert balanced_layers(gpt)[0].num_in_flight == 0
+        solved.append(found.counts["solve"])
+    return solved
+
+
+def test_other_checkpoints_and_one_in_another_are_recomputed_as_well() -> None:
+    # The inner checkpoint has a first pass in both passes of the outer one.
+    assert run_ranks(_in_a_checkpoint, 2) == [[1, 2], [1, 2]]
