@@ -1,9 +1,10 @@
 """Stage 3: from logical to physical routing, so that every instance gets exactly its quota.
 
-Takes this rank's row of the split and the plan's physical ids; gives the routing map that the
-dispatcher sends by. In between, choices are [N, K] tables of indices, and backward needs nothing
-else. Probabilities keep the router's dtype: they are moved, never computed with. Legend: N local
-tokens, E logical experts, K choices per token, R ranks of the EP group, P physical experts.
+Takes this rank's row of the split and the plan's physical ids; gives what the dispatcher sends by:
+a routing map, or ids where the router gives ids. In between, choices are [N, K] tables of indices,
+and backward needs nothing else. Probabilities keep the router's dtype: they are moved, never
+computed with. Legend: N local tokens, E logical experts, K choices per token, R ranks of the EP
+group, P physical experts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,25 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops import load_library
+
+
+def as_map(choices: Tensor, num_experts: int) -> Tensor:
+    """Return a router's choices as a map, bool [N, E].
+
+    Args:
+        choices: As the router gives them: a map, or ids of experts [N, K] of an integer dtype, -1
+            where a token has fewer choices.
+        num_experts: Experts that ids count (E).
+
+    >>> as_map(torch.tensor([[2, 0], [1, -1]]), num_experts=3).int().tolist()
+    [[1, 0, 1], [0, 1, 0]]
+    """
+    if choices.dtype == torch.bool:
+        return choices
+    # A column more for what is no choice.
+    columns = choices.new_zeros(len(choices), num_experts + 1, dtype=torch.bool)
+    chosen = columns.scatter(1, torch.where(choices < 0, num_experts, choices).long(), True)
+    return chosen[:, :num_experts].contiguous()
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +140,31 @@ def reroute(
         probs_NE, assignment, num_physical, maps or RoutingMaps()
     )
     return probs_NP, routing_map_NP
+
+
+def reroute_ids(ids_NK: Tensor, assignment: Assignment, num_experts: int) -> Tensor:
+    """Replace each choice by the instance that takes it; probabilities stay as they are.
+
+    Args:
+        ids_NK: Logical choices in any order, [N, K] of an integer dtype, or -1.
+        assignment: `assign` of these tokens.
+        num_experts: Logical experts (E).
+
+    Returns:
+        Physical choices at the same places, or -1, of the same dtype.
+
+    >>> routing = torch.tensor([[True, False], [True, True]])
+    >>> quota, physical_index = torch.tensor([[1, 1], [0, 1]]), torch.tensor([[0, 3], [-1, 2]])
+    >>> assignment = assign(routing, quota, physical_index, top_k=2)
+    >>> reroute_ids(torch.tensor([[0, -1], [1, 0]]), assignment, num_experts=2).tolist()
+    [[0, -1], [2, 3]]
+    """
+    # By logical expert, with a column more for what is no choice.
+    physical = assignment.physical.new_full((len(ids_NK), num_experts + 1), -1)
+    logical = assignment.logical
+    physical.scatter_(1, torch.where(logical < 0, num_experts, logical).long(), assignment.physical)
+    ids = torch.where(ids_NK < 0, num_experts, ids_NK).long()
+    return physical.gather(1, ids).to(ids_NK.dtype)
 
 
 class _Reroute(torch.autograd.Function):

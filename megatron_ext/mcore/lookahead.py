@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from megatron_ext.balance.metrics import load_accuracy, replica_use
 from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.reroute import as_map
 from megatron_ext.balance.slots import SentAhead
 from megatron_ext.mcore.experts import finish_parameter_gather
 from megatron_ext.mcore.recompute import in_backward
@@ -227,9 +228,9 @@ class Lookahead:
         if send_ahead is None:  # The layer is gone.
             return
         self._drop()
-        routing_map = predict_routing(self._router, hidden_states)
-        load = self._gather_load(routing_map)
-        self._prediction = Prediction(routing_map, load, send_ahead(load))
+        predicted = predict_routing(self._router, hidden_states)
+        load = self._gather_load(predicted)
+        self._prediction = Prediction(predicted, load, send_ahead(load))
 
 
 def predict_routing(router: Any, hidden_states: Tensor) -> Tensor:
@@ -244,5 +245,5 @@ def predict_routing(router: Any, hidden_states: Tensor) -> Tensor:
     """
     finish_parameter_gather(router)
     with torch.no_grad():
-        _, routing_map = router.routing(router.gating(hidden_states))
-    return routing_map
+        _, choices = router.routing(router.gating(hidden_states))
+    return as_map(choices, router.config.num_moe_experts)

@@ -53,7 +53,7 @@ from megatron_ext.balance.replicas import (
     Replication,
     join_later,
 )
-from megatron_ext.balance.reroute import assign, reroute
+from megatron_ext.balance.reroute import as_map, assign, reroute, reroute_ids
 from megatron_ext.balance.slots import SentAhead, SlotBuffers, shared_slot_buffers
 from megatron_ext.balance.solve import plan_layout
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
@@ -261,13 +261,19 @@ class BalancedMoELayer(MoELayer):
     def preprocess(
         self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Stages 1 to 4: from logical to physical routing, with the replicas in their slots."""
+        """Stages 1 to 4: from logical to physical routing, with the replicas in their slots.
+
+        Args:
+            hidden_states: The layer's input, [s, b, H].
+            probs: The router's probabilities, [N, E] with a map and [N, K] with ids.
+            routing_map: The router's choices: a map bool [N, E], or ids [N, K] of an integer dtype.
+                The dispatcher gets physical choices in the same form.
+        """
         microbatch = self._begin()
+        chosen = as_map(routing_map, self.layout.num_experts)
         left = take(self)
         counts, plan, handle = (
-            self._make_plan(microbatch, routing_map, probs.dtype)
-            if left is None
-            else self._recall(left)
+            self._make_plan(microbatch, chosen, probs.dtype) if left is None else self._recall(left)
         )
         sent = microbatch.prediction.sent if microbatch.prediction is not None else None
         for observer in self.plan_observers:
@@ -278,33 +284,36 @@ class BalancedMoELayer(MoELayer):
         materializing = replication.start_materialize(sent)
         source_quota = split_for(self.planning_group.rank(), counts, plan)
         if left is not None:
-            source_quota = fit_quota(source_quota, routing_map.sum(0))
-        assignment = assign(routing_map, source_quota, plan.physical_index(), self._most_choices)
+            source_quota = fit_quota(source_quota, chosen.sum(0))
+        assignment = assign(chosen, source_quota, plan.physical_index(), self._most_choices)
         # Where a forward is recomputed, its maps live as long as one pass: no entry holds them.
         is_only_pass = torch.is_grad_enabled() and left is None
         maps = replication.routing_maps() if is_only_pass else None
-        probs, routing_map_NP = reroute(probs, assignment, self.layout.num_physical, maps)
+        if routing_map.dtype == torch.bool:
+            probs, physical = reroute(probs, assignment, self.layout.num_physical, maps)
+        else:
+            physical = reroute_ids(routing_map, assignment, self.layout.num_experts)
         materializing.wait()
         if self.training and torch.is_grad_enabled():
             # Neither evaluation nor the first pass of recompute: every microbatch once.
             load = load_of(counts, self.layout.ep_size)
             self._planner.observe(load)
-            self._report(routing_map, load, plan, microbatch.prediction)
+            self._report(chosen, load, plan, microbatch.prediction)
         if self.lookahead is not None:
             self.lookahead.tell_next(hidden_states)
-        hidden_states, probs = super().preprocess(hidden_states, probs, routing_map_NP)
+        hidden_states, probs = super().preprocess(hidden_states, probs, physical)
         release_graph(self.token_dispatcher)
         return hidden_states, probs
 
     def _make_plan(
-        self, microbatch: Microbatch, routing_map: Tensor, probs_dtype: torch.dtype
+        self, microbatch: Microbatch, chosen: Tensor, probs_dtype: torch.dtype
     ) -> tuple[Tensor, BalancePlan, PlanHandle | None]:
         """Stages 1 and 2: what all ranks count, and its plan, kept if a backward will come."""
         if self.lookahead is not None:
             place = LayerPlace(self.chunk, self.layer_number)
             microbatch.prediction = self.lookahead.arrive(place)
-        agreement = self._agreement_on(routing_map.device)
-        counts = agreement.gather_counts(routing_map)
+        agreement = self._agreement_on(chosen.device)
+        counts = agreement.gather_counts(chosen)
         load = load_of(counts, self.layout.ep_size)
         if self._to_measure:
             self._measure_costs(load, probs_dtype)
@@ -504,7 +513,7 @@ class BalancedMoELayer(MoELayer):
         return num_microbatches * (config.mtp_num_layers if is_repeated else 1)
 
     def _report(
-        self, routing_map: Tensor, load: Tensor, plan: BalancePlan, prediction: Prediction | None
+        self, chosen: Tensor, load: Tensor, plan: BalancePlan, prediction: Prediction | None
     ) -> None:
         if self.observers:
             report = LayerReport(
@@ -514,7 +523,7 @@ class BalancedMoELayer(MoELayer):
                 plan.slots,
                 None
                 if prediction is None
-                else prediction.report(routing_map, load, plan, self._expert_bytes),
+                else prediction.report(chosen, load, plan, self._expert_bytes),
             )
             for observer in self.observers:
                 observer(report)

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_ext.balance.metrics import home_loads, imbalance
+from megatron_ext.balance.reroute import as_map
 from megatron_ext.telemetry.trace import LayerLoad
 
 
@@ -127,8 +128,9 @@ class LoadRecorder:
             hook.remove()
 
     def _count(
-        self, layer_number: int, router: nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor]
+        self, layer_number: int, router: Any, inputs: Any, outputs: tuple[Tensor, Tensor]
     ) -> None:
         if torch.is_grad_enabled() and router.training:
-            _, routing_map = outputs
-            self._counts.append(LayerLoad(layer_number, routing_map.sum(0)))
+            _, choices = outputs
+            chosen = as_map(choices, router.config.num_moe_experts)
+            self._counts.append(LayerLoad(layer_number, chosen.sum(0)))

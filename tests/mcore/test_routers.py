@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.mcore.parity import balanced_gpt, balanced_layers
 from tests.ranks import run_ranks
 
 from megatron.core.transformer.moe import moe_utils, router_replay  # isort: skip
+from megatron.core.transformer.moe.moe_layer import MoELayer  # isort: skip
 from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 
 GRADIENT_TOLERANCE = 1e-10
@@ -26,6 +28,7 @@ GRADIENT_TOLERANCE = 1e-10
 LOSS_TOLERANCE = 1e-6
 """Megatron keeps the reported losses of a router in float32."""
 
+TOPK = 2
 TOKENS = 2 * SEQUENCE
 """Of a microbatch on a rank."""
 
@@ -68,6 +71,29 @@ def replay(gpt: TinyGPT) -> None:
         router.router_replay.set_target_indices(torch.stack([first, (first + 1) % 4], 1))
         router.router_replay.set_router_replay_action(
             router_replay.RouterReplayAction.REPLAY_FORWARD
+        )
+
+
+def give_ids(gpt: TinyGPT) -> None:
+    """Let routers give ids, and dispatchers take them; dropped choices are -1."""
+
+    def as_ids(routing: Any, logits: Any, **kwargs: Any) -> Any:
+        probs, routing_map = routing(logits, **kwargs)
+        chosen = probs.masked_fill(~routing_map, -1).topk(TOPK)
+        return chosen.values.relu(), chosen.indices.masked_fill(chosen.values < 0, -1)
+
+    def from_ids(preprocess: Any, experts: int, hidden: Any, ids: Any, probs: Any) -> Any:
+        assert (ids.dtype, probs.shape) == (torch.int64, ids.shape)
+        shape, ids = (len(ids), experts + 1), ids.masked_fill(ids < 0, experts)
+        routing_map = torch.zeros(shape, dtype=torch.bool).scatter(1, ids, True)[:, :experts]
+        probs = probs.new_zeros(shape).scatter(1, ids, probs)[:, :experts]
+        return preprocess(hidden, routing_map, probs)
+
+    for layer in (m for m in gpt.chunks[0].modules() if isinstance(m, MoELayer)):
+        router, dispatcher = layer.router, layer.token_dispatcher
+        router.routing = partial(as_ids, router.routing)
+        dispatcher.dispatch_preprocess = partial(
+            from_ids, dispatcher.dispatch_preprocess, dispatcher.num_experts
         )
 
 
@@ -127,6 +153,12 @@ KINDS = {
     "dropped by probability": Kind(
         dict(BIASED, moe_router_load_balancing_type="none", moe_expert_capacity_factor=0.8),
         tells=BIAS,
+        drops=True,
+    ),
+    "ids": Kind(dict(experts=8), give_ids, "libra"),
+    "ids, dropped": Kind(
+        dict(moe_router_load_balancing_type="none", moe_expert_capacity_factor=0.8),
+        give_ids,
         drops=True,
     ),
     "dropped by position": Kind(
@@ -255,5 +287,5 @@ def test_routing_is_as_without_balancing(name: str) -> None:
     kind = KINDS[name]
     for replicas, assignments, told in run_ranks(_compare, 2, name):
         assert (replicas == 0) == kind.is_even
-        assert (max(assignments) < 2 * TOKENS * kind.settings.get("topk", 2)) == kind.drops
+        assert (max(assignments) < 2 * TOKENS * kind.settings.get("topk", TOPK)) == kind.drops
         assert set(kind.tells) <= set(told)

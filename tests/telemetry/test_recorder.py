@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,3 +81,20 @@ def test_counts_every_forward_once(strategy: str, recompute: str) -> None:
             assert loads.replicas == 0
         else:
             assert loads.imbalance_after <= 1.05 * loads.forwards
+
+
+def _record_ids(rank: int) -> Any:
+    import torch.distributed as dist
+
+    from megatron_ext.telemetry.recorder import LoadRecorder
+
+    router = torch.nn.Identity()
+    router.config = SimpleNamespace(num_moe_experts=EXPERTS)
+    recorder = LoadRecorder([SimpleNamespace(layer_number=1, router=router)], dist.group.WORLD)
+    router((None, torch.tensor([[4, 0], [-1, 4]])))
+    return recorder.take_step().loads
+
+
+def test_counts_a_router_that_gives_ids() -> None:
+    for (counted,) in run_ranks(_record_ids, 2):
+        assert counted.load.tolist() == [[1, 0, 0, 0, 2, 0]] * 2
