@@ -207,6 +207,12 @@ _MUST_BE = (
     ),
     _Rule("fp8", (None,), "quantized experts are not supported", "leave out --fp8-format"),
     _Rule("fp4", (None,), "quantized experts are not supported", "leave out --fp4-format"),
+    _Rule(
+        "transformer_impl",
+        ("local", "transformer_engine"),
+        "its layers choose a dispatcher anew in every forward, over experts without slots",
+        "set --transformer-impl transformer_engine",
+    ),
     _Rule("cuda_graph_impl", ("none",), "plans are read on the host", "set --cuda-graph-impl none"),
 )
 """What every balanced layer needs."""

@@ -110,9 +110,9 @@ def test_no_tokens_on_any_rank() -> None:
 
 
 def _abort_in_different_places(rank: int) -> None:
-    """Rank 0 has started to push when it fails, rank 1 has not offered its slots."""
+    """Rank 0 has started to push when it fails, rank 1 has neither sealed its plan nor offered its
+    slots."""
     from megatron_ext import reset_after_abort
-    from megatron_ext.balance import replicas
     from megatron_ext.mcore import moe_layer
 
     case = dict(ep=2)
@@ -121,9 +121,7 @@ def _abort_in_different_places(rank: int) -> None:
     place = (
         mock.patch.object(moe_layer, "reroute", side_effect=ArithmeticError)
         if rank == 0
-        else mock.patch.object(
-            replicas.SlotBuffers, "start_materialize", side_effect=ArithmeticError
-        )
+        else mock.patch.object(moe_layer.Agreement, "seal", side_effect=ArithmeticError)
     )
     failures = []
     for _ in range(3):

@@ -25,7 +25,10 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron_ext.mcore import limits  # noqa: E402
 from megatron_ext.mcore.check import check  # noqa: E402
 
-RULES = (*limits._MUST_BE, *limits._MUST_BE_FOR_LOCAL_FIRST, *limits._MUST_BE_TO_PREDICT)
+RULES = (
+    *(*limits._MUST_BE, *limits._MUST_BE_FOR_LOCAL_FIRST),
+    *(*limits._MUST_BE_TO_FORCE, *limits._MUST_BE_TO_PREDICT),
+)
 
 FINE = {
     *("moe_layer_freq", "moe_layer_recompute", "moe_ffn_hidden_size", "moe_latent_size"),
@@ -99,6 +102,13 @@ def test_all_problems_are_in_one_error() -> None:
     assert graphs.startswith("cuda_graph_impl ('local') must be 'none' with balance.strategy=magic")
     assert graphs.endswith("(set --cuda-graph-impl none)")
     check(config, BalanceConfig(strategy="none"))
+
+
+def test_layers_of_inference_are_refused() -> None:
+    config = moe_config()
+    config.transformer_impl = "inference_optimized"
+    with pytest.raises(ConfigError, match=r"^transformer_impl \('inference_optimized'\) must be "):
+        check(config, BalanceConfig())
 
 
 def test_the_class_of_the_experts_is_checked_where_a_spec_is_given() -> None:

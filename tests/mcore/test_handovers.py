@@ -1,0 +1,145 @@
+"""What one part is given it hands over to the next: groups, numbers, settings, what a spec holds.
+
+Layers 1 and 2 (two gloo ranks). A default in place of what was handed over would pass elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.balance.placement import Placement
+from megatron_ext.balance.strategies.settings import BalanceConfig
+from megatron_ext.files.placement import write_placement
+from tests.gpt import build_gpt  # first: it enables the CPU platform
+from tests.mcore.parity import balanced_gpt, balanced_layers
+from tests.ranks import run_ranks
+
+from megatron.core import parallel_state  # isort: skip
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
+from megatron.core.transformer.moe.experts import SequentialMLP  # isort: skip
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules  # isort: skip
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection  # isort: skip
+from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
+from megatron_ext.mcore import moe_layer  # isort: skip
+from megatron_ext.mcore.moe_layer import BalancedMoELayer  # isort: skip
+from megatron_ext.mcore.schedule import most_in_flight  # isort: skip
+from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec  # isort: skip
+
+
+def _submodules() -> Any:
+    mlp = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False).submodules.mlp
+    return getattr(mlp, "submodules", None) or mlp.keywords["submodules"]
+
+
+def _layer_of_its_own(rank: int) -> None:
+    """A layer that is made by hand, in groups of its own, with settings that are no defaults."""
+    config = build_gpt(ep=2).config
+    groups = get_default_pg_collection()
+    groups.ep = groups.tp_ep = dist.new_group()
+    of_later_versions = (
+        dict(is_mtp_layer=True) if "is_mtp_layer" in inspect.signature(MoELayer).parameters else {}
+    )
+    balance = BalanceConfig(
+        slots=1, tolerance=0.0, transport="collective", timeout_s=7.5, grad_reduce_share=0.5
+    )
+    with mock.patch.object(
+        moe_layer, "shared_slot_buffers", wraps=moe_layer.shared_slot_buffers
+    ) as shared_slot_buffers:
+        layer = BalancedMoELayer(
+            config, _submodules(), 3, groups, balance=balance, **of_later_versions
+        )
+        told: list[Any] = []
+        layer.observers.append(told.append)
+        maps = [_map_of_a_forward(layer) for _ in range(2)]
+
+    assert layer.layer_number == told[0].layer_number == 3
+    assert all(getattr(layer, name) == value for name, value in of_later_versions.items())
+    assert layer.ep_group is layer.token_dispatcher.ep_group is groups.ep
+    assert config.num_moe_experts == layer.router.num_experts == 4
+    asked = shared_slot_buffers.call_args.kwargs
+    assert asked["ep_group"] is groups.ep
+    assert (asked["transport"], asked["timeout_s"], asked["grad_reduce_share"]) == (
+        "collective",
+        7.5,
+        0.5,
+    )
+    # The second forward takes the memory of the first, whose backward is over.
+    assert maps[0].data_ptr() == maps[1].data_ptr()
+
+    layer.eval()
+    _map_of_a_forward(layer)
+    assert len(told) == 2
+
+
+def _map_of_a_forward(layer: Any) -> torch.Tensor:
+    """Run forward and backward; return the routing map that the dispatcher was given."""
+    output, _ = layer(torch.randn(8, 1, layer.config.hidden_size, requires_grad=True))
+    output.sum().backward()
+    return layer.token_dispatcher.routing_map
+
+
+def test_a_layer_uses_what_it_is_given() -> None:
+    run_ranks(_layer_of_its_own, 2)
+
+
+def _replicas_by_layer(rank: int, path: str) -> list[int]:
+    balance = BalanceConfig(strategy="craft", slots=2, tolerance=0.0, placement=path)
+    gpt = balanced_gpt(dict(ep=2), balance)
+    gpt.forward_backward()
+    return [layer.num_replicas for layer in balanced_layers(gpt)]
+
+
+def test_a_layer_has_the_replicas_placed_for_its_number(tmp_path: Any) -> None:
+    slots = torch.tensor([[[-1, -1], [-1, -1]], [[2, 3], [0, 1]]], dtype=torch.int32)
+    placement = Placement((1, 2), slots, torch.ones(2, 4, dtype=torch.int64))
+    write_placement(tmp_path / "placement.npz", placement)
+    for first, second in run_ranks(_replicas_by_layer, 2, str(tmp_path / "placement.npz")):
+        assert first == 0
+        assert second > 0
+
+
+def test_the_ring_follows_the_groups_of_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 1)
+    layer = SimpleNamespace(
+        balance=BalanceConfig(),
+        config=SimpleNamespace(
+            pipeline_model_parallel_size=4,
+            virtual_pipeline_model_parallel_size=2,
+            microbatch_group_size_per_vp_stage=6,
+        ),
+    )
+    asked = dict(pp_size=4, pp_rank=1, num_chunks=2)
+    found = BalancedMoELayer._ring_size(layer)
+    assert found == most_in_flight(**asked, group_size=6)
+    assert found != most_in_flight(**asked)
+
+
+@pytest.mark.parametrize("form", ["ModuleSpec", "partial"])
+def test_a_spec_keeps_its_other_arguments(form: str) -> None:
+    def spec_of(module: type, **keywords: Any) -> Any:
+        if form == "ModuleSpec":
+            parts = {"submodules": keywords.pop("submodules")} if "submodules" in keywords else {}
+            return ModuleSpec(module=module, params={"name": "it", **keywords}, **parts)
+        return functools.partial(module, "first", name="it", **keywords)
+
+    def arguments(spec: Any) -> tuple[Any, Any]:
+        if form == "ModuleSpec":
+            return ("first",), spec.params
+        return spec.args, spec.keywords
+
+    submodules = MoESubmodules(experts=spec_of(SequentialMLP))
+    layer = grouped_mm_spec(spec_of(MoELayer, submodules=submodules))
+    layer = balance_spec(layer, BalanceConfig())
+    experts = (layer.submodules if form == "ModuleSpec" else layer.keywords["submodules"]).experts
+    for spec in (layer, experts):
+        positional, keywords = arguments(spec)
+        assert positional == ("first",)
+        assert keywords["name"] == "it"
