@@ -147,6 +147,7 @@ def build_gpt(
     distributed_optimizer: bool = False,
     overlap_grad_reduce: bool = False,
     overlap_param_gather: bool = False,
+    ddp: dict[str, Any] | None = None,
     optimizer: str = "adam",
     lr: float = 0.02,
     dtype: torch.dtype = torch.float32,
@@ -165,6 +166,7 @@ def build_gpt(
         etp: Tensor parallelism of the experts.
         shared_ffn: Width of shared experts; None has none.
         recompute: `none`, `selective` (the MoE layer) or `full`.
+        ddp: Fields of Megatron's DistributedDataParallelConfig that differ from the run's.
         optimizer: `sgd` or `adam`; Megatron's distributed optimizer takes only `adam`.
         dtype: float64 gives a model without optimizer: Megatron's take none.
         transformer_engine: Whether the layers are Transformer Engine's (`tests/te`).
@@ -224,7 +226,8 @@ def build_gpt(
         module.to(dtype)  # Norms ignore params_dtype.
         _initialize(module, seed)
     # Buckets far smaller than Megatron's, so that even this model has several.
-    chunks = wrap_in_ddp(config, modules, ddp_config(run, bucket_size=4 * hidden * ffn))
+    ddp = {"bucket_size": 4 * hidden * ffn} | (ddp or {})
+    chunks = wrap_in_ddp(config, modules, ddp_config(run, **ddp))
     built = None
     if dtype != torch.float64:
         built = get_megatron_optimizer(optimizer_config(run, optimizer=optimizer), chunks)

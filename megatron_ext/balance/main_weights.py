@@ -42,6 +42,9 @@ class SegmentMains(Protocol):
     def gradients(self, sums: dict[int, Tensor]) -> list[Tensor | None]:
         """Gradients of `parameters()`, from sums [*shape] by main: mains with replicas have one."""
 
+    def accumulate(self, sums: dict[int, Tensor]) -> None:
+        """Add sums [*shape] by main to `main_grad`, unless the mains are frozen."""
+
 
 @dataclass(frozen=True)
 class SeparateMains:
@@ -68,6 +71,12 @@ class SeparateMains:
     def gradients(self, sums: dict[int, Tensor]) -> list[Tensor | None]:
         """See `SegmentMains.gradients`: None for a main without replicas."""
         return [sums[m].to(main.dtype) if m in sums else None for m, main in enumerate(self.mains)]
+
+    def accumulate(self, sums: dict[int, Tensor]) -> None:
+        """See `SegmentMains.accumulate`."""
+        for m, total in sums.items():
+            if self.mains[m].requires_grad:
+                self.mains[m].main_grad.add_(total)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,12 @@ class StackedMains:
             gradient[m].copy_(total)
         return [gradient]
 
+    def accumulate(self, sums: dict[int, Tensor]) -> None:
+        """See `SegmentMains.accumulate`."""
+        if self.mains.requires_grad:
+            for m, total in sums.items():
+                self.mains.main_grad[m].add_(total)  # type: ignore[attr-defined]
+
 
 class MainWeights:
     """This rank's main expert weights, segment by segment.
@@ -108,9 +123,12 @@ class MainWeights:
     Args:
         per_segment: For each segment, the M parameters [*shape], or one stacked parameter [M,
             *shape].
+        fused: Whether what computes a weight's gradient adds it to the weight's `main_grad`, and
+            gives autograd none that counts: Megatron's gradient accumulation fusion.
     """
 
-    def __init__(self, per_segment: Sequence[Tensor | list[Tensor]]) -> None:
+    def __init__(self, per_segment: Sequence[Tensor | list[Tensor]], *, fused: bool) -> None:
+        self.fused = fused
         self._segments: list[SegmentMains] = [
             StackedMains(held) if isinstance(held, Tensor) else SeparateMains(held)
             for held in per_segment
@@ -140,14 +158,21 @@ class MainWeights:
         values = iter(flat)
         return [segment.take(values, num_slots) for segment in self._segments]
 
-    def gradients(self, sums: dict[int, list[Tensor]]) -> list[Tensor | None]:
-        """Gradients of `parameters()` from sums over replicas; None for those without replicas.
+    def hand_over(self, sums: dict[int, list[Tensor]]) -> list[Tensor | None]:
+        """Give the mains their sums over replicas; return what autograd shall add, by parameter.
+
+        With `fused` the sums are added to `main_grad` here, each rounded once, to its dtype, and
+        autograd adds nothing.
 
         Args:
             sums: For each main with replicas, one tensor a segment.
         """
-        return [
-            gradient
-            for segment_idx, segment in enumerate(self._segments)
-            for gradient in segment.gradients({m: total[segment_idx] for m, total in sums.items()})
-        ]
+        gradients: list[Tensor | None] = []
+        for segment_idx, segment in enumerate(self._segments):
+            of_segment = {m: total[segment_idx] for m, total in sums.items()}
+            if self.fused:
+                segment.accumulate(of_segment)
+                gradients += [None for _ in segment.parameters()]
+            else:
+                gradients += segment.gradients(of_segment)
+        return gradients

@@ -81,6 +81,11 @@ class Replication:
         # With a joint the mains get these gradients there, and must not wait for them here.
         parameters = self.mains.parameters() if self.joint is None else ()
         tokens, *views = MaterializeFunction.apply(self, tokens, *parameters)
+        if self.mains.fused:
+            # Where the slots' gradients are added as the mains' are. Nothing is to be told that it
+            # was done, so a view has no `grad_added_to_main_grad`, and autograd gets None.
+            for view, grad in zip(views, self.mains.slot_views(self.buffers.grads), strict=True):
+                view.main_grad = grad
         return tokens, self.mains.by_segment(views, self.plan.layout.slots)
 
     def routing_maps(self) -> RoutingMaps | None:
@@ -162,12 +167,14 @@ class MaterializeFunction(torch.autograd.Function):
         handle = _required(replication.handle)
         slots = replication.in_flight.recall_slots(handle)
         slot_grads = replication.mains.by_segment(grads[1:], replication.buffers.layout.slots)
-        reducing = replication.buffers.reduce_replica_grads(slots, slot_grads, handle)
+        reducing = replication.buffers.reduce_replica_grads(
+            slots, slot_grads, handle, zeroed=replication.mains.fused
+        )
         replication.in_flight.release(handle)
         if replication.joint is not None:
             replication.joint.reducing = reducing
             return None, grads[0]
-        return (None, grads[0], *replication.mains.gradients(reducing.wait()))
+        return (None, grads[0], *replication.mains.hand_over(reducing.wait()))
 
 
 @contextmanager
@@ -230,7 +237,7 @@ class JoinFunction(torch.autograd.Function):
         joint: Joint = ctx.joint
         sums = joint.reducing.wait() if joint.reducing is not None else {}
         joint.reducing = None
-        return (None, grad, *joint.mains.gradients(sums))
+        return (None, grad, *joint.mains.hand_over(sums))
 
 
 class StartRematerializeFunction(torch.autograd.Function):
@@ -244,8 +251,12 @@ class StartRematerializeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        """Start to materialize the replicas again."""
-        ctx.replication.start_rematerialize()
+        """Start to materialize the replicas again; their gradients begin at zero."""
+        replication: Replication = ctx.replication
+        replication.start_rematerialize()
+        if replication.mains.fused:
+            slots = replication.in_flight.recall_slots(_required(replication.handle))
+            replication.buffers.zero_grads(slots)
         return None, grad
 
 

@@ -142,8 +142,26 @@ class SlotBuffers:
             missing = torch.where(plan.slots == sent.slots.to(plan.slots.device), -1, plan.slots)
         return Materializing(self, key, self._push(missing, mains, _label(handle)))
 
+    def zero_grads(self, slots: Tensor) -> None:
+        """Zero the gradients of this rank's replicas, to be added to where they are computed.
+
+        The gradient slots are shared by all layers: this call waits for a reduction under way.
+
+        Args:
+            slots: As for `reduce_replica_grads`.
+        """
+        self._end_reduction()
+        for slot_idx in self._used(slots):
+            for buffer in self.grads:
+                buffer[slot_idx].zero_()
+
     def reduce_replica_grads(
-        self, slots: Tensor, slot_grads: Sequence[Any], handle: PlanHandle | None = None
+        self,
+        slots: Tensor,
+        slot_grads: Sequence[Any],
+        handle: PlanHandle | None = None,
+        *,
+        zeroed: bool = False,
     ) -> Reducing:
         """Start adding the gradients of all replicas; every rank of the EP group calls.
 
@@ -155,21 +173,23 @@ class SlotBuffers:
             slot_grads: Gradients, one entry a segment, which slot s indexes. None for a segment or
                 a slot where nothing was computed.
             handle: Name of the kept plan, for messages.
+            zeroed: Whether `zero_grads` came before. A replica without an entry in `slot_grads` has
+                its gradient in `grads` then.
 
         Returns:
             The reduction under way.
         """
-        if self._reducing is not None:
-            self._reducing.wait()
-        transfers = list(Transfers(slots, self.layout.mains_per_rank))
-        used = [t.slot_idx for t in transfers if t.replica_rank == self.ep_rank]
+        self._end_reduction()
+        used = self._used(slots)
         for buffer, grad in zip(self.grads, slot_grads, strict=True):
             for slot_idx in used:
-                # A recomputed router may send no token to a replica that the plan has.
-                if grad is None or grad[slot_idx] is None:
+                of_slot = grad[slot_idx] if grad is not None else None
+                if of_slot is not None:
+                    buffer[slot_idx].copy_(of_slot)
+                elif not zeroed:
+                    # A recomputed router may send no token to a replica that the plan has.
                     buffer[slot_idx].zero_()
-                else:
-                    buffer[slot_idx].copy_(grad[slot_idx])
+        transfers = list(Transfers(slots, self.layout.mains_per_rank))
         sums = {
             t.main_idx: [torch.empty_like(buffer[0]) for buffer in self.grads]
             for t in transfers
@@ -178,6 +198,15 @@ class SlotBuffers:
         pending = self.transport.pull_add(transfers, self.grads, sums, _label(handle))
         self._reducing = Reducing(sums, pending)
         return self._reducing
+
+    def _end_reduction(self) -> None:
+        if self._reducing is not None:
+            self._reducing.wait()
+
+    def _used(self, slots: Tensor) -> list[int]:
+        """This rank's slots with a replica."""
+        of_rank = slots[self.ep_rank].tolist()
+        return [slot_idx for slot_idx, expert in enumerate(of_rank) if expert >= 0]
 
     def _push(self, slots: Tensor, mains: MainWeights, label: str) -> Pending:
         # Not listed here: whoever needs the list waits for the device that makes the plan.

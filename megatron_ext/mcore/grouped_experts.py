@@ -164,7 +164,10 @@ class GroupedWeights:
 
     def mains(self) -> MainWeights:
         """See `ExpertWeights.mains`."""
-        return MainWeights((self._experts.fc1, self._experts.fc2))
+        return MainWeights(
+            (self._experts.fc1, self._experts.fc2),
+            fused=self._experts.config.gradient_accumulation_fusion,
+        )
 
     def run(
         self,

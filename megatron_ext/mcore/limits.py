@@ -173,12 +173,6 @@ _MUST_BE = (
         "leave out --expert-tensor-parallel-num-weight-shards",
     ),
     _Rule(
-        "gradient_accumulation_fusion",
-        (False,),
-        "it would bypass the replicas' share of the gradient",
-        "set --no-gradient-accumulation-fusion",
-    ),
-    _Rule(
         "overlap_moe_expert_parallel_comm",
         (False,),
         "two layers would use the shared slots at once",

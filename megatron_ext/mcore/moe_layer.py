@@ -466,6 +466,8 @@ class BalancedMoELayer(MoELayer):
         """Gather what the microbatch's replicas need."""
         if self.layout.slots == 0:
             return NoReplication()
+        if self.training and torch.is_grad_enabled():
+            _check_main_grads(microbatch.mains)
         finish_parameter_gather(self.experts)
         buffers, in_flight = self._shared_state(microbatch.mains.parameters()[0])
         if torch.is_grad_enabled():
@@ -625,6 +627,18 @@ def _check_equal_config(balance: BalanceConfig, group: dist.ProcessGroup) -> Non
                     f"balance.{name} must be equal on all ranks that share experts: "
                     f"rank 0 has {value!r}, rank {rank} has {other[name]!r}"
                 )
+
+
+def _check_main_grads(mains: MainWeights) -> None:
+    """Check that fused weight gradients have somewhere to go, before a backward looks for it."""
+    if not mains.fused:
+        return
+    if any(main.requires_grad and not hasattr(main, "main_grad") for main in mains.parameters()):
+        raise ValueError(
+            "gradient_accumulation_fusion (True) adds to `main_grad`, which the experts' weights "
+            "do not have: wrap the model in Megatron's DistributedDataParallel before it trains, "
+            "or give --no-gradient-accumulation-fusion"
+        )
 
 
 def _check_equal_plans(

@@ -26,7 +26,8 @@ class SequentialWeights:
         """See `ExpertWeights.mains`."""
         per_expert = [dict(expert.named_parameters()) for expert in self._experts.local_experts]
         return MainWeights(
-            tuple([weights[segment.name] for weights in per_expert] for segment in self.segments)
+            tuple([weights[segment.name] for weights in per_expert] for segment in self.segments),
+            fused=self._experts.config.gradient_accumulation_fusion,
         )
 
     def run(

@@ -85,16 +85,16 @@ def ddp_config(config: TrainConfig, **megatron: Any) -> DistributedDataParallelC
 
     Args:
         config: The run.
-        megatron: Further fields, by Megatron's names.
+        megatron: Fields whose values replace the run's, by Megatron's names.
     """
     parallel = config.parallel
-    return DistributedDataParallelConfig(
-        use_distributed_optimizer=parallel.distributed_optimizer,
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
-        grad_reduce_in_fp32=config.model.precision == "bf16",
-        **megatron,
-    )
+    of_run: dict[str, Any] = {
+        "use_distributed_optimizer": parallel.distributed_optimizer,
+        "overlap_grad_reduce": parallel.overlap_grad_reduce,
+        "overlap_param_gather": parallel.overlap_param_gather,
+        "grad_reduce_in_fp32": config.model.precision == "bf16",
+    }
+    return DistributedDataParallelConfig(**(of_run | megatron))
 
 
 def optimizer_config(config: TrainConfig, **megatron: Any) -> OptimizerConfig:

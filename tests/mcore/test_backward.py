@@ -37,8 +37,8 @@ def noted(gpt: TinyGPT, events: list[str]) -> Iterator[None]:
 
     start, wait = SlotBuffers.reduce_replica_grads, Reducing.wait
 
-    def noted_start(self: Any, *arguments: Any) -> Any:
-        reducing = start(self, *arguments)
+    def noted_start(self: Any, *arguments: Any, **options: Any) -> Any:
+        reducing = start(self, *arguments, **options)
         events.append("start")
         return reducing
 

@@ -82,7 +82,17 @@ def _train(rank: int, case: dict[str, Any], balance: BalanceConfig | None) -> in
         (dict(ep=2), EXACT),
         (dict(ep=2), dataclasses.replace(EXACT, local_first=True)),
         (dict(ep=2, distributed_optimizer=True, recompute="selective"), EXACT),
-        (dict(ep=2, gated_linear_unit=True, bias_activation_fusion=False, shared_ffn=24), EXACT),
+        (
+            dict(
+                ep=2,
+                gated_linear_unit=True,
+                bias_activation_fusion=False,
+                shared_ffn=24,
+                # Grouped products hand their gradients to autograd, also with this.
+                gradient_accumulation_fusion=True,
+            ),
+            EXACT,
+        ),
     ],
 )
 def test_training_equals_sequential_experts(

@@ -458,7 +458,6 @@ PADDED = dict(
         ({}, dict(strategy="magic"), "unknown strategy 'magic'; known: "),
         ({}, dict(transport="rdma"), "balance.transport ('rdma') is not available here"),
         ({}, dict(nvlink_domain=3), "balance.nvlink_domain (3) must divide"),
-        (dict(gradient_accumulation_fusion=True), {}, "gradient_accumulation_fusion (True) must"),
         ({}, dict(slots=257), "balance.slots (257) must be <= 256: transport shared_memory has"),
         (
             dict(num_moe_experts=514),

@@ -91,14 +91,12 @@ def test_every_setting_of_moe_layers_is_judged() -> None:
 def test_all_problems_are_in_one_error() -> None:
     config = moe_config(
         cuda_graph_impl="local",
-        gradient_accumulation_fusion=True,
     )
     with pytest.raises(ConfigError) as error:
         check(config, BalanceConfig(strategy="magic", nvlink_domain=3))
-    strategy, domain, fusion, graphs = error.value.problems
+    strategy, domain, graphs = error.value.problems
     assert "unknown strategy 'magic'" in strategy
     assert "balance.nvlink_domain (3) must divide" in domain
-    assert fusion.endswith("(set --no-gradient-accumulation-fusion)")
     assert graphs.startswith("cuda_graph_impl ('local') must be 'none' with balance.strategy=magic")
     assert graphs.endswith("(set --cuda-graph-impl none)")
     check(config, BalanceConfig(strategy="none"))

@@ -344,7 +344,7 @@ def _reset_slots(rank: int) -> None:
         value = 3.0 if is_reset else 1.0
         if is_reset:
             buffers.reset()
-        mains = MainWeights((torch.full((2, 2), value),))
+        mains = MainWeights((torch.full((2, 2), value),), fused=False)
         buffers.start_materialize(plan, mains, handle).wait()
         if rank == 1:
             assert buffers.weights[0].tolist() == [[expected, expected]]

@@ -47,9 +47,9 @@ def test_a_run_needs_a_file_of_semantics(folder: Path) -> None:
     dealt = [f"data.rebatch={semantics}", "parallel.tp_size=2"]
     assert problems(folder, "balance.strategy=sem_moe", *dealt) == []
     # What excludes replicas does not exclude this.
-    fused = "+megatron.gradient_accumulation_fusion=true"
-    assert problems(folder, "balance.strategy=quota", fused) != []
-    assert problems(folder, "balance.strategy=sem_moe", f"data.affinity={semantics}", fused) == []
+    graphs = "+megatron.cuda_graph_impl=local"
+    assert problems(folder, "balance.strategy=quota", graphs) != []
+    assert problems(folder, "balance.strategy=sem_moe", f"data.affinity={semantics}", graphs) == []
 
 
 def test_layers_stay_megatrons_own() -> None:

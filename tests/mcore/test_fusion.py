@@ -1,0 +1,90 @@
+"""Gradient accumulation fusion: weight gradients are added to `main_grad` where they are computed.
+
+Layer 2 (gloo ranks on the CPU), with `FusedWeightGradient` in place of Apex's kernels. Balanced
+training is compared with Megatron's own layers, both with fusion.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.balance.main_weights import MainWeights
+from megatron_ext.config import BalanceConfig
+from tests.mcore.parity import Difference, balanced_gpt, balanced_layers, step_difference
+from tests.ranks import run_ranks
+
+TOLERANCE = 1e-5
+"""A few float32 steps, as in `test_parity`."""
+
+OVERLAPPED = dict(distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
+"""Megatron reduces a bucket as soon as its last parameter is ready: sums that come later are
+lost, and miss the scaling of the bucket."""
+
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (dict(optimizer="sgd"), {}),
+    (dict(num_layers=3, **OVERLAPPED), {}),
+    (dict(recompute="selective", experts=2, topk=1, **OVERLAPPED), {}),  # no joint, one main
+    (dict(recompute="full", add_bias_linear=True), {}),
+    (dict(gated_linear_unit=True, bias_activation_fusion=False), dict(local_first=True)),
+]
+"""(model, balance)."""
+
+
+def _differences(rank: int) -> list[Difference]:
+    return [
+        step_difference(
+            dict(ep=2, gradient_accumulation_fusion=True, **case),
+            num_microbatches=3,
+            balance=BalanceConfig(tolerance=0.0, **balance),
+        )
+        for case, balance in CASES
+    ]
+
+
+def test_training_equals_unbalanced_megatron() -> None:
+    for case, *differences in zip(CASES, *run_ranks(_differences, 2), strict=True):
+        worst = max(differences, key=lambda difference: difference.worst)
+        assert worst.worst <= TOLERANCE, f"{case}: {worst}"
+        assert all(each.replicas > 0 for each in differences), f"{case}: nothing tested"
+
+
+def _without_main_grads(rank: int) -> str:
+    gpt = balanced_gpt(dict(ep=2, gradient_accumulation_fusion=True), BalanceConfig())
+    for layer in balanced_layers(gpt):
+        for weight in layer.experts.parameters():
+            del weight.main_grad
+    gpt.forward_backward(forward_only=True)  # needs none
+    with pytest.raises(ValueError, match="gradient_accumulation_fusion") as error:
+        gpt.forward_backward()
+    return str(error.value)
+
+
+def test_fusion_without_main_grads_is_one_clear_error() -> None:
+    message, _ = run_ranks(_without_main_grads, 2)
+    assert "DistributedDataParallel" in message
+    assert "--no-gradient-accumulation-fusion" in message
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_sums_over_replicas_are_rounded_once(stacked: bool) -> None:
+    """bfloat16 has steps of 2 above 256, and a sum rounded before would be half a step: lost."""
+    mains = torch.nn.Parameter(torch.zeros(2, 4, dtype=torch.bfloat16))
+    mains.main_grad = torch.full_like(mains, 256.0)
+    held = mains if stacked else [torch.nn.Parameter(row) for row in mains.detach()]
+    if not stacked:
+        for row, main_grad in zip(held, mains.main_grad, strict=True):
+            row.main_grad = main_grad
+    weights = MainWeights((held,), fused=True)
+    total = torch.full((4,), 2**-10) + 1.0  # just above half a step
+    assert weights.hand_over({1: [total]}) == [None for _ in weights.parameters()]
+    assert mains.main_grad.tolist() == [[256.0] * 4, [258.0] * 4]
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_frozen_mains_need_no_main_grad(stacked: bool) -> None:
+    frozen = torch.nn.Parameter(torch.zeros(2, 4), requires_grad=False)
+    weights = MainWeights((frozen if stacked else list(frozen),), fused=True)
+    assert not any(weights.hand_over({0: [torch.ones(4)]}))
