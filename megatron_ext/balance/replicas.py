@@ -2,9 +2,12 @@
 
 Replication is a linear map from main weights to slots, and the gradient reduction is its adjoint.
 Autograd sees both (`MaterializeFunction`), so a main expert's gradient reaches Megatron's hooks as
-the sum of its own part and its replicas' part: autograd adds them before it accumulates. The
-reduction starts where the slots' gradients are complete. `JoinFunction`, further down the backward,
-waits for it and hands its sums to the mains, so that router and attention run meanwhile.
+the sum of its own part and its replicas' part: autograd adds them before it accumulates. With
+gradient accumulation fusion, both parts are in `main_grad` before autograd calls these hooks, and
+slot gradients are added to the slots' buffers where they are computed.
+
+The reduction starts where the slots' gradients are complete. `JoinFunction`, further down the
+backward, waits for it and hands its sums to the mains, so that router and attention run meanwhile.
 
 The slots are shared by all layers, so by the time of a layer's backward another layer's replicas
 are in them. `RematerializeFunction` stands behind the experts: in backward it materializes the
@@ -13,7 +16,8 @@ replicas of the saved plan again before the experts' backward reads them.
 backward.
 
 Needs: a plan, the mains' weights (main_weights.py), slots (slots.py). Gives: slot weights as
-tensors in the graph. Sums of gradients are rounded once, to the weights' dtype.
+tensors in the graph. Sums of gradients are rounded once, to the dtype of the weights or of
+`main_grad`.
 
 Legend: R ranks, S slots per rank.
 """
