@@ -39,11 +39,8 @@ class SegmentMains(Protocol):
     def take(self, values: Iterator[Any], num_slots: int) -> Any:
         """Take as many of `values`, from the front, as there are `views`; slot s indexes them."""
 
-    def gradients(self, sums: dict[int, Tensor]) -> list[Tensor | None]:
-        """Gradients of `parameters()`, from sums [*shape] by main: mains with replicas have one."""
-
-    def accumulate(self, sums: dict[int, Tensor]) -> None:
-        """Add sums [*shape] by main to `main_grad`, unless the mains are frozen."""
+    def hand_over(self, sums: dict[int, Tensor]) -> list[Tensor | None]:
+        """Give the mains their sums [*shape] by main; see `MainWeights.hand_over`."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +65,16 @@ class SeparateMains:
         """See `SegmentMains.take`: one value a slot."""
         return [next(values) for _ in range(num_slots)]
 
-    def gradients(self, sums: dict[int, Tensor]) -> list[Tensor | None]:
-        """See `SegmentMains.gradients`: None for a main without replicas."""
-        return [sums[m].to(main.dtype) if m in sums else None for m, main in enumerate(self.mains)]
+    def hand_over(self, sums: dict[int, Tensor]) -> list[Tensor | None]:
+        """See `SegmentMains.hand_over`: None for a main without replicas."""
+        return [self._hand_over(m, sums[m]) if m in sums else None for m in range(len(self.mains))]
 
-    def accumulate(self, sums: dict[int, Tensor]) -> None:
-        """See `SegmentMains.accumulate`."""
-        for m, total in sums.items():
-            if self.mains[m].requires_grad:
-                self.mains[m].main_grad.add_(total)  # type: ignore[attr-defined]
+    def _hand_over(self, m: int, total: Tensor) -> Tensor | None:
+        main_grad = _main_grad(self.mains[m])
+        if main_grad is None:
+            return total.to(self.mains[m].dtype)
+        main_grad.add_(total)
+        return None
 
 
 @dataclass(frozen=True)
@@ -101,20 +99,20 @@ class StackedMains:
         """See `SegmentMains.take`: one value for all slots."""
         return next(values)
 
-    def gradients(self, sums: dict[int, Tensor]) -> list[Tensor | None]:
-        """See `SegmentMains.gradients`: None if no main has replicas, else zero for the others."""
+    def hand_over(self, sums: dict[int, Tensor]) -> list[Tensor | None]:
+        """See `SegmentMains.hand_over`: None if no main has replicas, else zero for the others."""
         if not sums:
             return [None]
-        gradient = torch.zeros_like(self.mains)
+        main_grad = _main_grad(self.mains)
+        gradient = torch.zeros_like(self.mains) if main_grad is None else main_grad
         for m, total in sums.items():
-            gradient[m].copy_(total)
-        return [gradient]
+            gradient[m].add_(total)
+        return [gradient if main_grad is None else None]
 
-    def accumulate(self, sums: dict[int, Tensor]) -> None:
-        """See `SegmentMains.accumulate`."""
-        if self.mains.requires_grad:
-            for m, total in sums.items():
-                self.mains.main_grad[m].add_(total)  # type: ignore[attr-defined]
+
+def _main_grad(main: Tensor) -> Tensor | None:
+    """Where data-parallel training accumulates the gradient of a main, if it has such a place."""
+    return getattr(main, "main_grad", None)
 
 
 class MainWeights:
@@ -161,18 +159,14 @@ class MainWeights:
     def hand_over(self, sums: dict[int, list[Tensor]]) -> list[Tensor | None]:
         """Give the mains their sums over replicas; return what autograd shall add, by parameter.
 
-        With `fused` the sums are added to `main_grad` here, each rounded once, to its dtype, and
-        autograd adds nothing.
+        Where a parameter has a `main_grad`, the sums are added to it here: they are rounded once,
+        to its dtype, and autograd adds nothing. Elsewhere they are rounded to the weights' dtype.
 
         Args:
             sums: For each main with replicas, one tensor a segment.
         """
-        gradients: list[Tensor | None] = []
-        for segment_idx, segment in enumerate(self._segments):
-            of_segment = {m: total[segment_idx] for m, total in sums.items()}
-            if self.fused:
-                segment.accumulate(of_segment)
-                gradients += [None for _ in segment.parameters()]
-            else:
-                gradients += segment.gradients(of_segment)
-        return gradients
+        return [
+            gradient
+            for segment_idx, segment in enumerate(self._segments)
+            for gradient in segment.hand_over({m: total[segment_idx] for m, total in sums.items()})
+        ]

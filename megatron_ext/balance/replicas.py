@@ -1,10 +1,10 @@
 """Stages 4 and 8 as autograd sees them: main weights into slots, slot gradients into mains.
 
 Replication is a linear map from main weights to slots, and the gradient reduction is its adjoint.
-Autograd sees both (`MaterializeFunction`), so a main expert's gradient reaches Megatron's hooks as
-the sum of its own part and its replicas' part: autograd adds them before it accumulates. With
-gradient accumulation fusion, both parts are in `main_grad` before autograd calls these hooks, and
-slot gradients are added to the slots' buffers where they are computed.
+Autograd sees both (`MaterializeFunction`), so data-parallel reduction hears of a main's gradient
+when both its own part and its replicas' part are there. The replicas' part is added to `main_grad`
+where data-parallel training has made one, else autograd adds both. With gradient accumulation
+fusion, slot gradients are added to the slots' buffers where they are computed.
 
 The reduction starts where the slots' gradients are complete. `JoinFunction`, further down the
 backward, waits for it and hands its sums to the mains, so that router and attention run meanwhile.
@@ -16,8 +16,8 @@ replicas of the saved plan again before the experts' backward reads them.
 backward.
 
 Needs: a plan, the mains' weights (main_weights.py), slots (slots.py). Gives: slot weights as
-tensors in the graph. Sums of gradients are rounded once, to the dtype of the weights or of
-`main_grad`.
+tensors in the graph. Sums of gradients are rounded once, to the dtype of `main_grad` or of the
+weights.
 
 Legend: R ranks, S slots per rank.
 """
@@ -85,7 +85,7 @@ class Replication:
         # With a joint the mains get these gradients there, and must not wait for them here.
         parameters = self.mains.parameters() if self.joint is None else ()
         tokens, *views = MaterializeFunction.apply(self, tokens, *parameters)
-        if self.mains.fused:
+        if self.mains.fused and torch.is_grad_enabled():
             # Where the slots' gradients are added as the mains' are. Nothing is to be told that it
             # was done, so a view has no `grad_added_to_main_grad`, and autograd gets None.
             for view, grad in zip(views, self.mains.slot_views(self.buffers.grads), strict=True):

@@ -9,6 +9,10 @@ same processes and take their steps in turn, so that other work on the machine s
 A fourth run is the yardstick for the losses. It trains without balancing, with the samples of every
 microbatch in reverse order. It computes the same sums in another order, so its distance from `none`
 is the effect of rounding alone.
+
+Rounding does not only grow: sooner or later it turns the choice of a token that likes two experts
+equally, and the losses jump apart. In which step is chance, in any two runs. So losses are compared
+up to the first step in which a token chose otherwise, and after it apart from that.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
@@ -24,6 +29,8 @@ import torch.distributed as dist
 from megatron_ext.config import ConfigError, TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.files.json_files import json_text
+from megatron_ext.files.loads import read_loads
+from megatron_ext.telemetry.trace import TRACE_FOLDER
 from megatron_ext.trainer import report
 from megatron_ext.trainer.launch import join_ranks, launch_ranks, quiet_megatron
 from megatron_ext.trainer.progress import TrainingProgress
@@ -70,6 +77,7 @@ def main(overrides: Sequence[str] | None = None) -> None:
             build_data(Path(runs["none"].data.path))
             num_ranks = runs["none"].parallel.ep_size
             for config in runs.values():
+                config.logging.trace_steps = COMPARED_STEPS  # Choices are compared as well.
                 validate(config, num_ranks=num_ranks)
                 held.enter_context(hold_run_dir(config))
         except ConfigError as error:
@@ -159,21 +167,34 @@ def write_report(runs: dict[str, TrainConfig], folder: Path) -> str:
     yardstick = report.summarize(metrics.pop(YARDSTICK))
     summaries = {name: report.summarize(lines) for name, lines in metrics.items()}
     none, quota = summaries["none"], summaries["quota"]
-    quota["loss_difference_to_none"] = report.largest_loss_difference(
-        none["losses"], quota["losses"], COMPARED_STEPS
-    )
-    none["loss_difference_by_rounding"] = report.largest_loss_difference(
-        none["losses"], yardstick["losses"], COMPARED_STEPS
-    )
+    drifts = {
+        name: report.Drift.of(
+            none["losses"][:COMPARED_STEPS], losses, steps_alike(runs["none"], runs[name])
+        )
+        for name, losses in (("quota", quota["losses"]), (YARDSTICK, yardstick["losses"]))
+    }
+    quota["drift_from_none"] = asdict(drifts["quota"])
+    none["drift_by_rounding"] = asdict(drifts[YARDSTICK])
     (folder / "summary.json").write_text(json_text(summaries, indent=2) + "\n")
     report.draw(metrics, folder / "comparison.png")
     return (
         f"\n{report.table(summaries, against=('none', 'ideal'))}\n\n"
-        f"Largest difference of the losses over the first {COMPARED_STEPS} steps: quota to none "
-        f"{quota['loss_difference_to_none']:.1e},\nnone to itself with sums in another order "
-        f"{none['loss_difference_by_rounding']:.1e}.\n"
+        f"Losses of the first {COMPARED_STEPS} steps, the largest difference to those of none:\n"
+        f"  quota: {drifts['quota'].text()}\n"
+        f"  none with its sums in another order: {drifts[YARDSTICK].text()}\n"
+        "Rounding alone turns choices between experts that a token likes equally; when is chance.\n"
         f"Written: {folder / 'summary.json'}, {folder / 'comparison.png'}\n"
     )
+
+
+def steps_alike(config: TrainConfig, other: TrainConfig) -> int:
+    """Steps before the first in which the experts' loads of two runs differ."""
+    loads, others = (read_loads(Path(run.run_dir) / TRACE_FOLDER) for run in (config, other))
+    steps = [each.trace["step"].tolist() for each in (loads, others)]
+    shared = min(COMPARED_STEPS, steps[0][-1], steps[1][-1])
+    pairs = zip(*steps, loads.load, others.load, strict=False)
+    differ = (step for step, _, load, of_other in pairs if not load.equal(of_other))
+    return min(next(differ, shared + 1) - 1, shared)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import base64
 import html
 import io
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import IO, Any
@@ -47,14 +48,36 @@ def summarize(metrics: Metrics) -> dict[str, Any]:
     }
 
 
-def largest_loss_difference(losses: Sequence[float], others: Sequence[float], steps: int) -> float:
-    """Return the largest relative difference of two loss curves over the first `steps` steps.
+@dataclass(frozen=True)
+class Drift:
+    """How far the losses of two runs are apart that differ by rounding."""
 
-    >>> largest_loss_difference([4.0, 2.0, 1.0], [4.0, 2.1, 9.0], steps=2)
-    0.05
-    """
-    pairs = list(zip(losses[:steps], others[:steps], strict=True))
-    return round(max(abs(other - loss) / loss for loss, other in pairs), 12)
+    steps_alike: int
+    """Steps before the first in which a token chose another expert."""
+    while_alike: float
+    """Largest relative difference of the losses of these steps."""
+    after: float | None
+    """The same of the steps after them; None if there are none."""
+
+    @classmethod
+    def of(cls, losses: Sequence[float], others: Sequence[float], steps_alike: int) -> Drift:
+        """Compare the losses of steps that both runs have.
+
+        >>> Drift.of([4.0, 2.0, 1.0], [4.0, 2.1, 9.0], steps_alike=2)
+        Drift(steps_alike=2, while_alike=0.05, after=8.0)
+        """
+        differences = [
+            round(abs(other - loss) / loss, 12) for loss, other in zip(losses, others, strict=False)
+        ]
+        alike, after = differences[:steps_alike], differences[steps_alike:]
+        return cls(steps_alike, max(alike, default=0.0), max(after, default=None))
+
+    def text(self) -> str:
+        """Say it in a line."""
+        alike = (
+            f"{self.while_alike:.1e} in {self.steps_alike} steps in which all tokens chose alike"
+        )
+        return alike if self.after is None else f"{alike}, then {self.after:.1e}"
 
 
 def read_runs(folders: Sequence[Path]) -> dict[str, Metrics]:

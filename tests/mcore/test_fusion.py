@@ -81,10 +81,3 @@ def test_sums_over_replicas_are_rounded_once(stacked: bool) -> None:
     total = torch.full((4,), 2**-10) + 1.0  # just above half a step
     assert weights.hand_over({1: [total]}) == [None for _ in weights.parameters()]
     assert mains.main_grad.tolist() == [[256.0] * 4, [258.0] * 4]
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-def test_frozen_mains_need_no_main_grad(stacked: bool) -> None:
-    frozen = torch.nn.Parameter(torch.zeros(2, 4), requires_grad=False)
-    weights = MainWeights((frozen if stacked else list(frozen),), fused=True)
-    assert not any(weights.hand_over({0: [torch.ones(4)]}))

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_ext.files.loads import Loads, write_loads
 from megatron_ext.trainer import quickstart
-from megatron_ext.trainer.report import WARMUP_STEPS, summarize, table
+from megatron_ext.trainer.report import WARMUP_STEPS, Drift, summarize, table
 from megatron_ext.trainer.train import load_config
 from tests.trainer.dataset import overrides
 
@@ -56,6 +58,22 @@ def test_every_run_of_the_quickstart_has_a_folder(run_dir: str, folder: str) -> 
     }
 
 
+def test_losses_are_compared_up_to_the_first_other_choice(tmp_path: Path) -> None:
+    """One token in a near tie makes more difference than all rounding before it."""
+    runs = []
+    for name, second in (("none", [[3, 1], [2, 2]]), ("quota", [[2, 2], [2, 2]])):
+        load = torch.tensor([[[3, 1], [2, 2]], second, [[3, 1], [2, 2]]])
+        ones = torch.ones(3, dtype=torch.int64)
+        trace = {"step": torch.tensor([1, 2, 3]), "microbatch": ones, "layer": ones}
+        (tmp_path / name / "trace").mkdir(parents=True)
+        write_loads(tmp_path / name / "trace" / "loads.npz", Loads(load, trace))
+        runs.append(load_config([f"run_dir={tmp_path / name}"], config_name="quickstart"))
+    assert quickstart.steps_alike(*runs) == 1
+    assert quickstart.steps_alike(runs[0], runs[0]) == 3
+    drift = Drift.of([4.0, 2.0, 1.0], [4.0, 2.1, 1.1], steps_alike=1)
+    assert drift.text() == "0.0e+00 in 1 steps of equal choices, then 1.0e-01"
+
+
 @pytest.mark.slow
 def test_quickstart_writes_its_files(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -73,6 +91,8 @@ def test_quickstart_writes_its_files(
         }
         assert len(run["losses"]) == 3
     assert summary["quota"]["losses"] == pytest.approx(summary["none"]["losses"], rel=1e-4)
+    for drift in (summary["quota"]["drift_from_none"], summary["none"]["drift_by_rounding"]):
+        assert drift == {"steps_alike": 3, "while_alike": pytest.approx(0, abs=1e-6), "after": None}
     assert summary["ideal"]["imbalance_after"] == 1.0
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "quota" / "config.yaml").is_file()

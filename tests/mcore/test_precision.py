@@ -1,0 +1,93 @@
+"""bfloat16: a balanced layer is as near to the float32 result as Megatron's own layer.
+
+Layer 2 (2 gloo ranks). One MoE layer on inputs that bfloat16 can hold. The router computes in
+float32, so all make the same choices, and what differs is rounding. A replicated expert's gradient
+is a sum of parts: each part that is rounded before it is added makes the error larger. To a
+`main_grad` in bfloat16 the replicas' part is added with a rounding of its own, as if it came from
+another microbatch; to one in float32 nothing is lost.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.config import BalanceConfig
+from tests.gpt import TinyGPT, build_gpt
+from tests.mcore.parity import balanced_gpt
+from tests.ranks import run_ranks
+
+SIZES = dict(ep=2, num_layers=1, hidden=64, ffn=128, experts=8, topk=2)
+NUM_TOKENS = 512
+NUM_MICROBATCHES = 4
+
+Results = dict[str, torch.Tensor]
+
+
+def _results(rank: int, gpt: TinyGPT) -> Results:
+    """Outputs and gradients of some microbatches, of whose choices one expert has many."""
+    layer = gpt.chunks[0].module.decoder.layers[0].mlp
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.copy_(weight.bfloat16())  # for the reference
+    outputs, input_gradients = [], []
+    common = torch.randn(SIZES["hidden"], generator=torch.Generator().manual_seed(1))
+    for microbatch in range(NUM_MICROBATCHES):
+        generator = torch.Generator().manual_seed(10 * microbatch + rank)
+        shape = (NUM_TOKENS, 1, SIZES["hidden"])
+        tokens, gradient = (
+            (torch.randn(shape, generator=generator) + shift).bfloat16().to(gpt.dtype)
+            for shift in (common, 0.0)
+        )
+        tokens.requires_grad_()
+        joined = layer.join_reduction(tokens) if hasattr(layer, "join_reduction") else tokens
+        output, _ = layer(joined)
+        output.backward(gradient)
+        outputs.append(output.detach())
+        input_gradients.append(tokens.grad)
+    results = {"outputs": torch.cat(outputs), "input gradients": torch.cat(input_gradients)}
+    for part in ("router", "experts"):
+        of_part = [p.main_grad.flatten() for n, p in layer.named_parameters() if part in n]
+        results[f"gradients of {part}"] = torch.cat(of_part)
+    return {name: value.double() for name, value in results.items()}
+
+
+def _square_errors(
+    rank: int, cases: list[dict[str, Any]]
+) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """The squares of both layers' errors on this rank, Megatron's first."""
+    expected = _results(rank, build_gpt(**SIZES))
+    found = []
+    for case in cases:
+        settings = SIZES | case | dict(dtype=torch.bfloat16)
+        plain = _results(rank, build_gpt(**settings))
+        gpt = balanced_gpt(settings, BalanceConfig(tolerance=0.0))
+        balanced = _results(rank, gpt)
+        assert gpt.chunks[0].module.decoder.layers[0].mlp.num_replicas >= NUM_MICROBATCHES
+        found.append(tuple(map(partial(_square_distances, expected), (plain, balanced))))
+    return found
+
+
+def _square_distances(expected: Results, found: Results) -> dict[str, float]:
+    return {name: float((found[name] - value).square().sum()) for name, value in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("fused", "main_grads", "limit"),
+    [(True, "fp32", 1.01), (True, "bf16", 1.1), (False, "fp32", 1.01), (False, "bf16", 1.1)],
+)
+def test_balancing_does_not_add_to_the_error(fused: bool, main_grads: str, limit: float) -> None:
+    case = dict(
+        gradient_accumulation_fusion=fused, ddp=dict(grad_reduce_in_fp32=main_grads == "fp32")
+    )
+    ranks = run_ranks(_square_errors, 2, [case])
+    plain, balanced = (
+        {name: sum(rank[0][which][name] for rank in ranks) ** 0.5 for name in ranks[0][0][which]}
+        for which in (0, 1)
+    )
+    ratios = {name: balanced[name] / plain[name] for name in plain}
+    assert min(plain.values()) > 0
+    assert max(ratios.values()) <= limit, ratios
