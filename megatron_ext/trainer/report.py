@@ -74,9 +74,7 @@ class Drift:
 
     def text(self) -> str:
         """Say it in a line."""
-        alike = (
-            f"{self.while_alike:.1e} in {self.steps_alike} steps in which all tokens chose alike"
-        )
+        alike = f"{self.while_alike:.1e} in {self.steps_alike} steps of equal choices"
         return alike if self.after is None else f"{alike}, then {self.after:.1e}"
 
 
