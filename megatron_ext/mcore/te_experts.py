@@ -47,7 +47,8 @@ class TEGroupedWeights:
                 [getattr(linear, f"{kind}{m}") for m in mains]
                 for linear in linears
                 for kind in self._kinds
-            )
+            ),
+            fused=self._experts.config.gradient_accumulation_fusion,
         )
 
     def run(
