@@ -10,7 +10,7 @@ Legend: M mains per rank, S slots per rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -79,7 +79,7 @@ class TEGroupedWeights:
         return output
 
 
-Further = Sequence[dict[str, Sequence[Tensor]]]
+Further = Sequence[Mapping[str, Sequence[Tensor]]]
 """Of each linear, what it shall have further: for each kind of parameters, one tensor a slot."""
 
 
@@ -118,7 +118,7 @@ def _fused_with(experts: Any, further: Further) -> Iterator[None]:
         experts._fused_ops = before
 
 
-def _give_slots(operation: Any, further: dict[str, Sequence[Tensor]], num_mains: int) -> None:
+def _give_slots(operation: Any, further: Mapping[str, Sequence[Tensor]], num_mains: int) -> None:
     """Put slots' tensors in the place of an operation's last parameters."""
     for kind, tensors in further.items():
         for index, tensor in enumerate(tensors, start=num_mains):
@@ -134,7 +134,7 @@ def _give_slots(operation: Any, further: dict[str, Sequence[Tensor]], num_mains:
 
 
 @contextmanager
-def _lent_to(linear: Any, further: dict[str, Sequence[Tensor]]) -> Iterator[None]:
+def _lent_to(linear: Any, further: Mapping[str, Sequence[Tensor]]) -> Iterator[None]:
     """Let a `GroupedLinear` have further weights, and biases where it has any.
 
     Args:
