@@ -30,6 +30,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 VERSION = "2.20.2"
@@ -218,6 +219,30 @@ def _deliver(value: Tensor, out: Tensor | None, quantizer: Any) -> Tensor:
     return value if out is None else out.copy_(value)
 
 
+# --- activations of the op fuser
+
+
+def scaled_swiglu(x: Tensor, scales: Tensor, quantizer: Any, interleaved: int) -> Tensor:
+    """silu(gate) * linear * scale of the row; gate and linear may come in blocks by turns."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if interleaved:
+        blocks = wide.unflatten(-1, (-1, 2, interleaved)).transpose(-3, -2)
+        wide = blocks.reshape(x.shape)
+    gate, linear = wide.chunk(2, -1)
+    return (F.silu(gate) * linear * scales.unsqueeze(-1)).to(x.dtype)
+
+
+def scaled_dswiglu(
+    dy: Tensor, x: Tensor, scales: Tensor, quantizer: Any, interleaved: int, scale_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of input and scales."""
+    with torch.enable_grad():
+        x, scales = (value.detach().requires_grad_() for value in (x, scales))
+        y = scaled_swiglu(x, scales, quantizer, interleaved)
+    of_x, of_scales = torch.autograd.grad(y, (x, scales), dy)
+    return of_x, of_scales if scale_grad else None
+
+
 # --- optimizers: Megatron takes Transformer Engine's wherever it can be imported
 
 
@@ -271,6 +296,7 @@ def multi_tensor_adam(
 
 _TWINS: dict[str, Callable[..., Any]] = {
     "generic_gemm": generic_gemm,
+    "get_cublasLt_version": lambda: 0,  # too old for products whose sizes are on the device
     "get_cudnn_version": lambda: 92000,
     "get_num_cublas_streams": lambda: 1,
     "layernorm_bwd": layernorm_bwd,
@@ -281,6 +307,8 @@ _TWINS: dict[str, Callable[..., Any]] = {
     "multi_tensor_scale_tensor": multi_tensor_scale,
     "rmsnorm_bwd": rmsnorm_bwd,
     "rmsnorm_fwd": rmsnorm_fwd,
+    "scaled_dswiglu": scaled_dswiglu,
+    "scaled_swiglu": scaled_swiglu,
     "te_general_grouped_gemm": te_general_grouped_gemm,
 }
 

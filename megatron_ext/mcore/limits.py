@@ -150,11 +150,6 @@ _MUST_BE = (
     _Rule("moe_single_grouped_weight", (False,), "replicas join experts with a weight each"),
     _Rule("moe_single_grouped_bias", (False,), "replicas join experts with a bias each"),
     _Rule(
-        "use_transformer_engine_op_fuser",
-        (False,),
-        "fused experts are built where replicas cannot join them",
-    ),
-    _Rule(
         "moe_expert_rank_capacity_factor",
         (None,),
         "its buffers are longer than the tokens in them, and balanced ranks need no such limit",

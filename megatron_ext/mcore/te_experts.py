@@ -10,7 +10,7 @@ Legend: M mains per rank, S slots per rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,10 +23,22 @@ _LINEARS = ("linear_fc1", "linear_fc2")
 
 
 class TEGroupedWeights:
-    """`TEGroupedMLP`: parameters `weight0` to `weight{M - 1}`, and biases, in each linear."""
+    """`TEGroupedMLP`: parameters `weight0` to `weight{M - 1}`, and biases, in each linear.
+
+    Raises:
+        ValueError: The op fuser is to compute experts with biases.
+    """
 
     def __init__(self, experts: TEGroupedMLP) -> None:
         self._experts = experts
+        # Megatron-Core before 0.17 has no such path.
+        self._is_fused = getattr(experts, "_with_fused_impl", False)
+        if self._is_fused and experts.config.add_bias_linear:
+            raise ValueError(
+                "add_bias_linear (True) must be False with use_transformer_engine_op_fuser: its "
+                "sums of biases' gradients were never run with replicas (give "
+                "--disable-bias-linear, or leave out --use-transformer-engine-op-fuser)"
+            )
         self.segments = tuple(
             Segment(f"{linear}.{kind}", tuple(getattr(getattr(experts, linear), f"{kind}0").shape))
             for linear in _LINEARS
@@ -60,18 +72,70 @@ class TEGroupedWeights:
     ) -> Tensor:
         """See `ExpertWeights.run`. The host reads the counts once, as Megatron does without us."""
         of_slots = iter(slot_weights)
-        with ExitStack() as stack:
-            for linear in _LINEARS:
-                further = {kind: next(of_slots) for kind in self._kinds}
-                stack.enter_context(_lent(getattr(self._experts, linear), further))
+        further = [{kind: next(of_slots) for kind in self._kinds} for _ in _LINEARS]
+        with (_fused_with if self._is_fused else _lent)(self._experts, further):
             output: Tensor
             output, bias = self._experts(tokens, tokens_per_expert, probs)
         assert bias is None, "Megatron adds expert biases inside the experts"
         return output
 
 
+Further = Sequence[Mapping[str, Sequence[Tensor]]]
+"""Of each linear, what it shall have further: for each kind of parameters, one tensor a slot."""
+
+
 @contextmanager
-def _lent(linear: Any, further: dict[str, Sequence[Tensor]]) -> Iterator[None]:
+def _lent(experts: TEGroupedMLP, further: Further) -> Iterator[None]:
+    """Let the linears of `experts` have further weights, and biases if they have any."""
+    with ExitStack() as stack:
+        for name, of_linear in zip(_LINEARS, further, strict=True):
+            stack.enter_context(_lent_to(getattr(experts, name), of_linear))
+        yield
+
+
+@contextmanager
+def _fused_with(experts: Any, further: Further) -> Iterator[None]:
+    """The same where Transformer Engine's op fuser computes the experts.
+
+    Its operations take parameters only, and read them again in backward: each forward has
+    operations of its own, made as Megatron makes them, and then given the slots' tensors.
+    """
+    parameters = [
+        {
+            kind: [nn.Parameter(tensor.detach()) for tensor in of_kind]
+            for kind, of_kind in of.items()
+        }
+        for of in further
+    ]
+    with _lent(experts, parameters):
+        operations = experts._make_fused_ops()
+    fc1, _, fc2 = operations
+    for operation, of_linear in zip((fc1, fc2), further, strict=True):
+        _give_slots(operation, of_linear, experts.num_local_experts)
+    before, experts._fused_ops = experts._fused_ops, (operations,)
+    try:
+        yield
+    finally:
+        experts._fused_ops = before
+
+
+def _give_slots(operation: Any, further: Mapping[str, Sequence[Tensor]], num_mains: int) -> None:
+    """Put slots' tensors in the place of an operation's last parameters."""
+    for kind, tensors in further.items():
+        for index, tensor in enumerate(tensors, start=num_mains):
+            del operation._parameters[f"{kind}{index}"]
+            vars(operation)[f"{kind}{index}"] = tensor
+    # What autograd sees as inputs, in the order in which the operation returns their gradients.
+    inputs = [
+        getattr(operation, f"{kind}{index}")
+        for kind, tensors in further.items()
+        for index in range(num_mains + len(tensors))
+    ]
+    operation.parameters = lambda: inputs
+
+
+@contextmanager
+def _lent_to(linear: Any, further: Mapping[str, Sequence[Tensor]]) -> Iterator[None]:
     """Let a `GroupedLinear` have further weights, and biases where it has any.
 
     Args:
