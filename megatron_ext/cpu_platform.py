@@ -2,7 +2,8 @@
 
 Megatron-Core uses CUDA in six ways, and each gets one kind of answer:
 
-1. it asks for memory on a device (`device="cuda"`, `.cuda()`): it gets memory of the CPU;
+1. it asks for memory on a device (`device="cuda"`, `.cuda()`), or for pinned memory: it gets memory
+of the CPU;
 2. it orders work by streams and events: on the CPU work is done when it was issued, so there is
 nothing to order; 3. it keeps random number states of the GPU: they are the CPU generator's;
 4. it compares names of tensor types (`torch.cuda.FloatTensor`): a CPU tensor answers with that
@@ -249,6 +250,8 @@ def _device_keyword_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
         return function(*args, **kwargs)
 
     return on_cpu

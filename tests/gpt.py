@@ -73,7 +73,7 @@ class TinyGPT:
     def tokens(self, step: int, microbatch: int) -> torch.Tensor:
         """Tokens [B, SEQUENCE + 1] of this data-parallel rank: a function of seed, step, microbatch
         and rank only."""
-        dp_rank = parallel_state.get_data_parallel_rank()
+        dp_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         generator = _stream(f"tokens {step} {microbatch} {dp_rank}", self.seed)
         return torch.randint(VOCAB, (self.micro_batch_size, SEQUENCE + 1), generator=generator)
 
@@ -180,6 +180,7 @@ def build_gpt(
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
+        context_parallel_size=megatron.get("context_parallel_size", 1),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     run = TrainConfig(

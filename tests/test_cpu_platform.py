@@ -76,6 +76,7 @@ def test_cuda_is_the_cpu() -> None:
         )
         assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
         assert torch.zeros(1).type(torch.float64).dtype == torch.float64
+        assert not torch.zeros(1, pin_memory=True).is_pinned()
         torch.cuda.manual_seed(3)
         state = torch.cuda.get_rng_state()
         first = torch.rand(4, device="cuda")
