@@ -58,7 +58,7 @@ from megatron_ext.balance.slots import SentAhead, SlotBuffers, shared_slot_buffe
 from megatron_ext.balance.solve import plan_layout
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.balance.strategies.ideal import force_even
-from megatron_ext.config import COST_UNITS, BalanceConfig, ConfigError
+from megatron_ext.config import COST_UNITS, BalanceConfig
 from megatron_ext.mcore.dispatcher import (
     Part,
     dispatcher_kind,
@@ -138,8 +138,8 @@ class BalancedMoELayer(MoELayer):
         **kwargs: What later versions of Megatron pass to their MoELayer.
 
     Raises:
-        ValueError: A setting of `config` excludes balancing (a `ConfigError`: see `check`), or the
-            ranks that plan alike disagree about `balance`.
+        ValueError: A setting of `config` excludes balancing (`check` says it earlier), or the ranks
+            that plan alike disagree about `balance`.
     """
 
     token_dispatcher: Any
@@ -158,7 +158,8 @@ class BalancedMoELayer(MoELayer):
     ) -> None:
         assert (placement is None) == (not balance.placement), "`balance_spec` reads the file"
         if problems := validate_for_balancing(config, balance):
-            raise ConfigError(problems)
+            # No ConfigError: Megatron raises errors anew, of the same class with a longer text.
+            raise ValueError("; ".join(problems))
         if pg_collection is None:
             pg_collection = get_default_pg_collection()
         super().__init__(

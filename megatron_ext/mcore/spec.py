@@ -152,6 +152,11 @@ def _module_of(part: Any) -> Any:
     return part.func if isinstance(part, functools.partial) else None
 
 
+def has_moe_layers(spec: Any) -> bool:
+    """Whether there are MoE layers in anything, a spec or not, that are not balanced yet."""
+    return MoELayer.__name__ in _module_names(spec)
+
+
 def _module_names(spec: Any) -> set[str]:
     """Names of the modules that a spec makes."""
     modules: list[Any] = []
