@@ -21,7 +21,7 @@ import pytest
 from megatron_ext.balance.metrics import home_loads, imbalance
 from megatron_ext.balance.strategies.settings import BalanceConfig
 from megatron_ext.config import ConfigError, Section
-from megatron_ext.pretrain import PROGRAM, balance_parser, read_balance
+from megatron_ext.pretrain import PROGRAM, balance_parser, main, read_balance
 from tests.gpt import GPTModel, build_gpt, get_gpt_decoder_block_spec  # enables the CPU platform
 from tests.ranks import run_ranks
 
@@ -85,15 +85,24 @@ def test_a_program_learns_the_same_balanced() -> None:
     assert "moe_replicas" not in plain.stdout
 
 
-@needs_training_loop
-@pytest.mark.slow
-def test_settings_that_exclude_balancing_are_said_once_by_their_flags() -> None:
-    wrong = "--moe-expert-capacity-factor=1 --moe-balance-slots=2 --moe-balance-nvlink-domain=3"
-    refused = launch(COMMAND_LINE, wrong)
-    lines = [line for line in refused.stderr.splitlines() if line.startswith(PROGRAM)]
-    domain, capacity = lines
-    assert "error: --moe-balance-nvlink-domain (3) must divide expert_model_par" in domain
-    assert capacity.endswith("(leave out --moe-expert-capacity-factor)")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_excludes_balancing_is_said_by_one_rank_in_the_words_of_its_flags(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build(*args: Any) -> None:
+        raise ConfigError(["balance.nvlink_domain (3) must divide x", "y (1) must be 2"])
+
+    monkeypatch.setattr(pretrain, "run", build)
+    monkeypatch.setattr(sys, "argv", ["pretrain", str(PROGRAM_FILE), "--moe-balance-slots=2"])
+    monkeypatch.setenv("RANK", str(rank))
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    lines = [
+        f"{PROGRAM}: error: --moe-balance-nvlink-domain (3) must divide x",
+        f"{PROGRAM}: error: y (1) must be 2",
+    ]
+    assert capsys.readouterr().err.splitlines() == (lines if rank == 0 else [])
 
 
 def settings_of(section: Section, names: list[str]) -> list[str]:
@@ -115,12 +124,12 @@ def test_every_setting_is_an_argument_with_its_help() -> None:
 
 def test_settings_are_taken_out_of_a_command_line() -> None:
     words = ["--num-layers", "2", "--moe-balance-slots", "3", "--lr", "-1", "--moe-balance-no"]
-    ours = ["--moe-balance-check-plans", "--moe-balance-llep-alpha=0.5", "--help", "--x=--y"]
+    ours = ["--moe-balance-check-plans", "--moe-balance-llep-alpha=2.5", "--help", "--x=--y"]
     with pytest.raises(ValueError, match="unknown argument --moe-balance-no"):
         read_balance(words)
     balance, others = read_balance(words[:-1] + ours)
     expected = BalanceConfig(slots=3, check_plans=True)
-    expected.llep.alpha = 0.5
+    expected.llep.alpha = 2.5
     assert balance == expected
     assert others == ["--num-layers", "2", "--lr", "-1", "--help", "--x=--y"]
     assert read_balance(["--lr", "1"]) == (None, ["--lr", "1"])
@@ -145,8 +154,6 @@ def test_wrong_arguments_are_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from megatron_ext.pretrain import main
-
     (tmp_path / "x.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["pretrain", *words.split()])
