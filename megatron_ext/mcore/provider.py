@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.config import BalanceConfig
+from megatron_ext.mcore.backward import JoiningTransformerLayer
 from megatron_ext.mcore.spec import balance_spec
 
 
@@ -29,7 +32,13 @@ class ProviderSpec:
         """
         takes_stage = "vp_stage" in inspect.signature(self.spec_function).parameters
         stage = {"vp_stage": vp_stage} if takes_stage else {}
-        return balance_spec(self.spec_function(config, **stage), self.balance)
+        spec = balance_spec(self.spec_function(config, **stage), self.balance)
+        # Of a layer of another class Megatron makes no spec for multi-token prediction. Backward
+        # then waits for the reduction inside the MoE layer.
+        is_joining = isinstance(spec, ModuleSpec) and spec.module is JoiningTransformerLayer
+        if is_joining and config.mtp_num_layers:
+            spec = dataclasses.replace(spec, module=TransformerLayer)
+        return spec
 
 
 def balanced_provider_spec(spec_function: Callable[..., Any], balance: BalanceConfig) -> Any:

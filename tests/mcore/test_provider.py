@@ -76,7 +76,7 @@ def test_chunks_get_their_own_spec() -> None:
         stages.append(vp_stage)
         return layer_spec(config)
 
-    config = SimpleNamespace(num_moe_experts=4)
+    config = SimpleNamespace(num_moe_experts=4, mtp_num_layers=None)
     balanced_provider_spec(noting, BalanceConfig())(config, vp_stage=1)
     assert stages == [1]
 
