@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from megatron_ext.cpu_platform import enable_cpu_platform
     from megatron_ext.mcore.check import check
     from megatron_ext.mcore.moe_layer import reset_after_abort
+    from megatron_ext.mcore.provider import balanced_provider_spec
     from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ _HOMES = {
     "BalancePlan": "megatron_ext.balance.plan",
     "LayerCosts": "megatron_ext.balance.costs",
     "balance_spec": "megatron_ext.mcore.spec",
+    "balanced_provider_spec": "megatron_ext.mcore.provider",
     "check": "megatron_ext.mcore.check",
     "enable_cpu_platform": "megatron_ext.cpu_platform",
     "grouped_mm_spec": "megatron_ext.mcore.spec",
@@ -50,6 +52,7 @@ __all__ = [
     "BalancePlan",
     "LayerCosts",
     "balance_spec",
+    "balanced_provider_spec",
     "check",
     "enable_cpu_platform",
     "grouped_mm_spec",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
+import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 WRONG_USAGE = 2
 """The exit status where a command was called wrongly."""
@@ -60,3 +63,28 @@ def error_line(command: str, message: str) -> str:
     'megatron-ext plan: error: loads.npz is cut off\n'
     """
     return f"{command}: error: {' '.join(message.split())}\n"
+
+
+def field_docs(section: type[Any]) -> dict[str, str]:
+    """Return what is written below each field of a class and of its bases, each as one line.
+
+    >>> from megatron_ext.config import BalanceConfig
+    >>> field_docs(BalanceConfig)["min_quota"]
+    'Fewest assignments a replica must take over to be worth its transfer.'
+    """
+    docs: dict[str, str] = {}
+    for owner in reversed(section.__mro__[:-1]):
+        try:
+            source = textwrap.dedent(inspect.getsource(owner))
+        except (OSError, TypeError):  # A class that was made, not written.
+            continue
+        (written,) = ast.parse(source).body
+        assert isinstance(written, ast.ClassDef)
+        for field, below in zip(written.body, written.body[1:], strict=False):
+            match field, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    docs[name] = " ".join(text.split())
+    return docs

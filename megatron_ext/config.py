@@ -310,6 +310,11 @@ class BalanceConfig(Section):
     """Seconds that a rank waits for another to move its part of a replica. `auto` is the time limit
     of the EP group's collectives; in `megatron-ext train` it is the run's `timeout_s`."""
 
+    log_every: int | str = setting("auto", least=0, choices=("auto",))
+    """Microbatches between two lines that one rank of a pipeline stage writes on what balancing
+    did; 0 writes none, nor the one at start. `auto` is 100; in `megatron-ext train`, which has its
+    own metrics, it is 0."""
+
     check_plans: bool = False
     """Compare plan digests over the EP group in every microbatch, before anything follows the plan
     (slow). Ranks that plan differently are found without it, too, but one layer later."""
@@ -343,6 +348,11 @@ class BalanceConfig(Section):
     def wait_limit_s(self) -> float | None:
         """Longest wait for another rank's part of a replica, in seconds; None if as the group's."""
         return None if self.timeout_s == "auto" else float(self.timeout_s)
+
+    @property
+    def lines_every(self) -> int:
+        """Microbatches between two lines; 0 if none are written."""
+        return 100 if self.log_every == "auto" else int(self.log_every)
 
     @property
     def plans_for_time(self) -> bool:

@@ -8,7 +8,10 @@
     te_experts.py           Transformer Engine's grouped experts (Megatron's `TEGroupedMLP`)
     backward.py             the transformer layer around it, whose backward waits for stage 8
     spec.py                 puts the balanced layer into any layer spec
+    models.py               the same for all models that a program builds
+    provider.py             the same for programs that hold a function of specs
     left_out.py             notices MoE layers that a program did not balance
+    lines.py                says that layers are balanced, and what it brings
     lookahead.py            what a layer predicts of the next, and sends ahead
     recompute.py            how a recomputed forward finds the plan of its first pass
     schedule.py             how many plans a pipeline schedule holds

@@ -58,7 +58,7 @@ from megatron_ext.balance.slots import SentAhead, SlotBuffers, shared_slot_buffe
 from megatron_ext.balance.solve import plan_layout
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.balance.strategies.ideal import force_even
-from megatron_ext.config import COST_UNITS, BalanceConfig, ConfigError
+from megatron_ext.config import COST_UNITS, BalanceConfig
 from megatron_ext.mcore.dispatcher import (
     Part,
     dispatcher_kind,
@@ -67,6 +67,7 @@ from megatron_ext.mcore.dispatcher import (
 )
 from megatron_ext.mcore.experts import expert_weights, finish_parameter_gather, run_experts
 from megatron_ext.mcore.limits import validate_for_balancing
+from megatron_ext.mcore.lines import BalanceLines
 from megatron_ext.mcore.lookahead import (
     LayerOrder,
     LayerPlace,
@@ -135,11 +136,12 @@ class BalancedMoELayer(MoELayer):
         placement: What the file `balance.placement` holds; None if that is empty.
         order: Shared by the layers that may predict each other's loads; None if there is no other
             layer.
+        lines: Writes what the layers of a spec do; None writes nothing.
         **kwargs: What later versions of Megatron pass to their MoELayer.
 
     Raises:
-        ValueError: A setting of `config` excludes balancing (a `ConfigError`: see `check`), or the
-            ranks that plan alike disagree about `balance`.
+        ValueError: A setting of `config` excludes balancing (`check` says it earlier), or the ranks
+            that plan alike disagree about `balance`.
     """
 
     token_dispatcher: Any
@@ -154,11 +156,13 @@ class BalancedMoELayer(MoELayer):
         balance: BalanceConfig,
         placement: Placement | None = None,
         order: LayerOrder | None = None,
+        lines: BalanceLines | None = None,
         **kwargs: Any,
     ) -> None:
         assert (placement is None) == (not balance.placement), "`balance_spec` reads the file"
         if problems := validate_for_balancing(config, balance):
-            raise ConfigError(problems)
+            # No ConfigError: Megatron raises errors anew, of the same class with a longer text.
+            raise ValueError("; ".join(problems))
         if pg_collection is None:
             pg_collection = get_default_pg_collection()
         super().__init__(
@@ -178,6 +182,9 @@ class BalancedMoELayer(MoELayer):
         """Told of every microbatch that is trained with, once."""
         self.plan_observers: list[PlanObserver] = []
         """Told of the plan of every forward, evaluated and recomputed ones as well."""
+        # One rank of a pipeline stage.
+        if lines is not None and self.planning_group.rank() == pg_collection.expt_dp.rank() == 0:
+            lines.watch(self)
         ep_size = self.ep_group.size()
         self.layout = plan_layout(
             balance.strategy,
@@ -380,6 +387,11 @@ class BalancedMoELayer(MoELayer):
             num_shards = self.planning_group.size() // self.layout.ep_size
             self._agreement = shared_agreement(self.planning_group, device, num_shards)
         return self._agreement
+
+    @property
+    def slot_buffers(self) -> SlotBuffers | None:
+        """The slots that the layer shares; None before its first forward, or without slots."""
+        return self._slot_buffers
 
     @property
     def num_in_flight(self) -> int:

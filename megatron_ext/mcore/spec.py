@@ -30,6 +30,7 @@ from megatron_ext.mcore.experts import EXPERT_KINDS
 from megatron_ext.mcore.grouped_experts import GroupedExperts
 from megatron_ext.mcore.left_out import warn_of_layers_left_out
 from megatron_ext.mcore.limits import require_balance_config
+from megatron_ext.mcore.lines import BalanceLines
 from megatron_ext.mcore.lookahead import LayerOrder
 from megatron_ext.mcore.moe_layer import BalancedMoELayer, EvenMoELayer
 
@@ -103,7 +104,8 @@ def _grouped_by_megatron(names: Collection[str]) -> str:
 def _shared_by_layers(balance: BalanceConfig) -> dict[str, Any]:
     """Arguments that all balanced layers of a model share."""
     placement = read_placement(Path(balance.placement)) if balance.placement else None
-    return {"balance": balance, "placement": placement, "order": LayerOrder()}
+    lines = BalanceLines(balance.lines_every) if balance.lines_every else None
+    return {"balance": balance, "placement": placement, "order": LayerOrder(), "lines": lines}
 
 
 def grouped_mm_spec(spec: Any) -> Any:
@@ -150,6 +152,11 @@ def _module_of(part: Any) -> Any:
     if isinstance(part, ModuleSpec):
         return part.module
     return part.func if isinstance(part, functools.partial) else None
+
+
+def has_moe_layers(spec: Any) -> bool:
+    """Whether there are MoE layers in anything, a spec or not, that are not balanced yet."""
+    return MoELayer.__name__ in _module_names(spec)
 
 
 def _module_names(spec: Any) -> set[str]:

@@ -11,6 +11,7 @@
     checkpoint_writer.py  how it becomes files
     finite.py      steps whose numbers are not finite: stop, skip or ignore
     norms.py       PyTorch's norms for sequence parallelism
+    pretrain.py    runs a program of Megatron's with its models balanced
     blocks.py      parts of a step, each run alone, for calibration
     launch.py      the ranks of one machine: started, watched, told to stop, started again
     signals.py     a run that is asked to stop, and all ranks agree after which step

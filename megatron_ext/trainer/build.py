@@ -95,6 +95,8 @@ def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataPar
     balance = config.balance
     if balance.wait_limit_s is None:
         balance = dataclasses.replace(balance, timeout_s=config.timeout_s)
+    if balance.log_every == "auto":
+        balance = dataclasses.replace(balance, log_every=0)
     modules = []
     for chunk in range(parallel.vpp_size):
         vp_stage = chunk if parallel.vpp_size > 1 else None

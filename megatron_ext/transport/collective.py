@@ -51,6 +51,8 @@ class _Sum:
 class CollectiveTransport:
     """Transport that moves replicas with batched sends and receives over `ep_group`."""
 
+    name = "collective"
+
     def __init__(self, ep_group: ProcessGroup) -> None:
         self._group = ep_group
         self._rank = dist.get_rank(ep_group)
@@ -118,7 +120,7 @@ class CollectiveTransport:
 
 
 COLLECTIVE = TransportKind(
-    name="collective",
+    name=CollectiveTransport.name,
     device_type=None,
     can_serve=lambda ep_group, device: True,
     make=lambda ep_group, device, grad_reduce_share, timeout_s: CollectiveTransport(ep_group),

@@ -122,6 +122,8 @@ class CudaTransport(OneSidedTransport):
         RuntimeError: The compiled library is missing or has no CUDA part.
     """
 
+    name = "cuda"
+
     def __init__(
         self,
         heap: PeerHeap,
@@ -233,7 +235,7 @@ def _gather(value: _T, ep_group: ProcessGroup) -> list[_T]:
 
 
 CUDA = TransportKind(
-    name="cuda",
+    name=CudaTransport.name,
     device_type="cuda",
     can_serve=can_reach_peers,
     make=lambda ep_group, device, grad_reduce_share, timeout_s: CudaTransport(

@@ -47,6 +47,8 @@ class SharedMemoryTransport(OneSidedTransport):
         RuntimeError: The ranks cannot map each other's memory.
     """
 
+    name = "shared_memory"
+
     def __init__(
         self,
         ep_group: ProcessGroup,
@@ -126,7 +128,7 @@ class SharedMemoryTransport(OneSidedTransport):
 
 
 SHARED_MEMORY = TransportKind(
-    name="shared_memory",
+    name=SharedMemoryTransport.name,
     device_type="cpu",
     max_slots=_MAX_SLOTS,
     can_serve=lambda ep_group, device: is_on_one_machine(ep_group),

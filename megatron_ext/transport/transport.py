@@ -60,6 +60,9 @@ class Pending(Protocol):
 class Transport(Protocol):
     """Moves expert state between the ranks of an EP group; all call alike, in the same order."""
 
+    name: str
+    """As in `balance.transport`."""
+
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a zeroed buffer that peers can reach; every rank calls with the same arguments."""
 

@@ -1,0 +1,121 @@
+"""Lines for whoever trains: that layers are balanced, and what it brings.
+
+One rank of a pipeline stage speaks, through `logging`. A program that has set up logging gets the
+lines where it wants them; else they go to stderr, as Python's own warnings do.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from megatron_ext.balance.metrics import home_loads, imbalances
+
+_logger = logging.getLogger("megatron_ext.balance")
+# Python shows only warnings where nobody says else, and these lines are none.
+_logger.setLevel(logging.INFO)
+
+
+class BalanceLines:
+    """What the layers that are made from one spec do: a line at first, then one every so often.
+
+    Waits for the device only where it writes a line.
+
+    Args:
+        every: Microbatches between two lines, at least 1.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._layers: WeakSet[Any] = WeakSet()
+        self._has_begun = False
+        self._num_counted = 0
+        self._sum = self._worst = torch.zeros(3, dtype=torch.float64)
+
+    def watch(self, layer: Any) -> None:
+        """Count the microbatches that a balanced layer is trained with."""
+        self._layers.add(layer)
+        layer.observers.append(partial(self._observe, layer))
+
+    def _observe(self, layer: Any, report: Any) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            _say(f"{self._names()}: {_what_balances(layer)}")
+        parts = (
+            imbalances(home_loads(report.load)),
+            imbalances(report.rank_loads_after),
+            (report.slots >= 0).sum().double(),
+        )
+        values = torch.stack(parts)
+        is_first = self._num_counted == 0
+        self._sum = values if is_first else self._sum + values
+        self._worst = values if is_first else torch.maximum(self._worst, values)
+        self._num_counted += 1
+        if self._num_counted >= self._every * len(self._layers):
+            did = _what_was_done(self._sum / self._num_counted, self._worst)
+            _say(f"{self._names()}, last {_number(self._every, 'microbatch')}: {did}")
+            self._num_counted = 0
+
+    def _names(self) -> str:
+        numbers = sorted(layer.layer_number for layer in self._layers)
+        return f"MoE layers {_ranges(numbers)}" if len(numbers) > 1 else f"MoE layer {numbers[0]}"
+
+
+def _what_balances(layer: Any) -> str:
+    layout = layer.layout
+    if layer.slot_buffers is None:
+        return f"not balanced, for there are no slots ({_number(layout.ep_size, 'EP rank')})"
+    return (
+        f"balanced over {_number(layout.ep_size, 'EP rank')} with strategy "
+        f"{layer.balance.strategy}: {_number(layout.slots, 'slot')} on each, "
+        f"{layer.slot_buffers.num_bytes / 1e6:.1f} MB for all layers, transport "
+        f"{layer.slot_buffers.transport.name}, "
+        f"{_number(layout.ep_size // layout.nvlink_domain, 'NVLink domain')}"
+    )
+
+
+def _what_was_done(mean: Tensor, worst: Tensor) -> str:
+    before, after, replicas = mean.tolist()
+    worst_before, worst_after, _ = worst.tolist()
+    return (
+        f"imbalance {before:.2f} -> {after:.2f} (worst {worst_before:.2f} -> {worst_after:.2f}), "
+        f"{replicas:.1f} replicas a layer"
+    )
+
+
+def _number(count: int, what: str) -> str:
+    """A number of things.
+
+    >>> _number(1, "slot"), _number(2, "slot"), _number(2, "microbatch")
+    ('1 slot', '2 slots', '2 microbatches')
+    """
+    plural = "es" if what.endswith("ch") else "s"
+    return f"{count} {what}{plural if count != 1 else ''}"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Rising numbers as ranges.
+
+    >>> _ranges([1, 2, 3, 5, 7, 8])
+    '1-3, 5, 7-8'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _say(line: str) -> None:
+    if _logger.hasHandlers():
+        _logger.info(line)
+    elif _logger.isEnabledFor(logging.INFO):
+        sys.stderr.write(f"megatron_ext: {line}\n")

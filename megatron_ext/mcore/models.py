@@ -1,0 +1,60 @@
+"""Balances the models that a program builds, where Megatron's model classes are given their specs.
+
+Whatever a program makes its specs of (its command line, a pipeline chunk, a file of the user's),
+they end in the constructor of one of these classes: those of the decoder, of multi-token prediction
+and of hybrid stacks alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ext.config import BalanceConfig
+from megatron_ext.mcore.check import check
+from megatron_ext.mcore.spec import balance_spec, has_moe_layers
+
+_MODELS = (
+    ("megatron.core.models.gpt.gpt_model", "GPTModel"),
+    ("megatron.core.models.mamba.mamba_model", "MambaModel"),
+    ("megatron.core.models.hybrid.hybrid_model", "HybridModel"),  # since 0.18
+)
+
+
+def balance_models(balance: BalanceConfig, attend: Callable[[Any], None]) -> None:
+    """Let all models that this process builds from now on have balanced MoE layers.
+
+    Building a model raises what `check` raises if something excludes balancing.
+
+    Args:
+        balance: What the balancer may do.
+        attend: Is called with each balanced layer of a model that was built.
+    """
+    for home, name in _MODELS:
+        if importlib.util.find_spec(home.rpartition(".")[0]) is not None:
+            model_class = getattr(importlib.import_module(home), name)
+            model_class.__init__ = _balancing(model_class.__init__, balance, attend)
+
+
+def _balancing(
+    build: Callable[..., None], balance: BalanceConfig, attend: Callable[[Any], None]
+) -> Callable[..., None]:
+    """The constructor of a model, with the specs among its arguments balanced."""
+
+    @functools.wraps(build)
+    def build_balanced(*args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(build).bind(*args, **kwargs)
+        check(given.arguments["config"], balance)
+        for name, value in given.arguments.items():
+            if has_moe_layers(value):
+                given.arguments[name] = balance_spec(value, balance)
+        build(*given.args, **given.kwargs)
+        model = args[0]
+        for layer in model.modules():
+            if hasattr(layer, "observers"):
+                attend(layer)
+
+    return build_balanced

@@ -1,0 +1,133 @@
+"""`python -m megatron_ext.pretrain SCRIPT ...`: a training program of Megatron's, with balancing.
+
+    torchrun --nproc-per-node 8 -m megatron_ext.pretrain pretrain_gpt.py --moe-balance-slots 2 ...
+
+The script is run as it is, with the rest of its command line. Each setting of `BalanceConfig` is an
+argument here: `tolerance` is `--moe-balance-tolerance`. Without `--moe-balance-slots`, or with 0,
+the layers stay Megatron's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from megatron_ext.arguments import (
+    WRONG_USAGE,
+    OneLineParser,
+    did_you_mean,
+    error_line,
+    field_docs,
+)
+from megatron_ext.balance.strategies.settings import BalanceConfig
+from megatron_ext.config import ConfigError, Section
+
+PROGRAM = "python -m megatron_ext.pretrain"
+PREFIX = "--moe-balance-"
+
+
+def balance_parser() -> argparse.ArgumentParser:
+    """The parser of `--moe-balance-*`: one for each setting, absent where it is not given."""
+    parser = OneLineParser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} SCRIPT {PREFIX}slots S [{PREFIX}...] [ARGUMENTS OF SCRIPT]",
+        description="Run a training program of Megatron's with its MoE layers balanced.",
+        argument_default=argparse.SUPPRESS,
+        add_help=False,  # `--help` behind the script is the script's.
+        allow_abbrev=False,
+    )
+    _add_settings(parser, BalanceConfig())
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser, section: Section) -> None:
+    kind: Any = type(section)
+    hints, docs = get_type_hints(kind), field_docs(kind)
+    for each in fields(kind):
+        value = getattr(section, each.name)
+        if isinstance(value, Section):
+            _add_settings(parser, value)
+            continue
+        words = f"{docs[each.name]} Default: {value!r}".replace("%", "%%").replace("`", "")
+        name = f"{section.NAME}.{each.name}"
+        if hints[each.name] is bool:
+            how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        else:
+            choices = each.metadata.get("choices") if hints[each.name] is str else None
+            how = {"choices": choices or None, "metavar": None if choices else "X"}
+        parser.add_argument(_flag(name), dest=name, help=words, **how)
+
+
+def _flag(setting: str) -> str:
+    """The argument of a setting: `balance.llep.alpha` is `--moe-balance-llep-alpha`."""
+    return PREFIX + re.sub(r"[._]", "-", setting.removeprefix("balance."))
+
+
+def read_balance(words: list[str]) -> tuple[BalanceConfig | None, list[str]]:
+    """Take the settings of balancing out of a command line.
+
+    Returns:
+        The settings, or None if the layers are to stay Megatron's own; and the other words.
+
+    Raises:
+        ValueError: A setting is unknown or out of range, or there are settings without slots.
+    """
+    from megatron_ext.cli.options import balance_config
+
+    parser = balance_parser()
+    given, others = parser.parse_known_args(words)
+    for word in others:
+        if word.startswith(PREFIX):
+            known = [option for option in parser._option_string_actions if PREFIX in option]
+            flag = word.partition("=")[0]
+            raise ValueError(f"unknown argument {flag}{did_you_mean(flag, known)}")
+    overrides = [f"{name}={value}" for name, value in vars(given).items()]
+    balance = balance_config(argparse.Namespace(overrides=overrides))
+    if "balance.slots" in vars(given):
+        return (balance if balance.slots else None), others
+    if overrides:
+        raise ValueError(
+            f"{_flag(next(iter(vars(given))))} needs {PREFIX}slots: without slots the layers stay "
+            "Megatron's own"
+        )
+    return None, others
+
+
+def main() -> None:
+    """Run the script that is named first on the command line."""
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help"):
+        balance_parser().print_help()
+        return
+    script = Path(words[0])
+    try:
+        if not script.is_file():
+            raise ValueError(f"SCRIPT ({words[0]}) must be a file, and come first")
+        balance, others = read_balance(words[1:])
+    except ValueError as error:
+        raise SystemExit(_refuse([str(error)])) from None
+    # Here: it imports PyTorch.
+    from megatron_ext.trainer.pretrain import run
+
+    try:
+        run(script, others, balance)
+    except ConfigError as error:  # From building the script's model.
+        raise SystemExit(_refuse(error.problems)) from None
+
+
+def _refuse(problems: list[str]) -> int:
+    """Say what is wrong, in the words of the command line and by one rank; returns the status."""
+    if os.environ.get("RANK", "0") == "0":
+        for problem in problems:
+            words = re.sub(r"\bbalance\.[a-z_.]*[a-z]", lambda name: _flag(name[0]), problem)
+            sys.stderr.write(error_line(PROGRAM, words))
+    return WRONG_USAGE
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""A user of three lines sees that it works: lines at start and every few microbatches, by one rank.
+
+What the lines say is compared with what the layers told their observers.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.balance.metrics import home_loads, imbalance
+from megatron_ext.config import BalanceConfig
+from tests.mcore.parity import balanced_gpt, balanced_layers  # enables the CPU platform
+from tests.ranks import run_ranks
+
+from megatron_ext.mcore import lines  # isort: skip
+
+
+class Notes(logging.Handler):
+    """Keeps the lines of a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _lines(rank: int, log_every: int | str, ep: int) -> tuple[list[str], list[tuple[float, ...]]]:
+    """Lines of three microbatches, and what each layer reported of the first two."""
+    notes, reported = Notes(), []
+    logging.getLogger().addHandler(notes)
+    try:
+        gpt = balanced_gpt(dict(ep=ep), BalanceConfig(slots=1, log_every=log_every))
+        for layer in balanced_layers(gpt):
+            layer.observers.append(reported.append)
+        gpt.forward_backward(num_microbatches=3)
+        gpt.forward_backward(forward_only=True)
+    finally:
+        logging.getLogger().removeHandler(notes)
+    values = [
+        (imbalance(home_loads(one.load)), imbalance(one.rank_loads_after), one.num_replicas)
+        for one in reported[:4]
+    ]
+    return [line for line in notes.lines if line.startswith("MoE")], values
+
+
+def test_lines_say_what_the_layers_did() -> None:
+    (spoken, values), (silent, _) = run_ranks(_lines, 2, 2, 2)
+    start, did = spoken
+    megabytes = 2 * 3 * 16 * 32 * 4 / 1e6  # Weights and gradients of an expert, gated, in float32.
+    assert start == (
+        "MoE layers 1-2: balanced over 2 EP ranks with strategy quota: 1 slot on each, "
+        f"{megabytes:.1f} MB for all layers, transport shared_memory, 1 NVLink domain"
+    )
+    before, after, replicas = (sum(each) / 4 for each in zip(*values, strict=True))
+    worst_before, worst_after, _ = (max(each) for each in zip(*values, strict=True))
+    assert did == (
+        f"MoE layers 1-2, last 2 microbatches: imbalance {before:.2f} -> {after:.2f} "
+        f"(worst {worst_before:.2f} -> {worst_after:.2f}), {replicas:.1f} replicas a layer"
+    )
+    assert before > after
+    assert silent == []
+
+
+def test_without_slots_the_line_says_so_and_0_is_silence() -> None:
+    alone, also_alone = run_ranks(_lines, 2, "auto", 1)
+    assert alone[0] == ["MoE layers 1-2: not balanced, for there are no slots (1 EP rank)"]
+    assert also_alone[0] == [], "the same layers of another data-parallel rank"
+    assert [spoken for spoken, _ in run_ranks(_lines, 2, 0, 2)] == [[], []]
+
+
+def test_only_a_line_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on `meta` have no values: whoever asks for one fails."""
+    said: list[str] = []
+    monkeypatch.setattr(lines, "_say", said.append)
+    layer: Any = _Layer()
+    every = lines.BalanceLines(3)
+    every.watch(layer)
+    report = SimpleNamespace(
+        load=torch.ones(2, 4, dtype=torch.int64, device="meta"),
+        rank_loads_after=torch.ones(2, dtype=torch.int64, device="meta"),
+        slots=torch.zeros(2, 1, dtype=torch.int32, device="meta"),
+    )
+    layer.observers[0](report)
+    layer.observers[0](report)
+    with pytest.raises(RuntimeError, match="meta"):
+        layer.observers[0](report)
+    assert len(said) == 1
+
+
+class _Layer:
+    layer_number = 1
+    slot_buffers = None
+    layout = SimpleNamespace(ep_size=2)
+
+    def __init__(self) -> None:
+        self.observers: list[Any] = []
+
+
+def test_where_no_logging_is_set_up_lines_go_to_stderr(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines._say("to the log")  # pytest has set it up, for warnings only.
+    assert caplog.messages == ["to the log"]
+    monkeypatch.setattr(lines._logger, "propagate", False)
+    lines._say("to stderr")
+    assert capsys.readouterr().err == "megatron_ext: to stderr\n"
+    monkeypatch.setattr(lines._logger, "disabled", True)
+    lines._say("to nobody")
+    assert capsys.readouterr().err == ""

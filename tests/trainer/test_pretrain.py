@@ -1,0 +1,224 @@
+"""Megatron's own programs train balanced what they train without, and say so in their own log.
+
+Layer 4: `pretrain_program.py` under torchrun, with and without `--moe-balance-slots`. The wheels of
+megatron-core from 0.19 on hold the training loop; without it, what the launcher attaches to models
+is tested on kept ranks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron_ext.balance.metrics import home_loads, imbalance
+from megatron_ext.balance.strategies.settings import BalanceConfig
+from megatron_ext.config import ConfigError, Section
+from megatron_ext.pretrain import PROGRAM, balance_parser, main, read_balance
+from tests.gpt import GPTModel, build_gpt, get_gpt_decoder_block_spec  # enables the CPU platform
+from tests.ranks import run_ranks
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec  # isort: skip
+from megatron_ext.trainer import pretrain  # isort: skip
+
+HERE = Path(__file__).parent
+PROGRAM_FILE = HERE / "pretrain_program.py"
+
+needs_training_loop = pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is None,
+    reason="the wheel of this megatron-core has no megatron.training",
+)
+
+COMMAND_LINE = """
+    --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --vocab-size 127
+    --max-position-embeddings 32 --position-embedding-type rope --normalization RMSNorm --swiglu
+    --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type none --mtp-num-layers 1
+    --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --disable-bias-linear
+    --micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr 0.01 --log-interval 1
+    --lr-decay-style constant --eval-iters 1 --eval-interval 100 --tokenizer-type NullTokenizer
+    --distributed-backend gloo --use-cpu-initialization --transformer-impl local --num-workers 0
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion
+    --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm --attention-backend unfused
+"""
+
+
+def launch(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run the program on two ranks, without PyTorch's compiler: it takes longer than training."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "megatron_ext.pretrain", str(PROGRAM_FILE), *" ".join(words).split()]
+    return subprocess.run(
+        ["env", "TORCH_COMPILE_DISABLE=1", *command],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def logged(output: str, name: str) -> list[float]:
+    """A value of every iteration, and of the evaluation at the end."""
+    return [float(value) for value in re.findall(rf" {name}: ([\d.E+-]+) \|", output)]
+
+
+@needs_training_loop
+@pytest.mark.slow
+def test_a_program_learns_the_same_balanced() -> None:
+    plain = launch(COMMAND_LINE)
+    balanced = launch("--moe-balance-slots=2", COMMAND_LINE, "--moe-balance-tolerance 0")
+    assert plain.returncode == 0, plain.stderr
+    assert balanced.returncode == 0, balanced.stderr
+    for name in ("lm loss", "mtp_1 loss", "lm loss value"):
+        expected = logged(plain.stdout, name)
+        # Float32 sums in another order, printed with seven digits.
+        assert logged(balanced.stdout, name) == pytest.approx(expected, rel=1e-6)
+        assert len(expected) >= (1 if "value" in name else 4)
+    before, after, replicas = (logged(balanced.stdout, name) for name in pretrain.METRICS)
+    assert min(before) > 1.01
+    assert after == [1.0] * 4
+    assert min(replicas) > 0
+    assert "moe_replicas" not in plain.stdout
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_excludes_balancing_is_said_by_one_rank_in_the_words_of_its_flags(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build(*args: Any) -> None:
+        raise ConfigError(["balance.nvlink_domain (3) must divide x", "y (1) must be 2"])
+
+    monkeypatch.setattr(pretrain, "run", build)
+    monkeypatch.setattr(sys, "argv", ["pretrain", str(PROGRAM_FILE), "--moe-balance-slots=2"])
+    monkeypatch.setenv("RANK", str(rank))
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    lines = [
+        f"{PROGRAM}: error: --moe-balance-nvlink-domain (3) must divide x",
+        f"{PROGRAM}: error: y (1) must be 2",
+    ]
+    assert capsys.readouterr().err.splitlines() == (lines if rank == 0 else [])
+
+
+def settings_of(section: Section, names: list[str]) -> list[str]:
+    for each in fields(section):  # type: ignore[arg-type]
+        value = getattr(section, each.name)
+        if isinstance(value, Section):
+            settings_of(value, names)
+        else:
+            names.append(f"{section.NAME}.{each.name}")
+    return names
+
+
+def test_every_setting_is_an_argument_with_its_help() -> None:
+    actions = balance_parser()._actions
+    assert [each.dest for each in actions] == settings_of(BalanceConfig(), [])
+    assert all(len(str(each.help)) > 20 for each in actions)
+    assert balance_parser().format_help()
+
+
+def test_settings_are_taken_out_of_a_command_line() -> None:
+    words = ["--num-layers", "2", "--moe-balance-slots", "3", "--lr", "-1", "--moe-balance-no"]
+    ours = ["--moe-balance-check-plans", "--moe-balance-llep-alpha=2.5", "--help", "--x=--y"]
+    with pytest.raises(ValueError, match="unknown argument --moe-balance-no"):
+        read_balance(words)
+    balance, others = read_balance(words[:-1] + ours)
+    expected = BalanceConfig(slots=3, check_plans=True)
+    expected.llep.alpha = 2.5
+    assert balance == expected
+    assert others == ["--num-layers", "2", "--lr", "-1", "--help", "--x=--y"]
+    assert read_balance(["--lr", "1"]) == (None, ["--lr", "1"])
+    assert read_balance(["--moe-balance-slots=0", "--moe-balance-tolerance=1"]) == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("x.py --moe-balance-slotz 3", "--moe-balance-slotz; did you mean --moe-balance-slots?"),
+        ("x.py --moe-balance-slots -1", "--moe-balance-slots (-1) must be >= 0"),
+        ("x.py --moe-balance-slots x", "--moe-balance-slots: Value 'x' of type 'str' could not"),
+        ("x.py --moe-balance-tolerance 1", "--moe-balance-tolerance needs --moe-balance-slots: "),
+        ("x.py --moe-balance-objective=x", "--moe-balance-objective: invalid choice: 'x'"),
+        ("y.py", "SCRIPT (y.py) must be a file, and come first"),
+    ],
+)
+def test_wrong_arguments_are_one_line(
+    words: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "x.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["pretrain", *words.split()])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{PROGRAM}: error: ")
+    assert message in line
+
+
+class Writer:
+    """Notes what Megatron writes for TensorBoard."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[str, float] = {}
+
+    def add_scalar(self, name: str, value: Any, iteration: int) -> None:
+        self.scalars[name] = float(value)
+
+
+def _attached(rank: int) -> tuple[list[str], dict[str, float], dict[str, float]]:
+    """Classes of a model's MoE layers; what Megatron reported; what the layers reported."""
+    from megatron.core.transformer.moe import moe_utils
+
+    from megatron_ext.mcore.models import balance_models
+
+    reports: list[Any] = []
+
+    def attend(layer: Any) -> None:
+        pretrain._record_in_megatron(layer)
+        layer.observers.append(reports.append)
+
+    with mock.patch.object(GPTModel, "__init__", GPTModel.__init__):
+        balance_models(BalanceConfig(slots=1, tolerance=0.0), attend)
+        gpt = build_gpt(ep=2)
+        gpt.config.mtp_num_layers = 1
+        spec = get_gpt_decoder_block_spec(gpt.config, use_transformer_engine=False)
+        mtp = get_gpt_mtp_block_spec(gpt.config, spec, use_transformer_engine=False)
+        sizes = dict(vocab_size=32, max_sequence_length=16)
+        model = GPTModel(gpt.config, spec, **sizes, mtp_block_spec=mtp)
+        gpt.config.mtp_num_layers = None
+        gpt.config.gradient_accumulation_fusion = True
+        with pytest.raises(ConfigError, match="--no-gradient-accumulation-fusion"):
+            GPTModel(gpt.config, spec, **sizes)
+    gpt.config.gradient_accumulation_fusion = False
+    gpt.forward_backward(num_microbatches=2)
+    writer = Writer()
+    tracking = pretrain._tracking()
+    report = tracking.get_moe_metrics_tracker().report if tracking else moe_utils.track_moe_metrics
+    pretrain._with_metrics(report)(
+        loss_scale=0.5, iteration=1, writer=writer, track_names=[], num_layers=2
+    )
+    loads = [(home_loads(report.load), report.rank_loads_after) for report in reports]
+    expected = (
+        sum(imbalance(before) for before, _ in loads) / 4,
+        sum(imbalance(after) for _, after in loads) / 4,
+        sum(report.num_replicas for report in reports) / 4,
+    )
+    names = [type(layer).__name__ for layer in model.modules() if hasattr(layer, "router")]
+    return names, writer.scalars, dict(zip(pretrain.METRICS, expected, strict=True))
+
+
+def test_models_are_balanced_and_megatron_reports_it() -> None:
+    for names, reported, expected in run_ranks(_attached, 2):
+        assert names == ["BalancedMoELayer"] * 3, "the last is of multi-token prediction"
+        assert reported == pytest.approx(expected, rel=1e-6)
+        assert expected["moe_replicas"] > 0
