@@ -1,4 +1,6 @@
-"""What all tests share: repeatable generated examples, and the rule for tests that need a GPU."""
+"""What all tests share: repeatable generated examples, the rule for tests that need a GPU, and
+notes of what works.
+"""
 
 import os
 
@@ -6,12 +8,20 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.compatibility import Notes, note_options
+
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Note what becomes of tests that show what works."""
+    config.pluginmanager.register(Notes())
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip `gpu` tests that this machine cannot run, unless they are asked for."""
+    note_options(items)
     if os.environ.get("MEGATRON_EXT_REQUIRE_GPU") == "1":
         return
     # Not `device_count()` alone: the CPU platform, which tests install, answers 1 to that.
