@@ -20,6 +20,9 @@ from tests.gpt import TinyGPT, build_gpt
 GRADIENT_TOLERANCE = 1e-10
 """float64 sums in another order differ by about 1e-16 x their length; the rest is cancellation."""
 
+STEP_TOLERANCE = 1e-5
+"""float32 over a few steps, with an optimizer that does not amplify rounding (see `tests.gpt`)."""
+
 
 @dataclass
 class Difference:

@@ -22,11 +22,13 @@ from megatron_ext.files.placement import write_placement
 from megatron_ext.methods.libra.libra import LibraSettings
 from megatron_ext.methods.llep.llep import LlepSettings
 from tests.mcore.clock import DEAR_EXPERTS_MS, rounds_take
-from tests.mcore.parity import GRADIENT_TOLERANCE, gradient_difference, step_difference
+from tests.mcore.parity import (
+    GRADIENT_TOLERANCE,
+    STEP_TOLERANCE,
+    gradient_difference,
+    step_difference,
+)
 from tests.ranks import run_ranks
-
-STEP_TOLERANCE = 1e-5
-"""float32 over a few steps, with an optimizer that does not amplify rounding (see `tests.gpt`)."""
 
 Case = tuple[dict[str, Any], int]
 
