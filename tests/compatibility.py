@@ -49,9 +49,12 @@ OPTIONS = {
     "grouped_mm": Option("this package's `GroupedExperts` (`megatron_ext.grouped_mm_spec`)"),
     "te_sequential": Option("`SequentialMLP` of Transformer Engine's linear layers", "", True),
     "expert_bias_terms": Option("biases in the experts (`add_bias_linear`)"),
-    "latent": Option("latent MoE (`--moe-latent-size`)"),
+    "latent": Option("latent MoE (`--moe-latent-size`)", twins=True),
     "glu_interleave": Option(
         "interleaved gate and linear part (`moe_mlp_glu_interleave_size`)", "53", True
+    ),
+    "op_fuser": Option(
+        "Transformer Engine's op fuser (`--use-transformer-engine-op-fuser`)", "59", True
     ),
     "fusion": Option("gradient accumulation fusion, Megatron's default", "289", True),
     "bf16_gradients": Option(
@@ -60,7 +63,6 @@ OPTIONS = {
     "distributed_optimizer": Option(
         "distributed optimizer with `--overlap-grad-reduce`, `--overlap-param-gather`", "65"
     ),
-    "precision_aware": Option("precision-aware optimizer (`--use-precision-aware-optimizer`)"),
     "alltoall": Option("dispatcher `alltoall`", "11"),
     "allgather": Option("dispatcher `allgather`"),
     "routing_ids": Option("routing as top-k ids in place of a map"),
@@ -89,7 +91,6 @@ OPTIONS = {
     "padding_mask": Option("padding masks"),
     "router_replay": Option("router replay"),
     "capacity": Option("capacity factor (`--moe-expert-capacity-factor`)", "16"),
-    "rank_capacity": Option("capacity factor of a rank (`moe_expert_rank_capacity_factor`)", "50"),
     "forward_only": Option("evaluation, log-probability passes, prefill"),
     "pretrain": Option("Megatron-LM's programs (`python -m megatron_ext.pretrain`)"),
     "bridge": Option("`provider.transformer_layer_spec` of Megatron-Bridge and NeMo"),
@@ -113,7 +114,6 @@ _REFUSED_SHARES = {
     "cuda_graph_impl": "158",
     "delay_wgrad_compute": "63",
     "overlap_moe_expert_parallel_comm": "64",
-    "use_transformer_engine_op_fuser": "59",
     "moe_paged_stash": "44",
     "moe_expert_rank_capacity_factor": "50",
 }
@@ -218,7 +218,7 @@ def _word(option: Option, outcomes: set[str]) -> str:
         return "fails"
     if "passed" in outcomes:
         return "works on twins" if option.twins else "works"
-    return "absent" if outcomes else "not tested"
+    return "absent"
 
 
 def _refusals() -> list[str]:
@@ -227,7 +227,8 @@ def _refusals() -> list[str]:
 
     return [
         f"| `{rule.field}` | {_REFUSED_SHARES.get(rule.field, '')} "
-        f"| {' or '.join(f'`{value!r}`' for value in rule.allowed)} | {rule.reason}; {rule.exit} |"
+        f"| {' or '.join(f'`{value!r}`' for value in rule.allowed)} "
+        f"| {rule.reason}; {rule.way_out} |"
         for rule in MUST_BE
     ]
 

@@ -46,7 +46,7 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
             f"balance.nvlink_domain ({balance.nvlink_domain}) must divide "
             f"expert_model_parallel_size ({ep_size})"
         )
-    problems += _broken(_MUST_BE, config, f"balance.strategy={balance.strategy}")
+    problems += _broken(MUST_BE, config, f"balance.strategy={balance.strategy}")
     if balance.local_first:
         problems += _broken(_MUST_BE_FOR_LOCAL_FIRST, config, "balance.local_first")
     if _forces_even(balance):
@@ -119,9 +119,14 @@ class _Rule(NamedTuple):
     allowed: tuple[Any, ...]
     """Values that the field may have. None and False are always allowed: nothing is asked for."""
     reason: str
-    way_out: str = ""
+    flag: str = ""
     """What to do on the command line of Megatron's programs; by default, to leave out the flag that
     is named as the field."""
+
+    @property
+    def way_out(self) -> str:
+        """What to do on the command line of Megatron's programs."""
+        return self.flag or f"leave out --{self.field.replace('_', '-')}"
 
     def problem(self, config: Any, with_setting: str) -> str | None:
         """What is wrong with the field in `config`; None if nothing is."""
@@ -129,10 +134,9 @@ class _Rule(NamedTuple):
         if value in (*self.allowed, None, False):
             return None
         allowed = " or ".join(map(repr, self.allowed))
-        way_out = self.way_out or f"leave out --{self.field.replace('_', '-')}"
         return (
             f"{self.field} ({value!r}) must be {allowed} with {with_setting}: {self.reason} "
-            f"({way_out})"
+            f"({self.way_out})"
         )
 
 
@@ -141,7 +145,7 @@ def _broken(rules: tuple[_Rule, ...], config: Any, with_setting: str) -> list[st
     return [problem for rule in rules if (problem := rule.problem(config, with_setting))]
 
 
-_MUST_BE = (
+MUST_BE = (
     _Rule(
         "moe_use_legacy_grouped_gemm",
         (False,),
@@ -181,12 +185,6 @@ _MUST_BE = (
         "overlap_dispatch_backward_with_experts_wgrad",
         (False,),
         "slot gradients must not be delayed",
-    ),
-    _Rule(
-        "expert_gtp_weight_remat_size",
-        (1,),
-        "replicas of sharded experts are not supported",
-        "leave out --expert-tensor-parallel-num-weight-shards",
     ),
     _Rule(
         "quant_recipe",

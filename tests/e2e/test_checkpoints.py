@@ -56,6 +56,7 @@ def losses(run_dir: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(run_dir)]
 
 
+@pytest.mark.option("checkpoints")
 @pytest.mark.parametrize(
     ("saved", "loaded", "num_ranks"),
     [

@@ -44,6 +44,7 @@ def _differences(rank: int) -> list[Difference]:
     ]
 
 
+@pytest.mark.option("fusion")
 def test_training_equals_unbalanced_megatron() -> None:
     for case, *differences in zip(CASES, *run_ranks(_differences, 2), strict=True):
         worst = max(differences, key=lambda difference: difference.worst)

@@ -75,6 +75,7 @@ def _train(rank: int, case: dict[str, Any], balance: BalanceConfig | None) -> in
     return sum(replicas)
 
 
+@pytest.mark.option("grouped_mm")
 @pytest.mark.parametrize(
     ("case", "balance"),
     [

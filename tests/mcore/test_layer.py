@@ -307,6 +307,7 @@ def _forward_only_bytes(rank: int, recompute: str) -> list[int]:
     return [*num_bytes, sum(weight.nbytes for weight in weights)]
 
 
+@pytest.mark.option("forward_only")
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_only_forwards_with_gradients_have_gradient_slots(recompute: str) -> None:
     for evaluated, scored, trained, expert in run_ranks(_forward_only_bytes, 2, recompute):
@@ -344,6 +345,7 @@ def _generate(rank: int) -> float:
     return max(float(weights.abs().max()) for weights in buffers.weights)
 
 
+@pytest.mark.option("forward_only")
 def test_prefill_and_decoding_equal_unbalanced_megatron() -> None:
     assert max(run_ranks(_generate, 2)) > 0, "no replica was made, so nothing was tested"
 

@@ -26,7 +26,7 @@ from megatron_ext.mcore import limits  # noqa: E402
 from megatron_ext.mcore.check import check  # noqa: E402
 
 RULES = (
-    *(*limits._MUST_BE, *limits._MUST_BE_FOR_LOCAL_FIRST),
+    *(*limits.MUST_BE, *limits._MUST_BE_FOR_LOCAL_FIRST),
     *(*limits._MUST_BE_TO_FORCE, *limits._MUST_BE_TO_PREDICT),
 )
 
@@ -85,7 +85,7 @@ def test_every_setting_of_moe_layers_is_judged() -> None:
     ruled = {rule.field for rule in RULES}
     found = {each.name for each in fields(TransformerConfig) if each.name.startswith("moe_")}
     assert found - ruled - FINE == set(), "refuse these in limits.py, or call them fine here"
-    assert {rule.field for rule in limits._MUST_BE} & FINE == set()
+    assert {rule.field for rule in limits.MUST_BE} & FINE == set()
 
 
 def test_all_problems_are_in_one_error() -> None:

@@ -77,6 +77,10 @@ def _differences(
         ]
 
 
+@pytest.mark.option("mtp_repeated" if HAS_REPEATED else "mtp")
+@pytest.mark.option("mtp")
+@pytest.mark.option("dense_layers")
+@pytest.mark.option("latent")
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_equal_unbalanced_megatron(world_size: int) -> None:
     cases = [(EXACT, case) for case in CASES[world_size]]
@@ -214,5 +218,6 @@ def _hybrid(rank: int) -> int:
     return sum(int((layer._in_flight._slots >= 0).sum()) for layer in balanced)
 
 
+@pytest.mark.option("hybrid")
 def test_a_hybrid_model_whose_layers_differ_is_balanced() -> None:
     assert all(replicas > 0 for replicas in run_ranks(_hybrid, 2))

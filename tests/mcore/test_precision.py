@@ -75,6 +75,7 @@ def _square_distances(expected: Results, found: Results) -> dict[str, float]:
     return {name: float((found[name] - value).square().sum()) for name, value in expected.items()}
 
 
+@pytest.mark.option("bf16_gradients")
 @pytest.mark.parametrize(
     ("fused", "main_grads", "limit"),
     [(True, "fp32", 1.01), (True, "bf16", 1.1), (False, "fp32", 1.01), (False, "bf16", 1.1)],

@@ -65,6 +65,7 @@ def _specs_of_a_pickled_provider(rank: int) -> None:
             assert "BalancedMoELayer" in repr(spec)
 
 
+@pytest.mark.option("bridge")
 def test_specs_of_a_pickled_provider_are_balanced() -> None:
     run_ranks(_specs_of_a_pickled_provider, 2)
 

@@ -134,6 +134,8 @@ def _one_plan(rank: int) -> list[Noted]:
     return everything
 
 
+@pytest.mark.option("recompute_moe")
+@pytest.mark.option("recompute_full")
 def test_the_second_pass_plans_nothing_and_pushes_what_is_missing() -> None:
     for of_rank in run_ranks(_one_plan, 2):
         for (case, pushes), found in zip(CASES, of_rank, strict=True):

@@ -282,7 +282,28 @@ def _compare(rank: int, name: str) -> tuple[int, set[int], list[str]]:
     return replicas, assignments, told
 
 
-@pytest.mark.parametrize("name", KINDS)
+SHOWN = {
+    "aux loss, z loss, jitter": "aux_loss",
+    "two losses": "aux_loss",
+    "expert bias, groups": "expert_bias",
+    "sinkhorn": "sinkhorn",
+    "padding mask": "padding_mask",
+    "recorded": "router_replay",
+    "replayed": "router_replay",
+    "ids": "routing_ids",
+    "dropped by position": "capacity",
+    "dropped and padded": "capacity",
+}
+"""Rows of docs/compatibility.md by kind."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.option(SHOWN[name]) if name in SHOWN else ())
+        for name in KINDS
+    ],
+)
 def test_routing_is_as_without_balancing(name: str) -> None:
     kind = KINDS[name]
     for replicas, assignments, told in run_ranks(_compare, 2, name):

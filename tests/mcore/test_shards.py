@@ -69,6 +69,10 @@ def _attend_to_own_tokens(
     init(attention, config, *args, **kwargs)
 
 
+@pytest.mark.option("expert_tp")
+@pytest.mark.option("sequence_parallel")
+@pytest.mark.option("context_parallel")
+@pytest.mark.option("uneven_stages")
 @pytest.mark.slow
 def test_gradients_equal_unbalanced_megatron() -> None:
     differences = run_ranks(_gradients, 4, timeout_s=400)
@@ -170,5 +174,6 @@ def _loss_and_gradients(gpt: Any) -> tuple[float, dict[str, torch.Tensor]]:
     return float(loss), gpt.gradients()
 
 
+@pytest.mark.option("several_models")
 def test_models_of_one_process_leave_each_other_alone() -> None:
     run_ranks(_policy_and_reference, 2)

@@ -48,7 +48,8 @@ OVERLAPPED = dict(distributed_optimizer=True, overlap_grad_reduce=True, overlap_
 
 STEP_CASES = [TE | GATED | OVERLAPPED]
 
-if Version(version("megatron-core")) >= Version("0.19"):
+HAS_BLOCKS = Version(version("megatron-core")) >= Version("0.19")
+if HAS_BLOCKS:
     IN_BLOCKS = TE | GATED | dict(moe_mlp_glu_interleave_size=4)
     CASES.append((IN_BLOCKS, 1, EXACT))
     # The op fuser takes no float64.
@@ -64,9 +65,7 @@ def _fused_biases(rank: int) -> None:
         _balanced(**case)
 
 
-@pytest.mark.skipif(
-    Version(version("megatron-core")) < Version("0.19"), reason="Megatron has no fused experts"
-)
+@pytest.mark.skipif(not HAS_BLOCKS, reason="Megatron has no fused experts")
 def test_biases_of_fused_experts_are_refused() -> None:
     run_ranks(_fused_biases, 2)
 
@@ -78,6 +77,10 @@ def _gradients(rank: int) -> list[Any]:
     ]
 
 
+@pytest.mark.option("glu_interleave" if HAS_BLOCKS else "te_grouped")
+@pytest.mark.option("te_grouped")
+@pytest.mark.option("te_sequential")
+@pytest.mark.option("recompute_act")
 def test_gradients_equal_unbalanced_megatron() -> None:
     by_rank = run_ranks(_gradients, 2, timeout_s=400)
     for index, case in enumerate(CASES):
@@ -92,6 +95,8 @@ def _steps(rank: int) -> list[Any]:
         return [step_difference(case, num_microbatches=2, balance=EXACT) for case in STEP_CASES]
 
 
+@pytest.mark.option("op_fuser" if HAS_BLOCKS else "te_grouped")
+@pytest.mark.option("te_grouped")
 def test_training_equals_unbalanced_megatron() -> None:
     for case, *differences in zip(STEP_CASES, *run_ranks(_steps, 2), strict=True):
         worst = max(differences, key=lambda difference: difference.worst)

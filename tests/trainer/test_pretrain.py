@@ -66,6 +66,7 @@ def logged(output: str, name: str) -> list[float]:
     return [float(value) for value in re.findall(rf" {name}: ([\d.E+-]+) \|", output)]
 
 
+@pytest.mark.option("pretrain")
 @needs_training_loop
 @pytest.mark.slow
 def test_a_program_learns_the_same_balanced() -> None:
