@@ -142,8 +142,11 @@ def _settings(combination: dict[str, str]) -> tuple[int, Settings, Settings]:
 
 
 def _difference(rank: int, case: Settings, balance: Settings) -> Difference:
-    compare = step_difference if "gradient_accumulation_fusion" in case else gradient_difference
-    return compare(case, num_microbatches=4, balance=BalanceConfig(**balance))
+    settings = BalanceConfig(**balance)
+    if "gradient_accumulation_fusion" in case:
+        # One step: in a later one, a rounded score may drop another token at the capacity.
+        return step_difference(case, num_steps=1, num_microbatches=4, balance=settings)
+    return gradient_difference(case, num_microbatches=4, balance=settings)
 
 
 @pytest.mark.parametrize(
