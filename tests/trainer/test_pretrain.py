@@ -66,7 +66,6 @@ def logged(output: str, name: str) -> list[float]:
     return [float(value) for value in re.findall(rf" {name}: ([\d.E+-]+) \|", output)]
 
 
-@pytest.mark.option("pretrain")
 @needs_training_loop
 @pytest.mark.slow
 def test_a_program_learns_the_same_balanced() -> None:
@@ -218,6 +217,7 @@ def _attached(rank: int) -> tuple[list[str], dict[str, float], dict[str, float]]
     return names, writer.scalars, dict(zip(pretrain.METRICS, expected, strict=True))
 
 
+@pytest.mark.option("pretrain")
 def test_models_are_balanced_and_megatron_reports_it() -> None:
     for names, reported, expected in run_ranks(_attached, 2):
         assert names == ["BalancedMoELayer"] * 3, "the last is of multi-token prediction"
