@@ -298,6 +298,7 @@ _TWINS: dict[str, Callable[..., Any]] = {
     "generic_gemm": generic_gemm,
     "get_cublasLt_version": lambda: 0,  # too old for products whose sizes are on the device
     "get_cudnn_version": lambda: 92000,
+    "get_fused_attn_backend": lambda *args, **kwargs: (-1, "there are no kernels"),
     "get_num_cublas_streams": lambda: 1,
     "layernorm_bwd": layernorm_bwd,
     "layernorm_fwd": layernorm_fwd,
