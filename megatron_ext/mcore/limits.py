@@ -190,7 +190,7 @@ MUST_BE = (
         "quant_recipe",
         (None,),
         "quantized experts are not supported",
-        "leave out --te-precision-config-file and --kitchen-config-file",
+        "leave out --te-precision-config-file",
     ),
     _Rule("fp8", (None,), "quantized experts are not supported", "leave out --fp8-format"),
     _Rule("fp4", (None,), "quantized experts are not supported", "leave out --fp4-format"),
