@@ -46,7 +46,9 @@ CASES: list[Case] = [
 ]
 OVERLAPPED = dict(distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
 
-STEP_CASES = [TE | GATED | OVERLAPPED]
+STEP_CASES = [
+    TE | GATED | OVERLAPPED | dict(gradient_accumulation_fusion=fused) for fused in (False, True)
+]
 
 HAS_BLOCKS = Version(version("megatron-core")) >= Version("0.19")
 if HAS_BLOCKS:

@@ -196,10 +196,10 @@ def _attached(rank: int) -> tuple[list[str], dict[str, float], dict[str, float]]
         sizes = dict(vocab_size=32, max_sequence_length=16)
         model = GPTModel(gpt.config, spec, **sizes, mtp_block_spec=mtp)
         gpt.config.mtp_num_layers = None
-        gpt.config.gradient_accumulation_fusion = True
-        with pytest.raises(ConfigError, match="--no-gradient-accumulation-fusion"):
+        graphs, gpt.config.cuda_graph_impl = gpt.config.cuda_graph_impl, "local"
+        with pytest.raises(ConfigError, match="--cuda-graph-impl none"):
             GPTModel(gpt.config, spec, **sizes)
-    gpt.config.gradient_accumulation_fusion = False
+    gpt.config.cuda_graph_impl = graphs
     gpt.forward_backward(num_microbatches=2)
     writer = Writer()
     tracking = pretrain._tracking()
