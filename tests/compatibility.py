@@ -3,7 +3,7 @@
 A test that shows that an option works carries `@pytest.mark.option("NAME")`, NAME from `OPTIONS`.
 Every run notes what became of such tests, by version of Megatron-Core, in `build/compatibility/`.
 
-    python -m tests.compatibility       writes the page, and its record, from the notes
+    python -m tests.compatibility       writes the page, its record and README's rows
 
 What is refused stands in `megatron_ext/mcore/limits.py`. How many recipes use an option was counted
 in the 293 MoE performance recipes of megatron-bridge 0.6.2.
@@ -23,6 +23,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
+README = ROOT / "README.md"
 RECORD = ROOT / "tests" / "compatibility.json"
 """What the tests did when the page was written: {version: {option: {test: outcome}}}."""
 _NOTES = ROOT / "build" / "compatibility"
@@ -166,19 +167,24 @@ def read_notes() -> Record:
 
 def page(record: Record) -> str:
     """Return the page for a record."""
+    return "\n".join([_INTRODUCTION, *_table(record), _REFUSED, *_refusals(), ""])
+
+
+def readme(text: str, record: Record) -> str:
+    """Return README's text with the first rows of the page between its marks."""
+    before, begin, rest = text.partition("<!-- the first rows of docs/compatibility.md -->\n")
+    _, end, after = rest.partition("<!-- end -->\n")
+    return f"{before}{begin}{chr(10).join(_table(record)[:_FIRST_ROWS])}\n{end}{after}"
+
+
+_FIRST_ROWS = 12
+"""Lines of the table that README shows, with its head."""
+
+
+def _table(record: Record) -> list[str]:
     head = f"| option | recipes | {' | '.join(VERSIONS)} | test |"
     rows = [_row(name, option, record) for name, option in OPTIONS.items()]
-    return "\n".join(
-        [
-            _INTRODUCTION,
-            head,
-            "|---" * (3 + len(VERSIONS)) + "|",
-            *(row for row in rows if row),
-            _REFUSED,
-            *_refusals(),
-            "",
-        ]
-    )
+    return [head, "|---" * (3 + len(VERSIONS)) + "|", *(row for row in rows if row)]
 
 
 _INTRODUCTION = f"""# Compatibility
@@ -234,7 +240,7 @@ def _refusals() -> list[str]:
 
 
 def main() -> None:
-    """Write the page and its record."""
+    """Write the page, its record, and its first rows into README."""
     argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     try:
         record = read_notes()
@@ -242,6 +248,7 @@ def main() -> None:
         sys.exit(f"error: {error.filename} is missing: run all tests with that version first")
     RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     PAGE.write_text(page(record))
+    README.write_text(readme(README.read_text(), record))
 
 
 if __name__ == "__main__":

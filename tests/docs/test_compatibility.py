@@ -6,13 +6,14 @@ import json
 
 import pytest
 
-from tests.compatibility import OPTIONS, PAGE, RECORD, VERSIONS, page
+from tests.compatibility import OPTIONS, PAGE, README, RECORD, VERSIONS, page, readme
 
 RECORDED = json.loads(RECORD.read_text())
 
 
 def test_page_is_that_of_the_record():
     assert PAGE.read_text() == page(RECORDED)
+    assert README.read_text() == readme(README.read_text(), RECORDED)
 
 
 def test_every_option_was_shown():
