@@ -17,6 +17,7 @@ from megatron_ext import cli
 from megatron_ext.config import TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.files.loads import read_loads
+from megatron_ext.pretrain import read_balance
 from megatron_ext.trainer.train import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +155,10 @@ def test_command_is_understood(words, capsys):
         check_training(words[words.index("megatron_ext.train") + 1 :], capsys)
     elif words[:2] == ["megatron-ext", "train"]:
         check_training(words[2:], capsys)
+    elif "megatron_ext.pretrain" in words:
+        balance, rest = read_balance(words[words.index("megatron_ext.pretrain") + 1 :])
+        assert balance is not None
+        assert not [word for word in rest if word.startswith("--")]
     elif words[0] == "launch/train.sh":
         check_training(words[1:], capsys)
     elif words[0] == "megatron-ext":
