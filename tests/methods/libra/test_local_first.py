@@ -49,9 +49,9 @@ def noted(gpt: TinyGPT, events: list[str]) -> Iterator[None]:
         work = exchange(*args, async_op=async_op, **kwargs)
         return _NotedWork(work, events) if async_op else work
 
-    def noted_reduce(*args: Any) -> Any:
+    def noted_reduce(*args: Any, **kwargs: Any) -> Any:
         events.append("reduce")
-        return reduce(*args)
+        return reduce(*args, **kwargs)
 
     experts = balanced_layers(gpt)[0].experts
     hooks = [
