@@ -50,6 +50,9 @@ def run(script: Path, words: list[str], balance: BalanceConfig | None) -> None:
         balance_models(balance, _record_in_megatron)
     sys.argv = [str(script), *words]
     runpy.run_path(str(script), run_name="__main__")
+    if not has_cuda and torch.distributed.is_initialized():
+        # Megatron leaves its groups, and a thread of theirs may abort a process that ends.
+        torch.distributed.destroy_process_group()
 
 
 def _train_without_cuda() -> None:
