@@ -8,7 +8,7 @@ Legend: M mains per rank, S slots per rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,6 +39,9 @@ class SegmentMains(Protocol):
     def take(self, values: Iterator[Any], num_slots: int) -> Any:
         """Take as many of `values`, from the front, as there are `views`; slot s indexes them."""
 
+    def main_grad(self, m: int) -> Tensor | None:
+        """Main m's part [*shape] of `main_grad`, where there is one."""
+
     def hand_over(self, sums: dict[int, Tensor]) -> list[Tensor | None]:
         """Give the mains their sums [*shape] by main; see `MainWeights.hand_over`."""
 
@@ -48,6 +51,7 @@ class SeparateMains:
     """A parameter [*shape] for each of the M mains. An unused slot costs no gradient."""
 
     mains: list[Tensor]
+    fused: bool
 
     def parameters(self) -> list[Tensor]:
         """See `SegmentMains.parameters`."""
@@ -65,13 +69,18 @@ class SeparateMains:
         """See `SegmentMains.take`: one value a slot."""
         return [next(values) for _ in range(num_slots)]
 
+    def main_grad(self, m: int) -> Tensor | None:
+        """See `SegmentMains.main_grad`."""
+        return _main_grad(self.mains[m])
+
     def hand_over(self, sums: dict[int, Tensor]) -> list[Tensor | None]:
         """See `SegmentMains.hand_over`: None for a main without replicas."""
         return [self._hand_over(m, sums[m]) if m in sums else None for m in range(len(self.mains))]
 
     def _hand_over(self, m: int, total: Tensor) -> Tensor | None:
-        main_grad = _main_grad(self.mains[m])
-        if main_grad is None:
+        main_grad = self.main_grad(m)
+        # Autograd adds both parts of a microbatch before one of them meets the others' sum.
+        if main_grad is None or (_rounds(main_grad) and not self.fused):
             return total.to(self.mains[m].dtype)
         main_grad.add_(total)
         return None
@@ -99,6 +108,11 @@ class StackedMains:
         """See `SegmentMains.take`: one value for all slots."""
         return next(values)
 
+    def main_grad(self, m: int) -> Tensor | None:
+        """See `SegmentMains.main_grad`."""
+        main_grad = _main_grad(self.mains)
+        return None if main_grad is None else main_grad[m]
+
     def hand_over(self, sums: dict[int, Tensor]) -> list[Tensor | None]:
         """See `SegmentMains.hand_over`: None if no main has replicas, else zero for the others."""
         if not sums:
@@ -115,6 +129,23 @@ def _main_grad(main: Tensor) -> Tensor | None:
     return getattr(main, "main_grad", None)
 
 
+def _rounds(main_grad: Tensor) -> bool:
+    """Whether adding to it loses more than float32 would: its error grows with every addition."""
+    return main_grad.element_size() < torch.float32.itemsize
+
+
+def _emptied(main_grad: Tensor | None) -> Tensor | None:
+    if main_grad is None or not _rounds(main_grad):
+        return None
+    before = main_grad.clone()
+    main_grad.zero_()
+    return before
+
+
+Aside = dict[int, list[Tensor | None]]
+"""What mains had in `main_grad`, by main and segment; None where it stayed there."""
+
+
 class MainWeights:
     """This rank's main expert weights, segment by segment.
 
@@ -128,7 +159,7 @@ class MainWeights:
     def __init__(self, per_segment: Sequence[Tensor | list[Tensor]], *, fused: bool) -> None:
         self.fused = fused
         self._segments: list[SegmentMains] = [
-            StackedMains(held) if isinstance(held, Tensor) else SeparateMains(held)
+            StackedMains(held) if isinstance(held, Tensor) else SeparateMains(held, fused)
             for held in per_segment
         ]
 
@@ -156,11 +187,24 @@ class MainWeights:
         values = iter(flat)
         return [segment.take(values, num_slots) for segment in self._segments]
 
+    def set_aside(self, mains: Iterable[int]) -> Aside:
+        """Empty the mains' `main_grad` where it rounds; return what was in it, segment by segment.
+
+        A fused gradient is added to `main_grad`, and so are the sums over replicas: two additions
+        where Megatron has one. The first of them then meets nothing that it could round, and what
+        was set aside, a copy in the dtype of `main_grad`, comes back with the second.
+
+        Args:
+            mains: Those with replicas in the microbatch whose backward begins.
+        """
+        return {m: [_emptied(segment.main_grad(m)) for segment in self._segments] for m in mains}
+
     def hand_over(self, sums: dict[int, list[Tensor]]) -> list[Tensor | None]:
         """Give the mains their sums over replicas; return what autograd shall add, by parameter.
 
         Where a parameter has a `main_grad`, the sums are added to it here: they are rounded once,
-        to its dtype, and autograd adds nothing. Elsewhere they are rounded to the weights' dtype.
+        to its dtype, and autograd adds nothing. Elsewhere they are rounded to the weights' dtype;
+        so are those of separate mains without fusion whose `main_grad` is narrower than float32.
 
         Args:
             sums: For each main with replicas, one tensor a segment.

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.balance.in_flight import InFlightPlans, PlanHandle
-from megatron_ext.balance.main_weights import MainWeights
+from megatron_ext.balance.main_weights import Aside, MainWeights
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.reroute import RoutingMaps
 from megatron_ext.balance.slots import Materializing, Reducing, SentAhead, SlotBuffers
@@ -67,6 +67,8 @@ class Replication:
     joint: Joint | None = None
     rematerializing: Materializing | None = None
     """The transfer that is under way between the combine's backward and the experts' backward."""
+    aside: Aside | None = None
+    """With fused gradients, while a backward runs: what the mains had from other microbatches."""
 
     def start_materialize(self, sent: SentAhead | None = None) -> Materializing:
         """Start materializing for the forward the replicas that were not sent ahead."""
@@ -172,7 +174,7 @@ class MaterializeFunction(torch.autograd.Function):
         slots = replication.in_flight.recall_slots(handle)
         slot_grads = replication.mains.by_segment(grads[1:], replication.buffers.layout.slots)
         reducing = replication.buffers.reduce_replica_grads(
-            slots, slot_grads, handle, zeroed=replication.mains.fused
+            slots, slot_grads, handle, aside=replication.aside
         )
         replication.in_flight.release(handle)
         if replication.joint is not None:
@@ -260,7 +262,7 @@ class StartRematerializeFunction(torch.autograd.Function):
         replication.start_rematerialize()
         if replication.mains.fused:
             slots = replication.in_flight.recall_slots(_required(replication.handle))
-            replication.buffers.zero_grads(slots)
+            replication.aside = replication.buffers.begin_fused(slots, replication.mains)
         return None, grad
 
 

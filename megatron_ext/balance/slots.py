@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.balance.in_flight import PlanHandle
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.main_weights import MainWeights, Segment
+from megatron_ext.balance.main_weights import Aside, MainWeights, Segment
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.transport import Pending, Transfers, Transport, make_transport
 
@@ -142,18 +142,24 @@ class SlotBuffers:
             missing = torch.where(plan.slots == sent.slots.to(plan.slots.device), -1, plan.slots)
         return Materializing(self, key, self._push(missing, mains, _label(handle)))
 
-    def zero_grads(self, slots: Tensor) -> None:
+    def begin_fused(self, slots: Tensor, mains: MainWeights) -> Aside:
         """Zero the gradients of this rank's replicas, to be added to where they are computed.
 
         The gradient slots are shared by all layers: this call waits for a reduction under way.
 
         Args:
             slots: As for `reduce_replica_grads`.
+            mains: This rank's mains, whose fused gradients are computed with them.
+
+        Returns:
+            `MainWeights.set_aside` of those with replicas, for `reduce_replica_grads`.
         """
         self._end_reduction()
         for slot_idx in self._used(slots):
             for buffer in self.grads:
                 buffer[slot_idx].zero_()
+        transfers = Transfers(slots, self.layout.mains_per_rank)
+        return mains.set_aside({t.main_idx for t in transfers if t.home_rank == self.ep_rank})
 
     def reduce_replica_grads(
         self,
@@ -161,7 +167,7 @@ class SlotBuffers:
         slot_grads: Sequence[Any],
         handle: PlanHandle | None = None,
         *,
-        zeroed: bool = False,
+        aside: Aside | None = None,
     ) -> Reducing:
         """Start adding the gradients of all replicas; every rank of the EP group calls.
 
@@ -173,8 +179,8 @@ class SlotBuffers:
             slot_grads: Gradients, one entry a segment, which slot s indexes. None for a segment or
                 a slot where nothing was computed.
             handle: Name of the kept plan, for messages.
-            zeroed: Whether `zero_grads` came before. A replica without an entry in `slot_grads` has
-                its gradient in `grads` then.
+            aside: What `begin_fused` returned, if it came before; is added to the sums. A replica
+                without an entry in `slot_grads` has its gradient in `grads` then.
 
         Returns:
             The reduction under way.
@@ -186,7 +192,7 @@ class SlotBuffers:
                 of_slot = grad[slot_idx] if grad is not None else None
                 if of_slot is not None:
                     buffer[slot_idx].copy_(of_slot)
-                elif not zeroed:
+                elif aside is None:
                     # A recomputed router may send no token to a replica that the plan has.
                     buffer[slot_idx].zero_()
         transfers = list(Transfers(slots, self.layout.mains_per_rank))
@@ -196,7 +202,7 @@ class SlotBuffers:
             if t.home_rank == self.ep_rank
         }
         pending = self.transport.pull_add(transfers, self.grads, sums, _label(handle))
-        self._reducing = Reducing(sums, pending)
+        self._reducing = Reducing(sums, pending, aside or {})
         return self._reducing
 
     def _end_reduction(self) -> None:
@@ -262,18 +268,24 @@ class Materializing:
 class Reducing:
     """Replica gradients on their way into the mains' sums."""
 
-    def __init__(self, sums: dict[int, list[Tensor]], pending: Pending) -> None:
+    def __init__(self, sums: dict[int, list[Tensor]], pending: Pending, aside: Aside) -> None:
         self._sums = sums
         self._pending: Pending | None = pending
+        self._aside = aside
 
     def wait(self) -> dict[int, list[Tensor]]:
         """Wait for the sums; return those of each main with replicas, segment by segment.
 
-        They have the dtype of `SlotBuffers.grads`. May be called again.
+        They have the dtype of `SlotBuffers.grads`, and hold what was set aside of a main. May be
+        called again.
         """
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
+            for main_idx, of_main in self._aside.items():
+                for total, before in zip(self._sums[main_idx], of_main, strict=True):
+                    if before is not None:
+                        total.add_(before)
         return self._sums
 
 

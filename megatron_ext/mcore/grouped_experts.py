@@ -164,10 +164,8 @@ class GroupedWeights:
 
     def mains(self) -> MainWeights:
         """See `ExpertWeights.mains`."""
-        return MainWeights(
-            (self._experts.fc1, self._experts.fc2),
-            fused=self._experts.config.gradient_accumulation_fusion,
-        )
+        # PyTorch's grouped product gives its gradients to autograd, whatever Megatron's setting is.
+        return MainWeights((self._experts.fc1, self._experts.fc2), fused=False)
 
     def run(
         self,
