@@ -287,7 +287,7 @@ class BalanceConfig(Section):
     transport: str = "auto"
     """How weights and gradients reach a peer's slot: `shared_memory` (CPU ranks of one machine),
     `cuda` (GPUs that reach each other's memory), `collective` (torch.distributed: everywhere), or
-    `auto`, which takes the first that all ranks of the EP group can use and logs which."""
+    `auto`, which takes the one whose ranks reach each other, else `collective`, and logs why."""
 
     local_first: bool = False
     """Compute a rank's own tokens while those of other ranks are on their way to it, then these
@@ -303,8 +303,9 @@ class BalanceConfig(Section):
     schedule needs."""
 
     nvlink_domain: int | str = setting("auto", least=1, choices=("auto",))
-    """Ranks per NVLink domain; replicas stay in the home rank's domain. `auto` is the whole EP
-    group."""
+    """Ranks per NVLink domain; replicas stay in the home rank's domain. `auto` is as many
+    neighbours in the EP group as reach each other's memory, which all ranks try at start. With
+    transport `collective` it is the whole EP group."""
 
     timeout_s: float | int | str = setting("auto", above=0, choices=("auto",))
     """Seconds that a rank waits for another to move its part of a replica. `auto` is the time limit

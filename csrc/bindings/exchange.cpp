@@ -53,11 +53,12 @@ GradType grad_type(const Tensor& grads) {
 class TensorExchange : public torch::CustomClassHolder {
   public:
     TensorExchange(int64_t rank, double timeout_s, int64_t max_delay_us)
-        : exchange_(std::make_unique<Exchange>(rank, timeout_s, max_delay_us)) {}
+        : rank_(rank), exchange_(std::make_unique<Exchange>(rank, timeout_s, max_delay_us)) {}
 
-    // `by_rank`: the ranks' regions as bytes, zeroed.
+    // `by_rank`: the ranks' regions as bytes, zeroed; none for a rank that is out of reach, to or
+    // from which nothing may move. So with segments.
     void set_flags(std::vector<Tensor> by_rank) {
-        max_slots_ = by_rank.front().nbytes() / sizeof(SlotFlags);
+        max_slots_ = by_rank.at(rank_).nbytes() / sizeof(SlotFlags);
         std::vector<SlotFlags*> flags;
         for (const Tensor& bytes : by_rank) {
             flags.push_back(static_cast<SlotFlags*>(bytes.mutable_data_ptr()));
@@ -68,7 +69,7 @@ class TensorExchange : public torch::CustomClassHolder {
 
     // `by_rank`: each rank's [S, *shape] buffer of one segment.
     int64_t add_segment(std::vector<Tensor> by_rank) {
-        const Tensor& like = by_rank.front();
+        const Tensor& like = by_rank.at(rank_);
         TORCH_CHECK_VALUE(like.dim() >= 1 && like.size(0) >= 1 && like.size(0) <= max_slots_,
                           "a slot buffer must have 1 to ",
                           max_slots_,
@@ -209,9 +210,10 @@ class TensorExchange : public torch::CustomClassHolder {
         return sum.mutable_data_ptr();
     }
 
+    const int64_t rank_;
     int64_t max_slots_ = 0;
-    std::vector<Tensor> kept_;     // all ranks' regions: their mappings live as long as these
-    std::vector<Tensor> buffers_;  // for each segment, one rank's: shape and dtype
+    std::vector<Tensor> kept_;     // the ranks' regions: their mappings live as long as these
+    std::vector<Tensor> buffers_;  // for each segment, this rank's: shape and dtype
     std::vector<Tensor> in_use_;   // mains or sums of what is under way
     std::unique_ptr<Exchange> exchange_;  // goes first: its thread uses the memory above
 };

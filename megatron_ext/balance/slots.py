@@ -23,7 +23,13 @@ from megatron_ext.balance.in_flight import PlanHandle
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.main_weights import Aside, MainWeights, Segment
 from megatron_ext.balance.plan import BalancePlan
-from megatron_ext.transport import Pending, Transfers, Transport, make_transport
+from megatron_ext.transport import (
+    Pending,
+    Transfers,
+    Transport,
+    TransportOptions,
+    make_transport,
+)
 
 
 class SlotBuffers:
@@ -300,16 +306,14 @@ def shared_slot_buffers(
     device: torch.device,
     ep_group: ProcessGroup,
     transport: str,
-    grad_reduce_share: float,
-    timeout_s: float | None,
+    options: TransportOptions,
     slot_set: int,
 ) -> SlotBuffers:
     """Return `ep_group`'s slot buffers for such experts: made once, freed with the last user.
 
     Layers of different slot sets have buffers, and a transport, of their own.
     """
-    how = (transport, grad_reduce_share, timeout_s)
-    key = (ep_group, layout, tuple(segments), dtype, device, how, slot_set)
+    key = (ep_group, layout, tuple(segments), dtype, device, transport, options, slot_set)
     buffers = _SHARED.get(key)
     if buffers is None:
         buffers = SlotBuffers(
@@ -318,13 +322,7 @@ def shared_slot_buffers(
             dtype=dtype,
             device=device,
             ep_rank=ep_group.rank(),
-            transport=make_transport(
-                transport,
-                ep_group,
-                device,
-                grad_reduce_share=grad_reduce_share,
-                timeout_s=timeout_s,
-            ),
+            transport=make_transport(transport, ep_group, device, options),
         )
         _SHARED[key] = buffers
     return buffers

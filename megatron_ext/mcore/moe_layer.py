@@ -78,6 +78,7 @@ from megatron_ext.mcore.lookahead import (
 from megatron_ext.mcore.measure import CostMeter, measure_costs
 from megatron_ext.mcore.recompute import LeftBehind, first_pass_under_way, leave, take
 from megatron_ext.mcore.schedule import most_in_flight
+from megatron_ext.transport import TransportOptions, settle_transport
 
 logger = logging.getLogger(__name__)
 
@@ -200,6 +201,16 @@ class BalancedMoELayer(MoELayer):
         self._most_choices = config.num_moe_experts if is_padded else config.moe_router_topk
         if ep_size == 1 or is_padded:  # One rank has nobody to share its load with.
             self.layout = dataclasses.replace(self.layout, slots=0)
+        self._transport = balance.transport
+        if self.layout.slots > 0:
+            self._transport, domain_ranks = settle_transport(
+                balance.transport,
+                balance.domain_ranks,
+                self.ep_group,
+                _experts_device(),
+                self.planning_group,
+            )
+            self.layout = dataclasses.replace(self.layout, nvlink_domain=domain_ranks)
         # One rank has no tokens to send.
         is_local_first = balance.local_first and ep_size > 1
         self._dispatcher_kind = dispatcher_kind("local_first" if is_local_first else "megatron")
@@ -494,9 +505,12 @@ class BalancedMoELayer(MoELayer):
                 dtype=example.dtype,
                 device=example.device,
                 ep_group=self.ep_group,
-                transport=self.balance.transport,
-                grad_reduce_share=self.balance.grad_reduce_share,
-                timeout_s=self.balance.wait_limit_s,
+                transport=self._transport,
+                options=TransportOptions(
+                    grad_reduce_share=self.balance.grad_reduce_share,
+                    timeout_s=self.balance.wait_limit_s,
+                    domain_ranks=self.layout.nvlink_domain,
+                ),
                 slot_set=self.lookahead.settle_slot_set() if self.lookahead is not None else 0,
             )
             ring_size = self._ring_size()
@@ -612,6 +626,13 @@ def _say_padded() -> None:
         "moe_pad_expert_input_to_capacity fills every expert to its capacity: all ranks compute "
         "equally much without balancing, so no replicas are made"
     )
+
+
+def _experts_device() -> torch.device:
+    """Where the experts of this rank will be, also if they are still to be moved there."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def planning_group(layer: MoELayer) -> dist.ProcessGroup:

@@ -5,6 +5,8 @@
     shared_memory.py   over memory that CPU ranks of one machine share
     shared_heap.py     how CPU ranks come to share memory
     cuda.py            over GPU memory that ranks reach over NVLink
+    symmetric_heap.py  how GPU ranks come to share memory
+    reach.py           who reaches whose memory, and the domains that follow
     one_sided.py       what `shared_memory.py` and `cuda.py` have in common
     relay.py           who copies what to whom, so that no rank sends too much
 
@@ -15,19 +17,31 @@ there, the sooner `auto` takes it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_ext.arguments import did_you_mean
 from megatron_ext.transport.collective import COLLECTIVE
 from megatron_ext.transport.cuda import CUDA
+from megatron_ext.transport.reach import (
+    first_obstacle,
+    gather_obstacles,
+    largest_domain,
+    reaches_across,
+)
 from megatron_ext.transport.shared_memory import SHARED_MEMORY
 from megatron_ext.transport.transport import Pending as Pending
 from megatron_ext.transport.transport import Transfer as Transfer
 from megatron_ext.transport.transport import Transfers as Transfers
 from megatron_ext.transport.transport import Transport as Transport
 from megatron_ext.transport.transport import TransportKind as TransportKind
+from megatron_ext.transport.transport import TransportOptions as TransportOptions
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +52,7 @@ TRANSPORTS: dict[str, TransportKind] = {
 
 
 def make_transport(
-    name: str,
-    ep_group: ProcessGroup,
-    device: torch.device,
-    *,
-    grad_reduce_share: float,
-    timeout_s: float | None = None,
+    name: str, ep_group: ProcessGroup, device: torch.device, options: TransportOptions
 ) -> Transport:
     """Return the transport called `name` for this EP group; every rank calls.
 
@@ -51,24 +60,109 @@ def make_transport(
         name: Name of a transport, or `auto`.
         ep_group: The ranks that move replicas.
         device: Where the experts are.
-        grad_reduce_share: Share of a GPU that adding gradients may use.
-        timeout_s: Longest wait for a peer, in seconds; by default as long as collectives of the
-            group wait.
+        options: What else it is told.
 
     Raises:
         ValueError: No such transport, or not for this device.
         RuntimeError: The group's ranks are not where the transport needs them.
     """
-    reason = ""
     if name == "auto":
-        candidates = _candidates(device.type)
-        kind = next(each for each in candidates if each.can_serve(ep_group, device))
-        if kind is not candidates[0]:
-            reason = ": not all ranks of the EP group can reach each other's memory"
-    else:
-        kind = TRANSPORTS[resolve_transport(name, device_type=device.type)]
-    logger.info("balance.transport=%s uses %s on %s%s", name, kind.name, device.type, reason)
-    return kind.make(ep_group, device, grad_reduce_share, timeout_s)
+        name, domain_ranks = settle_transport(name, options.domain_ranks, ep_group, device)
+        options = replace(options, domain_ranks=domain_ranks)
+    return _kind(name, device.type).make(ep_group, device, options)
+
+
+_SETTLED: WeakKeyDictionary[ProcessGroup, dict[Any, tuple[str, int]]] = WeakKeyDictionary()
+
+
+def settle_transport(
+    name: str,
+    domain_ranks: int | None,
+    ep_group: ProcessGroup,
+    device: torch.device,
+    planning_group: ProcessGroup | None = None,
+) -> tuple[str, int]:
+    """Return the transport that `name` stands for, and the ranks per domain; all ranks call.
+
+    Ranks try to reach each other, once for an EP group. A domain is as many ranks as do, unless
+    their number is given. What reaches ranks of several domains is `collective`.
+
+    Args:
+        name: Name of a transport, or `auto`.
+        domain_ranks: Ranks per NVLink domain; None for as many as the transport finds.
+        ep_group: The ranks that move replicas.
+        device: Where the experts are.
+        planning_group: The ranks that plan alike: `ep_group` or, with expert tensor parallelism,
+            several such groups, which then get the same answer.
+
+    Raises:
+        ValueError: No such transport, or not for this device.
+        RuntimeError: Ranks do not reach each other, and `name` is a transport that needs it.
+    """
+    settled = _SETTLED.setdefault(ep_group, {})
+    key = name, domain_ranks, device
+    if key not in settled:
+        found = _settle(name, domain_ranks, ep_group, device, planning_group or ep_group)
+        settled[key] = found.name, found.domain_ranks
+        if dist.get_rank(planning_group or ep_group) == 0:
+            logger.log(found.level, found.line)
+    return settled[key]
+
+
+class _Found(NamedTuple):
+    """What settings stand for, and what to say about it."""
+
+    name: str
+    domain_ranks: int
+    level: int
+    line: str
+
+
+def _settle(
+    name: str,
+    domain_ranks: int | None,
+    ep_group: ProcessGroup,
+    device: torch.device,
+    planning_group: ProcessGroup,
+) -> _Found:
+    num_ranks = dist.get_world_size(ep_group)
+    wanted = domain_ranks or num_ranks
+    asked = (
+        f"balance.transport={name}, balance.nvlink_domain={domain_ranks or 'auto'} "
+        f"({num_ranks} EP ranks on {device.type})"
+    )
+    problem = None
+    for kind in _candidates(device.type) if name == "auto" else [_kind(name, device.type)]:
+        if kind.obstacles is None:
+            why = f"{problem}. So replicas" if problem else "replicas"
+            level = logging.WARNING if problem else logging.INFO
+            cost = f"go through transport {kind.name}, {_COST_OF_MESSAGES}"
+            return _Found(kind.name, wanted, level, f"{asked}: {why} {cost}")
+        obstacles = gather_obstacles(kind.obstacles(ep_group, device), planning_group)
+        size = domain_ranks or largest_domain(obstacles)
+        if first_obstacle(obstacles, size) is None and (size > 1 or size == wanted):
+            level, found = _describe(obstacles, size)
+            return _Found(kind.name, size, level, f"{asked}: transport {kind.name}, {found}")
+        problem = first_obstacle(obstacles, wanted)
+    raise RuntimeError(f"{asked}: {problem}; use balance.transport=collective")
+
+
+_COST_OF_MESSAGES = (
+    "a message each over torch.distributed: several times slower than memory that ranks reach, "
+    "and the host waits for plans"
+)
+
+
+def _describe(obstacles: Sequence[Sequence[str]], domain_ranks: int) -> tuple[int, str]:
+    """Return how loudly to say what domains there are, and the words."""
+    problem = first_obstacle(obstacles, len(obstacles))
+    if problem is None:
+        return logging.INFO, "one domain: all ranks reach each other"
+    cost = f"{problem}. Replicas stay in their domain, and so does what is uneven between domains"
+    found = f"domains of {domain_ranks} ranks: {cost}"
+    if reaches_across(obstacles, domain_ranks):
+        return logging.WARNING, f"{found}. Some ranks reach others beyond that, which is not used"
+    return logging.INFO, found
 
 
 def resolve_transport(name: str, *, device_type: str = "cpu", mapped: bool = True) -> str:
@@ -92,6 +186,10 @@ def resolve_transport(name: str, *, device_type: str = "cpu", mapped: bool = Tru
     if name == "auto":
         # A transport that needs one type of device is for ranks that reach each other's memory.
         return _candidates(device_type if mapped else None)[0].name
+    return _kind(name, device_type).name
+
+
+def _kind(name: str, device_type: str) -> TransportKind:
     if name not in TRANSPORTS:
         raise ValueError(
             f"balance.transport ({name!r}) is not available here; "
@@ -103,7 +201,7 @@ def resolve_transport(name: str, *, device_type: str = "cpu", mapped: bool = Tru
             f"balance.transport ({name!r}) moves experts of {needed.upper()} ranks only, these are "
             f"on {device_type}; use 'auto' or 'collective'"
         )
-    return name
+    return TRANSPORTS[name]
 
 
 def _candidates(device_type: str | None) -> list[TransportKind]:

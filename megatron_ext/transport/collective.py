@@ -122,6 +122,6 @@ class CollectiveTransport:
 COLLECTIVE = TransportKind(
     name=CollectiveTransport.name,
     device_type=None,
-    can_serve=lambda ep_group, device: True,
-    make=lambda ep_group, device, grad_reduce_share, timeout_s: CollectiveTransport(ep_group),
+    obstacles=None,
+    make=lambda ep_group, device, options: CollectiveTransport(ep_group),
 )

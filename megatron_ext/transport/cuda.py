@@ -23,7 +23,7 @@ So work issued after `Pending.wait` waits for the push, whatever its stream.
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,77 +37,40 @@ from megatron_ext.transport.one_sided import (
     UnderWay,
     group_timeout_s,
 )
-from megatron_ext.transport.shared_heap import is_on_one_machine
+from megatron_ext.transport.reach import gather
+from megatron_ext.transport.shared_heap import machine_obstacles
+from megatron_ext.transport.symmetric_heap import SymmetricHeap
 from megatron_ext.transport.transport import Transfers, TransportKind
-
-_T = TypeVar("_T")
 
 
 class PeerHeap(Protocol):
-    """Memory on GPUs that every rank of an EP group reaches."""
+    """Memory on GPUs that every rank of a domain reaches."""
 
     rank: int
+    """In the EP group."""
     num_ranks: int
+    """Of the EP group."""
+    peers: range
+    """Ranks of this rank's domain, itself among them."""
     device: torch.device
 
     def share(self, num_bytes: int) -> tuple[Tensor, Tensor]:
-        """Return this rank's new zeroed bytes and the addresses of all ranks', int64 [R].
+        """Return this rank's new zeroed bytes and the addresses of its peers', int64 [R].
 
         All ranks call alike. Both tensors are on `device`. The addresses are valid there as long as
-        the bytes are kept. All ranks' bytes are zero when this returns.
+        the bytes are kept; those of other ranks than `peers` are 0. All bytes are zero when this
+        returns.
         """
 
     def highest(self, value: int) -> int:
-        """Return the highest value of all ranks; all ranks call."""
+        """Return the highest value of the domain's ranks; all ranks call."""
 
     def close(self) -> None:
         """Unmap peers' memory."""
-
-
-class SymmetricHeap:
-    """Memory from torch.distributed's symmetric memory; all ranks of `ep_group` make it.
-
-    Args:
-        ep_group: Ranks that reach each other's memory, each with a GPU of its own.
-        device: This rank's GPU.
-    """
-
-    def __init__(self, ep_group: ProcessGroup, device: torch.device) -> None:
-        self.rank = dist.get_rank(ep_group)
-        self.num_ranks = dist.get_world_size(ep_group)
-        self.device = device
-        self._group = ep_group
-        self._handles: list[Any] = []
-
-    def share(self, num_bytes: int) -> tuple[Tensor, Tensor]:
-        """Return zeroed bytes and all ranks' addresses; see `PeerHeap.share`."""
-        # Here and not above: not every installation of torch has it.
-        from torch.distributed import _symmetric_memory
-
-        mine = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        handle = _symmetric_memory.rendezvous(mine, self._group)
-        self._handles.append(handle)  # while it lives, peers' memory stays mapped
-        # The addresses are those of whole allocations, of which this may be a part.
-        offset = mine.data_ptr() - handle.buffer_ptrs[self.rank]
-        addresses = torch.tensor(
-            [address + offset for address in handle.buffer_ptrs], device=self.device
-        )
-        mine.zero_()
-        torch.cuda.synchronize(self.device)
-        dist.barrier(self._group)
-        return mine, addresses
-
-    def highest(self, value: int) -> int:
-        """Return the highest value of all ranks."""
-        return max(_gather(value, self._group))
-
-    def close(self) -> None:
-        """Unmap peers' memory."""
-        self._handles.clear()
 
 
 class CudaTransport(OneSidedTransport):
-    """Moves replicas with kernels over memory that all ranks of an EP group reach.
+    """Moves replicas with kernels over memory that all ranks of a domain reach.
 
     Args:
         heap: Where buffers come from. Ranks may also be streams of one process on one GPU, each
@@ -148,11 +111,11 @@ class CudaTransport(OneSidedTransport):
             push_blocks or multiprocessors,
             math.ceil(grad_reduce_share * multiprocessors),
         )
-        super().__init__(exchange, heap.rank)
+        super().__init__(exchange, heap.rank, heap.peers)
         self._heap = heap
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a zeroed buffer that all ranks reach; see `Transport.allocate`."""
+        """Return a zeroed buffer that the domain's ranks reach; see `Transport.allocate`."""
         if device != self._heap.device:
             raise ValueError(
                 f"transport cuda has memory of {self._heap.device} only, not of {device}"
@@ -204,43 +167,37 @@ class CudaTransport(OneSidedTransport):
         return self._heap.highest(value)
 
 
-def can_reach_peers(ep_group: ProcessGroup, device: torch.device) -> bool:
-    """Return whether `CudaTransport` can serve this group; all ranks call.
+def gpu_obstacles(ep_group: ProcessGroup, device: torch.device) -> list[str]:
+    """Return why this rank's GPU does not reach each rank's memory, or nothing; all ranks call.
 
-    It can if the library has the kernels, and all ranks are on one machine, each with a GPU of its
-    own that reaches the others' memory. (GPUs of several machines that share an NVLink domain are
-    not looked for; `balance.transport=cuda` tries.)
+    (GPUs of several machines that share an NVLink domain are not looked for.)
     """
     uuids = [
         str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())
     ]
     mine = device.index if device.index is not None else torch.cuda.current_device()
-    gpus = _gather(uuids[mine], ep_group)
-    reached = has_cuda_part() and all(
-        gpu == uuids[mine]
-        or (gpu in uuids and torch.cuda.can_device_access_peer(mine, uuids.index(gpu)))
-        for gpu in gpus
-    )
-    return (
-        is_on_one_machine(ep_group)
-        and len(set(gpus)) == len(gpus)
-        and all(_gather(reached, ep_group))
-    )
-
-
-def _gather(value: _T, ep_group: ProcessGroup) -> list[_T]:
-    values: list[Any] = [None] * dist.get_world_size(ep_group)
-    dist.all_gather_object(values, value, group=ep_group)
-    return values
+    gpus = gather(uuids[mine], ep_group)
+    obstacles = machine_obstacles(ep_group)
+    for rank, gpu in enumerate(gpus):
+        if not has_cuda_part():
+            obstacles[rank] = "the library has no CUDA part"
+        elif rank != dist.get_rank(ep_group) and not obstacles[rank]:
+            if gpu == uuids[mine]:
+                obstacles[rank] = "they share a GPU"
+            elif gpu not in uuids or not torch.cuda.can_device_access_peer(mine, uuids.index(gpu)):
+                obstacles[rank] = "their GPUs do not reach each other"
+    return obstacles
 
 
 CUDA = TransportKind(
     name=CudaTransport.name,
     device_type="cuda",
-    can_serve=can_reach_peers,
-    make=lambda ep_group, device, grad_reduce_share, timeout_s: CudaTransport(
-        SymmetricHeap(ep_group, device),
-        timeout_s=group_timeout_s(ep_group, device) if timeout_s is None else timeout_s,
-        grad_reduce_share=grad_reduce_share,
+    obstacles=gpu_obstacles,
+    make=lambda ep_group, device, options: CudaTransport(
+        SymmetricHeap(ep_group, device, options.domain_ranks),
+        timeout_s=group_timeout_s(ep_group, device)
+        if options.timeout_s is None
+        else options.timeout_s,
+        grad_reduce_share=options.grad_reduce_share,
     ),
 )

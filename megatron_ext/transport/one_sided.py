@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -51,13 +51,18 @@ class OneSidedTransport(ABC):
     """Transport that pulls with an exchange; a subclass pushes, and allocates the buffers.
 
     Args:
-        exchange: The exchange of this rank.
+        exchange: The exchange of this rank. It numbers ranks as the EP group does, but has no
+            memory of those that are not among `peers`.
         rank: This rank in the EP group.
+        peers: Ranks of its domain, itself among them.
     """
 
-    def __init__(self, exchange: Any, rank: int) -> None:
+    name: str
+
+    def __init__(self, exchange: Any, rank: int, peers: range) -> None:
         self._exchange = exchange
         self._rank = rank
+        self._peers = peers
         self._segment_ids: dict[int, int] = {}
 
     def pull_add(
@@ -70,6 +75,7 @@ class OneSidedTransport(ABC):
         """Start adding slot gradients at the mains' home; see `Transport.pull_add`."""
         replicas: dict[int, list[int]] = defaultdict(list)
         computed: list[int] = []
+        self._check_within(transfers)
         for transfer in transfers:
             if transfer.home_rank == self._rank:
                 replicas[transfer.main_idx] += (transfer.replica_rank, transfer.slot_idx)
@@ -96,6 +102,16 @@ class OneSidedTransport(ABC):
     @abstractmethod
     def _highest(self, value: int) -> int:
         """Return the highest value of all ranks; all ranks call."""
+
+    def _check_within(self, transfers: Iterable[Transfer]) -> None:
+        """Check that this rank's transfers stay in its domain: it has no other ranks' memory."""
+        for each in transfers:
+            if (each.home_rank in self._peers) != (each.replica_rank in self._peers):
+                raise ValueError(
+                    f"a replica of rank {each.home_rank} on rank {each.replica_rank} leaves the "
+                    f"NVLink domain of ranks {self._peers.start} to {self._peers.stop - 1}, which "
+                    f"transport {self.name} moves replicas in"
+                )
 
     def _segments(self, buffers: Sequence[Tensor]) -> list[int]:
         if not all(len(buffer) for buffer in buffers):

@@ -1,4 +1,4 @@
-"""Memory that all ranks of an EP group map: one region a rank, all of the same size.
+"""Memory that ranks of one machine map: one region a rank, all of the same size.
 
 A region is an anonymous file (memfd): it has no name, so nothing is left when its processes end,
 however they end. Peers open it through `/proc/<pid>/fd/<fd>` while its rank still holds it open, so
@@ -13,14 +13,12 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-_T = TypeVar("_T")
+from megatron_ext.transport.reach import gather
 
 _MADV_POPULATE_WRITE = 23
 """Not in Python's `mmap`: fault all pages in now (Linux 5.14)."""
@@ -47,18 +45,24 @@ class _Offer:
     purpose: str
 
 
-def is_on_one_machine(ep_group: ProcessGroup) -> bool:
-    """Return whether all ranks of the group can map each other's memory; all ranks call."""
-    return len(set(_gather(_this_machine(), ep_group))) == 1
+_ELSEWHERE = "it is on another machine or in another container"
 
 
-def share(num_bytes: int, purpose: str, ep_group: ProcessGroup) -> list[Tensor]:
-    """Return every rank's new region, by rank, as zeroed bytes; all ranks call.
+def machine_obstacles(ep_group: ProcessGroup) -> list[str]:
+    """Return why this rank cannot map each rank's memory, or nothing if it can; all ranks call."""
+    mine = _this_machine()
+    return ["" if other == mine else _ELSEWHERE for other in gather(mine, ep_group)]
+
+
+def share(num_bytes: int, purpose: str, ep_group: ProcessGroup, peers: range) -> list[Tensor]:
+    """Return the peers' new regions as zeroed bytes, by rank of the EP group; all ranks call.
 
     Args:
         num_bytes: Size of each region, >= 1; the same on all ranks.
         purpose: What the regions are for; must be the same on all ranks, to notice different calls.
-        ep_group: The ranks that share.
+        ep_group: All ranks call, whoever shares with whom.
+        peers: The ranks that this one shares with, itself among them. Others have no bytes in what
+            is returned.
 
     Raises:
         ValueError: The ranks do not ask for the same.
@@ -70,15 +74,17 @@ def share(num_bytes: int, purpose: str, ep_group: ProcessGroup) -> list[Tensor]:
         # Before anyone else can: a page lies in the memory nearest to who touches it first.
         mine = _map(fd, num_bytes)
         offer = _Offer(_this_machine(), os.getpid(), fd, _inode(fd), num_bytes, purpose)
-        offers = _gather(offer, ep_group)
-        regions: list[Tensor] = []
+        offers = gather(offer, ep_group)
+        regions = [torch.empty(0, dtype=torch.uint8) for _ in offers]
         failure = None
         try:
-            regions = [mine if other == offer else _open(other, offer) for other in offers]
+            for rank in peers:
+                other = offers[rank]
+                regions[rank] = mine if other == offer else _open(other, offer)
         except (ValueError, RuntimeError) as error:
             failure = error
         # Also what keeps the file open until the last peer has opened it.
-        failures = _gather(failure, ep_group)
+        failures = gather(failure, ep_group)
     finally:
         os.close(fd)
     for each in (failure, *failures):
@@ -95,7 +101,7 @@ def _open(offer: _Offer, mine: _Offer) -> Tensor:
         )
     try:
         if offer.machine != mine.machine:
-            raise OSError("it is on another machine or in another container")
+            raise OSError(_ELSEWHERE)
         fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             if _inode(fd) != offer.inode:
@@ -131,9 +137,3 @@ def _this_machine() -> _Machine:
         Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         os.readlink("/proc/self/ns/pid"),
     )
-
-
-def _gather(value: _T, ep_group: ProcessGroup) -> list[_T]:
-    values: list[_T | None] = [None] * dist.get_world_size(ep_group)
-    dist.all_gather_object(values, value, group=ep_group)
-    return values  # type: ignore[return-value]

@@ -22,8 +22,9 @@ from megatron_ext.transport.one_sided import (
     UnderWay,
     group_timeout_s,
 )
+from megatron_ext.transport.reach import domain_of
 from megatron_ext.transport.relay import compile_copies
-from megatron_ext.transport.shared_heap import is_on_one_machine, share
+from megatron_ext.transport.shared_heap import machine_obstacles, share
 from megatron_ext.transport.transport import Transfers, TransportKind
 
 _MAX_SLOTS = 256
@@ -34,10 +35,12 @@ _FLAGS_BYTES = _MAX_SLOTS * 256
 
 
 class SharedMemoryTransport(OneSidedTransport):
-    """Transport over memory that all ranks of `ep_group` map; all ranks make it.
+    """Transport over memory that the ranks of a domain map; all ranks of `ep_group` make it.
 
     Args:
-        ep_group: Ranks of one machine, whose processes see each other.
+        ep_group: The ranks that make the same calls.
+        domain_ranks: Ranks per domain: those of one machine, whose processes see each other. By
+            default the whole EP group is one.
         timeout_s: Longest wait for a peer, in seconds; by default as long as collectives of the
             group wait.
         relay_threshold: Most sends of a rank without relays (`relay.py`).
@@ -53,6 +56,7 @@ class SharedMemoryTransport(OneSidedTransport):
         self,
         ep_group: ProcessGroup,
         *,
+        domain_ranks: int | None = None,
         timeout_s: float | None = None,
         relay_threshold: int = RELAY_THRESHOLD,
         max_delay_us: int = 0,
@@ -62,11 +66,11 @@ class SharedMemoryTransport(OneSidedTransport):
         if timeout_s is None:
             timeout_s = group_timeout_s(ep_group, torch.device("cpu"))
         exchange = torch.classes.megatron_ext.Exchange(rank, timeout_s, max_delay_us)
-        super().__init__(exchange, rank)
         self._num_ranks = dist.get_world_size(ep_group)
+        super().__init__(exchange, rank, domain_of(rank, domain_ranks or self._num_ranks))
         self._relay_threshold = relay_threshold
         self._group = ep_group
-        self._exchange.set_flags(share(_FLAGS_BYTES, "flags", ep_group))
+        self._exchange.set_flags(share(_FLAGS_BYTES, "flags", ep_group, self._peers))
 
     @property
     def bytes_sent(self) -> int:
@@ -74,7 +78,7 @@ class SharedMemoryTransport(OneSidedTransport):
         return int(self._exchange.bytes_sent())
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a zeroed buffer that all ranks map; see `Transport.allocate`."""
+        """Return a zeroed buffer that the domain's ranks map; see `Transport.allocate`."""
         if device.type != "cpu":
             raise ValueError(f"transport shared_memory has memory of the CPU only, not of {device}")
         if shape[0] == 0:  # no slots: nothing will be moved
@@ -82,8 +86,8 @@ class SharedMemoryTransport(OneSidedTransport):
         if math.prod(shape) == 0:
             raise ValueError(f"a segment must have elements, got slots of {list(shape)}")
         num_bytes = math.prod(shape) * dtype.itemsize
-        regions = share(num_bytes, f"{dtype} {list(shape)}", self._group)
-        buffers = [region.view(dtype).view(shape) for region in regions]
+        regions = share(num_bytes, f"{dtype} {list(shape)}", self._group, self._peers)
+        buffers = [region.view(dtype).view(-1, *shape[1:]) for region in regions]
         mine = buffers[self._rank]
         self._segment_ids[mine.data_ptr()] = self._exchange.add_segment(buffers)
         return mine
@@ -96,7 +100,9 @@ class SharedMemoryTransport(OneSidedTransport):
         label: str = "",
     ) -> UnderWay:
         """Start copying mains into slots; see `Transport.push`."""
-        copies = compile_copies(transfers, self._num_ranks, self._relay_threshold)
+        listed = list(transfers)
+        self._check_within(listed)
+        copies = compile_copies(listed, self._num_ranks, self._relay_threshold)
         sources: list[Tensor] = []
         flat: list[int] = []
         for copy in copies[self._rank]:
@@ -131,8 +137,8 @@ SHARED_MEMORY = TransportKind(
     name=SharedMemoryTransport.name,
     device_type="cpu",
     max_slots=_MAX_SLOTS,
-    can_serve=lambda ep_group, device: is_on_one_machine(ep_group),
-    make=lambda ep_group, device, grad_reduce_share, timeout_s: SharedMemoryTransport(
-        ep_group, timeout_s=timeout_s
+    obstacles=lambda ep_group, device: machine_obstacles(ep_group),
+    make=lambda ep_group, device, options: SharedMemoryTransport(
+        ep_group, domain_ranks=options.domain_ranks, timeout_s=options.timeout_s
     ),
 )

@@ -114,6 +114,18 @@ class Transport(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TransportOptions:
+    """What a transport is told beside its EP group and device; equal on all ranks."""
+
+    grad_reduce_share: float
+    """Share of a GPU that adding gradients may use."""
+    timeout_s: float | None = None
+    """Longest wait for a peer, in seconds; by default as long as collectives of the group wait."""
+    domain_ranks: int | None = None
+    """Ranks per NVLink domain: replicas move within it. By default the whole EP group is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TransportKind:
     """A transport's entry in the registry: how it is named, chosen and made."""
 
@@ -123,9 +135,8 @@ class TransportKind:
     """Type of device that the experts must be on; None if any."""
     max_slots: int | None = None
     """Most slots of a rank; None if any number."""
-    can_serve: Callable[[ProcessGroup, torch.device], bool]
-    """Whether it can serve this EP group and its device; all ranks call."""
-    make: Callable[[ProcessGroup, torch.device, float, float | None], Transport]
-    """Makes the transport for an EP group, its device, the share of a GPU that adding gradients may
-    use, and the longest wait for a peer in seconds, or None for that of the group's collectives;
-    all ranks call."""
+    obstacles: Callable[[ProcessGroup, torch.device], list[str]] | None
+    """Tries to reach each rank of an EP group from this rank; says why it does not, or nothing
+    where it does. All ranks call. None if the transport reaches ranks wherever they are."""
+    make: Callable[[ProcessGroup, torch.device, TransportOptions], Transport]
+    """Makes the transport for an EP group and its device; all ranks call."""

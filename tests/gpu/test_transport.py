@@ -24,17 +24,22 @@ from megatron_ext.balance.in_flight import InFlightPlans
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.solve import solve
 from megatron_ext.ops import has_cuda_part
-from megatron_ext.transport import Transfer, Transfers, make_transport
+from megatron_ext.transport import Transfer, Transfers, TransportOptions, make_transport
 from megatron_ext.transport.collective import CollectiveTransport
-from megatron_ext.transport.cuda import CudaTransport, SymmetricHeap
+from megatron_ext.transport.cuda import CudaTransport
+from megatron_ext.transport.symmetric_heap import SymmetricHeap
 from tests.gpu.virtual_ranks import BLOCKS, SHARE, VirtualHeap, VirtualRanks
 from tests.ranks import run_ranks
+from tests.transport.test_domains import within_domains
 from tests.transport.test_transports import LARGE, MAINS, SHAPES, Side, in_slots, random_transfers
 
 pytestmark = pytest.mark.gpu
 
 ALIGNED = ((3 * 2**15, 4), (64,))
 """All in bulk copies, the first in several chunks; LARGE has tails and unaligned slots."""
+
+
+OPTIONS = TransportOptions(grad_reduce_share=1.0)
 
 
 def transport_of(ranks: VirtualRanks, rank: int, **options: Any) -> CudaTransport:
@@ -67,6 +72,20 @@ def test_random_transfers_back_to_back(
         generator = random.Random(5)
         for step in range(10):
             side.step(random_transfers(generator, num_ranks), step)
+        side.transport.raise_failure()
+
+    ranks.run(move)
+
+
+def test_a_domain_needs_no_memory_of_others() -> None:
+    """Two domains of two ranks, each without the addresses of the other."""
+    ranks = VirtualRanks(4, domain_ranks=2)
+
+    def move(rank: int) -> None:
+        side = side_of(ranks, rank, ALIGNED, relay_threshold=0)
+        generator = random.Random(5)
+        for step in range(10):
+            side.step(within_domains(random_transfers(generator, 4), 2), step)
         side.transport.raise_failure()
 
     ranks.run(move)
@@ -296,7 +315,7 @@ def _move_between_processes(rank: int) -> None:
         side.step(random_transfers(generator, dist.get_world_size()), step)
     transport.reset()
     side.step(random_transfers(generator, dist.get_world_size()), 5)
-    chosen = make_transport("auto", dist.group.WORLD, device, grad_reduce_share=1.0)
+    chosen = make_transport("auto", dist.group.WORLD, device, OPTIONS)
     assert isinstance(chosen, CollectiveTransport), "ranks that share a GPU are not to be expected"
 
 
@@ -308,7 +327,7 @@ def test_processes_reach_each_other(num_ranks: int) -> None:
 def _move_between_gpus(rank: int) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    transport = make_transport("auto", dist.group.WORLD, device, grad_reduce_share=1.0)
+    transport = make_transport("auto", dist.group.WORLD, device, OPTIONS)
     assert isinstance(transport, CudaTransport)
     side = Side(transport, dist.group.WORLD, LARGE, torch.float32, device)
     generator = random.Random(5)

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from megatron_ext.transport.reach import domain_of
+
 # A queue for every stream, so that none waits behind another's kernel.
 os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
 # Loading a kernel at its first launch can wait for those that run.
@@ -29,9 +31,10 @@ SHARE = 0.03
 class VirtualRanks:
     """What the heaps of all ranks share."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, domain_ranks: int | None = None) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.num_ranks = num_ranks
+        self.domain_ranks = domain_ranks or num_ranks
         self.streams = [torch.cuda.Stream() for _ in range(num_ranks)]
         self.buffers: list[list[Tensor]] = []  # of each `share`, by rank
         self.values = [0] * num_ranks
@@ -66,6 +69,7 @@ class VirtualHeap:
     def __init__(self, ranks: VirtualRanks, rank: int) -> None:
         self.rank = rank
         self.num_ranks = ranks.num_ranks
+        self.peers = domain_of(rank, ranks.domain_ranks)
         self.device = ranks.device
         self._ranks = ranks
         self._num_shared = 0
@@ -79,8 +83,10 @@ class VirtualHeap:
                 torch.cuda.synchronize()
         buffers = self._ranks.buffers[self._num_shared]
         self._num_shared += 1
-        addresses = torch.tensor([each.data_ptr() for each in buffers], device=self.device)
-        return buffers[self.rank][:num_bytes], addresses
+        addresses = [
+            each.data_ptr() if rank in self.peers else 0 for rank, each in enumerate(buffers)
+        ]
+        return buffers[self.rank][:num_bytes], torch.tensor(addresses, device=self.device)
 
     def highest(self, value: int) -> int:
         """Return the highest value of all ranks, each of which is a thread."""

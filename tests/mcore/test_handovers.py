@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.strategies.settings import BalanceConfig
 from megatron_ext.files.placement import write_placement
+from megatron_ext.transport import TransportOptions
 from tests.gpt import build_gpt  # first: it enables the CPU platform
 from tests.mcore.parity import balanced_gpt, balanced_layers
 from tests.ranks import run_ranks
@@ -66,10 +67,9 @@ def _layer_of_its_own(rank: int) -> None:
     assert config.num_moe_experts == layer.router.num_experts == 4
     asked = shared_slot_buffers.call_args.kwargs
     assert asked["ep_group"] is groups.ep
-    assert (asked["transport"], asked["timeout_s"], asked["grad_reduce_share"]) == (
-        "collective",
-        7.5,
-        0.5,
+    assert asked["transport"] == "collective"
+    assert asked["options"] == TransportOptions(
+        grad_reduce_share=0.5, timeout_s=7.5, domain_ranks=2
     )
     # The second forward takes the memory of the first, whose backward is over.
     assert maps[0].data_ptr() == maps[1].data_ptr()

@@ -26,12 +26,14 @@ from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.main_weights import MainWeights, Segment
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.slots import SlotBuffers
-from megatron_ext.transport import Transfer, make_transport
+from megatron_ext.transport import Transfer, TransportOptions, make_transport
 from megatron_ext.transport.collective import CollectiveTransport
 from megatron_ext.transport.one_sided import group_timeout_s
 from megatron_ext.transport.shared_memory import SharedMemoryTransport
 from tests.ranks import run_ranks
 from tests.transport.test_transports import CPU, LARGE, SHAPES, Side, in_slots, random_transfers
+
+OPTIONS = TransportOptions(grad_reduce_share=1.0)
 
 
 def side_of(shapes: Any = SHAPES, **options: Any) -> Side:
@@ -270,7 +272,7 @@ def _wait_as_long_as_the_group(rank: int) -> None:
     from datetime import timedelta
 
     group = dist.new_group(timeout=timedelta(seconds=0.5))
-    transport = make_transport("shared_memory", group, CPU, grad_reduce_share=1.0)
+    transport = make_transport("shared_memory", group, CPU, OPTIONS)
     side = Side(transport, group)
     if rank == 0:
         side.push([Transfer(1, 0, 0, 0)], 0).wait()
@@ -423,7 +425,7 @@ def _live_on_two_machines(rank: int) -> None:
         shared_heap, "_this_machine", return_value=elsewhere if rank == 1 else here
     ):
         assert isinstance(
-            make_transport("auto", dist.group.WORLD, CPU, grad_reduce_share=1.0),
+            make_transport("auto", dist.group.WORLD, CPU, OPTIONS),
             CollectiveTransport,
         )
         with pytest.raises(
@@ -431,7 +433,7 @@ def _live_on_two_machines(rank: int) -> None:
             match=r"process \d+ on .* cannot map memory of process \d+ on .*another "
             r"machine or in another container\); use balance.transport=collective",
         ):
-            make_transport("shared_memory", dist.group.WORLD, CPU, grad_reduce_share=1.0)
+            make_transport("shared_memory", dist.group.WORLD, CPU, OPTIONS)
 
 
 def test_ranks_of_several_machines_take_the_collective_transport() -> None:

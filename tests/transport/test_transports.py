@@ -26,10 +26,10 @@ from megatron_ext.transport import (
     Transfers,
     Transport,
     TransportKind,
+    TransportOptions,
     make_transport,
     resolve_transport,
 )
-from megatron_ext.transport.collective import COLLECTIVE
 from megatron_ext.transport.cuda import CudaTransport
 from megatron_ext.transport.shared_memory import SharedMemoryTransport
 from tests.ranks import run_ranks
@@ -80,7 +80,7 @@ def build(name: str, group: ProcessGroup, **options: Any) -> Transport:
     if options:
         assert name == "shared_memory", name
         return SharedMemoryTransport(group, **options)
-    return TRANSPORTS[name].make(group, CPU, 1.0, None)
+    return TRANSPORTS[name].make(group, CPU, TransportOptions(grad_reduce_share=1.0))
 
 
 @dataclass
@@ -228,7 +228,7 @@ def _move_in_groups(rank: int, name: str) -> None:
     """Each rank is in two EP groups: group ranks are not global ranks."""
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     sides = [
-        Side(make_transport(name, group, CPU, grad_reduce_share=1.0), group)
+        Side(make_transport(name, group, CPU, TransportOptions(grad_reduce_share=1.0)), group)
         for group in (dist.group.WORLD, pairs[rank % 2])
     ]
     generators = [random.Random(5) for _ in sides]
@@ -256,28 +256,29 @@ def test_devices_have_transports_of_their_own() -> None:
         resolve_transport("cuda")
 
 
-@pytest.mark.parametrize(("can_serve", "expected"), [(True, "toy"), (False, "collective")])
-def test_a_line_of_the_registry_is_all_that_a_transport_needs(
-    can_serve: bool, expected: str
-) -> None:
-    device = torch.device("meta")
+def _add_a_toy(rank: int) -> None:
+    group, device = dist.group.WORLD, torch.device("meta")
+    asked = TransportOptions(grad_reduce_share=0.5)
     toy = TransportKind(
         name="toy",
         device_type="meta",
-        can_serve=lambda *arguments: can_serve,
-        make=lambda *arguments: ("toy", arguments),
+        obstacles=lambda *arguments: [""],
+        make=lambda *arguments: ("toy", *arguments),
     )
-    collective = dataclasses.replace(COLLECTIVE, make=lambda *arguments: ("collective", arguments))
-    with mock.patch.dict(TRANSPORTS, {"toy": toy, "collective": collective}):
-        made = make_transport("auto", "a group", device, grad_reduce_share=0.5)
-        assert made == (expected, ("a group", device, 0.5, None))
+    with mock.patch.dict(TRANSPORTS, {"toy": toy}):
+        made = make_transport("auto", group, device, asked)
+        assert made == ("toy", group, device, dataclasses.replace(asked, domain_ranks=1))
         assert resolve_transport("toy", device_type="meta") == "toy"
         with pytest.raises(ValueError, match="META ranks only, these are on cpu"):
             resolve_transport("toy")
 
 
+def test_a_line_of_the_registry_is_all_that_a_transport_needs() -> None:
+    run_ranks(_add_a_toy, 1)
+
+
 @pytest.mark.skipif(has_cuda_part(), reason="the library has its CUDA part")
 def test_a_library_without_cuda_says_how_to_get_it() -> None:
-    heap = SimpleNamespace(rank=0, num_ranks=1, device=torch.device("cuda", 0))
+    heap = SimpleNamespace(rank=0, num_ranks=1, peers=range(1), device=torch.device("cuda", 0))
     with pytest.raises(RuntimeError, match=r"needs the CUDA part.*install the CUDA toolkit"):
         CudaTransport(heap, timeout_s=1.0, grad_reduce_share=1.0)

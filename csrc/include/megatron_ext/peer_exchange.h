@@ -42,7 +42,7 @@ constexpr int kMaxPeerExperts = 1 << 19;  // less than this
 // first use and aligned to 16, holds its slots, then the flags. Slots that are a multiple of 16
 // bytes and mains aligned to 16 move at full speed, others slowly.
 struct PeerSegment {
-    char* const* buffers;  // [R] in device memory: each rank's
+    char* const* buffers;  // [R] in device memory: each rank's, null where it is out of reach
     int64_t num_slots;     // of a rank
     int64_t slot_bytes;
 

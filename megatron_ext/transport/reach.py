@@ -1,0 +1,95 @@
+"""Who reaches whose memory, and the domains that follow.
+
+Every rank tries to reach each other rank of its EP group; nothing is concluded from names or
+numbers of devices. Ranks of a domain are neighbours in the EP group, all domains are equally large,
+and inside a domain every rank reaches every other. So one number says where replicas may go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+_T = TypeVar("_T")
+
+
+def gather(value: _T, group: ProcessGroup) -> list[_T]:
+    """Return the values of all ranks, by rank; all ranks call. The value must pickle."""
+    values: list[_T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values  # type: ignore[return-value]
+
+
+def domain_of(rank: int, domain_ranks: int) -> range:
+    """Return the ranks of a rank's domain.
+
+    >>> domain_of(5, domain_ranks=4)
+    range(4, 8)
+    """
+    first = rank - rank % domain_ranks
+    return range(first, first + domain_ranks)
+
+
+def gather_obstacles(mine: Sequence[str], planning_group: ProcessGroup) -> list[list[str]]:
+    """Return why one rank of an EP group does not reach another; all planning ranks call.
+
+    Args:
+        mine: Why this rank does not reach each rank of its EP group; empty where it does.
+        planning_group: The EP group or, with expert tensor parallelism, the EP groups of all shards
+            side by side: a replica's shards travel alike, so one obstacle is one for all of them.
+
+    Returns:
+        `obstacles[a][b]`: why rank a does not reach rank b, empty if all shards do. R x R; equal on
+        all ranks.
+    """
+    rows = gather(list(mine), planning_group)
+    num_shards = len(rows) // len(mine)
+    return [
+        [next(filter(None, each), "") for each in zip(*rows[i : i + num_shards], strict=True)]
+        for i in range(0, len(rows), num_shards)
+    ]
+
+
+def first_obstacle(obstacles: Sequence[Sequence[str]], domain_ranks: int) -> str | None:
+    """Return who does not reach whom in domains of so many ranks, and why; None if all do.
+
+    >>> first_obstacle([["", "it is on another machine"], ["", ""]], domain_ranks=2)
+    'rank 0 does not reach rank 1: it is on another machine'
+    """
+    for rank, row in enumerate(obstacles):
+        for peer in domain_of(rank, domain_ranks):
+            if peer < len(row) and row[peer]:
+                return f"rank {rank} does not reach rank {peer}: {row[peer]}"
+    return None
+
+
+def largest_domain(obstacles: Sequence[Sequence[str]]) -> int:
+    """Return the most ranks that the domains of an EP group can have.
+
+    >>> far = "it is on another machine"
+    >>> largest_domain([["", "", far, far], ["", "", far, far]] + [[far, far, "", ""]] * 2)
+    2
+    """
+    num_ranks = len(obstacles)
+    return next(
+        size
+        for size in range(num_ranks, 0, -1)
+        if num_ranks % size == 0 and first_obstacle(obstacles, size) is None
+    )
+
+
+def reaches_across(obstacles: Sequence[Sequence[str]], domain_ranks: int) -> bool:
+    """Return whether a rank reaches one of another domain: a link that replicas do not use.
+
+    >>> reaches_across([["", ""], ["no link", ""]], domain_ranks=1)
+    True
+    """
+    return any(
+        not why
+        for rank, row in enumerate(obstacles)
+        for peer, why in enumerate(row)
+        if peer not in domain_of(rank, domain_ranks)
+    )

@@ -1,0 +1,140 @@
+"""Memory on GPUs that the ranks of a domain reach, from torch's symmetric memory.
+
+No other file knows that module, which torch calls alpha. Its backend `CUDA` shares memory by
+handles of the driver, over several machines by fabric handles where the GPUs have them; `NCCL`
+takes windows of the group's communicator. What they promise is checked here: an address for every
+rank of the domain, and buffers of all ranks equally far behind the start of their allocations.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.transport.one_sided import group_timeout_s
+from megatron_ext.transport.reach import domain_of, gather
+
+_SHARED_NUMBERS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+"""Torch refuses ranks of one machine whose GPUs have the same number unless this is set."""
+
+
+class SymmetricHeap:
+    """Memory from torch.distributed's symmetric memory; all ranks of `ep_group` make it.
+
+    Args:
+        ep_group: The ranks that make the same calls, each with a GPU of its own.
+        device: This rank's GPU.
+        domain_ranks: Ranks per domain: those that reach each other's memory. By default the whole
+            EP group is one.
+        backend: Backend of torch's symmetric memory, `cuda` or `nccl`; by default as torch is set.
+
+    Raises:
+        RuntimeError: Torch has no such backend, or uses another already.
+    """
+
+    def __init__(
+        self,
+        ep_group: ProcessGroup,
+        device: torch.device,
+        domain_ranks: int | None = None,
+        backend: str | None = None,
+    ) -> None:
+        self.rank = dist.get_rank(ep_group)
+        self.num_ranks = dist.get_world_size(ep_group)
+        self.peers = domain_of(self.rank, domain_ranks or self.num_ranks)
+        self.device = device
+        self._group = _domain_group(ep_group, self.peers, device)
+        self._handles: list[Any] = []
+        _use_backend(backend, device)
+        gpus = gather(str(torch.cuda.get_device_properties(device).uuid), self._group)
+        if len(set(gpus)) == len(gpus):
+            # Where every process sees one GPU, all have number 0. Torch looks at the numbers only.
+            os.environ.setdefault(_SHARED_NUMBERS, "1")
+
+    def share(self, num_bytes: int) -> tuple[Tensor, Tensor]:
+        """Return zeroed bytes and the peers' addresses; see `PeerHeap.share`.
+
+        Raises:
+            RuntimeError: A rank has no address for another's bytes, or they lie elsewhere in it.
+        """
+        # Here and not above: not every installation of torch has it.
+        from torch.distributed import _symmetric_memory
+
+        mine = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        handle = _symmetric_memory.rendezvous(mine, self._group)
+        self._handles.append(handle)  # while it lives, peers' memory stays mapped
+        starts = [int(start) for start in handle.buffer_ptrs]
+        # The addresses are those of whole allocations, of which this may be a part.
+        offset = mine.data_ptr() - starts[self.rank - self.peers.start]
+        self._check(starts, offset)
+        addresses = torch.zeros(self.num_ranks, dtype=torch.int64, device=self.device)
+        addresses[self.peers.start : self.peers.stop] = torch.tensor(
+            [start + offset for start in starts], device=self.device
+        )
+        mine.zero_()
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self._group)
+        return mine, addresses
+
+    def highest(self, value: int) -> int:
+        """Return the highest value of the domain's ranks."""
+        return max(gather(value, self._group))
+
+    def close(self) -> None:
+        """Unmap peers' memory."""
+        self._handles.clear()
+
+    def _check(self, starts: list[int], offset: int) -> None:
+        """Check what all ranks got, so that all raise alike."""
+        missing = [rank for rank, start in zip(self.peers, starts, strict=True) if start == 0]
+        found = gather((offset, missing), self._group)
+        what = "torch's symmetric memory (alpha, see balance.symmetric_memory)"
+        for rank, (_, absent) in zip(self.peers, found, strict=True):
+            if absent:
+                raise RuntimeError(
+                    f"{what} gave rank {rank} no address for the memory of ranks {absent}: they "
+                    "must reach each other; set balance.nvlink_domain to ranks that do, or use "
+                    "balance.transport=collective"
+                )
+        for rank, (other, _) in zip(self.peers, found, strict=True):
+            if other != found[0][0]:
+                raise RuntimeError(
+                    f"{what} gave rank {rank} memory {other} bytes behind the start of its "
+                    f"allocation, but rank {self.peers.start} {found[0][0]} bytes: the offsets "
+                    "must be equal; use balance.transport=collective"
+                )
+
+
+def _domain_group(ep_group: ProcessGroup, peers: range, device: torch.device) -> ProcessGroup:
+    """Return a group of the domain's ranks, which has made its first collective."""
+    group = ep_group
+    if len(peers) < dist.get_world_size(ep_group):
+        all_ranks = dist.get_process_group_ranks(ep_group)
+        group = dist.new_group(
+            [all_ranks[rank] for rank in peers],
+            timeout=timedelta(seconds=group_timeout_s(ep_group, device)),
+            backend=dist.get_backend(ep_group),
+            use_local_synchronization=True,  # other domains, and other EP groups, are not asked
+        )
+    dist.barrier(group)  # the NCCL backend needs the communicator, which a collective makes
+    return group
+
+
+def _use_backend(name: str | None, device: torch.device) -> None:
+    from torch.distributed import _symmetric_memory
+
+    if name is None or name.upper() == _symmetric_memory.get_backend(device):
+        return
+    try:
+        _symmetric_memory.set_backend(name.upper())  # type: ignore[arg-type]
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"balance.symmetric_memory ({name}) cannot be used, torch's symmetric memory has "
+            f"backend {_symmetric_memory.get_backend(device)}: {error}"
+        ) from error
