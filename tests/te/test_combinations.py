@@ -1,0 +1,47 @@
+"""Training with Transformer Engine's experts, balanced, equals training without balancing.
+
+Layer 2, for every pair of options; `tests/mcore/covering.py` says how.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import pytest
+import torch
+from packaging.version import Version
+
+from tests.mcore.covering import (
+    OPTIONS,
+    Combination,
+    Options,
+    assert_equals_unbalanced_megatron,
+    combinations,
+)
+
+TE = dict(transformer_engine=True, moe_grouped_gemm=True)
+GATED = dict(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
+
+TE_OPTIONS: Options = {
+    "layout": {name: OPTIONS["layout"][name] for name in ("ep2", "etp2", "edp2", "pp2", "vpp2")},
+    "recompute": {
+        **{name: OPTIONS["recompute"][name] for name in ("kept", "moe", "full")},
+        "moe_act": dict(recompute_granularity="selective", recompute_modules=["moe_act"]),
+    },
+    "experts": {
+        "gated": TE | GATED | dict(bias_activation_fusion=False),
+        "biased": TE | dict(add_bias_linear=True),
+        "latent": TE | GATED | dict(moe_latent_size=8),
+    },
+    "layers": {name: OPTIONS["layers"][name] for name in ("all", "mtp")},
+    "strategy": {name: OPTIONS["strategy"][name] for name in ("quota", "libra")},
+    **{name: OPTIONS[name] for name in ("gradients", "optimizer", "dispatcher")},
+}
+
+IMPOSSIBLE = ({"biased", "etp2"},)
+"""What Megatron does not take together."""
+
+
+@pytest.mark.parametrize("combination", combinations(TE_OPTIONS, IMPOSSIBLE, {}))
+def test_gradients_equal_unbalanced_megatron(combination: Combination) -> None:
+    assert_equals_unbalanced_megatron(TE_OPTIONS, combination)
