@@ -1,9 +1,9 @@
 """Lets the Python modules of Transformer Engine 2.20.2 run without CUDA.
 
 All of `transformer_engine.pytorch` is the real one. Below it, Python stands in for the compiled
-extension `transformer_engine_torch`: products of matrices, norms and optimizer steps in the dtypes
-bfloat16, float32 and float64. What is asked for and not here (quantization, fused attention)
-raises NotImplementedError.
+extension `transformer_engine_torch`: products of matrices, norms, routing, permutation and
+optimizer steps in the dtypes bfloat16, float32 and float64. What is asked for and not here
+(quantization, fused attention) raises NotImplementedError.
 
 The stand-ins follow signatures that are private to one version. `tests/te/run.sh` puts that version
 into a folder of its own, and runs tests with the folder on their path. There Megatron takes
@@ -32,6 +32,8 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tests.te_routing_on_cpu import PERMUTATION_TWINS, ROUTING_TWINS
 
 VERSION = "2.20.2"
 
@@ -311,6 +313,7 @@ _TWINS: dict[str, Callable[..., Any]] = {
     "scaled_dswiglu": scaled_dswiglu,
     "scaled_swiglu": scaled_swiglu,
     "te_general_grouped_gemm": te_general_grouped_gemm,
+    **ROUTING_TWINS,
 }
 
 # --- the compiled extension's place
@@ -372,13 +375,15 @@ def _put_twins_in_place() -> None:
     root = Path(spec.origin).parent
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # The library of kernels is not loaded.
     sys.modules["transformer_engine_torch"] = _extension()
-    # Kernels in Triton, and export: neither is used, and what they import may be missing.
+    # Kernels in Triton, and export: what they import may be missing, and most is not used.
     unused = [f"triton.{path.stem}" for path in (root / "pytorch/triton").glob("[!_]*.py")]
     for name in ("onnx_extensions", "triton", *unused):
         name = f"transformer_engine.pytorch.{name}"
         sys.modules[name] = mock.MagicMock(
             name=name, __spec__=importlib.machinery.ModuleSpec(name, None)
         )
+    kernels = sys.modules["transformer_engine.pytorch.triton"]
+    kernels.permutation = types.SimpleNamespace(**PERMUTATION_TWINS)  # type: ignore[attr-defined]
     # `transformer_engine` imports `transformer_engine.pytorch`, which asks for the extension.
     path = root / "common"
     name = "transformer_engine.common"
@@ -410,7 +415,7 @@ class _Delegate(types.ModuleType):
 
 def _answer_like_a_gpu() -> None:
     """Transformer Engine hears of a Hopper; everybody else who asks PyTorch hears the truth."""
-    from transformer_engine.pytorch import DotProductAttention, constants
+    from transformer_engine.pytorch import DotProductAttention, constants, permutation
     from transformer_engine.pytorch.cpp_extensions import gemm
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
@@ -435,6 +440,8 @@ def _answer_like_a_gpu() -> None:
     for owner, method in (
         (TransformerEngineBaseModule, "prepare_forward"),
         (DotProductAttention, "forward"),
+        (permutation, "moe_permute"),
+        (permutation, "moe_permute_with_probs"),
     ):
         setattr(owner, method, _with_tensors_on_a_gpu(getattr(owner, method)))
 

@@ -30,7 +30,7 @@ Options = Mapping[str, Mapping[str, Settings]]
 Combination = dict[str, str]
 """The value of each option."""
 
-OPTIONS: Options = {
+OPTIONS: dict[str, dict[str, Settings]] = {
     "layout": {
         "ep2": dict(ep=2),
         "etp2": dict(ep=2, etp=2, tp=2, world_size=4),
@@ -86,7 +86,9 @@ OPTIONS: Options = {
     },
 }
 
-IN_FLOAT32 = ("gradient_accumulation_fusion", "use_transformer_engine_op_fuser")
+IN_FLOAT32 = (
+    *("gradient_accumulation_fusion", "moe_router_fusion", "use_transformer_engine_op_fuser"),
+)
 """Settings of what knows no float64."""
 
 

@@ -5,11 +5,8 @@ Layer 2, for every pair of options; `tests/mcore/covering.py` says how.
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 import pytest
 import torch
-from packaging.version import Version
 
 from tests.mcore.covering import (
     OPTIONS,
@@ -35,7 +32,15 @@ TE_OPTIONS: Options = {
     },
     "layers": {name: OPTIONS["layers"][name] for name in ("all", "mtp")},
     "strategy": {name: OPTIONS["strategy"][name] for name in ("quota", "libra")},
-    **{name: OPTIONS[name] for name in ("gradients", "optimizer", "dispatcher")},
+    "router": {
+        "plain router": {},
+        "fused router": OPTIONS["router"]["aux"] | dict(moe_router_fusion=True),
+    },
+    "dispatcher": OPTIONS["dispatcher"]
+    | {
+        "fused permute": dict(moe_permute_fusion=True),
+    },
+    **{name: OPTIONS[name] for name in ("gradients", "optimizer")},
 }
 
 IMPOSSIBLE = ({"biased", "etp2"},)

@@ -5,6 +5,7 @@ Everything else in this folder rests on that. Layers 1 and 2.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -98,6 +99,94 @@ def test_steps_of_adam() -> None:
             parameter.grad = gradient.clone()
             optimizer.step()
     torch.testing.assert_close(theirs, ours)
+
+
+LOGITS = torch.randn(7, 8, generator=torch.Generator().manual_seed(0))
+
+
+def _with_gradient(function: Any, inputs: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Outputs of a function, and the inputs' gradients of all that is differentiable in it."""
+    inputs = [value.clone().requires_grad_() for value in inputs]
+    outputs = [each for each in function(*inputs, *args, **kwargs) if each is not None]
+    upstream = torch.Generator().manual_seed(1)
+    sum(
+        (each * torch.randn(each.shape, generator=upstream, dtype=each.dtype)).sum()
+        for each in outputs
+        if each.requires_grad
+    ).backward()
+    return [each.detach() for each in outputs], [value.grad for value in inputs]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(topk=2, scaling_factor=2.5),
+        dict(topk=1, use_pre_softmax=True),
+        dict(topk=2, score_function="sigmoid", expert_bias=LOGITS[0]),
+        dict(topk=2, score_function="sigmoid", num_groups=4, group_topk=2),
+    ],
+)
+def test_fused_routing(settings: dict[str, Any]) -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    score = settings.get("score_function", "softmax")
+    for function, args in (
+        (moe_utils.topk_routing_with_score_function, settings),
+        (
+            moe_utils.compute_routing_scores_for_aux_loss,
+            dict(topk=settings["topk"], score_function=score),
+        ),
+    ):
+        expected, found = (
+            _with_gradient(function, [LOGITS], **args, fused=fused) for fused in (False, True)
+        )
+        assert expected[1][0].any()
+        torch.testing.assert_close(found, expected)
+
+
+def test_fused_balancing_loss() -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    def loss(probs: torch.Tensor, fused: bool) -> list[torch.Tensor]:
+        counts = torch.arange(8)
+        return [moe_utils.switch_load_balancing_loss_func(probs, counts, 14, 2, 8, 0.1, fused)]
+
+    expected, found = (_with_gradient(loss, [LOGITS], fused) for fused in (False, True))
+    assert expected[1][0].any()
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_fused_permutation(dtype: torch.dtype) -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    logits = LOGITS.to(dtype)
+    routing_map = logits > 0.3
+    splits, order = torch.tensor([3, 0, 4]), torch.tensor([2, 0, 1])
+
+    def there(fused: bool, tokens: Any, probs: Any) -> Any:
+        return moe_utils.permute(tokens, routing_map, probs, int(routing_map.sum()), fused)
+
+    def there_and_back(fused: bool, probs: Any, tokens: Any, merging: Any) -> Any:
+        permuted, permuted_probs, rows, *_ = there(fused, tokens, probs)
+        permuted = permuted * (1 if permuted_probs is None else permuted_probs.unsqueeze(1))
+        shape = tokens.shape
+        return [moe_utils.unpermute(permuted, rows, shape, merging, routing_map, fused)]
+
+    def sorted_chunks(fused: bool, tokens: Any, probs: Any) -> Any:
+        return moe_utils.sort_chunks_by_idxs(tokens, splits, order, probs, fused)
+
+    tokens, other = logits[:, :5], logits.flip(1)
+    for function, inputs in (
+        (lambda fused, *args: there(fused, *args)[:2], [tokens, logits]),
+        (lambda fused, *args: there_and_back(fused, None, *args), [tokens, other]),
+        (lambda fused, *args: there_and_back(fused, logits, *args, None), [tokens]),
+        (sorted_chunks, [tokens, logits[:, 0]]),
+        (lambda fused, *args: sorted_chunks(fused, *args, None), [tokens]),
+    ):
+        outcomes = [_with_gradient(partial(function, fused), inputs) for fused in (False, True)]
+        torch.testing.assert_close(outcomes[1], outcomes[0])
+        assert all(gradient.any() for gradient in outcomes[0][1])
 
 
 def _train(rank: int) -> list[float]:
