@@ -12,6 +12,7 @@ import importlib.util
 import runpy
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def run(script: Path, words: list[str], balance: BalanceConfig | None) -> None:
         if not has_cuda:
             _train_without_cuda()
         if balance is not None:
+            _check_arguments(balance)
             _report_by_megatron()
     if balance is not None:
         from megatron_ext.mcore.models import balance_models
@@ -66,6 +68,27 @@ def _train_without_cuda() -> None:
     if importlib.util.find_spec("megatron.legacy") is not None:
         kernels = importlib.import_module("megatron.legacy.fused_kernels")
         kernels.load = lambda args: None  # type: ignore[attr-defined]
+
+
+def _check_arguments(balance: BalanceConfig) -> None:
+    """Let Megatron's start check its arguments for balancing, before any rank waits for others."""
+    from megatron_ext.mcore.check import check
+
+    home: Any = importlib.import_module("megatron.training.global_vars")
+    arguments: Any = importlib.import_module("megatron.training.arguments")
+    set_args = home.set_args
+
+    def check_and_set(args: Any) -> None:
+        config = None
+        # A program may change its arguments before it makes a config of them; what Megatron refuses
+        # then, and what balancing does, is said when the model is built.
+        with suppress(Exception):
+            config = arguments.core_transformer_config_from_args(args)
+        if config is not None:
+            check(config, balance)
+        set_args(args)
+
+    home.set_args = check_and_set
 
 
 def _keep_compiled_helpers() -> None:
