@@ -8,9 +8,12 @@ is tested on kept ranks.
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -44,8 +47,8 @@ COMMAND_LINE = """
     --micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr 0.01 --log-interval 1
     --lr-decay-style constant --eval-iters 1 --eval-interval 100 --tokenizer-type NullTokenizer
     --distributed-backend gloo --use-cpu-initialization --transformer-impl local --num-workers 0
-    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion
-    --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm --attention-backend unfused
+    --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
+    --no-persist-layer-norm --attention-backend unfused
 """
 
 
@@ -54,7 +57,7 @@ def launch(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "megatron_ext.pretrain", str(PROGRAM_FILE), *" ".join(words).split()]
     return subprocess.run(
-        ["env", "TORCH_COMPILE_DISABLE=1", *command],
+        ["env", "TORCH_COMPILE_DISABLE=1", "WANDB_MODE=offline", *command],
         capture_output=True,
         text=True,
         check=False,
@@ -66,11 +69,41 @@ def logged(output: str, name: str) -> list[float]:
     return [float(value) for value in re.findall(rf" {name}: ([\d.E+-]+) \|", output)]
 
 
+def written_for_wandb(folder: Path, name: str) -> list[float]:
+    """A value of every iteration, from W&B's only run there."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    items = [item for each in records(path) for item in Record.FromString(each).history.item]
+    return [float(item.value_json) for item in items if [name] in (item.nested_key, [item.key])]
+
+
+def records(path: Path) -> Iterator[bytes]:
+    """Records of a log of LevelDB: in blocks, behind 7 bytes that name W&B."""
+    data, position, record = path.read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        if (left := 32768 - position % 32768) < 7:
+            position += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, position + 4)  # behind a checksum
+        position += 7
+        record += data[position : position + length]
+        position += length
+        if kind in (WHOLE, LAST):
+            yield record
+            record = b""
+
+
+WHOLE, LAST = 1, 4
+"""Kinds of a record's parts."""
+
+
 @needs_training_loop
 @pytest.mark.slow
-def test_a_program_learns_the_same_balanced() -> None:
+def test_a_program_learns_the_same_balanced(tmp_path: Path) -> None:
     plain = launch(COMMAND_LINE)
-    balanced = launch("--moe-balance-slots=2", COMMAND_LINE, "--moe-balance-tolerance 0")
+    to_wandb = f"--wandb-project x --wandb-exp-name y --wandb-save-dir {tmp_path}"
+    balanced = launch("--moe-balance-slots=2", COMMAND_LINE, "--moe-balance-tolerance 0", to_wandb)
     assert plain.returncode == 0, plain.stderr
     assert balanced.returncode == 0, balanced.stderr
     for name in ("lm loss", "mtp_1 loss", "lm loss value"):
@@ -83,6 +116,30 @@ def test_a_program_learns_the_same_balanced() -> None:
     assert after == [1.0] * 4
     assert min(replicas) > 0
     assert "moe_replicas" not in plain.stdout
+    for name, values in zip(pretrain.METRICS, (before, after, replicas), strict=True):
+        written = written_for_wandb(tmp_path, name)
+        assert [f"{value:.2f}" for value in written] == [f"{value:.2f}" for value in values]
+
+
+@needs_training_loop
+@pytest.mark.slow
+def test_what_excludes_balancing_is_said_before_ranks_wait_for_each_other() -> None:
+    words = ["-m", "megatron_ext.pretrain", str(PROGRAM_FILE), "--moe-balance-slots=2"]
+    words += [*COMMAND_LINE.split(), "--cuda-graph-impl", "local"]
+    # It says that there are two ranks, and not where the other is: it could not wait for it.
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
+    refused = subprocess.run(
+        [sys.executable, *words],
+        env=alone | dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert refused.returncode == 2, refused.stderr
+    line = refused.stderr.splitlines()[-1]
+    assert line.startswith(
+        f"{PROGRAM}: error: cuda_graph_impl ('local') must be 'none' with --moe-"
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
