@@ -134,9 +134,12 @@ inline void check_split(const Tensor& load,
         load.size(0) - 1);
 }
 
-// What is sealed. The tensors must be contiguous.
-inline SealedPlan sealed_plan(const Tensor& load, const Tensor& quota, const Tensor& slots) {
-    check_split(load, quota, {});
+// A plan, and the load that it is for.
+inline void check_planned(const Tensor& load,
+                          const Tensor& quota,
+                          const Tensor& slots,
+                          std::optional<int64_t> source_rank = {}) {
+    check_split(load, quota, source_rank);
     TORCH_CHECK_VALUE(
         slots.dim() == 2 && slots.scalar_type() == at::kInt && slots.size(0) == load.size(0),
         "slots must be int32 [R, S] with R = ",
@@ -145,6 +148,11 @@ inline SealedPlan sealed_plan(const Tensor& load, const Tensor& quota, const Ten
         slots.scalar_type(),
         " ",
         slots.sizes());
+}
+
+// What is sealed. The tensors must be contiguous.
+inline SealedPlan sealed_plan(const Tensor& load, const Tensor& quota, const Tensor& slots) {
+    check_planned(load, quota, slots);
     return {load.const_data_ptr<int64_t>(),
             quota.const_data_ptr<int64_t>(),
             slots.const_data_ptr<int32_t>(),

@@ -115,9 +115,10 @@ std::tuple<Tensor, Tensor> solve_ladder_op(const Tensor& load,
     return plan_all(load, problem, tolerances, tolerances.count);
 }
 
-Tensor split_quota_op(const Tensor& load, const Tensor& quota, std::optional<int64_t> source_rank) {
-    check_split(load, quota, source_rank);
-    check_one_device({load, quota});
+Tensor split_for(const Tensor& load,
+                 const Tensor& quota,
+                 std::optional<int64_t> source_rank,
+                 const PlacedInstances& placed) {
     const c10::cuda::CUDAGuard guard(load.device());
     const int64_t ranks = load.size(0);
     const int64_t experts = load.size(1);
@@ -132,8 +133,28 @@ Tensor split_quota_op(const Tensor& load, const Tensor& quota, std::optional<int
                                     source_rank.value_or(0),
                                     source_rank.has_value() ? 1 : ranks,
                                     split.mutable_data_ptr<int64_t>(),
+                                    placed,
                                     current_stream()));
     return split;
+}
+
+Tensor split_quota_op(const Tensor& load, const Tensor& quota, std::optional<int64_t> source_rank) {
+    check_split(load, quota, source_rank);
+    check_one_device({load, quota});
+    return split_for(load, quota, source_rank, {});
+}
+
+std::tuple<Tensor, Tensor> share_plan_op(const Tensor& load,
+                                         const Tensor& quota,
+                                         const Tensor& slots,
+                                         int64_t source_rank) {
+    check_planned(load, quota, slots, source_rank);
+    check_one_device({load, quota, slots});
+    const Tensor held = slots.contiguous();
+    Tensor ids = at::empty({load.size(1), load.size(0)}, load.options());
+    const PlacedInstances placed{
+        held.const_data_ptr<int32_t>(), held.size(1), ids.mutable_data_ptr<int64_t>()};
+    return {split_for(load, quota, source_rank, placed), ids};
 }
 
 std::tuple<Tensor, Tensor> assign_op(const Tensor& routing_map,
@@ -215,6 +236,7 @@ TORCH_LIBRARY_IMPL(megatron_ext, CUDA, m) {
     m.impl("solve_quota", &megatron_ext::solve_quota_op);
     m.impl("solve_ladder", &megatron_ext::solve_ladder_op);
     m.impl("split_quota", &megatron_ext::split_quota_op);
+    m.impl("share_plan", &megatron_ext::share_plan_op);
     m.impl("assign", &megatron_ext::assign_op);
     m.impl("place", &megatron_ext::place_op);
     m.impl("place_back", &megatron_ext::place_back_op);

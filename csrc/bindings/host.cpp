@@ -1,6 +1,7 @@
 // The host implementations of the ops: they check arguments, allocate outputs, and call csrc/cpu.
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -136,6 +137,22 @@ Tensor split_quota_op(const Tensor& load, const Tensor& quota, std::optional<int
     return split;
 }
 
+std::tuple<Tensor, Tensor> share_plan_op(const Tensor& load,
+                                         const Tensor& quota,
+                                         const Tensor& slots,
+                                         int64_t source_rank) {
+    check_planned(load, quota, slots, source_rank);
+    Tensor split = split_quota_op(load, quota, source_rank);
+    const Tensor held = slots.contiguous();
+    Tensor ids = at::empty_like(split);
+    number_instances(load.size(0),
+                     load.size(1),
+                     held.size(1),
+                     held.const_data_ptr<int32_t>(),
+                     ids.mutable_data_ptr<int64_t>());
+    return {split, ids};
+}
+
 std::tuple<Tensor, Tensor> assign_op(const Tensor& routing_map,
                                      const Tensor& source_quota,
                                      const Tensor& physical_index,
@@ -222,6 +239,7 @@ TORCH_LIBRARY_IMPL(megatron_ext, CPU, m) {
     m.impl("solve_paper", &megatron_ext::solve_op<megatron_ext::solve_paper>);
     m.impl("lower_bound", &megatron_ext::lower_bound_op);
     m.impl("split_quota", &megatron_ext::split_quota_op);
+    m.impl("share_plan", &megatron_ext::share_plan_op);
     m.impl("assign", &megatron_ext::assign_op);
     m.impl("place", &megatron_ext::place_op);
     m.impl("place_back", &megatron_ext::place_back_op);

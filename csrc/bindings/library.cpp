@@ -23,6 +23,9 @@ TORCH_LIBRARY(megatron_ext, m) {
     m.def("lower_bound(Tensor load, int num_slots, int nvlink_domain) -> Tensor");
     m.def("split_quota(Tensor load, Tensor quota, int? source_rank) -> Tensor");
     m.def(
+        "share_plan(Tensor load, Tensor quota, Tensor slots, int source_rank) -> "
+        "(Tensor split, Tensor physical_index)");
+    m.def(
         "assign(Tensor routing_map, Tensor source_quota, Tensor physical_index, int top_k) -> "
         "(Tensor logical, Tensor physical)");
     m.def(

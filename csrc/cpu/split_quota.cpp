@@ -1,4 +1,4 @@
-// Stage 2, host build: one source rank's share of every quota.
+// Stage 2, host build: one source rank's share of every quota, and the ids of the instances.
 //
 // Source: UltraEP, Algorithm 1 (SolveReroute); the rest beyond own assignments is split as in
 // tests/reference/reroute.py instead of by rounded proportions.
@@ -44,6 +44,25 @@ void split_quota(int64_t num_ranks,
         for (int64_t t = 0; t < num_ranks && position < end; ++t) {
             if (t != home) overlap(t);
         }
+    }
+}
+
+void number_instances(int64_t num_ranks,
+                      int64_t num_experts,
+                      int64_t num_slots,
+                      const int32_t* slots,
+                      int64_t* physical_index) {
+    const int64_t mains = num_experts / num_ranks;
+    const int64_t places = mains + num_slots;
+    std::fill_n(physical_index, num_experts * num_ranks, int64_t{-1});
+    for (int64_t e = 0; e < num_experts; ++e) {
+        const int64_t home = e / mains;
+        physical_index[e * num_ranks + home] = home * places + e % mains;
+    }
+    for (int64_t i = 0; i < num_ranks * num_slots; ++i) {
+        const int64_t t = i / num_slots;
+        if (slots[i] < 0) continue;
+        physical_index[slots[i] * num_ranks + t] = t * places + mains + i % num_slots;
     }
 }
 

@@ -1,6 +1,6 @@
-// Stage 2 on the device: shares of every quota by source rank.
+// Stage 2 on the device: shares of every quota by source rank, and the ids of the instances.
 //
-// 1. One row [E, R] of the split for each source rank asked for.
+// 1. One row [E, R] of the split for each source rank asked for, and of the plan's ids if asked for.
 // 2. One warp: one expert of one source. One lane: one instance at a time.
 // 3. A kernel, because the quotas are on the device.
 // 4. Lanes combine their numbers by prefix sums.
@@ -20,12 +20,23 @@ constexpr int kThreads = kWarps * DeviceWarp::kLanes;
 __device__ int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 __device__ int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
 
+// Physical id of expert e's instance on rank t, or -1.
+__device__ int64_t id_of(const PlacedInstances& placed, int64_t e, int64_t t, int64_t mains) {
+    const int64_t first = t * (mains + placed.num_slots);
+    if (e / mains == t) return first + e % mains;
+    for (int64_t s = 0; s < placed.num_slots; ++s) {
+        if (placed.slots[t * placed.num_slots + s] == e) return first + mains + s;
+    }
+    return -1;
+}
+
 __global__ void split_quota_kernel(int64_t ranks,
                                    int64_t experts,
                                    const int64_t* load,
                                    const int64_t* quota,
                                    int64_t first_source,
-                                   int64_t* split) {
+                                   int64_t* split,
+                                   PlacedInstances placed) {
     const DeviceWarp warp;
     const int64_t e = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / DeviceWarp::kLanes;
     if (e >= experts) return;  // whole warps
@@ -51,6 +62,9 @@ __global__ void split_quota_kernel(int64_t ranks,
         if (i < ranks) {
             const int64_t shared = greater(smaller(end, next) - greater(begin, next - length), 0);
             share[t] = shared + (t == source ? local(t) : 0);
+            if (placed.physical_index != nullptr) {
+                placed.physical_index[e * ranks + t] = id_of(placed, e, t, experts / ranks);
+            }
         }
         position = of_last_lane(next);
     }
@@ -65,11 +79,12 @@ cudaError_t split_quota_cuda(int64_t num_ranks,
                              int64_t first_source,
                              int64_t num_sources,
                              int64_t* split,
+                             const PlacedInstances& placed,
                              cudaStream_t stream) {
     const dim3 grid(static_cast<unsigned>((num_experts + kWarps - 1) / kWarps),
                     static_cast<unsigned>(num_sources));
     split_quota_kernel<<<grid, kThreads, 0, stream>>>(
-        num_ranks, num_experts, load, quota, first_source, split);
+        num_ranks, num_experts, load, quota, first_source, split, placed);
     return cudaGetLastError();
 }
 

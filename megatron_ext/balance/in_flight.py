@@ -1,8 +1,8 @@
 """Keeps plans from a microbatch's forward to its backward.
 
 A pipeline schedule runs several forwards of one layer before the first backward comes back, so one
-layer has several plans in flight. Each lives in fixed storage under a *virtual layer id*: (MoE
-layer on this rank, entry of its ring). Autograd carries a `PlanHandle`, which names the id and the
+layer has several plans in flight. Each is kept under a *virtual layer id*: (MoE layer on this rank,
+entry of its ring). Autograd carries a `PlanHandle`, which names the id and the
 generation of what is stored there; asking with an old generation is an error, never another
 microbatch's plan. Plans are released by id, in any order.
 
@@ -41,14 +41,14 @@ class PlanHandle:
 
 
 class InFlightPlans:
-    """The plans of one MoE layer between forward and backward: a ring of fixed tensors.
+    """The plans of one MoE layer between forward and backward: a ring of entries.
 
     Args:
         layout: Experts and slots of the EP group.
         ring_size: Most plans in flight at a time.
         layer_number: 1-based, as in Megatron; for messages.
         first_virtual_layer_id: Ids are this and the following `ring_size - 1`.
-        device: Where the plans are stored.
+        device: Where the plans are.
     """
 
     def __init__(
@@ -64,12 +64,10 @@ class InFlightPlans:
         self.ring_size = ring_size
         self.layer_number = layer_number
         self.first_virtual_layer_id = first_virtual_layer_id
-        shape = (ring_size, layout.num_experts, layout.ep_size)
-        self._quota = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._slots = torch.full(
-            (ring_size, layout.ep_size, layout.slots), -1, dtype=torch.int32, device=device
-        )
-        self._on_host = [_HostCopy(slots) for slots in self._slots]
+        self._plans: list[BalancePlan | None] = [None] * ring_size
+        self._on_host = [
+            _HostCopy((layout.ep_size, layout.slots), torch.int32, device) for _ in range(ring_size)
+        ]
         self._maps = [RoutingMaps() for _ in range(ring_size)]
         self._generation = [0] * ring_size
         self._microbatch_idx = [-1] * ring_size
@@ -82,7 +80,7 @@ class InFlightPlans:
         return self.ring_size - len(self._free)
 
     def keep(self, plan: BalancePlan) -> PlanHandle:
-        """Copy `plan` into a free entry and return its handle.
+        """Keep `plan` in a free entry and return its handle. Nobody writes to a plan.
 
         Raises:
             RuntimeError: Every entry holds a plan whose backward has not run.
@@ -101,9 +99,8 @@ class InFlightPlans:
         self._num_kept += 1
         self._generation[entry] += 1
         self._microbatch_idx[entry] = microbatch_idx
-        self._quota[entry].copy_(plan.quota)
-        self._slots[entry].copy_(plan.slots)
-        self._on_host[entry].start()
+        self._plans[entry] = plan
+        self._on_host[entry].start(plan.slots)
         handle = PlanHandle(
             self.first_virtual_layer_id + entry,
             self._generation[entry],
@@ -114,13 +111,14 @@ class InFlightPlans:
         return handle
 
     def recall(self, handle: PlanHandle) -> BalancePlan:
-        """Return the plan that `handle` names: views of the ring, valid until it is released.
+        """Return the plan that `handle` names.
 
         Raises:
             RuntimeError: The entry was released since, or holds another microbatch's plan.
         """
-        entry = self._entry_of(handle)
-        return BalancePlan(layout=self.layout, quota=self._quota[entry], slots=self._slots[entry])
+        plan = self._plans[self._entry_of(handle)]
+        assert plan is not None, "an entry that is taken has a plan"
+        return plan
 
     def recall_slots(self, handle: PlanHandle) -> Tensor:
         """Return the slots of the plan that `handle` names, on the host, until it is released.
@@ -142,6 +140,7 @@ class InFlightPlans:
     def clear(self) -> None:
         """Release every plan: no backward will come any more."""
         self._free = list(range(self.ring_size))
+        self._plans = [None] * self.ring_size
 
     def _entry_of(self, handle: PlanHandle) -> int:
         entry = handle.virtual_layer_id - self.first_virtual_layer_id
@@ -158,27 +157,22 @@ class InFlightPlans:
     def _free_entry(self, entry: int, generation: int) -> None:
         if self._generation[entry] == generation and entry not in self._free:
             self._free.append(entry)
+            self._plans[entry] = None
 
 
 class _HostCopy:
-    """A tensor's values on the host, as they were at the last `start`.
+    """The values of a tensor on the host. Of one that is there already no copy is made."""
 
-    On the CPU no copy is made: the ring's entry is not written again before its release, so its
-    values are stable.
-    """
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._copy = torch.empty(shape, dtype=dtype, pin_memory=self._copied is not None)
 
-    def __init__(self, source: Tensor) -> None:
-        self._source = source
-        self._copy = source
-        self._copied: torch.cuda.Event | None = None
-        if source.is_cuda:
-            self._copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-            self._copied = torch.cuda.Event()
-
-    def start(self) -> None:
+    def start(self, source: Tensor) -> None:
         """Start to copy, behind the work of the current stream; the host does not wait."""
-        if self._copied is not None:
-            self._copy.copy_(self._source, non_blocking=True)
+        if self._copied is None:
+            self._copy = source
+        else:
+            self._copy.copy_(source, non_blocking=True)
             self._copied.record()
 
     def wait(self) -> Tensor:

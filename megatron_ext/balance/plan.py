@@ -210,7 +210,7 @@ def fit_quota(source_quota: Tensor, num_choices: Tensor) -> Tensor:
     return fitted
 
 
-def split_for(rank: int, counts: Tensor, plan: BalancePlan) -> Tensor:
+def share_plan(rank: int, counts: Tensor, plan: BalancePlan) -> tuple[Tensor, Tensor]:
     """Return one rank's share of every quota: that of its EP rank, shared in the expert-TP group.
 
     The T ranks of an expert-TP group are one source to `split_quota`. Each of them then takes of
@@ -225,19 +225,23 @@ def split_for(rank: int, counts: Tensor, plan: BalancePlan) -> Tensor:
 
     Returns:
         Assignments from the rank to expert e that EP rank t computes: int64 [E, R]. Rows sum to the
-        rank's counts; the group's shares sum to the EP rank's split.
+        rank's counts; the group's shares sum to the EP rank's split. And `plan.physical_index()`.
 
     >>> from megatron_ext.balance.solve import solve
     >>> counts = torch.tensor([[4, 1, 0, 0], [2, 0, 1, 0], [4, 1, 0, 1], [0, 1, 1, 0]])
     >>> plan = solve(load_of(counts, ep_size=2), ep_size=2, slots=1)
-    >>> [split_for(rank, counts, plan)[0].tolist() for rank in range(4)]
+    >>> [share_plan(rank, counts, plan)[0][0].tolist() for rank in range(4)]
     [[4, 0], [1, 1], [0, 4], [0, 0]]
     """
     load = load_of(counts, plan.layout.ep_size)
     num_shards = len(counts) // len(load)
-    split = split_quota(load, plan, rank // num_shards)
+    load_library()
+    split: Tensor
+    split, physical_index = torch.ops.megatron_ext.share_plan(
+        load, plan.quota, plan.slots, rank // num_shards
+    )
     if num_shards == 1:
-        return split
+        return split, physical_index
     ep_rank, shard = divmod(rank, num_shards)
     # The instances lie on a line. A rank in turn takes its share of each piece of what is left.
     rest = load[ep_rank, :, None]
@@ -246,7 +250,7 @@ def split_for(rank: int, counts: Tensor, plan: BalancePlan) -> Tensor:
         after = rest - mine
         shorter = line * after // rest.clamp(min=1)
         taken, line, rest = line - shorter, shorter, after
-    return taken.diff(dim=1, prepend=torch.zeros_like(rest))
+    return taken.diff(dim=1, prepend=torch.zeros_like(rest)), physical_index
 
 
 def check_plan(load: Tensor, plan: BalancePlan, *, min_quota: int = _DEFAULTS.min_quota) -> None:

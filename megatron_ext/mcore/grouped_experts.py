@@ -92,13 +92,16 @@ class GroupedExperts(MegatronModule):
     def compute(
         self, fc1: Tensor, fc2: Tensor, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
     ) -> Tensor:
-        """Run experts with the given stacked weights on tokens sorted by expert."""
+        """Run experts with the given stacked weights on tokens sorted by expert.
+
+        The counts may be on the host or the device; the host waits for neither.
+        """
         config = self.config
         scale = probs.unsqueeze(-1)
         if config.moe_apply_probs_on_input:
             tokens = (tokens * scale).to(tokens.dtype)
             scale = torch.ones_like(scale)
-        ends = tokens_per_expert.to(tokens.device).cumsum(0, dtype=torch.int32)
+        ends = _on_device(tokens_per_expert.cumsum(0, dtype=torch.int32), tokens.device)
         inner = grouped_mm(tokens, fc1.transpose(1, 2), offs=ends)
         if config.gated_linear_unit:
             gate, linear = inner.chunk(2, dim=-1)
@@ -183,5 +186,15 @@ class GroupedWeights:
         self, weights: Sequence[Any], tokens: Tensor, num_tokens: list[int], probs: Tensor
     ) -> Tensor:
         fc1, fc2 = weights
-        counts = torch.tensor(num_tokens, device=tokens.device)
+        counts = torch.tensor(num_tokens)
         return self._experts.compute(fc1, fc2, tokens, counts, probs)
+
+
+def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Start to copy a tensor of the host; the host goes on at once.
+
+    From memory that is not pinned a copy would wait for all earlier work on the device.
+    """
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

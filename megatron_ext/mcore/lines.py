@@ -35,6 +35,7 @@ class BalanceLines:
         self._every = every
         self._layers: WeakSet[Any] = WeakSet()
         self._has_begun = False
+        self._reports: list[Any] = []
         self._num_counted = 0
         self._sum = self._worst = torch.zeros(3, dtype=torch.float64)
 
@@ -47,20 +48,29 @@ class BalanceLines:
         if not self._has_begun:
             self._has_begun = True
             _say(f"{self._names()}: {_what_balances(layer)}")
-        parts = (
-            imbalances(home_loads(report.load)),
-            imbalances(report.rank_loads_after),
-            (report.slots >= 0).sum().double(),
-        )
-        values = torch.stack(parts)
-        is_first = self._num_counted == 0
-        self._sum = values if is_first else self._sum + values
-        self._worst = values if is_first else torch.maximum(self._worst, values)
-        self._num_counted += 1
+        self._reports.append(report)
+        if len(self._reports) >= len(self._layers):
+            self._count()
         if self._num_counted >= self._every * len(self._layers):
             did = _what_was_done(self._sum / self._num_counted, self._worst)
             _say(f"{self._names()}, last {_number(self._every, 'microbatch')}: {did}")
             self._num_counted = 0
+
+    def _count(self) -> None:
+        """Count the reports so far, in as many operations as one of them would take."""
+        values = torch.stack(
+            [
+                imbalances(home_loads(torch.stack([one.load for one in self._reports]))),
+                imbalances(torch.stack([one.rank_loads_after for one in self._reports])),
+                (torch.stack([one.slots for one in self._reports]) >= 0).sum((1, 2)).double(),
+            ]
+        )
+        total, worst = values.sum(1), values.amax(1)
+        is_first = self._num_counted == 0
+        self._sum = total if is_first else self._sum + total
+        self._worst = worst if is_first else torch.maximum(self._worst, worst)
+        self._num_counted += len(self._reports)
+        self._reports.clear()
 
     def _names(self) -> str:
         numbers = sorted(layer.layer_number for layer in self._layers)

@@ -44,7 +44,7 @@ from megatron_ext.balance.in_flight import InFlightPlans, PlanHandle
 from megatron_ext.balance.load import gather_load, load_of
 from megatron_ext.balance.main_weights import MainWeights
 from megatron_ext.balance.placement import Placement
-from megatron_ext.balance.plan import BalancePlan, fit_quota, split_for
+from megatron_ext.balance.plan import BalancePlan, fit_quota, share_plan
 from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.replicas import (
     NO_SLOTS,
@@ -300,10 +300,10 @@ class BalancedMoELayer(MoELayer):
         # Between GPUs this does not make the host wait for the plan: it stays on the device, and
         # what the host needs of it in backward is copied meanwhile (in_flight.py).
         materializing = replication.start_materialize(sent)
-        source_quota = split_for(self.planning_group.rank(), counts, plan)
+        source_quota, physical_index = share_plan(self.planning_group.rank(), counts, plan)
         if left is not None:
             source_quota = fit_quota(source_quota, chosen.sum(0))
-        assignment = assign(chosen, source_quota, plan.physical_index(), self._most_choices)
+        assignment = assign(chosen, source_quota, physical_index, self._most_choices)
         # Where a forward is recomputed, its maps live as long as one pass: no entry holds them.
         is_only_pass = torch.is_grad_enabled() and left is None
         maps = replication.routing_maps() if is_only_pass else None
@@ -356,10 +356,7 @@ class BalancedMoELayer(MoELayer):
     def _recall(self, left: LeftBehind) -> tuple[Tensor, BalancePlan, PlanHandle]:
         """Return what the first pass planned."""
         assert self._in_flight is not None, "the first pass made it"
-        plan = self._in_flight.recall(left.handle)
-        # Observers may keep it longer than the backward does.
-        plan = dataclasses.replace(plan, quota=plan.quota.clone(), slots=plan.slots.clone())
-        return left.counts, plan, left.handle
+        return left.counts, self._in_flight.recall(left.handle), left.handle
 
     def routed_experts_compute(self, hidden_states: Any, probs: Any) -> tuple[Any, None]:
         """Stage 6, with the hooks of stages 4 and 8 for backward around it."""

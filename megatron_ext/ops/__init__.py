@@ -45,6 +45,7 @@ def load_library() -> None:
     torch.library.register_fake("megatron_ext::solve_paper", _fake_solve)
     torch.library.register_fake("megatron_ext::lower_bound", _fake_lower_bound)
     torch.library.register_fake("megatron_ext::split_quota", _fake_split_quota)
+    torch.library.register_fake("megatron_ext::share_plan", _fake_share_plan)
     torch.library.register_fake("megatron_ext::assign", _fake_assign)
     torch.library.register_fake("megatron_ext::place", _fake_place)
     torch.library.register_fake("megatron_ext::place_back", _fake_place_back)
@@ -121,6 +122,12 @@ def _fake_lower_bound(load: Tensor, num_slots: int, nvlink_domain: int) -> Tenso
 def _fake_split_quota(load: Tensor, quota: Tensor, source_rank: int | None) -> Tensor:
     ranks, experts = load.shape
     return load.new_empty((experts, ranks) if source_rank is not None else (ranks, experts, ranks))
+
+
+def _fake_share_plan(
+    load: Tensor, quota: Tensor, slots: Tensor, source_rank: int
+) -> tuple[Tensor, Tensor]:
+    return quota.new_empty(quota.shape), quota.new_empty(quota.shape)
 
 
 def _fake_assign(

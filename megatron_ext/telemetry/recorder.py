@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.balance.metrics import home_loads, imbalance
+from megatron_ext.balance.metrics import home_loads, imbalances
 from megatron_ext.balance.reroute import as_map
 from megatron_ext.telemetry.trace import LayerLoad
 
@@ -92,17 +92,26 @@ class LoadRecorder:
 
     def take_step(self) -> StepLoads:
         """Return the sums since the last call. All ranks of the EP group call it together."""
-        before = [imbalance(home_loads(report.load)) for report in self._reports]
-        after = [imbalance(report.rank_loads_after) for report in self._reports]
-        replicas = sum(report.num_replicas for report in self._reports)
-        counted = [
-            LayerLoad(
-                report.layer_number,
-                report.load,
-                report.prediction.load if report.prediction is not None else None,
+        before: list[float] = []
+        after: list[float] = []
+        replicas, counted = 0, []
+        if self._reports:
+            loads, rank_loads_after, slots = _on_host(
+                torch.stack([report.load for report in self._reports]),
+                torch.stack([report.rank_loads_after for report in self._reports]),
+                torch.stack([report.slots for report in self._reports]),
             )
-            for report in self._reports
-        ]
+            before += imbalances(home_loads(loads)).tolist()
+            after += imbalances(rank_loads_after).tolist()
+            replicas = int((slots >= 0).sum())
+            counted += [
+                LayerLoad(
+                    report.layer_number,
+                    load,
+                    report.prediction.load if report.prediction is not None else None,
+                )
+                for report, load in zip(self._reports, loads, strict=True)
+            ]
         predictions: dict[int, list[Any]] = {}
         for report in self._reports:
             if report.prediction is not None:
@@ -113,7 +122,7 @@ class LoadRecorder:
             everyone = [torch.empty_like(mine) for _ in range(self._ep_group.size())]
             dist.all_gather(everyone, mine, group=self._ep_group)
             loads = torch.stack(everyone, dim=1).cpu()  # [C, R, E]
-            plain = [imbalance(rank_loads) for rank_loads in home_loads(loads)]
+            plain = imbalances(home_loads(loads)).tolist()
             before += plain
             after += plain
             layers = (one.layer_number for one in self._counts)
@@ -134,3 +143,10 @@ class LoadRecorder:
             _, choices = outputs
             chosen = as_map(choices, router.config.num_moe_experts)
             self._counts.append(LayerLoad(layer_number, chosen.sum(0)))
+
+
+def _on_host(*tensors: Tensor) -> list[Tensor]:
+    """Integer tensors on the host, as int64: one copy, for which the host waits once."""
+    copy = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
+    parts = copy.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

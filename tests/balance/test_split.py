@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.balance.load import load_of
 from megatron_ext.balance.metrics import remote_assignments
-from megatron_ext.balance.plan import check_split, split_for, split_quota
+from megatron_ext.balance.plan import check_split, share_plan, split_quota
 from megatron_ext.balance.solve import solve, solve_plan
 from tests import workloads
 from tests.balance.instances import instances, worked_example
@@ -24,7 +24,10 @@ def test_rows_and_columns_are_exact_and_local_comes_first(instance):
     assert torch.equal(local, torch.minimum(load.T, plan.quota))
     assert int(load.sum() - local.sum()) == remote_assignments(load, plan)
     for source_rank in range(instance.layout.ep_size):
-        assert torch.equal(split_quota(load, plan, source_rank), split[source_rank])
+        share, physical_index = share_plan(source_rank, load, plan)
+        assert torch.equal(share, split[source_rank])
+        assert torch.equal(split_quota(load, plan, source_rank), share)
+        assert torch.equal(physical_index, plan.physical_index())
 
 
 @given(instance=instances(), num_shards=st.integers(1, 4), seed=st.integers(0, 99))
@@ -35,7 +38,7 @@ def test_ranks_with_shards_of_the_same_experts_share_in_proportion(instance, num
     counts = instance.load.repeat_interleave(num_shards, 0) * factors
     load = load_of(counts, ranks)
     plan = solve_plan(load, instance.layout, **instance.settings)
-    shares = torch.stack([split_for(rank, counts, plan) for rank in range(len(counts))])
+    shares = torch.stack([share_plan(rank, counts, plan)[0] for rank in range(len(counts))])
     assert (shares >= 0).all()
     assert torch.equal(shares.sum(2), counts)
     split = split_quota(load, plan)

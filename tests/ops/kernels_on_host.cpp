@@ -137,9 +137,20 @@ void plan_and_split(const QuotaProblem& problem, int64_t batch, const Tolerances
                     first + s,
                     split.data() + s * experts * ranks);
     }
-    split_quota_cuda(
-        ranks, experts, load.data(), quota.data(), first, sources, split_there.data(), nullptr);
+    std::vector<int64_t> ids(experts * ranks);
+    Guarded<int64_t> ids_there(ids.size());
+    number_instances(ranks, experts, problem.num_slots, slots.data(), ids.data());
+    split_quota_cuda(ranks,
+                     experts,
+                     load.data(),
+                     quota.data(),
+                     first,
+                     sources,
+                     split_there.data(),
+                     {slots.data(), problem.num_slots, ids_there.data()},
+                     nullptr);
     require(split_there.values() == split, "the split equals the host's");
+    require(ids_there.values() == ids, "the ids equal the host's");
 }
 
 // What the host stage refuses, the kernels leave out.

@@ -233,6 +233,7 @@ def test_opcheck():
         (native.solve_paper, (batch, 1, 2, 10_000, 1)),
         (native.lower_bound, (load, 1, 2)),
         (native.lower_bound, (batch, 1, 2)),
+        (native.share_plan, (*planned(4, 8, 2), 3)),
         (native.assign, assign_arguments()),
         (native.place, place_arguments()),
         (native.place_back, (torch.rand(9, 6), *place_arguments()[1:3], 4)),

@@ -98,3 +98,29 @@ def _record_ids(rank: int) -> Any:
 def test_counts_a_router_that_gives_ids() -> None:
     for (counted,) in run_ranks(_record_ids, 2):
         assert counted.load.tolist() == [[1, 0, 0, 0, 2, 0]] * 2
+
+
+def test_the_host_waits_once_a_step() -> None:
+    from megatron_ext.telemetry.recorder import LoadRecorder
+    from tests.perf.launches import Counting, Work, as_on_a_gpu
+
+    layer: Any = SimpleNamespace(observers=[])
+    recorder = LoadRecorder([layer], ep_group=None)
+    for layer_number in range(4):
+        report = SimpleNamespace(
+            layer_number=layer_number,
+            load=torch.tensor([[layer_number, 4], [2, 0]]),
+            rank_loads_after=torch.tensor([3, 3 + layer_number]),
+            slots=torch.tensor([[-1], [0]], dtype=torch.int32),
+            prediction=None,
+        )
+        layer.observers[0](report)
+    counting, work = Counting(), Work()
+    with as_on_a_gpu(counting):
+        counting.under_way.append(work)
+        step = recorder.take_step()
+    assert len(work.our_syncs) == 1
+    assert (step.forwards, step.replicas) == (4, 4)
+    assert step.imbalance_before == pytest.approx(8 / 6 + 8 / 7 + 1 + 10 / 9)
+    assert step.imbalance_after == pytest.approx(1 + 8 / 7 + 10 / 8 + 12 / 9)
+    assert step.loads[3].load.tolist() == [[3, 4], [2, 0]]

@@ -79,6 +79,15 @@ void split_quota(int64_t num_ranks,
                  int64_t source_rank,
                  int64_t* split);
 
+// Number the instances of a plan.
+//   slots           [R, S] logical expert in each slot, or -1
+//   physical_index  [E, R] out: physical id of the instance on rank t, or -1
+void number_instances(int64_t num_ranks,
+                      int64_t num_experts,
+                      int64_t num_slots,
+                      const int32_t* slots,
+                      int64_t* physical_index);
+
 // Count the assignments of each expert.
 //   routing_map  [N, E], true where the token goes to the expert
 //   counts       [E] out, every entry written

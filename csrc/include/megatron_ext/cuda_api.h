@@ -39,7 +39,14 @@ cudaError_t solve_ladder_cuda(const QuotaProblem& problem,
                               int32_t* slots,
                               cudaStream_t stream);
 
-// Share every quota among the source ranks, as split_quota() does.
+// What number_instances() reads and writes; nothing where `physical_index` is null.
+struct PlacedInstances {
+    const int32_t* slots;     // [R, S]
+    int64_t num_slots;        // S
+    int64_t* physical_index;  // [E, R] out
+};
+
+// Share every quota among the source ranks, as split_quota() does, and number the instances.
 //   split  [num_sources, E, R] out: the rows of the sources from `first_source` on
 cudaError_t split_quota_cuda(int64_t num_ranks,
                              int64_t num_experts,
@@ -48,6 +55,7 @@ cudaError_t split_quota_cuda(int64_t num_ranks,
                              int64_t first_source,
                              int64_t num_sources,
                              int64_t* split,
+                             const PlacedInstances& placed,
                              cudaStream_t stream);
 
 // Seal a load and its plan, as seal_plan() does.

@@ -1,0 +1,356 @@
+"""Launches, allocations and host syncs of one MoE layer, balanced and as Megatron has it.
+
+    python tests/perf/launches.py [--json FILE]
+
+Two CPU ranks run the same layer, once with the strategy `quota` and once without balancing. What a
+GPU would do is counted from what is dispatched: an operation on tensors is a launch, but views and
+empty memory are none. Operations of this package, and its transfers, count as often as their CUDA
+sources launch (`KERNELS`). Tensors that are on the host on a GPU machine too are known as such
+where they come from (`_HostTensors`): whatever else makes the host read a tensor, or a GPU read the
+host's memory at once, is a host sync. Megatron waits once in a forward, for the counts that its
+dispatcher copies.
+
+`routing` is the part of `forward` from the router's choices to choices of instances.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+from megatron_ext.config import BalanceConfig  # noqa: E402
+from tests.gpt import build_gpt  # noqa: E402
+from tests.ranks import run_ranks  # noqa: E402
+
+KERNELS = {
+    "count_load": 3,  # zeroes, counts, appends the seal
+    "seal_plan": 1,
+    "solve_quota": 1,  # of one NVLink domain
+    "share_plan": 1,
+    "assign": 3,  # mark, line, token
+    "place": 1,
+    "place_back": 1,
+    "push": 2,  # compile, push
+    "pull_add": 2,  # lists what to pull, pulls
+    "wait": 1,
+}
+"""What each operation of `torch.ops.megatron_ext`, and each transfer, puts on a GPU's streams."""
+
+_NO_LAUNCH = {"empty", "empty_like", "new_empty", "empty_strided", "detach", "lift_fresh"}
+_NO_LAUNCH |= {"_unsafe_view", "_local_scalar_dense", "wait_tensor"}
+_READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "is_nonzero"}
+"""Operations that a host waits for: their value, or the size of their result."""
+
+QUOTA = BalanceConfig(tolerance=0.0)
+"""Without slack, so that there are replicas."""
+
+_SETTINGS = dict(ep=2, experts=8, topk=2, num_layers=1, add_bias_linear=False)
+
+
+@dataclass
+class Work:
+    """What one phase gives a GPU to do, and how often it makes the host wait."""
+
+    launches: int = 0
+    allocations: int = 0
+    megatrons_syncs: list[str] = field(default_factory=list)
+    """Where Megatron makes the host wait: once for the counts that its dispatcher copies there, and
+    in permutations that are not fused."""
+    our_syncs: list[str] = field(default_factory=list)
+    """The same of this package."""
+    by_name: Counter[str] = field(default_factory=Counter)
+    """Launches by what is launched."""
+
+    def launch(self, name: str, count: int = 1) -> None:
+        """Count a launch, or several of one name."""
+        self.launches += count
+        self.by_name[name] += count
+
+
+class _HostTensors:
+    """Tensors whose values would be on the host beside a GPU: copied there, or made from such."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Tensor] = {}  # As long as one is known, its address is its own.
+
+    def add(self, tensor: Tensor) -> Tensor:
+        self._kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._kept
+
+
+class Counting(TorchDispatchMode):
+    """Counts into the phases under way what is dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = _HostTensors()
+        self.under_way: list[Work] = []
+        self._paused = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        outputs = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        # A number may come from anywhere.
+        sources = [one for one in inputs if one.dim() > 0] or inputs
+        if sources and all(one in self.host for one in sources):
+            for one in outputs:
+                self.host.add(one)
+        else:
+            self._count(func, inputs, outputs)
+        return result
+
+    def _count(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        name = func._schema.name.split("::")[1]
+        if name in _READS:
+            self.sync()
+        returned = [one.alias_info for one in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in returned)
+        if self._paused or is_view or name.startswith("_record_function"):
+            return
+        known = {one.untyped_storage()._cdata for one in inputs}
+        new = sum(one.untyped_storage()._cdata not in known for one in outputs)
+        for work in self.under_way:
+            work.allocations += new
+            if name not in _NO_LAUNCH:
+                work.launch(name, KERNELS.get(name, 1) if func.namespace == "megatron_ext" else 1)
+
+    def launch(self, name: str) -> None:
+        """Count a transfer."""
+        for work in self.under_way:
+            work.launch(name, KERNELS[name])
+
+    def sync(self) -> None:
+        """Count a wait of the host, at the line of ours or of Megatron's that asked for it."""
+        if self._paused or not self.under_way:
+            return
+        frames = [one for one in traceback.extract_stack() if "/megatron" in one.filename]
+        place = Path(frames[-1].filename)
+        for work in self.under_way:
+            syncs = work.our_syncs if "megatron_ext" in place.parts else work.megatrons_syncs
+            syncs.append(f"{place.parent.name}/{place.name}:{frames[-1].lineno}")
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing meanwhile."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+
+class _CountedTransport:
+    """A transport between CPU ranks that counts as the one between GPUs."""
+
+    def __init__(self, transport: Any, counting: Counting) -> None:
+        self._transport = transport
+        self._counting = counting
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def push(self, *args: Any) -> Any:
+        return self._start("push", *args)
+
+    def pull_add(self, *args: Any) -> Any:
+        return self._start("pull_add", *args)
+
+    def _start(self, name: str, *args: Any) -> Any:
+        self._counting.launch(name)
+        with self._counting.paused():
+            pending = getattr(self._transport, name)(*args)
+        return mock.Mock(wait=partial(self._wait, pending))
+
+    def _wait(self, pending: Any) -> None:
+        self._counting.launch("wait")
+        with self._counting.paused():
+            pending.wait()
+
+
+@contextmanager
+def as_on_a_gpu(counting: Counting) -> Iterator[None]:
+    """Let copies to the host be copies, and notice what would make a host wait for its GPU."""
+    from megatron.core.transformer.moe import token_dispatcher as dispatchers
+
+    from megatron_ext.balance import in_flight, plan
+
+    host = counting.host
+    dispatcher = dispatchers.MoEAlltoAllTokenDispatcher
+    start, wait_for_copy = in_flight._HostCopy.start, in_flight._HostCopy.wait
+    wait_at = dispatcher._maybe_dtoh_and_synchronize
+
+    def to_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        with counting.paused():
+            copy = host.add(tensor.clone())
+            return copy.numpy() if as_numpy else copy
+
+    def at_point(self: Any, point: str, *args: Any) -> Any:
+        if point == self.cuda_sync_point:
+            for work in counting.under_way:
+                work.megatrons_syncs.append("moe/token_dispatcher.py: counts")
+        return wait_at(self, point, *args)
+
+    def waited(self: Any) -> Tensor:
+        return to_host(wait_for_copy(self))
+
+    def started(self: Any, source: Tensor) -> None:
+        start(self, source)
+        for work in counting.under_way:
+            work.launch("copy of slots to the host")
+
+    def reading(method: Callable[..., Any]) -> Callable[..., Any]:
+        def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if tensor not in host:
+                counting.sync()
+            with counting.paused():
+                return method(tensor, *args, **kwargs)
+
+        return read
+
+    def copied(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+        if tensor not in host:
+            counting.sync()
+        return to_host(tensor)
+
+    def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        to_device = any(isinstance(one, (torch.device, str)) for one in (*args, *kwargs.values()))
+        if tensor not in host or not to_device:
+            return move(tensor, *args, **kwargs)
+        if not kwargs.get("non_blocking"):
+            counting.sync()
+        for work in counting.under_way:
+            work.launch("copy to the device")
+        with counting.paused():
+            return move(tensor, *args, **kwargs).clone()
+
+    def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        if device is not None:
+            counting.sync()
+        return make(data, *args, device=device, **kwargs)
+
+    move, make = Tensor.to, torch.tensor
+    with ExitStack() as stack:
+        for owner, name, replacement in (
+            (dispatchers, "maybe_move_tensor_to_cpu", to_host),
+            (dispatcher, "_maybe_dtoh_and_synchronize", at_point),
+            (in_flight._HostCopy, "start", started),
+            (in_flight._HostCopy, "wait", waited),
+            (plan, "check_counts", lambda load: None),  # Not of a load on a GPU.
+            (Tensor, "tolist", reading(Tensor.tolist)),
+            (Tensor, "numpy", reading(Tensor.numpy)),
+            (Tensor, "cpu", copied),
+            (Tensor, "to", moved),
+            (torch, "tensor", made),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        stack.enter_context(counting)
+        yield
+
+
+def _spec(spec: Any, balance: BalanceConfig | None) -> Any:
+    from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec
+
+    spec = grouped_mm_spec(spec)
+    return balance_spec(spec, balance) if balance is not None else spec
+
+
+def count_layer(rank: int, balance: BalanceConfig | None, **settings: Any) -> dict[str, Any]:
+    """The work of one microbatch in one layer, by phase; one forward and backward come before."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    gpt = build_gpt(**(_SETTINGS | settings), spec_transform=partial(_spec, balance=balance))
+    layer: Any = gpt.chunks[0].module.decoder.layers[0].mlp
+    counting = Counting()
+    phases = {name: Work() for name in ("routing", "forward", "backward")}
+
+    def forward(seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(10 * seed + rank)
+        # What tokens have in common makes some experts hot.
+        hidden = 1 + torch.randn(16, 2, gpt.config.hidden_size, generator=generator)
+        hidden.requires_grad_()
+        # As the transformer layer around it does.
+        output, _ = layer(layer.join_reduction(hidden) if balance is not None else hidden)
+        return output
+
+    forward(0).sum().backward()
+    layer.observers = []
+    for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
+        counting.host.add(getattr(layer.token_dispatcher, name))
+    if balance is not None:
+        layer.slot_buffers.transport = _CountedTransport(layer.slot_buffers.transport, counting)
+    ours, megatrons = layer.preprocess, MoELayer.preprocess
+
+    def preprocess(*args: Any) -> Any:
+        counting.under_way.append(phases["routing"])
+        return ours(*args)
+
+    def megatrons_preprocess(*args: Any) -> Any:
+        counting.under_way.remove(phases["routing"])
+        return megatrons(*args)
+
+    if balance is not None:
+        layer.preprocess = preprocess
+    replaced = MoELayer.preprocess if balance is None else megatrons_preprocess
+    with mock.patch.object(MoELayer, "preprocess", replaced), as_on_a_gpu(counting):
+        counting.under_way.append(phases["forward"])
+        loss = forward(1).sum()
+        counting.under_way[:] = [phases["backward"]]
+        loss.backward()
+    return {name: vars(work) for name, work in phases.items()}
+
+
+def count(balance: BalanceConfig | None = QUOTA, **settings: Any) -> dict[str, Any]:
+    """The work of the rank of two that has more of it, by phase: see `Work`.
+
+    Args:
+        balance: None for Megatron's own layer.
+        settings: As for `tests.gpt.build_gpt`.
+    """
+    ranks = run_ranks(partial(count_layer, **settings), 2, balance)
+    most: dict[str, Any] = max(ranks, key=lambda phases: phases["forward"]["launches"])
+    return most
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="file for all numbers")
+    arguments = parser.parse_args()
+    rows = {"quota": count(), "stock": count(None)}
+    print(f"{'':18}{'launches':>10}{'allocations':>13}{'syncs: Megatron':>17}{'ours':>6}")
+    for layer, phases in rows.items():
+        for phase, work in phases.items():
+            print(
+                f"{layer + ', ' + phase:18}{work['launches']:10}{work['allocations']:13}"
+                f"{len(work['megatrons_syncs']):17}{len(work['our_syncs']):6}"
+            )
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
