@@ -307,6 +307,11 @@ class BalanceConfig(Section):
     neighbours in the EP group as reach each other's memory, which all ranks try at start. With
     transport `collective` it is the whole EP group."""
 
+    symmetric_memory: str = setting("auto", choices=("auto", "cuda", "nccl"))
+    """Backend of torch's symmetric memory, which transport `cuda` gets its memory from: `cuda`
+    (handles of the driver, over several machines those of the fabric), `nccl` (windows of the
+    communicator), or `auto`, which leaves it as torch is set."""
+
     timeout_s: float | int | str = setting("auto", above=0, choices=("auto",))
     """Seconds that a rank waits for another to move its part of a replica. `auto` is the time limit
     of the EP group's collectives; in `megatron-ext train` it is the run's `timeout_s`."""
@@ -349,6 +354,11 @@ class BalanceConfig(Section):
     def wait_limit_s(self) -> float | None:
         """Longest wait for another rank's part of a replica, in seconds; None if as the group's."""
         return None if self.timeout_s == "auto" else float(self.timeout_s)
+
+    @property
+    def symmetric_backend(self) -> str | None:
+        """Backend of torch's symmetric memory; None if as torch is set."""
+        return None if self.symmetric_memory == "auto" else self.symmetric_memory
 
     @property
     def lines_every(self) -> int:

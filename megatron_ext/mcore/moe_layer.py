@@ -507,6 +507,7 @@ class BalancedMoELayer(MoELayer):
                     grad_reduce_share=self.balance.grad_reduce_share,
                     timeout_s=self.balance.wait_limit_s,
                     domain_ranks=self.layout.nvlink_domain,
+                    symmetric_memory=self.balance.symmetric_backend,
                 ),
                 slot_set=self.lookahead.settle_slot_set() if self.lookahead is not None else 0,
             )

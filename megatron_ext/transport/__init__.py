@@ -6,6 +6,8 @@
     shared_heap.py     how CPU ranks come to share memory
     cuda.py            over GPU memory that ranks reach over NVLink
     symmetric_heap.py  how GPU ranks come to share memory
+    gpu_probe.py       which GPUs reach each other's memory
+    gpu_driver.py      the calls of the driver that this needs
     reach.py           who reaches whose memory, and the domains that follow
     one_sided.py       what `shared_memory.py` and `cuda.py` have in common
     relay.py           who copies what to whom, so that no rank sends too much

@@ -26,19 +26,16 @@ import math
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_ext.ops import has_cuda_part
+from megatron_ext.transport.gpu_probe import gpu_obstacles
 from megatron_ext.transport.one_sided import (
     RELAY_THRESHOLD,
     OneSidedTransport,
     UnderWay,
     group_timeout_s,
 )
-from megatron_ext.transport.reach import gather
-from megatron_ext.transport.shared_heap import machine_obstacles
 from megatron_ext.transport.symmetric_heap import SymmetricHeap
 from megatron_ext.transport.transport import Transfers, TransportKind
 
@@ -167,34 +164,12 @@ class CudaTransport(OneSidedTransport):
         return self._heap.highest(value)
 
 
-def gpu_obstacles(ep_group: ProcessGroup, device: torch.device) -> list[str]:
-    """Return why this rank's GPU does not reach each rank's memory, or nothing; all ranks call.
-
-    (GPUs of several machines that share an NVLink domain are not looked for.)
-    """
-    uuids = [
-        str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())
-    ]
-    mine = device.index if device.index is not None else torch.cuda.current_device()
-    gpus = gather(uuids[mine], ep_group)
-    obstacles = machine_obstacles(ep_group)
-    for rank, gpu in enumerate(gpus):
-        if not has_cuda_part():
-            obstacles[rank] = "the library has no CUDA part"
-        elif rank != dist.get_rank(ep_group) and not obstacles[rank]:
-            if gpu == uuids[mine]:
-                obstacles[rank] = "they share a GPU"
-            elif gpu not in uuids or not torch.cuda.can_device_access_peer(mine, uuids.index(gpu)):
-                obstacles[rank] = "their GPUs do not reach each other"
-    return obstacles
-
-
 CUDA = TransportKind(
     name=CudaTransport.name,
     device_type="cuda",
     obstacles=gpu_obstacles,
     make=lambda ep_group, device, options: CudaTransport(
-        SymmetricHeap(ep_group, device, options.domain_ranks),
+        SymmetricHeap(ep_group, device, options.domain_ranks, options.symmetric_memory),
         timeout_s=group_timeout_s(ep_group, device)
         if options.timeout_s is None
         else options.timeout_s,

@@ -50,7 +50,7 @@ _ELSEWHERE = "it is on another machine or in another container"
 
 def machine_obstacles(ep_group: ProcessGroup) -> list[str]:
     """Return why this rank cannot map each rank's memory, or nothing if it can; all ranks call."""
-    mine = _this_machine()
+    mine = machine_of_this_process()
     return ["" if other == mine else _ELSEWHERE for other in gather(mine, ep_group)]
 
 
@@ -73,7 +73,7 @@ def share(num_bytes: int, purpose: str, ep_group: ProcessGroup, peers: range) ->
         os.ftruncate(fd, num_bytes)
         # Before anyone else can: a page lies in the memory nearest to who touches it first.
         mine = _map(fd, num_bytes)
-        offer = _Offer(_this_machine(), os.getpid(), fd, _inode(fd), num_bytes, purpose)
+        offer = _Offer(machine_of_this_process(), os.getpid(), fd, _inode(fd), num_bytes, purpose)
         offers = gather(offer, ep_group)
         regions = [torch.empty(0, dtype=torch.uint8) for _ in offers]
         failure = None
@@ -131,7 +131,8 @@ def _inode(fd: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _this_machine() -> _Machine:
+def machine_of_this_process() -> _Machine:
+    """Return what identifies this machine; equal for processes that see each other's files."""
     return _Machine(
         socket.gethostname(),
         Path("/proc/sys/kernel/random/boot_id").read_text().strip(),

@@ -123,6 +123,8 @@ class TransportOptions:
     """Longest wait for a peer, in seconds; by default as long as collectives of the group wait."""
     domain_ranks: int | None = None
     """Ranks per NVLink domain: replicas move within it. By default the whole EP group is one."""
+    symmetric_memory: str | None = None
+    """Backend of torch's symmetric memory, for `cuda`; by default as torch is set."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,9 +44,9 @@ def test_a_domain_is_as_many_neighbours_as_all_reach_each_other(reach: Any, size
 
 def on_machines(rank: int, ranks_each: int) -> AbstractContextManager[Any]:
     """Make machines of so many ranks."""
-    here = shared_heap._this_machine()
+    here = shared_heap.machine_of_this_process()
     machine = dataclasses.replace(here, host=f"node{rank // ranks_each}")
-    return mock.patch.object(shared_heap, "_this_machine", return_value=machine)
+    return mock.patch.object(shared_heap, "machine_of_this_process", return_value=machine)
 
 
 class _Lines(logging.Handler):

@@ -420,9 +420,9 @@ def _live_on_two_machines(rank: int) -> None:
     from megatron_ext.transport import shared_heap
 
     elsewhere = shared_heap._Machine("node7", "another boot", "pid:[1]")
-    here = shared_heap._this_machine()
+    here = shared_heap.machine_of_this_process()
     with mock.patch.object(
-        shared_heap, "_this_machine", return_value=elsewhere if rank == 1 else here
+        shared_heap, "machine_of_this_process", return_value=elsewhere if rank == 1 else here
     ):
         assert isinstance(
             make_transport("auto", dist.group.WORLD, CPU, OPTIONS),

@@ -1,0 +1,143 @@
+"""Shares a little of a GPU's memory through the CUDA driver, and tries to read another GPU's.
+
+What torch's symmetric memory does later with buffers is done here with one page, so that a failure
+has a name and hangs nobody. Numbers of devices, and what the driver says of cliques, are not
+believed: a GPU reaches another when it has read there what the other has written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import ExitStack
+from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_PINNED, _DEVICE, _READ_WRITE = 1, 1, 3
+_FILE, _FABRIC = 1, 8
+"""Kinds of handles of memory, as cuda.h numbers them."""
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", c_int),
+        ("handles", c_int),
+        ("location", _Location),
+        ("windows", c_void_p),
+        ("flags", c_uint64),
+    )
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", _Location), ("flags", c_int))
+
+
+class DriverError(RuntimeError):
+    """A call of the driver failed; the message has its name and the driver's words."""
+
+
+@dataclass
+class SharedPage:
+    """Memory of a GPU that other GPUs may try to read, until it is closed."""
+
+    handle: bytes | int
+    """A fabric handle, which means something on other machines too, or a file descriptor."""
+    num_bytes: int
+    _held: ExitStack
+
+    @property
+    def is_fabric(self) -> bool:
+        """Whether the handle is one of the fabric."""
+        return isinstance(self.handle, bytes)
+
+    def close(self) -> None:
+        """Free the memory. Ranks that have mapped it keep it until they let it go."""
+        self._held.close()
+
+
+class Driver:
+    """The calls of the CUDA driver that share memory between GPUs.
+
+    Args:
+        library: The driver's library; by default the one of this machine.
+    """
+
+    def __init__(self, library: Any = None) -> None:
+        self._library = library or ctypes.CDLL("libcuda.so.1")
+
+    def share(self, device: int, token: bytes) -> SharedPage:
+        """Return memory of a GPU with `token` at its start.
+
+        Raises:
+            DriverError: The GPU can share no memory.
+        """
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # makes this thread's calls ones for this GPU
+            try:
+                return self._share(device, token, _FABRIC)
+            except DriverError:  # no fabric here, or no channel to it
+                return self._share(device, token, _FILE)
+
+    def read(self, device: int, handle: bytes | int, num_bytes: int, length: int) -> bytes:
+        """Return the first `length` bytes of memory that another GPU shares, read by a GPU.
+
+        Raises:
+            DriverError: The GPU does not reach that memory.
+        """
+        with torch.cuda.device(device), ExitStack() as held:
+            torch.cuda.synchronize()
+            memory = c_uint64()
+            if isinstance(handle, bytes):
+                theirs: Any = ctypes.create_string_buffer(handle, len(handle))
+                self._call("cuMemImportFromShareableHandle", byref(memory), theirs, _FABRIC)
+            else:
+                theirs = c_void_p(handle)
+                self._call("cuMemImportFromShareableHandle", byref(memory), theirs, _FILE)
+            held.callback(self._call, "cuMemRelease", memory)
+            address = self._map(memory, num_bytes, device, held)
+            content = (c_char * length)()
+            self._call("cuMemcpyDtoH_v2", content, address, c_size_t(length))
+            return content.raw
+
+    def _share(self, device: int, token: bytes, kind: int) -> SharedPage:
+        asked = _Properties(_PINNED, kind, _Location(_DEVICE, device), None, 0)
+        page, memory = c_size_t(), c_uint64()
+        self._call("cuMemGetAllocationGranularity", byref(page), byref(asked), 0)
+        with ExitStack() as held:
+            self._call("cuMemCreate", byref(memory), page, byref(asked), c_uint64(0))
+            held.callback(self._call, "cuMemRelease", memory)
+            fabric, file = (c_char * 64)(), c_int()
+            handle = fabric if kind == _FABRIC else byref(file)
+            self._call("cuMemExportToShareableHandle", handle, memory, kind, c_uint64(0))
+            address = self._map(memory, page.value, device, held)
+            self._call("cuMemcpyHtoD_v2", address, c_char_p(token), c_size_t(len(token)))
+            mine = fabric.raw if kind == _FABRIC else file.value
+            return SharedPage(mine, page.value, held.pop_all())
+
+    def _map(self, memory: c_uint64, num_bytes: int, device: int, held: ExitStack) -> c_uint64:
+        """Return where a GPU sees memory, until `held` is closed."""
+        address, size, none = c_uint64(), c_size_t(num_bytes), c_uint64(0)
+        self._call("cuMemAddressReserve", byref(address), size, c_size_t(0), none, none)
+        held.callback(self._call, "cuMemAddressFree", address, size)
+        self._call("cuMemMap", address, size, c_size_t(0), memory, none)
+        held.callback(self._call, "cuMemUnmap", address, size)
+        access = _Access(_Location(_DEVICE, device), _READ_WRITE)
+        self._call("cuMemSetAccess", address, size, byref(access), c_size_t(1))
+        return address
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status != 0:
+            words = c_char_p()
+            self._library.cuGetErrorString(status, byref(words))
+            raise DriverError(f"{name}: {(words.value or b'unknown error').decode()} ({status})")

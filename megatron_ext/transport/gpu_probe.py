@@ -1,0 +1,162 @@
+"""Which GPUs reach each other's memory: every rank shares a page, and all others try to read it.
+
+Pages travel as fabric handles where GPUs have them (one NVLink domain, on one machine or several);
+else as file descriptors, which a socket takes to the other ranks of a machine.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from array import array
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron_ext.ops import has_cuda_part
+from megatron_ext.transport.gpu_driver import Driver, DriverError, SharedPage
+from megatron_ext.transport.reach import gather
+from megatron_ext.transport.shared_heap import machine_of_this_process
+
+_TOKEN_BYTES = 16
+_FILES_TIMEOUT_S = 10.0
+"""For a descriptor of a rank that has just said that it will send one."""
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank says of its page."""
+
+    machine: object
+    gpu: str
+    """UUID: a number of a device means nothing to another process."""
+    token: bytes
+    num_bytes: int = 0
+    fabric: bytes | None = None
+    mailbox: str = ""
+    problem: str = ""
+    """Why there is no page."""
+
+
+def gpu_obstacles(
+    ep_group: ProcessGroup, device: torch.device, driver: Driver | None = None
+) -> list[str]:
+    """Return why this rank's GPU does not reach each rank's memory, or nothing; all ranks call.
+
+    Args:
+        ep_group: The ranks, each with a GPU.
+        device: This rank's GPU, whatever its number.
+        driver: Shares and reads memory; by default the driver of this machine.
+    """
+    number = device.index if device.index is not None else torch.cuda.current_device()
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    page, problem = None, ""
+    try:
+        if not has_cuda_part():
+            raise RuntimeError("the library has no CUDA part")
+        driver = driver or Driver()
+        page = driver.share(number, token)
+    except (RuntimeError, OSError) as error:
+        problem = str(error)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mailbox:
+        mailbox.bind(f"\0megatron_ext.{os.getpid()}.{secrets.token_hex(8)}")
+        mine = _Offer(
+            (machine_of_this_process(), os.readlink("/proc/self/ns/net")),
+            str(torch.cuda.get_device_properties(number).uuid),
+            token,
+            problem=problem,
+        )
+        if page is not None:
+            fabric = page.handle if isinstance(page.handle, bytes) else None
+            name = mailbox.getsockname().decode()
+            mine = _Offer(mine.machine, mine.gpu, token, page.num_bytes, fabric, name)
+        offers = gather(mine, ep_group)
+        files = _exchange_files(page, offers, dist.get_rank(ep_group), mailbox)
+        found = [
+            _obstacle(driver, number, mine, other, files.get(rank))
+            for rank, other in enumerate(offers)
+        ]
+        gather(None, ep_group)  # until then others read this rank's page
+    for file in files.values():
+        os.close(file)
+    if page is not None:
+        page.close()
+    return found
+
+
+def reach_of_devices(driver: Driver, devices: Sequence[int]) -> list[list[str]]:
+    """Return why GPU a of this process does not reach GPU b, or nothing, for all pairs: [a][b]."""
+    found = [["" for _ in devices] for _ in devices]
+    for b, sharer in enumerate(devices):
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        try:
+            page = driver.share(sharer, token)
+        except DriverError as error:
+            for row in found:
+                row[b] = str(error)
+            continue
+        for a, reader in enumerate(devices):
+            if a != b:
+                found[a][b] = _try(driver, reader, page.handle, page.num_bytes, token)
+        page.close()
+    return found
+
+
+def _obstacle(
+    driver: Driver | None, device: int, mine: _Offer, other: _Offer, file: int | None
+) -> str:
+    if problem := mine.problem or other.problem:
+        return problem
+    assert driver is not None
+    if other.token == mine.token:
+        return ""
+    if other.gpu == mine.gpu:
+        return f"they share the GPU {mine.gpu}"
+    if (other.fabric is None) != (mine.fabric is None):
+        return "only one of their GPUs has handles of the fabric"
+    handle = other.fabric if other.fabric is not None else file
+    if handle is None:
+        return (
+            "it is on another machine or in another container, and the GPUs have no handles of the "
+            "fabric (they need NVLink between machines, and an IMEX channel)"
+        )
+    return _try(driver, device, handle, other.num_bytes, other.token)
+
+
+def _try(driver: Driver, device: int, handle: bytes | int, num_bytes: int, token: bytes) -> str:
+    try:
+        found = driver.read(device, handle, num_bytes, len(token))
+    except DriverError as error:
+        return str(error)
+    return "" if found == token else "it reads other bytes there than were written"
+
+
+def _exchange_files(
+    page: SharedPage | None, offers: Sequence[_Offer], rank: int, mailbox: socket.socket
+) -> dict[int, int]:
+    """Send this rank's file descriptor to those who can use it; return theirs by rank."""
+    files: dict[int, int] = {}
+    machine = [
+        peer
+        for peer, offer in enumerate(offers)
+        if offer.mailbox and offer.fabric is None and offer.machine == offers[rank].machine
+    ]
+    if page is None or rank not in machine:
+        return files
+    mailbox.settimeout(_FILES_TIMEOUT_S)
+    at = machine.index(rank)
+    for hop in range(1, len(machine)):  # in turns, so that no mailbox is ever full
+        peer = machine[(at + hop) % len(machine)]
+        rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [int(page.handle)])
+        with suppress(OSError):  # whose descriptor does not come is not reached
+            # Not `socket.send_fds`, which ignores the address.
+            mailbox.sendmsg([str(rank).encode()], [rights], 0, offers[peer].mailbox)
+        with suppress(OSError):
+            told, received, _, _ = socket.recv_fds(mailbox, 16, 1)
+            files[int(told)] = received[0]
+    return files

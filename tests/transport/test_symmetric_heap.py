@@ -1,0 +1,103 @@
+"""What torch's symmetric memory gives is checked, and ranks share it within their domain only.
+
+Layer 2 (4 gloo ranks). Fakes stand for the module and for the GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _symmetric_memory
+
+from megatron_ext.transport.symmetric_heap import _SHARED_NUMBERS, SymmetricHeap
+from tests.ranks import run_ranks
+from tests.transport.test_transports import CPU
+
+START = 1 << 20
+
+
+class Torch:
+    """The symmetric memory of one rank: addresses are START + 4096 x rank + the offset."""
+
+    def __init__(self, offset: int = 256, missing: tuple[int, ...] = ()) -> None:
+        self.offset, self.missing = offset, missing
+        self.groups: list[list[int]] = []
+        self.backend = "CUDA"
+
+    def rendezvous(self, mine: Any, group: Any) -> Any:
+        ranks = dist.get_process_group_ranks(group)
+        self.groups.append(ranks)
+        start = mine.data_ptr() - self.offset
+        others = [0 if rank in self.missing else START + 4096 * rank for rank in ranks]
+        others[group.rank()] = start
+        return SimpleNamespace(buffer_ptrs=others)
+
+    def set_backend(self, name: str) -> None:
+        if self.groups:
+            raise RuntimeError("it is in use")
+        self.backend = name
+
+
+def _faked(fake: Torch, gpu: str) -> ExitStack:
+    held = ExitStack()
+    for name, value in (
+        ("empty", lambda size, **options: torch.empty(size, **options)),
+        ("rendezvous", fake.rendezvous),
+        ("get_backend", lambda device: fake.backend),
+        ("set_backend", fake.set_backend),
+    ):
+        held.enter_context(mock.patch.object(_symmetric_memory, name, value))
+    properties = SimpleNamespace(uuid=gpu)
+    held.enter_context(
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties)
+    )
+    held.enter_context(mock.patch.dict(os.environ))
+    return held
+
+
+def _share(rank: int) -> None:
+    world, fake = dist.group.WORLD, Torch()
+    peers = [0, 1] if rank < 2 else [2, 3]
+    with _faked(fake, f"GPU-{rank}"):
+        heap = SymmetricHeap(world, CPU, domain_ranks=2, backend="nccl")
+        assert fake.backend == "NCCL"
+        assert os.environ[_SHARED_NUMBERS] == "1", "all GPUs may have number 0"
+        mine, addresses = heap.share(64)
+        assert fake.groups == [peers], "others do not take part"
+        assert (mine == 0).all()
+        expected = [START + 4096 * peer + 256 if peer in peers else 0 for peer in range(4)]
+        expected[rank] = mine.data_ptr()
+        assert addresses.tolist() == expected
+        assert heap.highest(rank) == peers[1]
+        with pytest.raises(
+            RuntimeError, match=r"symmetric_memory \(cuda\) .* has backend NCCL: it"
+        ):
+            SymmetricHeap(world, CPU, backend="cuda")
+
+    with _faked(Torch(), "the only GPU"):
+        os.environ.pop(_SHARED_NUMBERS, None)
+        SymmetricHeap(world, CPU)
+        assert _SHARED_NUMBERS not in os.environ, "ranks that share a GPU are torch's to refuse"
+
+    # All ranks raise what one has found.
+    with _faked(Torch(missing=(1,) if rank == 3 else ()), str(rank)):
+        heap = SymmetricHeap(world, CPU)
+        with pytest.raises(
+            RuntimeError, match=r"gave rank 3 no address .* memory of ranks \[1\]: t"
+        ):
+            heap.share(64)
+    with _faked(Torch(offset=512 if rank == 2 else 256), str(rank)):
+        heap = SymmetricHeap(world, CPU)
+        with pytest.raises(RuntimeError, match=r"gave rank 2 memory 512 bytes .* rank 0 256 bytes"):
+            heap.share(64)
+
+
+def test_a_heap_is_of_a_domain_and_checks_what_torch_gives() -> None:
+    run_ranks(_share, 4)
