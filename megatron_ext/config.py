@@ -293,10 +293,14 @@ class BalanceConfig(Section):
     """Compute a rank's own tokens while those of other ranks are on their way to it, then these
     (Libra's two stages; docs/decisions/016). For the dispatcher `alltoall`."""
 
-    grad_reduce_share: float = setting(0.25, above=0, most=1)
-    """Share of a GPU that adding replica gradients may use beside the backward pass, from above 0
-    to 1. By arithmetic, not measured: a block has 32 KiB in flight, and a link of 450 GB/s with 2
-    us latency wants 0.9 MB. On a CPU one thread adds."""
+    grad_reduce_share: float | int | str = setting("auto", above=0, most=0.5, choices=("auto",))
+    """Share of a GPU's multiprocessors that adding replica gradients may use beside the backward
+    pass, from above 0 to 0.5: on all of them, it could keep out what its peers wait for. `auto` is
+    by the GPU's architecture (`transport/gpus.py`). On a CPU one thread adds."""
+
+    push_blocks: int | str = setting("auto", least=1, choices=("auto",))
+    """Warps of a GPU that copy weights to peers, each a block of its own. `auto` is by the GPU's
+    architecture (`transport/gpus.py`). On a CPU one thread copies."""
 
     max_in_flight: int | str = setting("auto", least=1, choices=("auto",))
     """Microbatches of one layer between forward and backward at a time. `auto` is what the pipeline
@@ -359,6 +363,16 @@ class BalanceConfig(Section):
     def symmetric_backend(self) -> str | None:
         """Backend of torch's symmetric memory; None if as torch is set."""
         return None if self.symmetric_memory == "auto" else self.symmetric_memory
+
+    @property
+    def adding_share(self) -> float | None:
+        """Share of a GPU that adds gradients; None if as the GPU's architecture wants it."""
+        return None if self.grad_reduce_share == "auto" else float(self.grad_reduce_share)
+
+    @property
+    def copying_blocks(self) -> int | None:
+        """Blocks that copy weights; None if as the GPU's architecture wants it."""
+        return None if self.push_blocks == "auto" else int(self.push_blocks)
 
     @property
     def lines_every(self) -> int:

@@ -11,6 +11,7 @@ from megatron_ext.balance.strategies import STRATEGIES, get_planner
 from megatron_ext.balance.strategies.strategy import ForcesEven, FromPlacement, StaysMegatron
 from megatron_ext.config import BalanceConfig
 from megatron_ext.transport import TRANSPORTS, resolve_transport
+from megatron_ext.transport.gpus import lack_here
 
 
 def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
@@ -27,7 +28,11 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
     if _is_absent(balance):
         return []
     problems = []
-    for check in (partial(_check_strategy, balance), partial(_check_transport, balance, config)):
+    for check in (
+        partial(_check_strategy, balance),
+        partial(_check_transport, balance, config),
+        _check_gpu,
+    ):
         try:
             check()
         except (ValueError, ModuleNotFoundError) as error:
@@ -110,6 +115,11 @@ def _check_transport(balance: BalanceConfig, config: Any) -> None:
             f"balance.slots ({slots}{of}) must be <= {transport.max_slots}: transport "
             f"{transport.name} has flags for no more"
         )
+
+
+def _check_gpu() -> None:
+    if lack := lack_here():
+        raise ValueError(f"experts cannot be balanced on this GPU: {lack}")
 
 
 class _Rule(NamedTuple):

@@ -504,7 +504,8 @@ class BalancedMoELayer(MoELayer):
                 ep_group=self.ep_group,
                 transport=self._transport,
                 options=TransportOptions(
-                    grad_reduce_share=self.balance.grad_reduce_share,
+                    push_blocks=self.balance.copying_blocks,
+                    grad_reduce_share=self.balance.adding_share,
                     timeout_s=self.balance.wait_limit_s,
                     domain_ranks=self.layout.nvlink_domain,
                     symmetric_memory=self.balance.symmetric_backend,

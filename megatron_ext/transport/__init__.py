@@ -10,6 +10,7 @@
     gpu_driver.py      the calls of the driver that this needs
     reach.py           who reaches whose memory, and the domains that follow
     one_sided.py       what `shared_memory.py` and `cuda.py` have in common
+    gpus.py            what the kernels ask of a GPU, and take of it
     relay.py           who copies what to whom, so that no rank sends too much
 
 A new transport is a file with a `TransportKind` and an entry of `TRANSPORTS`: the later it stands

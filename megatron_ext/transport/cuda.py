@@ -30,6 +30,7 @@ from torch import Tensor
 
 from megatron_ext.ops import has_cuda_part
 from megatron_ext.transport.gpu_probe import gpu_obstacles
+from megatron_ext.transport.gpus import budget_of, what_it_lacks
 from megatron_ext.transport.one_sided import (
     RELAY_THRESHOLD,
     OneSidedTransport,
@@ -75,8 +76,9 @@ class CudaTransport(OneSidedTransport):
             on the GPU together.
         timeout_s: Longest wait for a peer, in seconds.
         relay_threshold: Most sends of a rank without relays (`relay.py`).
-        push_blocks: Blocks that copy, of one warp each; by default one a multiprocessor.
-        grad_reduce_share: Blocks that add, of 256 threads each, as a share of the multiprocessors.
+        push_blocks: Blocks that copy, of one warp each; by default as `budget_of` the GPU.
+        grad_reduce_share: Blocks that add, of 256 threads each, as a share of the multiprocessors;
+            by default likewise.
 
     Raises:
         RuntimeError: The compiled library is missing or has no CUDA part.
@@ -91,7 +93,7 @@ class CudaTransport(OneSidedTransport):
         timeout_s: float,
         relay_threshold: int = RELAY_THRESHOLD,
         push_blocks: int | None = None,
-        grad_reduce_share: float,
+        grad_reduce_share: float | None = None,
     ) -> None:
         if not has_cuda_part():
             raise RuntimeError(
@@ -99,14 +101,17 @@ class CudaTransport(OneSidedTransport):
                 "toolkit (nvcc) and a torch with CUDA, then build again; or use "
                 "balance.transport=collective"
             )
-        multiprocessors = torch.cuda.get_device_properties(heap.device).multi_processor_count
+        gpu = torch.cuda.get_device_properties(heap.device)
+        if lack := what_it_lacks(gpu.name, (gpu.major, gpu.minor)):
+            raise RuntimeError(f"transport cuda cannot be used: {lack}")
+        budget = budget_of((gpu.major, gpu.minor), push_blocks, grad_reduce_share)
         exchange = torch.classes.megatron_ext.PeerExchange(
             heap.rank,
             timeout_s,
             torch.empty(0, device=heap.device),
             relay_threshold,
-            push_blocks or multiprocessors,
-            math.ceil(grad_reduce_share * multiprocessors),
+            budget.push_blocks,
+            budget.pull_blocks(gpu.multi_processor_count),
         )
         super().__init__(exchange, heap.rank, heap.peers)
         self._heap = heap
@@ -173,6 +178,7 @@ CUDA = TransportKind(
         timeout_s=group_timeout_s(ep_group, device)
         if options.timeout_s is None
         else options.timeout_s,
+        push_blocks=options.push_blocks,
         grad_reduce_share=options.grad_reduce_share,
     ),
 )

@@ -117,8 +117,10 @@ class Transport(Protocol):
 class TransportOptions:
     """What a transport is told beside its EP group and device; equal on all ranks."""
 
-    grad_reduce_share: float
-    """Share of a GPU that adding gradients may use."""
+    push_blocks: int | None = None
+    """Blocks that copy weights; by default as the GPU's architecture wants (`gpus.py`)."""
+    grad_reduce_share: float | None = None
+    """Share of a GPU's multiprocessors that add gradients; by default likewise."""
     timeout_s: float | None = None
     """Longest wait for a peer, in seconds; by default as long as collectives of the group wait."""
     domain_ranks: int | None = None

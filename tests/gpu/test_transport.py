@@ -39,7 +39,7 @@ ALIGNED = ((3 * 2**15, 4), (64,))
 """All in bulk copies, the first in several chunks; LARGE has tails and unaligned slots."""
 
 
-OPTIONS = TransportOptions(grad_reduce_share=1.0)
+OPTIONS = TransportOptions()
 
 
 def transport_of(ranks: VirtualRanks, rank: int, **options: Any) -> CudaTransport:

@@ -49,7 +49,12 @@ def _layer_of_its_own(rank: int) -> None:
         dict(is_mtp_layer=True) if "is_mtp_layer" in inspect.signature(MoELayer).parameters else {}
     )
     balance = BalanceConfig(
-        slots=1, tolerance=0.0, transport="collective", timeout_s=7.5, grad_reduce_share=0.5
+        slots=1,
+        tolerance=0.0,
+        transport="collective",
+        timeout_s=7.5,
+        push_blocks=8,
+        grad_reduce_share=0.5,
     )
     with mock.patch.object(
         moe_layer, "shared_slot_buffers", wraps=moe_layer.shared_slot_buffers
@@ -69,7 +74,7 @@ def _layer_of_its_own(rank: int) -> None:
     assert asked["ep_group"] is groups.ep
     assert asked["transport"] == "collective"
     assert asked["options"] == TransportOptions(
-        grad_reduce_share=0.5, timeout_s=7.5, domain_ranks=2
+        push_blocks=8, grad_reduce_share=0.5, timeout_s=7.5, domain_ranks=2
     )
     # The second forward takes the memory of the first, whose backward is over.
     assert maps[0].data_ptr() == maps[1].data_ptr()

@@ -1,20 +1,47 @@
-"""Every CUDA source compiles for the two architectures, without Torch and without a GPU."""
+"""Every CUDA source compiles for all architectures, without Torch and without a GPU."""
 
 import itertools
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from megatron_ext.transport.gpus import BUDGETS, lack_here
+
 CSRC = Path(__file__).parents[2] / "csrc"
 SOURCES = sorted((CSRC / "cuda").glob("*.cu"))
+BUILT = re.findall(r"CUDA_ARCHITECTURES \"(.*)\"", (CSRC / "CMakeLists.txt").read_text())[0].split(
+    ";"
+)
+BINARIES = [each.removesuffix("-real") for each in BUILT if each.endswith("-real")]
 
 
 def test_there_are_sources():
     assert SOURCES
+
+
+def test_all_gpus_that_are_not_refused_find_code():
+    """A binary runs on its own architecture only, PTX on all from its own on."""
+    portable = [int(each.removesuffix("-virtual")) for each in BUILT if each.endswith("-virtual")]
+    # With a letter behind the number it would be for one architecture, PTX included.
+    assert sorted(map(int, BINARIES)) == sorted(10 * major for major in BUDGETS)
+    assert portable == [max(map(int, BINARIES))]
+
+
+def test_older_gpus_are_refused():
+    with mock.patch.multiple(
+        torch.cuda,
+        is_available=lambda: True,
+        get_device_name=lambda: "NVIDIA A100-SXM4-80GB",
+        get_device_capability=lambda: (8, 0),
+    ):
+        assert "compute capability 8.0) has no bulk copies" in lack_here()
+    with mock.patch.object(torch.cuda, "is_available", return_value=False):
+        assert lack_here() is None
 
 
 SAVED_FOR_CALLERS = 256
@@ -25,7 +52,7 @@ try put aside what their callers keep in registers. Its inner functions spill no
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_the_planners_inner_functions_spill_nothing(tmp_path):
     """What runs for every replica, where it runs in shared memory."""
-    lines = compile_source(CSRC / "cuda" / "solve_quota.cu", "90a", tmp_path).splitlines()
+    lines = compile_source(CSRC / "cuda" / "solve_quota.cu", BINARIES[0], tmp_path).splitlines()
     inner = ["relieve", "move", "take", "refill", "update_host", "add", "larger_of_tightest_pair"]
     found = set()
     for name, told in itertools.pairwise(lines):
@@ -40,7 +67,7 @@ def test_the_planners_inner_functions_spill_nothing(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("architecture", ["90a", "100a"])
+@pytest.mark.parametrize("architecture", BINARIES)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 def test_compiles(source, architecture, tmp_path):
     told = compile_source(source, architecture, tmp_path)

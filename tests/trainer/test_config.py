@@ -42,6 +42,13 @@ WRONG = {
         ["model.num_experts (10) must be a multiple of parallel.ep_size (4)"],
     ),
     "negative slots": (["balance.slots=-1"], ["balance.slots (-1) must be >= 0"]),
+    "a reduction on all of a GPU": (
+        ["balance.grad_reduce_share=0.6", "balance.push_blocks=0"],
+        [
+            "balance.grad_reduce_share (0.6) must be 'auto' or a finite number > 0 and <= 0.5",
+            "balance.push_blocks (0) must be 'auto' or a whole number >= 1",
+        ],
+    ),
     "no interval": (["balance.history.interval=0"], ["balance.history.interval (0) must be >= 1"]),
     "capacity below the mean": (
         ["balance.llep.alpha=0.9"],

@@ -33,7 +33,7 @@ from megatron_ext.transport.shared_memory import SharedMemoryTransport
 from tests.ranks import run_ranks
 from tests.transport.test_transports import CPU, LARGE, SHAPES, Side, in_slots, random_transfers
 
-OPTIONS = TransportOptions(grad_reduce_share=1.0)
+OPTIONS = TransportOptions()
 
 
 def side_of(shapes: Any = SHAPES, **options: Any) -> Side:

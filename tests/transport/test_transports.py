@@ -80,7 +80,7 @@ def build(name: str, group: ProcessGroup, **options: Any) -> Transport:
     if options:
         assert name == "shared_memory", name
         return SharedMemoryTransport(group, **options)
-    return TRANSPORTS[name].make(group, CPU, TransportOptions(grad_reduce_share=1.0))
+    return TRANSPORTS[name].make(group, CPU, TransportOptions())
 
 
 @dataclass
@@ -228,7 +228,7 @@ def _move_in_groups(rank: int, name: str) -> None:
     """Each rank is in two EP groups: group ranks are not global ranks."""
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     sides = [
-        Side(make_transport(name, group, CPU, TransportOptions(grad_reduce_share=1.0)), group)
+        Side(make_transport(name, group, CPU, TransportOptions()), group)
         for group in (dist.group.WORLD, pairs[rank % 2])
     ]
     generators = [random.Random(5) for _ in sides]
@@ -281,4 +281,4 @@ def test_a_line_of_the_registry_is_all_that_a_transport_needs() -> None:
 def test_a_library_without_cuda_says_how_to_get_it() -> None:
     heap = SimpleNamespace(rank=0, num_ranks=1, peers=range(1), device=torch.device("cuda", 0))
     with pytest.raises(RuntimeError, match=r"needs the CUDA part.*install the CUDA toolkit"):
-        CudaTransport(heap, timeout_s=1.0, grad_reduce_share=1.0)
+        CudaTransport(heap, timeout_s=1.0)

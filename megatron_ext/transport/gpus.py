@@ -1,0 +1,81 @@
+"""What the kernels ask of a GPU, and what of it they take, by its architecture.
+
+The figures of `BUDGETS` are arithmetic, not measured: with 2 us for a hand-over, a link of 450 GB/s
+wants 0.9 MB in flight and one of 900 GB/s wants 1.8 MB. A block of a push or a pull has 32 KiB in
+flight.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+
+class Budget(NamedTuple):
+    """What moving replicas may take of a GPU beside other work."""
+
+    push_blocks: int
+    """Blocks of one warp that copy weights. On all multiprocessors they would lock out products
+    that need a multiprocessor whole."""
+    grad_reduce_share: float
+    """Multiprocessors that add gradients, as a share of all."""
+
+    def pull_blocks(self, multiprocessors: int) -> int:
+        """Blocks that add gradients, one a multiprocessor."""
+        return math.ceil(self.grad_reduce_share * multiprocessors)
+
+
+BUDGETS = {9: Budget(32, 0.25), 10: Budget(64, 0.4)}
+"""By the major number of the compute capability: Hopper, then Blackwell. A later one is as the last
+of these."""
+
+OLDEST = min(BUDGETS)
+"""The first major number whose GPUs have bulk copies between global and shared memory."""
+
+
+def budget_of(
+    capability: tuple[int, int],
+    push_blocks: int | None = None,
+    grad_reduce_share: float | None = None,
+) -> Budget:
+    """Return what moving replicas takes of a GPU: what is given, else what is right there.
+
+    >>> budget_of((9, 0))
+    Budget(push_blocks=32, grad_reduce_share=0.25)
+    >>> budget_of((12, 1), push_blocks=8)
+    Budget(push_blocks=8, grad_reduce_share=0.4)
+    """
+    usual = BUDGETS[max(major for major in BUDGETS if major <= max(capability[0], OLDEST))]
+    return Budget(
+        usual.push_blocks if push_blocks is None else push_blocks,
+        usual.grad_reduce_share if grad_reduce_share is None else grad_reduce_share,
+    )
+
+
+def what_it_lacks(name: str, capability: tuple[int, int]) -> str | None:
+    """Return why the kernels cannot run on a GPU, in one line; None if they can.
+
+    Args:
+        name: Of the GPU, as `torch.cuda.get_device_name` has it.
+        capability: As `torch.cuda.get_device_capability` has it.
+
+    >>> what_it_lacks("NVIDIA H100 80GB HBM3", (9, 0))
+    >>> what_it_lacks("NVIDIA A100-SXM4-80GB", (8, 0))
+    'NVIDIA A100-SXM4-80GB (compute capability 8.0) has no bulk copies between global and shared \
+memory; the kernels need compute capability 9.0 or later'
+    """
+    if capability[0] >= OLDEST:
+        return None
+    return (
+        f"{name} (compute capability {capability[0]}.{capability[1]}) has no bulk copies between "
+        f"global and shared memory; the kernels need compute capability {OLDEST}.0 or later"
+    )
+
+
+def lack_here() -> str | None:
+    """Return why the kernels cannot run on this process's GPU; None if they can, or without one."""
+    if not torch.cuda.is_available():
+        return None
+    return what_it_lacks(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
