@@ -69,11 +69,13 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         const auto bytes = at::TensorOptions().dtype(at::kByte);
         state_ = at::zeros({sizeof(PeerState)}, bytes.device(device_));
         failure_ = at::zeros({sizeof(PeerFailure)}, bytes.pinned_memory(true));
+        aborted_ = at::zeros({1}, at::TensorOptions().dtype(at::kInt).pinned_memory(true));
         self_ = {rank,
                  static_cast<int64_t>(timeout_s * 1e9),
                  0,
                  static_cast<PeerState*>(state_.mutable_data_ptr()),
-                 static_cast<PeerFailure*>(failure_.mutable_data_ptr())};
+                 static_cast<PeerFailure*>(failure_.mutable_data_ptr()),
+                 static_cast<const uint32_t*>(aborted_.const_data_ptr())};
     }
 
     // Bytes of a rank's buffer of one segment.
@@ -99,7 +101,7 @@ class TensorPeerExchange : public torch::CustomClassHolder {
     // Start a push of what a plan says, which stays on the device.
     //   segments  ids of the segments
     //   mains     all mains' segments, main after main
-    //   slots     expert in each slot, int32 [R, S]; see compile_copies_cuda()
+    //   slots     expert in each slot, int32 [R, S]; see PeerPush
     int64_t start_push(const std::vector<int64_t>& segments,
                        const std::vector<Tensor>& mains,
                        int64_t mains_per_rank,
@@ -119,9 +121,11 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         // The current stream has changed the mains, made the plan and read the slots.
         wait_for_current_stream(push_stream_);
         const c10::cuda::CUDAStreamGuard on(push_stream_);
-        const PeerPush task{push.segments, copies_for(problem), addresses};
-        C10_CUDA_CHECK(compile_copies_cuda(
-            problem, slots.const_data_ptr<int32_t>(), task.copies, push_stream_));
+        const PeerPush task{push.segments,
+                            problem,
+                            slots.const_data_ptr<int32_t>(),
+                            copies_for(problem),
+                            addresses};
         C10_CUDA_CHECK(push_peers_cuda(self(push.label), task, push_blocks_, push_stream_));
         push.used = task.copies.used;
         last_ = std::move(push);
@@ -156,15 +160,18 @@ class TensorPeerExchange : public torch::CustomClassHolder {
                        const std::string& label) {
         raise_failure();
         const c10::cuda::CUDAGuard guard(device_);
-        const PeerRank caller = self(label_of(label));
+        Pull under_way{label_of(label), segments_of(segments), nullptr, 0, sums, {}};
         const PullTable table =
             pull_table(addresses_of("sum", sums, segments, at::kFloat), replicas, computed);
 
+        // Before the slots' gradients are offered again, those of the last pull must be taken.
+        finish_pull(num_pulls_);
         // The current stream has written the slots' gradients and is done with the sums' memory.
         wait_for_current_stream(pull_stream_);
         const c10::cuda::CUDAStreamGuard on(pull_stream_);
-        const Tensor words = on_device(table.words);
-        PeerPull pull = peer_pull(table, words_in(words), segments_of(segments));
+        under_way.words = on_device(table.words);
+        const int64_t* const words = under_way.words.const_data_ptr<int64_t>();
+        PeerPull pull = peer_pull(table, words, under_way.segments);
         for (size_t g = 0; g < segments.size(); ++g) {
             const auto type = slots_.at(segments[g]).scalar_type();
             TORCH_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16,
@@ -172,40 +179,41 @@ class TensorPeerExchange : public torch::CustomClassHolder {
                               type);
             pull.is_bfloat16[g] = type == at::kBFloat16;
         }
-        C10_CUDA_CHECK(pull_add_peers_cuda(caller, pull, pull_blocks_, pull_stream_));
-        C10_CUDA_CHECK(wait_peers_cuda(caller,
-                                       pull.segments,
-                                       used_places(table, words_in(words)),
-                                       table.num_used,
-                                       PeerDeed::kTakeGrad,
-                                       pull_stream_));
-        sums_ = sums;
+        C10_CUDA_CHECK(pull_add_peers_cuda(self(under_way.label), pull, pull_blocks_, pull_stream_));
+        under_way.used = used_places(table, words);
+        under_way.num_used = table.num_used;
+        last_pull_ = std::move(under_way);
         pulled_.emplace(c10::DeviceType::CUDA);
         pulled_->record(pull_stream_.unwrap());
         return ++num_pulls_;
     }
 
     // Let the current stream wait until the sums are there and this rank's slot gradients may be
-    // overwritten.
+    // overwritten. The current stream of the next `start_pull` must be behind that.
     void finish_pull(int64_t pull) {
         raise_failure();
         const c10::cuda::CUDAGuard guard(device_);
         if (pull == num_pulls_ && pulled_.has_value()) {
-            pulled_->block(c10::cuda::getCurrentCUDAStream().unwrap());
+            // Not launched behind the pull: where a GPU has one queue of work, this would hold up
+            // all that is launched until the peers are done.
+            const CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+            pulled_->block(stream.unwrap());
+            C10_CUDA_CHECK(wait_peers_cuda(self(last_pull_.label),
+                                           last_pull_.segments,
+                                           last_pull_.used,
+                                           last_pull_.num_used,
+                                           PeerDeed::kTakeGrad,
+                                           stream));
             pulled_.reset();
-            sums_.clear();  // their memory is the current stream's again
+            last_pull_.sums.clear();  // their memory is the current stream's again
         }
     }
 
     // End what is under way without waiting for peers; returns the highest generation used here.
     int64_t abort() {
         const c10::cuda::CUDAGuard guard(device_);
-        // Waits look at this word. On a stream of its own, not behind what waits.
-        cudaStream_t aside;
-        C10_CUDA_CHECK(cudaStreamCreateWithFlags(&aside, cudaStreamNonBlocking));
-        C10_CUDA_CHECK(cudaMemsetAsync(&self_.state->failed, 1, sizeof self_.state->failed, aside));
-        C10_CUDA_CHECK(cudaStreamSynchronize(aside));
-        C10_CUDA_CHECK(cudaStreamDestroy(aside));
+        // Waits look at this word.
+        *static_cast<volatile int32_t*>(aborted_.mutable_data_ptr<int32_t>()) = 1;
         C10_CUDA_CHECK(cudaStreamSynchronize(push_stream_));
         C10_CUDA_CHECK(cudaStreamSynchronize(pull_stream_));
         C10_CUDA_CHECK(cudaStreamSynchronize(c10::cuda::getCurrentCUDAStream()));
@@ -221,6 +229,7 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         state.push.generation = state.pull.generation = static_cast<uint64_t>(generation);
         C10_CUDA_CHECK(cudaMemcpy(self_.state, &state, sizeof state, cudaMemcpyHostToDevice));
         failure_.zero_();
+        aborted_.zero_();
         pushed_.reset();
         pulled_.reset();
     }
@@ -249,7 +258,7 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         main_addresses_.clear();
         copies_.reset();
         last_ = {};
-        sums_.clear();
+        last_pull_ = {};
         pushed_.reset();
         pulled_.reset();
         closed_ = true;
@@ -264,6 +273,16 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         int64_t num_slots;
         std::vector<Tensor> mains;  // read by another stream than the one they are of
         Tensor slots;               // likewise
+    };
+
+    // What a pull leaves for its end.
+    struct Pull {
+        int64_t label;
+        PeerSegments segments;
+        const PeerPlace* used;  // [num_used] in `words`
+        int64_t num_used;
+        std::vector<Tensor> sums;  // written by another stream than the one they are of
+        Tensor words;              // the pull stream's
     };
 
     PeerRank self(int64_t label) const {
@@ -342,8 +361,6 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         return there;
     }
 
-    static const int64_t* words_in(const Tensor& words) { return words.const_data_ptr<int64_t>(); }
-
     // Of tensors that go through all segments again and again; of the slots' type, or of `type`.
     Words addresses_of(const char* name,
                        const std::vector<Tensor>& tensors,
@@ -402,7 +419,7 @@ class TensorPeerExchange : public torch::CustomClassHolder {
     const int pull_blocks_;
     const CUDAStream push_stream_;
     const CUDAStream pull_stream_;
-    Tensor state_, failure_;  // what `self_` points to
+    Tensor state_, failure_, aborted_;  // what `self_` points to
     PeerRank self_{};
     std::vector<Tensor> slots_;      // for each segment, this rank's: shape and dtype
     std::vector<Tensor> addresses_;  // for each segment, all ranks'
@@ -411,7 +428,7 @@ class TensorPeerExchange : public torch::CustomClassHolder {
     Tensor copies_;                           // compiled anew by each push
     Push last_{};
     std::optional<c10::Event> pushed_;  // until the last push is finished
-    std::vector<Tensor> sums_;          // written by another stream than the one they are of
+    Pull last_pull_{};
     std::optional<c10::Event> pulled_;  // until the last pull is finished
     int64_t num_pushes_ = 0;
     int64_t num_pulls_ = 0;

@@ -33,8 +33,22 @@ __device__ inline void record_failure(const PeerRank& self, const PeerFailure& f
     *const_cast<volatile uint32_t*>(&self.failure->is_set) = 1;
 }
 
+// Polls between two looks at the host's word: a look takes as long as several polls.
+constexpr uint32_t kPollsPerLook = 64;
+
+// Whether this rank's waits are to end. Once the host has said so, it stands in device memory, where
+// the next wait finds it at once.
+__device__ inline bool is_over(const PeerRank& self, uint32_t polls) {
+    auto& failed = *const_cast<volatile uint32_t*>(&self.state->failed);
+    if (polls % kPollsPerLook == 0 && *const_cast<const volatile uint32_t*>(self.aborted) != 0) {
+        failed = 1;
+    }
+    return failed != 0;
+}
+
 // Wait until `flag` is `generation`. False if that is not to come: a peer is too late or is ahead,
-// which is recorded, or this rank has failed before. `place` names the peer and the slot.
+// which is recorded; this rank has failed before, or its host has given up. `place` names the peer
+// and the slot.
 __device__ inline bool wait_for(const PeerRank& self,
                                 const uint64_t* flag,
                                 uint64_t generation,
@@ -44,8 +58,9 @@ __device__ inline bool wait_for(const PeerRank& self,
     uint64_t seen = load_acquire(flag);
     if (seen == generation) return true;
     LivedTime waited{now_ns()};
-    while (seen < generation && waited.at(now_ns()) < static_cast<uint64_t>(self.timeout_ns)) {
-        if (*const_cast<volatile uint32_t*>(&self.state->failed) != 0) return false;
+    const auto limit = static_cast<uint64_t>(self.timeout_ns);
+    for (uint32_t polls = 0; seen < generation && waited.at(now_ns()) < limit; ++polls) {
+        if (is_over(self, polls)) return false;
         pause();
         seen = load_acquire(flag);
     }
@@ -72,6 +87,7 @@ __device__ inline void end_turn(PeerTurn* turn) {
     if (atomicAdd(&turn->blocks_ended, 1u) != gridDim.x - 1) return;
     // All blocks have read the generation, and none takes a unit any more.
     turn->next_unit = 0;
+    turn->blocks_begun = 0;
     turn->blocks_ended = 0;
     ++turn->generation;
 }

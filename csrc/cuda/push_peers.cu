@@ -1,10 +1,11 @@
 // Stage 4 on the device: main weights, or what a relay receives, into slots of peers.
 //
 // 1. Makes this rank's copies: every byte of a source once, to all destinations of the copy.
-// 2. One block is one warp, which takes a chunk of a copy at a time. Its first lane keeps kStages
-//    tiles moving: bulk loads write them, bulk stores copy them to every destination.
+// 2. One block is one warp. The first to begin compiles the plan's slots into the copies; then each
+//    takes a chunk of a copy at a time. Its first lane keeps kStages tiles moving: bulk loads write
+//    them, bulk stores copy them to every destination.
 // 3. A kernel, because flags of other GPUs order it, without the host and in a captured graph.
-// 4. Waits until a destination is offered and, in a relay, until the chunk has arrived here. A
+// 4. Waits until the copies are compiled, by a flag of its own GPU; until a destination is offered and, in a relay, until the chunk has arrived here. A
 //    chunk's flag is stored, behind a fence for the whole system, when the bulk stores are complete
 //    at the destinations. It is not enough that they have read shared memory.
 // 5. Deterministic: bytes are moved, each by one block.
@@ -12,6 +13,7 @@
 //    GPU of NVLink take 0.34 ms. With a hand-over of 2 us, 0.9 MB must be in flight: 32 blocks of
 //    32 KiB.
 
+#include "compile_copies.cuh"
 #include "megatron_ext/cuda_api.h"
 #include "peers.cuh"
 
@@ -91,18 +93,43 @@ __device__ bool is_aligned(const Unit& unit, int lane) {
     return __ballot_sync(kAll, !aligned) == 0;
 }
 
+// What a block does before it takes units. Whichever block begins first offers the slots and
+// compiles: others wait for one that runs, in whatever order they begin. Called by all lanes.
+__device__ void prepare(const PeerRank& self,
+                        const PeerPush& push,
+                        uint64_t generation,
+                        compiling::Scratch& scratch,
+                        int lane) {
+    uint64_t* const compiled = &self.state->compiled;
+    const uint32_t begun = lane == 0 ? atomicAdd(&self.state->push.blocks_begun, 1u) : 0;
+    if (__shfl_sync(kAll, begun, 0) == 0) {
+        // What this rank read in its slots was read by earlier work of the stream.
+        offer_slots(self, push.segments, generation, lane, kLanes);
+        compiling::Compiler(push.problem, push.slots, push.copies, scratch).run();
+        __syncwarp();  // All lanes have written what the flag speaks of.
+        if (lane == 0) store_release(compiled, generation);
+    } else if (lane == 0) {
+        while (load_acquire(compiled) != generation) pause();
+    }
+    __syncwarp();
+}
+
 __global__ void __launch_bounds__(kLanes) push_kernel(PeerRank self, PeerPush push) {
-    __shared__ Tiles tiles;
+    // A block is done with one before it begins with the other.
+    __shared__ union {
+        compiling::Scratch scratch;
+        Tiles tiles;
+    } memory;
+    Tiles& tiles = memory.tiles;
     const int lane = static_cast<int>(threadIdx.x);
     PeerTurn* const turn = &self.state->push;
     const uint64_t generation = turn->generation + 1;
+    prepare(self, push, generation, memory.scratch, lane);
     const int64_t chunks = push.segments.num_chunks();
     const int64_t num_units = *push.copies.num_rows * chunks;
     if (lane == 0) {
         for (int stage = 0; stage < kStages; ++stage) barrier_init(&tiles.loaded[stage]);
     }
-    // What this rank read in its slots was read by earlier work of the stream.
-    if (blockIdx.x == 0) offer_slots(self, push.segments, generation, lane, kLanes);
     __syncwarp();
 
     uint32_t tiles_used = 0;

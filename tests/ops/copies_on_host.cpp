@@ -1,4 +1,4 @@
-// Runs the kernel that compiles copies on the host (cuda_on_host/), for plans from stdin. Built by
+// Runs what compiles copies in a push on the host (cuda_on_host/), for plans from stdin. Built by
 // test_kernels_on_host.py, which makes the plans and knows what must come out.
 //
 // A plan is a line: R, S, mains a rank, relay threshold, then the expert in each slot. For each
@@ -10,7 +10,8 @@
 #include <iostream>
 #include <vector>
 
-#include "megatron_ext/cuda_api.h"
+#include "compile_copies.cuh"
+#include "cuda_runtime_api.h"
 
 using namespace megatron_ext;
 
@@ -47,7 +48,10 @@ int main() {
             const auto bytes = PeerCopies::bytes(problem.num_ranks, problem.num_slots);
             std::vector<int64_t> memory(bytes / 8 + 1, -7);
             const auto copies = PeerCopies::in(memory.data(), problem.num_ranks, problem.num_slots);
-            compile_copies_cuda(problem, slots.data(), copies, nullptr);
+            cuda_on_host::launch(1, compiling::kLanes, 0, nullptr, [&] {
+                __shared__ compiling::Scratch scratch;
+                compiling::Compiler(problem, slots.data(), copies, scratch).run();
+            });
             if (memory.back() != -7) cuda_on_host::fail("memory behind the copies is written");
             print(copies, problem.num_slots);
         }

@@ -79,7 +79,10 @@ struct Lists {
 class Group {
   public:
     explicit Group(Sizes sizes)
-        : sizes_(std::move(sizes)), states_(sizes_.ranks), failures_(sizes_.ranks) {
+        : sizes_(std::move(sizes)),
+          states_(sizes_.ranks),
+          failures_(sizes_.ranks),
+          aborted_(sizes_.ranks) {
         for (const int64_t bytes : sizes_.weights) add_segment(weights_, bytes);
         for (const int64_t count : sizes_.grads) {
             add_segment(grads_, count * (sizes_.is_bfloat16 ? 2 : 4));
@@ -158,12 +161,12 @@ class Group {
         const PeerRank self = self_of(rank);
         run(stream, [=, this] { write_mains(rank, round); });
         const PeerCopies copies = PeerCopies::in(copies_[rank].data(), sizes_.ranks, sizes_.slots);
-        compile_copies_cuda(
+        const PeerPush task{
+            segments_of(weights_),
             {rank, sizes_.ranks, sizes_.slots, sizes_.mains, sizes_.relay_threshold},
             lists->slots.data(),
             copies,
-            stream);
-        const PeerPush task{segments_of(weights_), copies, addresses_[rank].data()};
+            addresses_[rank].data()};
         push_peers_cuda(self, task, static_cast<int>(pick(1, 4)), stream);
         wait_peers_cuda(self, task.segments, copies.used, sizes_.slots, PeerDeed::kFill, stream);
         // From here on the rank may change its mains.
@@ -209,6 +212,12 @@ class Group {
         });
     }
 
+    // The host gives up, at some time while streams run.
+    void abort(int64_t rank) {
+        run(reinterpret_cast<cudaStream_t>(1 + 2 * sizes_.ranks + rank),
+            [=, this] { aborted_[rank] = 1; });
+    }
+
     int64_t timeout_ns = int64_t{1} << 40;
 
   private:
@@ -248,7 +257,7 @@ class Group {
     }
 
     PeerRank self_of(int64_t rank) {
-        return {rank, timeout_ns, 40 + rank, &states_[rank], &failures_[rank]};
+        return {rank, timeout_ns, 40 + rank, &states_[rank], &failures_[rank], &aborted_[rank]};
     }
 
     static void add(Words& to, const Words& words) {
@@ -344,6 +353,7 @@ class Group {
     std::vector<std::vector<const char*>> addresses_;  // each rank's mains, [M, segments]
     std::vector<PeerState> states_;
     std::vector<PeerFailure> failures_;
+    std::vector<uint32_t> aborted_;
 };
 
 Sizes random_sizes() {
@@ -443,6 +453,20 @@ void end_waits_in_time() {
                     {1, 0, 0, 2, 3, 40, PeerDeed::kFree, 1});
 }
 
+// The time limit is days, which nobody polls away: what ends the waits is the host's word.
+void end_waits_at_once() {
+    Group group({2, 1, 1, {300'000}, {90'000}, false, 1000});
+    group.timeout_ns = int64_t{1} << 60;
+    const std::vector<Transfer> transfers{{0, 0, 1, 0}};
+    const auto lists = group.compile(transfers);
+    group.push(0, {}, lists[0].get(), 0);
+    group.pull(0, {}, lists[0].get(), 0);
+    group.abort(0);
+    cuda_on_host::run_streams();
+    require(group.state(0).failed == 1, "later waits of the rank end at once");
+    require(group.failure(0).is_set == 0, "giving up is no failure of a peer");
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
@@ -450,5 +474,6 @@ int main(int, char** arguments) {
     for (int i = 0; i < rounds; ++i) move_random_replicas();
     for (int i = 0; i < 5; ++i) write_words();
     end_waits_in_time();
+    end_waits_at_once();
     std::printf("%d rounds\n", rounds);
 }

@@ -37,7 +37,7 @@ def with_launches_as_calls(source: str) -> str:
 
 
 STAGES = ["assign", "count_load", "seal_plan", "solve_quota", "split_quota"]
-PEERS = ["compile_copies", "pull_add_peers", "push_peers", "wait_peers", "write_words"]
+PEERS = ["pull_add_peers", "push_peers", "wait_peers", "write_words"]
 
 
 def test_all_kernels_are_run():
@@ -132,6 +132,15 @@ BROKEN = {
     "a flag before the writes are complete": {
         "push_peers.cu": (WAIT_FOR_WRITES, "    bulk_wait_read<0>();\n")
     },
+    "copies made before they are compiled": {
+        "push_peers.cu": ("while (load_acquire(compiled) != generation) pause();", "pause();")
+    },
+    "copies said to be compiled too early": {
+        "push_peers.cu": (
+            "        __syncwarp();  // All lanes have written what the flag",
+            "        // flag",
+        )
+    },
     "a stage filled again before it is read": {"push_peers.cu": ("bulk_wait_read<1>();", "")},
     "a relay that does not wait": {
         "push_peers.cu": ("            ready = wait_for(", "            ready = true || wait_for(")
@@ -139,8 +148,8 @@ BROKEN = {
     "slots filled before they are free": {"push_peers.cu": ("if (c != last_copy)", "if (false)")},
     "a flag before the other lanes have written": {
         "push_peers.cu": (
-            "        __syncwarp();  // All lanes have written what",
-            "        // what",
+            "        __syncwarp();  // All lanes have written what the flags",
+            "        // flags",
         )
     },
     "the first block counts the generation": {
@@ -240,12 +249,14 @@ def plans() -> list[Plan]:
 
 @pytest.fixture(scope="module")
 def compiling(tmp_path_factory):
-    """The compiled kernel, and the program that prints what it compiles."""
-    folder = tmp_path_factory.mktemp("compiling")
-    return [
-        *compile_kernels(["compile_copies"], folder, {}),
-        compile_here(HERE / "copies_on_host.cpp", folder),
-    ]
+    """The program that prints what is compiled."""
+    return compile_compiler(tmp_path_factory.mktemp("compiling"), {})
+
+
+def compile_compiler(folder: Path, broken: dict[str, tuple[str, str]]) -> list[Path]:
+    """Compile the program that prints what is compiled; `broken` as for `compile_kernels`."""
+    compile_kernels([], folder, broken)
+    return [compile_here(HERE / "copies_on_host.cpp", folder)]
 
 
 def run_plans(objects: list[Path], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -279,11 +290,11 @@ WRONG_CHOICES = {
         "",
     ),
     "relays chosen before all have read": (
-        "            order_replicas(expert);\n            __syncthreads();",
+        "            order_replicas(expert);\n            __syncwarp();",
         "            order_replicas(expert);",
     ),
     "the next expert before all relays have chosen": (
-        "            __syncthreads();\n            begin +=",
+        "            __syncwarp();\n            begin +=",
         "            begin +=",
     ),
     "experts in another order": ("if ((a > b) == rises)", "if (a > b)"),
@@ -291,8 +302,8 @@ WRONG_CHOICES = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_CHOICES.values(), ids=WRONG_CHOICES.keys())
-def test_wrong_choices_are_noticed(wrong, compiling, tmp_path):
-    objects = compile_kernels(["compile_copies"], tmp_path, {"compile_copies.cu": wrong})
-    result = run_plans([*objects, compiling[-1]], tmp_path)
+def test_wrong_choices_are_noticed(wrong, tmp_path):
+    objects = compile_compiler(tmp_path, {"compile_copies.cuh": wrong})
+    result = run_plans(objects, tmp_path)
     expected = list(itertools.chain(*(plan.expected() for plan in plans())))
     assert result.returncode != 0 or result.stdout.splitlines() != expected, "they were not"

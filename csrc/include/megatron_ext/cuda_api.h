@@ -96,21 +96,12 @@ cudaError_t copy_choices_cuda(const void* from,
 // Write `count` words of the host to device memory; they may be changed when this returns.
 cudaError_t write_words_cuda(const int64_t* words, int64_t count, int64_t* to, cudaStream_t stream);
 
-// Choose who copies what to whom, as compile_copies() of megatron_ext/transport/relay.py does, and
-// write this rank's part. For problems that fit().
-//   slots  [R, S] logical expert in each slot, or -1; expert e is main e % M of rank e / M, is in
-//   at
-//          most one slot of a rank, and in none of its home rank
-//   copies out
-cudaError_t compile_copies_cuda(const CopyProblem& problem,
-                                const int32_t* slots,
-                                const PeerCopies& copies,
-                                cudaStream_t stream);
-
-// Offer this rank's slots and make its copies; peer_exchange.h says what waits for what. Mains and
+// Offer this rank's slots, choose who copies what to whom, as compile_copies() of
+// megatron_ext/transport/relay.py does, write this rank's part into `push.copies`, and make its
+// copies; peer_exchange.h says what waits for what. Mains and
 // the slots that are relayed have been read, and peers' slots written, when the launch has ended;
 // this rank's own slots are filled when peers say so (`wait_peers_cuda`).
-//   num_blocks  >= 1, of one warp and 33 KiB shared memory each
+//   num_blocks  >= 1, of one warp and 42 KiB shared memory each
 cudaError_t push_peers_cuda(const PeerRank& self,
                             const PeerPush& push,
                             int num_blocks,

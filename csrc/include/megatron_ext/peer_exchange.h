@@ -12,8 +12,8 @@
 //
 // Generations are counted in device memory by the kernel that moves the bytes: the last block of a
 // launch to end adds one. No launch carries a generation, so a captured graph goes on counting when
-// it is replayed. Nor does a push carry who copies what: a kernel before it compiles that from the
-// plan in device memory, so a replay follows the plan that is there then.
+// it is replayed. Nor does a push carry who copies what: its first block compiles that from the plan
+// in device memory, so a replay follows the plan that is there then.
 //
 // Blocks take units of work (a chunk of a copy or of a sum) from a counter, copies from mains
 // first. A launch offers its slots before it waits, and copies from mains wait for offers only. So
@@ -142,6 +142,7 @@ struct PeerSum {
 struct PeerTurn {
     uint64_t generation;  // calls done
     uint32_t next_unit;   // of the call under way
+    uint32_t blocks_begun;
     uint32_t blocks_ended;
 };
 
@@ -149,7 +150,8 @@ struct PeerTurn {
 struct PeerState {
     PeerTurn push;
     PeerTurn pull;
-    uint32_t failed;  // a wait was given up; later ones of this rank do not wait
+    uint64_t compiled;  // generation of the push whose copies are compiled
+    uint32_t failed;    // a wait was given up; later ones of this rank do not wait
 };
 
 // What a peer had not done; exchange.h's messages.
@@ -174,12 +176,19 @@ struct PeerRank {
     int64_t label;       // what to call this call in a failure
     PeerState* state;
     PeerFailure* failure;
+    // In pinned host memory: not 0 once the host has given up what is under way. The device reads it
+    // while it waits, so the host's store queues behind nothing.
+    const uint32_t* aborted;
 };
 
 // A rank's part of a push. Pointers are device memory.
 struct PeerPush {
     PeerSegments segments;     // slot weights
-    PeerCopies copies;         // read when the launch runs
+    CopyProblem problem;       // one that fits()
+    const int32_t* slots;      // [R, S] logical expert in each slot, or -1; expert e is main e % M of
+                               // rank e / M, is in at most one slot of a rank, and in none of its
+                               // home rank
+    PeerCopies copies;         // compiled from the slots when the launch runs
     const char* const* mains;  // [M, segments] contiguous, of the slots' sizes
 };
 

@@ -2,7 +2,7 @@
 // them: one row of words for the device, and where its parts begin.
 //
 // The tables are made on the host, which must know anyway which mains have replicas: it allocates
-// their sums. A push's tables are compiled on the device (compile_copies.cu).
+// their sums. A push's tables are compiled on the device (compile_copies.cuh).
 #pragma once
 
 #include <cstddef>

@@ -1,17 +1,20 @@
-// Before a push on the device: the plan's slots compiled into this rank's copies, with relays.
+// At the start of a push on the device: the plan's slots compiled into this rank's copies, with
+// relays.
 //
 // 1. Makes the choices of compile_copies() in megatron_ext/transport/relay.py, which says why, and
 //    keeps this rank's part: what it copies where, and which ranks write its slots. Every rank
 //    makes the same choices.
-// 2. One block. A thread takes ranks, slots, replicas or relays, each kThreads apart.
-// 3. A kernel, because the plan is on the device: a host that compiled it would have to wait for
-//    the plan, in every layer, and a captured graph would repeat the plan of its capture.
+// 2. One warp. A lane takes ranks, slots, replicas or relays, each kLanes apart.
+// 3. On the device, because the plan is there: a host that compiled it would have to wait for the
+//    plan, in every layer, and a captured graph would repeat the plan of its capture. In the push,
+//    not in a kernel before it: where a GPU has one queue of work, a launch that depends on
+//    another one holds up all later work.
 // 4. Experts are treated one after the other, because a relay that was chosen is busier for the
-//    next expert; all threads see the same expert. Needs no order but the block's barriers and the
-//    stream's.
+//    next expert; all lanes see the same expert. Needs no order but the warp's barriers.
 // 5. Deterministic: positions in an order are counted, not raced for. Integers only.
 // 6. Reads 4 bytes a slot and writes at most 56. All time is latency: with 64 ranks of 2 slots a
-//    sort of 28 steps, then two barriers for each expert of this rank or of a busy one.
+//    sort of 28 steps, 4 pairs a lane, then two barriers for each expert of this rank or of a busy
+//    one.
 //
 // For each further replica in turn, the expert's relay with the fewest sends is chosen, of equal
 // relays the lowest rank; that adds one to its sends. So the relays' sends rise level by level.
@@ -20,12 +23,15 @@
 // choices says which replica relay i sends. So every relay finds its replicas without looking at
 // the others' choices.
 
-#include "megatron_ext/cuda_api.h"
+#pragma once
 
-namespace megatron_ext {
-namespace {
+#include <cstdint>
 
-constexpr int kThreads = 256;
+#include "megatron_ext/peer_exchange.h"
+
+namespace megatron_ext::compiling {
+
+constexpr int kLanes = 32;
 
 // An entry to sort: home rank, busiest first, and main, then where the replica is in `slots`.
 constexpr int kPlaceBits = 13;
@@ -57,7 +63,7 @@ struct Expert {
 };
 
 // ceil(replicas / sqrt(sends)).
-__device__ int num_relays(int replicas, int sends) {
+__device__ inline int num_relays(int replicas, int sends) {
     int relays = 1;
     while (relays * relays * sends < replicas * replicas) ++relays;
     return relays;
@@ -71,12 +77,12 @@ __device__ int count_before(int count, Function comes_before) {
     return before;
 }
 
-// Called by all threads; `count` is a power of two. A bitonic sort.
-__device__ void sort(uint32_t* values, int count) {
+// Called by all lanes; `count` is a power of two. A bitonic sort.
+__device__ inline void sort(uint32_t* values, int count) {
     for (int run = 2; run <= count; run *= 2) {
         for (int distance = run / 2; distance > 0; distance /= 2) {
-            __syncthreads();
-            for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
+            __syncwarp();
+            for (int i = static_cast<int>(threadIdx.x); i < count; i += kLanes) {
                 const int other = i ^ distance;
                 if (other < i) continue;  // the pair is the other's
                 const uint32_t a = values[i], b = values[other];
@@ -88,7 +94,7 @@ __device__ void sort(uint32_t* values, int count) {
             }
         }
     }
-    __syncthreads();
+    __syncwarp();
 }
 
 class Compiler {
@@ -120,17 +126,17 @@ class Compiler {
             }
             const int first = scratch_.num_destinations;
             order_replicas(expert);
-            __syncthreads();
+            __syncwarp();
             if (expert.home == rank_) copy_main(expert, num_done++, first);
             if (expert.is_relayed) pass_on(expert, first);
-            __syncthreads();
+            __syncwarp();
             begin += expert.num_replicas;
         }
-        if (thread() == 0) *out_.num_rows = scratch_.num_from_mains + scratch_.num_relayed;
+        if (lane() == 0) *out_.num_rows = scratch_.num_from_mains + scratch_.num_relayed;
     }
 
   private:
-    __device__ static int thread() { return static_cast<int>(threadIdx.x); }
+    __device__ static int lane() { return static_cast<int>(threadIdx.x); }
 
     __device__ PeerPlace place_of(int place) const {
         return {place / num_slots_, place % num_slots_};
@@ -148,24 +154,24 @@ class Compiler {
 
     // Also who fills this rank's slots where no relay does.
     __device__ void count_sends() {
-        for (int r = thread(); r < num_ranks_; r += kThreads) scratch_.num_sends[r] = 0;
-        if (thread() == 0) {
+        for (int r = lane(); r < num_ranks_; r += kLanes) scratch_.num_sends[r] = 0;
+        if (lane() == 0) {
             scratch_.num_from_mains = scratch_.num_relayed = scratch_.num_destinations = 0;
         }
-        __syncthreads();
-        for (int i = thread(); i < num_places_; i += kThreads) {
+        __syncwarp();
+        for (int i = lane(); i < num_places_; i += kLanes) {
             if (slots_[i] >= 0) atomicAdd(&scratch_.num_sends[slots_[i] / num_mains_], 1);
         }
-        for (int slot = thread(); slot < num_slots_; slot += kThreads) {
+        for (int slot = lane(); slot < num_slots_; slot += kLanes) {
             const int expert = slots_[rank_ * num_slots_ + slot];
             out_.used[slot] = {expert < 0 ? -1 : expert / num_mains_, slot};
         }
-        __syncthreads();
+        __syncwarp();
     }
 
     // Leaves in `level` the place of each home, for `sort_entries`.
     __device__ void order_homes() {
-        for (int home = thread(); home < num_ranks_; home += kThreads) {
+        for (int home = lane(); home < num_ranks_; home += kLanes) {
             const int sends = scratch_.num_sends[home];
             const int at = count_before(num_ranks_, [&](int other) {
                 const int others = scratch_.num_sends[other];
@@ -175,23 +181,23 @@ class Compiler {
             scratch_.level[home] = at;
             scratch_.planned[home] = sends <= threshold_ ? sends : 0;
         }
-        __syncthreads();
+        __syncwarp();
     }
 
     __device__ void sort_entries() {
         int count = 1;
         while (count < num_places_) count *= 2;
-        for (int i = thread(); i < count; i += kThreads) {
+        for (int i = lane(); i < count; i += kLanes) {
             const int expert = i < num_places_ ? slots_[i] : -1;
             scratch_.entries[i] = expert < 0 ? kUnused : entry(expert, i);
         }
         sort(scratch_.entries, count);
-        for (int i = thread(); i < num_places_; i += kThreads) {
+        for (int i = lane(); i < num_places_; i += kLanes) {
             if (scratch_.entries[i] == kUnused) break;
             const bool is_first = i == 0 || expert_of_entry(i) != expert_of_entry(i - 1);
             if (is_first && home_of_entry(i) == rank_) atomicAdd(&scratch_.num_from_mains, 1);
         }
-        __syncthreads();
+        __syncwarp();
     }
 
     __device__ uint32_t entry(int expert, int place) const {
@@ -217,7 +223,7 @@ class Compiler {
 
     // Relays are those that have least to send; without relays the ranks' order stays.
     __device__ void order_replicas(const Expert& expert) {
-        for (int i = thread(); i < expert.num_replicas; i += kThreads) {
+        for (int i = lane(); i < expert.num_replicas; i += kLanes) {
             const int planned = scratch_.planned[rank_of_entry(expert.begin + i)];
             int at = i;
             if (expert.is_relayed) {
@@ -234,20 +240,20 @@ class Compiler {
 
     // The home rank's own row, to the relays.
     __device__ void copy_main(const Expert& expert, int row, int first) {
-        for (int i = thread(); i < expert.num_relays; i += kThreads) {
+        for (int i = lane(); i < expert.num_relays; i += kLanes) {
             out_.destinations[first + i] = place_of(scratch_.place[i]);
         }
-        if (thread() != 0) return;
+        if (lane() != 0) return;
         out_.rows[row] = {{-1, -1}, expert.main_idx, first, expert.num_relays};
         scratch_.num_destinations += expert.num_relays;
     }
 
     __device__ void pass_on(const Expert& expert, int first) {
-        for (int i = thread(); i < expert.num_relays; i += kThreads) relay(expert, i, first);
-        if (thread() == 0) scratch_.planned[expert.home] += expert.num_relays;
+        for (int i = lane(); i < expert.num_relays; i += kLanes) relay(expert, i, first);
+        if (lane() == 0) scratch_.planned[expert.home] += expert.num_relays;
     }
 
-    // What relay i passes on; called by one thread.
+    // What relay i passes on; called by one lane.
     __device__ void relay(const Expert& expert, int i, int first) {
         const PeerPlace relay = place_of(scratch_.place[i]);
         int level = scratch_.level[i];
@@ -286,20 +292,4 @@ class Compiler {
     Scratch& scratch_;
 };
 
-__global__ void __launch_bounds__(kThreads)
-    compile_kernel(CopyProblem problem, const int32_t* slots, PeerCopies copies) {
-    __shared__ Scratch scratch;
-    Compiler(problem, slots, copies, scratch).run();
-}
-
-}  // namespace
-
-cudaError_t compile_copies_cuda(const CopyProblem& problem,
-                                const int32_t* slots,
-                                const PeerCopies& copies,
-                                cudaStream_t stream) {
-    compile_kernel<<<1, kThreads, 0, stream>>>(problem, slots, copies);
-    return cudaGetLastError();
-}
-
-}  // namespace megatron_ext
+}  // namespace megatron_ext::compiling
