@@ -149,6 +149,7 @@ def build_gpt(
     overlap_param_gather: bool = False,
     ddp: dict[str, Any] | None = None,
     optimizer: str = "adam",
+    optimizer_settings: dict[str, Any] | None = None,
     lr: float = 0.02,
     dtype: torch.dtype = torch.float32,
     micro_batch_size: int = 2,
@@ -168,6 +169,7 @@ def build_gpt(
         recompute: `none`, `selective` (the MoE layer) or `full`.
         ddp: Fields of Megatron's DistributedDataParallelConfig that differ from the run's.
         optimizer: `sgd` or `adam`; Megatron's distributed optimizer takes only `adam`.
+        optimizer_settings: Fields of Megatron's OptimizerConfig that differ from the run's.
         dtype: float64 gives a model without optimizer: Megatron's take none.
         transformer_engine: Whether the layers are Transformer Engine's (`tests/te`).
         spec_transform: Applied to the block spec of every chunk, e.g. `partial(balance_spec,
@@ -231,7 +233,8 @@ def build_gpt(
     chunks = wrap_in_ddp(config, modules, ddp_config(run, **ddp))
     built = None
     if dtype != torch.float64:
-        built = get_megatron_optimizer(optimizer_config(run, optimizer=optimizer), chunks)
+        settings = dict(optimizer=optimizer) | (optimizer_settings or {})
+        built = get_megatron_optimizer(optimizer_config(run, **settings), chunks)
     return TinyGPT(chunks, built, config, dtype, micro_batch_size, seed)
 
 

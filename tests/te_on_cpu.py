@@ -100,6 +100,9 @@ def te_general_grouped_gemm(
 ) -> Sequence[Tensor]:
     """A product for each group. With `grad`, `bias` takes the sums of `b`; else it is added."""
     outs = out[0].split(list(m_splits)) if single_output else out
+    if len(dtypes := {each.dtype for each in outs}) > 1:
+        # Some of its kernels take the first's for all, and write over what is beside the others.
+        raise TypeError(f"a grouped product has outputs of several dtypes: {dtypes}")
     for a_i, b_i, out_i, bias_i in zip(a, b, outs, bias, strict=True):
         if grad and bias_i.numel():
             bias_i.copy_(b_i.to(torch.promote_types(b_i.dtype, torch.float32)).sum(0))
@@ -268,9 +271,41 @@ def multi_tensor_scale(
 
 @torch.no_grad()
 def multi_tensor_adam(
-    chunk: int,
-    noop: Tensor,
-    lists: Sequence[Sequence[Tensor]],
+    chunk: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], *settings: Any
+) -> None:
+    """A step of Adam; lists are gradients, parameters, two moments, and maybe master parameters."""
+    for grad, parameter, first, second, *masters in zip(*lists, strict=True):
+        value = _adam((masters or [parameter])[0].float(), grad, first, second, *settings)
+        for target in (parameter, *masters):
+            target.copy_(value)
+
+
+@torch.no_grad()
+def multi_tensor_adam_param_remainder(
+    chunk: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], *settings: Any
+) -> None:
+    """The same for bfloat16 parameters; the last list holds what `whole` adds to them."""
+    for grad, parameter, first, second, remainder in zip(*lists, strict=True):
+        value = _adam(whole(parameter, remainder), grad, first, second, *settings)
+        low, high = value.view(torch.int16).unflatten(-1, (-1, 2)).unbind(-1)
+        remainder.copy_(low)
+        parameter.view(torch.int16).copy_(high + (low < 0))
+
+
+def whole(parameter: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 values of which a bfloat16 parameter, rounded, and an int16 remainder are made.
+
+    The remainder is the lower half of the bits. Where it is negative the upper half was rounded up.
+    """
+    high = parameter.detach().view(torch.int16) - (remainder < 0).short()
+    return torch.stack([remainder, high], -1).view(torch.float32)[..., 0]
+
+
+def _adam(
+    weight: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
     lr: float,
     beta1: float,
     beta2: float,
@@ -279,21 +314,18 @@ def multi_tensor_adam(
     decoupled: bool,
     bias_correction: bool,
     weight_decay: float,
-    *rest: Any,
-) -> None:
-    """A step of Adam; lists are gradients, parameters, two moments, and maybe master parameters."""
+) -> Tensor:
+    """A float32 weight after a step; the moments are changed in place."""
     correct = [1 - beta**step if bias_correction else 1.0 for beta in (beta1, beta2)]
-    for grad, parameter, first, second, *masters in zip(*lists, strict=True):
-        weight, grad = (masters or [parameter])[0].float(), grad.float()
-        if not decoupled:
-            grad = grad + weight_decay * weight
-        first.copy_(beta1 * first + (1 - beta1) * grad)
-        second.copy_(beta2 * second + (1 - beta2) * grad * grad)
-        update = (first / correct[0]) / ((second / correct[1]).sqrt() + eps)
-        if decoupled:
-            update = update + weight_decay * weight
-        for target in (parameter, *masters):
-            target.copy_(weight - lr * update)
+    grad = grad.float()
+    if not decoupled:
+        grad = grad + weight_decay * weight
+    first.copy_(beta1 * first + (1 - beta1) * grad)
+    second.copy_(beta2 * second + (1 - beta2) * grad * grad)
+    update = (first / correct[0]) / ((second / correct[1]).sqrt() + eps)
+    if decoupled:
+        update = update + weight_decay * weight
+    return weight - lr * update
 
 
 _TWINS: dict[str, Callable[..., Any]] = {
@@ -305,6 +337,7 @@ _TWINS: dict[str, Callable[..., Any]] = {
     "layernorm_bwd": layernorm_bwd,
     "layernorm_fwd": layernorm_fwd,
     "multi_tensor_adam": multi_tensor_adam,
+    "multi_tensor_adam_param_remainder": multi_tensor_adam_param_remainder,
     "multi_tensor_l2norm": multi_tensor_l2norm,
     "multi_tensor_scale": multi_tensor_scale,
     "multi_tensor_scale_tensor": multi_tensor_scale,
