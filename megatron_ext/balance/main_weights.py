@@ -167,6 +167,16 @@ class MainWeights:
         """The parameters in a fixed order: what autograd must see as inputs."""
         return [parameter for segment in self._segments for parameter in segment.parameters()]
 
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Dtype in which a weight's gradient is computed: that of `main_grad` if it is fused.
+
+        Slots' gradients have the same: a grouped product may take the first output's for all.
+        """
+        weight = self._segments[0].parameters()[0]
+        main_grad = _main_grad(weight) if self.fused else None
+        return weight.dtype if main_grad is None else main_grad.dtype
+
     def rows(self) -> list[list[Tensor]]:
         """`rows()[g][m]`: the values of segment g of main m, without gradient."""
         return [segment.rows() for segment in self._segments]

@@ -1,8 +1,8 @@
 """Stages 4 and 8: replicas are materialized in the slots, and their gradients reduced.
 
 All layers share a rank's slots, so materializing ends before the next one begins, and so does a
-reduction. Gradients of slots are stored and added in float32 (float64 for float64 weights), in rank
-order of the replicas.
+reduction. Gradients of slots are stored as the mains' are computed, and added in float32 (float64
+for float64 weights), in rank order of the replicas.
 
 Needs: a plan, the mains' weights, a transport. Gives: replicas in slots, and sums for the mains.
 
@@ -40,7 +40,7 @@ class SlotBuffers:
     Args:
         layout: Experts and slots of the EP group.
         segments: Parts of one expert's state.
-        dtype: Dtype of the weights. Gradients are float32, or float64 if the weights are.
+        dtype: Dtype of the weights.
         device: Device of weights and gradients.
         ep_rank: This rank in the EP group.
         transport: Allocates the buffers and moves bytes between ranks.
@@ -78,20 +78,28 @@ class SlotBuffers:
         """Bytes of all buffers on this rank."""
         return sum(buffer.nbytes for buffer in (*self.weights, *self.grads))
 
-    def allocate_grads(self) -> None:
-        """Make the gradient slots, once; every EP rank calls, in its first forward with gradients.
+    def allocate_grads(self, dtype: torch.dtype) -> None:
+        """Make the gradient slots, once; every EP rank calls, in each forward with gradients.
 
         A model that is only evaluated has none.
+
+        Args:
+            dtype: `MainWeights.grad_dtype` of the layer.
+
+        Raises:
+            ValueError: Another layer with these slots has gradients of another dtype.
         """
         if not self.grads:
             self.grads = [
-                self.transport.allocate(
-                    tuple(weight.shape),
-                    torch.promote_types(weight.dtype, torch.float32),
-                    weight.device,
-                )
+                self.transport.allocate(tuple(weight.shape), dtype, weight.device)
                 for weight in self.weights
             ]
+        if self.grads[0].dtype != dtype:
+            raise ValueError(
+                f"expert gradients of a layer are {dtype}, and {self.grads[0].dtype} of another "
+                "that shares its slots: train all models of a process with the same "
+                "gradient_accumulation_fusion and grad_reduce_in_fp32"
+            )
 
     def reserve_virtual_layers(self, count: int) -> int:
         """Return the first of `count` virtual layer ids that no other layer uses."""
@@ -203,7 +211,10 @@ class SlotBuffers:
                     buffer[slot_idx].zero_()
         transfers = list(Transfers(slots, self.layout.mains_per_rank))
         sums = {
-            t.main_idx: [torch.empty_like(buffer[0]) for buffer in self.grads]
+            t.main_idx: [
+                torch.empty_like(buffer[0], dtype=torch.promote_types(buffer.dtype, torch.float32))
+                for buffer in self.grads
+            ]
             for t in transfers
             if t.home_rank == self.ep_rank
         }
@@ -282,8 +293,8 @@ class Reducing:
     def wait(self) -> dict[int, list[Tensor]]:
         """Wait for the sums; return those of each main with replicas, segment by segment.
 
-        They have the dtype of `SlotBuffers.grads`, and hold what was set aside of a main. May be
-        called again.
+        They are float32 (float64 for float64 weights), and hold what was set aside of a main. It
+        may be called again.
         """
         if self._pending is not None:
             self._pending.wait()

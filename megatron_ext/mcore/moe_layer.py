@@ -491,7 +491,7 @@ class BalancedMoELayer(MoELayer):
         finish_parameter_gather(self.experts)
         buffers, in_flight = self._shared_state(microbatch.mains.parameters()[0])
         if torch.is_grad_enabled():
-            buffers.allocate_grads()
+            buffers.allocate_grads(microbatch.mains.grad_dtype)
         return Replication(buffers, in_flight, microbatch.mains, plan, handle, microbatch.joint)
 
     def _shared_state(self, example: Tensor) -> tuple[SlotBuffers, InFlightPlans]:

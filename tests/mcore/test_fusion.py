@@ -6,12 +6,15 @@ training is compared with Megatron's own layers, both with fusion.
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_ext.balance.main_weights import MainWeights
+from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.main_weights import MainWeights, Segment
+from megatron_ext.balance.slots import SlotBuffers
 from megatron_ext.config import BalanceConfig
 from tests.mcore.parity import Difference, balanced_gpt, balanced_layers, step_difference
 from tests.ranks import run_ranks
@@ -82,3 +85,22 @@ def test_sums_over_replicas_are_rounded_once(stacked: bool) -> None:
     total = torch.full((4,), 2**-10) + 1.0  # just above half a step
     assert weights.hand_over({1: [total]}) == [None for _ in weights.parameters()]
     assert mains.main_grad.tolist() == [[256.0] * 4, [258.0] * 4]
+
+
+def test_gradients_of_two_dtypes_in_the_same_slots_are_refused() -> None:
+    transport: Any = types.SimpleNamespace(
+        allocate=lambda shape, dtype, device: torch.zeros(shape, dtype=dtype)
+    )
+    buffers = SlotBuffers(
+        ExpertLayout(num_experts=2, ep_size=2, slots=1, nvlink_domain=2),
+        [Segment("weight", (2, 3))],
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        ep_rank=0,
+        transport=transport,
+    )
+    for _ in range(2):
+        buffers.allocate_grads(torch.float32)
+    assert [grad.dtype for grad in buffers.grads] == [torch.float32]
+    with pytest.raises(ValueError, match=r"bfloat16, and torch.float32 .* grad_reduce_in_fp32"):
+        buffers.allocate_grads(torch.bfloat16)

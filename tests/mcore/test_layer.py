@@ -554,7 +554,7 @@ def _bfloat16(rank: int) -> None:
     ]
     buffers = balanced_layers(gpt)[0]._slot_buffers
     assert {weight.dtype for weight in buffers.weights} == {torch.bfloat16}
-    assert {grad.dtype for grad in buffers.grads} == {torch.float32}
+    assert {grad.dtype for grad in buffers.grads} == {torch.bfloat16}
     # Low precision by the usual rule: at most twice the error that the plain path makes against
     # float32.
     assert errors[1] <= 2 * errors[0], errors

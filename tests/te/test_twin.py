@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from tests.gpt import build_gpt  # first: it puts Transformer Engine's twin in place
 from tests.ranks import run_ranks
+from tests.te_on_cpu import whole
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 SPLITS = [4, 0, 6]
@@ -187,6 +188,36 @@ def test_fused_permutation(dtype: torch.dtype) -> None:
         outcomes = [_with_gradient(partial(function, fused), inputs) for fused in (False, True)]
         torch.testing.assert_close(outcomes[1], outcomes[0])
         assert all(gradient.any() for gradient in outcomes[0][1])
+
+
+def test_what_bfloat16_parameters_round_is_kept_beside_them() -> None:
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    torch.manual_seed(0)
+    settings = dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-4, weight_decay=0.1)
+    start = torch.randn(30, 40).bfloat16()
+    exact, rounded = start.float().requires_grad_(), start.clone().requires_grad_()
+    kept = dict(master_weights=True, store_param_remainders=True, use_decoupled_grad=True)
+    optimizers = FusedAdam([exact], **settings), FusedAdam([rounded], **settings, **kept)
+    for _ in range(3):
+        gradient = torch.randn(30, 40).bfloat16()
+        exact.grad, rounded.decoupled_grad = gradient.float(), gradient
+        for optimizer in optimizers:
+            optimizer.step()
+    remainders = optimizers[1].state[rounded]["master_param"]
+    assert remainders.dtype == torch.int16
+    assert torch.equal(whole(rounded, remainders), exact)
+    # Half way between two it is rounded away from zero, and to even elsewhere.
+    assert (rounded == exact.bfloat16()).float().mean() > 0.99
+
+
+def test_a_group_has_outputs_of_one_dtype() -> None:
+    grouped = _linears(torch.bfloat16, bias=False, fuse_wgrad_accumulation=True)
+    for index, weight in enumerate(grouped.parameters()):
+        weight.main_grad = torch.zeros(weight.shape, dtype=DTYPES[min(index, 1)])
+    output = grouped(torch.randn(sum(SPLITS), 8, dtype=torch.bfloat16), SPLITS)
+    with pytest.raises(TypeError, match="several dtypes"):
+        output.sum().backward()
 
 
 def _train(rank: int) -> list[float]:
