@@ -182,6 +182,42 @@ def test_slots_are_further_experts_of_the_same_product() -> None:
     run_ranks(_slots_for_mains, 1)
 
 
+def _state(experts: Any) -> list[Any]:
+    """What a forward with slots changes for its time."""
+    linears = (experts.linear_fc1, experts.linear_fc2)
+    of_linears = [(linear.num_gemms, sorted(vars(linear))) for linear in linears]
+    return [*of_linears, getattr(experts, "_fused_ops", None)]
+
+
+@mock.patch.dict(os.environ, NVTE_CUTEDSL_FUSED_GROUPED_MLP="1")
+def _lend_and_take_back(rank: int, case: dict[str, Any]) -> None:
+    from megatron_ext.mcore.experts import expert_weights, run_experts
+
+    gpt = build_gpt(**(TE | GATED | dict(ep=1, num_layers=1, experts=2) | case))
+    experts = gpt.chunks[0].module.decoder.layers[0].mlp.experts
+    weights = expert_weights(experts)
+    slots = [[rows[0].clone()] for rows in weights.mains().rows()]
+    tokens, probs = torch.randn(8, 16), torch.rand(8)
+    run_experts(experts, weights, [()], tokens, torch.tensor([8, 0]), probs)
+    before = _state(experts)
+    counts = torch.tensor([4, 0, 4])
+    output = run_experts(experts, weights, slots, tokens, counts, probs)
+    assert output.shape == tokens.shape
+    assert _state(experts) == before
+    with (
+        mock.patch.object(experts, "forward", side_effect=RuntimeError("out of memory")),
+        pytest.raises(RuntimeError, match="out of memory"),
+    ):
+        run_experts(experts, weights, slots, tokens, counts, probs)
+    assert _state(experts) == before
+
+
+@pytest.mark.parametrize("op_fuser", [False, *[True] * HAS_BLOCKS])
+def test_experts_are_as_they_were_after_a_forward_and_after_one_that_fails(op_fuser: bool) -> None:
+    of_fuser = dict(moe_mlp_glu_interleave_size=4, use_transformer_engine_op_fuser=True)
+    run_ranks(_lend_and_take_back, 1, of_fuser if op_fuser else {})
+
+
 def _checkpoint_entries(rank: int) -> int:
     """Compare what checkpoints hold, after a step; returns how many entries are of experts."""
     settings = TE | GATED | dict(add_bias_linear=True, bias_activation_fusion=False)
