@@ -1,0 +1,202 @@
+"""Runs the parts one after another, and writes what they showed after each of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.files.tables import markdown_table
+from tests.gpu.first_run.environment import ROOT
+from tests.gpu.first_run.parts import Part, parts
+
+PASSED, FAILED, TOO_LONG, LEFT_OUT = "passed", "failed", "took too long", "left out"
+
+_LAST_LINES = 30
+"""Of a part's output, kept with its result."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a part."""
+
+    name: str
+    status: str
+    seconds: float = 0.0
+    why: str = ""
+    """Of a part that did not pass."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """What it measured."""
+    output: list[str] = field(default_factory=list)
+    """The last lines that it said."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; see tests/gpu/first_run.sh.
+
+    Returns:
+        0 if all that ran passed, otherwise 1.
+    """
+    options = _parser().parse_args(arguments)
+    gpus = num_gpus() if options.gpus is None else options.gpus
+    all_parts = parts(gpus)
+    unknown = {*options.only, *options.skip} - {part.name for part in all_parts}
+    if unknown:
+        names = ", ".join(part.name for part in all_parts)
+        sys.stderr.write(f"error: there is no part {', '.join(sorted(unknown))}; parts: {names}\n")
+        return 2
+    chosen = [
+        part
+        for part in all_parts
+        if (not options.only or part.name in options.only) and part.name not in options.skip
+    ]
+    if options.dry_run or gpus == 0:
+        if gpus == 0:
+            sys.stdout.write("There is no GPU here. On a machine with GPUs this would run:\n\n")
+        sys.stdout.write(f"{plan_text(chosen, gpus)}\n")
+        return 0
+    outcomes: list[Outcome] = []
+    for outcome in run_all(chosen, gpus, options.out):
+        outcomes.append(outcome)
+        write_results(outcomes, gpus, options.out)
+        sys.stdout.write(f"{outcome.name}: {outcome.status} {outcome.why}".rstrip() + "\n")
+        sys.stdout.flush()
+    sys.stdout.write(f"Written: {options.out / 'first_run.json'}, {options.out / 'first_run.md'}\n")
+    return int(any(outcome.status in (FAILED, TOO_LONG) for outcome in outcomes))
+
+
+def num_gpus() -> int:
+    """Return how many GPUs the driver knows; 0 without a driver."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def plan_text(chosen: Sequence[Part], gpus: int) -> str:
+    """Return what would run, as a table, with the longest time that it can take."""
+    rows = [
+        (
+            part.name,
+            f"{part.limit_s} s" if part.gpus <= gpus or gpus == 0 else _needs(part),
+            part.shows,
+            shlex.join(part.command_for(Path(f"{part.name}.json"))[1:]),
+        )
+        for part in chosen
+    ]
+    longest = sum(part.limit_s for part in chosen if part.gpus <= gpus or gpus == 0)
+    table = markdown_table(("part", "at most", "shows", "python ..."), rows)
+    return f"{table}\n\nAt most {longest / 60:.0f} minutes."
+
+
+def run_all(chosen: Sequence[Part], gpus: int, out: Path) -> Iterator[Outcome]:
+    """Run parts in their order, whatever becomes of each; yield what did."""
+    out.mkdir(parents=True, exist_ok=True)
+    for part in chosen:
+        if part.gpus > gpus:
+            yield Outcome(part.name, LEFT_OUT, why=_needs(part))
+        else:
+            yield run_part(part, out)
+
+
+def run_part(part: Part, out: Path) -> Outcome:
+    """Run one part to its end or its limit; its processes are gone afterwards."""
+    file, log = out / f"{part.name}.json", out / f"{part.name}.log"
+    file.unlink(missing_ok=True)
+    started = time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            part.command_for(file),
+            cwd=ROOT,
+            env={**os.environ, **part.environment},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(part.limit_s)
+            ended = PASSED if status == 0 else FAILED
+            why = "" if status == 0 else f"status {status}"
+        except subprocess.TimeoutExpired:
+            ended, why = TOO_LONG, f"{part.limit_s} s"
+        finally:
+            # Also what a part that ended left behind.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    seconds = round(time.monotonic() - started, 1)
+    lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+    try:
+        rows = _read_rows(file)
+    except ValueError as error:
+        ended, why, rows = FAILED, f"{file.name}: {error}", []
+    return Outcome(part.name, ended, seconds, why, rows, lines)
+
+
+def write_results(outcomes: Sequence[Outcome], gpus: int, out: Path) -> None:
+    """Write `first_run.json` and `first_run.md`."""
+    results = {"gpus": gpus, "parts": [asdict(outcome) for outcome in outcomes]}
+    (out / "first_run.json").write_text(json.dumps(results, indent=1) + "\n")
+    overview = [
+        (outcome.name, f"{outcome.status} {outcome.why}".rstrip(), f"{outcome.seconds:.0f}")
+        for outcome in outcomes
+    ]
+    pieces = [markdown_table(("part", "outcome", "s"), overview)]
+    for outcome in outcomes:
+        if outcome.rows:
+            columns = list(dict.fromkeys(key for row in outcome.rows for key in row))
+            cells = [[_cell(row.get(column)) for column in columns] for row in outcome.rows]
+            pieces += [f"### {outcome.name}", markdown_table(columns, cells)]
+    (out / "first_run.md").write_text("\n\n".join(pieces) + "\n")
+
+
+def _read_rows(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a part, none if it wrote no file.
+
+    Raises:
+        ValueError: The file holds something else.
+    """
+    if not file.is_file():
+        return []
+    content = json.loads(file.read_text())
+    rows = content.get("rows") if isinstance(content, dict) else content
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("has no list of rows")
+    return rows
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _needs(part: Part) -> str:
+    return f"needs {part.gpus} GPUs"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tests/gpu/first_run.sh", description=__doc__)
+    parser.add_argument("--gpus", type=int, metavar="N", help="use so many (default: all)")
+    parser.add_argument("--dry-run", action="store_true", help="say what would run")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="run these only")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="PART", help="leave these out")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "runs" / "first_run", help="(default: runs/first_run)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

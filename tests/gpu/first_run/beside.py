@@ -1,0 +1,119 @@
+"""Replicas move while NCCL does, with ranks that come late at random.
+
+    python -m tests.gpu.first_run.beside [--ranks N] [--seconds S] [--json FILE]
+
+All ranks push and pull random replicas, in the memory of one GPU a rank, and compare every value;
+beside it an all-to-all and a reduce-scatter run all the time. Before each step ranks sleep, most of
+them not, some up to a second. What stands still ends with the part's time limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ext.trainer.launch import join_ranks, launch_ranks
+from megatron_ext.transport import make_transport
+from tests.transport.test_transports import LARGE, SHAPES, Side, random_transfers
+
+STEPS_BETWEEN_LOOKS = 10
+"""At the clock, which all ranks must read alike."""
+
+WORDS_A_RANK = 1 << 20
+"""Float32 that a rank gives every other one in a collective."""
+
+
+def main() -> None:
+    """Start the ranks."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2, help="(default: 2)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="(default: 60)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the row")
+    options = parser.parse_args()
+    launch_ranks(move, options.seconds, options.json, num_ranks=options.ranks)
+
+
+def move(seconds: float, file: Path | None) -> None:
+    """Be one rank."""
+    with join_ranks():
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+        sides = [
+            Side(
+                make_transport("auto", dist.group.WORLD, device, grad_reduce_share=0.5),
+                dist.group.WORLD,
+                shapes,
+                torch.float32,
+                device,
+            )
+            for shapes in (SHAPES, LARGE)
+        ]
+        beside = Collectives(dist.new_group(), device)
+        plans, sleeps = random.Random(5), random.Random(rank)
+        started, steps = time.monotonic(), 0
+        while is_before(started + seconds, device):
+            for _ in range(STEPS_BETWEEN_LOOKS):
+                time.sleep(sleeps.choice((0, 0, 0, 0, 0.001, 0.01, 0.1, 1)))
+                beside.start(steps)
+                for side in sides:
+                    side.step(random_transfers(plans, num_ranks), steps)
+                beside.check(steps)
+                steps += 1
+        transport = type(sides[0].transport).__name__
+        if rank == 0:
+            row = {"ranks": num_ranks, "transport": transport, "steps": steps, "seconds": seconds}
+            print(row)
+            if file is not None:
+                file.write_text(json.dumps({"rows": [row]}, indent=1) + "\n")
+
+
+class Collectives:
+    """An all-to-all and a reduce-scatter that run beside other work."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._ranks = group.size()
+        self._sent = torch.empty(self._ranks, WORDS_A_RANK, device=device)
+        self._received = torch.empty_like(self._sent)
+        self._summed = torch.empty(WORDS_A_RANK, device=device)
+        self._running: list[dist.Work] = []
+
+    def start(self, step: int) -> None:
+        """Start both; they read what is the same on no two ranks and in no two steps."""
+        self._sent.fill_(self._group.rank() + step % 100)
+        self._running = [
+            dist.all_to_all_single(self._received, self._sent, group=self._group, async_op=True),
+            dist.reduce_scatter_tensor(
+                self._summed, self._sent.view(-1), group=self._group, async_op=True
+            ),
+        ]
+
+    def check(self, step: int) -> None:
+        """Wait for both and compare what came."""
+        for work in self._running:
+            work.wait()
+        values = torch.arange(self._ranks, device=self._sent.device) + step % 100
+        assert _all_equal(self._received, values[:, None]), f"all-to-all, step {step}"
+        assert _all_equal(self._summed, values.sum()), f"reduce-scatter, step {step}"
+
+
+def is_before(end: float, device: torch.device) -> bool:
+    """Return whether rank 0's clock says so, to all ranks."""
+    answer = torch.tensor(int(time.monotonic() < end), device=device)
+    dist.broadcast(answer, 0)
+    return bool(answer.item())
+
+
+def _all_equal(values: Tensor, expected: Tensor) -> bool:
+    return bool((values == expected).all())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""A rank fails in backward: all ranks end soon, and none has changed a weight.
+
+    python -m tests.gpu.first_run.failing_rank [--ranks N]
+
+The quickstart's model trains for a few steps. Then the last rank's pull of a replica's gradients
+raises, while the others go on. Status 0 if everything ended within `LIMIT_S` and no rank came to
+its optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch.distributed as dist
+
+from megatron_ext.config import TrainConfig
+from megatron_ext.trainer.launch import join_ranks, launch_ranks
+from megatron_ext.trainer.quickstart import build_data
+from megatron_ext.trainer.train import check, load_config
+from megatron_ext.trainer.watchdog import watch_over
+
+STEPS = 3
+"""Before the one that fails."""
+
+LIMIT_S = 15.0
+"""From the failure to the end of the last process."""
+
+FAILED_FILE = "failed"
+REACHED_FILE = "rank_{rank}_reached_its_optimizer"
+
+
+def main() -> None:
+    """Train and judge; what went wrong is printed, a line each."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2, help="of expert parallelism (default: 2)")
+    parser.add_argument("overrides", nargs="*", help="of the quickstart")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = problems(options.ranks, options.overrides, Path(folder))
+    sys.stderr.write("".join(f"{problem}\n" for problem in found))
+    sys.exit(bool(found))
+
+
+def problems(num_ranks: int, overrides: Sequence[str], folder: Path) -> list[str]:
+    """Train until it fails, and return what should not be, a line each.
+
+    Args:
+        num_ranks: Ranks of expert parallelism.
+        overrides: Of the quickstart's settings.
+        folder: An empty folder for the run and its notes.
+    """
+    ours = [f"parallel.ep_size={num_ranks}", f"run_dir={folder / 'run'}"]
+    config = load_config([*ours, *overrides], config_name="quickstart")
+    build_data(Path(config.data.path))
+    check(config, num_ranks=num_ranks)
+    try:
+        launch_ranks(train_and_fail, config, folder, num_ranks=num_ranks)
+        found = ["the run ended well, though a rank failed"]
+    except SystemExit:
+        found = []
+    ended = time.time()
+    if not (folder / FAILED_FILE).is_file():
+        return [*found, "the run ended before it was made to fail"]
+    took = ended - (folder / FAILED_FILE).stat().st_mtime
+    print(f"{num_ranks} ranks ended {took:.1f} s after one failed in backward")
+    if took > LIMIT_S:
+        found.append(f"the ranks ended {took:.1f} s after the failure; the limit is {LIMIT_S} s")
+    reached = sorted(folder.glob(REACHED_FILE.format(rank="*")))
+    return found + [f"{file.name}, in the step that failed" for file in reached]
+
+
+def train_and_fail(config: TrainConfig, folder: Path) -> None:
+    """Be one rank."""
+    with watch_over(config), join_ranks(config.group_timeout):
+        from megatron_ext.trainer.loop import Training
+
+        training = Training(config)
+        for _ in range(STEPS):
+            training.train_step()
+        dist.barrier()
+        rank = dist.get_rank()
+
+        def note(*_: Any, **__: Any) -> NoReturn:
+            (folder / REACHED_FILE.format(rank=rank)).touch()
+            raise RuntimeError("the optimizer was reached")
+
+        def fail(*_: Any, **__: Any) -> NoReturn:
+            (folder / FAILED_FILE).touch()
+            raise RuntimeError("made to fail in backward")
+
+        with mock.patch.object(training.optimizer, "step", note):
+            if rank == dist.get_world_size() - 1:
+                with mock.patch(
+                    "megatron_ext.balance.slots.SlotBuffers.reduce_replica_grads", fail
+                ):
+                    training.train_step()
+            else:
+                training.train_step()
+
+
+if __name__ == "__main__":
+    main()

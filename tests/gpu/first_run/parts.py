@@ -1,0 +1,140 @@
+"""The parts of a first run on GPUs: what each shows, how, how long it may take, what it needs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.gpu.first_run.environment import LAUNCHER, QUEUES, queues
+
+RECIPE = "gpt_8x64e_8gpu_bf16"
+"""What is trained at full size, on `RECIPE_GPUS`."""
+
+RECIPE_GPUS = 8
+
+
+JSON_FILE = "{json}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One program of the run."""
+
+    name: str
+    shows: str
+    """In a few words."""
+
+    command: tuple[str, ...]
+    """The word `JSON_FILE` stands for the file that its rows go to, if it writes any."""
+
+    limit_s: int
+    """It is ended after so many seconds."""
+
+    gpus: int = 1
+    """It is left out on a machine of fewer."""
+
+    environment: Mapping[str, str] = field(default_factory=lambda: LAUNCHER)
+    """Variables on top of the caller's."""
+
+    def command_for(self, file: Path) -> list[str]:
+        """Return the command, with its rows going to `file`."""
+        return [str(file) if word == JSON_FILE else word for word in self.command]
+
+
+def parts(gpus: int) -> list[Part]:
+    """Return all parts, in their order, for a machine of so many GPUs."""
+    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu")
+    required = {"MEGATRON_EXT_REQUIRE_GPU": "1"} if gpus > 1 else {}
+    most = max(size for size in (1, 2, 4, 8) if size <= max(gpus, 1))
+    return [
+        Part("doctor", "what is there", _python("-m", "megatron_ext", "doctor", "--gpu"), 120),
+        *(
+            Part(
+                f"tests_{count}_queues",
+                f"tests/gpu, {count} hardware queues",
+                _python(*tests, "-k", "not sanitizers"),
+                900,
+                environment=queues(count) | required,
+            )
+            for count in QUEUES
+        ),
+        Part(
+            "sanitizers",
+            "memcheck, racecheck, synccheck",
+            _python(*tests, "-k", "sanitizers"),
+            1200,
+        ),
+        Part(
+            "transport",
+            "pushes, pulls and relays beside plain copies of the same bytes",
+            _python("tests/perf/transport.py", "--gpu", "--json", JSON_FILE),
+            300,
+        ),
+        Part(
+            "planner",
+            "time of a plan and of a routing, by replay of a graph",
+            _python("-m", "tests.gpu.first_run.planner_times", "--json", JSON_FILE),
+            300,
+        ),
+        Part(
+            "launches",
+            "launches, allocations and waits of the host in a layer",
+            _python("tests/perf/launches.py", "--json", JSON_FILE),
+            300,
+        ),
+        Part(
+            "litmus",
+            "a flag behind bulk stores is seen after them; what is broken on purpose fails",
+            _python(
+                *("-m", "tests.gpu.first_run.litmus", "--gpus", str(gpus)), *("--json", JSON_FILE)
+            ),
+            600,
+        ),
+        *(
+            Part(
+                f"beside_nccl_{count}_queues",
+                f"replicas move beside all-to-all and reduce-scatter, {count} hardware queues",
+                _python(
+                    *("-m", "tests.gpu.first_run.beside", "--ranks", str(most)),
+                    *("--seconds", "60", "--json", JSON_FILE),
+                ),
+                240,
+                gpus=2,
+                environment=queues(count),
+            )
+            for count in QUEUES
+        ),
+        Part(
+            "failing_rank",
+            "a rank fails in backward: all end soon, and no weight has changed",
+            _python("-m", "tests.gpu.first_run.failing_rank", "--ranks", str(most)),
+            240,
+            gpus=2,
+        ),
+        *(
+            Part(
+                f"parity_ep{ep}" + (f"_pp{pp}" if pp > 1 else ""),
+                "200 steps with balancing beside 200 without",
+                _python(
+                    *("-m", "tests.gpu.first_run.parity", "--steps", "200", "--ep", str(ep)),
+                    *("--pp", str(pp), "--json", JSON_FILE),
+                ),
+                480,
+                gpus=ep * pp,
+            )
+            for ep, pp in ((2, 1), (4, 1), (8, 1), (2, 2))
+        ),
+        Part(
+            "recipe",
+            f"{RECIPE} without balancing, with it, and with ideal routing",
+            _python("-m", "tests.gpu.first_run.recipe", "--steps", "60", "--json", JSON_FILE),
+            1200,
+            gpus=RECIPE_GPUS,
+        ),
+    ]
+
+
+def _python(*arguments: str) -> tuple[str, ...]:
+    return (sys.executable, *arguments)

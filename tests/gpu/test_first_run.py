@@ -1,0 +1,226 @@
+"""The programs of a first run on GPUs, as far as a machine without one can run them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.gpu.first_run import __main__ as first_run
+from tests.gpu.first_run import failing_rank, litmus, parity, recipe
+from tests.gpu.first_run.environment import LAUNCHER, QUEUES, ROOT, queues
+from tests.gpu.first_run.parts import JSON_FILE, Part, parts
+from tests.trainer import dataset
+
+SCRIPT = ROOT / "tests" / "gpu" / "first_run.sh"
+
+
+def python(name: str, code: str, **given: Any) -> Part:
+    return Part(
+        name, "a test", (sys.executable, "-c", code, JSON_FILE), **({"limit_s": 60} | given)
+    )
+
+
+WRITES = (
+    "import json, sys; json.dump({'rows': [{'ms': 1.23456, 'what': 'a'}]}, open(sys.argv[1], 'w'))"
+)
+
+
+def test_it_goes_on_after_what_fails(tmp_path: Path) -> None:
+    chosen = [
+        python("fails", "print('so it is'); raise SystemExit(3)"),
+        python("hangs", "import time; time.sleep(60)", limit_s=1),
+        python("is_too_large", "", gpus=2),
+        python("says_nonsense", "import sys; open(sys.argv[1], 'w').write('7')"),
+        python("measures", WRITES),
+    ]
+    outcomes = list(first_run.run_all(chosen, 1, tmp_path))
+    assert [(one.name, one.status, one.why) for one in outcomes] == [
+        ("fails", "failed", "status 3"),
+        ("hangs", "took too long", "1 s"),
+        ("is_too_large", "left out", "needs 2 GPUs"),
+        ("says_nonsense", "failed", "says_nonsense.json: has no list of rows"),
+        ("measures", "passed", ""),
+    ]
+    assert outcomes[0].output == ["so it is"]
+    first_run.write_results(outcomes, 1, tmp_path)
+    written = json.loads((tmp_path / "first_run.json").read_text())
+    assert written["gpus"] == 1
+    assert written["parts"][-1]["rows"] == [{"ms": 1.23456, "what": "a"}]
+    text = (tmp_path / "first_run.md").read_text()
+    assert "took too long 1 s" in text
+    assert "1.235" in text
+
+
+def test_what_a_part_leaves_behind_is_ended(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    code = (
+        "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', "
+        f"'import time; time.sleep(60)']); open({str(file)!r}, 'w').write(str(child.pid))"
+    )
+    assert first_run.run_part(python("leaves", code), tmp_path).status == "passed"
+    with suppress(psutil.NoSuchProcess):
+        left = psutil.Process(int(file.read_text()))
+        deadline = time.monotonic() + 30
+        while left.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_results_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / "silent.json").write_text('{"rows": [{"ms": 1}]}')
+    assert first_run.run_part(python("silent", ""), tmp_path).rows == []
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2, 8])
+def test_every_command_of_every_part_is_there(gpus: int) -> None:
+    names = [part.name for part in parts(gpus)]
+    assert len(set(names)) == len(names)
+    for part in parts(gpus):
+        for word in part.command_for(Path("x.json")):
+            if word.startswith("tests.gpu"):
+                assert (ROOT / f"{word.replace('.', '/')}.py").is_file()
+            elif word.startswith("tests/"):
+                assert (ROOT / word).exists(), word
+
+
+def test_parts_run_as_the_launcher_runs_trainings() -> None:
+    assert LAUNCHER == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4"}
+    tried = [queues(count)["CUDA_DEVICE_MAX_CONNECTIONS"] for count in QUEUES]
+    assert tried == ["1", "8", "32"]
+    one, eight = ({part.name for part in parts(gpus) if part.gpus <= gpus} for gpus in (1, 8))
+    assert {"parity_ep8", "recipe", "beside_nccl_1_queues", "failing_rank"} <= eight - one
+    assert {"litmus", "planner", "tests_1_queues", "sanitizers", "transport"} <= one
+
+
+def test_it_says_what_it_would_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert first_run.main(["--dry-run", "--gpus", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "needs 8 GPUs" in said
+    assert "litmus" in said
+    assert "At most" in said
+    assert first_run.main(["--gpus", "0", "--only", "litmus"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("There is no GPU here.")
+    assert "transport" not in said
+    assert first_run.main(["--only", "litmuss"]) == 2
+    assert "there is no part litmuss; parts: doctor, " in capsys.readouterr().err
+
+
+def test_only_the_parts_asked_for_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [python("measures", WRITES), python("fails", "raise SystemExit(1)")]
+    monkeypatch.setattr(first_run, "parts", lambda gpus: made)
+    asked = ["--gpus", "1", "--out", str(tmp_path)]
+    assert first_run.main([*asked, "--skip", "fails"]) == 0
+    assert first_run.main(asked) == 1
+
+
+def test_the_script_passes_its_arguments_on() -> None:
+    text = SCRIPT.read_text()
+    assert 'python -m tests.gpu.first_run "$@"' in text
+    assert subprocess.run(["bash", "-n", str(SCRIPT)]).returncode == 0
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+def test_the_litmus_compiles(architecture: str, tmp_path: Path) -> None:
+    command = [*litmus.compile_command(architecture), "-o", str(tmp_path / "litmus")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def row(variant: str, wrong: int, late: int = 0) -> dict[str, Any]:
+    return {"way": "direct", "variant": variant, "wrong rounds": wrong, "late": late}
+
+
+def test_the_litmus_must_see_what_is_broken() -> None:
+    assert litmus.problems([row("RIGHT", 0), row("BROKEN", 3)]) == []
+    assert "the test is blind" in litmus.problems([row("RIGHT", 0), row("BROKEN", 0)])[0]
+    assert "before its bytes" in litmus.problems([row("RIGHT", 1), row("BROKEN", 3)])[0]
+    assert "did not come" in litmus.problems([row("RIGHT", 0, late=1), row("BROKEN", 3)])[0]
+
+
+@pytest.mark.parametrize(("gpus", "relay"), [(1, (0, 0, 0)), (2, (0, 0, 1)), (8, (0, 4, 7))])
+def test_the_litmus_goes_over_all_gpus(gpus: int, relay: tuple[int, ...]) -> None:
+    made = litmus.variants(gpus, rounds=1_000_000)
+    assert {each["devices"] for each in made} == {(0, -1, gpus - 1), relay}
+    per_way = [each["rounds"] * litmus.PAIRS for each in made if each["way"] == "relay"]
+    assert sum(per_way) >= 2 * 0.99e6  # right and broken
+
+
+def test_losses_may_move_as_far_as_rounding_moves_them() -> None:
+    right = {"steps of equal choices": 9, "quota": 5e-7, "rounding": 1e-7}
+    assert parity.is_right(right)
+    assert not parity.is_right(right | {"quota": 5e-6})
+    assert not parity.is_right(right | {"steps of equal choices": 0})
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return dataset.build(tmp_path_factory.mktemp("dataset"))
+
+
+def small(data: Path, run_dir: Path) -> list[str]:
+    """Overrides of the quickstart that make it a matter of seconds."""
+    return [
+        one for one in dataset.overrides(data, run_dir) if not one.startswith(("run_dir", "steps"))
+    ] + ["data.global_batch_size=8"]
+
+
+@pytest.mark.slow
+def test_parity_holds_on_cpu_ranks(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    overrides = [*small(data, tmp_path), f"run_dir={tmp_path}/${{balance.strategy}}"]
+    row = parity.measure(2, 1, 12, overrides)
+    assert (row["EP"], row["steps"]) == (2, 12)
+    assert parity.is_right(row), row
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_changes_no_weight(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    overrides = [*small(data, tmp_path), "steps=8"]
+    assert failing_rank.problems(2, overrides, tmp_path) == []
+    assert "2 ranks ended" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_replicas_move_beside_collectives(tmp_path: Path) -> None:
+    file = tmp_path / "beside.json"
+    command = ["-m", "tests.gpu.first_run.beside", "--ranks", "2", "--seconds", "1"]
+    subprocess.run(
+        [sys.executable, *command, "--json", str(file)], cwd=ROOT, check=True, timeout=120
+    )
+    (found,) = json.loads(file.read_text())["rows"]
+    assert found["ranks"] == 2
+    assert found["steps"] >= 10
+
+
+def test_a_recipe_is_trained_three_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    trained = []
+    shown = dict.fromkeys(recipe.SHOWN, 1.0)
+    monkeypatch.setattr(recipe, "build_data", lambda path: None)
+    monkeypatch.setattr(recipe, "train", trained.append)
+    monkeypatch.setattr(recipe, "read_metrics", lambda folder: [])
+    monkeypatch.setattr(recipe, "summarize", lambda metrics: shown)
+    rows = recipe.measure(recipe.RECIPE, 60, tmp_path)
+    assert [one["balance"] for one in rows] == ["none", "quota", "ideal"]
+    assert [(one.steps, one.balance.strategy) for one in trained] == [
+        (60, "none"),
+        (60, "quota"),
+        (60, "ideal"),
+    ]
+    assert not any(one.type_problems() or one.relation_problems() for one in trained)
