@@ -31,7 +31,7 @@ from megatron_ext.trainer.signals import (
     listens,
 )
 
-_LEFT_TO_TORCHRUN = "SIGHUP,SIGQUIT"
+_LEFT_TO_TORCHRUN = (signal.SIGHUP, signal.SIGQUIT)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -66,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for each in STOP_SIGNALS:
         if signal.getsignal(each) is not signal.SIG_IGN:
             signal.signal(each, pass_on)
-    ours = ["--rdzv-backend", NAME, "--signals-to-handle", _LEFT_TO_TORCHRUN]
+    # It would end at a SIGHUP that nohup has this process ignore.
+    left = [each.name for each in _LEFT_TO_TORCHRUN if signal.getsignal(each) is not signal.SIG_IGN]
+    ours = ["--rdzv-backend", NAME, "--signals-to-handle", ",".join(left)]
     try:
         run(parse_args([*ours, *(sys.argv[1:] if arguments is None else arguments)]))
     except ChildFailedError as error:

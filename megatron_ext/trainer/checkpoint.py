@@ -71,6 +71,7 @@ class Checkpoints:
         self._folder = Path(config.run_dir) / "checkpoints"
         self._writing: tuple[dict[str, Any], CheckpointWriter] | None = None
         self._newest_step: int | None = None
+        self._damaged: dict[Path, str] = {}
 
     def load_newest(self) -> int:
         """Load the newest checkpoint that is whole.
@@ -143,9 +144,9 @@ class Checkpoints:
 
     def _choose(self) -> Path | None:
         """Return what to load: all ranks look through a share of each candidate."""
-        damaged: dict[Path, str] = {}
         while True:
-            checkpoint, damaged = self._candidate(damaged)
+            checkpoint, damaged = self._candidate(self._damaged)
+            self._damaged = damaged
             if checkpoint is None:
                 return None
             found, foreign = self._look_through(checkpoint)
@@ -210,12 +211,15 @@ class Checkpoints:
             sync(self._folder.parent)
         except OSError as error:
             return describe(error, folder)
+        self._damaged.pop(folder, None)
         checkpoints = list_checkpoints(Path(self._config.run_dir))
-        place = checkpoints.index(folder)
-        # Newer ones were passed over as damaged.
-        keep = self._config.checkpoint.keep
-        for old in (*checkpoints[: max(0, place + 1 - keep)], *checkpoints[place + 1 :]):
-            shutil.rmtree(old, ignore_errors=True)
+        # Newer ones were passed over as damaged; and one that is damaged keeps no place of a whole.
+        until_now = checkpoints[: checkpoints.index(folder) + 1]
+        whole = [each for each in until_now if each not in self._damaged]
+        kept = whole[-self._config.checkpoint.keep :]
+        for old in checkpoints:
+            if old not in kept:
+                shutil.rmtree(old, ignore_errors=True)
         return None
 
     def _give_up(self, step: int, problem: str) -> None:

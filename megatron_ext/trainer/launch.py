@@ -275,8 +275,9 @@ def join_ranks(timeout: timedelta | None = None) -> Iterator[None]:
     _init_process_group(timeout)
     if dist.get_rank() != 0:
         logging.getLogger("megatron_ext").setLevel(logging.WARNING)
-    elif restart := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
-        # Its agent has said why.
+    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if restart and os.environ["LOCAL_RANK"] == "0":
+        # Where a rank had failed: each agent counts its own, and has said why.
         logger.warning("restart %d of %s", restart, os.environ["TORCHELASTIC_MAX_RESTARTS"])
     try:
         yield

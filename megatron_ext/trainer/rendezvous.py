@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -61,7 +61,14 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
 
 
 class _BoundRendezvous(DynamicRendezvousHandler):
-    """Also makes the store in which the ranks meet."""
+    """Also makes the store in which the ranks meet, a new one for each attempt.
+
+    torch keeps the first one. There ranks that start again find the addresses of those before.
+    """
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._shared_tcp_store_server = self._bootstrap_store_info = None
+        return super().next_rendezvous()
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
         return _listening_store(master_addr, master_port)

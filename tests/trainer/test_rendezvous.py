@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import os
 import pickle
+import re
 import signal
 import socket
+import subprocess
 import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.elastic.rendezvous.registry import _create_c10d_handler
 
 from megatron_ext.trainer.agent import main
+from megatron_ext.trainer.processes import children
 from megatron_ext.trainer.rendezvous import NAME, create_handler
 from megatron_ext.trainer.run_log import read_metrics
 from tests.processes import Program, listening, running
@@ -31,6 +34,9 @@ FACTORIES = {NAME: create_handler, "c10d": _create_c10d_handler}
 SECRET = "0123456789abcdef"
 SHARED = "torch.rendezvous.none"
 """Where torch keeps what agents share, in a run without an id: stores list their names."""
+
+
+CONTINUES = re.compile(r"continuing from .*/step_(\d+)")
 
 
 class Crafted:
@@ -48,14 +54,22 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+def saved(run_dir: Path) -> list[Path]:
+    return list(run_dir.glob("checkpoints/step_*"))
+
+
+def outputs(agents: list[Program]) -> str:
+    return "".join(agent.output() for agent in agents)
+
+
 @pytest.mark.slow
 def test_two_machines(data: Path, tmp_path: Path) -> None:
     run_dir, port = tmp_path / "run", free_port()
+    training = ["-m", "megatron_ext.train", *overrides(data, run_dir), *ENDLESS]
     command = [
-        *(sys.executable, "-m", "megatron_ext.trainer.agent"),
+        *("nohup", sys.executable, "-m", "megatron_ext.trainer.agent", "--max-restarts", "1"),
         *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{port}"),
-        *("-m", "megatron_ext.train", *overrides(data, run_dir), *ENDLESS),
-        "checkpoint.every=900000",
+        *(*training, "checkpoint.every=10", "checkpoint.keep=2"),
     ]
     with ExitStack() as stack:
         agents: list[Program] = [
@@ -69,6 +83,23 @@ def test_two_machines(data: Path, tmp_path: Path) -> None:
         for _, each in heard:  # An address of this machine at which a store of torch's own answers.
             with socket.socket() as stranger, pytest.raises(ConnectionRefusedError):
                 stranger.connect(("127.0.0.2", each))
+        another = subprocess.run(
+            [sys.executable, *training], capture_output=True, text=True, timeout=600
+        )
+        assert another.returncode == 2
+        assert re.search(rf"error: run_dir \({run_dir}\): .*in use", another.stderr)
+
+        agents[0].wait_for(lambda: saved(run_dir), "checkpoint")
+        os.kill(children(agents[1].pid)[0], signal.SIGKILL)
+        agents[0].wait_for(lambda: CONTINUES.search(outputs(agents)), "restart")
+        said = CONTINUES.search(outputs(agents))
+        assert said is not None
+        assert "restart 1 of 1" in outputs(agents)
+        agents[0].wait_for(lambda: len(read_metrics(run_dir)) > int(said[1]), "step after it")
+        for agent in agents:  # What a lost terminal sends, and nohup has it ignored.
+            os.kill(agent.pid, signal.SIGHUP)
+        steps = len(read_metrics(run_dir))
+        agents[0].wait_for(lambda: len(read_metrics(run_dir)) > steps + 1, "step without terminal")
         for agent in agents:
             os.kill(agent.pid, signal.SIGUSR1)
         for agent in agents:
