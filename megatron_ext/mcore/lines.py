@@ -78,15 +78,22 @@ class BalanceLines:
 
 
 def _what_balances(layer: Any) -> str:
-    layout = layer.layout
+    layout, capacity = layer.layout, layer.config.moe_expert_capacity_factor
+    if layer.config.moe_pad_expert_input_to_capacity:
+        return (
+            "not balanced, for moe_pad_expert_input_to_capacity (True) fills all experts, so that "
+            "all ranks compute equally much"
+        )
     if layer.slot_buffers is None:
         return f"not balanced, for there are no slots ({_number(layout.ep_size, 'EP rank')})"
+    drops = f"; tokens beyond moe_expert_capacity_factor ({capacity}) are dropped before balancing"
     return (
         f"balanced over {_number(layout.ep_size, 'EP rank')} with strategy "
         f"{layer.balance.strategy}: {_number(layout.slots, 'slot')} on each, "
         f"{layer.slot_buffers.num_bytes / 1e6:.1f} MB for all layers, transport "
         f"{layer.slot_buffers.transport.name}, "
         f"{_number(layout.ep_size // layout.nvlink_domain, 'NVLink domain')}"
+        f"{'' if capacity is None else drops}"
     )
 
 

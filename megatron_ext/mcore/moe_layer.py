@@ -24,11 +24,10 @@ checkpoints hold logical experts only.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -76,11 +75,15 @@ from megatron_ext.mcore.lookahead import (
     PredictionReport,
 )
 from megatron_ext.mcore.measure import CostMeter, measure_costs
-from megatron_ext.mcore.recompute import LeftBehind, first_pass_under_way, leave, take
+from megatron_ext.mcore.recompute import (
+    LeftBehind,
+    first_pass_under_way,
+    leave,
+    refuse_other_checkpoints,
+    take,
+)
 from megatron_ext.mcore.schedule import most_in_flight
 from megatron_ext.transport import TransportOptions, settle_transport
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -195,8 +198,6 @@ class BalancedMoELayer(MoELayer):
             nvlink_domain=balance.domain_ranks,
         )
         is_padded = bool(config.moe_pad_expert_input_to_capacity)
-        if is_padded and self.ep_group.rank() == 0:
-            _say_padded()
         # A token may be another expert's padding beside its own choices.
         self._most_choices = config.num_moe_experts if is_padded else config.moe_router_topk
         if ep_size == 1 or is_padded:  # One rank has nobody to share its load with.
@@ -347,6 +348,7 @@ class BalancedMoELayer(MoELayer):
         checkpoint = first_pass_under_way()
         if self.layout.slots == 0 or not (torch.is_grad_enabled() or checkpoint is not None):
             return None
+        refuse_other_checkpoints(self.layer_number)
         _, in_flight = self._shared_state(microbatch.mains.parameters()[0])
         handle = in_flight.keep(plan)
         if checkpoint is not None:
@@ -617,14 +619,6 @@ class EvenMoELayer(MoELayer):
             for observer in self.observers:
                 observer(LayerReport(self.layer_number, load, rank_loads, no_slots))
         return probs, routing_map
-
-
-@cache
-def _say_padded() -> None:
-    logger.info(
-        "moe_pad_expert_input_to_capacity fills every expert to its capacity: all ranks compute "
-        "equally much without balancing, so no replicas are made"
-    )
 
 
 def _experts_device() -> torch.device:

@@ -72,6 +72,24 @@ def first_pass_under_way() -> Any | None:
     return None
 
 
+def refuse_other_checkpoints(layer_number: int | None) -> None:
+    """Check that no checkpoint without such a context runs this forward.
+
+    PyTorch's checkpoint without reentry hooks saved tensors. Its second pass runs in the middle of
+    the first one's backward, whose replicas are in the slots or on their way, and may stop halfway.
+
+    Raises:
+        RuntimeError: One does.
+    """
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+        raise RuntimeError(
+            f"layer {layer_number}: torch.utils.checkpoint(use_reentrant=False) cannot recompute "
+            "balanced layers, because its second forward cannot find the plan of the first: give "
+            "use_reentrant=True, or use Megatron's recompute (--recompute-granularity)"
+        )
+
+
 def in_backward() -> bool:
     """Whether autograd runs a backward in this thread: a forward is then a recomputed one."""
     return torch._C._current_graph_task_id() != -1

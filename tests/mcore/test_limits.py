@@ -102,6 +102,19 @@ def test_all_problems_are_in_one_error() -> None:
     check(config, BalanceConfig(strategy="none"))
 
 
+def test_static_buffers_are_refused_with_the_way_out() -> None:
+    """Only later versions of Megatron have these fields."""
+    config = moe_config()
+    config.moe_expert_rank_capacity_factor, config.moe_paged_stash = 1.5, True
+    with pytest.raises(ConfigError) as error:
+        check(config, BalanceConfig())
+    factor, stash = error.value.problems
+    assert factor.startswith("moe_expert_rank_capacity_factor (1.5) must be None with balance.")
+    assert factor.endswith("(leave out --moe-expert-rank-capacity-factor)")
+    assert stash.startswith("moe_paged_stash (True) must be False with balance.strategy=quota: ")
+    assert stash.endswith("(leave out --moe-paged-stash)")
+
+
 def test_layers_of_inference_are_refused() -> None:
     config = moe_config()
     config.transformer_impl = "inference_optimized"

@@ -31,12 +31,14 @@ class Notes(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def _lines(rank: int, log_every: int | str, ep: int) -> tuple[list[str], list[tuple[float, ...]]]:
+def _lines(
+    rank: int, log_every: int | str, ep: int, **settings: Any
+) -> tuple[list[str], list[tuple[float, ...]]]:
     """Lines of three microbatches, and what each layer reported of the first two."""
     notes, reported = Notes(), []
     logging.getLogger().addHandler(notes)
     try:
-        gpt = balanced_gpt(dict(ep=ep), BalanceConfig(slots=1, log_every=log_every))
+        gpt = balanced_gpt(dict(ep=ep, **settings), BalanceConfig(slots=1, log_every=log_every))
         for layer in balanced_layers(gpt):
             layer.observers.append(reported.append)
         gpt.forward_backward(num_microbatches=3)
@@ -75,6 +77,30 @@ def test_without_slots_the_line_says_so_and_0_is_silence() -> None:
     assert [spoken for spoken, _ in run_ranks(_lines, 2, 0, 2)] == [[], []]
 
 
+def _lines_of_droppers(rank: int) -> list[list[str]]:
+    """Lines of models that drop tokens, without and with padding."""
+    drops = dict(moe_expert_capacity_factor=0.5)
+    return [
+        _lines(rank, "auto", 2, **settings)[0]
+        for settings in (drops, drops | dict(moe_pad_expert_input_to_capacity=True))
+    ]
+
+
+def test_whoever_drops_tokens_is_told_once_what_balancing_changes() -> None:
+    ((dropped,), (padded,)), silent = run_ranks(_lines_of_droppers, 2)
+    assert dropped.startswith(
+        "MoE layers 1-2: balanced over 2 EP ranks with strategy quota: 1 slot"
+    )
+    assert dropped.endswith(
+        "; tokens beyond moe_expert_capacity_factor (0.5) are dropped before balancing"
+    )
+    assert padded == (
+        "MoE layers 1-2: not balanced, for moe_pad_expert_input_to_capacity (True) fills all "
+        "experts, so that all ranks compute equally much"
+    )
+    assert silent == [[], []]
+
+
 def test_only_a_line_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors on `meta` have no values: whoever asks for one fails."""
     said: list[str] = []
@@ -98,6 +124,9 @@ class _Layer:
     layer_number = 1
     slot_buffers = None
     layout = SimpleNamespace(ep_size=2)
+    config = SimpleNamespace(
+        moe_expert_capacity_factor=None, moe_pad_expert_input_to_capacity=False
+    )
 
     def __init__(self) -> None:
         self.observers: list[Any] = []

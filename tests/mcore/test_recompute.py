@@ -251,6 +251,11 @@ def _in_a_checkpoint(rank: int) -> list[int]:
         assert balanced_layers(gpt)[0].num_replicas > 0
         assert balanced_layers(gpt)[0].num_in_flight == 0
         solved.append(found.counts["solve"])
+        with torch.no_grad():
+            checkpoint(lambda x, run=layer: run(x)[0], hidden, use_reentrant=False)
+        inputs = hidden.clone().requires_grad_()
+        with pytest.raises(RuntimeError, match=r"layer 1: .* give use_reentrant=True, or "):
+            checkpoint(lambda x, run=layer: run(x)[0], inputs, use_reentrant=False)
     return solved
 
 
