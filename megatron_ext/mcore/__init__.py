@@ -5,6 +5,7 @@
     experts.py              stage 6: mains and slots, and the registry of kinds
     sequential_experts.py   one module for each expert (Megatron's `SequentialMLP`)
     grouped_experts.py      stacked experts, one grouped matrix product a layer
+    grouped_product.py      that product, right for experts without tokens on every device
     te_experts.py           Transformer Engine's grouped experts (Megatron's `TEGroupedMLP`)
     backward.py             the transformer layer around it, whose backward waits for stage 8
     spec.py                 puts the balanced layer into any layer spec

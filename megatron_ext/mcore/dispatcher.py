@@ -119,6 +119,19 @@ def release_graph(dispatcher: Any) -> None:
             setattr(dispatcher, name, remembered.detach())
 
 
+def release_maps(dispatcher: Any) -> None:
+    """Drop the maps [N, P] that a dispatcher keeps until its next microbatch, once it is done.
+
+    Megatron's dispatchers read them in a forward only; autograd keeps what a backward needs.
+    """
+    for name in ("routing_map", "local_map"):
+        if hasattr(dispatcher, name):
+            setattr(dispatcher, name, None)
+    for name in ("probs", "local_probs"):
+        if isinstance(kept := getattr(dispatcher, name, None), torch.Tensor):
+            setattr(dispatcher, name, kept.new_empty(0))
+
+
 def _all_at_once(dispatcher: Any, tokens: Any, probs: Any) -> Iterator[Part]:
     part = Part(*dispatcher.dispatch_postprocess(tokens, probs))
     release_graph(dispatcher)

@@ -18,9 +18,9 @@ from megatron.core.tensor_parallel.random import (
 )
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
-from torch.nn.functional import grouped_mm
 
 from megatron_ext.balance.main_weights import MainWeights, Segment
+from megatron_ext.mcore.grouped_product import grouped_product
 from megatron_ext.mcore.sequential_experts import mains_then_slots
 
 _EXTRA_STATE = "_extra_state"
@@ -102,7 +102,7 @@ class GroupedExperts(MegatronModule):
             tokens = (tokens * scale).to(tokens.dtype)
             scale = torch.ones_like(scale)
         ends = _on_device(tokens_per_expert.cumsum(0, dtype=torch.int32), tokens.device)
-        inner = grouped_mm(tokens, fc1.transpose(1, 2), offs=ends)
+        inner = grouped_product(tokens, fc1.transpose(1, 2), ends)
         if config.gated_linear_unit:
             gate, linear = inner.chunk(2, dim=-1)
             if (limit := config.activation_func_clamp_value) is not None:
@@ -111,7 +111,7 @@ class GroupedExperts(MegatronModule):
         else:
             inner = config.activation_func(inner)
         inner = (inner * scale).to(tokens.dtype)
-        return grouped_mm(inner, fc2.transpose(1, 2), offs=ends)
+        return grouped_product(inner, fc2.transpose(1, 2), ends)
 
     def backward_dw(self) -> None:
         """Do nothing: weight gradients are never delayed here."""

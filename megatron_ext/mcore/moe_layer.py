@@ -63,6 +63,7 @@ from megatron_ext.mcore.dispatcher import (
     dispatcher_kind,
     physical_dispatcher,
     release_graph,
+    release_maps,
 )
 from megatron_ext.mcore.experts import expert_weights, finish_parameter_gather, run_experts
 from megatron_ext.mcore.limits import validate_for_balancing
@@ -380,6 +381,12 @@ class BalancedMoELayer(MoELayer):
         replication, self._microbatch = self._under_way.replication, None
         output = super().combine(output, *args, **kwargs)
         return replication.start_rematerialize_before(output)
+
+    def postprocess(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The end of a forward (Megatron); layers that are recomputed keep no maps meanwhile."""
+        output: Tensor = super().postprocess(*args, **kwargs)
+        release_maps(self.token_dispatcher)
+        return output
 
     def _begin(self) -> Microbatch:
         """Return the next forward's microbatch, made at the first call."""

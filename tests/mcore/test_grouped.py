@@ -7,6 +7,7 @@ order.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from functools import partial
 from typing import Any
 
@@ -136,3 +137,52 @@ def test_initial_weights_follow_the_config_and_differ_between_experts() -> None:
     for std, difference in run_ranks(_initial, 2):
         assert 0.45 < std < 0.55
         assert difference != 0.0
+
+
+class LeavesEmptyGroups(torch.autograd.Function):
+    """A grouped product that does not write weight gradients of groups without rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Any, weights: Any, ends: Any) -> Any:
+        ctx.save_for_backward(rows, weights, ends)
+        return torch.nn.functional.grouped_mm(rows, weights, offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        rows, weights, ends = ctx.saved_tensors
+        inputs = rows.detach().requires_grad_(), weights.detach().requires_grad_()
+        with torch.enable_grad():
+            product = torch.nn.functional.grouped_mm(*inputs, offs=ends)
+        of_rows, of_weights = torch.autograd.grad(product, inputs, grad)
+        of_weights[ends.diff(prepend=ends.new_zeros(1)) == 0] = torch.nan
+        return of_rows, of_weights, None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_experts_without_tokens_have_gradients_of_zero(
+    is_broken: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_ext.mcore import grouped_product
+
+    trial = functools.cache(grouped_product.writes_empty_groups.__wrapped__)
+    monkeypatch.setattr(grouped_product, "writes_empty_groups", trial)
+    if is_broken:
+        monkeypatch.setattr(
+            grouped_product, "grouped_mm", lambda a, b, offs: LeavesEmptyGroups.apply(a, b, offs)
+        )
+    assert trial(torch.device("cpu"), dtype) is not is_broken
+    for counts in ([0, 3, 0, 2], [0, 0, 0, 0]):
+        rows = torch.randn(sum(counts), 16, dtype=dtype).requires_grad_()
+        weights = torch.randn(4, 16, 8, dtype=dtype).requires_grad_()
+        ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+        product = grouped_product.grouped_product(rows, weights, ends)
+        singles = [part @ weight for part, weight in zip(rows.split(counts), weights, strict=True)]
+        expected = torch.cat(singles)
+        assert torch.allclose(product, expected)
+        grad = torch.randn(expected.shape, dtype=dtype)
+        found, right = (
+            torch.autograd.grad(output, (rows, weights), grad) for output in (product, expected)
+        )
+        assert all(map(torch.allclose, found, right))
+        assert not found[1][torch.tensor(counts) == 0].any()

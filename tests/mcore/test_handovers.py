@@ -86,9 +86,14 @@ def _layer_of_its_own(rank: int) -> None:
 
 def _map_of_a_forward(layer: Any) -> torch.Tensor:
     """Run forward and backward; return the routing map that the dispatcher was given."""
-    output, _ = layer(torch.randn(8, 1, layer.config.hidden_size, requires_grad=True))
+    dispatcher = layer.token_dispatcher
+    with mock.patch.object(
+        dispatcher, "dispatch_preprocess", wraps=dispatcher.dispatch_preprocess
+    ) as dispatch_preprocess:
+        output, _ = layer(torch.randn(8, 1, layer.config.hidden_size, requires_grad=True))
     output.sum().backward()
-    return layer.token_dispatcher.routing_map
+    _, routing_map, _ = dispatch_preprocess.call_args.args
+    return routing_map
 
 
 def test_a_layer_uses_what_it_is_given() -> None:

@@ -6,6 +6,7 @@ and gradients are compared with Megatron's own layers in float64.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -130,6 +131,10 @@ def _one_plan(rank: int) -> list[Noted]:
             assert_equal(expected, gradients(gpt, 2))
         assert all(layer.num_replicas > 0 for layer in balanced_layers(gpt)), "nothing was tested"
         assert all(layer.num_in_flight == 0 for layer in balanced_layers(gpt))
+        maps = (gpt.micro_batch_size * SEQUENCE, balanced_layers(gpt)[0].layout.num_physical)
+        assert not any(
+            isinstance(one, torch.Tensor) and one.shape == maps for one in gc.get_objects()
+        ), "maps that nothing will read"
         everything.append(found)
     return everything
 
