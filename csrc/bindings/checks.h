@@ -203,6 +203,17 @@ inline AssignProblem assign_problem(const Tensor& routing_map,
     return {routing_map.size(0), routing_map.size(1), source_quota.size(1), top_k};
 }
 
+inline void check_marks(const Tensor& marks, at::IntArrayRef shape) {
+    TORCH_CHECK_VALUE(
+        marks.scalar_type() == at::kInt && marks.sizes() == shape && marks.is_contiguous(),
+        "marks must be what count_load gives for routing_map, int32 ",
+        shape,
+        ", got ",
+        marks.scalar_type(),
+        " ",
+        marks.sizes());
+}
+
 // `values` [N, width] go to or come from the places that `logical` and `physical` [N, K] name.
 inline void check_place(const Tensor& values, const Tensor& logical, const Tensor& physical) {
     TORCH_CHECK_VALUE(values.dim() == 2 && values.is_floating_point() &&

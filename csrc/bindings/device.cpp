@@ -35,22 +35,26 @@ Tensor workspace_of(int64_t bytes, const Tensor& like) {
 
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 
-Tensor count_load_op(const Tensor& routing_map, const std::optional<Tensor>& tail) {
+TokenMarks marks_in(const Tensor& memory, const Tensor& map) {
+    return TokenMarks::in(memory.mutable_data_ptr<int32_t>(), map.size(0), map.size(1));
+}
+
+std::tuple<Tensor, Tensor> count_load_op(const Tensor& routing_map,
+                                         const std::optional<Tensor>& tail) {
     check_routing_map(routing_map);
     const c10::cuda::CUDAGuard guard(routing_map.device());
     const Tensor map = routing_map.contiguous();
     Tensor counts = empty_counts(map, tail);
-    auto* const to = counts.mutable_data_ptr<int64_t>();
-    C10_CUDA_CHECK(count_load_cuda(
-        map.const_data_ptr<bool>(), map.size(0), map.size(1), to, current_stream()));
-    if (tail.has_value()) {
-        C10_CUDA_CHECK(cudaMemcpyAsync(to + map.size(1),
-                                       tail->const_data_ptr<int64_t>(),
-                                       sizeof(int64_t),
-                                       cudaMemcpyDeviceToDevice,
-                                       current_stream()));
-    }
-    return counts;
+    Tensor marks = at::empty({2, TokenMarks::num_tiles(map.size(0)), map.size(1)},
+                             map.options().dtype(at::kInt));
+    C10_CUDA_CHECK(count_load_cuda(map.const_data_ptr<bool>(),
+                                   map.size(0),
+                                   map.size(1),
+                                   tail.has_value() ? tail->const_data_ptr<int64_t>() : nullptr,
+                                   marks_in(marks, map),
+                                   counts.mutable_data_ptr<int64_t>(),
+                                   current_stream()));
+    return {counts, marks};
 }
 
 Tensor seal_plan_op(const Tensor& load,
@@ -160,11 +164,15 @@ std::tuple<Tensor, Tensor> share_plan_op(const Tensor& load,
 std::tuple<Tensor, Tensor> assign_op(const Tensor& routing_map,
                                      const Tensor& source_quota,
                                      const Tensor& physical_index,
-                                     int64_t top_k) {
+                                     int64_t top_k,
+                                     const std::optional<Tensor>& given_marks) {
     const AssignProblem problem = assign_problem(routing_map, source_quota, physical_index, top_k);
-    check_one_device({routing_map, source_quota, physical_index});
-    const c10::cuda::CUDAGuard guard(routing_map.device());
     const Tensor map = routing_map.contiguous();
+    const Tensor marks =
+        given_marks.has_value() ? *given_marks : std::get<1>(count_load_op(map, {}));
+    check_marks(marks, {2, TokenMarks::num_tiles(map.size(0)), map.size(1)});
+    check_one_device({routing_map, source_quota, physical_index, marks});
+    const c10::cuda::CUDAGuard guard(routing_map.device());
     const Tensor quotas = source_quota.contiguous();
     const Tensor ids = physical_index.contiguous();
     const auto options = map.options().dtype(at::kInt);
@@ -172,7 +180,7 @@ std::tuple<Tensor, Tensor> assign_op(const Tensor& routing_map,
     Tensor physical = at::empty({problem.num_tokens, top_k}, options);
     const Tensor workspace = workspace_of(assign_cuda_bytes(problem), map);
     C10_CUDA_CHECK(assign_cuda(problem,
-                               map.const_data_ptr<bool>(),
+                               marks_in(marks, map),
                                quotas.const_data_ptr<int64_t>(),
                                ids.const_data_ptr<int64_t>(),
                                workspace.mutable_data_ptr(),

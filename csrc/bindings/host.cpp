@@ -13,14 +13,16 @@
 namespace megatron_ext {
 namespace {
 
-Tensor count_load_op(const Tensor& routing_map, const std::optional<Tensor>& tail) {
+std::tuple<Tensor, Tensor> count_load_op(const Tensor& routing_map,
+                                         const std::optional<Tensor>& tail) {
     check_routing_map(routing_map);
     const Tensor map = routing_map.contiguous();
     Tensor counts = empty_counts(map, tail);
     auto* const to = counts.mutable_data_ptr<int64_t>();
     count_load(map.const_data_ptr<bool>(), map.size(0), map.size(1), to);
     if (tail.has_value()) to[map.size(1)] = *tail->const_data_ptr<int64_t>();
-    return counts;
+    // Here `assign` needs no marks.
+    return {counts, at::empty({2, 0, map.size(1)}, map.options().dtype(at::kInt))};
 }
 
 Tensor seal_plan_op(const Tensor& load,
@@ -156,7 +158,8 @@ std::tuple<Tensor, Tensor> share_plan_op(const Tensor& load,
 std::tuple<Tensor, Tensor> assign_op(const Tensor& routing_map,
                                      const Tensor& source_quota,
                                      const Tensor& physical_index,
-                                     int64_t top_k) {
+                                     int64_t top_k,
+                                     const std::optional<Tensor>&) {
     const AssignProblem problem = assign_problem(routing_map, source_quota, physical_index, top_k);
     const Tensor map = routing_map.contiguous();
     const Tensor quotas = source_quota.contiguous();

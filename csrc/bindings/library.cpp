@@ -3,7 +3,7 @@
 #include <torch/library.h>
 
 TORCH_LIBRARY(megatron_ext, m) {
-    m.def("count_load(Tensor routing_map, Tensor? tail=None) -> Tensor");
+    m.def("count_load(Tensor routing_map, Tensor? tail=None) -> (Tensor counts, Tensor marks)");
     m.def(
         "seal_plan(Tensor load, Tensor quota, Tensor slots, Tensor gathered, int layer, "
         "Tensor(a!) difference) -> Tensor");
@@ -26,8 +26,8 @@ TORCH_LIBRARY(megatron_ext, m) {
         "share_plan(Tensor load, Tensor quota, Tensor slots, int source_rank) -> "
         "(Tensor split, Tensor physical_index)");
     m.def(
-        "assign(Tensor routing_map, Tensor source_quota, Tensor physical_index, int top_k) -> "
-        "(Tensor logical, Tensor physical)");
+        "assign(Tensor routing_map, Tensor source_quota, Tensor physical_index, int top_k, "
+        "Tensor? marks=None) -> (Tensor logical, Tensor physical)");
     m.def(
         "place(Tensor probs, Tensor logical, Tensor physical, Tensor(a!) placed, "
         "Tensor(b!) routing_map) -> ()");

@@ -19,6 +19,7 @@ TORCH_LIBRARY_IMPL(megatron_ext, CUDA, m) {
                              "solve_quota",
                              "solve_ladder",
                              "split_quota",
+                             "share_plan",
                              "assign",
                              "place",
                              "place_back"}) {

@@ -1,16 +1,13 @@
 // Stage 3 on the device: an instance for every assignment, and routing over instances.
 //
 // 1. assign: [N, E] choices to [N, K] tables. copy_choices: values along these tables.
-// 2. assign is three kernels. mark: a thread for one expert and 32 tokens makes a mask of the
-//    tokens that chose the expert. line: a warp for one expert sums the masks before each tile and
-//    lays the expert's instances on a line. token: a warp for one token. copy_choices: a warp for
-//    one token.
-// 3. Kernels, because j, the rank of a token among those of its expert, is a prefix sum over
-// tokens.
+// 2. assign is two kernels. line: a warp for one expert lays the expert's instances on a line.
+//    token: a warp for one token. copy_choices: a warp for one token.
+// 3. Kernels, because shares and marks (count_load.cu) are on the device.
 // 4. Kernels hand their results on in the workspace.
 // 5. Deterministic: integers; values are moved, not computed with.
-// 6. assign reads N * E bytes once, and a quarter of that a few times: 4 MB at 8192 tokens and 256
-//    experts, 1 us at 4 TB/s, so launches and latency dominate. copy_choices writes its outputs:
+// 6. assign reads a quarter of N * E bytes: 0.5 MB at 8192 tokens and 256 experts, so launches and
+//    latency dominate. copy_choices writes its outputs:
 //    element size + 1 bytes an entry, 7 MB for bfloat16 and 272 physical experts.
 
 #include "lines.cuh"
@@ -23,7 +20,6 @@ namespace {
 
 constexpr int kLanes = DeviceWarp::kLanes;
 constexpr int kThreads = 256;
-constexpr int kTile = 32;  // tokens, one a bit of a mask
 
 // The workspace of assign, array after array.
 struct Work {
@@ -32,15 +28,9 @@ struct Work {
     int64_t* end;            // [E, R] where an instance's piece of the line ends
     int32_t* instance;       // [E, R] its physical id
     int32_t* num_instances;  // [E]
-    uint32_t* mask;          // [tiles, E] tokens of the tile that chose the expert
-    int32_t* before;         // [tiles, E] tokens of earlier tiles that chose it
 };
 
-__host__ __device__ int64_t num_tiles(const AssignProblem& problem) {
-    return (problem.num_tokens + kTile - 1) / kTile;
-}
-
-__host__ __device__ Work work_in(char* memory, const AssignProblem& problem) {
+Work work_in(char* memory, const AssignProblem& problem) {
     const int64_t experts = problem.num_experts;
     const int64_t pairs = experts * problem.num_ranks;
     Work work;
@@ -49,24 +39,7 @@ __host__ __device__ Work work_in(char* memory, const AssignProblem& problem) {
     work.end = work.stride + experts;
     work.instance = reinterpret_cast<int32_t*>(work.end + pairs);
     work.num_instances = work.instance + pairs;
-    work.mask = reinterpret_cast<uint32_t*>(work.num_instances + experts);
-    work.before = reinterpret_cast<int32_t*>(work.mask + num_tiles(problem) * experts);
     return work;
-}
-
-__global__ void mark_kernel(AssignProblem problem, const bool* routing_map, Work work) {
-    const int64_t e = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
-    if (e >= problem.num_experts) return;
-    const int64_t tile = blockIdx.x;
-    const int64_t first = tile * kTile;
-    const int64_t left = problem.num_tokens - first;
-    uint32_t mask = 0;
-#pragma unroll  // all reads in flight at once
-    for (int bit = 0; bit < kTile; ++bit) {
-        const bool chosen = bit < left && routing_map[(first + bit) * problem.num_experts + e];
-        mask |= static_cast<uint32_t>(chosen) << bit;
-    }
-    work.mask[tile * problem.num_experts + e] = mask;
 }
 
 __global__ void line_kernel(AssignProblem problem,
@@ -78,16 +51,6 @@ __global__ void line_kernel(AssignProblem problem,
     const int lane = static_cast<int>(threadIdx.x) % kLanes;
     const int64_t experts = problem.num_experts;
     const int64_t ranks = problem.num_ranks;
-    const int64_t tiles = num_tiles(problem);
-
-    int total = 0;
-    for (int64_t first = 0; first < tiles; first += kLanes) {
-        const int64_t tile = first + lane;
-        const int own = tile < tiles ? __popc(work.mask[tile * experts + e]) : 0;
-        const int sum = total + sum_up_to_lane(own);
-        if (tile < tiles) work.before[tile * experts + e] = sum - own;
-        total = of_last_lane(sum);
-    }
 
     int64_t count = 0;
     int pieces = 0;
@@ -112,6 +75,7 @@ __global__ void line_kernel(AssignProblem problem,
 }
 
 __global__ void token_kernel(AssignProblem problem,
+                             TokenMarks marks,
                              Work work,
                              int32_t* logical,
                              int32_t* physical) {
@@ -119,16 +83,16 @@ __global__ void token_kernel(AssignProblem problem,
     if (n >= problem.num_tokens) return;  // whole warps
     const int lane = static_cast<int>(threadIdx.x) % kLanes;
     const int64_t experts = problem.num_experts;
-    const int64_t tile = n / kTile;
-    const int bit = static_cast<int>(n % kTile);
+    const int64_t tile = n / TokenMarks::kTile;
+    const int bit = static_cast<int>(n % TokenMarks::kTile);
 
     int64_t k = 0;
     for (int64_t first = 0; first < experts; first += kLanes) {
         const int64_t e = first + lane;
-        const uint32_t mask = e < experts ? work.mask[tile * experts + e] : 0;
+        const uint32_t mask = e < experts ? marks.mask[tile * experts + e] : 0;
         const bool chosen = mask >> bit & 1;
         const int64_t j =
-            chosen ? work.before[tile * experts + e] + __popc(mask & ((1u << bit) - 1)) : 0;
+            chosen ? marks.before[tile * experts + e] + __popc(mask & ((1u << bit) - 1)) : 0;
         const bool fits = chosen && j < work.count[e];
         const unsigned choices = __ballot_sync(DeviceWarp::kAll, fits);
         const int64_t place_k = k + count_before_lane(choices);
@@ -184,12 +148,12 @@ unsigned blocks_for_warps(int64_t warps) {
 
 int64_t assign_cuda_bytes(const AssignProblem& problem) {
     const Work work = work_in(nullptr, problem);
-    const int64_t tail = num_tiles(problem) * problem.num_experts;
-    return reinterpret_cast<char*>(work.before + tail) - static_cast<char*>(nullptr);
+    return reinterpret_cast<char*>(work.num_instances + problem.num_experts) -
+           static_cast<char*>(nullptr);
 }
 
 cudaError_t assign_cuda(const AssignProblem& problem,
-                        const bool* routing_map,
+                        const TokenMarks& marks,
                         const int64_t* source_quota,
                         const int64_t* physical_index,
                         void* workspace,
@@ -198,13 +162,10 @@ cudaError_t assign_cuda(const AssignProblem& problem,
                         cudaStream_t stream) {
     if (problem.num_tokens == 0) return cudaSuccess;
     const Work work = work_in(static_cast<char*>(workspace), problem);
-    const dim3 marks(static_cast<unsigned>(num_tiles(problem)),
-                     static_cast<unsigned>((problem.num_experts + kThreads - 1) / kThreads));
-    mark_kernel<<<marks, kThreads, 0, stream>>>(problem, routing_map, work);
     line_kernel<<<blocks_for_warps(problem.num_experts), kThreads, 0, stream>>>(
         problem, source_quota, physical_index, work);
     token_kernel<<<blocks_for_warps(problem.num_tokens), kThreads, 0, stream>>>(
-        problem, work, logical, physical);
+        problem, marks, work, logical, physical);
     return cudaGetLastError();
 }
 

@@ -1,49 +1,58 @@
-// Stage 1 on the device: the assignments of each expert.
+// Stage 1 on the device: which tokens chose an expert, and how many they are.
 //
-// 1. Sums the columns of the bool routing map [N, E] into int64 counts [E].
-// 2. One block: kColumns experts x a share of the tokens. One thread: one expert, every
-//    kRows-th token of the block's share. One warp reads kColumns neighboring bytes of one token.
-// 3. A kernel, because the planner needs the counts on the device without a host sync and in int64.
-// 4. Threads of a column add up in shared memory, blocks by one atomic add per column.
-// 5. Deterministic: integer sums do not depend on their order.
-// 6. Reads N * E bytes: 2 MiB for N = 8192, E = 256, under 1 us at 4 TB/s, so the launch dominates.
+// 1. From the bool routing map [N, E]: the marks that assign.cu goes by, and int64 counts [E].
+// 2. Two kernels. mark: a thread for one expert and 32 tokens makes a mask of the tokens that chose
+//    the expert. count: a warp for one expert sums the masks before each tile.
+// 3. Kernels, because the planner needs the counts on the device without a host sync and in int64,
+//    and j, the rank of a token among those of its expert, is a prefix sum over tokens.
+// 4. count goes by what mark wrote; nothing has to be cleared.
+// 5. Deterministic: integers.
+// 6. Reads N * E bytes once, and a quarter of that again: 2.5 MiB for N = 8192, E = 256, 1 us at
+//    4 TB/s, so launches and latency dominate.
 
-#include <algorithm>
-
+#include "lines.cuh"
 #include "megatron_ext/cuda_api.h"
+#include "megatron_ext/warp.h"
 
 namespace megatron_ext {
 namespace {
 
-constexpr int kColumns = 32;  // a warp's width
-constexpr int kRows = 8;
-constexpr int kTokensPerThread = 32;    // enough reads in flight to cover memory latency
-constexpr int64_t kMaxGridRows = 1024;  // beyond that blocks loop: more would only add atomics
+constexpr int kLanes = DeviceWarp::kLanes;
+constexpr int kThreads = 256;
 
-__global__ void count_load_kernel(const bool* routing_map,
-                                  int64_t num_tokens,
-                                  int64_t num_experts,
-                                  unsigned long long* counts) {
-    __shared__ unsigned long long partial[kRows][kColumns];
-    const int64_t expert = static_cast<int64_t>(blockIdx.x) * kColumns + threadIdx.x;
-    const int64_t stride = static_cast<int64_t>(gridDim.y) * kRows;
-
-    unsigned long long count = 0;
-    if (expert < num_experts) {
-        int64_t token = static_cast<int64_t>(blockIdx.y) * kRows + threadIdx.y;
-#pragma unroll 8
-        for (; token < num_tokens; token += stride) {
-            count += routing_map[token * num_experts + expert];
-        }
+__global__ void mark_kernel(int64_t num_tokens,
+                            int64_t num_experts,
+                            const bool* routing_map,
+                            TokenMarks marks) {
+    const int64_t e = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
+    if (e >= num_experts) return;
+    const int64_t tile = blockIdx.x;
+    const int64_t first = tile * TokenMarks::kTile;
+    const int64_t left = num_tokens - first;
+    uint32_t mask = 0;
+#pragma unroll  // all reads in flight at once
+    for (int bit = 0; bit < TokenMarks::kTile; ++bit) {
+        const bool chosen = bit < left && routing_map[(first + bit) * num_experts + e];
+        mask |= static_cast<uint32_t>(chosen) << bit;
     }
-    partial[threadIdx.y][threadIdx.x] = count;
-    // The first row reads what the other rows wrote.
-    __syncthreads();
+    marks.mask[tile * num_experts + e] = mask;
+}
 
-    if (threadIdx.y == 0 && expert < num_experts) {
-        for (int row = 1; row < kRows; ++row) count += partial[row][threadIdx.x];
-        if (count != 0) atomicAdd(counts + expert, count);
+__global__ void count_kernel(
+    int64_t tiles, int64_t num_experts, TokenMarks marks, const int64_t* tail, int64_t* counts) {
+    const int64_t e = static_cast<int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
+    const int lane = static_cast<int>(threadIdx.x) % kLanes;
+    if (e == 0 && lane == 0 && tail != nullptr) counts[num_experts] = *tail;
+    if (e >= num_experts) return;  // whole warps
+    int total = 0;
+    for (int64_t first = 0; first < tiles; first += kLanes) {
+        const int64_t tile = first + lane;
+        const int own = tile < tiles ? __popc(marks.mask[tile * num_experts + e]) : 0;
+        const int sum = total + sum_up_to_lane(own);
+        if (tile < tiles) marks.before[tile * num_experts + e] = sum - own;
+        total = of_last_lane(sum);
     }
+    if (lane == 0) counts[e] = total;
 }
 
 }  // namespace
@@ -51,17 +60,22 @@ __global__ void count_load_kernel(const bool* routing_map,
 cudaError_t count_load_cuda(const bool* routing_map,
                             int64_t num_tokens,
                             int64_t num_experts,
+                            const int64_t* tail,
+                            const TokenMarks& marks,
                             int64_t* counts,
                             cudaStream_t stream) {
-    const cudaError_t zeroed = cudaMemsetAsync(counts, 0, num_experts * sizeof(int64_t), stream);
-    if (zeroed != cudaSuccess || num_tokens == 0 || num_experts == 0) return zeroed;
-    constexpr int64_t kTokensPerBlock = kRows * kTokensPerThread;
-    const int64_t grid_rows = (num_tokens + kTokensPerBlock - 1) / kTokensPerBlock;
-    const dim3 grid(static_cast<unsigned>((num_experts + kColumns - 1) / kColumns),
-                    static_cast<unsigned>(std::min(grid_rows, kMaxGridRows)));
-    static_assert(sizeof(unsigned long long) == sizeof(int64_t), "atomicAdd has no int64_t form");
-    count_load_kernel<<<grid, dim3(kColumns, kRows), 0, stream>>>(
-        routing_map, num_tokens, num_experts, reinterpret_cast<unsigned long long*>(counts));
+    if (num_experts == 0) return cudaSuccess;
+    const int64_t tiles = TokenMarks::num_tiles(num_tokens);
+    if (tiles > 0) {
+        const dim3 grid(static_cast<unsigned>(tiles),
+                        static_cast<unsigned>((num_experts + kThreads - 1) / kThreads));
+        mark_kernel<<<grid, kThreads, 0, stream>>>(num_tokens, num_experts, routing_map, marks);
+    }
+    constexpr int64_t kWarps = kThreads / kLanes;
+    count_kernel<<<static_cast<unsigned>((num_experts + kWarps - 1) / kWarps),
+                   kThreads,
+                   0,
+                   stream>>>(tiles, num_experts, marks, tail, counts);
     return cudaGetLastError();
 }
 

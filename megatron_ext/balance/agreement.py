@@ -45,10 +45,14 @@ class Agreement:
         # The same memory; a look at a tensor takes as long as a launch.
         self._found = self._difference.numpy()
 
-    def gather_counts(self, routing_map_NE: Tensor) -> Tensor:
-        """Return what every rank counts, int64 [R * T, E]; the seal of the last plan goes along."""
-        self._gathered = gather_counts(routing_map_NE, self._group, self._seal)
-        return torch.narrow_copy(self._gathered, 1, 0, self._gathered.shape[1] - 1)
+    def gather_counts(self, routing_map_NE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what every rank counts, int64 [R * T, E]; the seal of the last plan goes along.
+
+        And the marks of this rank's tokens, as `gather_counts` of load.py.
+        """
+        self._gathered, marks = gather_counts(routing_map_NE, self._group, self._seal)
+        num_experts = self._gathered.shape[1] - 1
+        return torch.narrow_copy(self._gathered, 1, 0, num_experts), marks
 
     def seal(self, load: Tensor, plan: BalancePlan, layer: int) -> None:
         """Compare the seals that came with this load, and seal the load with its plan.

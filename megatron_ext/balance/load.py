@@ -30,7 +30,8 @@ def gather_load(
         Assignments from each EP rank to each logical expert, int64 [R, E], on the device of
         `routing_map_NE`.
     """
-    return load_of(gather_counts(routing_map_NE, group), ep_size or group.size())
+    counts, _ = gather_counts(routing_map_NE, group)
+    return load_of(counts, ep_size or group.size())
 
 
 def load_of(counts: Tensor, ep_size: int) -> Tensor:
@@ -46,7 +47,7 @@ def load_of(counts: Tensor, ep_size: int) -> Tensor:
 
 def gather_counts(
     routing_map_NE: Tensor, group: dist.ProcessGroup, tail: Tensor | None = None
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Count this rank's assignments and gather the counts of all ranks that plan alike.
 
     Args:
@@ -56,13 +57,14 @@ def gather_counts(
 
     Returns:
         Each rank's assignments to each logical expert, int64 [R * T, E]; with `tail` the numbers
-        are in a column more, [R * T, E + 1].
+        are in a column more, [R * T, E + 1]. And the marks of this rank's tokens, which `assign` of
+        reroute.py goes by.
     """
     load_library()
-    counts = torch.ops.megatron_ext.count_load(routing_map_NE, tail)
+    counts, marks = torch.ops.megatron_ext.count_load(routing_map_NE, tail)
     ranks = group.size()
     if ranks == 1:
-        return counts[None]
+        return counts[None], marks
     gathered = counts.new_empty(ranks * counts.numel())
     dist.all_gather_into_tensor(gathered, counts, group=group)
-    return gathered.view(ranks, -1)
+    return gathered.view(ranks, -1), marks

@@ -49,7 +49,11 @@ class Assignment:
 
 
 def assign(
-    routing_map_NE: Tensor, source_quota: Tensor, physical_index: Tensor, top_k: int
+    routing_map_NE: Tensor,
+    source_quota: Tensor,
+    physical_index: Tensor,
+    top_k: int,
+    marks: Tensor | None = None,
 ) -> Assignment:
     """Give each of this rank's assignments an instance, so that each takes exactly its share.
 
@@ -66,6 +70,7 @@ def assign(
         physical_index: Physical id of expert e's instance on rank t, int64 [E, R], or -1
             (`plan.physical_index()`).
         top_k: Most choices of a token (K).
+        marks: What `gather_counts` gave for this routing map; made anew if None.
 
     Raises:
         ValueError: A shape or dtype does not fit.
@@ -81,7 +86,7 @@ def assign(
     """
     load_library()
     return Assignment(
-        *torch.ops.megatron_ext.assign(routing_map_NE, source_quota, physical_index, top_k)
+        *torch.ops.megatron_ext.assign(routing_map_NE, source_quota, physical_index, top_k, marks)
     )
 
 

@@ -292,7 +292,7 @@ class BalancedMoELayer(MoELayer):
         microbatch = self._begin()
         chosen = as_map(routing_map, self.layout.num_experts)
         left = take(self)
-        counts, plan, handle = (
+        counts, marks, plan, handle = (
             self._make_plan(microbatch, chosen, probs.dtype) if left is None else self._recall(left)
         )
         sent = microbatch.prediction.sent if microbatch.prediction is not None else None
@@ -305,7 +305,7 @@ class BalancedMoELayer(MoELayer):
         source_quota, physical_index = share_plan(self.planning_group.rank(), counts, plan)
         if left is not None:
             source_quota = fit_quota(source_quota, chosen.sum(0))
-        assignment = assign(chosen, source_quota, physical_index, self._most_choices)
+        assignment = assign(chosen, source_quota, physical_index, self._most_choices, marks)
         # Where a forward is recomputed, its maps live as long as one pass: no entry holds them.
         is_only_pass = torch.is_grad_enabled() and left is None
         maps = replication.routing_maps() if is_only_pass else None
@@ -327,13 +327,16 @@ class BalancedMoELayer(MoELayer):
 
     def _make_plan(
         self, microbatch: Microbatch, chosen: Tensor, probs_dtype: torch.dtype
-    ) -> tuple[Tensor, BalancePlan, PlanHandle | None]:
-        """Stages 1 and 2: what all ranks count, and its plan, kept if a backward will come."""
+    ) -> tuple[Tensor, Tensor, BalancePlan, PlanHandle | None]:
+        """Stages 1 and 2: what all ranks count, and its plan, kept if a backward will come.
+
+        The marks of this rank's tokens come second.
+        """
         if self.lookahead is not None:
             place = LayerPlace(self.chunk, self.layer_number)
             microbatch.prediction = self.lookahead.arrive(place)
         agreement = self._agreement_on(chosen.device)
-        counts = agreement.gather_counts(chosen)
+        counts, marks = agreement.gather_counts(chosen)
         load = load_of(counts, self.layout.ep_size)
         if self._to_measure:
             self._measure_costs(load, probs_dtype)
@@ -342,7 +345,7 @@ class BalancedMoELayer(MoELayer):
         agreement.seal(load, plan, self.layer_number)
         if self.balance.check_plans:
             _check_equal_plans(plan, self.planning_group, self.layer_number)
-        return counts, plan, self._keep(microbatch, counts, plan)
+        return counts, marks, plan, self._keep(microbatch, counts, plan)
 
     def _keep(self, microbatch: Microbatch, counts: Tensor, plan: BalancePlan) -> PlanHandle | None:
         """Keep a plan for the backward, or for the second pass of a forward that is recomputed."""
@@ -356,10 +359,10 @@ class BalancedMoELayer(MoELayer):
             leave(checkpoint, self, LeftBehind(counts, handle))
         return handle
 
-    def _recall(self, left: LeftBehind) -> tuple[Tensor, BalancePlan, PlanHandle]:
-        """Return what the first pass planned."""
+    def _recall(self, left: LeftBehind) -> tuple[Tensor, None, BalancePlan, PlanHandle]:
+        """Return what the first pass planned; its marks are not kept."""
         assert self._in_flight is not None, "the first pass made it"
-        return left.counts, self._in_flight.recall(left.handle), left.handle
+        return left.counts, None, self._in_flight.recall(left.handle), left.handle
 
     def routed_experts_compute(self, hidden_states: Any, probs: Any) -> tuple[Any, None]:
         """Stage 6, with the hooks of stages 4 and 8 for backward around it."""

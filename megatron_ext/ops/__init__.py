@@ -72,8 +72,13 @@ def _library_path() -> Path | None:
     return path if path.is_file() else None
 
 
-def _fake_count_load(routing_map: Tensor, tail: Tensor | None = None) -> Tensor:
-    return routing_map.new_empty(routing_map.shape[1] + (tail is not None), dtype=torch.int64)
+def _fake_count_load(routing_map: Tensor, tail: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    tokens, experts = routing_map.shape
+    tiles = (tokens + 31) // 32 if routing_map.is_cuda else 0
+    return (
+        routing_map.new_empty(experts + (tail is not None), dtype=torch.int64),
+        routing_map.new_empty((2, tiles, experts), dtype=torch.int32),
+    )
 
 
 def _fake_seal_plan(
@@ -131,7 +136,11 @@ def _fake_share_plan(
 
 
 def _fake_assign(
-    routing_map: Tensor, source_quota: Tensor, physical_index: Tensor, top_k: int
+    routing_map: Tensor,
+    source_quota: Tensor,
+    physical_index: Tensor,
+    top_k: int,
+    marks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     logical = routing_map.new_empty((routing_map.shape[0], top_k), dtype=torch.int32)
     return logical, torch.empty_like(logical)

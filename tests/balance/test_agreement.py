@@ -37,7 +37,7 @@ FAULTS = [_flip_load, _move_quota, _empty_slot]
 def _layer(agreement, rank, layer, fault=None):
     ranks = torch.distributed.get_world_size()
     routing_map = workloads.routing_map(40 + rank, EXPERTS, 2, seed=rank + 10 * layer)
-    load = agreement.gather_counts(routing_map)
+    load, _ = agreement.gather_counts(routing_map)
     assert load.is_contiguous()
     assert torch.equal(load[rank], routing_map.sum(0))
     plan = solve(load, ep_size=ranks, slots=1)

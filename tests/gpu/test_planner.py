@@ -184,7 +184,7 @@ def test_seals_equal_the_host(ranks, experts, slots, domain):
 
 def test_a_tail_goes_behind_the_counts():
     routed = workloads.routing_map(300, 33, 3)
-    counts = torch.ops.megatron_ext.count_load(routed.cuda(), torch.tensor([-7], device="cuda"))
+    counts, _ = torch.ops.megatron_ext.count_load(routed.cuda(), torch.tensor([-7], device="cuda"))
     assert counts.tolist() == [*routed.sum(0).tolist(), -7]
 
 
@@ -202,10 +202,10 @@ def test_replay_of_a_graph_follows_the_load(settings):
 
     def plan_and_assign():
         load = others.clone()
-        load[0] = native.count_load(routed)
+        load[0], marks = native.count_load(routed)
         plan = solve(load, ep_size=8, slots=2, **settings)
         shares = split_quota(load, plan, 0)
-        assignment = assign(routed, shares, plan.physical_index(), 4)
+        assignment = assign(routed, shares, plan.physical_index(), 4, marks)
         return plan, assignment
 
     stream = torch.cuda.Stream()

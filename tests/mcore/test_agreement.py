@@ -33,12 +33,12 @@ def _spoil(gpt: TinyGPT, fault: str) -> Any:
     if fault == "load":
         gather, calls = Agreement.gather_counts, []
 
-        def with_a_flipped_bit(agreement: Agreement, routing_map: torch.Tensor) -> torch.Tensor:
-            load = gather(agreement, routing_map)
+        def with_a_flipped_bit(agreement: Agreement, routing_map: torch.Tensor) -> Any:
+            load, marks = gather(agreement, routing_map)
             calls.append(load)
             if len(calls) == 2:
                 load[0, 0] ^= 1  # Of a rank's copy of the load, as memory may fail.
-            return load
+            return load, marks
 
         return mock.patch.object(Agreement, "gather_counts", with_a_flipped_bit)
     solve = LayerPlanner.solve

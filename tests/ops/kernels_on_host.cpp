@@ -223,10 +223,23 @@ void route() {
         for (int64_t k = pick(0, top_k); k > 0; --k) map[n * experts + pick(0, hot - 1)] = true;
     }
     std::vector<int64_t> counts(experts);
-    Guarded<int64_t> counts_there(experts);
     count_load(map.get(), problem.num_tokens, experts, counts.data());
-    count_load_cuda(map.get(), problem.num_tokens, experts, counts_there.data(), nullptr);
-    require(counts_there.values() == counts, "the counts equal the host's");
+    const int64_t tail = pick(-9, 9);
+    const int64_t num_tails = pick(0, 1);
+    Guarded<int64_t> counts_there(experts + num_tails);
+    Guarded<int32_t> token_marks(2 * TokenMarks::num_tiles(problem.num_tokens) * experts);
+    const TokenMarks marked_there = TokenMarks::in(token_marks.data(), problem.num_tokens, experts);
+    count_load_cuda(map.get(),
+                    problem.num_tokens,
+                    experts,
+                    num_tails == 1 ? &tail : nullptr,
+                    marked_there,
+                    counts_there.data(),
+                    nullptr);
+    std::vector<int64_t> expected = counts;
+    expected.resize(experts + num_tails, tail);
+    require(counts_there.values() == expected, "the counts equal the host's");
+    token_marks.values();
 
     std::vector<int64_t> shares(experts * ranks, 0), ids(experts * ranks);
     for (int64_t i = 0; i < experts * ranks; ++i) ids[i] = i;
@@ -242,7 +255,7 @@ void route() {
         Guarded<int32_t> physical(asked.num_tokens * asked.top_k);
         Guarded<char> workspace(assign_cuda_bytes(asked));
         assign_cuda(asked,
-                    map.get(),
+                    marked_there,
                     shares.data(),
                     ids.data(),
                     workspace.data(),

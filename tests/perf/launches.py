@@ -10,17 +10,20 @@ where they come from (`_HostTensors`): whatever else makes the host read a tenso
 host's memory at once, is a host sync. Megatron waits once in a forward, for the counts that its
 dispatcher copies.
 
-`routing` is the part of `forward` from the router's choices to choices of instances.
+`routing` is the part of `forward` from the router's choices to choices of instances. On a machine
+with two GPUs, CUDA's own calls are counted instead, by the profiler, of a training step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,18 +40,23 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from megatron_ext.config import BalanceConfig  # noqa: E402
-from tests.gpt import build_gpt  # noqa: E402
+from megatron_ext.trainer.launch import join_ranks, launch_ranks  # noqa: E402
+from megatron_ext.trainer.quickstart import build_data  # noqa: E402
+from megatron_ext.trainer.train import load_config  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 
+WARMUP = 5
+"""Steps of a GPU that do not count: memory is allocated in them."""
+
 KERNELS = {
-    "count_load": 3,  # zeroes, counts, appends the seal
+    "count_load": 2,  # mark, count
     "seal_plan": 1,
     "solve_quota": 1,  # of one NVLink domain
     "share_plan": 1,
-    "assign": 3,  # mark, line, token
+    "assign": 2,  # line, token
     "place": 1,
     "place_back": 1,
-    "push": 2,  # compile, push
+    "push": 1,
     "pull_add": 2,  # lists what to pull, pulls
     "wait": 1,
 }
@@ -281,7 +289,9 @@ def _spec(spec: Any, balance: BalanceConfig | None) -> Any:
 
 def count_layer(rank: int, balance: BalanceConfig | None, **settings: Any) -> dict[str, Any]:
     """The work of one microbatch in one layer, by phase; one forward and backward come before."""
-    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from tests.gpt import build_gpt  # first: it enables the CPU platform
+
+    from megatron.core.transformer.moe.moe_layer import MoELayer  # isort: skip
 
     gpt = build_gpt(**(_SETTINGS | settings), spec_transform=partial(_spec, balance=balance))
     layer: Any = gpt.chunks[0].module.decoder.layers[0].mlp
@@ -336,20 +346,83 @@ def count(balance: BalanceConfig | None = QUOTA, **settings: Any) -> dict[str, A
     return most
 
 
+def work_of(calls: Mapping[str, int]) -> dict[str, int]:
+    """What a profile of CUDA's functions counts as what: launches, allocations, host syncs.
+
+    >>> work_of({"cudaLaunchKernel": 7, "cudaMemcpyAsync": 2, "cudaStreamSynchronize": 1})
+    {'launches': 9, 'allocations': 0, 'syncs': 1}
+    """
+
+    def total(*names: str) -> int:
+        return sum(count for call, count in calls.items() if call.startswith(names))
+
+    return {
+        "launches": total("cudaLaunch", "cuLaunch", "cudaMemcpy", "cudaMemset"),
+        "allocations": total("cudaMalloc", "cuMemCreate"),
+        "syncs": total("cudaStreamSync", "cudaEventSync", "cudaDeviceSync"),
+    }
+
+
+def _profile(runs: list[Any], file: Path) -> None:
+    """Profile a step of each run on this rank's GPU; rank 0 writes what it counted."""
+    with join_ranks(runs[0].group_timeout):
+        from megatron_ext.trainer.loop import Training
+
+        counted = []
+        for config in runs:
+            training = Training(config)
+            for _ in range(WARMUP):
+                training.train_step()
+            with torch.profiler.profile() as profiler:
+                training.train_step()
+            training.close()
+            counted.append(work_of({each.key: each.count for each in profiler.key_averages()}))
+        if torch.distributed.get_rank() == 0:
+            file.write_text(json.dumps(counted))
+
+
+def count_on_gpus() -> dict[str, dict[str, int]]:
+    """The work of a step of the quickstart on rank 0 of two GPUs, with and without balancing."""
+    names = {"quota": "quota", "stock": "none"}
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [
+            load_config(
+                [f"steps={WARMUP + 1}", f"run_dir={folder}/{name}", f"balance={balance}"],
+                config_name="quickstart",
+            )
+            for name, balance in names.items()
+        ]
+        build_data(Path(runs[0].data.path))
+        file = Path(folder) / "work.json"
+        launch_ranks(_profile, runs, file, num_ranks=runs[0].parallel.ep_size)
+        return dict(zip(names, json.loads(file.read_text()), strict=True))
+
+
 def main() -> None:
+    """Count, print a table, and write all numbers as JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="file for all numbers")
-    arguments = parser.parse_args()
-    rows = {"quota": count(), "stock": count(None)}
-    print(f"{'':18}{'launches':>10}{'allocations':>13}{'syncs: Megatron':>17}{'ours':>6}")
-    for layer, phases in rows.items():
-        for phase, work in phases.items():
-            print(
-                f"{layer + ', ' + phase:18}{work['launches']:10}{work['allocations']:13}"
-                f"{len(work['megatrons_syncs']):17}{len(work['our_syncs']):6}"
-            )
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    file = parser.parse_args().json
+    rows: dict[str, Any]
+    if torch.cuda.is_available():
+        if torch.cuda.device_count() < 2:
+            parser.error("a layer is balanced over two GPUs or more, and here is one")
+        file = file and file.absolute()
+        os.chdir(ROOT)  # where the recipes are
+        rows = count_on_gpus()
+        for name, work in rows.items():
+            print(f"{name}, a step:", ", ".join(f"{count} {what}" for what, count in work.items()))
+    else:
+        rows = {"quota": count(), "stock": count(None)}
+        print(f"{'':18}{'launches':>10}{'allocations':>13}{'syncs: Megatron':>17}{'ours':>6}")
+        for layer, phases in rows.items():
+            for phase, work in phases.items():
+                print(
+                    f"{layer + ', ' + phase:18}{work['launches']:10}{work['allocations']:13}"
+                    f"{len(work['megatrons_syncs']):17}{len(work['our_syncs']):6}"
+                )
+    if file is not None:
+        file.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":

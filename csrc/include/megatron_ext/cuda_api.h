@@ -14,12 +14,31 @@
 
 namespace megatron_ext {
 
-// Count the assignments of each expert, as count_load() does.
-//   routing_map  [N, E] bool; counts [E] out, zeroed here
-// Moves N * E + 8 * E bytes.
+// Which tokens chose each expert, a tile of tokens a word.
+struct TokenMarks {
+    static constexpr int64_t kTile = 32;  // tokens, one a bit of a mask
+    uint32_t* mask;                       // [tiles, E] tokens of the tile that chose the expert
+    int32_t* before;                      // [tiles, E] tokens of earlier tiles that chose it
+
+    static int64_t num_tiles(int64_t num_tokens) { return (num_tokens + kTile - 1) / kTile; }
+
+    // In the memory of an int32 [2, tiles, E].
+    static TokenMarks in(int32_t* memory, int64_t num_tokens, int64_t num_experts) {
+        return {reinterpret_cast<uint32_t*>(memory), memory + num_tiles(num_tokens) * num_experts};
+    }
+};
+
+// Count the assignments of each expert, as count_load() does, and mark them for assign_cuda().
+//   routing_map  [N, E] bool
+//   tail         one number that is to stand behind the counts, or null
+//   marks        out
+//   counts       [E] out, or [E + 1] with a tail
+// Moves 1.5 * N * E bytes.
 cudaError_t count_load_cuda(const bool* routing_map,
                             int64_t num_tokens,
                             int64_t num_experts,
+                            const int64_t* tail,
+                            const TokenMarks& marks,
                             int64_t* counts,
                             cudaStream_t stream);
 
@@ -68,10 +87,11 @@ cudaError_t seal_plan_cuda(const SealedPlan& plan,
 
 // Give every assignment an instance, as assign() does, except that a routing map and a source_quota
 // that disagree are no error: a choice beyond the shares, or beyond K, is left out of its row.
+//   marks      of the routing map, from count_load_cuda()
 //   workspace  of assign_cuda_bytes(), aligned to 16
 int64_t assign_cuda_bytes(const AssignProblem& problem);
 cudaError_t assign_cuda(const AssignProblem& problem,
-                        const bool* routing_map,
+                        const TokenMarks& marks,
                         const int64_t* source_quota,
                         const int64_t* physical_index,
                         void* workspace,
