@@ -98,7 +98,7 @@ def test_parts_run_as_the_launcher_runs_trainings() -> None:
     assert tried == ["1", "8", "32"]
     one, eight = ({part.name for part in parts(gpus) if part.gpus <= gpus} for gpus in (1, 8))
     assert {"parity_ep8", "recipe", "beside_nccl_1_queues", "failing_rank"} <= eight - one
-    assert {"litmus", "planner", "tests_1_queues", "sanitizers", "transport"} <= one
+    assert {"litmus", "planner", "tests", "sanitizers", "transport"} <= one
 
 
 def test_it_says_what_it_would_do(capsys: pytest.CaptureFixture[str]) -> None:

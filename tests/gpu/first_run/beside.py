@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.trainer.launch import join_ranks, launch_ranks
-from megatron_ext.transport import make_transport
+from megatron_ext.transport import TransportOptions, make_transport
 from tests.transport.test_transports import LARGE, SHAPES, Side, random_transfers
 
 STEPS_BETWEEN_LOOKS = 10
@@ -47,7 +47,7 @@ def move(seconds: float, file: Path | None) -> None:
         device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
         sides = [
             Side(
-                make_transport("auto", dist.group.WORLD, device, grad_reduce_share=0.5),
+                make_transport("auto", dist.group.WORLD, device, TransportOptions()),
                 dist.group.WORLD,
                 shapes,
                 torch.float32,
