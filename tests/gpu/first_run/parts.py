@@ -50,14 +50,13 @@ def parts(gpus: int) -> list[Part]:
     most = max(size for size in (1, 2, 4, 8) if size <= max(gpus, 1))
     return [
         Part("doctor", "what is there", _python("-m", "megatron_ext", "doctor", "--gpu"), 120),
-        # Ranks that are streams of one process need 32 hardware queues, and set them; those that
-        # are processes try `QUEUES`.
+        # Ranks that are streams of one process need a queue each; those that are processes try all.
         Part(
             "tests",
             "tests/gpu",
             _python(*tests, "-k", "not sanitizers"),
             900,
-            environment=LAUNCHER | required,
+            environment=queues(32) | required,
         ),
         Part(
             "sanitizers",
