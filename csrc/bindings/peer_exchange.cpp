@@ -16,6 +16,7 @@
 #include <torch/custom_class.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <map>
 #include <optional>
 #include <string>
@@ -250,6 +251,12 @@ class TensorPeerExchange : public torch::CustomClassHolder {
                                 labels_.at(failure.label)}));
     }
 
+    // 1 once a wait has failed, else 0: int32 [1] in pinned memory, which the device writes.
+    Tensor failed() const {
+        constexpr int64_t kAt = offsetof(PeerFailure, is_set);
+        return failure_.slice(0, kAt, kAt + static_cast<int64_t>(sizeof(uint32_t))).view(at::kInt);
+    }
+
     // Let the memory go.
     void close() {
         slots_.clear();
@@ -453,5 +460,6 @@ TORCH_LIBRARY_FRAGMENT(megatron_ext, m) {
         .def("abort", &TensorPeerExchange::abort)
         .def("restart", &TensorPeerExchange::restart)
         .def("raise_failure", &TensorPeerExchange::raise_failure)
+        .def("failed", &TensorPeerExchange::failed)
         .def("close", &TensorPeerExchange::close);
 }

@@ -309,6 +309,11 @@ class Reducing:
 _SHARED: WeakValueDictionary[Any, SlotBuffers] = WeakValueDictionary()
 
 
+def transports_in_use() -> list[Transport]:
+    """Return the transports of all slot buffers that `shared_slot_buffers` made and that live."""
+    return [buffers.transport for buffers in _SHARED.values()]
+
+
 def shared_slot_buffers(
     layout: ExpertLayout,
     segments: Sequence[Segment],

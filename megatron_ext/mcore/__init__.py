@@ -18,6 +18,8 @@
     schedule.py             how many plans a pipeline schedule holds
     measure.py              the costs of plans, measured on the ranks that carry them out
     timing.py               how long work takes on ranks that work together
+    failures.py             a failed wait ends the step on all ranks
+    in_place.py             weights that are not where they seem
     limits.py               settings that exclude balancing
     check.py                the same and a model's spec, for users, before anything is built
 

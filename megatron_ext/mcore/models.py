@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_ext.config import BalanceConfig
+from megatron_ext.mcore import failures
 from megatron_ext.mcore.check import check
 from megatron_ext.mcore.spec import balance_spec, has_moe_layers
 
@@ -33,6 +34,8 @@ def balance_models(balance: BalanceConfig, attend: Callable[[Any], None]) -> Non
         balance: What the balancer may do.
         attend: Is called with each balanced layer of a model that was built.
     """
+    # Here too: a pipeline stage without MoE layers has no spec to balance.
+    failures.stop_before_weights_change()
     for home, name in _MODELS:
         if importlib.util.find_spec(home.rpartition(".")[0]) is not None:
             model_class = getattr(importlib.import_module(home), name)

@@ -58,6 +58,7 @@ from megatron_ext.balance.solve import plan_layout
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.balance.strategies.ideal import force_even
 from megatron_ext.config import COST_UNITS, BalanceConfig
+from megatron_ext.mcore import failures
 from megatron_ext.mcore.dispatcher import (
     Part,
     dispatcher_kind,
@@ -66,6 +67,7 @@ from megatron_ext.mcore.dispatcher import (
     release_maps,
 )
 from megatron_ext.mcore.experts import expert_weights, finish_parameter_gather, run_experts
+from megatron_ext.mcore.in_place import check_in_place
 from megatron_ext.mcore.limits import validate_for_balancing
 from megatron_ext.mcore.lines import BalanceLines
 from megatron_ext.mcore.lookahead import (
@@ -274,6 +276,7 @@ class BalancedMoELayer(MoELayer):
         # A recomputed MoE layer has a backward of its own inside the layer's: parameters must get
         # all of their gradient in one of the two.
         if self.layout.slots > 0 and torch.is_grad_enabled() and not self.moe_layer_recompute:
+            self._check_in_place(hidden_states.device)
             microbatch = self._begin()
             hidden_states, microbatch.joint = join_later(hidden_states, microbatch.mains)
         return hidden_states
@@ -289,6 +292,7 @@ class BalancedMoELayer(MoELayer):
             routing_map: The router's choices: a map bool [N, E], or ids [N, K] of an integer dtype.
                 The dispatcher gets physical choices in the same form.
         """
+        self._check_in_place(hidden_states.device)
         microbatch = self._begin()
         chosen = as_map(routing_map, self.layout.num_experts)
         left = take(self)
@@ -506,6 +510,11 @@ class BalancedMoELayer(MoELayer):
             buffers.allocate_grads(microbatch.mains.grad_dtype)
         return Replication(buffers, in_flight, microbatch.mains, plan, handle, microbatch.joint)
 
+    def _check_in_place(self, device: torch.device) -> None:
+        """Check, before the first use, that replicas can be copied from where the weights lie."""
+        if self.layout.slots > 0 and self._slot_buffers is None:
+            check_in_place(self.experts, device, self.layer_number)
+
     def _shared_state(self, example: Tensor) -> tuple[SlotBuffers, InFlightPlans]:
         if self._slot_buffers is None or self._in_flight is None:
             self._slot_buffers = shared_slot_buffers(
@@ -569,17 +578,20 @@ class BalancedMoELayer(MoELayer):
 
 
 def check_agreement(model: Iterable[nn.Module]) -> None:
-    """Check that the ranks that plan alike made the same last plan; all of them call.
+    """Check that the ranks that plan alike made the same last plan; all ranks of the model call.
 
     What differs in a layer is noticed in the next layer, but nothing follows the last layer of a
-    step until the next step: for the end of a run, and before a checkpoint.
+    step until the next step: for the end of a run, and before a checkpoint. The same goes for waits
+    for replicas that failed.
 
     Args:
         model: The model's chunks on this rank.
 
     Raises:
-        RuntimeError: Ranks had different loads or plans.
+        RuntimeError: Ranks had different loads or plans, or a wait for replicas has failed.
     """
+    model = list(model)
+    failures.settle(model)
     layers = [m for chunk in model for m in chunk.modules() if isinstance(m, BalancedMoELayer)]
     for agreement in dict.fromkeys(layer._agreement for layer in layers):
         if agreement is not None:
@@ -596,6 +608,7 @@ def reset_after_abort(model: Iterable[nn.Module]) -> None:
     Args:
         model: The model's chunks on this rank.
     """
+    failures.forget()
     layers = [m for chunk in model for m in chunk.modules() if isinstance(m, BalancedMoELayer)]
     for layer in layers:
         layer.forget_step()

@@ -25,6 +25,7 @@ from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.balance.strategies.strategy import ForcesEven, StaysMegatron
 from megatron_ext.config import BalanceConfig
 from megatron_ext.files.placement import read_placement
+from megatron_ext.mcore import failures
 from megatron_ext.mcore.backward import JoiningTransformerLayer
 from megatron_ext.mcore.experts import EXPERT_KINDS
 from megatron_ext.mcore.grouped_experts import GroupedExperts
@@ -68,6 +69,7 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
         return functools.partial(layer_class, *layer.args, **layer.keywords, **params)
 
     warn_of_layers_left_out()
+    failures.stop_before_weights_change()
     spec = replace_parts(
         spec, lambda part: _is_spec_of(part, MoELayer), balanced, _required(spec, "MoE layer")
     )

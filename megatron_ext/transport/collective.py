@@ -52,6 +52,7 @@ class CollectiveTransport:
     """Transport that moves replicas with batched sends and receives over `ep_group`."""
 
     name = "collective"
+    failed = None
 
     def __init__(self, ep_group: ProcessGroup) -> None:
         self._group = ep_group
@@ -108,6 +109,9 @@ class CollectiveTransport:
                     if is_staged:
                         additions.append((is_first, total, target))
         return _Sum(_Batch(ops), additions)
+
+    def raise_failure(self) -> None:
+        """Do nothing: torch.distributed raises by itself."""
 
     def reset(self) -> None:
         """Do nothing: sends and receives that an aborted step has posted cannot be taken back.

@@ -7,17 +7,18 @@ return at once; what they promise holds for the work that is put on the current 
 Pushes and pulls run on streams of their own. The time limit of a wait holds on the device, and a
 later call raises its error.
 
-The host does not know what a push moves: a kernel compiles the plan, on the device, into this
-rank's copies (`csrc/cuda/compile_copies.cu`). The host lists the transfers of a pull, because it
+The host does not know what a push moves: its kernel compiles the plan, on the device, into this
+rank's copies (`csrc/cuda/compile_copies.cuh`). The host lists the transfers of a pull, because it
 has allocated the sums.
 
 All calls but `reset` can be captured in a CUDA graph. A captured push follows the plan that is in
 memory when it is replayed; a captured pull repeats its transfers. Three rules then hold: every
-layer has pushed before, a push is finished in the graph in which it was started, and all ranks
-replay alike.
+layer has pushed before, a push or a pull is finished in the graph in which it was started, and all
+ranks replay alike.
 
-With `CUDA_DEVICE_MAX_CONNECTIONS=1` a GPU runs the work of all streams in the order of the calls.
-So work issued after `Pending.wait` waits for the push, whatever its stream.
+With `CUDA_DEVICE_MAX_CONNECTIONS=1` a GPU starts the work of all streams in the order of the calls.
+No launch of theirs waits for another one that waits for peers, so later work goes on beside a push
+or a pull. Work issued after `Pending.wait` waits for it, whatever its stream.
 """
 
 from __future__ import annotations
@@ -115,6 +116,7 @@ class CudaTransport(OneSidedTransport):
         )
         super().__init__(exchange, heap.rank, heap.peers)
         self._heap = heap
+        self.failed: Tensor | None = exchange.failed()
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a zeroed buffer that the domain's ranks reach; see `Transport.allocate`."""
@@ -153,11 +155,7 @@ class CudaTransport(OneSidedTransport):
         return UnderWay(self._exchange.finish_push, push)
 
     def raise_failure(self) -> None:
-        """Raise the error of a wait that has failed by now; every other call does so, too.
-
-        Raises:
-            RuntimeError: A peer was too late or made other calls.
-        """
+        """Raise the error of a wait that has failed by now; every other call does so, too."""
         self._exchange.raise_failure()
 
     def close(self) -> None:

@@ -51,6 +51,7 @@ class SharedMemoryTransport(OneSidedTransport):
     """
 
     name = "shared_memory"
+    failed = None
 
     def __init__(
         self,
@@ -126,6 +127,9 @@ class SharedMemoryTransport(OneSidedTransport):
             self._segments(slots), sources, flat, expected, transfers.slots, label
         )
         return UnderWay(self._exchange.finish_push, generation)
+
+    def raise_failure(self) -> None:
+        """Do nothing: `wait` has raised."""
 
     def _highest(self, value: int) -> int:
         highest = torch.tensor(value)

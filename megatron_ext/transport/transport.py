@@ -63,6 +63,13 @@ class Transport(Protocol):
     name: str
     """As in `balance.transport`."""
 
+    @property
+    def failed(self) -> Tensor | None:
+        """1 once a wait of this rank has failed, else 0: int32 [1] in memory of the host.
+
+        The device writes it. None if waits that fail raise where they are made.
+        """
+
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a zeroed buffer that peers can reach; every rank calls with the same arguments."""
 
@@ -103,6 +110,13 @@ class Transport(Protocol):
                 with the sum of its replicas' gradients. Of the dtype of `slot_grads`, but float32
                 for gradients stored in bfloat16.
             label: Which layer this is for, to be named in errors.
+        """
+
+    def raise_failure(self) -> None:
+        """Raise the error of a wait that has failed by now, if the host has not heard of it yet.
+
+        Raises:
+            RuntimeError: A peer was too late or made other calls.
         """
 
     def reset(self) -> None:

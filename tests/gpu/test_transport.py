@@ -268,11 +268,12 @@ def test_a_late_peer_is_named() -> None:
 
 
 def test_an_aborted_step_is_forgotten() -> None:
+    """The time limit is longer than the test may take: the reset ends the waits."""
     ranks = VirtualRanks(2)
     everywhere = [Transfer(0, 0, 1, 0), Transfer(1, 0, 0, 0)]
 
     def move(rank: int) -> None:
-        side = side_of(ranks, rank, timeout_s=20.0)
+        side = side_of(ranks, rank, timeout_s=600.0)
         side.step(everywhere, 0)
         if rank == 0:  # waits for the other, which does not come
             side.push(everywhere, 1).wait()
@@ -322,6 +323,64 @@ def _move_between_processes(rank: int) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_processes_reach_each_other(num_ranks: int) -> None:
     run_ranks(_move_between_processes, num_ranks)
+
+
+def _work_goes_on(rank: int) -> None:
+    """Rank 0 moves and works, and only then does its peer make the same call."""
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    heap = SymmetricHeap(dist.group.WORLD, device)
+    transport = CudaTransport(heap, timeout_s=60.0, push_blocks=BLOCKS, grad_reduce_share=SHARE)
+    slots, grads = (
+        [transport.allocate((1, 4096), torch.float32, device)] for _ in ("weights", "gradients")
+    )
+    moved = [Transfer(0, 0, 1, 0), Transfer(1, 0, 0, 0)]
+    plan = in_slots(moved, 2, mains=1, slots=1, device=device)
+    main, total = torch.full((4096,), 1.0 + rank, device=device), torch.zeros(4096, device=device)
+    calls = (
+        lambda: transport.push(plan, [[main]], slots),
+        lambda: transport.pull_add(moved, grads, {0: [total]}),
+    )
+    for round_idx in range(3):  # the first loads kernels, and writes addresses
+        for call in calls:
+            if rank == 0:
+                under_way = call()
+                beside = (torch.ones(64, 64, device=device) @ main[:64]).sum()
+                done = torch.cuda.Event()
+                done.record()
+                while round_idx and not done.query():
+                    transport.raise_failure()  # which comes if the work waits for the peer
+            dist.barrier()
+            if rank == 1:
+                under_way = call()
+            under_way.wait()
+            torch.cuda.synchronize()
+            transport.raise_failure()
+            grads[0].copy_(slots[0])
+    assert slots[0].eq(2.0 - rank).all()
+    assert total.eq(1.0 + rank).all()
+    assert rank == 1 or beside == 64 * 64
+
+
+def test_work_goes_on_beside_a_push_and_a_pull() -> None:
+    run_ranks(_work_goes_on, 2)
+
+
+@pytest.mark.parametrize("queues", [1, 8, 32])
+def test_any_number_of_queues(queues: int) -> None:
+    """Ranks that are processes, as in training; the launcher sets one queue."""
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", __file__),
+            *("-k", "work_goes_on or reach_each_other"),
+        ],
+        env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": str(queues)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def _move_between_gpus(rank: int) -> None:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from megatron_ext.transport.reach import domain_of
 
-# A queue for every stream, so that none waits behind another's kernel.
-os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+# A queue for every stream, so that none waits behind another's kernel. Tests of other numbers of
+# queues give it themselves, and have a process for each rank.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 # Loading a kernel at its first launch can wait for those that run.
 os.environ["CUDA_MODULE_LOADING"] = "EAGER"
 

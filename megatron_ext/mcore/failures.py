@@ -1,0 +1,171 @@
+"""A wait that failed on one rank ends the step on all ranks, before a weight changes.
+
+Between GPUs it is the device that waits. When a wait fails there, the host hears of it at its next
+call of the transport: of the last reduction in a step, only after the optimizer step. So
+
+    gradients are finished   the failed waits of all ranks of the model are counted, in a reduction
+                             of one word that the host does not wait for
+    an optimizer steps       the host looks at the count; if it is not 0, all ranks raise
+    gradients are zeroed     the same, where the optimizer has skipped its step
+
+Megatron's optimizer reads the norm of all gradients before its step. So the count is there by then,
+and the host waits for nothing more.
+
+A rank that finds a failure in its own call of a transport raises at once: its peer may have died,
+and then no reduction ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from megatron_ext.balance.slots import transports_in_use
+
+logger = logging.getLogger(__name__)
+
+
+class _Count(NamedTuple):
+    """Failed waits of all ranks, until the host has looked."""
+
+    number: Tensor
+    """int32 [1] in memory of the host."""
+    arrived: torch.cuda.Event | None
+    """When the number is there; None if it is."""
+    groups: list[ProcessGroup]
+    """Groups that together connect all ranks of the model, one after the other."""
+
+
+_count: _Count | None = None
+
+
+@functools.cache
+def stop_before_weights_change() -> None:
+    """Let failed waits end every step from now on.
+
+    All ranks of a model call, also those of pipeline stages without MoE layers.
+    """
+    finish = DistributedDataParallel.finish_grad_sync
+    DistributedDataParallel.finish_grad_sync = _counting(finish)
+    zero = DistributedDataParallel.zero_grad_buffer
+    DistributedDataParallel.zero_grad_buffer = _looking(zero)
+    register_optimizer_step_pre_hook(_look_before_step)
+
+
+def _counting(finish: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(finish)
+    def finish_and_count(ddp: Any, *args: Any, **kwargs: Any) -> None:
+        finish(ddp, *args, **kwargs)
+        _start_count(ddp)
+
+    return finish_and_count
+
+
+def _looking(zero: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(zero)
+    def look_and_zero(*args: Any, **kwargs: Any) -> None:
+        look()
+        zero(*args, **kwargs)
+
+    return look_and_zero
+
+
+def _look_before_step(*_: Any) -> None:
+    # A captured step is not run yet.
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        look()
+
+
+def settle(model: Iterable[nn.Module]) -> None:
+    """Count, and look at once: before a checkpoint. All ranks of the model call.
+
+    Args:
+        model: The model's chunks on this rank, in Megatron's DistributedDataParallel. Others are
+            left out.
+
+    Raises:
+        RuntimeError: As `look`.
+    """
+    for chunk in model:
+        if isinstance(chunk, DistributedDataParallel):
+            _start_count(chunk)
+            look()
+            return
+
+
+def forget() -> None:
+    """Forget the count of an aborted step."""
+    global _count
+    _count = None
+
+
+def look() -> None:
+    """Look at the last count, once; all ranks of the model do.
+
+    Raises:
+        RuntimeError: A wait of some rank has failed. The same on all ranks: it names who waited for
+            whom, and for what.
+    """
+    global _count
+    count, _count = _count, None
+    if count is None:
+        return
+    if count.arrived is not None:
+        count.arrived.synchronize()
+    if int(count.number):
+        _raise_on_all(count.groups)
+
+
+def _start_count(ddp: Any) -> None:
+    """Count the waits that have failed when the work issued so far is done."""
+    global _count
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    number = torch.zeros(1, dtype=torch.int32, device=device)
+    for transport in transports_in_use():
+        if transport.failed is not None:
+            number += transport.failed.to(device, non_blocking=True)
+    groups = _groups(ddp)
+    for group in groups:
+        dist.all_reduce(number, group=group)
+    arrived = None
+    if number.is_cuda:
+        number = torch.empty_like(number, device="cpu", pin_memory=True).copy_(
+            number, non_blocking=True
+        )
+        arrived = torch.cuda.Event()
+        arrived.record()
+    _count = _Count(number, arrived, groups)
+
+
+def _groups(ddp: Any) -> list[ProcessGroup]:
+    """The groups of data, tensor and pipeline parallelism: a grid of all ranks of the model."""
+    pipelines = ddp.pp_group if isinstance(ddp.pp_group, list) else [ddp.pp_group]
+    return [group for group in (ddp.dp_cp_group, ddp.tp_group, *pipelines) if group.size() > 1]
+
+
+def _raise_on_all(groups: list[ProcessGroup]) -> None:
+    said = set()
+    for transport in transports_in_use():
+        try:
+            transport.raise_failure()
+        except RuntimeError as failure:
+            said.add(f"global rank {dist.get_rank()}: {failure}")
+            # Here as well: if another rank has died, what follows does not end.
+            logger.error("%s", failure)
+    for group in groups:
+        of_ranks: list[Any] = [None] * group.size()
+        dist.all_gather_object(of_ranks, said, group=group)
+        said = set().union(*of_ranks)
+    raise RuntimeError(
+        f"a wait for replicas failed, and the step ends on all ranks before it changes a weight: "
+        f"{'; '.join(sorted(said))}"
+    )

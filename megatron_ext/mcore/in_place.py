@@ -1,0 +1,44 @@
+"""Expert weights that are not where they seem: refused by name, at a layer's first forward.
+
+Replicas are copied from the memory where a parameter's data lies, at any time between forward and
+backward. What shards, offloads or frees parameters moves that memory, or leaves other bytes there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def check_in_place(experts: nn.Module, device: torch.device, layer: int | None) -> None:
+    """Check that all weights of a layer's experts lie whole on the device that computes.
+
+    Args:
+        experts: Megatron's module with this rank's experts.
+        device: Where the layer's input is.
+        layer: The layer's number, for messages.
+
+    Raises:
+        ValueError: A parameter is sharded, elsewhere, or without memory.
+    """
+    for name, parameter in experts.named_parameters():
+        if reason := _obstacle(parameter, device):
+            raise ValueError(
+                f"layer {layer}: experts.{name} {reason}; replicas are copied from where a weight "
+                "lies, so experts must stay whole on the device that computes"
+            )
+
+
+def _obstacle(parameter: Tensor, device: torch.device) -> str | None:
+    """Why replicas cannot be copied from where a parameter seems to be; None if they can."""
+    if isinstance(parameter, DTensor):
+        return "is a DTensor, of which a rank holds a part (leave out --use-torch-fsdp2)"
+    if getattr(parameter, "__fsdp_param__", False):
+        return "is sharded by Megatron-FSDP (leave out --use-megatron-fsdp)"
+    if parameter.device != device:
+        return f"is on {parameter.device} and the layer's input on {device}: is it offloaded?"
+    held = parameter.untyped_storage().nbytes()
+    if held < parameter.nbytes:
+        return f"has {held} of its {parameter.nbytes} bytes of memory: something has freed them"
+    return None

@@ -1,0 +1,64 @@
+"""Expert weights that are sharded, freed or elsewhere are refused by name at the first forward.
+
+Layer 2 (two gloo ranks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_ext.config import BalanceConfig
+from tests.mcore.parity import balanced_gpt, balanced_layers  # first: enables the CPU platform
+from tests.ranks import run_ranks
+
+
+def _shard(experts: nn.Module) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(experts)
+
+
+def _mark_as_sharded_by_megatron(experts: nn.Module) -> None:
+    for parameter in experts.parameters():
+        parameter.__fsdp_param__ = True  # as MegatronFSDP does
+
+
+def _free(experts: nn.Module) -> None:
+    next(experts.parameters()).untyped_storage().resize_(0)
+
+
+def _offload(experts: nn.Module) -> None:
+    linear = experts.local_experts[0].linear_fc1
+    linear.weight = nn.Parameter(linear.weight.to("meta"))
+
+
+WEIGHT = r"layer 1: experts\.local_experts\.0\.linear_fc1\.weight"
+
+
+def _first_forward(rank: int, displace: Callable[[nn.Module], None], reason: str) -> None:
+    gpt = balanced_gpt(dict(ep=2), BalanceConfig())
+    layer = balanced_layers(gpt)[0]
+    displace(layer.experts)
+    hidden = torch.randn(4, 1, layer.config.hidden_size)
+    for call in (layer, layer.join_reduction):  # by itself, and in its transformer layer
+        with pytest.raises(ValueError, match=f"{WEIGHT} {reason}"):
+            call(hidden)
+
+
+@pytest.mark.parametrize(
+    ("displace", "reason"),
+    [
+        (_shard, "is a DTensor.*--use-torch-fsdp2"),
+        (_mark_as_sharded_by_megatron, "is sharded by Megatron-FSDP"),
+        (_free, r"has 0 of its \d+ bytes of memory"),
+        (_offload, "is on meta and the layer's input on cpu"),
+    ],
+)
+def test_weights_that_are_not_in_place_are_refused(
+    displace: Callable[[nn.Module], None], reason: str
+) -> None:
+    run_ranks(_first_forward, 2, displace, reason)
