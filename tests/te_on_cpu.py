@@ -114,6 +114,53 @@ def te_general_grouped_gemm(
 
 
 @torch.no_grad()
+def te_general_grouped_gemm_by_counts(
+    a: Any,
+    transa: bool,
+    b: Any,
+    transb: bool,
+    out: Any,
+    bias: Any,
+    bias_scale: Any,
+    alpha: Tensor,
+    beta: Tensor,
+    *rest: Any,
+) -> Any:
+    """The same where rows are counted by a tensor, which a kernel reads on the device."""
+    if bias is not None:
+        raise NotImplementedError("biases of such products have no twin")
+    for a_i, b_i, out_i in zip(*(_parts(each) for each in (a, b, out)), strict=True):
+        _write(out_i, _product(a_i, transa, b_i, transb), bool(beta.any()))
+    return out
+
+
+def _parts(groups: Any) -> Sequence[Tensor]:
+    """The tensors of a list, or of Transformer Engine's storage for groups of rows."""
+    if isinstance(groups, list):
+        return groups
+    counts = groups.first_dims.tolist()
+    return groups.rowwise_data.view(groups.logical_shape)[: sum(counts)].split(counts)
+
+
+def splits_to_offsets_multi(
+    splits: Tensor,
+    device: torch.device,
+    *,
+    strides: Sequence[int],
+    include_leading_zero: Sequence[bool],
+    dtypes: Sequence[torch.dtype],
+    bulk_allocate: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """The counts, and where each group ends in elements; its beginning as well, with a zero."""
+    ends = splits.cumsum(0)
+    offsets = [
+        F.pad(ends * stride, (1 if with_zero else 0, 0)).to(dtype)
+        for stride, with_zero, dtype in zip(strides, include_leading_zero, dtypes, strict=True)
+    ]
+    return splits, offsets
+
+
+@torch.no_grad()
 def generic_gemm(
     a: Tensor,
     transa: bool,
@@ -330,9 +377,10 @@ def _adam(
 
 _TWINS: dict[str, Callable[..., Any]] = {
     "generic_gemm": generic_gemm,
-    "get_cublasLt_version": lambda: 0,  # too old for products whose sizes are on the device
+    "get_cublasLt_version": lambda: 130600,
     "get_cudnn_version": lambda: 92000,
     "get_fused_attn_backend": lambda *args, **kwargs: (-1, "there are no kernels"),
+    "get_grouped_gemm_setup_workspace_size": lambda num_groups: 1,
     "get_num_cublas_streams": lambda: 1,
     "layernorm_bwd": layernorm_bwd,
     "layernorm_fwd": layernorm_fwd,
@@ -345,7 +393,10 @@ _TWINS: dict[str, Callable[..., Any]] = {
     "rmsnorm_fwd": rmsnorm_fwd,
     "scaled_dswiglu": scaled_dswiglu,
     "scaled_swiglu": scaled_swiglu,
+    "splits_to_offsets_multi": splits_to_offsets_multi,
     "te_general_grouped_gemm": te_general_grouped_gemm,
+    "te_general_grouped_gemm_for_discrete_in": te_general_grouped_gemm_by_counts,
+    "te_general_grouped_gemm_for_discrete_out": te_general_grouped_gemm_by_counts,
     **ROUTING_TWINS,
 }
 
@@ -451,6 +502,7 @@ def _answer_like_a_gpu() -> None:
     from transformer_engine.pytorch import DotProductAttention, constants, permutation
     from transformer_engine.pytorch.cpp_extensions import gemm
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+    from transformer_engine.pytorch.ops.basic import grouped_linear
 
     properties = types.SimpleNamespace(
         name="CPU", major=9, minor=0, multi_processor_count=1, total_memory=1 << 34
@@ -473,6 +525,7 @@ def _answer_like_a_gpu() -> None:
     for owner, method in (
         (TransformerEngineBaseModule, "prepare_forward"),
         (DotProductAttention, "forward"),
+        (grouped_linear, "general_grouped_gemm_for_grouped_tensor"),
         (permutation, "moe_permute"),
         (permutation, "moe_permute_with_probs"),
     ):

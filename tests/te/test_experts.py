@@ -7,9 +7,11 @@ where it does not.
 from __future__ import annotations
 
 import os
+import sys
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -133,11 +135,31 @@ def test_grouped_experts_train_as_single_ones_to_the_last_bit() -> None:
         assert balanced > 0
 
 
-def _slots_for_mains(rank: int) -> None:
-    """Two mains and two slots with fused gradients, against four mains, over two microbatches."""
+class Counts(torch.Tensor):
+    """Counts that note who asks for their values: on a device, a host waits for them."""
+
+    readers: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function.__name__ in ("tolist", "item", "cpu", "__int__", "__bool__", "__index__"):
+            cls.readers.append(Path(sys._getframe(1).f_code.co_filename).name)
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+@mock.patch.dict(os.environ, NVTE_CUTEDSL_FUSED_GROUPED_MLP="1")
+def _slots_for_mains(rank: int, case: dict[str, Any]) -> list[list[str]]:
+    """Two mains and two slots with fused gradients, against four mains, over two microbatches.
+
+    Returns:
+        Who asked for the counts' values, of each.
+    """
     from megatron_ext.mcore.experts import expert_weights, run_experts
 
-    settings = TE | GATED | dict(ep=1, num_layers=1)
+    settings = TE | GATED | dict(ep=1, num_layers=1) | case
+    dtype, readers = settings.get("dtype", torch.float32), [[], []]
     whole, half = build_gpt(**settings), build_gpt(**(settings | dict(experts=2)))
     of_whole, of_half = (
         gpt.chunks[0].module.decoder.layers[0].mlp.experts for gpt in (whole, half)
@@ -145,20 +167,24 @@ def _slots_for_mains(rank: int) -> None:
     weights = expert_weights(of_half)
     mains = expert_weights(of_whole).mains().rows()
     slots = [torch.stack(rows[2:]).requires_grad_() for rows in mains]
-    slot_grads = [torch.zeros_like(values) for values in slots]
+    slot_grads = [torch.zeros(values.shape) for values in slots]
     for experts in (of_whole, of_half):
         for linear in (experts.linear_fc1, experts.linear_fc2):
             linear.fuse_wgrad_accumulation = True
     for microbatch in range(2):
         torch.manual_seed(microbatch)
-        counts, tokens = torch.tensor([5, 0, 7, 3]), torch.randn(15, 16)
-        probs, upstream = torch.rand(15), torch.randn(15, 16)
+        counts = torch.tensor([5, 0, 7, 3]).as_subclass(Counts)
+        tokens, upstream = torch.randn(2, 15, 16, dtype=dtype)
+        probs = torch.rand(15)
         views = [list(values.unbind()) for values in slots]
         for of_segment, gradients in zip(views, slot_grads, strict=True):
             for view, gradient in zip(of_segment, gradients.unbind(), strict=True):
                 view.main_grad = gradient
         outcomes = []
-        for run in (of_whole, partial(run_experts, of_half, weights, views)):
+        for run, asked in zip(
+            (of_whole, partial(run_experts, of_half, weights, views)), readers, strict=True
+        ):
+            Counts.readers = asked
             inputs = tokens.clone().requires_grad_()
             output = run(inputs, counts, probs)
             output = output[0] if isinstance(output, tuple) else output
@@ -176,10 +202,24 @@ def _slots_for_mains(rank: int) -> None:
     for name, gradient in found.items():
         assert torch.equal(expected[name].main_grad, gradient), name
         assert expected[name].main_grad.any() == ("experts.1" not in name)
+    return readers
 
 
-def test_slots_are_further_experts_of_the_same_product() -> None:
-    run_ranks(_slots_for_mains, 1)
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        pytest.param(
+            dict(use_transformer_engine_op_fuser=True, dtype=torch.bfloat16),
+            marks=pytest.mark.skipif(not HAS_BLOCKS, reason="Megatron has no fused experts"),
+        ),
+    ],
+)
+def test_slots_are_further_experts_of_the_same_product(case: dict[str, Any]) -> None:
+    ((stock, balanced),) = run_ranks(_slots_for_mains, 1, case)
+    assert balanced == stock, "the host reads counts where it does without slots, and nowhere else"
+    # In bfloat16 the op fuser's products read counts on the device, where the twin reads them.
+    assert set(stock) == {"te_on_cpu.py" if case else "experts.py"}
 
 
 def _state(experts: Any) -> list[Any]:
