@@ -124,7 +124,9 @@ def _give_slots(operation: Any, further: Mapping[str, Sequence[Tensor]], num_mai
     for kind, tensors in further.items():
         for index, tensor in enumerate(tensors, start=num_mains):
             del operation._parameters[f"{kind}{index}"]
-            vars(operation)[f"{kind}{index}"] = tensor
+            vars(operation)[f"{kind}{index}"] = _as_trainable_as(
+                getattr(operation, f"{kind}0"), tensor
+            )
     # What autograd sees as inputs, in the order in which the operation returns their gradients.
     inputs = [
         getattr(operation, f"{kind}{index}")
@@ -132,6 +134,16 @@ def _give_slots(operation: Any, further: Mapping[str, Sequence[Tensor]], num_mai
         for index in range(num_mains + len(tensors))
     ]
     operation.parameters = lambda: inputs
+
+
+def _as_trainable_as(main: Tensor, slot: Tensor) -> Tensor:
+    """Return the slot's tensor, which needs a gradient if the main does: all shall, or none.
+
+    They differ in a forward without gradients, and where mains are frozen.
+    """
+    if slot.requires_grad == main.requires_grad:
+        return slot
+    return slot.detach().requires_grad_(main.requires_grad)
 
 
 @contextmanager

@@ -57,7 +57,9 @@ if HAS_BLOCKS:
     IN_BLOCKS = TE | GATED | dict(moe_mlp_glu_interleave_size=4)
     CASES.append((IN_BLOCKS, 1, EXACT))
     # The op fuser takes no float64.
-    STEP_CASES.append(IN_BLOCKS | dict(use_transformer_engine_op_fuser=True))
+    FUSED = IN_BLOCKS | dict(use_transformer_engine_op_fuser=True)
+    # Recompute begins with a forward without gradients.
+    STEP_CASES += [FUSED, FUSED | dict(recompute="selective")]
 
 
 def _fused_biases(rank: int) -> None:
