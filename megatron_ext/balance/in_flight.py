@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.reroute import RoutingMaps
+from megatron_ext.transport import HostCopy
 
 
 @dataclass(eq=False)
@@ -66,7 +67,7 @@ class InFlightPlans:
         self.first_virtual_layer_id = first_virtual_layer_id
         self._plans: list[BalancePlan | None] = [None] * ring_size
         self._on_host = [
-            _HostCopy((layout.ep_size, layout.slots), torch.int32, device) for _ in range(ring_size)
+            HostCopy((layout.ep_size, layout.slots), torch.int32, device) for _ in range(ring_size)
         ]
         self._maps = [RoutingMaps() for _ in range(ring_size)]
         self._generation = [0] * ring_size
@@ -158,25 +159,3 @@ class InFlightPlans:
         if self._generation[entry] == generation and entry not in self._free:
             self._free.append(entry)
             self._plans[entry] = None
-
-
-class _HostCopy:
-    """The values of a tensor on the host. Of one that is there already no copy is made."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
-        self._copy = torch.empty(shape, dtype=dtype, pin_memory=self._copied is not None)
-
-    def start(self, source: Tensor) -> None:
-        """Start to copy, behind the work of the current stream; the host does not wait."""
-        if self._copied is None:
-            self._copy = source
-        else:
-            self._copy.copy_(source, non_blocking=True)
-            self._copied.record()
-
-    def wait(self) -> Tensor:
-        """Wait until the copy has ended; return the values."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._copy

@@ -79,7 +79,9 @@ class Replication:
         if self.rematerializing is None:
             handle = _required(self.handle)
             plan = self.in_flight.recall(handle)
-            self.rematerializing = self.buffers.start_materialize(plan, self.mains, handle)
+            self.rematerializing = self.buffers.start_materialize(
+                plan, self.mains, handle, slots_on_host=self.in_flight.recall_slots(handle)
+            )
         return self.rematerializing
 
     def materialized(self, tokens: Tensor) -> tuple[Tensor, list[Any]]:

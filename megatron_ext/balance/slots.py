@@ -119,7 +119,8 @@ class SlotBuffers:
             The transfer under way, for the `start_materialize` that comes next.
         """
         self._resident = None
-        return SentAhead(slots, self._push(slots, mains, label))
+        transfers = Transfers(slots, self.layout.mains_per_rank, is_urgent=True)
+        return SentAhead(slots, self._push(transfers, mains, label))
 
     def start_materialize(
         self,
@@ -127,6 +128,7 @@ class SlotBuffers:
         mains: MainWeights,
         handle: PlanHandle | None,
         sent: SentAhead | None = None,
+        slots_on_host: Tensor | None = None,
     ) -> Materializing:
         """Start materializing the plan's replicas in this rank's slots; every EP rank calls.
 
@@ -140,6 +142,7 @@ class SlotBuffers:
             handle: Name of the kept plan; None when no backward will come.
             sent: Replicas that were sent ahead into these slots. This call waits for them, and does
                 not move again what the plan has in the same slot.
+            slots_on_host: The plan's slots, where the host has them already; only without `sent`.
 
         Returns:
             The transfer under way; the slots may be read after its `wait()`.
@@ -154,7 +157,8 @@ class SlotBuffers:
         if sent is not None:
             sent.wait()
             missing = torch.where(plan.slots == sent.slots.to(plan.slots.device), -1, plan.slots)
-        return Materializing(self, key, self._push(missing, mains, _label(handle)))
+        transfers = Transfers(missing, self.layout.mains_per_rank, slots_on_host)
+        return Materializing(self, key, self._push(transfers, mains, _label(handle)))
 
     def begin_fused(self, slots: Tensor, mains: MainWeights) -> Aside:
         """Zero the gradients of this rank's replicas, to be added to where they are computed.
@@ -231,9 +235,8 @@ class SlotBuffers:
         of_rank = slots[self.ep_rank].tolist()
         return [slot_idx for slot_idx, expert in enumerate(of_rank) if expert >= 0]
 
-    def _push(self, slots: Tensor, mains: MainWeights, label: str) -> Pending:
+    def _push(self, transfers: Transfers, mains: MainWeights, label: str) -> Pending:
         # Not listed here: whoever needs the list waits for the device that makes the plan.
-        transfers = Transfers(slots, self.layout.mains_per_rank)
         return self.transport.push(transfers, mains.rows(), self.weights, label)
 
     def reset(self) -> None:

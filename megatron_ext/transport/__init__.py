@@ -39,6 +39,7 @@ from megatron_ext.transport.reach import (
     reaches_across,
 )
 from megatron_ext.transport.shared_memory import SHARED_MEMORY
+from megatron_ext.transport.transport import HostCopy as HostCopy
 from megatron_ext.transport.transport import Pending as Pending
 from megatron_ext.transport.transport import Transfer as Transfer
 from megatron_ext.transport.transport import Transfers as Transfers

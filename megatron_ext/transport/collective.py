@@ -1,13 +1,17 @@
 """Transport over torch.distributed point-to-point: works wherever the EP group's backend does.
 
-It is the baseline. It is two-sided: every transfer is a send and a receive, and both sides post
-them in the order of the transfers. Received gradients are staged before they are added; the staging
-memory is one expert's gradients for each replica.
+It is the baseline. It is two-sided: every replica is a message, which one rank sends and one
+receives, and both post it in the order of the transfers. A message has all segments of an expert,
+so it is packed by the sender, and staged by the receiver: memory of one expert for each replica.
+
+The host must know the transfers to post them. A plan on a GPU is copied to the host beside what
+follows `push`, and the messages are posted in `wait()`; what the host knows is posted at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,37 +19,53 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, Work
 
-from megatron_ext.transport.transport import Transfer, Transfers, TransportKind
+from megatron_ext.transport.transport import HostCopy, Transfer, Transfers, TransportKind
+
+_Arrival = Callable[[], None]
+"""What to do with a message that has arrived."""
 
 
 class _Batch:
-    """Posted sends and receives, with the tensors that must stay alive until they are done."""
+    """Posted messages, with the tensors that must stay alive until they are done."""
 
-    def __init__(self, ops: list[P2POp]) -> None:
+    def __init__(self, ops: list[P2POp], arrivals: list[_Arrival]) -> None:
         self._ops = ops
+        self._arrivals = arrivals
         self._work: list[Work] = dist.batch_isend_irecv(ops) if ops else []
 
     def wait(self) -> None:
         for work in self._work:
             work.wait()
+        for arrival in self._arrivals:
+            arrival()
+        self._arrivals.clear()
         self._ops.clear()
 
 
-class _Sum:
-    """Gradients under way, and the additions to make when they have arrived."""
+class _Push:
+    """A push, posted when the host knows what moves."""
 
-    def __init__(self, batch: _Batch, additions: list[tuple[bool, Tensor, Tensor]]) -> None:
-        self._batch = batch
-        self._additions = additions  # (whether the sum starts with this, sum, gradient)
+    def __init__(self, transfers: Transfers, post: Callable[[Iterable[Transfer]], _Batch]) -> None:
+        self._mains_per_rank = transfers.mains_per_rank
+        self._post = post
+        self._batch: _Batch | None = None
+        known = transfers.known
+        if known is not None:
+            self._batch = post(known)
+            return
+        shape, dtype, device = transfers.slots.shape, transfers.slots.dtype, transfers.slots.device
+        self._on_host = HostCopy(tuple(shape), dtype, device)
+        self._on_host.start(transfers.slots)
+        if transfers.is_urgent:
+            self._batch = self._post_copied()
 
     def wait(self) -> None:
+        if self._batch is None:
+            self._batch = self._post_copied()
         self._batch.wait()
-        for is_first, total, staged in self._additions:
-            if is_first:
-                total.copy_(staged)
-            else:
-                total.add_(staged)
-        self._additions.clear()
+
+    def _post_copied(self) -> _Batch:
+        return self._post(Transfers(self._on_host.wait(), self._mains_per_rank))
 
 
 class CollectiveTransport:
@@ -68,19 +88,27 @@ class CollectiveTransport:
         mains: list[list[Tensor]],
         slots: list[Tensor],
         label: str = "",
-    ) -> _Batch:
+    ) -> _Push:
         """Start copying mains into slots; see `Transport.push`."""
-        ops = []
-        for transfer in transfers:
-            for segment_idx, slot_segment in enumerate(slots):
+
+        def post(listed: Iterable[Transfer]) -> _Batch:
+            ops: list[P2POp] = []
+            arrivals: list[_Arrival] = []
+            packed: dict[int, Tensor] = {}
+            for transfer in listed:
                 if transfer.home_rank == self._rank:
-                    main = mains[segment_idx][transfer.main_idx]
-                    ops.append(self._op(dist.isend, main, transfer.replica_rank))
+                    main_idx = transfer.main_idx
+                    if main_idx not in packed:
+                        packed[main_idx] = _pack([segment[main_idx] for segment in mains])
+                    ops.append(self._op(dist.isend, packed[main_idx], transfer.replica_rank))
                 elif transfer.replica_rank == self._rank:
-                    ops.append(
-                        self._op(dist.irecv, slot_segment[transfer.slot_idx], transfer.home_rank)
-                    )
-        return _Batch(ops)
+                    slot = [segment[transfer.slot_idx] for segment in slots]
+                    message = _message_for(slot)
+                    ops.append(self._op(dist.irecv, message, transfer.home_rank))
+                    arrivals.append(partial(_fill, slot, message, slot))
+            return _Batch(ops, arrivals)
+
+        return _Push(transfers, post)
 
     def pull_add(
         self,
@@ -88,27 +116,23 @@ class CollectiveTransport:
         slot_grads: list[Tensor],
         sums: dict[int, list[Tensor]],
         label: str = "",
-    ) -> _Sum:
+    ) -> _Batch:
         """Start adding slot gradients at the mains' home; see `Transport.pull_add`."""
-        ops = []
-        additions: list[tuple[bool, Tensor, Tensor]] = []
+        ops: list[P2POp] = []
+        arrivals: list[_Arrival] = []
         started: set[int] = set()
         for transfer in transfers:
+            # For a rank that receives, only shapes and dtypes of this slot matter.
+            grads = [grad[transfer.slot_idx] for grad in slot_grads]
             if transfer.replica_rank == self._rank:
-                for grad in slot_grads:
-                    ops.append(self._op(dist.isend, grad[transfer.slot_idx], transfer.home_rank))
+                ops.append(self._op(dist.isend, _pack(grads), transfer.home_rank))
             elif transfer.home_rank == self._rank:
-                is_first = transfer.main_idx not in started
+                message = _message_for(grads)
+                ops.append(self._op(dist.irecv, message, transfer.replica_rank))
+                put = _add if transfer.main_idx in started else _fill
                 started.add(transfer.main_idx)
-                for total, grad in zip(sums[transfer.main_idx], slot_grads, strict=True):
-                    # The first replica's gradient arrives in the sum itself: nothing to zero,
-                    # nothing to stage.
-                    is_staged = not is_first or total.dtype != grad.dtype
-                    target = torch.empty_like(total, dtype=grad.dtype) if is_staged else total
-                    ops.append(self._op(dist.irecv, target, transfer.replica_rank))
-                    if is_staged:
-                        additions.append((is_first, total, target))
-        return _Sum(_Batch(ops), additions)
+                arrivals.append(partial(put, sums[transfer.main_idx], message, grads))
+        return _Batch(ops, arrivals)
 
     def raise_failure(self) -> None:
         """Do nothing: torch.distributed raises by itself."""
@@ -121,6 +145,35 @@ class CollectiveTransport:
 
     def _op(self, op: Any, tensor: Tensor, peer: int) -> P2POp:
         return P2POp(op, tensor, group=self._group, group_peer=peer)
+
+
+def _pack(segments: Sequence[Tensor]) -> Tensor:
+    """Return the segments' bytes, one behind the other."""
+    return torch.cat([each.detach().reshape(-1).view(torch.uint8) for each in segments])
+
+
+def _message_for(segments: Sequence[Tensor]) -> Tensor:
+    """Return memory for what `_pack` makes of such segments."""
+    num_bytes = sum(each.nbytes for each in segments)
+    return torch.empty(num_bytes, dtype=torch.uint8, device=segments[0].device)
+
+
+def _unpack(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the segments in a message, which have the shapes and dtypes of `like`."""
+    pieces = message.split([each.nbytes for each in like])
+    return [
+        piece.view(each.dtype).view(each.shape) for piece, each in zip(pieces, like, strict=True)
+    ]
+
+
+def _fill(targets: list[Tensor], message: Tensor, like: list[Tensor]) -> None:
+    for target, piece in zip(targets, _unpack(message, like), strict=True):
+        target.copy_(piece)
+
+
+def _add(targets: list[Tensor], message: Tensor, like: list[Tensor]) -> None:
+    for target, piece in zip(targets, _unpack(message, like), strict=True):
+        target.add_(piece)
 
 
 COLLECTIVE = TransportKind(

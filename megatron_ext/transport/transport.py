@@ -8,7 +8,7 @@ peers' slots and adds peers' slot gradients into the mains' sums. It knows trans
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -31,7 +31,7 @@ class Transfers:
     """Every replica of the group, as a plan has them; equal on all ranks.
 
     Iterating lists them by rank, then slot. For a plan on a GPU the host waits for the device to do
-    so; a transport that needs no list leaves the plan on the device.
+    so; a transport that needs no list leaves the plan on the device, and `known` asks for no wait.
 
     >>> list(Transfers(torch.tensor([[-1], [0]], dtype=torch.int32), mains_per_rank=2))
     [Transfer(home_rank=0, main_idx=0, replica_rank=1, slot_idx=0)]
@@ -41,6 +41,16 @@ class Transfers:
     """Logical expert in each slot of each rank, or -1: int32 [R, S]."""
     mains_per_rank: int
     """Expert e is main e % mains_per_rank of rank e // mains_per_rank."""
+    on_host: Tensor | None = None
+    """`slots` on the host, where that is known already."""
+    is_urgent: bool = False
+    """Whether they shall be under way at once, even if the host has to wait for the plan."""
+
+    @property
+    def known(self) -> Transfers | None:
+        """The same on the host, if the host need not wait for them; else None."""
+        on_host = self.on_host if self.slots.is_cuda else self.slots
+        return None if on_host is None else replace(self, slots=on_host)
 
     def __iter__(self) -> Iterator[Transfer]:
         for rank, experts in enumerate(self.slots.tolist()):
@@ -48,6 +58,28 @@ class Transfers:
                 if expert >= 0:
                     home_rank, main_idx = divmod(expert, self.mains_per_rank)
                     yield Transfer(home_rank, main_idx, rank, slot_idx)
+
+
+class HostCopy:
+    """The values of a tensor on the host. Of one that is there already no copy is made."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._copy = torch.empty(shape, dtype=dtype, pin_memory=self._copied is not None)
+
+    def start(self, source: Tensor) -> None:
+        """Start to copy, behind the work of the current stream; the host does not wait."""
+        if self._copied is None:
+            self._copy = source
+        else:
+            self._copy.copy_(source, non_blocking=True)
+            self._copied.record()
+
+    def wait(self) -> Tensor:
+        """Wait until the copy has ended; return the values."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._copy
 
 
 class Pending(Protocol):

@@ -1,0 +1,85 @@
+"""A replica is one message, and the host waits for a plan only when its messages are due.
+
+Layer 2 (4 gloo ranks). That values arrive is tested for all transports in `test_transports.py`.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.transport import Transfer, Transfers, collective
+from megatron_ext.transport.collective import CollectiveTransport
+from tests.ranks import run_ranks
+from tests.transport.test_transports import CPU, SHAPES, Side, in_slots
+
+TRANSFERS = [Transfer(0, 0, 1, 0), Transfer(0, 0, 2, 1), Transfer(0, 2, 3, 0), Transfer(3, 1, 0, 0)]
+
+
+class Watch:
+    """Posted messages, and waits of the host for a plan on a device."""
+
+    def __init__(self) -> None:
+        self.posted, self.waited = 0, 0
+
+    def post(self, ops: list[Any]) -> list[Any]:
+        self.posted += len(ops)
+        return post(ops)
+
+    def copy(self, *arguments: Any) -> Any:
+        """Make what stands for a plan's copy to the host."""
+        started: list[torch.Tensor] = []
+        return SimpleNamespace(start=started.append, wait=lambda: self._wait(started[0]))
+
+    def _wait(self, slots: torch.Tensor) -> torch.Tensor:
+        self.waited += 1
+        return slots
+
+
+post = dist.batch_isend_irecv
+
+
+def _count(rank: int) -> None:
+    side = Side(CollectiveTransport(dist.group.WORLD), dist.group.WORLD)
+    assert len(SHAPES) == 3, "several segments"
+    mine = sum(rank in (t.home_rank, t.replica_rank) for t in TRANSFERS)
+    plan = in_slots(TRANSFERS, 4)
+    urgent = Transfers(plan.slots, plan.mains_per_rank, is_urgent=True)
+    for pushed, is_on_device, at_once, waits in (
+        (plan, False, True, 0),
+        (plan, True, False, 1),
+        (urgent, True, True, 1),
+    ):
+        watch = Watch()
+        unknown = mock.patch.object(Transfers, "known", None) if is_on_device else nullcontext()
+        with (
+            mock.patch.object(dist, "batch_isend_irecv", watch.post),
+            mock.patch.object(collective, "HostCopy", watch.copy),
+            unknown,
+        ):
+            pending = side.push(pushed, 1)
+            assert watch.posted == (mine if at_once else 0)
+            assert watch.waited == (waits if at_once else 0)
+            pending.wait()
+            assert (watch.posted, watch.waited) == (mine, waits)
+            side.check_slots(TRANSFERS, 1)
+            side.pull_add_and_check(TRANSFERS, 1)
+            assert watch.posted == 2 * mine
+
+
+def test_a_replica_is_a_message_and_its_plan_is_copied_meanwhile() -> None:
+    run_ranks(_count, 4)
+
+
+def test_what_the_host_knows_needs_no_wait() -> None:
+    slots = torch.tensor([[-1], [0]], dtype=torch.int32, device=CPU)
+    there: Any = SimpleNamespace(is_cuda=True)
+    assert Transfers(there, 2).known is None
+    for transfers in (Transfers(slots, 2), Transfers(there, 2, on_host=slots)):
+        assert transfers.known is not None
+        assert list(transfers.known) == [Transfer(0, 0, 1, 0)]
