@@ -85,7 +85,9 @@ def noted(events: list[Any]) -> Iterator[None]:
         events.append(("arrive", None, self.slots))
         wait(self)
 
-    def noted_materialize(self: Any, plan: Any, mains: Any, handle: Any, sent: Any = None) -> Any:
+    def noted_materialize(
+        self: Any, plan: Any, mains: Any, handle: Any, sent: Any = None, **on_host: Any
+    ) -> Any:
         moved: list[Any] = []
         push = self.transport.push
 
@@ -94,7 +96,7 @@ def noted(events: list[Any]) -> Iterator[None]:
             return push(transfers, *arguments)
 
         with mock.patch.object(self.transport, "push", noted_push):
-            pending = materialize(self, plan, mains, handle, sent)
+            pending = materialize(self, plan, mains, handle, sent, **on_host)
         events.append(("materialize", id(self), (plan, sent, moved)))
         return pending
 
