@@ -1,4 +1,4 @@
-"""`megatron-ext doctor`: examines this machine, or a running training; calibrates the machine."""
+"""`megatron-ext doctor`: examines this machine, its GPUs or a running training; calibrates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def add(commands: Any) -> None:
         "doctor",
         run,
         "show what this machine and installation have, and what is missing",
-        "megatron-ext doctor --json\n  megatron-ext doctor --run runs/train\n"
+        "megatron-ext doctor --json\n  megatron-ext doctor --gpu\n"
+        "  megatron-ext doctor --run runs/train\n"
         "  megatron-ext doctor --calibrate --out here.yaml",
     )
     doctor.add_argument(
@@ -34,6 +35,11 @@ def add(commands: Any) -> None:
         "--stacks",
         action="store_true",
         help="with --run: ask the ranks of this machine for their Python stacks",
+    )
+    doctor.add_argument(
+        "--gpu",
+        action="store_true",
+        help="say how the GPUs of this machine reach each other, and what balancing makes of it",
     )
     doctor.add_argument(
         "--calibrate",
@@ -50,6 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_state(arguments)
     if arguments.stacks:
         raise ValueError("--stacks is for the ranks of --run")
+    if arguments.gpu:
+        return _gpus(arguments)
     if arguments.calibrate:
         return _calibrate(arguments)
     if arguments.out is not None:
@@ -93,11 +101,69 @@ def _torch_lines(report: dict[str, Any]) -> Iterator[str]:
     yield f"strategies           {', '.join(report['strategies'])}"
 
 
+def _gpus(arguments: argparse.Namespace) -> int:
+    from megatron_ext.cli.examine_gpus import examine_gpus
+
+    if arguments.calibrate or arguments.out is not None:
+        raise ValueError("--gpu looks at GPUs; --calibrate and --out are for measuring")
+    report = examine_gpus()
+    show(arguments, report, _gpu_lines)
+    return FAILED if report["problems"] else DONE
+
+
+def _gpu_lines(report: dict[str, Any]) -> Iterator[str]:
+    if not report["gpus"]:
+        yield "no GPU: torch sees none on this machine"
+        return
+    for gpu in report["gpus"]:
+        yield (
+            f"{_of(gpu):<20} {gpu['name']}, {gpu['architecture']}, "
+            f"{gpu['multiprocessors']} multiprocessors, {gpu['uuid']}"
+        )
+        yield (
+            f"{'':<20} moving replicas takes {gpu['push_blocks']} blocks to send weights, "
+            f"{gpu['pull_blocks']} to add gradients"
+        )
+    if "auto" in report:
+        yield from _reach_lines(report)
+    channels = ", ".join(report["imex_channels"])
+    yield f"IMEX channels        {channels or 'none (needed for NVLink between machines)'}"
+    yield f"hardware queues      {_queues(report['queues'])}"
+    if "auto" in report:
+        yield f"auto                 {report['auto']['why']}"
+    yield from (f"problem: {problem}" for problem in report["problems"])
+
+
+def _reach_lines(report: dict[str, Any]) -> Iterator[str]:
+    gpus = report["gpus"]
+    for gpu, row in zip(gpus, report["obstacles"], strict=True):
+        pairs = [(other, why) for other, why in zip(gpus, row, strict=True) if other is not gpu]
+        reached = ", ".join(str(other["number"]) for other, why in pairs if not why)
+        yield f"{_of(gpu):<20} reads memory of {f'GPU {reached}' if reached else 'no other GPU'}"
+        yield from (f"{'':<20} not of {_of(other)}: {why}" for other, why in pairs if why)
+    why = report["fabric"]
+    yield f"fabric               {f'no handles of the fabric: {why}' if why else 'handles work'}"
+
+
+def _of(gpu: dict[str, Any]) -> str:
+    return f"GPU {gpu['number']}"
+
+
+def _queues(limit: str | None) -> str:
+    """What the number of hardware queues means for streams that wait for other ranks."""
+    if limit == "1":
+        return (
+            "CUDA_DEVICE_MAX_CONNECTIONS=1: one for all streams, so what waits for another rank "
+            "holds up what is launched behind it"
+        )
+    return f"CUDA_DEVICE_MAX_CONNECTIONS={limit}" if limit else "as the driver has them"
+
+
 def _run_state(arguments: argparse.Namespace) -> int:
     from megatron_ext.cli.run_state import add_stacks, run_state
 
-    if arguments.calibrate or arguments.out is not None:
-        raise ValueError("--run looks at a training; --calibrate and --out are for measuring")
+    if arguments.gpu or arguments.calibrate or arguments.out is not None:
+        raise ValueError("--run looks at a training; --gpu, --calibrate and --out do not")
     state = run_state(arguments.run_dir)
     if arguments.stacks:
         add_stacks(state)

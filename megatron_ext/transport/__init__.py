@@ -20,7 +20,7 @@ there, the sooner `auto` takes it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -103,17 +103,24 @@ def settle_transport(
         ValueError: No such transport, or not for this device.
         RuntimeError: Ranks do not reach each other, and `name` is a transport that needs it.
     """
+    planning_group = planning_group or ep_group
     settled = _SETTLED.setdefault(ep_group, {})
     key = name, domain_ranks, device
     if key not in settled:
-        found = _settle(name, domain_ranks, ep_group, device, planning_group or ep_group)
-        settled[key] = found.name, found.domain_ranks
-        if dist.get_rank(planning_group or ep_group) == 0:
-            logger.log(found.level, found.line)
+
+        def look(kind: TransportKind) -> list[list[str]]:
+            assert kind.obstacles is not None
+            return gather_obstacles(kind.obstacles(ep_group, device), planning_group)
+
+        num_ranks = dist.get_world_size(ep_group)
+        choice = choose_transport(name, domain_ranks, num_ranks, device.type, look)
+        settled[key] = choice.name, choice.domain_ranks
+        if dist.get_rank(planning_group) == 0:
+            logger.log(choice.level, choice.line)
     return settled[key]
 
 
-class _Found(NamedTuple):
+class Choice(NamedTuple):
     """What settings stand for, and what to say about it."""
 
     name: str
@@ -122,31 +129,43 @@ class _Found(NamedTuple):
     line: str
 
 
-def _settle(
+def choose_transport(
     name: str,
     domain_ranks: int | None,
-    ep_group: ProcessGroup,
-    device: torch.device,
-    planning_group: ProcessGroup,
-) -> _Found:
-    num_ranks = dist.get_world_size(ep_group)
+    num_ranks: int,
+    device_type: str,
+    look: Callable[[TransportKind], list[list[str]]],
+) -> Choice:
+    """Return the transport that settings stand for, by what ranks reach.
+
+    Args:
+        name: Name of a transport, or `auto`.
+        domain_ranks: Ranks per NVLink domain; None for as many as the transport finds.
+        num_ranks: Ranks of the EP group (R).
+        device_type: Type of the experts' device.
+        look: Returns why rank a does not reach rank b with a transport, or nothing: [R][R].
+
+    Raises:
+        ValueError: No such transport, or not for this device.
+        RuntimeError: Ranks do not reach each other, and `name` is a transport that needs it.
+    """
     wanted = domain_ranks or num_ranks
     asked = (
         f"balance.transport={name}, balance.nvlink_domain={domain_ranks or 'auto'} "
-        f"({num_ranks} EP ranks on {device.type})"
+        f"({num_ranks} EP ranks on {device_type})"
     )
     problem = None
-    for kind in _candidates(device.type) if name == "auto" else [_kind(name, device.type)]:
+    for kind in _candidates(device_type) if name == "auto" else [_kind(name, device_type)]:
         if kind.obstacles is None:
             why = f"{problem}. So replicas" if problem else "replicas"
             level = logging.WARNING if problem else logging.INFO
             cost = f"go through transport {kind.name}, {_COST_OF_MESSAGES}"
-            return _Found(kind.name, wanted, level, f"{asked}: {why} {cost}")
-        obstacles = gather_obstacles(kind.obstacles(ep_group, device), planning_group)
+            return Choice(kind.name, wanted, level, f"{asked}: {why} {cost}")
+        obstacles = look(kind)
         size = domain_ranks or largest_domain(obstacles)
         if first_obstacle(obstacles, size) is None and (size > 1 or size == wanted):
             level, found = _describe(obstacles, size)
-            return _Found(kind.name, size, level, f"{asked}: transport {kind.name}, {found}")
+            return Choice(kind.name, size, level, f"{asked}: transport {kind.name}, {found}")
         problem = first_obstacle(obstacles, wanted)
     raise RuntimeError(f"{asked}: {problem}; use balance.transport=collective")
 

@@ -88,6 +88,16 @@ class Driver:
             except DriverError:  # no fabric here, or no channel to it
                 return self._share(device, token, _FILE)
 
+    def fabric_obstacle(self, device: int) -> str:
+        """Return why a GPU has no handles of the fabric, or nothing if it has."""
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()
+            try:
+                self._share(device, b"", _FABRIC).close()
+            except DriverError as error:
+                return str(error)
+        return ""
+
     def read(self, device: int, handle: bytes | int, num_bytes: int, length: int) -> bytes:
         """Return the first `length` bytes of memory that another GPU shares, read by a GPU.
 

@@ -2,8 +2,13 @@
 
 import importlib.metadata
 import json
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 
+from megatron_ext.transport.gpu_driver import Driver
 from tests.cli.command import run
+from tests.transport.test_gpu_probe import Cuda
 
 
 def test_doctor(capsys):
@@ -42,3 +47,81 @@ def test_doctor_names_what_is_wrong(capsys, monkeypatch):
         "problem: numpy 2.0.1 is installed, <1 is needed",
         "problem: the library is not built",
     ]
+
+
+def fake_gpus(monkeypatch, tmp_path, cuda, *, major=9, channels=()):
+    """Let this machine have GPUs, with a driver that is a fake."""
+    import torch
+
+    from megatron_ext.cli import examine_gpus
+    from megatron_ext.transport import gpu_driver
+
+    gpu = SimpleNamespace(
+        name="NVIDIA Fake", uuid="1-2-3", major=major, minor=0, multi_processor_count=132
+    )
+    for name in channels:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(examine_gpus, "_CHANNELS", tmp_path)
+    monkeypatch.setattr("megatron_ext.ops.has_cuda_part", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda.num_devices)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: gpu)
+    monkeypatch.setattr(torch.cuda, "device", lambda number: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(gpu_driver, "Driver", partial(Driver, cuda))
+
+
+def test_doctor_says_how_gpus_reach_each_other(capsys, monkeypatch, tmp_path):
+    apart = {(a, b) for a in range(4) for b in range(4) if a // 2 != b // 2}
+    cuda = Cuda(4, fabric=False, apart=apart)
+    fake_gpus(monkeypatch, tmp_path, cuda)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    status, stdout, _ = run(capsys, "doctor", "--gpu")
+    assert status == 0
+    for line in (
+        "GPU 3                NVIDIA Fake, sm_90, 132 multiprocessors, 1-2-3",
+        "moving replicas takes 32 blocks to send weights, 33 to add gradients",
+        "GPU 2                reads memory of GPU 3",
+        "not of GPU 0: cuMemSetAccess: no peer (217)",
+        "fabric               no handles of the fabric: cuMemCreate: not permitted (800)",
+        "IMEX channels        none (needed for NVLink between machines)",
+        "CUDA_DEVICE_MAX_CONNECTIONS=1: one for all streams, so what waits",
+        "(4 EP ranks on cuda): transport cuda, domains of 2 ranks: rank 0 does not reach rank 2",
+    ):
+        assert line in stdout
+    assert not cuda.live
+
+    fake_gpus(monkeypatch, tmp_path, Cuda(2, fabric=True), channels=["channel0"])
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    status, stdout, _ = run(capsys, "doctor", "--gpu", "--json")
+    report = json.loads(stdout)
+    assert (status, report["problems"], report["fabric"]) == (0, [], "")
+    assert report["obstacles"] == [["", ""], ["", ""]]
+    assert (report["imex_channels"], report["queues"]) == (["channel0"], None)
+    assert (report["auto"]["transport"], report["auto"]["nvlink_domain"]) == ("cuda", 2)
+
+
+def test_doctor_says_what_a_gpu_lacks(capsys, monkeypatch, tmp_path):
+    fake_gpus(monkeypatch, tmp_path, Cuda(2, fabric=False, apart={(0, 1), (1, 0)}), major=8)
+    status, stdout, _ = run(capsys, "doctor", "--gpu")
+    assert status == 1
+    assert "problem: NVIDIA Fake (compute capability 8.0) has no bulk copies" in stdout
+    assert "GPU 0                reads memory of no other GPU" in stdout
+    assert "So replicas go through transport collective, a message each" in stdout
+
+    monkeypatch.setattr("megatron_ext.ops.has_cuda_part", lambda: False)
+    status, stdout, _ = run(capsys, "doctor", "--gpu")
+    assert status == 1
+    assert "problem: the library of megatron_ext has no CUDA part" in stdout
+
+
+def test_doctor_without_a_gpu_says_so_in_one_line(capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, stdout, stderr = run(capsys, "doctor", "--gpu")
+    assert (status, stdout, stderr) == (0, "no GPU: torch sees none on this machine\n", "")
+    status, stdout, _ = run(capsys, "doctor", "--gpu", "--json")
+    assert (status, json.loads(stdout)) == (0, {"gpus": [], "problems": []})
+    status, _, stderr = run(capsys, "doctor", "--gpu", "--calibrate")
+    assert (status, "--gpu looks at GPUs; --calibrate" in stderr) == (2, True)
