@@ -81,7 +81,7 @@ class Cuda:
         return NO_PEER if (reader, place.memory.device) in self.apart else 0
 
     def cuMemcpyHtoD_v2(self, address: Any, content: Any, size: Any) -> int:
-        self.live[address.value].memory.content = content.value[: size.value]
+        self.live[address.value].memory.content = ctypes.string_at(content, size.value)
         return 0
 
     def cuMemcpyDtoH_v2(self, content: Any, address: Any, size: Any) -> int:
@@ -111,7 +111,7 @@ def test_what_a_gpu_cannot_read_it_does_not_reach(fabric: bool) -> None:
     with (
         mock.patch.object(torch.cuda, "device", return_value=nullcontext()),
         mock.patch.object(torch.cuda, "synchronize"),
-        mock.patch.object(gpu_probe.secrets, "token_bytes", return_value=b"0123456789abcdef"),
+        mock.patch.object(gpu_probe.secrets, "token_bytes", return_value=b"0123456\x0089abcdef"),
     ):
         found = reach_of_devices(Driver(cuda), range(3))
     stale = "it reads other bytes there than were written"
