@@ -132,15 +132,6 @@ BROKEN = {
     "a flag before the writes are complete": {
         "push_peers.cu": (WAIT_FOR_WRITES, "    bulk_wait_read<0>();\n")
     },
-    "copies made before they are compiled": {
-        "push_peers.cu": ("while (load_acquire(compiled) != generation) pause();", "pause();")
-    },
-    "copies said to be compiled too early": {
-        "push_peers.cu": (
-            "        __syncwarp();  // All lanes have written what the flag",
-            "        // flag",
-        )
-    },
     "a stage filled again before it is read": {"push_peers.cu": ("bulk_wait_read<1>();", "")},
     "a relay that does not wait": {
         "push_peers.cu": ("            ready = wait_for(", "            ready = true || wait_for(")
