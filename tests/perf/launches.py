@@ -257,8 +257,9 @@ def as_on_a_gpu(counting: Counting) -> Iterator[None]:
             return move(tensor, *args, **kwargs).clone()
 
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
-        if device is not None:
-            counting.sync()
+        if device is None:
+            return host.add(make(data, *args, **kwargs))
+        counting.sync()
         return make(data, *args, device=device, **kwargs)
 
     move, make = Tensor.to, torch.tensor
