@@ -152,7 +152,8 @@ __device__ void add(const Unit& unit, Tiles& tiles, uint32_t& used) {
     if (bulk < unit.chunk.bytes) add_plainly<Grad>(unit, bulk);
 }
 
-__global__ void __launch_bounds__(kThreads) pull_add_kernel(PeerRank self, PeerPull pull) {
+// One block of it on a multiprocessor is enough: without the 1, registers are spilled for more.
+__global__ void __launch_bounds__(kThreads, 1) pull_add_kernel(PeerRank self, PeerPull pull) {
     __shared__ Tiles tiles;
     __shared__ uint32_t taken;
     __shared__ bool ready;

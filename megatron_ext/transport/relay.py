@@ -7,7 +7,7 @@ as it arrives. The threshold is for all sends of a rank together, not for each e
 A rank has n sends, and f of them send one expert. Then the expert gets ceil(f / sqrt(n)) relays:
 the rank itself sends about sqrt(n) times, and so does a relay, against n times without relays.
 
-On GPUs a kernel makes the same choices (`csrc/cuda/compile_copies.cu`); this is its specification.
+On GPUs a kernel makes the same choices (`csrc/cuda/compile_copies.cuh`); this is its specification.
 """
 
 from __future__ import annotations

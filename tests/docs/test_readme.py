@@ -35,7 +35,7 @@ DECISIONS = ROOT / "docs" / "decisions"
 TREE_FOLDERS = ("megatron_ext", "csrc", "checkpoints_tools", "recipes", "launch", "docs", "tests")
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FILE = re.compile(r"(?:[\w.-]+/)+[\w.-]*\w(?:\.(?:py|md|sh|yaml|cpp|cu|h|toml|txt))(?:::\w+)?")
+FILE = re.compile(r"(?:[\w.-]+/)+[\w.-]*\w(?:\.(?:py|md|sh|yaml|cpp|cuh|cu|h|toml|txt))(?:::\w+)?")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -126,7 +126,7 @@ def test_there_are_commands():
 def test_every_command_of_the_package_is_shown():
     shown = {words[1] for words in ALL_COMMANDS if words[0] == "megatron-ext"}
     files = {path.stem for path in (ROOT / "megatron_ext" / "cli").glob("*.py")}
-    assert files - shown == {"__init__", "options", "output", "examine", "run_state"}
+    assert files - shown == {"__init__", "options", "output", "examine", "examine_gpus", "run_state"}
 
 
 def test_decisions_are_listed():
