@@ -64,6 +64,9 @@ OPTIONS = {
     "distributed_optimizer": Option(
         "distributed optimizer with `--overlap-grad-reduce`, `--overlap-param-gather`", "65"
     ),
+    "precision_aware": Option(
+        "precision-aware optimizer (`--use-precision-aware-optimizer`)", twins=True
+    ),
     "alltoall": Option("dispatcher `alltoall`", "11"),
     "allgather": Option("dispatcher `allgather`"),
     "routing_ids": Option("routing as top-k ids in place of a map"),
@@ -91,6 +94,8 @@ OPTIONS = {
     "sinkhorn": Option("sinkhorn routing"),
     "padding_mask": Option("padding masks"),
     "router_replay": Option("router replay"),
+    "fused_router": Option("fused router (`--moe-router-fusion`)", "232", True),
+    "fused_permute": Option("fused permutation (`--moe-permute-fusion`)", "25, C", True),
     "capacity": Option("capacity factor (`--moe-expert-capacity-factor`)", "16"),
     "forward_only": Option("evaluation, log-probability passes, prefill"),
     "pretrain": Option("Megatron-LM's programs (`python -m megatron_ext.pretrain`)"),

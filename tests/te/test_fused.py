@@ -98,6 +98,7 @@ def _square_errors_of_parameters(rank: int, grad_reduce_in_fp32: bool) -> list[f
     ]
 
 
+@pytest.mark.option("precision_aware")
 @pytest.mark.parametrize(("grad_reduce_in_fp32", "limit"), [(True, 1.01), (False, 1.1)])
 def test_precision_aware_training_is_as_exact_as_unbalanced(
     grad_reduce_in_fp32: bool, limit: float
