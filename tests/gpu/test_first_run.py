@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from tests.gpu.first_run import __main__ as first_run
 from tests.gpu.first_run import failing_rank, litmus, parity, recipe
@@ -20,6 +21,9 @@ from tests.gpu.first_run.environment import LAUNCHER, QUEUES, ROOT, queues
 from tests.gpu.first_run.parts import JSON_FILE, Part, parts
 from tests.trainer import dataset
 
+on_a_cpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the part itself runs on a machine with GPUs"
+)
 SCRIPT = ROOT / "tests" / "gpu" / "first_run.sh"
 
 
@@ -176,6 +180,7 @@ def small(data: Path, run_dir: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@on_a_cpu
 def test_parity_holds_on_cpu_ranks(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +192,7 @@ def test_parity_holds_on_cpu_ranks(
 
 
 @pytest.mark.slow
+@on_a_cpu
 def test_a_rank_that_fails_changes_no_weight(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,6 +203,7 @@ def test_a_rank_that_fails_changes_no_weight(
 
 
 @pytest.mark.slow
+@on_a_cpu
 def test_replicas_move_beside_collectives(tmp_path: Path) -> None:
     file = tmp_path / "beside.json"
     command = ["-m", "tests.gpu.first_run.beside", "--ranks", "2", "--seconds", "1"]
