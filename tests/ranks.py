@@ -9,6 +9,7 @@ undo it.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import os
 import pickle
@@ -45,6 +46,9 @@ class _Rank:
 
 _kept: dict[int, list[_Rank]] = {}
 
+_SAY_WHERE = signal.SIGUSR2
+"""Lets a rank write the stacks of its threads to stderr."""
+
 after_call: list[Callable[[], None]] = []
 """What a rank runs after each call; for modules that keep state of a process group."""
 
@@ -65,7 +69,8 @@ def run_ranks(
 
     Raises:
         RuntimeError: A rank failed. Holds every rank's traceback, the first failure first.
-        TimeoutError: Some rank still ran after `timeout_s` seconds. All ranks are killed.
+        TimeoutError: Some rank still ran after `timeout_s` seconds. All ranks write to stderr where
+            they are, and are killed.
     """
     deadline = time.monotonic() + timeout_s
     ranks = _kept.pop(world_size, None) or [_Rank(rank, world_size) for rank in range(world_size)]
@@ -79,6 +84,9 @@ def run_ranks(
             while len(results) < world_size and not failures:
                 if time.monotonic() > deadline:
                     late = sorted(set(range(world_size)) - set(results))
+                    for rank in late:
+                        os.kill(ranks[rank].process.pid, _SAY_WHERE)
+                    time.sleep(1.0)
                     raise TimeoutError(f"ranks {late} still ran after {timeout_s} s")
                 _collect(ranks, results, failures, wait_s=0.2)
             if failures:
@@ -142,6 +150,7 @@ def _end_all() -> None:
 def _serve(rank: int, world_size: int, environment: dict[str, str], pipe: Connection) -> None:
     """Run calls until the pipe closes. Leads a process group of its own (see `_end`)."""
     os.setsid()
+    faulthandler.register(_SAY_WHERE)
     die_with(os.getppid())  # Also in the middle of a call, when nobody reads the pipe.
     os.environ.clear()
     os.environ.update(environment)

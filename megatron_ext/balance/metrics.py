@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -68,6 +70,21 @@ def home_loads(load: Tensor) -> Tensor:
     [13, 3]
     """
     return load.sum(-2).unflatten(-1, (load.shape[-2], -1)).sum(-1)
+
+
+def home_imbalances(loads: Sequence[Tensor]) -> Tensor:
+    """The imbalances without balancing of loads [R, E] of several layers: float64 [len(loads)].
+
+    Layers may differ in E. The loads of one E come together, in a few operations.
+
+    >>> wide, narrow = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), torch.tensor([[1, 1], [1, 1]])
+    >>> home_imbalances([wide, narrow, wide]).tolist()
+    [1.625, 1.625, 1.0]
+    """
+    alike: dict[int, list[Tensor]] = {}
+    for load in loads:
+        alike.setdefault(load.shape[-1], []).append(load)
+    return torch.cat([imbalances(home_loads(torch.stack(each))) for each in alike.values()])
 
 
 def mean_loads(load: Tensor) -> Tensor:

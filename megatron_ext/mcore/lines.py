@@ -15,7 +15,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from megatron_ext.balance.metrics import home_loads, imbalances
+from megatron_ext.balance.metrics import home_imbalances, imbalances
 
 _logger = logging.getLogger("megatron_ext.balance")
 # Python shows only warnings where nobody says else, and these lines are none.
@@ -60,7 +60,7 @@ class BalanceLines:
         """Count the reports so far, in as many operations as one of them would take."""
         values = torch.stack(
             [
-                imbalances(home_loads(torch.stack([one.load for one in self._reports]))),
+                home_imbalances([one.load for one in self._reports]),
                 imbalances(torch.stack([one.rank_loads_after for one in self._reports])),
                 (torch.stack([one.slots for one in self._reports]) >= 0).sum((1, 2)).double(),
             ]

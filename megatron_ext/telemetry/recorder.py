@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.balance.metrics import home_loads, imbalances
+from megatron_ext.balance.metrics import home_imbalances, imbalances
 from megatron_ext.balance.reroute import as_map
 from megatron_ext.telemetry.trace import LayerLoad
 
@@ -97,13 +97,13 @@ class LoadRecorder:
         replicas, counted = 0, []
         if self._reports:
             loads, rank_loads_after, slots = _on_host(
-                torch.stack([report.load for report in self._reports]),
-                torch.stack([report.rank_loads_after for report in self._reports]),
-                torch.stack([report.slots for report in self._reports]),
+                [report.load for report in self._reports],
+                [report.rank_loads_after for report in self._reports],
+                [report.slots for report in self._reports],
             )
-            before += imbalances(home_loads(loads)).tolist()
-            after += imbalances(rank_loads_after).tolist()
-            replicas = int((slots >= 0).sum())
+            before += home_imbalances(loads).tolist()
+            after += imbalances(torch.stack(rank_loads_after)).tolist()
+            replicas = sum(int((of_forward >= 0).sum()) for of_forward in slots)
             counted += [
                 LayerLoad(
                     report.layer_number,
@@ -118,11 +118,13 @@ class LoadRecorder:
                 predictions.setdefault(report.layer_number, []).append(report.prediction)
         predicted = {layer: PredictedLoads.of(of_layer) for layer, of_layer in predictions.items()}
         if self._counts:
-            mine = torch.stack([one.load for one in self._counts])
+            mine = torch.cat([one.load for one in self._counts])
             everyone = [torch.empty_like(mine) for _ in range(self._ep_group.size())]
             dist.all_gather(everyone, mine, group=self._ep_group)
-            loads = torch.stack(everyone, dim=1).cpu()  # [C, R, E]
-            plain = imbalances(home_loads(loads)).tolist()
+            sizes = [len(one.load) for one in self._counts]
+            (gathered,) = _on_host([torch.stack(everyone)])
+            loads = list(gathered[0].split(sizes, dim=1))  # Of each forward, [R, E].
+            plain = home_imbalances(loads).tolist()
             before += plain
             after += plain
             layers = (one.layer_number for one in self._counts)
@@ -145,8 +147,10 @@ class LoadRecorder:
             self._counts.append(LayerLoad(layer_number, chosen.sum(0)))
 
 
-def _on_host(*tensors: Tensor) -> list[Tensor]:
+def _on_host(*lists: Sequence[Tensor]) -> list[list[Tensor]]:
     """Integer tensors on the host, as int64: one copy, for which the host waits once."""
-    copy = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
+    tensors = [tensor for each in lists for tensor in each]
+    copy = torch.cat([tensor.flatten() for tensor in tensors]).long().cpu()
     parts = copy.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    on_host = iter([part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])
+    return [[next(on_host) for _ in each] for each in lists]

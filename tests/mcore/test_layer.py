@@ -24,6 +24,7 @@ from tests.gpt import (
 from tests.mcore.parity import balanced_gpt, balanced_layers
 from tests.ranks import run_ranks
 
+from megatron_ext.mcore import limits  # isort: skip
 from megatron_ext.mcore.limits import validate_for_balancing  # isort: skip
 
 HIDDEN = 16
@@ -528,6 +529,7 @@ def test_slots_are_limited_where_a_transport_limits_them(monkeypatch: pytest.Mon
     alone = SimpleNamespace(num_moe_experts=4, expert_model_parallel_size=1)
     assert validate_for_balancing(alone, BalanceConfig(**many)) == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(limits, "lack_here", lambda: None)
     assert validate_for_balancing(config, BalanceConfig(transport="cuda", **many)) == []
 
 

@@ -197,7 +197,7 @@ def _hybrid(rank: int) -> int:
 
     config = build_gpt(ep=2, num_layers=4, dtype=torch.float64).config
     spec, pattern = _hybrid_spec()
-    found = []
+    found, reports = [], []
     for each in (spec, balance_spec(spec, EXACT)):
         stack = build_module(
             each,
@@ -206,16 +206,18 @@ def _hybrid(rank: int) -> int:
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
             **pattern,
         ).double()
+        balanced = [layer for layer in stack.modules() if isinstance(layer, BalancedMoELayer)]
+        for layer in balanced:
+            layer.observers.append(reports.append)
         gpt_module._initialize(stack, seed=1)
         generator = torch.Generator().manual_seed(rank)
         hidden = torch.randn(SEQUENCE, 2, 16, generator=generator, dtype=torch.float64)
         stack(hidden.requires_grad_(), None).square().sum().backward()
         found.append({name: p.grad for name, p in stack.named_parameters()} | {"": hidden.grad})
     assert_equal(*found)
-    balanced = [layer for layer in stack.modules() if isinstance(layer, BalancedMoELayer)]
     assert [layer.layout.num_experts for layer in balanced] == [4, 8]
     assert len({id(layer._slot_buffers) for layer in balanced}) == 2
-    return sum(int((layer._in_flight._slots >= 0).sum()) for layer in balanced)
+    return sum(int((report.slots >= 0).sum()) for report in reports)
 
 
 @pytest.mark.option("hybrid")

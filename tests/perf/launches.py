@@ -203,11 +203,12 @@ def as_on_a_gpu(counting: Counting) -> Iterator[None]:
     """Let copies to the host be copies, and notice what would make a host wait for its GPU."""
     from megatron.core.transformer.moe import token_dispatcher as dispatchers
 
-    from megatron_ext.balance import in_flight, plan
+    from megatron_ext.balance import plan
+    from megatron_ext.transport import HostCopy
 
     host = counting.host
     dispatcher = dispatchers.MoEAlltoAllTokenDispatcher
-    start, wait_for_copy = in_flight._HostCopy.start, in_flight._HostCopy.wait
+    start, wait_for_copy = HostCopy.start, HostCopy.wait
     wait_at = dispatcher._maybe_dtoh_and_synchronize
 
     def to_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
@@ -267,8 +268,8 @@ def as_on_a_gpu(counting: Counting) -> Iterator[None]:
         for owner, name, replacement in (
             (dispatchers, "maybe_move_tensor_to_cpu", to_host),
             (dispatcher, "_maybe_dtoh_and_synchronize", at_point),
-            (in_flight._HostCopy, "start", started),
-            (in_flight._HostCopy, "wait", waited),
+            (HostCopy, "start", started),
+            (HostCopy, "wait", waited),
             (plan, "check_counts", lambda load: None),  # Not of a load on a GPU.
             (Tensor, "tolist", reading(Tensor.tolist)),
             (Tensor, "numpy", reading(Tensor.numpy)),

@@ -124,3 +124,28 @@ def test_the_host_waits_once_a_step() -> None:
     assert step.imbalance_before == pytest.approx(8 / 6 + 8 / 7 + 1 + 10 / 9)
     assert step.imbalance_after == pytest.approx(1 + 8 / 7 + 10 / 8 + 12 / 9)
     assert step.loads[3].load.tolist() == [[3, 4], [2, 0]]
+
+
+def _record_different_layers(rank: int) -> Any:
+    import torch.distributed as dist
+
+    from megatron_ext.telemetry.recorder import LoadRecorder
+
+    layers = []
+    for number, experts in ((1, 4), (2, 2)):
+        router = torch.nn.Identity()
+        router.config = SimpleNamespace(num_moe_experts=experts)
+        layers.append(SimpleNamespace(layer_number=number, router=router))
+    recorder = LoadRecorder(layers, dist.group.WORLD)
+    for layer in layers:
+        layer.router((None, torch.tensor([[0], [rank]])))
+    return recorder.take_step()
+
+
+def test_layers_may_differ_in_their_experts() -> None:
+    for step in run_ranks(_record_different_layers, 2):
+        assert [one.load.tolist() for one in step.loads] == [
+            [[2, 0, 0, 0], [1, 1, 0, 0]],
+            [[2, 0], [1, 1]],
+        ]
+        assert step.imbalance_before == pytest.approx(2 + 1.5)
