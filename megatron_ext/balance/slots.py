@@ -30,6 +30,7 @@ from megatron_ext.transport import (
     TransportOptions,
     make_transport,
 )
+from megatron_ext.transport.reach import gather
 
 
 class SlotBuffers:
@@ -328,13 +329,16 @@ def shared_slot_buffers(
     options: TransportOptions,
     slot_set: int,
 ) -> SlotBuffers:
-    """Return `ep_group`'s slot buffers for such experts: made once, freed with the last user.
+    """Return `ep_group`'s slot buffers for such experts; all its ranks call.
 
-    Layers of different slot sets have buffers, and a transport, of their own.
+    Made once, freed with the last user. Layers of different slot sets have buffers, and a
+    transport, of their own.
     """
     key = (ep_group, layout, tuple(segments), dtype, device, transport, options, slot_set)
     buffers = _SHARED.get(key)
-    if buffers is None:
+    # When buffers without users are freed is up to each rank's garbage collector. A new model may
+    # find those of an earlier one, and use them only if all ranks do.
+    if not all(gather(buffers is not None, ep_group)) or buffers is None:
         buffers = SlotBuffers(
             layout,
             segments,

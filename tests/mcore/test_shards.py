@@ -8,6 +8,7 @@ start with different values, so that a replica of another rank's shard would sho
 from __future__ import annotations
 
 import copy
+import gc
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -177,3 +178,21 @@ def _loss_and_gradients(gpt: Any) -> tuple[float, dict[str, torch.Tensor]]:
 @pytest.mark.option("several_models")
 def test_models_of_one_process_leave_each_other_alone() -> None:
     run_ranks(_policy_and_reference, 2)
+
+
+def _freed_on_one_rank(rank: int) -> None:
+    build = partial(balanced_gpt, dict(ep=2), BalanceConfig(tolerance=0.0), dtype=torch.float64)
+    gpt = build()
+    expected, gradients = _loss_and_gradients(gpt)
+    kept = balanced_layers(gpt)[0]._slot_buffers if rank == 0 else None
+    del gpt
+    gc.collect()
+    gpt = build()
+    found, again = _loss_and_gradients(gpt)
+    assert found == expected
+    assert all(torch.equal(again[name], gradient) for name, gradient in gradients.items())
+    assert balanced_layers(gpt)[0]._slot_buffers is not kept
+
+
+def test_slots_that_one_rank_still_has_of_a_model_before_do_not_serve_the_next() -> None:
+    run_ranks(_freed_on_one_rank, 2, timeout_s=60)
