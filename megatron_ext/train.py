@@ -5,6 +5,6 @@ from megatron_ext.trainer.processes import die_with_launcher
 if __name__ == "__main__":
     # Before what takes seconds to import.
     die_with_launcher()
-    from megatron_ext.trainer.train import main
+    from megatron_ext.trainer.command import main
 
     main()

@@ -4,7 +4,7 @@ Exit status: 0 done, 1 failed, 2 wrong usage. An error about the input is one li
 stdout, progress and errors to stderr. Each command imports the heavy modules that it needs, so that
 `--help` answers at once.
 
-    train.py       trains a model: hands over to `trainer/train.py`
+    train.py       trains a model: hands over to `trainer/command.py`
     report.py      runs compared, as a table and a page
     plan.py        plans for the loads of a file; lists the strategies
     replay.py      several strategies on the same trace

@@ -15,7 +15,7 @@ def add(commands: Any) -> None:
 def run(words: list[str]) -> int:
     """Call the entry point of training, which has its own help and its own exits."""
     try:
-        from megatron_ext.trainer.train import main
+        from megatron_ext.trainer.command import main
 
         main(words)
     except KeyboardInterrupt:  # Before there are ranks; then their launcher deals with it.

@@ -1,6 +1,7 @@
 """The program behind `megatron-ext train`.
 
-    train.py       entry point: recipe, checks
+    command.py     the command line, read without what takes long to import
+    train.py       recipe, checks
     validate.py    what must hold between settings before a run starts
     settings.py    from a run's settings to Megatron's settings
     build.py       from Megatron's settings to Megatron's objects

@@ -1,9 +1,8 @@
-"""Entry point of a training run: `megatron-ext train`, or `torchrun -m megatron_ext.train`.
+"""A training run, from its recipe to its ranks.
 
-Arguments are Hydra's: `--config-dir recipes --config-name NAME` and overrides such as
-`balance.slots=1`. The settings are checked before any process group exists. Under torchrun this
-process is one rank; otherwise it starts the ranks on this machine itself (`trainer/launch.py`).
-What a rank does is in `trainer/loop.py`.
+Words of the command line come from `command.py`. The settings are checked before any process group
+exists. Under torchrun this process is one rank; otherwise it starts the ranks on this machine
+itself (`trainer/launch.py`). What a rank does is in `trainer/loop.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_ext.arguments import OneLineParser, did_you_mean, positive
+from megatron_ext.arguments import did_you_mean
 from megatron_ext.balance.solve import idle_slots
 from megatron_ext.balance.strategies import get_strategy, settings
 from megatron_ext.config import MOVED, ConfigError, Section, TrainConfig
@@ -45,18 +44,14 @@ SCHEMA = "train"
 ConfigStore.instance().store(SCHEMA, settings.TrainConfig)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Train as the command line says.
-
-    Args:
-        arguments: Words of the command line; by default the arguments of the process.
+def run(options: argparse.Namespace) -> None:
+    """Train as a command line says that `command.py` has read.
 
     Raises:
         SystemExit: With status 2 and one line a problem if the settings are wrong; with 1 if a rank
             failed; with 128 + its number if a signal ended the run.
     """
     quiet_megatron()
-    options = _parser().parse_intermixed_args(arguments)
     try:
         config = load_config(options.overrides, options.config_dir, options.config_name)
         if options.print:
@@ -305,40 +300,6 @@ def _hydra_problem(error: Exception) -> str:
         if f"Key '{each.name}' not in 'TrainConfig'" in problem:
             problem += f": it is balance.{each.name}"
     return problem
-
-
-class _NoSweeps(argparse.Action):
-    """Says how several runs are started, to those who know Hydra's option for it."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        """See `argparse.Action`."""
-        parser.error(
-            "-m/--multirun: there are no sweeps: start a run for each value, each with a run_dir"
-        )
-
-
-def _parser() -> OneLineParser:
-    parser = OneLineParser(
-        prog="megatron-ext train",
-        description="Train an MoE model with Megatron-Core, with or without balancing.",
-        epilog="example: megatron-ext train --config-name quickstart balance.slots=1 steps=20",
-    )
-    parser.add_argument(
-        "--config-dir", "-cd", help="folder of recipes; by default ./recipes", metavar="DIR"
-    )
-    parser.add_argument("--config-name", "-cn", help="the recipe to start from", metavar="NAME")
-    parser.add_argument(
-        "--ranks",
-        type=positive,
-        metavar="N",
-        help="ranks to start here; by default as many as the model needs, or one per GPU",
-    )
-    parser.add_argument(
-        "--print", action="store_true", help="print the composed settings, check them and stop"
-    )
-    parser.add_argument("-m", "--multirun", action=_NoSweeps, nargs=0, help=argparse.SUPPRESS)
-    parser.add_argument("overrides", nargs="*", help="settings, as section.name=value")
-    return parser
 
 
 def run_rank(config: TrainConfig) -> None:

@@ -20,16 +20,19 @@ def test_as_a_process(texts):
     """Help without torch; one line for wrong input."""
     program = (
         "import sys\nfrom megatron_ext.cli import main\n"
-        "try: main(['data', 'build', '--help'])\n"
-        "except SystemExit as stop: assert stop.code == 0\n"
-        "heavy = {'torch', 'numpy', 'megatron', 'rich', 'hydra'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
+        "for words in [], ['train'], ['data', 'build']:\n"
+        "    try: main([*words, '--help'])\n"
+        "    except SystemExit as stop: assert stop.code == 0\n"
+        "heavy = {'torch', 'numpy', 'megatron', 'rich', 'hydra', 'omegaconf', 'asyncio'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+        "assert len(sys.modules) < 250, len(sys.modules)"
     )
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr
     assert "example:\n  megatron-ext data build" in result.stdout
+    assert "example: megatron-ext train" in result.stdout
 
     result = subprocess.run(
         [sys.executable, "-m", "megatron_ext", "data", "build", "absent", "--out", texts / "out"],
@@ -110,7 +113,7 @@ def test_wrong_usage(capsys, words):
 def _typed_options():
     """Every option of every command that does not take any word, with a word that it refuses."""
     from megatron_ext.cli import _parser
-    from megatron_ext.trainer.train import _parser as train_parser
+    from megatron_ext.trainer.command import parser as train_parser
 
     def below(parser):
         found = [parser]
@@ -149,9 +152,9 @@ def test_what_is_no_number_from_1_on(capsys, ranks):
 
 def test_train_gets_every_word(monkeypatch, capsys):
     seen = []
-    fake = types.ModuleType("megatron_ext.trainer.train")
+    fake = types.ModuleType("megatron_ext.trainer.command")
     fake.main = seen.append
-    monkeypatch.setitem(sys.modules, "megatron_ext.trainer.train", fake)
+    monkeypatch.setitem(sys.modules, "megatron_ext.trainer.command", fake)
     words = ["--config-name", "quickstart", "balance.slots=1", "+megatron.x=[1,2]", "--help"]
     assert main(["train", *words]) == 0
     assert seen == [words]

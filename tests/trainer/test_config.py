@@ -17,7 +17,8 @@ from megatron_ext import BalanceConfig
 from megatron_ext.balance.strategies import settings
 from megatron_ext.config import ConfigError, DataConfig, LoggingConfig, Section, TrainConfig
 from megatron_ext.methods.llep.llep import LlepSettings
-from megatron_ext.trainer.train import check, load_config, main, train
+from megatron_ext.trainer.command import main
+from megatron_ext.trainer.train import check, load_config, train
 from megatron_ext.trainer.validate import validate
 from tests.trainer.dataset import overrides
 

@@ -1,0 +1,68 @@
+"""The command line of a training run: `megatron-ext train`, or `torchrun -m megatron_ext.train`.
+
+Arguments are Hydra's: `--config-dir recipes --config-name NAME` and overrides such as
+`balance.slots=1`. Nothing that takes long is imported before the words are understood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_ext.arguments import OneLineParser, positive
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train as the command line says.
+
+    Args:
+        arguments: Words of the command line; by default the arguments of the process.
+
+    Raises:
+        SystemExit: With status 2 if the words or the settings are wrong; with 1 if a rank failed;
+            with 128 + its number if a signal ended the run.
+    """
+    options = parser().parse_intermixed_args(arguments)
+    if "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write("loading PyTorch and Megatron ...\n")
+    from megatron_ext.trainer.train import run
+
+    run(options)
+
+
+class _NoSweeps(argparse.Action):
+    """Says how several runs are started, to those who know Hydra's option for it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        """See `argparse.Action`."""
+        parser.error(
+            "-m/--multirun: there are no sweeps: start a run for each value, each with a run_dir"
+        )
+
+
+def parser() -> OneLineParser:
+    """Return the parser of the command line."""
+    parser = OneLineParser(
+        prog="megatron-ext train",
+        description="Train an MoE model with Megatron-Core, with or without balancing.",
+        epilog="example: megatron-ext train --config-name quickstart balance.slots=1 steps=20",
+    )
+    parser.add_argument(
+        "--config-dir", "-cd", help="folder of recipes; by default ./recipes", metavar="DIR"
+    )
+    parser.add_argument("--config-name", "-cn", help="the recipe to start from", metavar="NAME")
+    parser.add_argument(
+        "--ranks",
+        type=positive,
+        metavar="N",
+        help="ranks to start here; by default as many as the model needs, or one per GPU",
+    )
+    parser.add_argument(
+        "--print", action="store_true", help="print the composed settings, check them and stop"
+    )
+    parser.add_argument("-m", "--multirun", action=_NoSweeps, nargs=0, help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", help="settings, as section.name=value")
+    return parser
