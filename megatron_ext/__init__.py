@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from megatron_ext.mcore.provider import balanced_provider_spec
     from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec
 
-__version__ = "0.1.0"
-
 _HOMES = {
     "BalanceConfig": "megatron_ext.balance.strategies.settings",
     "BalancePlan": "megatron_ext.balance.plan",
@@ -65,4 +63,6 @@ def __getattr__(name: str) -> Any:
     """Import public names at first use: the CPU platform must come before Megatron."""
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "__version__":  # Written in pyproject.toml only.
+        return importlib.import_module("importlib.metadata").version("megatron-ext")
     raise AttributeError(f"module 'megatron_ext' has no attribute {name!r}")

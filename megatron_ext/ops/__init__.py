@@ -2,40 +2,35 @@
 
 The ops are declared in `csrc/bindings/library.cpp`; `csrc/include/megatron_ext/api.h` says what
 they do. Importing this module loads nothing.
+
+    build.py    the library for this Torch: as installed, or built at first use
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-_LIBRARY = "megatron_ext/ops/libmegatron_ext.so"
-_HOW_TO_BUILD = (
-    "build it in this environment from the repository's root with "
-    "`pip install --no-build-isolation -e .` (launch/setup.sh does that)"
-)
+from megatron_ext.ops.build import library
 
 
 @functools.cache
 def load_library() -> None:
-    """Load the compiled library once; later calls do nothing.
+    """Load the compiled library once; later calls do nothing. Builds it where there is none.
 
     Raises:
-        RuntimeError: If the library is missing or does not load; says how to build it.
+        RuntimeError: If the library cannot be built or does not load; says why.
     """
-    path = _library_path()
-    if path is None:
-        raise RuntimeError(f"the compiled library of megatron_ext is missing; {_HOW_TO_BUILD}")
+    path = library()
     try:
         torch.ops.load_library(path)
     except OSError as error:
         reason = error.__cause__ or error
         raise RuntimeError(
-            f"{path} does not load with torch {torch.__version__} ({reason}); {_HOW_TO_BUILD}"
+            f"{path} does not load with torch {torch.__version__} ({reason}); remove it, and it is "
+            "built again"
         ) from error
     torch.library.register_fake("megatron_ext::count_load", _fake_count_load)
     torch.library.register_fake("megatron_ext::seal_plan", _fake_seal_plan)
@@ -59,17 +54,6 @@ def has_cuda_part() -> bool:
     except RuntimeError:  # torch's way to say that there is no such class
         return False
     return True
-
-
-def _library_path() -> Path | None:
-    # Asked of the installed distribution and not looked for beside this file: an editable install
-    # keeps the library in the environment, so environments with different Torch can share a tree.
-    try:
-        distribution = importlib.metadata.distribution("megatron-ext")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    path = Path(str(distribution.locate_file(_LIBRARY)))
-    return path if path.is_file() else None
 
 
 def _fake_count_load(routing_map: Tensor, tail: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,7 @@ from megatron_ext.balance.solve import idle_slots
 from megatron_ext.balance.strategies import get_strategy, settings
 from megatron_ext.config import MOVED, ConfigError, Section, TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.ops import load_library
 from megatron_ext.trainer.launch import join_ranks, launch_ranks, quiet_megatron
 from megatron_ext.trainer.run_log import hold_run_dir
 from megatron_ext.trainer.validate import expert_shards, validate
@@ -80,6 +81,8 @@ def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     """
     is_rank = "RANK" in os.environ
     num_ranks = check(config, num_ranks=num_ranks)
+    # Before there are ranks that wait for each other: it may have to be built.
+    load_library()
     # Rank 0 holds it for all ranks of torchrun.
     with hold_run_dir(config) if int(os.environ.get("RANK", 0)) == 0 else nullcontext():
         if is_rank:

@@ -7,10 +7,12 @@ import ast
 import os
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import megatron_ext
 from megatron_ext import cli
@@ -24,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
     *(
         page
         for folder in ("docs", "recipes", "megatron_ext")
@@ -128,6 +131,16 @@ def test_every_command_of_the_package_is_shown():
     files = {path.stem for path in (ROOT / "megatron_ext" / "cli").glob("*.py")}
     helpers = {"__init__", "options", "output", "examine", "examine_gpus", "run_state"}
     assert files - shown == helpers
+
+
+def test_the_version_is_written_once():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert megatron_ext.__version__ == version
+    newest, *_ = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest == version
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation.keys() >= {"cff-version", "message", "title", "authors", "preferred-citation"}
+    assert "version" not in citation  # It would be the second place.
 
 
 def test_decisions_are_listed():
