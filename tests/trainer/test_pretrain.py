@@ -78,6 +78,13 @@ def written_for_wandb(folder: Path, name: str) -> list[float]:
     return [float(item.value_json) for item in items if [name] in (item.nested_key, [item.key])]
 
 
+def written_for_tensorboard(folder: Path, name: str) -> list[float]:
+    """A value of every iteration, from TensorBoard's only run there."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return [event.value for event in EventAccumulator(str(folder)).Reload().Scalars(name)]
+
+
 def records(path: Path) -> Iterator[bytes]:
     """Records of a log of LevelDB: in blocks, behind 7 bytes that name W&B."""
     data, position, record = path.read_bytes(), 7, b""
@@ -103,7 +110,8 @@ WHOLE, LAST = 1, 4
 def test_a_program_learns_the_same_balanced(tmp_path: Path) -> None:
     plain = launch(COMMAND_LINE)
     to_wandb = f"--wandb-project x --wandb-exp-name y --wandb-save-dir {tmp_path}"
-    balanced = launch("--moe-balance-slots=2", COMMAND_LINE, "--moe-balance-tolerance 0", to_wandb)
+    to_boards = f"{to_wandb} --tensorboard-dir {tmp_path / 'board'}"
+    balanced = launch("--moe-balance-slots=2", COMMAND_LINE, "--moe-balance-tolerance 0", to_boards)
     assert plain.returncode == 0, plain.stderr
     assert balanced.returncode == 0, balanced.stderr
     for name in ("lm loss", "mtp_1 loss", "lm loss value"):
@@ -117,8 +125,9 @@ def test_a_program_learns_the_same_balanced(tmp_path: Path) -> None:
     assert min(replicas) > 0
     assert "moe_replicas" not in plain.stdout
     for name, values in zip(pretrain.METRICS, (before, after, replicas), strict=True):
-        written = written_for_wandb(tmp_path, name)
-        assert [f"{value:.2f}" for value in written] == [f"{value:.2f}" for value in values]
+        on_board = written_for_tensorboard(tmp_path / "board", name)
+        for written in (written_for_wandb(tmp_path, name), on_board):
+            assert [f"{value:.2f}" for value in written] == [f"{value:.2f}" for value in values]
 
 
 @needs_training_loop
