@@ -31,6 +31,11 @@ export OMP_NUM_THREADS=1
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check .
 "$venv/bin/mypy"
+# CPU ranks stand in for GPUs, also where there are some; what needs those has a run of its own.
+if "$venv/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    "$venv/bin/python" -m pytest -m gpu tests/gpu tests/ops
+fi
+export CUDA_VISIBLE_DEVICES=
 # Measurements (`perf`) are left out by the settings in pyproject.toml. Tests of Transformer Engine have
 # processes of their own, where Megatron finds it; not when the tests to run are named.
 [[ -e ${1:-} ]] || VENV=$venv tests/te/run.sh "${chosen[@]:0:2}"
