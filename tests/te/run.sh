@@ -9,6 +9,9 @@ cd "$(dirname "$0")/../.."
 version=$(sed -n 's/^VERSION = "\(.*\)"$/\1/p' tests/te_on_cpu.py)
 folder=build/transformer_engine-$version
 python=${VENV:-.venv}/bin/python
+mkdir -p build
+exec 9>build/.transformer_engine
+flock 9 # Both versions of Python may run their tests at once.
 if [[ ! -d $folder ]]; then
     # Without what they depend on: that is for a GPU, but for three small packages.
     rm -rf "$folder.part"
@@ -16,5 +19,6 @@ if [[ ! -d $folder ]]; then
         "transformer_engine==$version" "transformer_engine_cu13==$version" einops importlib-metadata zipp
     mv "$folder.part" "$folder"
 fi
+exec 9>&-
 export OMP_NUM_THREADS=1 PYTHONPATH=$PWD/$folder${PYTHONPATH:+:$PYTHONPATH}
 exec "$python" -m pytest "$@" tests/te
