@@ -394,7 +394,7 @@ class BalanceConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig(Section):
-    """A GPT with experts in every layer. The section `megatron` takes more settings."""
+    """A GPT with experts in its layers. The section `megatron` takes more settings."""
 
     NAME: ClassVar[str] = "model"
 
@@ -405,7 +405,25 @@ class ModelConfig(Section):
     """Width of the residual stream (H)."""
 
     num_attention_heads: int = setting(4, least=1)
-    """Attention heads; must divide `hidden_size`."""
+    """Attention heads; must divide `hidden_size`, unless `megatron` says how wide a head is."""
+
+    rotary_base: int = setting(10_000, least=1)
+    """Base of the rotary position embedding."""
+
+    rotary_percent: float = setting(1.0, above=0, most=1)
+    """Part of a head that the rotary position embedding turns."""
+
+    num_dense_layers: int = setting(0, least=0)
+    """First layers that have one FFN instead of experts."""
+
+    dense_hidden_size: int = setting(0, least=0)
+    """Width inside the FFN of a dense layer; 0 is that of an expert."""
+
+    activation: str = setting("gelu", choices=("gelu", "swiglu"))
+    """Inside FFNs and experts: `gelu`, or `swiglu`, which has two matrices into their width."""
+
+    vocab_size: int = setting(0, least=0)
+    """Tokens that the model knows, at least those of the data; 0 is as many as the data have."""
 
     num_experts: int = setting(16, least=1)
     """Logical experts of a layer (E)."""
@@ -432,14 +450,14 @@ class ModelConfig(Section):
     def relation_problems(self) -> list[str]:
         """See `Section.relation_problems`."""
         problems = []
-        if self.num_attention_heads >= 1 and self.hidden_size % self.num_attention_heads:
-            problems.append(
-                f"model.hidden_size ({self.hidden_size}) must be a multiple of "
-                f"model.num_attention_heads ({self.num_attention_heads})"
-            )
         if self.topk > self.num_experts >= 1:
             problems.append(
                 f"model.topk ({self.topk}) must be <= model.num_experts ({self.num_experts})"
+            )
+        if self.num_dense_layers >= self.num_layers >= 1:
+            problems.append(
+                f"model.num_dense_layers ({self.num_dense_layers}) must be < "
+                f"model.num_layers ({self.num_layers})"
             )
         return problems
 
@@ -449,6 +467,10 @@ class ParallelConfig(Section):
     """How the model is spread over ranks. What the sizes leave of the ranks is data parallelism."""
 
     NAME: ClassVar[str] = "parallel"
+
+    num_ranks: int = setting(0, least=0)
+    """Ranks that the recipe is for: a run has at least as many. 0 is any number that fits the sizes
+    below."""
 
     ep_size: int = setting(1, least=1)
     """Ranks that share the experts of a layer (R)."""
@@ -664,10 +686,37 @@ class CheckpointConfig(Section):
 
 
 @dataclass(kw_only=True, slots=True)
+class HardwareConfig(Section):
+    """The machine that a recipe is for. Files of `recipes/hardware` have these fields."""
+
+    NAME: ClassVar[str] = "hardware"
+
+    summary: str = ""
+    """What it is, in a line; empty is any machine."""
+
+    constants: dict[str, Any] = field(default_factory=dict)
+    """Its numbers with their sources, as `megatron-ext simulate` reads them."""
+
+    @property
+    def domain_ranks(self) -> int | None:
+        """Ranks of an NVLink domain; None if nothing is said of the machine."""
+        constant = self.constants.get("domain_ranks")
+        value = constant.get("value") if isinstance(constant, Mapping) else None
+        return value if isinstance(value, int) else None
+
+
+@dataclass(kw_only=True, slots=True)
 class TrainConfig(Section):
     """A training run. Together with the data, everything that determines its result."""
 
     NAME: ClassVar[str] = ""
+
+    recipe: str = ""
+    """Name of the recipe that the settings began with; it is filled in."""
+
+    at_most: dict[str, int] = field(default_factory=dict)
+    """Limits of numbers, by the names of their settings: where a recipe has more, the limit is
+    taken. What the command line sets stays. `size=tiny` has such limits."""
 
     run_dir: str = "runs/train"
     """Directory of the run's files: config, metrics, checkpoints."""
@@ -708,6 +757,7 @@ class TrainConfig(Section):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     megatron: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron's TransformerConfig, by its names."""

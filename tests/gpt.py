@@ -48,9 +48,9 @@ from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
 from megatron_ext.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig  # noqa: E402
 from megatron_ext.trainer.norms import sequence_parallel_spec  # noqa: E402
 from megatron_ext.trainer.settings import (  # noqa: E402
-    OVERRIDABLE,
     ddp_config,
     optimizer_config,
+    overridable_settings,
     transformer_settings,
     wrap_in_ddp,
 )
@@ -221,7 +221,8 @@ def build_gpt(
     )
     if dtype == torch.float64:  # which no run of the package has
         differences |= dict(params_dtype=dtype, pipeline_dtype=dtype, moe_router_dtype="fp64")
-    config = TransformerConfig(**(OVERRIDABLE | transformer_settings(run) | differences | megatron))
+    settings = overridable_settings(run) | transformer_settings(run)
+    config = TransformerConfig(**(settings | differences | megatron))
     modules = [
         _build_chunk(config, chunk, vpp, transformer_engine, spec_transform) for chunk in range(vpp)
     ]

@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
         "--model",
         required=True,
         metavar="NAME|FILE",
-        help="a recipe, a name in recipes/shapes, or a file like those",
+        help="a recipe, or the beginning of its name; or a file with the sizes of a model",
     )
     simulate.add_argument(
         "--hardware",

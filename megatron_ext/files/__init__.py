@@ -7,6 +7,7 @@
     placement.py   replicas that were placed before the run
     relayout.py    where experts should be
     tables.py      tables as text, in Markdown and in HTML
+    recipes.py     where recipes are, and which fits a number of ranks
     yaml_files.py  YAML that holds a mapping
     json_files.py  JSON with null for what is no number
     whole.py       text files written whole, also where the power fails

@@ -19,10 +19,8 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 
 from megatron_ext.balance.strategies import STRATEGIES
+from megatron_ext.files.recipes import shipped_recipes
 from megatron_ext.files.yaml_files import find_file, read_into, read_yaml
-
-FOLDER = Path("recipes/hardware")
-"""Folder of the files that can be named, below the working directory."""
 
 SOLVED_PAIRS = 64 * 256
 """Ranks x experts that `solve_us` is given for: 64 ranks, 256 experts."""
@@ -122,13 +120,13 @@ def _check_number(label: str, number: Any, least: float | None, most: float) -> 
 
 
 def read_hardware(name_or_file: str) -> Hardware:
-    """Read a hardware file by its path, or by its name below `recipes/hardware`.
+    """Read a hardware file by its path, or by its name in `recipes/hardware`.
 
     Raises:
         FileNotFoundError: There is no such file.
         ValueError: A constant or a source is missing, or a value is wrong; the message says which.
     """
-    path = find_file(name_or_file, FOLDER, "hardware")
+    path = find_file(name_or_file, shipped_recipes() / "hardware", "hardware")
     content = read_yaml(path)
     given = content.get("constants")
     if not isinstance(given, dict):

@@ -1,7 +1,7 @@
 """Sizes of a model that `simulate` needs, and its work, memory and bytes per token.
 
-A shape comes from the model of a recipe, or from a YAML file with the fields of `ModelShape`, such
-as the files of `recipes/shapes`. Letters: H hidden, F width inside an expert, E logical experts, K
+A shape comes from the model of a recipe, or from a YAML file with the fields of `ModelShape`.
+Letters: H hidden, F width inside an expert, E logical experts, K
 choices of a token.
 """
 
@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config import ConfigError, TrainConfig
+from megatron_ext.files.recipes import recipe_names, shipped_recipes
 from megatron_ext.files.yaml_files import find_file, read_into, read_yaml
-
-SHAPES = Path("recipes/shapes")
-RECIPES = Path("recipes")
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 
@@ -167,11 +165,11 @@ _MAY_BE_ZERO = (
 
 
 def read_shape(name_or_file: str, overrides: Sequence[str]) -> ModelShape:
-    """Read a shape by its path or name, or take the shape of a recipe.
+    """Read the shape of a recipe, or a shape from its file.
 
     Args:
-        name_or_file: Path of a file with the fields of `ModelShape`, name of a file of
-            `recipes/shapes`, or path or name of a recipe.
+        name_or_file: Name of a recipe, or as much of its beginning as no other recipe has; or path
+            of a file: a recipe of the package, or one with the fields of `ModelShape`.
         overrides: Settings as `name=value`: fields of `ModelShape`, or for a recipe what
             `megatron-ext train` takes.
 
@@ -179,13 +177,14 @@ def read_shape(name_or_file: str, overrides: Sequence[str]) -> ModelShape:
         FileNotFoundError: There is no such shape and no such recipe.
         ValueError: A field is missing, unknown or out of range; the message names it.
     """
-    named = Path(name_or_file)
-    if named.is_file() and named.absolute().parent == RECIPES.absolute():
-        return _of_recipe(named.stem, overrides)
-    if not named.is_file() and (RECIPES / f"{name_or_file}.yaml").is_file():
-        return _of_recipe(name_or_file, overrides)
-    path = find_file(name_or_file, SHAPES, "model")
-    return read_into(ModelShape, {"name": path.stem} | read_yaml(path), path, overrides)
+    path, recipes = Path(name_or_file), shipped_recipes()
+    if path.is_file() and path.resolve().parent != recipes.resolve():
+        return read_into(ModelShape, {"name": path.stem} | read_yaml(path), path, overrides)
+    name = path.stem if path.is_file() else name_or_file
+    begun = [each for each in recipe_names(recipes) if each.startswith(f"{name}_")]
+    if len(begun) != 1 or name in recipe_names(recipes):
+        begun = [find_file(name, recipes, "model").stem]
+    return _of_recipe(begun[0], overrides)
 
 
 def _of_recipe(name: str, overrides: Sequence[str]) -> ModelShape:
@@ -206,8 +205,9 @@ def _of_recipe(name: str, overrides: Sequence[str]) -> ModelShape:
 def shape_of(config: TrainConfig, name: str) -> ModelShape:
     """Return the shape of a run's model.
 
-    The vocabulary is the vocabulary of the run's data, if they are there. A step's microbatches are
-    counted for as many data-parallel ranks as the EP group has.
+    The vocabulary is the model's, else that of the run's data, if they are there. A step's
+    microbatches are counted for the ranks of the recipe, or else for as many data-parallel ranks as
+    the EP group has. Layers that predict further tokens (MTP) are left out.
 
     Raises:
         ValueError: The run has tensor parallelism.
@@ -217,28 +217,49 @@ def shape_of(config: TrainConfig, name: str) -> ModelShape:
         raise ValueError(
             f"parallel.tp_size ({parallel.tp_size}) must be 1: tensor parallelism is not modelled"
         )
+    attention_params, attention_width = _attention(config)
+    data_parallel = max(parallel.num_ranks // parallel.pp_size, parallel.ep_size)
     return ModelShape(
         name=name,
         num_layers=model.num_layers,
+        num_dense_layers=model.num_dense_layers,
+        dense_hidden_size=model.dense_hidden_size or model.expert_hidden_size,
         hidden_size=model.hidden_size,
-        attention_params=4 * model.hidden_size**2,
-        attention_width=model.hidden_size,
+        attention_params=attention_params,
+        attention_width=attention_width,
         num_experts=model.num_experts,
         topk=model.topk,
         expert_hidden_size=model.expert_hidden_size,
         shared_expert_hidden_size=model.shared_expert_hidden_size,
-        is_gated=bool(config.megatron.get("gated_linear_unit", False)),
-        vocab_size=_vocab_size(data.path),
+        is_gated=model.activation == "swiglu" or bool(config.megatron.get("gated_linear_unit")),
+        vocab_size=model.vocab_size or _vocab_size(data.path),
         sequence_length=data.sequence_length,
         precision=model.precision,
         pp_size=parallel.pp_size,
         vpp_size=parallel.vpp_size,
         recompute=parallel.recompute,
         distributed_optimizer=parallel.distributed_optimizer,
-        num_microbatches=max(
-            1, data.global_batch_size // (data.micro_batch_size * parallel.ep_size)
-        ),
+        num_microbatches=max(1, data.global_batch_size // (data.micro_batch_size * data_parallel)),
     )
+
+
+def _attention(config: TrainConfig) -> tuple[int, int]:
+    """Return `attention_params` and `attention_width` of a run's model."""
+    from megatron_ext.trainer.settings import transformer_config
+
+    megatron: Any = transformer_config(config)
+    hidden, heads = megatron.hidden_size, megatron.num_attention_heads
+    if megatron.multi_latent_attention:
+        position, value = megatron.qk_pos_emb_head_dim, megatron.v_head_dim
+        query = megatron.qk_head_dim + position
+        of_queries = (hidden + heads * query) * megatron.q_lora_rank
+        into_latent = hidden * (megatron.kv_lora_rank + position)
+        out_of_latent = megatron.kv_lora_rank * heads * (megatron.qk_head_dim + value)
+        params = of_queries + into_latent + out_of_latent + heads * value * hidden
+        return params, heads * (query + value) // 2
+    width = heads * megatron.kv_channels
+    key_values = 2 * megatron.num_query_groups * megatron.kv_channels
+    return hidden * (2 * width + key_values), width
 
 
 def _vocab_size(data_path: Any) -> int:

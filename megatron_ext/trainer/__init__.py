@@ -11,6 +11,7 @@
     checkpoint_state.py   what a checkpoint holds
     checkpoint_writer.py  how it becomes files
     finite.py      steps whose numbers are not finite: stop, skip or ignore
+    latent.py      latent attention without Transformer Engine
     norms.py       PyTorch's norms for sequence parallelism
     pretrain.py    runs a program of Megatron's with its models balanced
     blocks.py      parts of a step, each run alone, for calibration

@@ -19,7 +19,10 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -29,6 +32,7 @@ from megatron_ext.data import Manifest, MixedDataset, padded_vocab_size
 from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec
 from megatron_ext.methods.sem_moe.attach import rebatch_tokens
 from megatron_ext.methods.sem_moe.semantics import read_semantics
+from megatron_ext.trainer.latent import latent_attention_spec
 from megatron_ext.trainer.norms import sequence_parallel_spec
 from megatron_ext.trainer.settings import (
     ddp_config,
@@ -86,11 +90,16 @@ def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataPar
 
     Args:
         config: The run.
-        vocab_size: Size of the tokenizer's vocabulary, without padding.
+        vocab_size: Size of the tokenizer's vocabulary, without padding. `model.vocab_size` goes
+            before it.
     """
     megatron = transformer_config(config)
     parallel = config.parallel
-    padded = padded_vocab_size(vocab_size, divisible_by=128, tensor_parallel=parallel.tp_size)
+    padded = padded_vocab_size(
+        config.model.vocab_size or vocab_size,
+        divisible_by=128,
+        tensor_parallel=parallel.tp_size,
+    )
     semantics = read_semantics(Path(config.data.rebatch)) if config.data.rebatch else None
     balance = config.balance
     if balance.wait_limit_s is None:
@@ -100,21 +109,37 @@ def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataPar
     modules = []
     for chunk in range(parallel.vpp_size):
         vp_stage = chunk if parallel.vpp_size > 1 else None
-        spec = get_gpt_decoder_block_spec(megatron, use_transformer_engine=False, vp_stage=vp_stage)
+        spec = get_gpt_decoder_block_spec(
+            megatron,
+            use_transformer_engine=False,
+            normalization=megatron.normalization,
+            vp_stage=vp_stage,
+        )
         if config.model.experts == "grouped_mm":
             spec = grouped_mm_spec(spec)
+        if megatron.multi_latent_attention:
+            spec = latent_attention_spec(spec)
+        spec = balance_spec(spec, balance)
+        mtp_spec = (
+            get_gpt_mtp_block_spec(megatron, spec, use_transformer_engine=False, vp_stage=vp_stage)
+            if megatron.mtp_num_layers
+            else None
+        )
         if parallel.tp_size > 1:
-            spec = sequence_parallel_spec(spec)
+            spec, mtp_spec = map(sequence_parallel_spec, (spec, mtp_spec))
         stage: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage}
         module = GPTModel(
             megatron,
-            balance_spec(spec, balance),
+            spec,
             vocab_size=padded,
             max_sequence_length=config.data.sequence_length,
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
             post_process=parallel_state.is_pipeline_last_stage(**stage),
             position_embedding_type="rope",
+            rotary_base=config.model.rotary_base,
+            rotary_percent=config.model.rotary_percent,
             share_embeddings_and_output_weights=False,
+            mtp_block_spec=mtp_spec,
             vp_stage=vp_stage,
         ).cuda()
         if semantics is not None:

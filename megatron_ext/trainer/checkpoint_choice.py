@@ -14,7 +14,7 @@ from checkpoints_tools.folder import (
     list_checkpoints,
     read_run,
 )
-from megatron_ext.config import TrainConfig
+from megatron_ext.config import ModelConfig, TrainConfig
 
 _FREE_MODEL_FIELDS = ("experts", "precision", "aux_loss")
 """Fields of the section `model` that may change between saving and loading."""
@@ -74,11 +74,12 @@ def distrust(checkpoint: Path, problem: str) -> str:
 
 def model_differences(config: TrainConfig, checkpoint: Path) -> list[str]:
     """Return the differences between the checkpoint's model and the run's, one line each."""
-    saved = read_run(checkpoint).get("model", {})
+    # A checkpoint from before a setting existed has what is its default now.
+    saved = asdict(ModelConfig()) | read_run(checkpoint).get("model", {})
     return [
-        f"model.{name} ({value}) must be {saved.get(name)}, as in the checkpoint {checkpoint}"
+        f"model.{name} ({value}) must be {saved[name]}, as in the checkpoint {checkpoint}"
         for name, value in model_shape(config).items()
-        if saved.get(name) != value
+        if saved[name] != value
     ]
 
 

@@ -51,7 +51,7 @@ def parser() -> OneLineParser:
         epilog="example: megatron-ext train --config-name quickstart balance.slots=1 steps=20",
     )
     parser.add_argument(
-        "--config-dir", "-cd", help="folder of recipes; by default ./recipes", metavar="DIR"
+        "--config-dir", "-cd", help="folder of recipes of your own; those of the package are found anyway", metavar="DIR"
     )
     parser.add_argument("--config-name", "-cn", help="the recipe to start from", metavar="NAME")
     parser.add_argument(

@@ -52,7 +52,7 @@ YARDSTICK = "none_reversed"
 
 
 def main(overrides: Sequence[str] | None = None) -> None:
-    """Run the quickstart in the working directory, which holds `recipes`.
+    """Run the quickstart; its runs are in the working directory.
 
     Args:
         overrides: Overrides of the recipe; by default the arguments of the process.

@@ -15,7 +15,8 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from torch.nn import functional
 
 from megatron_ext.config import TrainConfig
 
@@ -30,9 +31,18 @@ OVERRIDABLE: dict[str, Any] = {
 }
 """Where this project's defaults differ from Megatron's; the section `megatron` may set them."""
 
+UNEVEN_STAGES = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Fields of TransformerConfig with which pipeline stages may differ in their layers."""
+
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "selective": {"recompute_granularity": "selective"},
     "full": {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -47,17 +57,16 @@ def transformer_settings(config: TrainConfig) -> dict[str, Any]:
     """Return the fields of TransformerConfig that the sections `model` and `parallel` decide."""
     model, parallel = config.model, config.parallel
     dtype = _DTYPES[model.precision]
-    return {
+    settings = {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,
-        "ffn_hidden_size": model.expert_hidden_size,
+        "ffn_hidden_size": model.dense_hidden_size or model.expert_hidden_size,
         "num_moe_experts": model.num_experts,
         "moe_grouped_gemm": False,  # `model.experts` says how experts are computed.
         "moe_ffn_hidden_size": model.expert_hidden_size,
         "moe_shared_expert_intermediate_size": model.shared_expert_hidden_size or None,
         "moe_router_topk": model.topk,
-        "moe_router_load_balancing_type": "aux_loss" if model.aux_loss else "none",
         "moe_aux_loss_coeff": model.aux_loss,
         "moe_token_dispatcher_type": parallel.dispatcher,
         "expert_model_parallel_size": parallel.ep_size,
@@ -73,11 +82,39 @@ def transformer_settings(config: TrainConfig) -> dict[str, Any]:
         "bf16": model.precision == "bf16",
         **_RECOMPUTE[parallel.recompute],
     }
+    if dense := model.num_dense_layers:
+        settings["moe_layer_freq"] = [0] * dense + [1] * (model.num_layers - dense)
+    if model.activation == "swiglu":
+        settings |= {"gated_linear_unit": True, "activation_func": functional.silu}
+    if _is_latent(config):
+        # Other attention gets them as arguments of the model.
+        settings |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
+    return settings
+
+
+def overridable_settings(config: TrainConfig) -> dict[str, Any]:
+    """Return the fields of TransformerConfig that the section `megatron` may replace."""
+    settings = OVERRIDABLE | {
+        "moe_router_load_balancing_type": "aux_loss" if config.model.aux_loss else "none"
+    }
+    if config.parallel.recompute == "selective":
+        settings["recompute_modules"] = ["moe"]
+    return settings
+
+
+def transformer_class(config: TrainConfig) -> type[TransformerConfig]:
+    """Return the class of Megatron's description of the model."""
+    return MLATransformerConfig if _is_latent(config) else TransformerConfig
+
+
+def _is_latent(config: TrainConfig) -> bool:
+    return bool(config.megatron.get("multi_latent_attention"))
 
 
 def transformer_config(config: TrainConfig) -> TransformerConfig:
     """Return Megatron's description of the model."""
-    return TransformerConfig(**(OVERRIDABLE | transformer_settings(config) | config.megatron))
+    settings = overridable_settings(config) | transformer_settings(config) | config.megatron
+    return transformer_class(config)(**settings)
 
 
 def ddp_config(config: TrainConfig, **megatron: Any) -> DistributedDataParallelConfig:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize, initialize_config_dir
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -31,6 +31,7 @@ from megatron_ext.balance.solve import idle_slots
 from megatron_ext.balance.strategies import get_strategy, settings
 from megatron_ext.config import MOVED, ConfigError, Section, TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.files.recipes import recipe_names, shipped_recipes
 from megatron_ext.ops import load_library
 from megatron_ext.trainer.launch import join_ranks, launch_ranks, quiet_megatron
 from megatron_ext.trainer.run_log import hold_run_dir
@@ -113,7 +114,8 @@ def check(config: TrainConfig, *, num_ranks: int | None = None) -> int:
         needed = parallel.pp_size * math.lcm(
             parallel.ep_size * expert_shards(config), parallel.tp_size
         )
-        num_ranks = max(needed, torch.cuda.device_count() if torch.cuda.is_available() else 1)
+        here = torch.cuda.device_count() if torch.cuda.is_available() else 1
+        num_ranks = max(needed, parallel.num_ranks, here)
     num_ranks = 1 if num_ranks is None else num_ranks
     validate(config, num_ranks=num_ranks)
     if int(os.environ.get("RANK", 0)) == 0:
@@ -156,25 +158,26 @@ def load_config(
 
     Args:
         overrides: Overrides in Hydra's grammar, e.g. `["steps=10", "+megatron.kv_channels=64"]`.
-        config_dir: Folder of the recipes; by default `recipes` in the working directory.
+        config_dir: Folder of recipes and groups before those that come with the package.
         config_name: The recipe; by default the bare defaults of `TrainConfig`.
 
     Raises:
         ConfigError: A recipe or key does not exist, or a value has the wrong type.
     """
-    folder = Path(config_dir or "recipes").absolute()
-    if config_dir and not folder.is_dir():
+    folder = Path(config_dir).absolute() if config_dir else shipped_recipes()
+    if not folder.is_dir():
         raise ConfigError([f"--config-dir ({config_dir}) is not a folder"])
-    if config_name not in (None, SCHEMA):
+    config_name = config_name or SCHEMA
+    if config_name != SCHEMA:
         _check_recipe(config_name, folder)
-    setup = (
-        initialize_config_dir(str(folder), version_base="1.3")
-        if folder.is_dir()
-        else initialize(None, version_base="1.3")
-    )
     try:
-        with setup:
-            composed = compose(config_name or SCHEMA, list(overrides))
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            composed = compose(
+                config_name, [*overrides, f"hydra.searchpath=[{_quoted(shipped_recipes())}]"]
+            )
+        _limit(composed, overrides)
+        if config_name != SCHEMA and not composed.recipe:
+            composed.recipe = config_name
         if unknown := _unknown_settings(composed):
             raise ConfigError(unknown)
         if missing := sorted(OmegaConf.missing_keys(composed)):
@@ -195,20 +198,30 @@ def load_config(
 
 
 def _check_recipe(name: str, folder: Path) -> None:
-    """Check that a folder has the recipe; the message says which there are."""
-    if (folder / name).with_suffix(".yaml").is_file():
+    """Check that there is a recipe, in a folder or in the package; the message says which are."""
+    found = {each: recipe_names(each) for each in (folder, shipped_recipes())}
+    known = [each for names in found.values() for each in names]
+    if name.removesuffix(".yaml") in known:
         return
-    recipes = sorted(path.stem for path in folder.glob("*.yaml"))
-    if recipes:
-        said = f"{folder} has {', '.join(recipes)}{did_you_mean(name, recipes)}"
-    else:
-        said = f"{folder} is {'a folder without recipes' if folder.is_dir() else 'no folder'}"
-        with_package = Path(__file__).parents[2] / "recipes"
-        if there := sorted(path.stem for path in with_package.glob("*.yaml")):
-            said += f"; --config-dir {with_package} has {', '.join(there)}"
-        else:
-            said += "; --config-dir names another"
-    raise ConfigError([f"--config-name ({name}): no such recipe: {said}"])
+    there = "; ".join(f"{each} has {', '.join(names) or 'none'}" for each, names in found.items())
+    raise ConfigError(
+        [f"--config-name ({name}): no such recipe: {there}{did_you_mean(name, known)}"]
+    )
+
+
+def _quoted(folder: Path) -> str:
+    """A folder as an element of Hydra's search path, in an override."""
+    return "'file://" + str(folder).replace("'", r"\'") + "'"
+
+
+def _limit(composed: DictConfig, overrides: Sequence[str]) -> None:
+    """Take the limits of `at_most` where a recipe has more, but what the command line sets."""
+    asked = {each.lstrip("+").split("=")[0] for each in overrides}
+    for name, most in composed.at_most.items():
+        value = OmegaConf.select(composed, name)
+        if name not in asked and isinstance(value, int | float) and value > most:
+            OmegaConf.update(composed, name, most)
+    composed.at_most = {}
 
 
 def _unknown_settings(composed: DictConfig) -> list[str]:

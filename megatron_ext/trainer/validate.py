@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 from megatron_ext.arguments import did_you_mean
 from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.config import ConfigError, TrainConfig, field_problems
+from megatron_ext.files.recipes import nearest_recipe, recipe_names, shipped_recipes
+from megatron_ext.files.yaml_files import read_yaml
 
 if TYPE_CHECKING:
     from megatron_ext.data import Manifest
@@ -38,6 +40,7 @@ def validate(config: TrainConfig, *, num_ranks: int) -> None:
     )
     if values_fit:
         problems += _check_sections(config) + _check_ranks(config, num_ranks)
+        problems += _check_domain(config)
     if not problems:
         problems = _check_placement(config)
     problems += _check_megatron(config, values_fit=values_fit, sizes_fit=not problems)
@@ -65,6 +68,8 @@ def _multiple(value: int, name: str, of: int, of_name: str) -> list[str]:
 
 def _check_sections(config: TrainConfig) -> list[str]:
     """Check sizes of one section that must divide or fit sizes of another section."""
+    from megatron_ext.trainer.settings import UNEVEN_STAGES
+
     model, parallel, samples = config.model, config.parallel, config.logging.route_samples
     problems = _multiple(
         model.num_experts, "model.num_experts", parallel.ep_size, "parallel.ep_size"
@@ -73,12 +78,20 @@ def _check_sections(config: TrainConfig) -> list[str]:
         problems += _multiple(
             _value(config, sharded), sharded, parallel.tp_size, "parallel.tp_size"
         )
-    problems += _multiple(
-        model.num_layers,
-        "model.num_layers",
-        parallel.pp_size * parallel.vpp_size,
-        "parallel.pp_size * parallel.vpp_size",
-    )
+    if not any(config.megatron.get(name) for name in UNEVEN_STAGES):
+        problems += _multiple(
+            model.num_layers,
+            "model.num_layers",
+            parallel.pp_size * parallel.vpp_size,
+            "parallel.pp_size * parallel.vpp_size",
+        )
+    if not (config.megatron.get("kv_channels") or config.megatron.get("multi_latent_attention")):
+        problems += _multiple(
+            model.hidden_size,
+            "model.hidden_size",
+            model.num_attention_heads,
+            "model.num_attention_heads",
+        )
     if samples and parallel.tp_size > 1:
         problems.append(
             f"logging.route_samples ({samples}) must be 0 with "
@@ -100,7 +113,7 @@ def _check_ranks(config: TrainConfig, num_ranks: int) -> list[str]:
     parallel, data = config.parallel, config.data
     if num_ranks < 1:
         return [f"the number of ranks ({num_ranks}) must be >= 1"]
-    problems = []
+    problems = _check_recipe_ranks(config, num_ranks)
     shards = expert_shards(config)
     per_expert = " * megatron.expert_tensor_parallel_size" if shards > 1 else ""
     for size, name in (
@@ -132,21 +145,51 @@ def _check_ranks(config: TrainConfig, num_ranks: int) -> list[str]:
     return problems
 
 
+def _check_recipe_ranks(config: TrainConfig, num_ranks: int) -> list[str]:
+    """Check that there are as many ranks as the recipe is for."""
+    wanted = config.parallel.num_ranks
+    if num_ranks >= wanted:
+        return []
+    problem = f"the number of ranks ({num_ranks}) must be >= parallel.num_ranks ({wanted})"
+    nearest = nearest_recipe(config.recipe, recipe_names(shipped_recipes()), num_ranks=num_ranks)
+    near = f"the nearest recipe for so many is {nearest}; " if nearest else ""
+    return [f"{problem}: {near}size=tiny makes the model small enough for ranks without a GPU"]
+
+
+def _check_domain(config: TrainConfig) -> list[str]:
+    """Check that EP groups are in one NVLink domain of the machine, or that a setting says more."""
+    ep_size, domain = config.parallel.ep_size, config.hardware.domain_ranks
+    strategy = STRATEGIES.get(config.balance.strategy)
+    if domain is None or ep_size <= domain or config.balance.domain_ranks:
+        return []
+    if strategy is None or strategy.kind is not strategy.planner:  # There are no replicas.
+        return []
+    return [
+        f"parallel.ep_size ({ep_size}) must be <= {domain}, the ranks of an NVLink domain "
+        f"({config.hardware.summary}), or balance.nvlink_domain must say how many ranks reach each "
+        f"other: balance.nvlink_domain={domain} keeps replicas inside"
+    ]
+
+
 _INSTEAD = {"moe_grouped_gemm": "; model.experts=grouped_mm computes experts in groups"}
 """What to set instead of a field of Megatron's, where its name does not tell."""
 
 
 def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -> list[str]:
     """Check the section `megatron` and the balancing, and let Megatron check its settings."""
-    from megatron.core.transformer import TransformerConfig
-
     from megatron_ext.mcore.limits import validate_for_balancing
     from megatron_ext.methods.sem_moe.attach import validate_for_rebatching
-    from megatron_ext.trainer.settings import transformer_config, transformer_settings
+    from megatron_ext.trainer.settings import (
+        overridable_settings,
+        transformer_class,
+        transformer_config,
+        transformer_settings,
+    )
 
     settings = transformer_settings(config) if values_fit else {}
-    known = {megatron.name: megatron for megatron in fields(TransformerConfig)}
-    hints = get_type_hints(TransformerConfig)
+    described = transformer_class(config)
+    known = {megatron.name: megatron for megatron in fields(described)}
+    hints = get_type_hints(described)
     problems = []
     for name, value in config.megatron.items():
         if name not in known:
@@ -166,7 +209,7 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
     # The numbers of experts and ranks were checked above, under their names here.
     ep_size = max(1, config.parallel.ep_size)
     sizes = {"num_moe_experts": ep_size, "expert_model_parallel_size": ep_size}
-    checked = SimpleNamespace(**(config.megatron | settings | sizes))
+    checked = SimpleNamespace(**(overridable_settings(config) | config.megatron | settings | sizes))
     problems += validate_for_balancing(checked, config.balance)
     if config.data.rebatch and values_fit:
         problems += [
@@ -250,6 +293,11 @@ def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:
     try:
         manifest = Manifest.load(config.data.path)
         if values_fit:
+            if 0 < config.model.vocab_size < manifest.vocab_size:
+                return [
+                    f"model.vocab_size ({config.model.vocab_size}) must be >= "
+                    f"{manifest.vocab_size}, the tokens of {config.data.path}; 0 takes these"
+                ]
             dataset(config, manifest, "train")
             if config.eval_every:
                 dataset(config, manifest, "validation")
@@ -297,15 +345,26 @@ def _semantics_problem(config: TrainConfig, manifest: Manifest, name: str) -> st
 def _check_run_dir(config: TrainConfig) -> list[str]:
     """Check that the run's folder can be written, and that metrics in it can be continued."""
     from megatron_ext.files.arrays import check_free
-    from megatron_ext.trainer.run_log import METRICS_FILE, read_metrics
+    from megatron_ext.trainer.run_log import CONFIG_FILE, METRICS_FILE, read_metrics
 
     run_dir = Path(config.run_dir)
     try:
         check_free(run_dir / METRICS_FILE, overwrite=True)
         read_metrics(run_dir)
+        recipe = _recipe_of(run_dir / CONFIG_FILE)
     except (OSError, ValueError) as error:
         return [f"run_dir ({config.run_dir}): {_one_line(error)}"]
+    if recipe and config.recipe and recipe != config.recipe:
+        return [
+            f"run_dir ({config.run_dir}) is of a run of recipe {recipe}, not {config.recipe}: name "
+            "another, or remove it"
+        ]
     return []
+
+
+def _recipe_of(config_file: Path) -> Any:
+    """Name of the recipe of an earlier run in the same folder; empty or None if there is none."""
+    return read_yaml(config_file).get("recipe") if config_file.is_file() else None
 
 
 def _check_checkpoint(config: TrainConfig) -> list[str]:

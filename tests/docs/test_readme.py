@@ -220,8 +220,7 @@ def check_training(words: list[str], capsys) -> None:
             named[before] = word
         else:
             overrides.append(word)
-    folder = ROOT / named.get("--config-dir", "recipes")
-    load_config(overrides, str(folder), named.get("--config-name"))
+    load_config(overrides, named.get("--config-dir"), named.get("--config-name"))
 
 
 def test_the_lines_that_balance_a_script():

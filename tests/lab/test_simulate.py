@@ -10,6 +10,7 @@ import re
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.solve import solve
@@ -469,13 +470,22 @@ def test_shape_of_a_recipe():
     assert (shape.num_layers, shape.hidden_size, shape.topk) == (5, 128, 1)
     assert (shape.expert_params, shape.num_microbatches, shape.vocab_size) == (2 * 128 * 1024, 1, 0)
     # This recipe leaves the data to the caller.
-    assert read_shape("gpt_8x64e_8gpu_bf16", []).num_microbatches == 16
+    assert read_shape("gpt_8x64e", []).num_microbatches == 16
     with pytest.raises(ValueError, match=r"parallel.tp_size \(2\) must be 1"):
         read_shape("quickstart", ["parallel.tp_size=2", "data.path=nowhere"])
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("qwen3_235b", 235), ("glm45_106b", 106), ("deepseek_v3", 671)]
+    ("name", "billions"),
+    [
+        ("qwen3_235b", 235),
+        ("glm45_106b", 106),
+        ("deepseek_v3", 671),
+        ("glm47_358b", 358),
+        ("refmoe_288b", 288),
+        ("qwen3_30b", 30.5),
+        ("mixtral_8x7b", 46.7),
+    ],
 )
 def test_shapes_have_the_parameters_of_their_names(name, billions):
     """All layers and both embeddings. Norms and biases are left out; DeepSeek-V3 has its third
@@ -503,9 +513,12 @@ def test_shapes_have_the_parameters_of_their_names(name, billions):
         (["num_dense_layers=94"], r"num_dense_layers \(94\) must be < num_layers \(94\)"),
     ],
 )
-def test_wrong_shapes(overrides, message):
+def test_wrong_shapes(overrides, message, tmp_path):
+    file = tmp_path / "sizes.yaml"
+    sizes = dataclasses.asdict(read_shape("qwen3_235b", []))
+    OmegaConf.save(OmegaConf.create(sizes), file)
     with pytest.raises(ValueError, match=message) as caught:
-        read_shape("qwen3_235b", overrides)
+        read_shape(str(file), overrides)
     assert "\n" not in str(caught.value)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.gpu.first_run.environment import LAUNCHER, QUEUES, queues
 
-RECIPE = "gpt_8x64e_8gpu_bf16"
+RECIPE = "gpt_8x64e_8_h100_bf16"
 """What is trained at full size, on `RECIPE_GPUS`."""
 
 RECIPE_GPUS = 8

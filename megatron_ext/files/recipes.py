@@ -1,0 +1,68 @@
+"""Where recipes are, and which of them fits a number of ranks.
+
+A complete recipe is a file of the folder itself, a group's options are files of a folder inside.
+Recipes for a machine are named `<model>_<ranks>_<gpu>_<precision>[_<what differs>]`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_NAMED = re.compile(r"(?P<model>\w+?)_(?P<ranks>\d+)_[a-z]+\d+_(?:fp32|bf16)(?:_\w+)?")
+
+
+def shipped_recipes() -> Path:
+    """Return the folder of the recipes that come with the package."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "recipes"
+    # In a clone, which an editable installation uses, they are beside the package.
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def recipe_names(folder: Path) -> list[str]:
+    """Return the names of the complete recipes in a folder, sorted."""
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def ranks_of(recipe: str) -> int | None:
+    """Return for how many ranks a recipe is by its name; None if its name does not say.
+
+    >>> ranks_of("deepseek_v3_256_gb200_bf16")
+    256
+    >>> ranks_of("mixtral_8x7b_8_h100_bf16_ep4")
+    8
+    >>> ranks_of("quickstart") is None
+    True
+    """
+    named = _NAMED.fullmatch(recipe)
+    return int(named["ranks"]) if named else None
+
+
+def nearest_recipe(recipe: str, names: list[str], *, num_ranks: int) -> str | None:
+    """Return the recipe for as many ranks as there are that is nearest to another recipe.
+
+    It is one for the same model if there is such a one, and of those the one for most ranks.
+
+    Args:
+        recipe: Name of the recipe that needs more ranks.
+        names: The recipes to choose from.
+        num_ranks: Ranks there are.
+
+    >>> names = ["demo_8_h200_bf16", "glm_4_h100_bf16", "glm_64_h100_bf16"]
+    >>> nearest_recipe("glm_64_h100_bf16", names, num_ranks=8)
+    'glm_4_h100_bf16'
+    >>> nearest_recipe("glm_64_h100_bf16", names, num_ranks=2) is None
+    True
+    """
+    fitting = {name: ranks for name in names if (ranks := ranks_of(name)) and ranks <= num_ranks}
+    return max(
+        fitting,
+        key=lambda name: (_model(name) == _model(recipe), fitting[name], name),
+        default=None,
+    )
+
+
+def _model(recipe: str) -> str:
+    named = _NAMED.fullmatch(recipe)
+    return named["model"] if named else recipe

@@ -1,0 +1,154 @@
+"""Every recipe composes, is accepted by Megatron, and trains: at `size=tiny`, balanced as without.
+
+What is wrong about recipes is said in one line.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.config import ConfigError
+from megatron_ext.files.recipes import ranks_of, recipe_names, shipped_recipes
+from megatron_ext.trainer.train import load_config
+from megatron_ext.trainer.validate import validate
+from tests.ranks import run_ranks
+
+RECIPES = shipped_recipes()
+NAMES = recipe_names(RECIPES)
+LARGE = [name for name in NAMES if ranks_of(name)]
+BALANCES = ("none", "quota", "ideal")
+
+
+@pytest.fixture(autouse=True)
+def outside_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def test_recipes_are_named_for_what_they_say() -> None:
+    for name in LARGE:
+        config = load_config(["data.path="], config_name=name)
+        assert config.parallel.num_ranks == ranks_of(name)
+        assert f"_{config.model.precision}" in name
+        assert config.run_dir == f"runs/{name}"
+        assert config.hardware.domain_ranks
+        assert config.balance.strategy == "quota"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recipes_are_valid_and_train_at_tiny_size(name: str, data: Path, tmp_path: Path) -> None:
+    config = load_config(
+        [f"data.path={data}", "data.sequence_length=64", "model.vocab_size=0"], config_name=name
+    )
+    validate(config, num_ranks=max(config.parallel.num_ranks, config.parallel.ep_size))
+    given = [f"data.path={data}", f"run_dir={tmp_path}", "size=tiny", "precision=fp32"]
+    reports = run_ranks(_steps_of_all_balances, 2, name, given)
+    none, quota, ideal = reports[0]
+    assert quota["losses"] == pytest.approx(none["losses"], rel=1e-6)
+    assert math.isfinite(sum(ideal["losses"]))
+    assert quota["after"] < 1.05 < none["after"]
+    assert ideal["after"] < 1.05
+    assert quota["structure"] == _structure(config)
+    assert quota["kinds"] == {"BalancedMoELayer"}
+    assert none["kinds"] == {"MoELayer"}
+
+
+def _structure(config: Any) -> dict[str, Any]:
+    """What a tiny model must have in common with the model that it stands for."""
+    megatron = config.megatron
+    dense, predicted = config.model.num_dense_layers, megatron.get("mtp_num_layers") or 0
+    layers = min(config.model.num_layers, 4)
+    return {
+        "moe layers": layers - dense + predicted,
+        "dense layers": dense,
+        "latent": bool(megatron.get("multi_latent_attention")),
+        "query norms": bool(megatron.get("qk_layernorm")),
+        "grouped queries": bool(megatron.get("num_query_groups")),
+        "shared experts": config.model.shared_expert_hidden_size > 0,
+        "expert bias": bool(megatron.get("moe_router_enable_expert_bias")),
+        "gated": config.model.activation == "swiglu",
+    }
+
+
+def _steps_of_all_balances(rank: int, name: str, given: list[str]) -> list[dict[str, Any]]:
+    return [_two_steps(name, [*given, f"balance={balance}"]) for balance in BALANCES]
+
+
+def _two_steps(name: str, given: list[str]) -> dict[str, Any]:
+    from megatron.core.transformer.mlp import MLP
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from megatron_ext.trainer import build
+    from megatron_ext.trainer.loop import Training
+
+    config = load_config(given, config_name=name)
+    validate(config, num_ranks=2)
+    training = Training(config)
+    metrics = [training.train_step() for _ in range(2)]
+    training.close()
+    moe = build.moe_layers(training.chunks)
+    modules = [each for chunk in training.chunks for each in chunk.modules()]
+    layers = [each for each in modules if isinstance(each, TransformerLayer)]
+    attention = layers[0].self_attention
+    norms = [getattr(attention, each, None) for each in ("q_layernorm", "kv_layernorm")]
+    megatron: Any = moe[0].config
+    return {
+        "losses": [each["loss"] for each in metrics],
+        "after": metrics[0]["imbalance_after"],
+        "kinds": {type(each).__name__ for each in moe},
+        "structure": {
+            "moe layers": len(moe),
+            "dense layers": sum(type(each.mlp) is MLP for each in layers),
+            "latent": isinstance(attention, MLASelfAttention),
+            "query norms": any("Norm" in type(each).__name__ for each in norms),
+            "grouped queries": megatron.num_query_groups < megatron.num_attention_heads,
+            "shared experts": moe[0].shared_experts is not None,
+            "expert bias": moe[0].router.expert_bias is not None,
+            "gated": megatron.gated_linear_unit,
+        },
+    }
+
+
+def test_every_option_of_a_group_composes() -> None:
+    for option in RECIPES.glob("*/*.yaml"):
+        load_config(["data.path=", f"{option.parent.name}={option.stem}"], config_name=LARGE[0])
+
+
+def test_own_recipes_are_made_of_the_groups_that_come_with_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "it's mine"
+    (own / "model").mkdir(parents=True)
+    (own / "model" / "wide.yaml").write_text("hidden_size: 96\n")
+    (own / "mine.yaml").write_text(
+        "defaults: [train, {model: wide}, {parallel: ep2}, {size: full}, _self_]\nsteps: 7\n"
+    )
+    config = load_config(["data.path="], str(own), "mine")
+    assert (config.recipe, config.steps, config.model.hidden_size) == ("mine", 7, 96)
+    assert config.parallel.ep_size == 2
+    assert load_config(["data.path="], str(own), "quickstart").recipe == "quickstart"
+    # What the command line sets stays, also beyond a limit.
+    small = load_config(["data.path=", "size=tiny", "steps=99"], str(own), "mine")
+    assert (small.steps, small.model.hidden_size, small.at_most) == (99, 32, {})
+
+
+def _problems(given: list[str], name: str, num_ranks: int, data: Path) -> list[str]:
+    config = load_config([f"data.path={data}", "model.vocab_size=0", *given], config_name=name)
+    with pytest.raises(ConfigError) as error:
+        validate(config, num_ranks=num_ranks)
+    return error.value.problems
+
+
+def test_wrong_recipes_are_one_line_each(data: Path, tmp_path: Path) -> None:
+    small = [f"run_dir={tmp_path}", "data.sequence_length=64"]
+    (problem,) = _problems(small, "qwen3_235b_256_gb200_bf16", 8, data)[:1]
+    assert problem == (
+        "the number of ranks (8) must be >= parallel.num_ranks (256): the nearest recipe for so "
+        "many is qwen3_30b_8_h100_bf16; size=tiny makes the model small enough for ranks without a "
+        "GPU"
+    )
