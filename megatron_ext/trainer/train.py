@@ -21,8 +21,11 @@ from typing import Any
 
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -170,11 +173,10 @@ def load_config(
     config_name = config_name or SCHEMA
     if config_name != SCHEMA:
         _check_recipe(config_name, folder)
+    Plugins.instance().register(_ShippedRecipes)
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
-            composed = compose(
-                config_name, [*overrides, f"hydra.searchpath=[{_quoted(shipped_recipes())}]"]
-            )
+            composed = compose(config_name, list(overrides))
         _limit(composed, overrides)
         if config_name != SCHEMA and not composed.recipe:
             composed.recipe = config_name
@@ -209,9 +211,12 @@ def _check_recipe(name: str, folder: Path) -> None:
     )
 
 
-def _quoted(folder: Path) -> str:
-    """A folder as an element of Hydra's search path, in an override."""
-    return "'file://" + str(folder).replace("'", r"\'") + "'"
+class _ShippedRecipes(SearchPathPlugin):
+    """Lets Hydra look for recipes and groups in the package, after the folder of --config-dir."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """See `SearchPathPlugin`."""
+        search_path.append("megatron_ext", f"file://{shipped_recipes()}")
 
 
 def _limit(composed: DictConfig, overrides: Sequence[str]) -> None:

@@ -181,7 +181,7 @@ WRONG = {
     ),
     "unknown option of a group": (
         ["--config-name", "quickstart", "balance=quotaa"],
-        ["balance/quotaa'; there are ideal, none, quota; did you mean quota?"],
+        ["balance/quotaa'; there are ideal, libra, none, quota; did you mean quota?"],
     ),
     "an option without a recipe": (
         ["balance=none"],
