@@ -1,6 +1,6 @@
 """The command line of a training run: `megatron-ext train`, or `torchrun -m megatron_ext.train`.
 
-Arguments are Hydra's: `--config-dir recipes --config-name NAME` and overrides such as
+Arguments are Hydra's: `--config-name NAME` and overrides such as
 `balance.slots=1`. Nothing that takes long is imported before the words are understood.
 """
 
@@ -51,7 +51,10 @@ def parser() -> OneLineParser:
         epilog="example: megatron-ext train --config-name quickstart balance.slots=1 steps=20",
     )
     parser.add_argument(
-        "--config-dir", "-cd", help="folder of recipes of your own; those of the package are found anyway", metavar="DIR"
+        "--config-dir",
+        "-cd",
+        help="folder of recipes of your own; those of the package are found anyway",
+        metavar="DIR",
     )
     parser.add_argument("--config-name", "-cn", help="the recipe to start from", metavar="NAME")
     parser.add_argument(
