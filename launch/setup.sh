@@ -29,25 +29,47 @@ if [[ -f $venv/setup-stamp && $(<"$venv/setup-stamp") == "$stamp" ]]; then
     exit 0
 fi
 
-install_packages() { # of Debian and its relatives, as root
-    command -v apt-get >/dev/null || fail "$1 is missing: install it and run this again"
-    local sudo=()
-    [[ $(id -u) == 0 ]] || sudo=(sudo)
-    "${sudo[@]}" apt-get update
-    DEBIAN_FRONTEND=noninteractive "${sudo[@]}" apt-get install -y --no-install-recommends "${@:2}"
+output=$(mktemp)
+trap 'rm -f "$output"' EXIT
+stage() { # stage TITLE COMMAND...: shows a line; what the command says only if it fails
+    local started=$SECONDS
+    printf '%s ... ' "$1"
+    if ! "${@:2}" >"$output" 2>&1; then
+        echo failed
+        cat "$output" >&2
+        fail "$1: failed; what it said is above"
+    fi
+    echo "$((SECONDS - started)) s"
 }
 
-command -v c++ >/dev/null || install_packages "a C++ compiler" g++
-"$python" -c 'import ensurepip, venv' 2>/dev/null ||
-    install_packages "Python's module venv" "python$version-venv"
+install_packages() { # of Debian and its relatives, as root
+    local sudo=()
+    [[ $(id -u) == 0 ]] || sudo=(sudo)
+    "${sudo[@]}" apt-get update &&
+        DEBIAN_FRONTEND=noninteractive "${sudo[@]}" apt-get install -y --no-install-recommends "$@"
+}
 
-if [[ ! -x $venv/bin/python ]] ||
-    [[ $("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') != "$version" ]]; then
-    "$python" -m venv --clear "$venv"
-fi
-pip=("$venv/bin/python" -m pip --disable-pip-version-check)
+need() { # need WHAT PACKAGE: it is missing
+    command -v apt-get >/dev/null || fail "$1 is missing: install it and run this again"
+    stage "0/3 $1 (apt-get install $2)" install_packages "$2"
+}
 
+echo "Setting up $venv with Python $version; 5 to 10 minutes, most of them downloads."
+command -v c++ >/dev/null || need "a C++ compiler" g++
+"$python" -c 'import ensurepip, venv' 2>/dev/null || need "Python's module venv" "python$version-venv"
+
+make_environment() {
+    [[ -x $venv/bin/python &&
+        $("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') == "$version" ]] ||
+        "$python" -m venv --clear "$venv"
+}
+stage "1/3 environment" make_environment
+
+install() { # install ARGUMENTS: by pip
+    "$venv/bin/python" -m pip --disable-pip-version-check install --constraint launch/constraints.txt "$@"
+}
 # Torch comes first with what builds: the library is built against the one that is there.
-"${pip[@]}" install --constraint launch/constraints.txt torch scikit-build-core cmake ninja
-"${pip[@]}" install --constraint launch/constraints.txt --no-build-isolation --editable '.[dev,wandb]'
+stage "2/3 torch, up to 3 GB" install torch scikit-build-core cmake ninja
+stage "3/3 other packages and the native part" install --no-build-isolation --editable '.[dev,wandb]'
 echo "$stamp" >"$venv/setup-stamp"
+echo "Ready. To use it: source $venv/bin/activate"

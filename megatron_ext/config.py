@@ -575,7 +575,7 @@ class OptimizerConfig(Section):
     """Learning rate of the last step."""
 
     warmup_steps: int = setting(10, least=0)
-    """Steps from learning rate 0 to `lr`."""
+    """Steps from learning rate 0 to `lr`; a run with fewer steps gets there in its last but one."""
 
     decay: str = setting("cosine", choices=("constant", "linear", "cosine"))
     """Shape of the way to `min_lr`: `constant`, `linear` or `cosine`."""
@@ -614,7 +614,8 @@ class LoggingConfig(Section):
     NAME: ClassVar[str] = "logging"
 
     every: int = setting(1, least=1)
-    """Steps between two plain progress lines, where the display is not a terminal."""
+    """Steps between two plain progress lines, where the display is not a terminal; the first step
+    and slow ones have lines, too."""
 
     trace_steps: int = setting(0, least=0)
     """Steps in one file of `trace/` in the run directory, with the exact load of every microbatch
@@ -770,11 +771,6 @@ class TrainConfig(Section):
     def relation_problems(self) -> list[str]:
         """See `Section.relation_problems`."""
         problems = [] if self.run_dir else ["run_dir ('') must name a folder"]
-        if self.steps >= 1 and self.optimizer.warmup_steps >= self.steps:
-            problems.append(
-                f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) must be < "
-                f"steps ({self.steps})"
-            )
         if self.eval_every > 0 and self.data.validation_fraction == 0:
             problems.append(f"eval_every ({self.eval_every}) needs data.validation_fraction > 0")
         return problems

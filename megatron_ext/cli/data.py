@@ -31,7 +31,7 @@ def _add_build(data: Any) -> None:
         "build",
         run_build,
         "turn text files into Megatron indexed datasets, one per domain",
-        "megatron-ext data build code=src 'docs=manual/**/*.rst' --out runs/data",
+        "megatron-ext data build code=megatron_ext 'docs=docs/**/*.md' --out runs/text",
     )
     build.add_argument(
         "sources",

@@ -168,7 +168,7 @@ def build_scheduler(
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=settings.warmup_steps,
+        lr_warmup_steps=min(settings.warmup_steps, config.steps - 1),
         lr_decay_steps=config.steps,
         lr_decay_style=settings.decay,
         start_wd=settings.weight_decay,

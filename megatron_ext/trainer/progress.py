@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -11,6 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 logger = logging.getLogger(__name__)
+
+_SILENCE_S = 30
+"""Seconds after a plain line, or the start, after which the next step has one in any case."""
 
 
 class TrainingProgress:
@@ -24,8 +29,10 @@ class TrainingProgress:
     """
 
     def __init__(self, title: str, *, start_step: int, steps: int, every: int) -> None:
+        self._start_step = start_step
         self._steps = steps
         self._every = every
+        self._started = self._said = time.monotonic()
         self._bar: Progress | None = None
         if sys.stderr.isatty():
             self._bar = Progress(
@@ -63,5 +70,19 @@ class TrainingProgress:
         step = metrics["step"]
         if self._bar:
             self._bar.update(self._task, completed=step, line=line)
-        elif step % self._every == 0 or step == self._steps:
-            logger.info("step %d/%d  %s", step, self._steps, line)
+        elif self._is_due(step):
+            self._said = time.monotonic()
+            logger.info("step %d/%d  %s%s", step, self._steps, line, self._left(step))
+
+    def _is_due(self, step: int) -> bool:
+        """Whether a step has a plain line."""
+        if time.monotonic() - self._said >= _SILENCE_S:
+            return True
+        return step in (self._start_step + 1, self._steps) or step % self._every == 0
+
+    def _left(self, step: int) -> str:
+        """Say how long the rest takes if its steps are as slow as those of this start."""
+        if step == self._steps:
+            return ""
+        seconds_a_step = (time.monotonic() - self._started) / (step - self._start_step)
+        return f"  {timedelta(seconds=round(seconds_a_step * (self._steps - step)))} left"

@@ -92,6 +92,9 @@ def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
         if is_rank:
             run_rank(config)
         else:
+            logger.info(
+                "%s: starting %d ranks for %d steps", config.run_dir, num_ranks, config.steps
+            )
             launch_ranks(run_rank, config, num_ranks=num_ranks, restarts=config.restarts)
 
 

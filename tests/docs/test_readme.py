@@ -1,12 +1,15 @@
 """What README and docs name exists: files, commands, options, recipes, words.
 
-Layer 1. Commands are not run: their words are given to the parsers, their overrides to Hydra.
+Commands of README are run as they stand there. Of the others' words, the parsers are asked, and
+Hydra for their overrides.
 """
 
 import ast
 import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from megatron_ext.config import TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.files.loads import read_loads
 from megatron_ext.pretrain import read_balance
+from megatron_ext.trainer.run_log import read_metrics
 from megatron_ext.trainer.train import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -183,6 +187,46 @@ def test_command_is_understood(words, capsys):
             assert option in (ROOT / words[0]).read_text(), option
     else:
         assert words[0] in ("pip", "ruff", "mypy", "pytest", "source"), words
+
+
+# Why a command of README is not run here, and what runs it instead.
+NOT_RUN = {
+    "launch/setup.sh": "tests/run.sh begins with it; tests/test_setup.py",
+    "pip install .": "it needs a network; tests/ops/test_build.py",
+    "launch/quickstart.sh": "minutes; tests/trainer/test_report.py with fewer steps",
+    "tests/run.sh": "it runs this",
+    "torchrun --nproc-per-node 8 -m megatron_ext.pretrain pretrain_gpt.py"
+    " --moe-balance-slots 2 ...": "a program of Megatron-LM's; tests/trainer/test_pretrain.py",
+}
+
+
+@pytest.mark.slow
+def test_commands_of_the_readme_run_as_written(tmp_path):
+    """In a folder that looks like a clone, so that what they write is not in this one."""
+    lines = [
+        line.split(" #")[0].strip()
+        for code in blocks(ROOT / "README.md", "sh")
+        for line in code.splitlines()
+    ]
+    assert NOT_RUN.keys() <= set(lines)
+    for path in ROOT.iterdir():
+        if path.name not in ("runs", ".venv", ".git"):
+            (tmp_path / path.name).symlink_to(path)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    script = "\n".join(["set -eux", *(line for line in lines if line not in NOT_RUN)])
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+
+    said = done.stderr.split("+ megatron-ext train")[1].splitlines()
+    assert said[1] == "loading PyTorch and Megatron ..."  # Before anything that takes seconds.
+    assert "runs/first: starting 2 ranks for 4 steps" in said
+    (first,) = [line for line in said if line.startswith("step 1/4  loss ")]
+    assert first.endswith(" left")
+    metrics = read_metrics(tmp_path / "runs" / "first")
+    rates = [line["lr"] for line in metrics]
+    assert rates == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-4])  # warmed up in three steps
 
 
 def options_of(words: list[str]) -> list[str]:

@@ -1,0 +1,67 @@
+"""`launch/setup.sh` shows its stages, and what failed; a stand-in for Python installs nothing."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+PYTHON = """#!/bin/sh
+case "$*" in
+    *sys.version_info*) echo 3.11 ;;
+    "-m venv"*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
+    "-m pip"*)
+        echo "a page of pip: $*"
+        [ "$FAILS" = "" ] || case "$*" in *"$FAILS"*) exit 1 ;; esac ;;
+esac
+"""
+
+
+@pytest.fixture
+def set_up(tmp_path):
+    clone, python = tmp_path / "clone", tmp_path / "python"
+    shutil.copytree(ROOT / "launch", clone / "launch")
+    for folder in ("csrc", "megatron_ext", "checkpoints_tools"):
+        (clone / folder).mkdir()
+    (clone / "pyproject.toml").touch()
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+
+    def run(fails=""):
+        done = subprocess.run(
+            [clone / "launch" / "setup.sh"],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHON": str(python), "VENV": ".venv", "FAILS": fails},
+            capture_output=True,
+            text=True,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+def test_stages_and_no_pages(set_up):
+    status, said, errors = set_up()
+    assert (status, errors) == (0, "")
+    first, *stages, last = said.splitlines()
+    assert "minutes" in first
+    assert [line.split()[0] for line in stages] == ["1/3", "2/3", "3/3"]
+    assert all(line.endswith(" s") for line in stages)
+    assert last.endswith("source .venv/bin/activate")
+    assert set_up() == (0, "", "")
+
+
+def test_pages_where_a_stage_fails(set_up):
+    for fails, stage in (("torch", "2/3"), ("--editable", "3/3")):
+        status, said, errors = set_up(fails)
+        assert status == 1
+        assert said.splitlines()[-1].startswith(stage)
+        assert said.endswith("failed\n")
+        page, last = errors.splitlines()
+        assert page.startswith("a page of pip")
+        assert fails in page
+        assert last.startswith(f"launch/setup.sh: {stage}")
+    assert set_up()[0] == 0  # Nothing said that it was done.
