@@ -15,6 +15,7 @@ stdout, progress and errors to stderr. Each command imports the heavy modules th
     checkpoint.py  shows what checkpoints hold; moves experts
     doctor.py      examines or calibrates this machine, or looks at a training
     examine.py     what this machine and installation have, for `doctor`
+    features.py    what may be here or not, for `doctor`
     examine_gpus.py  how its GPUs reach each other, for `doctor --gpu`
     run_state.py   what the ranks of a training do, for `doctor`
     options.py     how commands and shared options are declared

@@ -72,13 +72,19 @@ def run(arguments: argparse.Namespace) -> int:
 def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield f"python               {report['python']} on {report['system']}, {report['cpus']} CPUs"
     for name, version in report["versions"].items():
-        yield f"{name:<20} {version or '-'}"
+        if version:
+            yield f"{name:<20} {version}"
     shared = report["shared_memory"]
     yield "shared memory        " + (
         f"{mib(shared['free_bytes'])} of {mib(shared['total_bytes'])} MiB free" if shared else "-"
     )
     if "devices" in report:
         yield from _torch_lines(report)
+    yield ""
+    for state, here in (("here", True), ("not here", False)):
+        for each in report["features"]:
+            if each["here"] == here:
+                yield f"{state:<20} {each['name']}: {each['said']}"
     yield ""
     yield from (f"problem: {problem}" for problem in report["problems"])
     if not report["problems"]:
@@ -94,7 +100,6 @@ def _torch_lines(report: dict[str, Any]) -> Iterator[str]:
         )
     if not report["devices"]:
         yield "device               CPU only"
-    yield f"native library       {'loads' if report['native_library'] else '-'}"
     yield (
         f"transports           {', '.join(report['transports'])} (auto: {report['transport_auto']})"
     )

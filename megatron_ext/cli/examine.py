@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-# Packages examined besides the requirements of megatron-ext: they may be absent.
-_OPTIONAL = ("transformer-engine", "tokenizers", "wandb")
+from megatron_ext.cli.features import PACKAGES, features
+
 # What to look for where megatron-ext is on the path only, and says no requirements.
 _ESSENTIAL = ("torch", "megatron-core", "hydra-core")
 _SHARED_MEMORY = Path("/dev/shm")
@@ -19,7 +19,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 def examine() -> dict[str, Any]:
     """Return a report that JSON can hold.
 
-    `problems` in it names what must be repaired before a run can start, a sentence each.
+    `problems` in it names what must be repaired before a run can start, a sentence each, with how
+    to; `features` what may be absent.
     """
     versions, problems = _versions()
     report: dict[str, Any] = {
@@ -28,11 +29,10 @@ def examine() -> dict[str, Any]:
         "versions": versions,
         "cpus": len(os.sched_getaffinity(0)),
         "shared_memory": _shared_memory(),
-        "wandb": versions["wandb"] is not None,
     }
-    if versions["torch"] is not None:
-        report |= _torch_report(problems)
-    return report | {"problems": problems}
+    torch_report = _torch_report(problems) if versions["torch"] is not None else {}
+    report |= torch_report
+    return report | {"features": features(torch_report, versions), "problems": problems}
 
 
 def _versions() -> tuple[dict[str, str | None], list[str]]:
@@ -52,38 +52,49 @@ def _versions() -> tuple[dict[str, str | None], list[str]]:
 
     versions = {"megatron-ext": own_version}
     problems = []
-    for name in sorted({*required, *_OPTIONAL}):
+    for name in sorted({*required, *PACKAGES}):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
             if name in required:
-                problems.append(f"{name} is not installed")
+                problems.append(f"{name} is not installed: pip install '{_wanted(required[name])}'")
             continue
         if name in required and not required[name].specifier.contains(
             versions[name] or "", prereleases=True
         ):
             problems.append(
-                f"{name} {versions[name]} is installed, {required[name].specifier} is needed"
+                f"{name} {versions[name]} is installed, {required[name].specifier} is needed: "
+                f"pip install '{_wanted(required[name])}'"
             )
     return versions, problems
+
+
+def _wanted(requirement: Any) -> str:
+    return f"{requirement.name}{requirement.specifier}"
 
 
 def _torch_report(problems: list[str]) -> dict[str, Any]:
     """Return the part of the report that needs torch: devices, library, transports, strategies."""
     import torch
 
+    from megatron_ext.balance.solve import solve
     from megatron_ext.balance.strategies import STRATEGIES
     from megatron_ext.ops import has_cuda_part, load_library
     from megatron_ext.transport import TRANSPORTS, resolve_transport
 
+    native_said = "loads and plans"
     try:
         load_library()
+        solve(torch.tensor([[3, 1], [3, 1]]), ep_size=2, slots=1)
         native_library = True
     # The loader's and torch's own complaints both are of this kind.
     except (RuntimeError, OSError) as error:
         native_library = False
-        problems.append(str(error))
+        native_said = str(error)
+        problems.append(native_said)
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    cuda_part = native_library and has_cuda_part()
     devices = [
         torch.cuda.get_device_properties(index)
         for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
@@ -99,11 +110,15 @@ def _torch_report(problems: list[str]) -> dict[str, Any]:
             for device in devices
         ],
         "native_library": native_library,
-        "transports": list(TRANSPORTS),
+        "native_said": native_said,
+        "cuda_part": cuda_part,
+        "transports": [
+            name for name, kind in TRANSPORTS.items() if kind.device_type in (None, device_type)
+        ],
         "transport_auto": resolve_transport(
             "auto",
-            device_type="cuda" if torch.cuda.is_available() else "cpu",
-            mapped=native_library and (has_cuda_part() or not torch.cuda.is_available()),
+            device_type=device_type,
+            mapped=cuda_part if device_type == "cuda" else native_library,
         ),
         "strategies": list(STRATEGIES),
     }

@@ -112,20 +112,32 @@ def _nvcc() -> str | None:
     return os.environ.get("CUDACXX") or shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc")
 
 
+def missing_tool() -> str | None:
+    """Return what building lacks and how to get it, in one line; None if nothing."""
+    for tool, how in _TOOLS.items():
+        program = os.environ.get("CXX", tool) if tool == "c++" else tool
+        if shutil.which(program, path=_tools_path()) is None:
+            return f"there is no {program}: {how}"
+    return None
+
+
+def _tools_path() -> str:
+    # Tools that pip installed need not be in PATH.
+    places = [sysconfig.get_path("scripts"), sysconfig.get_path("scripts", "posix_user")]
+    return os.pathsep.join([*places, os.environ.get("PATH", os.defpath)])
+
+
 def _build(sources: Path, path: Path) -> None:
     """Build the library, as an installation does, and move it to `path` when it is whole.
 
     Raises:
         RuntimeError: A tool is missing, or the build fails.
     """
-    environment = os.environ | ({"CUDACXX": nvcc} if (nvcc := _nvcc()) else {})
-    # Tools that pip installed need not be in PATH.
-    places = [sysconfig.get_path("scripts"), sysconfig.get_path("scripts", "posix_user")]
-    environment["PATH"] = os.pathsep.join([*places, environment.get("PATH", os.defpath)])
-    for tool, how in _TOOLS.items():
-        program = environment.get("CXX", tool) if tool == "c++" else tool
-        if shutil.which(program, path=environment["PATH"]) is None:
-            raise RuntimeError(f"the native part cannot be built: there is no {program}: {how}")
+    if missing := missing_tool():
+        raise RuntimeError(f"the native part cannot be built: {missing}")
+    environment = os.environ | {"PATH": _tools_path()}
+    if nvcc := _nvcc():
+        environment["CUDACXX"] = nvcc
     without = "" if nvcc or torch.version.cuda is None else ", without its CUDA part (no nvcc)"
     sys.stderr.write(
         f"megatron_ext: building the native part for torch {torch.__version__}{without}; "

@@ -43,10 +43,34 @@ def test_doctor_names_what_is_wrong(capsys, monkeypatch):
     status, stdout, _ = run(capsys, "doctor")
     assert status == 1
     assert [line for line in stdout.splitlines() if line.startswith("problem: ")] == [
-        "problem: megatron-core is not installed",
-        "problem: numpy 2.0.1 is installed, <1 is needed",
+        "problem: megatron-core is not installed: pip install 'megatron-core'",
+        "problem: numpy 2.0.1 is installed, <1 is needed: pip install 'numpy<1'",
         "problem: the library is not built",
     ]
+    assert "not here             wandb: pip install 'megatron-ext[wandb]'" in stdout
+    assert "not here             native part: the library is not built" in stdout
+
+
+def test_doctor_says_what_is_here_and_how_to_get_the_rest(capsys, monkeypatch, tmp_path):
+    for name in ("cmake", "ninja", "sbatch"):
+        (tmp_path / name).write_text("#!/bin/sh")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr("megatron_ext.ops.build._tools_path", lambda: str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    _, stdout, _ = run(capsys, "doctor", "--json")
+    found = {each["name"]: (each["here"], each["said"]) for each in json.loads(stdout)["features"]}
+    assert found["native part"] == (True, "loads and plans")
+    assert found["Slurm"] == (True, str(tmp_path / "sbatch"))
+    here, how = found["what builds it"]
+    assert not here
+    assert how.startswith("there is no c++: install g++")
+    assert len(found) == 8
+    monkeypatch.setenv("PATH", "")
+    status, stdout, _ = run(capsys, "doctor")
+    assert "not here             Slurm: log in to a machine that has sbatch" in stdout
+    # What may be absent is no failure.
+    assert status == (1 if "problem: " in stdout else 0)
 
 
 def fake_gpus(monkeypatch, tmp_path, cuda, *, major=9, channels=()):
