@@ -84,6 +84,8 @@ def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
         SystemExit: With status 1 if a rank failed; with 128 + its number if a signal ended the run.
     """
     is_rank = "RANK" in os.environ
+    if num_ranks is None and not is_rank and not config.type_problems():
+        num_ranks = _too_few_ranks(config)
     num_ranks = check(config, num_ranks=num_ranks)
     # Before there are ranks that wait for each other: it may have to be built.
     load_library()
@@ -130,6 +132,16 @@ def check(config: TrainConfig, *, num_ranks: int | None = None) -> int:
     return num_ranks
 
 
+def _too_few_ranks(config: TrainConfig) -> int | None:
+    """Return the ranks that this machine has place for if the recipe is for more; else None."""
+    here = (
+        torch.cuda.device_count()
+        if torch.cuda.is_available()
+        else max(2, len(os.sched_getaffinity(0)))
+    )
+    return here if config.parallel.num_ranks > here else None
+
+
 def _no_prediction(config: TrainConfig) -> str | None:
     """Return a message if a strategy predicts and there is nothing to predict; else None."""
     chunks = config.parallel.pp_size * config.parallel.vpp_size
@@ -170,6 +182,8 @@ def load_config(
     Raises:
         ConfigError: A recipe or key does not exist, or a value has the wrong type.
     """
+    if twice := _given_twice(overrides):
+        raise ConfigError(twice)
     folder = Path(config_dir).absolute() if config_dir else shipped_recipes()
     if not folder.is_dir():
         raise ConfigError([f"--config-dir ({config_dir}) is not a folder"])
@@ -212,6 +226,16 @@ def _check_recipe(name: str, folder: Path) -> None:
     raise ConfigError(
         [f"--config-name ({name}): no such recipe: {there}{did_you_mean(name, known)}"]
     )
+
+
+def _given_twice(overrides: Sequence[str]) -> list[str]:
+    """What is wrong with overrides of which two choose different options of one group."""
+    chosen: dict[str, list[str]] = {}
+    for each in dict.fromkeys(overrides):
+        name = each.lstrip("+").split("=")[0]
+        if (shipped_recipes() / name).is_dir():
+            chosen.setdefault(name, []).append(each)
+    return [f"{name} is given twice: {', '.join(two)}" for name, two in chosen.items() if two[1:]]
 
 
 class _ShippedRecipes(SearchPathPlugin):

@@ -78,6 +78,7 @@ def _check_sections(config: TrainConfig) -> list[str]:
         problems += _multiple(
             _value(config, sharded), sharded, parallel.tp_size, "parallel.tp_size"
         )
+    problems += _check_uneven_stages(config)
     if not any(config.megatron.get(name) for name in UNEVEN_STAGES):
         problems += _multiple(
             model.num_layers,
@@ -98,6 +99,31 @@ def _check_sections(config: TrainConfig) -> list[str]:
             f"parallel.tp_size ({parallel.tp_size}) > 1: no rank's router sees whole samples"
         )
     return problems
+
+
+def _check_uneven_stages(config: TrainConfig) -> list[str]:
+    """Check the layers that a first and last pipeline stage of their own leave to the others."""
+    parallel = config.parallel
+    own = {
+        name: layers
+        for end in ("first", "last")
+        if isinstance(layers := config.megatron.get(name := _LAYERS_IN.format(end)), int) and layers
+    }
+    if not own:
+        return []
+    layers, stages = config.model.num_layers - sum(own.values()), parallel.pp_size - len(own)
+    if layers >= 0 and layers % (stages * parallel.vpp_size) == 0 if stages > 0 else layers == 0:
+        return []
+    given = " and ".join(f"megatron.{name} ({value})" for name, value in own.items())
+    return [
+        f"{given} must leave layers that divide by the other stages: {layers} of "
+        f"model.num_layers ({config.model.num_layers}) for {stages} of "
+        f"parallel.pp_size ({parallel.pp_size})"
+    ]
+
+
+_LAYERS_IN = "num_layers_in_{}_pipeline_stage"
+"""Fields of TransformerConfig for the first and the last stage."""
 
 
 def expert_shards(config: TrainConfig) -> int:

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_ext.config import ConfigError
 from megatron_ext.files.recipes import ranks_of, recipe_names, shipped_recipes
-from megatron_ext.trainer.train import load_config
+from megatron_ext.trainer.train import load_config, train
 from megatron_ext.trainer.validate import validate
 from tests.ranks import run_ranks
 
@@ -142,11 +142,97 @@ def _problems(given: list[str], name: str, num_ranks: int, data: Path) -> list[s
     return error.value.problems
 
 
-def test_wrong_recipes_are_one_line_each(data: Path, tmp_path: Path) -> None:
-    small = [f"run_dir={tmp_path}", "data.sequence_length=64"]
-    (problem,) = _problems(small, "qwen3_235b_256_gb200_bf16", 8, data)[:1]
-    assert problem == (
-        "the number of ranks (8) must be >= parallel.num_ranks (256): the nearest recipe for so "
-        "many is qwen3_30b_8_h100_bf16; size=tiny makes the model small enough for ranks without a "
-        "GPU"
+TOO_FEW = (
+    "the number of ranks (8) must be >= parallel.num_ranks (256): the nearest recipe for so "
+    "many is qwen3_30b_8_h100_bf16; size=tiny makes the model small enough for ranks without a GPU"
+)
+
+WRONG = {
+    "fewer GPUs than the recipe needs": ([], 8, TOO_FEW),
+    "EP larger than the NVLink domain": (
+        ["hardware=server_8_h100"],
+        256,
+        "parallel.ep_size (64) must be <= 8, the ranks of an NVLink domain (server with 8 H100 "
+        "GPUs and one 400 Gbps adapter a GPU), or balance.nvlink_domain must say how many ranks "
+        "reach each other: balance.nvlink_domain=8 keeps replicas inside",
+    ),
+    "a model for other parallelism": (
+        ["model=mixtral_8x7b"],
+        256,
+        "model.num_experts (8) must be a multiple of parallel.ep_size (64)",
+    ),
+    "stages that leave layers over": (
+        ["+megatron.num_layers_in_last_pipeline_stage=9", "parallel.pp_size=4"],
+        256,
+        "megatron.num_layers_in_last_pipeline_stage (9) must leave layers that divide by the "
+        "other stages: 85 of model.num_layers (94) for 3 of parallel.pp_size (4)",
+    ),
+    "a setting that Megatron has not": (
+        ["+megatron.num_query_group=2"],
+        256,
+        "has no setting of this name; did you mean num_query_groups?",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_recipes_are_one_line_each(wrong: str, data: Path) -> None:
+    given, num_ranks, line = WRONG[wrong]
+    small = ["data.sequence_length=64", *given]
+    problems = _problems(small, "qwen3_235b_256_gb200_bf16", num_ranks, data)
+    assert [line in each for each in problems].count(True) == 1, problems
+    assert not any("\n" in each for each in problems)
+
+
+def test_an_nvlink_domain_that_is_said_or_not_needed_is_no_problem(data: Path) -> None:
+    for given in (["balance.nvlink_domain=8"], ["balance=none"]):
+        config = load_config(
+            [
+                f"data.path={data}",
+                "data.sequence_length=64",
+                "model.vocab_size=0",
+                "hardware=server_8_h100",
+                *given,
+            ],
+            config_name="qwen3_235b_256_gb200_bf16",
+        )
+        validate(config, num_ranks=256)
+
+
+def test_a_run_directory_of_another_recipe(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("recipe: traced\n")
+    assert _problems([f"run_dir={tmp_path}"], "quickstart", 2, data) == [
+        f"run_dir ({tmp_path}) is of a run of recipe traced, not quickstart: name another, or "
+        "remove it"
+    ]
+
+
+def test_what_is_said_twice() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(["balance=none", "balance=quota", "steps=3", "steps=4"], None, "quickstart")
+    assert error.value.problems == ["balance is given twice: balance=none, balance=quota"]
+
+
+def test_recipes_are_looked_for_in_both_folders(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [train]\n")
+    with pytest.raises(ConfigError) as error:
+        load_config([], str(tmp_path), "min")
+    (problem,) = error.value.problems
+    assert f"{tmp_path} has mine; {RECIPES} has deepseek_v3_256_gb200_bf16, " in problem
+    assert problem.endswith("; did you mean mine?")
+
+
+def test_a_recipe_for_many_gpus_does_not_start_on_a_small_machine(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "megatron_ext.trainer.train.launch_ranks", lambda *_, **__: pytest.fail("started")
     )
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+    config = load_config(
+        [f"data.path={data}", "data.sequence_length=64", "model.vocab_size=0"],
+        config_name="qwen3_235b_256_gb200_bf16",
+    )
+    with pytest.raises(ConfigError) as error:
+        train(config)
+    assert TOO_FEW in error.value.problems
