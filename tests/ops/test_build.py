@@ -67,6 +67,7 @@ def test_a_wheel_made_without_torch_works_elsewhere(tmp_path):
     assert wheel.name.endswith("-py3-none-any.whl")
     target = tmp_path / "elsewhere"
     zipfile.ZipFile(wheel).extractall(target)
+    assert (target / "megatron_ext" / "recipes" / "quickstart.yaml").is_file()
 
     cache = tmp_path / "cache"
     environment |= {"XDG_CACHE_HOME": str(cache), "CXX": str(compiler), "BUILT": str(BUILT)}
