@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 _CPU = torch.device("cpu")
 
-_FACTORIES = (
+FACTORIES = (
     *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like"),
     *("linspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn"),
     *("randn_like", "randperm", "tensor", "zeros", "zeros_like"),
@@ -106,7 +106,7 @@ class CpuPlatform:
         setattr(owner, name, value)
 
     def _patch_torch(self) -> None:
-        for name in _FACTORIES:
+        for name in FACTORIES:
             self._replace(torch, name, _device_keyword_on_cpu(getattr(torch, name)))
         for name in _TENSOR_FACTORIES:
             self._replace(torch.Tensor, name, _device_keyword_on_cpu(getattr(torch.Tensor, name)))

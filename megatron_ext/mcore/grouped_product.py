@@ -34,7 +34,9 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     if len(rows) == 0:
         return rows @ weights[0]
     needs_grad = torch.is_grad_enabled() and weights.requires_grad
-    if needs_grad and not writes_empty_groups(weights.device, weights.dtype):
+    # Without values there is nothing to leave unwritten.
+    has_values = not weights.is_meta
+    if needs_grad and has_values and not writes_empty_groups(weights.device, weights.dtype):
         has_rows = ends.diff(prepend=ends.new_zeros(1)) > 0
         weights = weights.view_as(weights)  # Of whose gradient only this product's part is changed.
         weights.register_hook(lambda grad: torch.where(has_rows[:, None, None], grad, 0))

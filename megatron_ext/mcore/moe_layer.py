@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from megatron_ext.balance.agreement import Agreement, name_ranks, shared_agreement
 from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.in_flight import InFlightPlans, PlanHandle
+from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.load import gather_load, load_of
 from megatron_ext.balance.main_weights import MainWeights
 from megatron_ext.balance.placement import Placement
@@ -85,7 +86,7 @@ from megatron_ext.mcore.recompute import (
     refuse_other_checkpoints,
     take,
 )
-from megatron_ext.mcore.schedule import most_in_flight
+from megatron_ext.mcore.schedule import ring_size
 from megatron_ext.transport import TransportOptions, settle_transport
 
 
@@ -193,18 +194,10 @@ class BalancedMoELayer(MoELayer):
         if lines is not None and self.planning_group.rank() == pg_collection.expt_dp.rank() == 0:
             lines.watch(self)
         ep_size = self.ep_group.size()
-        self.layout = plan_layout(
-            balance.strategy,
-            num_experts=config.num_moe_experts,
-            ep_size=ep_size,
-            slots=balance.slots,
-            nvlink_domain=balance.domain_ranks,
-        )
+        self.layout = layout_of(config, balance, ep_size)
         is_padded = bool(config.moe_pad_expert_input_to_capacity)
         # A token may be another expert's padding beside its own choices.
         self._most_choices = config.num_moe_experts if is_padded else config.moe_router_topk
-        if ep_size == 1 or is_padded:  # One rank has nobody to share its load with.
-            self.layout = dataclasses.replace(self.layout, slots=0)
         self._transport = balance.transport
         if self.layout.slots > 0:
             self._transport, domain_ranks = settle_transport(
@@ -533,32 +526,24 @@ class BalancedMoELayer(MoELayer):
                 ),
                 slot_set=self.lookahead.settle_slot_set() if self.lookahead is not None else 0,
             )
-            ring_size = self._ring_size()
+            num_plans = self._num_plans()
             self._in_flight = InFlightPlans(
                 self.layout,
-                ring_size=ring_size,
+                ring_size=num_plans,
                 layer_number=self.layer_number,
-                first_virtual_layer_id=self._slot_buffers.reserve_virtual_layers(ring_size),
+                first_virtual_layer_id=self._slot_buffers.reserve_virtual_layers(num_plans),
                 device=example.device,
             )
         return self._slot_buffers, self._in_flight
 
-    def _ring_size(self) -> int:
-        if self.balance.max_in_flight != "auto":
-            return int(self.balance.max_in_flight)
-        config = self.config
-        num_microbatches = most_in_flight(
-            pp_size=config.pipeline_model_parallel_size,
+    def _num_plans(self) -> int:
+        """Plans in flight at a time."""
+        return ring_size(
+            self.balance,
+            self.config,
             pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            num_chunks=config.virtual_pipeline_model_parallel_size or 1,
-            group_size=config.microbatch_group_size_per_vp_stage,
+            is_for_mtp=self.is_for_mtp,
         )
-        # Such a layer takes a microbatch once for every token to predict. In hybrid models Megatron
-        # does not tell a layer that it is one.
-        is_repeated = getattr(config, "mtp_use_repeated_layer", False) and (
-            self.is_for_mtp or config.is_hybrid_model
-        )
-        return num_microbatches * (config.mtp_num_layers if is_repeated else 1)
 
     def _report(
         self, chosen: Tensor, load: Tensor, plan: BalancePlan, prediction: Prediction | None
@@ -642,6 +627,26 @@ class EvenMoELayer(MoELayer):
             for observer in self.observers:
                 observer(LayerReport(self.layer_number, load, rank_loads, no_slots))
         return probs, routing_map
+
+
+def layout_of(config: Any, balance: BalanceConfig, ep_size: int) -> ExpertLayout:
+    """Return where a layer's experts and slots are, with domains as `balance` says them.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        balance: What the balancer may do.
+        ep_size: Ranks of the EP group (R).
+    """
+    layout = plan_layout(
+        balance.strategy,
+        num_experts=config.num_moe_experts,
+        ep_size=ep_size,
+        slots=balance.slots,
+        nvlink_domain=balance.domain_ranks,
+    )
+    # One rank has nobody to share its load with.
+    has_slots = ep_size > 1 and not config.moe_pad_expert_input_to_capacity
+    return layout if has_slots else dataclasses.replace(layout, slots=0)
 
 
 def _experts_device() -> torch.device:

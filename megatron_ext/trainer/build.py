@@ -61,10 +61,14 @@ def dataset(config: TrainConfig, manifest: Manifest, split: str) -> MixedDataset
     )
 
 
-def start_parallelism(config: TrainConfig) -> None:
+def start_parallelism(config: TrainConfig, *, with_gloo: bool = True) -> None:
     """Make Megatron's process groups, unless they exist, and seed every random generator.
 
     Several models of equal parallel sizes may live in one process.
+
+    Args:
+        config: The run.
+        with_gloo: Whether there are groups over gloo besides, for checkpoints.
     """
     parallel = config.parallel
     if not parallel_state.model_parallel_is_initialized():
@@ -77,6 +81,7 @@ def start_parallelism(config: TrainConfig) -> None:
             expert_model_parallel_size=parallel.ep_size,
             expert_tensor_parallel_size=transformer_config(config).expert_tensor_parallel_size,
             distributed_timeout_minutes=config.group_timeout.total_seconds() / 60,
+            create_gloo_process_groups=with_gloo,
         )
     # As in Megatron: another seed for every pipeline stage, the same for data-parallel replicas.
     seed = config.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()

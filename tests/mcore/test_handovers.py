@@ -31,7 +31,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection  #
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron_ext.mcore import moe_layer  # isort: skip
 from megatron_ext.mcore.moe_layer import BalancedMoELayer  # isort: skip
-from megatron_ext.mcore.schedule import most_in_flight  # isort: skip
+from megatron_ext.mcore.schedule import most_in_flight, ring_size  # isort: skip
 from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec  # isort: skip
 
 
@@ -116,18 +116,14 @@ def test_a_layer_has_the_replicas_placed_for_its_number(tmp_path: Any) -> None:
         assert second > 0
 
 
-def test_the_ring_follows_the_groups_of_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 1)
-    layer = SimpleNamespace(
-        balance=BalanceConfig(),
-        config=SimpleNamespace(
-            pipeline_model_parallel_size=4,
-            virtual_pipeline_model_parallel_size=2,
-            microbatch_group_size_per_vp_stage=6,
-        ),
+def test_the_ring_follows_the_groups_of_microbatches() -> None:
+    config = SimpleNamespace(
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=2,
+        microbatch_group_size_per_vp_stage=6,
     )
     asked = dict(pp_size=4, pp_rank=1, num_chunks=2)
-    found = BalancedMoELayer._ring_size(layer)
+    found = ring_size(BalanceConfig(), config, pp_rank=1, is_for_mtp=False)
     assert found == most_in_flight(**asked, group_size=6)
     assert found != most_in_flight(**asked)
 

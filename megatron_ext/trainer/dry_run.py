@@ -1,0 +1,333 @@
+"""What a run would need, found without running it: parameters, memory, plans in flight.
+
+One rank of each pipeline stage is built on the meta device (`meta_model.py`), so everything is
+counted that Megatron would allocate, and activations are what autograd keeps of a forward there.
+All ranks of a stage are alike.
+
+Left out of memory: what a backward needs for a moment, workspaces of libraries, buffers of
+communication, and what an allocator cannot use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import nn
+
+from megatron_ext.balance.strategies import get_strategy
+from megatron_ext.config import BalanceConfig, TrainConfig
+from megatron_ext.mcore.experts import expert_weights
+from megatron_ext.mcore.moe_layer import layout_of
+from megatron_ext.mcore.schedule import held_by_chunks, ring_size
+from megatron_ext.trainer.build import build_model, moe_layers
+from megatron_ext.trainer.meta_model import Kept, deal_evenly, fake_rank, without_recompute
+
+_MOMENT_BYTES = 8
+"""Bytes of a parameter's two moments of Adam."""
+_MAIN_BYTES = 4
+"""Bytes of a parameter's float32 copy in the optimizer, where it is not float32 itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    """Numbers of parameters."""
+
+    dense: int = 0
+    """Of everything but routed experts."""
+    experts: int = 0
+    """Of routed experts."""
+    mtp: int = 0
+    """Of layers that predict further tokens; in none of the above."""
+
+    def __add__(self, other: Params) -> Params:
+        return Params(
+            **{
+                field.name: getattr(self, field.name) + getattr(other, field.name)
+                for field in dataclasses.fields(Params)
+            }
+        )
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.dense + self.experts + self.mtp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One rank of a pipeline stage. Sizes in bytes."""
+
+    pp_rank: int
+    layers: list[int]
+    """Numbers of its transformer layers, from 1; those of multi-token prediction are left out."""
+    of_model: Params
+    """Its part of the whole model, over all ranks of the stage."""
+    params: int
+    """Parameters of the rank."""
+    weights: int
+    gradients: int
+    optimizer: int
+    """State of Adam; with a distributed optimizer the mean of the ranks that share it."""
+    num_slots: int
+    """Replicas that the rank can hold, in all sets of slots."""
+    expert_bytes: int
+    """Weights of one expert on the rank: what a replica moves. 0 without layers with experts."""
+    expert_grad_bytes: int
+    """Gradient of a replica, as it is stored and moved."""
+    plans_in_flight: int
+    """Plans that a layer keeps from forward to backward; the most of its layers."""
+    activations: dict[float, int]
+    """By imbalance: the most that is kept for backward on the busiest rank, if the imbalance is
+    that of all layers in all microbatches."""
+
+    @property
+    def slots(self) -> int:
+        """Weights of the replicas."""
+        return self.num_slots * self.expert_bytes
+
+    @property
+    def slot_gradients(self) -> int:
+        """Gradients of the replicas."""
+        return self.num_slots * self.expert_grad_bytes
+
+    @property
+    def static(self) -> int:
+        """What is there before any activation."""
+        return self.weights + self.gradients + self.optimizer + self.slots + self.slot_gradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """What a run would need."""
+
+    num_ranks: int
+    num_microbatches: int
+    """Microbatches of a step, for each rank."""
+    tokens: int
+    """Tokens of a microbatch that a rank routes."""
+    params: Params
+    """Of the whole model."""
+    active: int
+    """Parameters that a token meets, without layers that predict further tokens."""
+    stages: list[Stage]
+
+
+def dry_run(
+    config: TrainConfig, *, num_ranks: int, vocab_size: int, imbalances: Sequence[float] = (1.0,)
+) -> DryRun:
+    """Build one rank of each pipeline stage on the meta device, and count.
+
+    Args:
+        config: A run whose settings were checked.
+        num_ranks: Ranks of the run.
+        vocab_size: Size of the tokenizer's vocabulary, without padding.
+        imbalances: Busiest rank / mean at which activations are counted.
+
+    Raises:
+        RuntimeError: The process is a rank already.
+    """
+    data, model, pp_size = config.data, config.model, config.parallel.pp_size
+    dp_size = num_ranks // (config.parallel.tp_size * pp_size)
+    stages = []
+    for pp_rank in range(pp_size):
+        with fake_rank(config, rank=pp_rank * num_ranks // pp_size, num_ranks=num_ranks):
+            stages.append(_count(config, pp_rank, vocab_size, imbalances))
+    params = sum((stage.of_model for stage in stages), Params())
+    return DryRun(
+        num_ranks=num_ranks,
+        num_microbatches=_num_microbatches(config, dp_size),
+        tokens=data.micro_batch_size * data.sequence_length // config.parallel.tp_size,
+        params=params,
+        active=params.dense + params.experts * model.topk // model.num_experts,
+        stages=stages,
+    )
+
+
+def _num_microbatches(config: TrainConfig, dp_size: int) -> int:
+    return config.data.global_batch_size // (config.data.micro_batch_size * dp_size)
+
+
+def _count(
+    config: TrainConfig, pp_rank: int, vocab_size: int, imbalances: Sequence[float]
+) -> Stage:
+    """Build this fake rank's model, and count what it is and keeps."""
+    # Replicas are no parameters, and without them nothing is planned.
+    plain = dataclasses.replace(config.balance, strategy="none")
+    chunks = build_model(dataclasses.replace(config, balance=plain), vocab_size)
+    if config.parallel.overlap_param_gather:
+        for chunk in chunks:  # There is nothing to gather.
+            chunk.disable_forward_pre_hook(param_sync=False)
+    layers = moe_layers(chunks)
+    buffers = [
+        buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers
+    ]
+    held = {
+        weight.untyped_storage()._cdata: weight.untyped_storage().nbytes()
+        for weight in _parameters(chunks)
+    }
+    expert_bytes, expert_grad_bytes = _expert_bytes(layers)
+    return Stage(
+        pp_rank=pp_rank,
+        layers=_layer_numbers(chunks),
+        of_model=_part_of_model(chunks, is_first=pp_rank == 0),
+        params=sum(weight.numel() for weight in _parameters(chunks)),
+        weights=sum(held.values()),
+        gradients=sum(buffer.grad_data.nbytes for buffer in buffers),
+        optimizer=_optimizer_bytes(config, chunks),
+        num_slots=_num_slots(config.balance, layers),
+        expert_bytes=expert_bytes,
+        expert_grad_bytes=expert_grad_bytes,
+        plans_in_flight=max(
+            (
+                ring_size(
+                    config.balance,
+                    layer.config,
+                    pp_rank=pp_rank,
+                    is_for_mtp=layer.layer_number > config.model.num_layers,
+                )
+                for layer in layers
+            ),
+            default=0,
+        ),
+        activations={
+            imbalance: _activation_bytes(config, chunks, pp_rank, imbalance)
+            for imbalance in imbalances
+        },
+    )
+
+
+def _parameters(chunks: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    return (weight for chunk in chunks for weight in chunk.parameters())
+
+
+def _layer_numbers(chunks: Sequence[Any]) -> list[int]:
+    return [layer.layer_number for chunk in chunks for layer in _model(chunk).decoder.layers]
+
+
+def _model(chunk: Any) -> Any:
+    """The GPTModel in its wrappers."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _routed(layers: Sequence[MoELayer]) -> set[nn.Parameter]:
+    """The parameters of routed experts."""
+    return {weight for layer in layers for weight in layer.experts.parameters()}
+
+
+def _part_of_model(chunks: Sequence[Any], *, is_first: bool) -> Params:
+    """Count the parameters of all ranks of a stage, each once."""
+    layers = moe_layers(chunks)
+    routed = _routed(layers)
+    part = Params()
+    for chunk in chunks:
+        for name, weight in _model(chunk).named_parameters():
+            if name.startswith("embedding.") and not is_first:
+                continue  # A copy, for the layers that predict further tokens.
+            if weight in routed:
+                shards = parallel_state.get_expert_model_parallel_world_size()
+                shards *= parallel_state.get_expert_tensor_parallel_world_size()
+            else:
+                is_shard = getattr(weight, "tensor_model_parallel", False)
+                shards = parallel_state.get_tensor_model_parallel_world_size() if is_shard else 1
+            is_mtp = name.startswith("mtp.")
+            kind = "mtp" if is_mtp else "experts" if weight in routed else "dense"
+            part += Params(**{kind: weight.numel() * shards})
+    return part
+
+
+def _optimizer_bytes(config: TrainConfig, chunks: Sequence[Any]) -> int:
+    """Count the optimizer's state; the mean of the ranks that share it."""
+    routed = _routed(moe_layers(chunks))
+    is_spread = config.parallel.distributed_optimizer
+    total = 0.0
+    for weight in _parameters(chunks):
+        main_bytes = 0 if weight.dtype == torch.float32 else _MAIN_BYTES
+        group = (
+            parallel_state.get_expert_data_parallel_group()
+            if weight in routed
+            else parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
+        ranks = group.size() if is_spread else 1
+        total += weight.numel() * (main_bytes + _MOMENT_BYTES) / ranks
+    return round(total)
+
+
+def _expert_bytes(layers: Sequence[MoELayer]) -> tuple[int, int]:
+    """Bytes of one expert's weights, and of its gradient in a slot."""
+    if not layers:
+        return 0, 0
+    mains = expert_weights(layers[0].experts).mains()
+    one_expert = [rows[0] for rows in mains.rows()]
+    numel = sum(segment.numel() for segment in one_expert)
+    return numel * one_expert[0].itemsize, numel * mains.grad_dtype.itemsize
+
+
+def _num_slots(balance: BalanceConfig, layers: Sequence[MoELayer]) -> int:
+    """Slots of the rank, in all sets."""
+    strategy = get_strategy(balance.strategy)
+    if not layers or strategy.kind is not strategy.planner:
+        return 0
+    slots = layout_of(layers[0].config, balance, layers[0].ep_group.size()).slots
+    # Layers that send ahead do it into the set that the layer before does not use.
+    return slots * (2 if strategy.predicts and len(layers) > 1 else 1)
+
+
+def _activation_bytes(
+    config: TrainConfig, chunks: Sequence[Any], pp_rank: int, imbalance: float
+) -> int:
+    """Count what is kept at the peak of the pipeline's schedule."""
+    tokens = config.data.micro_batch_size * config.data.sequence_length
+    tokens = tokens * parallel_state.get_expert_tensor_parallel_world_size()
+    mean = tokens // config.parallel.tp_size * config.model.topk
+    for layer in moe_layers(chunks):
+        deal_evenly(layer, round(mean * imbalance))
+    of_chunks, again = [], 0
+    for chunk in chunks:
+        kept = _forward(config, _model(chunk))
+        of_chunks.append(kept.num_bytes)
+        if config.parallel.recompute != "none":
+            with without_recompute():
+                whole = _forward(config, _model(chunk))
+            again = max(
+                again,
+                *(more - less for more, less in zip(whole.by_layer, kept.by_layer, strict=True)),
+            )
+    parallel = config.parallel
+    steps = held_by_chunks(
+        pp_size=parallel.pp_size,
+        pp_rank=pp_rank,
+        num_chunks=parallel.vpp_size,
+        group_size=chunks[0].config.microbatch_group_size_per_vp_stage,
+    )
+    dp_size = parallel_state.get_data_parallel_world_size()
+    most = _num_microbatches(config, dp_size)
+    return again + max(
+        sum(min(count, most) * size for count, size in zip(held, of_chunks, strict=True))
+        for held in steps
+    )
+
+
+def _forward(config: TrainConfig, model: Any) -> Kept:
+    """Run a microbatch through a model chunk."""
+    data, parallel = config.data, config.parallel
+    tokens = torch.zeros(data.micro_batch_size, data.sequence_length, dtype=torch.int64)
+    model.set_input_tensor(
+        torch.empty(
+            data.sequence_length // parallel.tp_size,
+            data.micro_batch_size,
+            config.model.hidden_size,
+            dtype=model.config.params_dtype,
+            requires_grad=True,
+        )
+    )
+    with Kept(model) as kept:
+        model(tokens, tokens, None, labels=tokens)
+    return kept

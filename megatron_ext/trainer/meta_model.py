@@ -1,0 +1,191 @@
+"""A rank's model without its memory: built on the meta device, among ranks that do not exist.
+
+Torch's fake process groups know their sizes and send nothing, so Megatron builds what one rank of
+thousands would have. Sizes and dtypes are as in a run; there are no values. Nothing of this is for
+a process that trains: it makes, and ends, process groups of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_ext.config import TrainConfig
+from megatron_ext.cpu_platform import FACTORIES
+from megatron_ext.trainer.build import start_parallelism
+
+
+@contextmanager
+def fake_rank(config: TrainConfig, *, rank: int, num_ranks: int) -> Iterator[None]:
+    """Make this process one rank of a run, with Megatron's groups, as far as sizes go.
+
+    What is created meanwhile is created on the meta device.
+
+    Raises:
+        RuntimeError: The process is a rank of something already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("this process is a rank already, and cannot be a fake one")
+    said = sys.excepthook  # A process group puts a rank before every line of an error.
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    try:
+        start_parallelism(config, with_gloo=False)
+        with _OnMeta():
+            yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        sys.excepthook = said
+
+
+class _OnMeta(TorchFunctionMode):
+    """Creates tensors on the meta device, whatever device is asked for."""
+
+    # The CPU platform wraps them.
+    _factories = frozenset(inspect.unwrap(getattr(torch, name)) for name in FACTORIES)
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """See `TorchFunctionMode`."""
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if function in self._factories or kwargs.get("device") is not None:
+            kwargs["device"] = "meta"
+        return function(*args, **kwargs)
+
+
+class Kept:
+    """The bytes that autograd keeps of a forward for its backward, while it is entered.
+
+    Args:
+        module: What runs. Its weights are there anyway and do not count.
+
+    Attributes:
+        by_layer: Bytes that each transformer layer added, in the order of the forward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._weights = {_storage(weight) for weight in module.parameters()}
+        self._kept: dict[int, torch.UntypedStorage] = {}
+        self.by_layer: list[int] = []
+        self._exits = ExitStack()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes kept so far."""
+        return sum(storage.nbytes() for storage in self._kept.values())
+
+    def __enter__(self) -> Kept:
+        self._exits.enter_context(saved_tensors_hooks(self._keep, lambda tensor: tensor))
+        for layer in self._module.modules():
+            if isinstance(layer, TransformerLayer):
+                self._exits.enter_context(self._counted(layer))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exits.close()
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        number = _storage(tensor)
+        if number not in self._weights:
+            # Held, so that no other storage gets its number.
+            self._kept[number] = tensor.untyped_storage()
+        return tensor
+
+    @contextmanager
+    def _counted(self, layer: nn.Module) -> Iterator[None]:
+        before = 0
+
+        def begin(*_: Any) -> None:
+            nonlocal before
+            before = self.num_bytes
+
+        def end(*_: Any) -> None:
+            self.by_layer.append(self.num_bytes - before)
+
+        hooks = layer.register_forward_pre_hook(begin), layer.register_forward_hook(end)
+        yield
+        for hook in hooks:
+            hook.remove()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@contextmanager
+def without_recompute() -> Iterator[None]:
+    """Let everything be kept, as it is for one layer while that is computed again in backward."""
+
+    def keep_all(function: Callable[..., Any], _: bool, *args: Any) -> Any:
+        return function(*args)
+
+    with patch.object(tensor_parallel, "checkpoint", keep_all):
+        yield
+
+
+def deal_evenly(layer: MoELayer, num_assignments: int) -> None:
+    """Let the rank's experts of a layer compute so many assignments in every forward, dealt evenly.
+
+    Nothing is exchanged. Shared experts that would run beside an exchange run before it.
+    """
+    layer.token_dispatcher = _NoExchange(layer.num_local_experts, num_assignments)
+    layer.shared_expert_overlap = False
+
+
+class _NoExchange:
+    """Stands where a token dispatcher is, and gives the experts tokens of its own."""
+
+    def __init__(self, num_experts: int, num_assignments: int) -> None:
+        counts = np.full(num_experts, num_assignments // num_experts)
+        counts[: num_assignments % num_experts] += 1
+        # On the host: experts may read them.
+        self._tokens_per_expert = torch.from_numpy(counts)
+        self._num_assignments = num_assignments
+        self._home: Tensor
+
+    def dispatch_preprocess(
+        self, hidden: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        self._home = hidden
+        return hidden, probs
+
+    def token_dispatch(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden, probs
+
+    def dispatch_postprocess(
+        self, hidden: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        count = self._num_assignments
+        tokens = hidden.new_empty(count, hidden.shape[-1], requires_grad=True)
+        return tokens, self._tokens_per_expert, probs.new_empty(count, requires_grad=True)
+
+    def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
+        return None, None
+
+    def combine_preprocess(self, output: Tensor) -> Tensor:
+        return output
+
+    def token_combine(self, output: Tensor) -> Tensor:
+        return output
+
+    def combine_postprocess(self, output: Tensor) -> Tensor:
+        return torch.empty_like(self._home, requires_grad=True)
