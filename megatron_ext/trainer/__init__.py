@@ -6,6 +6,8 @@
     settings.py    from a run's settings to Megatron's settings
     build.py       from Megatron's settings to Megatron's objects
     loop.py        one rank's part of a training run
+    dry_run.py     what a run would need, counted without running it
+    meta_model.py  a rank's model without its memory, among ranks that do not exist
     checkpoint.py  save, load, resume; with
     checkpoint_choice.py  which checkpoint a run starts from
     checkpoint_state.py   what a checkpoint holds

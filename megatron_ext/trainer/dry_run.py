@@ -180,7 +180,7 @@ def _count(
         weights=sum(held.values()),
         gradients=sum(buffer.grad_data.nbytes for buffer in buffers),
         optimizer=_optimizer_bytes(config, chunks),
-        num_slots=_num_slots(config.balance, layers),
+        num_slots=_num_slots(config.balance, [moe_layers([chunk]) for chunk in chunks]),
         expert_bytes=expert_bytes,
         expert_grad_bytes=expert_grad_bytes,
         plans_in_flight=max(
@@ -202,11 +202,11 @@ def _count(
     )
 
 
-def _parameters(chunks: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+def _parameters(chunks: list[Any]) -> Iterator[nn.Parameter]:
     return (weight for chunk in chunks for weight in chunk.parameters())
 
 
-def _layer_numbers(chunks: Sequence[Any]) -> list[int]:
+def _layer_numbers(chunks: list[Any]) -> list[int]:
     return [layer.layer_number for chunk in chunks for layer in _model(chunk).decoder.layers]
 
 
@@ -222,7 +222,7 @@ def _routed(layers: Sequence[MoELayer]) -> set[nn.Parameter]:
     return {weight for layer in layers for weight in layer.experts.parameters()}
 
 
-def _part_of_model(chunks: Sequence[Any], *, is_first: bool) -> Params:
+def _part_of_model(chunks: list[Any], *, is_first: bool) -> Params:
     """Count the parameters of all ranks of a stage, each once."""
     layers = moe_layers(chunks)
     routed = _routed(layers)
@@ -243,7 +243,7 @@ def _part_of_model(chunks: Sequence[Any], *, is_first: bool) -> Params:
     return part
 
 
-def _optimizer_bytes(config: TrainConfig, chunks: Sequence[Any]) -> int:
+def _optimizer_bytes(config: TrainConfig, chunks: list[Any]) -> int:
     """Count the optimizer's state; the mean of the ranks that share it."""
     routed = _routed(moe_layers(chunks))
     is_spread = config.parallel.distributed_optimizer
@@ -270,18 +270,20 @@ def _expert_bytes(layers: Sequence[MoELayer]) -> tuple[int, int]:
     return numel * one_expert[0].itemsize, numel * mains.grad_dtype.itemsize
 
 
-def _num_slots(balance: BalanceConfig, layers: Sequence[MoELayer]) -> int:
-    """Slots of the rank, in all sets."""
+def _num_slots(balance: BalanceConfig, layers: Sequence[Sequence[MoELayer]]) -> int:
+    """Slots of the rank, in all sets, by the layers with experts of its chunks."""
     strategy = get_strategy(balance.strategy)
-    if not layers or strategy.kind is not strategy.planner:
+    some = next((layer for of_chunk in layers for layer in of_chunk), None)
+    if some is None or strategy.kind is not strategy.planner:
         return 0
-    slots = layout_of(layers[0].config, balance, layers[0].ep_group.size()).slots
-    # Layers that send ahead do it into the set that the layer before does not use.
-    return slots * (2 if strategy.predicts and len(layers) > 1 else 1)
+    slots = layout_of(some.config, balance, some.ep_group.size()).slots
+    # What a layer sends ahead goes into the set that the layer before does not use.
+    sends_ahead = strategy.predicts and max(map(len, layers)) > 1
+    return slots * (2 if sends_ahead else 1)
 
 
 def _activation_bytes(
-    config: TrainConfig, chunks: Sequence[Any], pp_rank: int, imbalance: float
+    config: TrainConfig, chunks: list[Any], pp_rank: int, imbalance: float
 ) -> int:
     """Count what is kept at the peak of the pipeline's schedule."""
     tokens = config.data.micro_batch_size * config.data.sequence_length

@@ -171,9 +171,7 @@ class _NoExchange:
     def token_dispatch(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         return hidden, probs
 
-    def dispatch_postprocess(
-        self, hidden: Tensor, probs: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def dispatch_postprocess(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         count = self._num_assignments
         tokens = hidden.new_empty(count, hidden.shape[-1], requires_grad=True)
         return tokens, self._tokens_per_expert, probs.new_empty(count, requires_grad=True)

@@ -23,7 +23,6 @@ from tests.gpt import build_gpt  # first: it enables the CPU platform
 from tests.mcore.parity import balanced_gpt, balanced_layers
 from tests.ranks import run_ranks
 
-from megatron.core import parallel_state  # isort: skip
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
 from megatron.core.transformer.moe.experts import SequentialMLP  # isort: skip
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules  # isort: skip

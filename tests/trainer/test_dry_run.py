@@ -1,0 +1,133 @@
+"""What a dry run counts, compared with what ranks of a real run have, byte by byte."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.data import Manifest
+from megatron_ext.trainer.train import load_config
+from tests.ranks import run_ranks
+from tests.trainer.dataset import overrides
+
+
+def _dry_run(rank: int, arguments: list[str], num_ranks: int) -> Any:
+    """In a kept rank: what a dry run leaves in a process must not meet other tests."""
+    enable_cpu_platform()
+    from megatron_ext.trainer.dry_run import dry_run
+
+    config = load_config(arguments)
+    vocab_size = Manifest.load(config.data.path).vocab_size
+    dist.destroy_process_group()
+    try:
+        return dry_run(config, num_ranks=num_ranks, vocab_size=vocab_size, imbalances=(1.0, 2.0))
+    finally:
+        assert not dist.is_initialized()
+        with tempfile.TemporaryDirectory() as folder:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
+            )
+
+
+def _real_run(rank: int, arguments: list[str]) -> dict[str, Any]:
+    """Train one step, and count what is there."""
+    enable_cpu_platform()
+    from megatron.core import parallel_state
+
+    from megatron_ext.trainer.build import moe_layers
+    from megatron_ext.trainer.loop import Training
+    from megatron_ext.trainer.meta_model import Kept
+
+    parallel_state.destroy_model_parallel()
+    training = Training(load_config(arguments))
+    with Kept(training.chunks[0]) as kept:
+        training.train_step()
+    chunks = training.chunks
+    weights = [weight for chunk in chunks for weight in chunk.parameters()]
+    buffers = [each for chunk in chunks for each in chunk.buffers + chunk.expert_parallel_buffers]
+    layers = moe_layers(chunks)
+    slots = {layer._slot_buffers for layer in layers if layer._slot_buffers is not None}
+    found = {
+        "params": sum(weight.numel() for weight in weights),
+        "weights": sum(
+            {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in weights}.values()
+        ),
+        "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+        "optimizer": _optimizer_bytes(training.optimizer),
+        "slots": sum(each.num_bytes for each in slots),
+        "plans": max(layer._in_flight.ring_size for layer in layers),
+        "layers": [layer.layer_number for layer in layers],
+        "kept": kept.num_bytes,
+        "stage": parallel_state.get_pipeline_model_parallel_rank(),
+    }
+    training.close()
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def _optimizer_bytes(optimizer: Any) -> int:
+    """Moments, and float32 weights that are not the model's own."""
+    total = 0
+    for each in optimizer.chained_optimizers:
+        for state in each.optimizer.state.values():
+            total += sum(state[name].nbytes for name in ("exp_avg", "exp_avg_sq"))
+        for group in getattr(each, "shard_fp32_from_float16_groups", []):
+            total += sum(weight.nbytes for weight in group)
+    return total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_ranks", "settings"),
+    [
+        (
+            4,
+            [
+                "parallel.pp_size=2",
+                "parallel.vpp_size=2",
+                "model.num_layers=4",
+                "model.shared_expert_hidden_size=8",
+                "data.global_batch_size=16",
+                "balance.strategy=libra",
+            ],
+        ),
+        (
+            2,
+            [
+                "parallel.tp_size=2",
+                "model.precision=bf16",
+                "model.experts=grouped_mm",
+                "data.global_batch_size=2",
+                "balance.strategy=quota",
+                "parallel.overlap_grad_reduce=true",
+                "parallel.overlap_param_gather=true",
+            ],
+        ),
+    ],
+    ids=["pipeline", "tensor"],
+)
+def test_it_counts_what_ranks_have(
+    num_ranks: int, settings: list[str], data: Path, tmp_path: Path
+) -> None:
+    arguments = [*overrides(data, tmp_path / "run"), *settings]
+    real = run_ranks(_real_run, num_ranks, arguments)
+    (dry,) = run_ranks(_dry_run, 1, arguments, num_ranks)
+    for stage in dry.stages:
+        ranks = [rank for rank in real if rank["stage"] == stage.pp_rank]
+        for rank in ranks:
+            assert rank["params"] == stage.params
+            assert rank["weights"] == stage.weights
+            assert rank["gradients"] == stage.gradients
+            assert rank["slots"] == stage.slots + stage.slot_gradients
+            assert rank["plans"] == stage.plans_in_flight
+            assert rank["layers"] == stage.layers
+        # Ranks share it, not all alike.
+        assert sum(rank["optimizer"] for rank in ranks) == len(ranks) * stage.optimizer
+    if num_ranks == 2:  # A step of one microbatch, so all that it kept was kept at a time.
+        busiest = max(rank["kept"] for rank in real)
+        assert dry.stages[0].activations[1.0] < busiest < dry.stages[0].activations[2.0]
