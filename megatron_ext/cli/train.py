@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_ext.cli.dry_run import dry_run
 from megatron_ext.cli.output import DONE, INTERRUPTED
 
 
@@ -17,7 +18,7 @@ def run(words: list[str]) -> int:
     try:
         from megatron_ext.trainer.command import main
 
-        main(words)
+        main(words, dry_run=dry_run)
     except KeyboardInterrupt:  # Before there are ranks; then their launcher deals with it.
         return INTERRUPTED
     return DONE

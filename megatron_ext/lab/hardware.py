@@ -19,6 +19,7 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 
 from megatron_ext.balance.strategies import STRATEGIES
+from megatron_ext.config import TrainConfig
 from megatron_ext.files.recipes import shipped_recipes
 from megatron_ext.files.yaml_files import find_file, read_into, read_yaml
 
@@ -127,7 +128,24 @@ def read_hardware(name_or_file: str) -> Hardware:
         ValueError: A constant or a source is missing, or a value is wrong; the message says which.
     """
     path = find_file(name_or_file, shipped_recipes() / "hardware", "hardware")
-    content = read_yaml(path)
+    return _hardware(read_yaml(path), path)
+
+
+def recipe_hardware(config: TrainConfig) -> Hardware | None:
+    """Return the machine that a recipe is for; None if it names none.
+
+    Raises:
+        ValueError: A constant or a source is missing, or a value is wrong; the message says which.
+    """
+    named = config.hardware
+    if not named.constants:
+        return None
+    content = {"summary": named.summary, "constants": named.constants}
+    return _hardware(content, Path(named.NAME))
+
+
+def _hardware(content: dict[str, Any], path: Path) -> Hardware:
+    """Read what a file, or the section of a recipe, says."""
     given = content.get("constants")
     if not isinstance(given, dict):
         raise ValueError(f"{path} has no section 'constants'")

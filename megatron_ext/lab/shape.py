@@ -191,12 +191,7 @@ def _of_recipe(name: str, overrides: Sequence[str]) -> ModelShape:
     from megatron_ext.trainer.train import load_config
 
     try:
-        try:
-            config = load_config(list(overrides), config_name=name)
-        except ConfigError as error:
-            if not all(problem.startswith("data.path is missing") for problem in error.problems):
-                raise
-            config = load_config(["data.path=", *overrides], config_name=name)
+        config = load_config(overrides, config_name=name, needs_data=False)
     except ConfigError as error:
         raise ValueError("; ".join(error.problems)) from None
     return shape_of(config, name)

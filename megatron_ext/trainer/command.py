@@ -9,28 +9,42 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_ext.arguments import OneLineParser, positive
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    dry_run: Callable[[argparse.Namespace], None] | None = None,
+) -> None:
     """Train as the command line says.
 
     Args:
         arguments: Words of the command line; by default the arguments of the process.
+        dry_run: Does what `--dry-run` asks for; by default it cannot be asked for.
 
     Raises:
         SystemExit: With status 2 if the words or the settings are wrong; with 1 if a rank failed;
             with 128 + its number if a signal ended the run.
     """
-    options = parser().parse_intermixed_args(arguments)
+    said = parser()
+    options = said.parse_intermixed_args(arguments)
+    if options.dry_run and dry_run is None:
+        said.error("--dry-run is one process's: megatron-ext train --dry-run, without torchrun")
+    if not options.dry_run and (options.json or options.imbalance is not None):
+        said.error("--json and --imbalance are for --dry-run")
     if "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
         sys.stderr.write("loading PyTorch and Megatron ...\n")
-    from megatron_ext.trainer.train import run
+    from megatron_ext.trainer.train import run, said_in_lines
 
-    run(options)
+    with said_in_lines():
+        if options.dry_run and dry_run is not None:
+            dry_run(options)
+        else:
+            run(options)
 
 
 class _NoSweeps(argparse.Action):
@@ -65,6 +79,19 @@ def parser() -> OneLineParser:
     )
     parser.add_argument(
         "--print", action="store_true", help="print the composed settings, check them and stop"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the settings, all that is wrong, and what the run would need; data need not be "
+        "there",
+    )
+    parser.add_argument("--json", action="store_true", help="of --dry-run: one JSON object")
+    parser.add_argument(
+        "--imbalance",
+        type=float,
+        metavar="X",
+        help="of --dry-run: busiest rank / mean without balancing (1.5)",
     )
     parser.add_argument("-m", "--multirun", action=_NoSweeps, nargs=0, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", help="settings, as section.name=value")

@@ -76,8 +76,10 @@ class Stage:
     """State of Adam; with a distributed optimizer the mean of the ranks that share it."""
     num_slots: int
     """Replicas that the rank can hold, in all sets of slots."""
+    expert_params: int
+    """Weights of one expert on the rank, in numbers; 0 without layers with experts."""
     expert_bytes: int
-    """Weights of one expert on the rank: what a replica moves. 0 without layers with experts."""
+    """The same in bytes: what a replica moves."""
     expert_grad_bytes: int
     """Gradient of a replica, as it is stored and moved."""
     plans_in_flight: int
@@ -171,7 +173,7 @@ def _count(
         weight.untyped_storage()._cdata: weight.untyped_storage().nbytes()
         for weight in _parameters(chunks)
     }
-    expert_bytes, expert_grad_bytes = _expert_bytes(layers)
+    expert_params, expert_bytes, expert_grad_bytes = _expert_sizes(layers)
     return Stage(
         pp_rank=pp_rank,
         layers=_layer_numbers(chunks),
@@ -181,6 +183,7 @@ def _count(
         gradients=sum(buffer.grad_data.nbytes for buffer in buffers),
         optimizer=_optimizer_bytes(config, chunks),
         num_slots=_num_slots(config.balance, [moe_layers([chunk]) for chunk in chunks]),
+        expert_params=expert_params,
         expert_bytes=expert_bytes,
         expert_grad_bytes=expert_grad_bytes,
         plans_in_flight=max(
@@ -260,14 +263,14 @@ def _optimizer_bytes(config: TrainConfig, chunks: list[Any]) -> int:
     return round(total)
 
 
-def _expert_bytes(layers: Sequence[MoELayer]) -> tuple[int, int]:
-    """Bytes of one expert's weights, and of its gradient in a slot."""
+def _expert_sizes(layers: Sequence[MoELayer]) -> tuple[int, int, int]:
+    """Numbers and bytes of one expert's weights, and bytes of its gradient in a slot."""
     if not layers:
-        return 0, 0
+        return 0, 0, 0
     mains = expert_weights(layers[0].experts).mains()
     one_expert = [rows[0] for rows in mains.rows()]
     numel = sum(segment.numel() for segment in one_expert)
-    return numel * one_expert[0].itemsize, numel * mains.grad_dtype.itemsize
+    return numel, numel * one_expert[0].itemsize, numel * mains.grad_dtype.itemsize
 
 
 def _num_slots(balance: BalanceConfig, layers: Sequence[Sequence[MoELayer]]) -> int:

@@ -14,8 +14,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +53,23 @@ def run(options: argparse.Namespace) -> None:
     """Train as a command line says that `command.py` has read.
 
     Raises:
-        SystemExit: With status 2 and one line a problem if the settings are wrong; with 1 if a rank
-            failed; with 128 + its number if a signal ended the run.
+        ConfigError: The settings are wrong; nothing was started.
+        SystemExit: With status 1 if a rank failed; with 128 + its number if a signal ended the run.
     """
+    config = load_config(options.overrides, options.config_dir, options.config_name)
+    if options.print:
+        sys.stdout.write(OmegaConf.to_yaml(OmegaConf.structured(config)))
+        check(config, num_ranks=options.ranks)
+        return
+    train(config, num_ranks=options.ranks)
+
+
+@contextmanager
+def said_in_lines() -> Iterator[None]:
+    """Say what is wrong with settings in a line each, and end with status 2."""
     quiet_megatron()
     try:
-        config = load_config(options.overrides, options.config_dir, options.config_name)
-        if options.print:
-            sys.stdout.write(OmegaConf.to_yaml(OmegaConf.structured(config)))
-            check(config, num_ranks=options.ranks)
-            return
-        train(config, num_ranks=options.ranks)
+        yield
     except ConfigError as error:
         if int(os.environ.get("RANK", 0)) != 0:
             # torchrun ends all ranks when one fails: only the one that speaks may.
@@ -100,12 +106,13 @@ def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
             launch_ranks(run_rank, config, num_ranks=num_ranks, restarts=config.restarts)
 
 
-def check(config: TrainConfig, *, num_ranks: int | None = None) -> int:
+def check(config: TrainConfig, *, num_ranks: int | None = None, needs_data: bool = True) -> int:
     """Check the settings of a run, and warn of those without effect.
 
     Args:
         config: The run.
         num_ranks: Ranks to start, as for `train`.
+        needs_data: Whether the data have to be there.
 
     Returns:
         The ranks that the run would have.
@@ -125,7 +132,7 @@ def check(config: TrainConfig, *, num_ranks: int | None = None) -> int:
         here = torch.cuda.device_count() if torch.cuda.is_available() else 1
         num_ranks = max(needed, parallel.num_ranks, here)
     num_ranks = 1 if num_ranks is None else num_ranks
-    validate(config, num_ranks=num_ranks)
+    validate(config, num_ranks=num_ranks, needs_data=needs_data)
     if int(os.environ.get("RANK", 0)) == 0:
         for said in filter(None, (_idle_slots(config), _no_prediction(config))):
             logger.warning("warning: balance.%s", said)
@@ -169,8 +176,60 @@ def _idle_slots(config: TrainConfig) -> str | None:
     )
 
 
+def load_without_data(
+    overrides: Sequence[str],
+    config_dir: str | None,
+    config_name: str | None,
+    *,
+    num_ranks: int | None,
+) -> tuple[TrainConfig, int]:
+    """Compose and check a run whose data need not be there, and find everything that is wrong.
+
+    Args:
+        overrides: As for `load_config`.
+        config_dir: As for `load_config`.
+        config_name: As for `load_config`.
+        num_ranks: As for `check`.
+
+    Returns:
+        The run, and its ranks.
+
+    Raises:
+        ConfigError: With all problems. An override that cannot be read does not hide others.
+    """
+
+    def load(some: Sequence[str]) -> TrainConfig:
+        return load_config(some, config_dir, config_name, needs_data=False)
+
+    problems: list[str] = []
+    fine = list(overrides)
+    try:
+        load(fine)
+    except ConfigError as error:
+        for override in overrides:
+            try:
+                load([override])
+            except ConfigError as of_one:
+                problems += of_one.problems
+                fine.remove(override)
+        if not problems or not fine:
+            raise ConfigError(problems or error.problems) from None
+    try:
+        config = load(fine)
+        num_ranks = check(config, num_ranks=num_ranks, needs_data=False)
+    except ConfigError as error:
+        problems += error.problems
+    if problems or num_ranks is None:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return config, num_ranks
+
+
 def load_config(
-    overrides: Sequence[str] = (), config_dir: str | None = None, config_name: str | None = None
+    overrides: Sequence[str] = (),
+    config_dir: str | None = None,
+    config_name: str | None = None,
+    *,
+    needs_data: bool = True,
 ) -> TrainConfig:
     """Compose a run's settings from a recipe and overrides.
 
@@ -178,6 +237,7 @@ def load_config(
         overrides: Overrides in Hydra's grammar, e.g. `["steps=10", "+megatron.kv_channels=64"]`.
         config_dir: Folder of recipes and groups before those that come with the package.
         config_name: The recipe; by default the bare defaults of `TrainConfig`.
+        needs_data: Whether `data.path` has to be given.
 
     Raises:
         ConfigError: A recipe or key does not exist, or a value has the wrong type.
@@ -199,6 +259,8 @@ def load_config(
             composed.recipe = config_name
         if unknown := _unknown_settings(composed):
             raise ConfigError(unknown)
+        if not needs_data and OmegaConf.is_missing(composed.data, "path"):
+            composed.data.path = ""
         if missing := sorted(OmegaConf.missing_keys(composed)):
             said = [f"{name} is missing: it has no default" for name in missing]
             raise ConfigError(said + _section_problems(composed))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_ext.data import Manifest
 
 
-def validate(config: TrainConfig, *, num_ranks: int) -> None:
+def validate(config: TrainConfig, *, num_ranks: int, needs_data: bool = True) -> None:
     """Check a run's settings against each other, Megatron, the data and the checkpoint.
 
     Needs no process group. Imports Megatron.
@@ -28,6 +28,7 @@ def validate(config: TrainConfig, *, num_ranks: int) -> None:
     Args:
         config: The run.
         num_ranks: Ranks that it would run on.
+        needs_data: Whether the data have to be there.
 
     Raises:
         ConfigError: With all problems.
@@ -45,7 +46,8 @@ def validate(config: TrainConfig, *, num_ranks: int) -> None:
         problems = _check_placement(config)
     problems += _check_megatron(config, values_fit=values_fit, sizes_fit=not problems)
     problems += _check_semantics(config)
-    problems += _check_data(config, values_fit=values_fit)
+    if needs_data or has_data(config):
+        problems += _check_data(config, values_fit=values_fit)
     problems += _check_run_dir(config)
     if not problems:
         problems = _check_checkpoint(config)
@@ -310,6 +312,17 @@ def _check_semantics(config: TrainConfig) -> list[str]:
         f"data.affinity or data.rebatch must name a file with balance.strategy={strategy.name}: "
         "`megatron-ext place sem_moe` makes one from a run's routes"
     ]
+
+
+def has_data(config: TrainConfig) -> bool:
+    """Whether there is a dataset where the run looks for it."""
+    from megatron_ext.data import Manifest
+
+    try:
+        Manifest.load(config.data.path)
+    except (FileNotFoundError, ValueError) as error:
+        return not isinstance(error, FileNotFoundError)  # Else there is one, which is wrong.
+    return True
 
 
 def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:

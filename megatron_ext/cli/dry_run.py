@@ -1,0 +1,197 @@
+"""`megatron-ext train --dry-run`: what a run is, and would need."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.cli.output import columns, show
+
+if TYPE_CHECKING:
+    from megatron_ext.config import TrainConfig
+
+IMBALANCE = 1.5
+"""Busiest rank / mean at which a run is looked at, where nothing else is asked for."""
+
+_GB = 1e9
+
+LEFT_OUT = (
+    "what a backward needs for a moment, workspaces, buffers of communication, and what an "
+    "allocator cannot use"
+)
+
+
+def dry_run(options: argparse.Namespace) -> None:
+    """Print the settings, and what the run would need.
+
+    Raises:
+        ConfigError: With all that is wrong.
+    """
+    from megatron_ext.config import ConfigError
+    from megatron_ext.lab.forecast import Expert, forecast_replication, forecast_transport
+    from megatron_ext.lab.hardware import recipe_hardware
+    from megatron_ext.trainer.train import load_without_data
+
+    config, num_ranks = load_without_data(
+        options.overrides, options.config_dir, options.config_name, num_ranks=options.ranks
+    )
+    imbalance = _imbalance(options.imbalance, config.parallel.ep_size)
+    vocab_size, vocab_from = _vocabulary(config)
+    try:
+        hardware = recipe_hardware(config)
+        transport = forecast_transport(config, hardware)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError([str(error)]) from None
+
+    from megatron_ext.trainer.dry_run import dry_run as count
+
+    counted = count(config, num_ranks=num_ranks, vocab_size=vocab_size, imbalances=(1.0, imbalance))
+    replicating = next((stage for stage in counted.stages if stage.expert_params), None)
+    replication = None
+    if hardware is not None and replicating is not None:
+        expert = Expert(
+            params=replicating.expert_params,
+            weight_bytes=replicating.expert_bytes,
+            grad_bytes=replicating.expert_grad_bytes,
+        )
+        try:
+            replication = forecast_replication(
+                config, expert, tokens=counted.tokens, imbalance=imbalance, hardware=hardware
+            )
+        except ValueError as error:
+            raise ConfigError([f"--imbalance ({imbalance}): {error}"]) from None
+    report = {
+        "config": _plain(config),
+        "ranks": num_ranks,
+        "microbatches": counted.num_microbatches,
+        "vocabulary": {"size": vocab_size, "from": vocab_from},
+        "params": {
+            "total": counted.params.dense + counted.params.experts,
+            "active": counted.active,
+            "mtp": counted.params.mtp,
+        },
+        "imbalance": imbalance,
+        "stages": [_stage(stage, imbalance) for stage in counted.stages],
+        "memory_bytes": None if hardware is None else hardware.memory_bytes,
+        "machine": None if hardware is None else hardware.summary,
+        "auto": {
+            "transport": transport.name,
+            "nvlink_domain": transport.domain_ranks,
+            "why": transport.line,
+            "max_in_flight": [stage.plans_in_flight for stage in counted.stages],
+            "timeout_s": config.balance.wait_limit_s or config.timeout_s,
+        },
+        "replication": None if replication is None else dataclasses.asdict(replication),
+    }
+    show(options, report, _lines)
+
+
+def _imbalance(asked: float | None, ep_size: int) -> float:
+    from megatron_ext.config import ConfigError
+
+    if asked is None:
+        return min(IMBALANCE, float(ep_size))
+    if not 1 <= asked <= ep_size:
+        raise ConfigError([f"--imbalance ({asked}) must be from 1 to parallel.ep_size ({ep_size})"])
+    return asked
+
+
+def _vocabulary(config: TrainConfig) -> tuple[int, str]:
+    """Return the number of tokens that the model knows, and who says so."""
+    from megatron_ext.data import Manifest
+    from megatron_ext.data.tokenizer import ByteTokenizer
+    from megatron_ext.trainer.validate import has_data
+
+    if config.model.vocab_size:
+        return config.model.vocab_size, "model.vocab_size"
+    if has_data(config):
+        return Manifest.load(config.data.path).vocab_size, f"the data in {config.data.path}"
+    return ByteTokenizer.vocab_size, "bytes, as there are no data and model.vocab_size is 0"
+
+
+def _plain(config: TrainConfig) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(OmegaConf.structured(config))
+
+
+def _stage(stage: Any, imbalance: float) -> dict[str, Any]:
+    activations = {"even": stage.activations[1.0], "uneven": stage.activations[imbalance]}
+    return {
+        "stage": stage.pp_rank,
+        "layers": stage.layers,
+        "params": stage.params,
+        "weights": stage.weights,
+        "gradients": stage.gradients,
+        "optimizer": stage.optimizer,
+        "slots": stage.slots,
+        "slot_gradients": stage.slot_gradients,
+        "activations": activations,
+        "memory": {name: stage.static + size for name, size in activations.items()},
+        "plans_in_flight": stage.plans_in_flight,
+    }
+
+
+def _lines(report: dict[str, Any]) -> Iterator[str]:
+    from omegaconf import OmegaConf
+
+    params, imbalance = report["params"], report["imbalance"]
+    yield OmegaConf.to_yaml(OmegaConf.create(report["config"]))
+    also = f", and {params['mtp']:,} that predict further tokens" if params["mtp"] else ""
+    vocabulary = report["vocabulary"]
+    yield (
+        f"Parameters: {params['total']:,}, of which a token meets {params['active']:,}{also}. "
+        f"Vocabulary: {vocabulary['size']:,} ({vocabulary['from']})."
+    )
+    yield (
+        f"{report['ranks']} ranks, {report['microbatches']} microbatches a step. One rank of each "
+        f"pipeline stage, GB; activations at even loads and on the busiest rank at {imbalance:g}:"
+    )
+    yield ""
+    yield from columns(_HEADER, *(_row(stage) for stage in report["stages"]))
+    yield ""
+    if report["memory_bytes"] is not None:
+        most = max(stage["memory"]["uneven"] for stage in report["stages"])
+        share = most / report["memory_bytes"]
+        verdict = "fits" if share <= 1 else "does NOT fit"
+        yield (
+            f"Busiest rank: {most / _GB:.1f} GB of {report['memory_bytes'] / _GB:.0f} GB "
+            f"({report['machine']}): {verdict}. Left out: {LEFT_OUT}."
+        )
+    auto = report["auto"]
+    yield f"{auto['why']}. Replicas: domains of {auto['nvlink_domain']} ranks."
+    if (moved := report["replication"]) is None:
+        yield "Replication: none, or the recipe names no machine (hardware=...)."
+        return
+    yield (
+        f"Replication in a layer and microbatch, by the simulator's model: imbalance "
+        f"{moved['imbalance_before']:.2f} -> {moved['imbalance_after']:.2f} by "
+        f"{moved['replicas']:.1f} replicas; the busiest rank moves "
+        f"{moved['weight_bytes'] / _GB:.3f} GB of weights in {moved['weight_ms']:.3f} ms (and "
+        f"again in backward) and {moved['grad_bytes'] / _GB:.3f} GB of gradients in "
+        f"{moved['grad_ms']:.3f} ms; its experts' forward takes {moved['experts_ms']:.3f} ms "
+        f"instead of {moved['experts_before_ms']:.3f} ms."
+    )
+
+
+_HEADER = (
+    *("stage", "layers", "parameters", "weights", "gradients", "optimizer", "slots", "their grads"),
+    *("activations", "uneven", "all", "uneven", "plans"),
+)
+
+
+def _row(stage: dict[str, Any]) -> tuple[str, ...]:
+    sizes = (
+        *(stage[name] for name in ("weights", "gradients", "optimizer", "slots", "slot_gradients")),
+        *stage["activations"].values(),
+        *stage["memory"].values(),
+    )
+    return (
+        str(stage["stage"]),
+        str(len(stage["layers"])),
+        f"{stage['params']:,}",
+        *(f"{size / _GB:.2f}" for size in sizes),
+        str(stage["plans_in_flight"]),
+    )

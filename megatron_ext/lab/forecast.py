@@ -1,0 +1,146 @@
+"""What balancing would move in a run, and choose, on the machine that its recipe names.
+
+Loads are drawn at a given imbalance and planned as the run would plan them; the simulator's model
+(`simulate.py`) turns plans into seconds. Nothing is measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_ext.balance.costs import LayerCosts
+from megatron_ext.balance.metrics import home_loads, imbalances
+from megatron_ext.balance.solve import solve
+from megatron_ext.balance.strategies import get_strategy
+from megatron_ext.config import TrainConfig
+from megatron_ext.lab.hardware import Hardware
+from megatron_ext.lab.simulate import timed_sends
+from megatron_ext.lab.synthetic import generate, make_spec
+from megatron_ext.transport import Choice, TransportKind, choose_transport
+
+_LOADS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expert:
+    """Sizes of one expert on its rank."""
+
+    params: int
+    weight_bytes: int
+    grad_bytes: int
+    """Of a gradient as a replica has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replication:
+    """What replicas move in one layer and microbatch: means over a few loads."""
+
+    imbalance_before: float
+    imbalance_after: float
+    replicas: float
+    """Of all ranks of the EP group together."""
+    sends: float
+    """Experts that the busiest rank sends or receives; one that leaves the NVLink domain counts for
+    as many as take its time inside."""
+    weight_bytes: float
+    """Weights that so many sends move: in forward, and again in backward."""
+    weight_ms: float
+    grad_bytes: float
+    """Gradients that they move in backward."""
+    grad_ms: float
+    experts_ms: float
+    """The busiest rank's experts in forward."""
+    experts_before_ms: float
+    """The same without balancing."""
+
+
+def forecast_replication(
+    config: TrainConfig, expert: Expert, *, tokens: int, imbalance: float, hardware: Hardware
+) -> Replication | None:
+    """Plan a layer's loads; return None if the run makes no plans, or has nobody to share with.
+
+    Args:
+        config: The run.
+        expert: What a replica moves.
+        tokens: Tokens of a rank in a microbatch.
+        imbalance: Busiest rank / mean without balancing.
+        hardware: The machine.
+
+    Raises:
+        ValueError: No load of so many experts and ranks has this imbalance.
+    """
+    model, balance, ep_size = config.model, config.balance, config.parallel.ep_size
+    strategy = get_strategy(balance.strategy)
+    if strategy.kind is not strategy.planner or ep_size == 1 or balance.placement:
+        return None
+    spec = make_spec(
+        "zipf",
+        ranks=ep_size,
+        experts=model.num_experts,
+        tokens=tokens,
+        top_k=model.topk,
+        batch=_LOADS,
+        imbalance=imbalance,
+    )
+    load = generate("zipf", spec).load
+    costs = LayerCosts(
+        expert_bytes=expert.weight_bytes,
+        link_bandwidth=hardware.weight_bandwidth,
+        assignment_time=2 * expert.params / hardware.peak_flops_per_s / hardware.expert_efficiency,
+    )
+    plan = solve(
+        load,
+        ep_size=ep_size,
+        slots=balance.slots,
+        strategy=balance.strategy,
+        tolerance=balance.tolerance,
+        min_quota=balance.min_quota,
+        nvlink_domain=domain_ranks(config, hardware),
+        costs=costs if balance.plans_for_time else None,
+    )
+    sends = torch.stack([timed_sends(each, hardware).max() for each in plan.unbatch()])
+    mean_sends, rank_loads = float(sends.double().mean()), plan.rank_loads()
+    before, after = home_loads(load), rank_loads
+    return Replication(
+        imbalance_before=float(imbalances(before).mean()),
+        imbalance_after=float(imbalances(after).mean()),
+        replicas=float((plan.slots >= 0).sum()) / _LOADS,
+        sends=mean_sends,
+        weight_bytes=mean_sends * expert.weight_bytes,
+        weight_ms=1e3 * mean_sends * expert.weight_bytes / hardware.weight_bandwidth,
+        grad_bytes=mean_sends * expert.grad_bytes,
+        grad_ms=1e3 * mean_sends * expert.grad_bytes / hardware.weight_bandwidth,
+        experts_ms=1e3 * costs.assignment_time * float(after.amax(-1).double().mean()),
+        experts_before_ms=1e3 * costs.assignment_time * float(before.amax(-1).double().mean()),
+    )
+
+
+def forecast_transport(config: TrainConfig, hardware: Hardware | None) -> Choice:
+    """Return what `balance.transport` and `balance.nvlink_domain` would stand for.
+
+    Args:
+        config: The run.
+        hardware: A machine with GPUs; None for ranks of this machine, without.
+
+    Raises:
+        ValueError, RuntimeError: The transport cannot serve there; the message says why.
+    """
+    ranks = config.parallel.ep_size
+    domain = ranks if hardware is None else hardware.domain_ranks
+
+    def look(kind: TransportKind) -> list[list[str]]:
+        far = "it is in another NVLink domain"
+        return [
+            ["" if a // domain == b // domain else far for b in range(ranks)] for a in range(ranks)
+        ]
+
+    balance = config.balance
+    device = "cpu" if hardware is None else "cuda"
+    return choose_transport(balance.transport, balance.domain_ranks, ranks, device, look)
+
+
+def domain_ranks(config: TrainConfig, hardware: Hardware) -> int:
+    """Return the ranks per NVLink domain that replicas would stay in."""
+    return forecast_transport(config, hardware).domain_ranks
