@@ -5,6 +5,7 @@ stdout, progress and errors to stderr. Each command imports the heavy modules th
 `--help` answers at once.
 
     train.py       trains a model: hands over to `trainer/command.py`
+    dry_run.py     what a run would need, for `train --dry-run`
     report.py      runs compared, as a table and a page
     plan.py        plans for the loads of a file; lists the strategies
     replay.py      several strategies on the same trace

@@ -1,0 +1,108 @@
+"""`megatron-ext train --dry-run`: every recipe, totals of published models, and wrong words.
+
+In a kept rank, where Megatron is imported already and no other test meets what a run leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import tempfile
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_ext.files.recipes import recipe_names, shipped_recipes
+from tests.ranks import run_ranks
+
+
+def _main(rank: int, words: list[str]) -> tuple[int, str, str]:
+    """Run the command; return its status, its output and its errors."""
+    from megatron_ext.cli import main
+
+    dist.destroy_process_group()
+    number = os.environ.pop("RANK")
+    out, said = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
+        try:
+            status = main(["train", *words])
+        except SystemExit as error:
+            status = error.code
+    os.environ["RANK"] = number
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    return status, out.getvalue(), said.getvalue()
+
+
+def _dry_run(*words: str) -> tuple[int, str, str]:
+    (found,) = run_ranks(_main, 1, [*words, "--dry-run"])
+    return found
+
+
+def _gqa(*, vocab: int, hidden: int, layers: int, heads: int, groups: int, experts: int, ffn: int):
+    """Parameters of a published model: all but experts, and experts."""
+    width = 128
+    attention = hidden * width * 2 * (heads + groups)
+    dense = 2 * vocab * hidden + hidden + layers * (2 * hidden + attention + hidden * experts)
+    return dense, layers * experts * 3 * hidden * ffn
+
+
+QWEN3_30B = _gqa(vocab=151936, hidden=2048, layers=48, heads=32, groups=4, experts=128, ffn=768)
+MIXTRAL_8X7B = _gqa(vocab=32000, hidden=4096, layers=32, heads=32, groups=8, experts=8, ffn=14336)
+# Qwen3 has two norms in each layer's attention, as wide as a head.
+PUBLISHED = {
+    "qwen3_30b_8_h100_bf16": (QWEN3_30B[0] + 48 * 2 * 128, QWEN3_30B[1], 8 / 128),
+    "mixtral_8x7b_8_h100_bf16": (*MIXTRAL_8X7B, 2 / 8),
+}
+"""Parameters besides experts, of experts, and the part of these that a token meets."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", recipe_names(shipped_recipes()))
+def test_every_recipe_says_what_it_would_need(recipe: str) -> None:
+    status, out, said = _dry_run("--config-name", recipe, "--json")
+    assert status == 0, said
+    report: dict[str, Any] = json.loads(out)
+    parallel = report["config"]["parallel"]
+    assert len(report["stages"]) == parallel["pp_size"]
+    model = report["config"]["model"]
+    layers = sorted(layer for stage in report["stages"] for layer in stage["layers"])
+    assert layers == list(range(1, model["num_layers"] + 1))
+    for stage in report["stages"]:
+        assert stage["memory"]["uneven"] > stage["memory"]["even"] > stage["weights"] > 0
+    first = report["stages"][0]["plans_in_flight"]
+    if parallel["vpp_size"] == 1:
+        assert first == parallel["pp_size"]
+    if report["machine"] is not None:
+        assert report["auto"]["transport"] == "cuda"
+        moved = report["replication"]
+        assert moved["imbalance_after"] < moved["imbalance_before"]
+        assert moved["experts_ms"] < moved["experts_before_ms"]
+    if recipe in PUBLISHED:
+        dense, experts, share = PUBLISHED[recipe]
+        assert report["params"]["total"] == dense + experts
+        assert report["params"]["active"] == dense + experts * share
+
+
+def test_text_is_for_people_and_wrong_words_are_said_at_once() -> None:
+    status, out, said = _dry_run("--config-name", "quickstart", "data.path=nowhere")
+    assert (status, "Parameters: 12,885,760" in out) == (0, True), said
+    assert "transport shared_memory" in out
+
+    wrong = ["model.layers=1", "balance.slots=-1", "steps=many", "optimizer.beta1=1.5"]
+    status, out, said = _dry_run("--config-name", "quickstart", *wrong)
+    lines = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert status == 2
+    for named in ("layers", "balance.slots (-1)", "steps", "optimizer.beta1 (1.5)"):
+        assert any(named in line for line in lines), said
+
+    for words, problem in (
+        (["--imbalance", "3"], "--imbalance (3.0) must be from 1 to parallel.ep_size (2)"),
+        (["data.path=x", "model.vocab_size=-1"], "model.vocab_size (-1) must be >= 0"),
+    ):
+        status, _, said = _dry_run("--config-name", "quickstart", *words)
+        assert status == 2
+        assert problem in said
