@@ -150,14 +150,35 @@ inline void check_planned(const Tensor& load,
         slots.sizes());
 }
 
-// What is sealed. The tensors must be contiguous.
+// A load [R, E] as kernels read it, without a copy where they can: its rows may be apart.
+inline Tensor with_whole_rows(const Tensor& load) {
+    return load.dim() == 2 && load.stride(1) == 1 ? load : load.contiguous();
+}
+
+// What is sealed, of a load `with_whole_rows` and a plan that is contiguous.
 inline SealedPlan sealed_plan(const Tensor& load, const Tensor& quota, const Tensor& slots) {
-    check_planned(load, quota, slots);
     return {load.const_data_ptr<int64_t>(),
+            load.stride(0),
+            load.size(1),
             quota.const_data_ptr<int64_t>(),
             slots.const_data_ptr<int32_t>(),
             load.numel(),
             slots.numel()};
+}
+
+// `slots_on_host` takes the values of `slots`.
+inline void check_slots_on_host(const Tensor& slots_on_host, const Tensor& slots) {
+    TORCH_CHECK_VALUE(slots_on_host.device().is_cpu() && slots_on_host.is_contiguous() &&
+                          slots_on_host.scalar_type() == at::kInt &&
+                          slots_on_host.sizes() == slots.sizes(),
+                      "slots_on_host must be contiguous int32 ",
+                      slots.sizes(),
+                      " on the CPU, got ",
+                      slots_on_host.scalar_type(),
+                      " ",
+                      slots_on_host.sizes(),
+                      " on ",
+                      slots_on_host.device());
 }
 
 // The last column of what was `gathered` [R, any], contiguous; `difference` [2 + R] is where the
@@ -214,8 +235,18 @@ inline void check_marks(const Tensor& marks, at::IntArrayRef shape) {
         marks.sizes());
 }
 
-// `values` [N, width] go to or come from the places that `logical` and `physical` [N, K] name.
-inline void check_place(const Tensor& values, const Tensor& logical, const Tensor& physical) {
+inline void check_lines(const Tensor& lines, int64_t bytes) {
+    TORCH_CHECK_VALUE(
+        lines.scalar_type() == at::kByte && lines.numel() == bytes && lines.is_contiguous(),
+        "lines must be what share_plan gives for source_quota, ",
+        bytes,
+        " bytes, got ",
+        lines.scalar_type(),
+        " ",
+        lines.sizes());
+}
+
+inline void check_values(const Tensor& values) {
     TORCH_CHECK_VALUE(values.dim() == 2 && values.is_floating_point() &&
                           (values.element_size() == 2 || values.element_size() == 4 ||
                            values.element_size() == 8),
@@ -223,6 +254,11 @@ inline void check_place(const Tensor& values, const Tensor& logical, const Tenso
                       values.scalar_type(),
                       " ",
                       values.sizes());
+}
+
+// `values` [N, P] come back from where `physical` [N, K] says to where `logical` says.
+inline void check_place_back(const Tensor& values, const Tensor& logical, const Tensor& physical) {
+    check_values(values);
     for (const Tensor& index : {logical, physical}) {
         TORCH_CHECK_VALUE(
             index.dim() == 2 && index.scalar_type() == at::kInt && index.size(0) == values.size(0),
@@ -240,8 +276,17 @@ inline void check_place(const Tensor& values, const Tensor& logical, const Tenso
                       physical.sizes());
 }
 
-// `placed` and `routing_map` [N, P] are written whole.
-inline void check_placed(const Tensor& probs, const Tensor& placed, const Tensor& routing_map) {
+// `placed` and `placed_map` [N, P] are written whole, from `probs` of the choices.
+inline void check_placed(const Tensor& probs,
+                         const Tensor& routing_map,
+                         const Tensor& placed,
+                         const Tensor& placed_map) {
+    check_values(probs);
+    TORCH_CHECK_VALUE(probs.sizes() == routing_map.sizes(),
+                      "probabilities must be of the routing_map's shape, ",
+                      routing_map.sizes(),
+                      ", got ",
+                      probs.sizes());
     TORCH_CHECK_VALUE(placed.dim() == 2 && placed.size(0) == probs.size(0) &&
                           placed.scalar_type() == probs.scalar_type() && placed.is_contiguous(),
                       "placed must be contiguous [N, P] with N = ",
@@ -252,14 +297,14 @@ inline void check_placed(const Tensor& probs, const Tensor& placed, const Tensor
                       placed.scalar_type(),
                       " ",
                       placed.sizes());
-    TORCH_CHECK_VALUE(routing_map.sizes() == placed.sizes() &&
-                          routing_map.scalar_type() == at::kBool && routing_map.is_contiguous(),
-                      "routing_map must be contiguous bool ",
+    TORCH_CHECK_VALUE(placed_map.sizes() == placed.sizes() &&
+                          placed_map.scalar_type() == at::kBool && placed_map.is_contiguous(),
+                      "placed_map must be contiguous bool ",
                       placed.sizes(),
                       ", got ",
-                      routing_map.scalar_type(),
+                      placed_map.scalar_type(),
                       " ",
-                      routing_map.sizes());
+                      placed_map.sizes());
 }
 
 }  // namespace megatron_ext

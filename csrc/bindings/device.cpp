@@ -57,33 +57,13 @@ std::tuple<Tensor, Tensor> count_load_op(const Tensor& routing_map,
     return {counts, marks};
 }
 
-Tensor seal_plan_op(const Tensor& load,
-                    const Tensor& quota,
-                    const Tensor& slots,
-                    const Tensor& gathered,
-                    int64_t layer,
-                    const Tensor& difference) {
-    check_one_device({load, quota, slots, gathered});
-    TORCH_CHECK_VALUE(difference.is_pinned(), "difference must be in pinned memory");
-    const c10::cuda::CUDAGuard guard(load.device());
-    const Tensor loads = load.contiguous();
-    const Tensor quotas = quota.contiguous();
-    const Tensor held = slots.contiguous();
-    Tensor seal = at::empty({1}, load.options());
-    C10_CUDA_CHECK(seal_plan_cuda(sealed_plan(loads, quotas, held),
-                                  seals_of(gathered, layer, difference),
-                                  seal.mutable_data_ptr<int64_t>(),
-                                  current_stream()));
-    return seal;
-}
-
 // Plan each load of a batch, or the one, with each tolerance.
 std::tuple<Tensor, Tensor> plan_all(const Tensor& load,
                                     const QuotaProblem& problem,
                                     const Tolerances& tolerances,
                                     std::optional<int64_t> num_tolerances) {
     const c10::cuda::CUDAGuard guard(load.device());
-    const Tensor loads = load.contiguous();
+    const Tensor loads = with_whole_rows(load);
     auto [quota, slots] = empty_plan(load, problem, num_tolerances);
     const int64_t batch = load.dim() == 3 ? load.size(0) : 1;
     const Tensor workspace =
@@ -91,6 +71,7 @@ std::tuple<Tensor, Tensor> plan_all(const Tensor& load,
     C10_CUDA_CHECK(solve_ladder_cuda(problem,
                                      tolerances,
                                      loads.const_data_ptr<int64_t>(),
+                                     loads.stride(-2),
                                      batch,
                                      workspace.mutable_data_ptr(),
                                      quota.mutable_data_ptr<int64_t>(),
@@ -119,119 +100,198 @@ std::tuple<Tensor, Tensor> solve_ladder_op(const Tensor& load,
     return plan_all(load, problem, tolerances, tolerances.count);
 }
 
-Tensor split_for(const Tensor& load,
-                 const Tensor& quota,
-                 std::optional<int64_t> source_rank,
-                 const PlacedInstances& placed) {
-    const c10::cuda::CUDAGuard guard(load.device());
-    const int64_t ranks = load.size(0);
-    const int64_t experts = load.size(1);
-    const Tensor loads = load.contiguous();
-    const Tensor quotas = quota.contiguous();
-    Tensor split = source_rank.has_value() ? at::empty({experts, ranks}, load.options())
-                                           : at::empty({ranks, experts, ranks}, load.options());
-    C10_CUDA_CHECK(split_quota_cuda(ranks,
-                                    experts,
-                                    loads.const_data_ptr<int64_t>(),
-                                    quotas.const_data_ptr<int64_t>(),
-                                    source_rank.value_or(0),
-                                    source_rank.has_value() ? 1 : ranks,
-                                    split.mutable_data_ptr<int64_t>(),
-                                    placed,
-                                    current_stream()));
-    return split;
+// Of a load `with_whole_rows` and a quota that is contiguous.
+SharedQuotas shared_quotas(const Tensor& load, const Tensor& quota) {
+    return {load.size(0),
+            load.size(1),
+            load.const_data_ptr<int64_t>(),
+            load.stride(0),
+            quota.const_data_ptr<int64_t>()};
 }
 
 Tensor split_quota_op(const Tensor& load, const Tensor& quota, std::optional<int64_t> source_rank) {
     check_split(load, quota, source_rank);
     check_one_device({load, quota});
-    return split_for(load, quota, source_rank, {});
+    const c10::cuda::CUDAGuard guard(load.device());
+    const int64_t ranks = load.size(0);
+    const int64_t experts = load.size(1);
+    const Tensor loads = with_whole_rows(load);
+    const Tensor quotas = quota.contiguous();
+    Tensor split = source_rank.has_value() ? at::empty({experts, ranks}, load.options())
+                                           : at::empty({ranks, experts, ranks}, load.options());
+    C10_CUDA_CHECK(split_quota_cuda(shared_quotas(loads, quotas),
+                                    source_rank.value_or(0),
+                                    source_rank.has_value() ? 1 : ranks,
+                                    split.mutable_data_ptr<int64_t>(),
+                                    current_stream()));
+    return split;
 }
 
-std::tuple<Tensor, Tensor> share_plan_op(const Tensor& load,
+Lines lines_in(const Tensor& memory, int64_t experts, int64_t ranks) {
+    return Lines::in(memory.mutable_data_ptr(), experts, ranks);
+}
+
+// What `sealing` says of what is sealed is added here.
+std::tuple<Tensor, Tensor, Tensor> share(const Tensor& load,
                                          const Tensor& quota,
                                          const Tensor& slots,
-                                         int64_t source_rank) {
+                                         int64_t source_rank,
+                                         Sealing sealing) {
+    const int64_t ranks = load.size(0);
+    const int64_t experts = load.size(1);
+    const Tensor loads = with_whole_rows(load);
+    const Tensor quotas = quota.contiguous();
+    const Tensor held = slots.contiguous();
+    sealing.plan = sealed_plan(loads, quotas, held);
+    Tensor split = at::empty({experts, ranks}, load.options());
+    Tensor ids = at::empty({experts, ranks}, load.options());
+    Tensor lines = workspace_of(Lines::bytes(experts, ranks), load);
+    C10_CUDA_CHECK(share_plan_cuda(
+        shared_quotas(loads, quotas),
+        source_rank,
+        split.mutable_data_ptr<int64_t>(),
+        {held.const_data_ptr<int32_t>(), held.size(1), ids.mutable_data_ptr<int64_t>()},
+        lines_in(lines, experts, ranks),
+        sealing,
+        current_stream()));
+    return {split, ids, lines};
+}
+
+std::tuple<Tensor, Tensor, Tensor> share_plan_op(const Tensor& load,
+                                                 const Tensor& quota,
+                                                 const Tensor& slots,
+                                                 int64_t source_rank) {
     check_planned(load, quota, slots, source_rank);
     check_one_device({load, quota, slots});
-    const Tensor held = slots.contiguous();
-    Tensor ids = at::empty({load.size(1), load.size(0)}, load.options());
-    const PlacedInstances placed{
-        held.const_data_ptr<int32_t>(), held.size(1), ids.mutable_data_ptr<int64_t>()};
-    return {split_for(load, quota, source_rank, placed), ids};
+    const c10::cuda::CUDAGuard guard(load.device());
+    return share(load, quota, slots, source_rank, {});
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> share_and_seal_op(
+    const Tensor& load,
+    const Tensor& quota,
+    const Tensor& slots,
+    int64_t source_rank,
+    const Tensor& gathered,
+    int64_t layer,
+    const Tensor& difference,
+    const std::optional<Tensor>& slots_on_host) {
+    check_planned(load, quota, slots, source_rank);
+    check_one_device({load, quota, slots, gathered});
+    if (slots_on_host.has_value()) check_slots_on_host(*slots_on_host, slots);
+    // Memory of no size is not anywhere.
+    const bool writes_slots = slots_on_host.has_value() && slots.numel() > 0;
+    TORCH_CHECK_VALUE(difference.is_pinned() && (!writes_slots || slots_on_host->is_pinned()),
+                      "difference and slots_on_host must be in pinned memory");
+    const c10::cuda::CUDAGuard guard(load.device());
+    Tensor seal = at::empty({1}, load.options());
+    auto [split, ids, lines] =
+        share(load,
+              quota,
+              slots,
+              source_rank,
+              {{},
+               seals_of(gathered, layer, difference),
+               seal.mutable_data_ptr<int64_t>(),
+               writes_slots ? slots_on_host->mutable_data_ptr<int32_t>() : nullptr});
+    return {split, ids, lines, seal};
+}
+
+// Assigns all choices, and places their values as `placing` says.
+std::tuple<Tensor, Tensor> assign_all(const AssignProblem& problem,
+                                      const Tensor& routing_map,
+                                      const Tensor& source_quota,
+                                      const Tensor& physical_index,
+                                      const std::optional<Tensor>& given_marks,
+                                      const std::optional<Tensor>& given_lines,
+                                      const Placing& placing) {
+    const int64_t experts = problem.num_experts;
+    const int64_t ranks = problem.num_ranks;
+    const c10::cuda::CUDAGuard guard(routing_map.device());
+    const Tensor map = routing_map.contiguous();
+    const Tensor marks =
+        given_marks.has_value() ? *given_marks : std::get<1>(count_load_op(map, {}));
+    check_marks(marks, {2, TokenMarks::num_tiles(map.size(0)), experts});
+    const Tensor memory =
+        given_lines.has_value() ? *given_lines : workspace_of(Lines::bytes(experts, ranks), map);
+    check_lines(memory, Lines::bytes(experts, ranks));
+    check_one_device({routing_map, source_quota, physical_index, marks, memory});
+    const Lines lines = lines_in(memory, experts, ranks);
+    if (!given_lines.has_value()) {
+        const Tensor quotas = source_quota.contiguous();
+        const Tensor ids = physical_index.contiguous();
+        C10_CUDA_CHECK(lay_lines_cuda(ranks,
+                                      experts,
+                                      quotas.const_data_ptr<int64_t>(),
+                                      ids.const_data_ptr<int64_t>(),
+                                      lines,
+                                      current_stream()));
+    }
+    const auto options = map.options().dtype(at::kInt);
+    Tensor logical = at::empty({problem.num_tokens, problem.top_k}, options);
+    Tensor physical = at::empty({problem.num_tokens, problem.top_k}, options);
+    C10_CUDA_CHECK(assign_cuda(problem,
+                               marks_in(marks, map),
+                               lines,
+                               logical.mutable_data_ptr<int32_t>(),
+                               physical.mutable_data_ptr<int32_t>(),
+                               placing,
+                               current_stream()));
+    return {logical, physical};
 }
 
 std::tuple<Tensor, Tensor> assign_op(const Tensor& routing_map,
                                      const Tensor& source_quota,
                                      const Tensor& physical_index,
                                      int64_t top_k,
-                                     const std::optional<Tensor>& given_marks) {
+                                     const std::optional<Tensor>& marks,
+                                     const std::optional<Tensor>& lines) {
     const AssignProblem problem = assign_problem(routing_map, source_quota, physical_index, top_k);
-    const Tensor map = routing_map.contiguous();
-    const Tensor marks =
-        given_marks.has_value() ? *given_marks : std::get<1>(count_load_op(map, {}));
-    check_marks(marks, {2, TokenMarks::num_tiles(map.size(0)), map.size(1)});
-    check_one_device({routing_map, source_quota, physical_index, marks});
-    const c10::cuda::CUDAGuard guard(routing_map.device());
-    const Tensor quotas = source_quota.contiguous();
-    const Tensor ids = physical_index.contiguous();
-    const auto options = map.options().dtype(at::kInt);
-    Tensor logical = at::empty({problem.num_tokens, top_k}, options);
-    Tensor physical = at::empty({problem.num_tokens, top_k}, options);
-    const Tensor workspace = workspace_of(assign_cuda_bytes(problem), map);
-    C10_CUDA_CHECK(assign_cuda(problem,
-                               marks_in(marks, map),
-                               quotas.const_data_ptr<int64_t>(),
-                               ids.const_data_ptr<int64_t>(),
-                               workspace.mutable_data_ptr(),
-                               logical.mutable_data_ptr<int32_t>(),
-                               physical.mutable_data_ptr<int32_t>(),
-                               current_stream()));
-    return {logical, physical};
+    return assign_all(problem, routing_map, source_quota, physical_index, marks, lines, {});
 }
 
-// Values from the places that `from_index` names to those of `to_index`; marks them in `map`.
-void copy_all(const Tensor& values,
-              const Tensor& from_index,
-              const Tensor& to_index,
-              const Tensor& to,
-              bool* map) {
-    const c10::cuda::CUDAGuard guard(values.device());
-    const Tensor from = values.contiguous();
-    const Tensor from_places = from_index.contiguous();
-    const Tensor to_places = to_index.contiguous();
-    C10_CUDA_CHECK(copy_choices_cuda(from.const_data_ptr(),
-                                     from_places.const_data_ptr<int32_t>(),
-                                     from.size(1),
-                                     to.mutable_data_ptr(),
-                                     to_places.const_data_ptr<int32_t>(),
-                                     to.size(1),
-                                     from.size(0),
-                                     from_places.size(1),
-                                     from.element_size(),
-                                     map,
-                                     current_stream()));
-}
-
-void place_op(const Tensor& probs,
-              const Tensor& logical,
-              const Tensor& physical,
-              const Tensor& placed,
-              const Tensor& routing_map) {
-    check_place(probs, logical, physical);
-    check_placed(probs, placed, routing_map);
-    check_one_device({probs, logical, physical, placed, routing_map});
-    copy_all(probs, logical, physical, placed, routing_map.mutable_data_ptr<bool>());
+std::tuple<Tensor, Tensor> reroute_op(const Tensor& probs,
+                                      const Tensor& routing_map,
+                                      const Tensor& source_quota,
+                                      const Tensor& physical_index,
+                                      int64_t top_k,
+                                      const std::optional<Tensor>& marks,
+                                      const std::optional<Tensor>& lines,
+                                      const Tensor& placed,
+                                      const Tensor& placed_map) {
+    const AssignProblem problem = assign_problem(routing_map, source_quota, physical_index, top_k);
+    check_placed(probs, routing_map, placed, placed_map);
+    check_one_device({routing_map, probs, placed, placed_map});
+    const Tensor from = probs.contiguous();
+    const Placing placing{from.const_data_ptr(),
+                          placed.mutable_data_ptr(),
+                          placed_map.mutable_data_ptr<bool>(),
+                          placed.size(1),
+                          from.element_size()};
+    return assign_all(problem, routing_map, source_quota, physical_index, marks, lines, placing);
 }
 
 Tensor place_back_op(const Tensor& grad,
                      const Tensor& logical,
                      const Tensor& physical,
                      int64_t num_experts) {
-    check_place(grad, logical, physical);
+    check_place_back(grad, logical, physical);
     check_one_device({grad, logical, physical});
+    const c10::cuda::CUDAGuard guard(grad.device());
+    const Tensor from = grad.contiguous();
+    const Tensor from_places = physical.contiguous();
+    const Tensor to_places = logical.contiguous();
     Tensor back = at::empty({grad.size(0), num_experts}, grad.options());
-    copy_all(grad, physical, logical, back, nullptr);
+    C10_CUDA_CHECK(copy_choices_cuda(from.const_data_ptr(),
+                                     from_places.const_data_ptr<int32_t>(),
+                                     from.size(1),
+                                     back.mutable_data_ptr(),
+                                     to_places.const_data_ptr<int32_t>(),
+                                     back.size(1),
+                                     from.size(0),
+                                     from_places.size(1),
+                                     from.element_size(),
+                                     current_stream()));
     return back;
 }
 
@@ -240,12 +300,12 @@ Tensor place_back_op(const Tensor& grad,
 
 TORCH_LIBRARY_IMPL(megatron_ext, CUDA, m) {
     m.impl("count_load", &megatron_ext::count_load_op);
-    m.impl("seal_plan", &megatron_ext::seal_plan_op);
     m.impl("solve_quota", &megatron_ext::solve_quota_op);
     m.impl("solve_ladder", &megatron_ext::solve_ladder_op);
     m.impl("split_quota", &megatron_ext::split_quota_op);
     m.impl("share_plan", &megatron_ext::share_plan_op);
+    m.impl("share_and_seal", &megatron_ext::share_and_seal_op);
     m.impl("assign", &megatron_ext::assign_op);
-    m.impl("place", &megatron_ext::place_op);
+    m.impl("reroute", &megatron_ext::reroute_op);
     m.impl("place_back", &megatron_ext::place_back_op);
 }

@@ -25,21 +25,6 @@ std::tuple<Tensor, Tensor> count_load_op(const Tensor& routing_map,
     return {counts, at::empty({2, 0, map.size(1)}, map.options().dtype(at::kInt))};
 }
 
-Tensor seal_plan_op(const Tensor& load,
-                    const Tensor& quota,
-                    const Tensor& slots,
-                    const Tensor& gathered,
-                    int64_t layer,
-                    const Tensor& difference) {
-    const Tensor loads = load.contiguous();
-    const Tensor quotas = quota.contiguous();
-    const Tensor held = slots.contiguous();
-    Tensor seal = at::empty({1}, load.options());
-    *seal.mutable_data_ptr<int64_t>() =
-        seal_plan(sealed_plan(loads, quotas, held), seals_of(gathered, layer, difference));
-    return seal;
-}
-
 // Plan each load of a batch, or the one, by `solver(load, quota, slots)`.
 template <class Solver>
 std::tuple<Tensor, Tensor> plan_each(const Tensor& load,
@@ -139,10 +124,13 @@ Tensor split_quota_op(const Tensor& load, const Tensor& quota, std::optional<int
     return split;
 }
 
-std::tuple<Tensor, Tensor> share_plan_op(const Tensor& load,
-                                         const Tensor& quota,
-                                         const Tensor& slots,
-                                         int64_t source_rank) {
+// Lines are for kernels; here `assign` needs none.
+Tensor no_lines(const Tensor& load) { return at::empty({0}, load.options().dtype(at::kByte)); }
+
+std::tuple<Tensor, Tensor, Tensor> share_plan_op(const Tensor& load,
+                                                 const Tensor& quota,
+                                                 const Tensor& slots,
+                                                 int64_t source_rank) {
     check_planned(load, quota, slots, source_rank);
     Tensor split = split_quota_op(load, quota, source_rank);
     const Tensor held = slots.contiguous();
@@ -152,13 +140,37 @@ std::tuple<Tensor, Tensor> share_plan_op(const Tensor& load,
                      held.size(1),
                      held.const_data_ptr<int32_t>(),
                      ids.mutable_data_ptr<int64_t>());
-    return {split, ids};
+    return {split, ids, no_lines(load)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> share_and_seal_op(
+    const Tensor& load,
+    const Tensor& quota,
+    const Tensor& slots,
+    int64_t source_rank,
+    const Tensor& gathered,
+    int64_t layer,
+    const Tensor& difference,
+    const std::optional<Tensor>& slots_on_host) {
+    auto [split, ids, lines] = share_plan_op(load, quota, slots, source_rank);
+    if (slots_on_host.has_value()) {
+        check_slots_on_host(*slots_on_host, slots);
+        slots_on_host->copy_(slots);
+    }
+    const Tensor loads = with_whole_rows(load);
+    const Tensor quotas = quota.contiguous();
+    const Tensor held = slots.contiguous();
+    Tensor seal = at::empty({1}, load.options());
+    *seal.mutable_data_ptr<int64_t>() =
+        seal_plan(sealed_plan(loads, quotas, held), seals_of(gathered, layer, difference));
+    return {split, ids, lines, seal};
 }
 
 std::tuple<Tensor, Tensor> assign_op(const Tensor& routing_map,
                                      const Tensor& source_quota,
                                      const Tensor& physical_index,
                                      int64_t top_k,
+                                     const std::optional<Tensor>&,
                                      const std::optional<Tensor>&) {
     const AssignProblem problem = assign_problem(routing_map, source_quota, physical_index, top_k);
     const Tensor map = routing_map.contiguous();
@@ -204,27 +216,33 @@ void copy_all(const Tensor& values,
                       ", or the other way round in backward");
 }
 
-void place_op(const Tensor& probs,
-              const Tensor& logical,
-              const Tensor& physical,
-              const Tensor& placed,
-              const Tensor& routing_map) {
-    check_place(probs, logical, physical);
-    check_placed(probs, placed, routing_map);
-    const Tensor to = physical.contiguous();
-    copy_all(probs, logical.contiguous(), to, placed);
-    mark_choices(to.const_data_ptr<int32_t>(),
+std::tuple<Tensor, Tensor> reroute_op(const Tensor& probs,
+                                      const Tensor& routing_map,
+                                      const Tensor& source_quota,
+                                      const Tensor& physical_index,
+                                      int64_t top_k,
+                                      const std::optional<Tensor>& marks,
+                                      const std::optional<Tensor>& lines,
+                                      const Tensor& placed,
+                                      const Tensor& placed_map) {
+    check_routing_map(routing_map);
+    check_placed(probs, routing_map, placed, placed_map);
+    const auto [logical, physical] =
+        assign_op(routing_map, source_quota, physical_index, top_k, marks, lines);
+    copy_all(probs, logical, physical, placed);
+    mark_choices(physical.const_data_ptr<int32_t>(),
                  placed.size(1),
-                 to.size(0),
-                 to.size(1),
-                 routing_map.mutable_data_ptr<bool>());
+                 physical.size(0),
+                 physical.size(1),
+                 placed_map.mutable_data_ptr<bool>());
+    return {logical, physical};
 }
 
 Tensor place_back_op(const Tensor& grad,
                      const Tensor& logical,
                      const Tensor& physical,
                      int64_t num_experts) {
-    check_place(grad, logical, physical);
+    check_place_back(grad, logical, physical);
     Tensor back = at::empty({grad.size(0), num_experts}, grad.options());
     copy_all(grad, physical.contiguous(), logical.contiguous(), back);
     return back;
@@ -235,7 +253,6 @@ Tensor place_back_op(const Tensor& grad,
 
 TORCH_LIBRARY_IMPL(megatron_ext, CPU, m) {
     m.impl("count_load", &megatron_ext::count_load_op);
-    m.impl("seal_plan", &megatron_ext::seal_plan_op);
     m.impl("solve_quota", &megatron_ext::solve_op<megatron_ext::solve_quota>);
     m.impl("solve_ladder", &megatron_ext::solve_ladder_op);
     m.impl("solve_fastest", &megatron_ext::solve_fastest_op);
@@ -243,7 +260,8 @@ TORCH_LIBRARY_IMPL(megatron_ext, CPU, m) {
     m.impl("lower_bound", &megatron_ext::lower_bound_op);
     m.impl("split_quota", &megatron_ext::split_quota_op);
     m.impl("share_plan", &megatron_ext::share_plan_op);
+    m.impl("share_and_seal", &megatron_ext::share_and_seal_op);
     m.impl("assign", &megatron_ext::assign_op);
-    m.impl("place", &megatron_ext::place_op);
+    m.impl("reroute", &megatron_ext::reroute_op);
     m.impl("place_back", &megatron_ext::place_back_op);
 }

@@ -5,9 +5,6 @@
 TORCH_LIBRARY(megatron_ext, m) {
     m.def("count_load(Tensor routing_map, Tensor? tail=None) -> (Tensor counts, Tensor marks)");
     m.def(
-        "seal_plan(Tensor load, Tensor quota, Tensor slots, Tensor gathered, int layer, "
-        "Tensor(a!) difference) -> Tensor");
-    m.def(
         "solve_quota(Tensor load, int num_slots, int nvlink_domain, int tolerance_ppm, "
         "int min_quota) -> (Tensor quota, Tensor slots)");
     m.def(
@@ -24,12 +21,17 @@ TORCH_LIBRARY(megatron_ext, m) {
     m.def("split_quota(Tensor load, Tensor quota, int? source_rank) -> Tensor");
     m.def(
         "share_plan(Tensor load, Tensor quota, Tensor slots, int source_rank) -> "
-        "(Tensor split, Tensor physical_index)");
+        "(Tensor split, Tensor physical_index, Tensor lines)");
+    m.def(
+        "share_and_seal(Tensor load, Tensor quota, Tensor slots, int source_rank, "
+        "Tensor gathered, int layer, Tensor(a!) difference, Tensor(b!)? slots_on_host) -> "
+        "(Tensor split, Tensor physical_index, Tensor lines, Tensor seal)");
     m.def(
         "assign(Tensor routing_map, Tensor source_quota, Tensor physical_index, int top_k, "
-        "Tensor? marks=None) -> (Tensor logical, Tensor physical)");
+        "Tensor? marks=None, Tensor? lines=None) -> (Tensor logical, Tensor physical)");
     m.def(
-        "place(Tensor probs, Tensor logical, Tensor physical, Tensor(a!) placed, "
-        "Tensor(b!) routing_map) -> ()");
+        "reroute(Tensor probs, Tensor routing_map, Tensor source_quota, Tensor physical_index, "
+        "int top_k, Tensor? marks, Tensor? lines, Tensor(a!) placed, Tensor(b!) placed_map) -> "
+        "(Tensor logical, Tensor physical)");
     m.def("place_back(Tensor grad, Tensor logical, Tensor physical, int num_experts) -> Tensor");
 }

@@ -15,13 +15,13 @@ void no_cuda_part(const c10::OperatorHandle& op, torch::jit::Stack*) {
 
 TORCH_LIBRARY_IMPL(megatron_ext, CUDA, m) {
     for (const char* name : {"count_load",
-                             "seal_plan",
                              "solve_quota",
                              "solve_ladder",
                              "split_quota",
                              "share_plan",
+                             "share_and_seal",
                              "assign",
-                             "place",
+                             "reroute",
                              "place_back"}) {
         m.impl(name, torch::CppFunction::makeFromBoxedFunction<&no_cuda_part>());
     }

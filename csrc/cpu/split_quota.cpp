@@ -61,7 +61,7 @@ void number_instances(int64_t num_ranks,
     }
     for (int64_t i = 0; i < num_ranks * num_slots; ++i) {
         const int64_t t = i / num_slots;
-        if (slots[i] < 0) continue;
+        if (slots[i] < 0 || slots[i] >= num_experts) continue;
         physical_index[slots[i] * num_ranks + t] = t * places + mains + i % num_slots;
     }
 }

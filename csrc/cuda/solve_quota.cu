@@ -430,6 +430,7 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
                                                                   int64_t first_plan,
                                                                   bool again,
                                                                   const int64_t* loads,
+                                                                  int64_t load_stride,
                                                                   char* workspace,
                                                                   int64_t* quotas,
                                                                   int32_t* slots) {
@@ -446,7 +447,7 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
     const int64_t experts = problem.num_experts;
     const int num_domains = static_cast<int>(gridDim.x);
     const int own = static_cast<int>(blockIdx.x);
-    const int64_t* load = loads + plan_idx / tolerances.count * ranks * experts;
+    const int64_t* load = loads + plan_idx / tolerances.count * ranks * load_stride;
     const auto memory_of = [&](int d) {
         return workspace + (static_cast<int64_t>(blockIdx.y) * num_domains + d) *
                                block_bytes<kSharedRanks>(problem);
@@ -460,7 +461,7 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
     for (int64_t e = thread; e < experts; e += kThreads) {
         int64_t sum = 0;
 #pragma unroll 16  // reads in flight at once
-        for (int64_t r = 0; r < ranks; ++r) sum += load[r * experts + e];
+        for (int64_t r = 0; r < ranks; ++r) sum += load[r * load_stride + e];
         sums.expert_load[e] = sum;
     }
     __syncthreads();
@@ -592,6 +593,7 @@ int64_t solve_ladder_cuda_bytes(const QuotaProblem& problem,
 cudaError_t solve_ladder_cuda(const QuotaProblem& problem,
                               const Tolerances& tolerances,
                               const int64_t* load,
+                              int64_t load_stride,
                               int64_t batch,
                               void* workspace,
                               int64_t* quota,
@@ -615,6 +617,7 @@ cudaError_t solve_ladder_cuda(const QuotaProblem& problem,
                 first,
                 launch > 0,
                 load,
+                load_stride,
                 static_cast<char*>(workspace),
                 quota,
                 slots);

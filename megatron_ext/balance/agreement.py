@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.balance.load import gather_counts
-from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.plan import BalancePlan, Shares
+from megatron_ext.transport import HostCopy
 
 
 class Agreement:
@@ -48,29 +49,50 @@ class Agreement:
     def gather_counts(self, routing_map_NE: Tensor) -> tuple[Tensor, Tensor]:
         """Return what every rank counts, int64 [R * T, E]; the seal of the last plan goes along.
 
-        And the marks of this rank's tokens, as `gather_counts` of load.py.
+        The rows lie apart, because each rank's seal is behind its counts. And the marks of this
+        rank's tokens, as `gather_counts` of load.py.
         """
         self._gathered, marks = gather_counts(routing_map_NE, self._group, self._seal)
         num_experts = self._gathered.shape[1] - 1
-        return torch.narrow_copy(self._gathered, 1, 0, num_experts), marks
+        return self._gathered[:, :num_experts], marks
 
-    def seal(self, load: Tensor, plan: BalancePlan, layer: int) -> None:
-        """Compare the seals that came with this load, and seal the load with its plan.
+    def share(
+        self,
+        counts: Tensor,
+        load: Tensor,
+        plan: BalancePlan,
+        layer: int,
+        slots_on_host: HostCopy | None = None,
+    ) -> Shares:
+        """Return this rank's shares of a plan; compare the last seals, and seal the plan.
 
         Args:
-            load: `load_of` what `gather_counts` returned, int64 [R, E].
+            counts: What `gather_counts` returned, int64 [R * T, E].
+            load: `load_of` that, int64 [R, E].
             plan: Its plan, on the same device.
             layer: The layer's number, for messages.
+            slots_on_host: Gets the plan's slots; None if the host needs them not.
 
         Raises:
             RuntimeError: Ranks had different loads or plans in the layer before. On a GPU this
                 comes when the device has noticed, which may be a few calls later.
         """
-        self._seal = torch.ops.megatron_ext.seal_plan(
-            load, plan.quota, plan.slots, self._gathered, self._layer, self._difference
+        rank = self._group.rank()
+        *shares, self._seal = torch.ops.megatron_ext.share_and_seal(
+            load,
+            plan.quota,
+            plan.slots,
+            rank // self._num_shards,
+            self._gathered,
+            self._layer,
+            self._difference,
+            slots_on_host.memory if slots_on_host is not None else None,
         )
+        if slots_on_host is not None:
+            slots_on_host.mark_written()
         self._layer = layer
         self._raise_difference()
+        return Shares(*shares).of_shard(rank, counts)
 
     def settle(self) -> None:
         """Compare the seals of the last plan, which no other load follows; all ranks call.

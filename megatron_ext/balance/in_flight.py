@@ -6,9 +6,9 @@ entry of its ring). Autograd carries a `PlanHandle`, which names the id and the
 generation of what is stored there; asking with an old generation is an error, never another
 microbatch's plan. Plans are released by id, in any order.
 
-In backward the host must know the slots of a plan. For a plan on a GPU, the forward starts to copy
-them to the host and does not wait for the device. The copy has ended long before the backward needs
-it.
+In backward the host must know the slots of a plan. For a plan on a GPU, the launch that seals the
+plan writes them to the host, which does not wait for the device. They are there long before the
+backward needs them.
 """
 
 from __future__ import annotations
@@ -80,8 +80,13 @@ class InFlightPlans:
         """Plans kept and not yet released."""
         return self.ring_size - len(self._free)
 
-    def keep(self, plan: BalancePlan) -> PlanHandle:
+    def keep(self, plan: BalancePlan, *, copies_slots: bool = True) -> PlanHandle:
         """Keep `plan` in a free entry and return its handle. Nobody writes to a plan.
+
+        Args:
+            plan: The plan.
+            copies_slots: Whether to start a copy of its slots to the host. If not, the caller has
+                them written to `slots_on_host`.
 
         Raises:
             RuntimeError: Every entry holds a plan whose backward has not run.
@@ -101,7 +106,8 @@ class InFlightPlans:
         self._generation[entry] += 1
         self._microbatch_idx[entry] = microbatch_idx
         self._plans[entry] = plan
-        self._on_host[entry].start(plan.slots)
+        if copies_slots:
+            self._on_host[entry].start(plan.slots)
         handle = PlanHandle(
             self.first_virtual_layer_id + entry,
             self._generation[entry],
@@ -120,6 +126,10 @@ class InFlightPlans:
         plan = self._plans[self._entry_of(handle)]
         assert plan is not None, "an entry that is taken has a plan"
         return plan
+
+    def slots_on_host(self, handle: PlanHandle) -> HostCopy:
+        """Return where the slots of the plan that `handle` names are to be on the host."""
+        return self._on_host[self._entry_of(handle)]
 
     def recall_slots(self, handle: PlanHandle) -> Tensor:
         """Return the slots of the plan that `handle` names, on the host, until it is released.

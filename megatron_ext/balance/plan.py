@@ -184,39 +184,75 @@ def split_quota(load: Tensor, plan: BalancePlan, source_rank: int | None = None)
     return split
 
 
-def fit_quota(source_quota: Tensor, num_choices: Tensor) -> Tensor:
-    """Change one rank's shares to what its tokens chose, when the plan is for another load.
+@dataclass(frozen=True, eq=False)
+class Shares:
+    """What one rank does by a plan."""
 
-    A recomputed router may choose otherwise for a token that was near a tie. An expert with fewer
-    choices takes them from its last instances; one with more computes the rest in its main. Other
-    ranks need not know.
+    quota: Tensor
+    """Assignments of this rank that the instance of expert e on rank t takes: int64 [E, R]."""
 
-    Args:
-        source_quota: Assignments of this rank that each instance takes, int64 [E, R].
-        num_choices: Assignments of this rank to each expert, int64 [E].
+    physical_index: Tensor
+    """`plan.physical_index()`: int64 [E, R]."""
 
-    Returns:
-        Shares whose sums over the ranks are `num_choices`: int64 [E, R].
+    lines: Tensor | None = None
+    """The same as a kernel reads it, where one wrote it so; made when it is needed if None."""
 
-    >>> quota, num_choices = torch.tensor([[2, 3], [1, 4]]), torch.tensor([4, 7])
-    >>> fit_quota(quota, num_choices).tolist()
-    [[2, 2], [1, 6]]
-    """
-    num_ranks = source_quota.shape[1]
-    ends = source_quota.cumsum(1).clamp(max=num_choices[:, None])
-    fitted = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
-    at_home = fitted.view(num_ranks, -1, num_ranks).diagonal(dim1=0, dim2=2)
-    at_home += (num_choices - ends[:, -1]).view(num_ranks, -1).T
-    return fitted
+    def fit(self, num_choices: Tensor) -> Shares:
+        """Change the shares to what the rank's tokens chose, when the plan is for another load.
+
+        A recomputed router may choose otherwise for a token that was near a tie. An expert with
+        fewer choices takes them from its last instances; one with more computes the rest in its
+        main. Other ranks need not know.
+
+        Args:
+            num_choices: Assignments of this rank to each expert, int64 [E].
+
+        Returns:
+            Shares whose sums over the ranks are `num_choices`.
+
+        >>> shares = Shares(torch.tensor([[2, 3], [1, 4]]), torch.tensor([[0, 3], [1, 2]]))
+        >>> shares.fit(torch.tensor([4, 7])).quota.tolist()
+        [[2, 2], [1, 6]]
+        """
+        num_ranks = self.quota.shape[1]
+        ends = self.quota.cumsum(1).clamp(max=num_choices[:, None])
+        fitted = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
+        at_home = fitted.view(num_ranks, -1, num_ranks).diagonal(dim1=0, dim2=2)
+        at_home += (num_choices - ends[:, -1]).view(num_ranks, -1).T
+        return Shares(fitted, self.physical_index)
+
+    def of_shard(self, rank: int, counts: Tensor) -> Shares:
+        """Return a rank's part of the shares of its expert-TP group.
+
+        Each of the T ranks takes of every instance a part in proportion to its own assignments,
+        rounded so that all sums stay exact: the tokens of a group travel in T exchanges, which are
+        to be balanced as well.
+
+        Args:
+            rank: The rank among the R * T that plan alike.
+            counts: Assignments of each of these, int64 [R * T, E], those of a group side by side.
+        """
+        experts, ranks = self.quota.shape
+        num_shards = len(counts) // ranks
+        if num_shards == 1:
+            return self
+        ep_rank, shard = divmod(rank, num_shards)
+        of_group = counts.view(ranks, num_shards, experts, 1)[ep_rank]
+        # The instances lie on a line. A rank in turn takes its share of each piece of what is left.
+        rest = of_group.sum(0)
+        line = self.quota.cumsum(1)
+        for mine in of_group[: shard + 1]:
+            after = rest - mine
+            shorter = line * after // rest.clamp(min=1)
+            taken, line, rest = line - shorter, shorter, after
+        return Shares(taken.diff(dim=1, prepend=torch.zeros_like(rest)), self.physical_index)
 
 
-def share_plan(rank: int, counts: Tensor, plan: BalancePlan) -> tuple[Tensor, Tensor]:
+def share_plan(rank: int, counts: Tensor, plan: BalancePlan) -> Shares:
     """Return one rank's share of every quota: that of its EP rank, shared in the expert-TP group.
 
-    The T ranks of an expert-TP group are one source to `split_quota`. Each of them then takes of
-    every instance a part in proportion to its own assignments, rounded so that all sums stay exact:
-    the tokens of a group travel in T exchanges, which are to be balanced as well. With T = 1 it is
-    `split_quota`.
+    The T ranks of an expert-TP group are one source to `split_quota`; with T = 1 the share is what
+    that returns.
 
     Args:
         rank: The rank among those that plan alike.
@@ -224,33 +260,21 @@ def share_plan(rank: int, counts: Tensor, plan: BalancePlan) -> tuple[Tensor, Te
         plan: The plan for their load.
 
     Returns:
-        Assignments from the rank to expert e that EP rank t computes: int64 [E, R]. Rows sum to the
-        rank's counts; the group's shares sum to the EP rank's split. And `plan.physical_index()`.
+        The shares. Rows of their quota sum to the rank's counts; those of an expert-TP group sum to
+        the EP rank's split.
 
     >>> from megatron_ext.balance.solve import solve
     >>> counts = torch.tensor([[4, 1, 0, 0], [2, 0, 1, 0], [4, 1, 0, 1], [0, 1, 1, 0]])
     >>> plan = solve(load_of(counts, ep_size=2), ep_size=2, slots=1)
-    >>> [share_plan(rank, counts, plan)[0][0].tolist() for rank in range(4)]
+    >>> [share_plan(rank, counts, plan).quota[0].tolist() for rank in range(4)]
     [[4, 0], [1, 1], [0, 4], [0, 0]]
     """
     load = load_of(counts, plan.layout.ep_size)
-    num_shards = len(counts) // len(load)
     load_library()
-    split: Tensor
-    split, physical_index = torch.ops.megatron_ext.share_plan(
-        load, plan.quota, plan.slots, rank // num_shards
+    shares = torch.ops.megatron_ext.share_plan(
+        load, plan.quota, plan.slots, rank * len(load) // len(counts)
     )
-    if num_shards == 1:
-        return split, physical_index
-    ep_rank, shard = divmod(rank, num_shards)
-    # The instances lie on a line. A rank in turn takes its share of each piece of what is left.
-    rest = load[ep_rank, :, None]
-    line = split.cumsum(1)
-    for mine in counts.view(-1, num_shards, load.shape[1], 1)[ep_rank, : shard + 1]:
-        after = rest - mine
-        shorter = line * after // rest.clamp(min=1)
-        taken, line, rest = line - shorter, shorter, after
-    return taken.diff(dim=1, prepend=torch.zeros_like(rest)), physical_index
+    return Shares(*shares).of_shard(rank, counts)
 
 
 def check_plan(load: Tensor, plan: BalancePlan, *, min_quota: int = _DEFAULTS.min_quota) -> None:

@@ -1,7 +1,7 @@
 """Stage 3: from logical to physical routing, so that every instance gets exactly its quota.
 
-Takes this rank's row of the split and the plan's physical ids; gives what the dispatcher sends by:
-a routing map, or ids where the router gives ids. In between, choices are [N, K] tables of indices,
+Takes this rank's shares of a plan; gives what the dispatcher sends by: a routing map, or ids where
+the router gives ids. In between, choices are [N, K] tables of indices,
 and backward needs nothing else. Probabilities keep the router's dtype: they are moved, never
 computed with. Legend: N local tokens, E logical experts, K choices per token, R ranks of the EP
 group, P physical experts.
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.balance.plan import Shares
 from megatron_ext.ops import load_library
 
 
@@ -49,11 +50,7 @@ class Assignment:
 
 
 def assign(
-    routing_map_NE: Tensor,
-    source_quota: Tensor,
-    physical_index: Tensor,
-    top_k: int,
-    marks: Tensor | None = None,
+    routing_map_NE: Tensor, shares: Shares, top_k: int, marks: Tensor | None = None
 ) -> Assignment:
     """Give each of this rank's assignments an instance, so that each takes exactly its share.
 
@@ -64,29 +61,28 @@ def assign(
 
     Args:
         routing_map_NE: Logical choices, bool [N, E]. Its column sums must be the row sums of
-            `source_quota`.
-        source_quota: Assignments of this rank that each instance takes, int64 [E, R] (`split_quota`
-            of this rank).
-        physical_index: Physical id of expert e's instance on rank t, int64 [E, R], or -1
-            (`plan.physical_index()`).
+            `shares.quota`.
+        shares: What this rank's tokens are to be split by.
         top_k: Most choices of a token (K).
         marks: What `gather_counts` gave for this routing map; made anew if None.
 
     Raises:
         ValueError: A shape or dtype does not fit.
-        RuntimeError: The column sums are not what `source_quota` covers, or a token has more than K
+        RuntimeError: The column sums are not what the shares cover, or a token has more than K
             choices (on a GPU such choices get no instance instead).
 
     >>> routing = torch.tensor([[True, False], [True, True]])
-    >>> quota, physical_index = torch.tensor([[1, 1], [0, 1]]), torch.tensor([[0, 3], [-1, 2]])
-    >>> assign(routing, quota, physical_index, top_k=2).physical.tolist()
+    >>> shares = Shares(torch.tensor([[1, 1], [0, 1]]), torch.tensor([[0, 3], [-1, 2]]))
+    >>> assign(routing, shares, top_k=2).physical.tolist()
     [[0, -1], [3, 2]]
 
     Source: UltraEP, section 5.2 (token assignment by cumulative quotas), without the interleaving.
     """
     load_library()
     return Assignment(
-        *torch.ops.megatron_ext.assign(routing_map_NE, source_quota, physical_index, top_k, marks)
+        *torch.ops.megatron_ext.assign(
+            routing_map_NE, shares.quota, shares.physical_index, top_k, marks, shares.lines
+        )
     )
 
 
@@ -121,14 +117,24 @@ class RoutingMaps:
 
 
 def reroute(
-    probs_NE: Tensor, assignment: Assignment, num_physical: int, maps: RoutingMaps | None = None
+    probs_NE: Tensor,
+    routing_map_NE: Tensor,
+    shares: Shares,
+    top_k: int,
+    num_physical: int,
+    *,
+    marks: Tensor | None = None,
+    maps: RoutingMaps | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Move the probabilities of the choices to the instances that take them.
+    """Assign as `assign` does, and move the probabilities of the choices to their instances.
 
     Args:
         probs_NE: Probabilities, float [N, E]; differentiable.
-        assignment: `assign` of these tokens.
+        routing_map_NE: As for `assign`, and so are the next two and `marks`.
+        shares: See there.
+        top_k: See there.
         num_physical: Physical experts (P).
+        marks: See there.
         maps: Memory for the result; new memory if None.
 
     Returns:
@@ -136,13 +142,14 @@ def reroute(
         backward, gradients come back over the same table; entries without a choice get none.
 
     >>> probs = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
-    >>> quota, physical_index = torch.tensor([[1, 1], [0, 1]]), torch.tensor([[0, 3], [-1, 2]])
-    >>> probs, routing = reroute(probs, assign(probs > 0, quota, physical_index, 2), 4)
+    >>> shares = Shares(torch.tensor([[1, 1], [0, 1]]), torch.tensor([[0, 3], [-1, 2]]))
+    >>> probs, routing = reroute(probs, probs > 0, shares, top_k=2, num_physical=4)
     >>> probs.tolist()
     [[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]]
     """
+    load_library()
     probs_NP, routing_map_NP = _Reroute.apply(
-        probs_NE, assignment, num_physical, maps or RoutingMaps()
+        probs_NE, routing_map_NE, shares, top_k, num_physical, marks, maps or RoutingMaps()
     )
     return probs_NP, routing_map_NP
 
@@ -159,8 +166,8 @@ def reroute_ids(ids_NK: Tensor, assignment: Assignment, num_experts: int) -> Ten
         Physical choices at the same places, or -1, of the same dtype.
 
     >>> routing = torch.tensor([[True, False], [True, True]])
-    >>> quota, physical_index = torch.tensor([[1, 1], [0, 1]]), torch.tensor([[0, 3], [-1, 2]])
-    >>> assignment = assign(routing, quota, physical_index, top_k=2)
+    >>> shares = Shares(torch.tensor([[1, 1], [0, 1]]), torch.tensor([[0, 3], [-1, 2]]))
+    >>> assignment = assign(routing, shares, top_k=2)
     >>> reroute_ids(torch.tensor([[0, -1], [1, 0]]), assignment, num_experts=2).tolist()
     [[0, -1], [2, 3]]
     """
@@ -175,21 +182,32 @@ def reroute_ids(ids_NK: Tensor, assignment: Assignment, num_experts: int) -> Ten
 class _Reroute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, probs_NE: Tensor, assignment: Assignment, num_physical: int, maps: RoutingMaps
+        ctx: Any,
+        probs_NE: Tensor,
+        routing_map_NE: Tensor,
+        shares: Shares,
+        top_k: int,
+        num_physical: int,
+        marks: Tensor | None,
+        maps: RoutingMaps,
     ) -> tuple[Tensor, Tensor]:
-        ctx.assignment = assignment
-        ctx.num_experts = probs_NE.shape[1]
         probs_NP, routing_map_NP = maps.take(probs_NE, num_physical)
-        torch.ops.megatron_ext.place(
-            probs_NE, assignment.logical, assignment.physical, probs_NP, routing_map_NP
+        ctx.tables = torch.ops.megatron_ext.reroute(
+            probs_NE,
+            routing_map_NE,
+            shares.quota,
+            shares.physical_index,
+            top_k,
+            marks,
+            shares.lines,
+            probs_NP,
+            routing_map_NP,
         )
+        ctx.num_experts = probs_NE.shape[1]
         ctx.mark_non_differentiable(routing_map_NP)
         return probs_NP, routing_map_NP
 
     @staticmethod
-    def backward(ctx: Any, grad_NP: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
-        assignment: Assignment = ctx.assignment
-        grad_NE = torch.ops.megatron_ext.place_back(
-            grad_NP, assignment.logical, assignment.physical, ctx.num_experts
-        )
-        return grad_NE, None, None, None
+    def backward(ctx: Any, grad_NP: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        grad_NE = torch.ops.megatron_ext.place_back(grad_NP, *ctx.tables, ctx.num_experts)
+        return grad_NE, None, None, None, None, None, None

@@ -44,7 +44,7 @@ from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.load import gather_load, load_of
 from megatron_ext.balance.main_weights import MainWeights
 from megatron_ext.balance.placement import Placement
-from megatron_ext.balance.plan import BalancePlan, fit_quota, share_plan
+from megatron_ext.balance.plan import BalancePlan, Shares, share_plan
 from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.replicas import (
     NO_SLOTS,
@@ -289,8 +289,10 @@ class BalancedMoELayer(MoELayer):
         microbatch = self._begin()
         chosen = as_map(routing_map, self.layout.num_experts)
         left = take(self)
-        counts, marks, plan, handle = (
-            self._make_plan(microbatch, chosen, probs.dtype) if left is None else self._recall(left)
+        counts, marks, plan, shares, handle = (
+            self._make_plan(microbatch, chosen, probs.dtype)
+            if left is None
+            else self._recall(left, chosen)
         )
         sent = microbatch.prediction.sent if microbatch.prediction is not None else None
         for observer in self.plan_observers:
@@ -299,16 +301,21 @@ class BalancedMoELayer(MoELayer):
         # Between GPUs this does not make the host wait for the plan: it stays on the device, and
         # what the host needs of it in backward is copied meanwhile (in_flight.py).
         materializing = replication.start_materialize(sent)
-        source_quota, physical_index = share_plan(self.planning_group.rank(), counts, plan)
-        if left is not None:
-            source_quota = fit_quota(source_quota, chosen.sum(0))
-        assignment = assign(chosen, source_quota, physical_index, self._most_choices, marks)
         # Where a forward is recomputed, its maps live as long as one pass: no entry holds them.
         is_only_pass = torch.is_grad_enabled() and left is None
         maps = replication.routing_maps() if is_only_pass else None
         if routing_map.dtype == torch.bool:
-            probs, physical = reroute(probs, assignment, self.layout.num_physical, maps)
+            probs, physical = reroute(
+                probs,
+                chosen,
+                shares,
+                self._most_choices,
+                self.layout.num_physical,
+                marks=marks,
+                maps=maps,
+            )
         else:
+            assignment = assign(chosen, shares, self._most_choices, marks)
             physical = reroute_ids(routing_map, assignment, self.layout.num_experts)
         materializing.wait()
         if self.training and torch.is_grad_enabled():
@@ -324,10 +331,10 @@ class BalancedMoELayer(MoELayer):
 
     def _make_plan(
         self, microbatch: Microbatch, chosen: Tensor, probs_dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor, BalancePlan, PlanHandle | None]:
+    ) -> tuple[Tensor, Tensor, BalancePlan, Shares, PlanHandle | None]:
         """Stages 1 and 2: what all ranks count, and its plan, kept if a backward will come.
 
-        The marks of this rank's tokens come second.
+        The marks of this rank's tokens come second, its shares of the plan fourth.
         """
         if self.lookahead is not None:
             place = LayerPlace(self.chunk, self.layer_number)
@@ -339,10 +346,13 @@ class BalancedMoELayer(MoELayer):
             self._measure_costs(load, probs_dtype)
         prediction = microbatch.prediction
         plan = self._planner.solve(load, prediction.sent.slots if prediction is not None else None)
-        agreement.seal(load, plan, self.layer_number)
+        handle = self._keep(microbatch, counts, plan)
+        in_flight = self._in_flight
+        on_host = in_flight.slots_on_host(handle) if in_flight and handle else None
+        shares = agreement.share(counts, load, plan, self.layer_number, on_host)
         if self.balance.check_plans:
             _check_equal_plans(plan, self.planning_group, self.layer_number)
-        return counts, marks, plan, self._keep(microbatch, counts, plan)
+        return counts, marks, plan, shares, handle
 
     def _keep(self, microbatch: Microbatch, counts: Tensor, plan: BalancePlan) -> PlanHandle | None:
         """Keep a plan for the backward, or for the second pass of a forward that is recomputed."""
@@ -351,15 +361,19 @@ class BalancedMoELayer(MoELayer):
             return None
         refuse_other_checkpoints(self.layer_number)
         _, in_flight = self._shared_state(microbatch.mains.parameters()[0])
-        handle = in_flight.keep(plan)
+        handle = in_flight.keep(plan, copies_slots=False)  # The agreement writes them.
         if checkpoint is not None:
             leave(checkpoint, self, LeftBehind(counts, handle))
         return handle
 
-    def _recall(self, left: LeftBehind) -> tuple[Tensor, None, BalancePlan, PlanHandle]:
-        """Return what the first pass planned; its marks are not kept."""
+    def _recall(
+        self, left: LeftBehind, chosen: Tensor
+    ) -> tuple[Tensor, None, BalancePlan, Shares, PlanHandle]:
+        """Return what the first pass planned, with shares for these choices; it kept no marks."""
         assert self._in_flight is not None, "the first pass made it"
-        return left.counts, None, self._in_flight.recall(left.handle), left.handle
+        plan = self._in_flight.recall(left.handle)
+        shares = share_plan(self.planning_group.rank(), left.counts, plan)
+        return left.counts, None, plan, shares.fit(chosen.sum(0)), left.handle
 
     def routed_experts_compute(self, hidden_states: Any, probs: Any) -> tuple[Any, None]:
         """Stage 6, with the hooks of stages 4 and 8 for backward around it."""

@@ -33,7 +33,6 @@ def load_library() -> None:
             "built again"
         ) from error
     torch.library.register_fake("megatron_ext::count_load", _fake_count_load)
-    torch.library.register_fake("megatron_ext::seal_plan", _fake_seal_plan)
     torch.library.register_fake("megatron_ext::solve_quota", _fake_solve)
     torch.library.register_fake("megatron_ext::solve_ladder", _fake_solve_ladder)
     torch.library.register_fake("megatron_ext::solve_fastest", _fake_solve_fastest)
@@ -41,8 +40,9 @@ def load_library() -> None:
     torch.library.register_fake("megatron_ext::lower_bound", _fake_lower_bound)
     torch.library.register_fake("megatron_ext::split_quota", _fake_split_quota)
     torch.library.register_fake("megatron_ext::share_plan", _fake_share_plan)
+    torch.library.register_fake("megatron_ext::share_and_seal", _fake_share_and_seal)
     torch.library.register_fake("megatron_ext::assign", _fake_assign)
-    torch.library.register_fake("megatron_ext::place", _fake_place)
+    torch.library.register_fake("megatron_ext::reroute", _fake_reroute)
     torch.library.register_fake("megatron_ext::place_back", _fake_place_back)
 
 
@@ -63,12 +63,6 @@ def _fake_count_load(routing_map: Tensor, tail: Tensor | None = None) -> tuple[T
         routing_map.new_empty(experts + (tail is not None), dtype=torch.int64),
         routing_map.new_empty((2, tiles, experts), dtype=torch.int32),
     )
-
-
-def _fake_seal_plan(
-    load: Tensor, quota: Tensor, slots: Tensor, gathered: Tensor, layer: int, difference: Tensor
-) -> Tensor:
-    return load.new_empty(1)
 
 
 def _fake_solve(
@@ -115,8 +109,24 @@ def _fake_split_quota(load: Tensor, quota: Tensor, source_rank: int | None) -> T
 
 def _fake_share_plan(
     load: Tensor, quota: Tensor, slots: Tensor, source_rank: int
-) -> tuple[Tensor, Tensor]:
-    return quota.new_empty(quota.shape), quota.new_empty(quota.shape)
+) -> tuple[Tensor, Tensor, Tensor]:
+    experts, ranks = quota.shape
+    num_bytes = experts * (8 * (2 + ranks) + 4 * (ranks + 1)) if load.is_cuda else 0
+    lines = quota.new_empty(num_bytes, dtype=torch.uint8)
+    return quota.new_empty(quota.shape), quota.new_empty(quota.shape), lines
+
+
+def _fake_share_and_seal(
+    load: Tensor,
+    quota: Tensor,
+    slots: Tensor,
+    source_rank: int,
+    gathered: Tensor,
+    layer: int,
+    difference: Tensor,
+    slots_on_host: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *_fake_share_plan(load, quota, slots, source_rank), load.new_empty(1)
 
 
 def _fake_assign(
@@ -125,15 +135,24 @@ def _fake_assign(
     physical_index: Tensor,
     top_k: int,
     marks: Tensor | None = None,
+    lines: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     logical = routing_map.new_empty((routing_map.shape[0], top_k), dtype=torch.int32)
     return logical, torch.empty_like(logical)
 
 
-def _fake_place(
-    probs: Tensor, logical: Tensor, physical: Tensor, placed: Tensor, routing_map: Tensor
-) -> None:
-    pass
+def _fake_reroute(
+    probs: Tensor,
+    routing_map: Tensor,
+    source_quota: Tensor,
+    physical_index: Tensor,
+    top_k: int,
+    marks: Tensor | None,
+    lines: Tensor | None,
+    placed: Tensor,
+    placed_map: Tensor,
+) -> tuple[Tensor, Tensor]:
+    return _fake_assign(routing_map, source_quota, physical_index, top_k)
 
 
 def _fake_place_back(grad: Tensor, logical: Tensor, physical: Tensor, num_experts: int) -> Tensor:

@@ -61,25 +61,28 @@ class Transfers:
 
 
 class HostCopy:
-    """The values of a tensor on the host. Of one that is there already no copy is made."""
+    """The values of a tensor on the host: copied there, or written there by a kernel."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
-        self._copy = torch.empty(shape, dtype=dtype, pin_memory=self._copied is not None)
+        self._written = torch.cuda.Event() if device.type == "cuda" else None
+        self.memory = torch.empty(shape, dtype=dtype, pin_memory=self._written is not None)
+        """Where the values are; for a GPU's kernels to write to, or a launch on the CPU."""
 
     def start(self, source: Tensor) -> None:
         """Start to copy, behind the work of the current stream; the host does not wait."""
-        if self._copied is None:
-            self._copy = source
-        else:
-            self._copy.copy_(source, non_blocking=True)
-            self._copied.record()
+        self.memory.copy_(source, non_blocking=True)
+        self.mark_written()
+
+    def mark_written(self) -> None:
+        """Note that the work of the current stream so far writes the values."""
+        if self._written is not None:
+            self._written.record()
 
     def wait(self) -> Tensor:
-        """Wait until the copy has ended; return the values."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._copy
+        """Wait until the values are there; return them."""
+        if self._written is not None:
+            self._written.synchronize()
+        return self.memory
 
 
 class Pending(Protocol):

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from megatron_ext.balance.agreement import Agreement, shared_agreement
-from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.plan import BalancePlan, split_quota
 from megatron_ext.balance.solve import solve
+from megatron_ext.transport import HostCopy
 from tests import workloads
 from tests.ranks import run_ranks
 
@@ -38,10 +39,14 @@ def _layer(agreement, rank, layer, fault=None):
     ranks = torch.distributed.get_world_size()
     routing_map = workloads.routing_map(40 + rank, EXPERTS, 2, seed=rank + 10 * layer)
     load, _ = agreement.gather_counts(routing_map)
-    assert load.is_contiguous()
     assert torch.equal(load[rank], routing_map.sum(0))
     plan = solve(load, ep_size=ranks, slots=1)
-    agreement.seal(*((load, plan) if fault is None else fault(load, plan)), layer)
+    spoiled, other = (load, plan) if fault is None else fault(load, plan)
+    on_host = HostCopy(tuple(plan.slots.shape), torch.int32, CPU)
+    shares = agreement.share(load, spoiled, other, layer, on_host)
+    assert torch.equal(on_host.wait(), other.slots)
+    if fault is None:
+        assert torch.equal(shares.quota, split_quota(load, plan, rank))
 
 
 def _make_faults(rank, broken):
@@ -101,7 +106,8 @@ def _plan_alone_and_forget(rank):
     agreement = Agreement(torch.distributed.group.WORLD, CPU)
     _layer(agreement, rank, 1)
     if rank == 0:  # An aborted step: the other rank did not come to this layer.
-        agreement.seal(torch.ones(2, 2, dtype=torch.int64), _plan_of_ones(), 2)
+        ones = torch.ones(2, 2, dtype=torch.int64)
+        agreement.share(ones, ones, _plan_of_ones(), 2)
     agreement.forget()
     _layer(agreement, rank, 1)
     _layer(agreement, rank, 2)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.plan import split_quota
+from megatron_ext.balance.plan import Shares, split_quota
 from megatron_ext.balance.reroute import RoutingMaps, assign, reroute
 from megatron_ext.balance.solve import solve_plan
 from tests import reference, workloads
@@ -24,12 +24,17 @@ def make_case(ranks=3, mains=2, slots=2, tokens=(20, 0, 13), top_k=2, seed=0, dt
     return maps, probs, load, plan
 
 
+def shares_of(plan, load, rank):
+    return Shares(split_quota(load, plan, rank), plan.physical_index())
+
+
 def assigned(plan, load, rank, routed, top_k=2):
-    return assign(routed, split_quota(load, plan, rank), plan.physical_index(), top_k)
+    return assign(routed, shares_of(plan, load, rank), top_k)
 
 
-def rerouted(plan, load, rank, probs, routed, maps):
-    return reroute(probs, assigned(plan, load, rank, routed), plan.layout.num_physical, maps)
+def rerouted(plan, load, rank, probs, routed, maps, top_k=2):
+    shares = shares_of(plan, load, rank)
+    return reroute(probs, routed, shares, top_k, plan.layout.num_physical, maps=maps)
 
 
 def run(plan, load, rank, probs, routed):
@@ -58,7 +63,7 @@ def test_equals_the_reference_and_meets_the_quotas(ranks, mains, slots, tokens, 
         for table, expected in ((assignment.logical, logical), (assignment.physical, physical)):
             assert table.dtype == torch.int32
             assert table.tolist() == [row + [-1] * (top_k - len(row)) for row in expected]
-        probs_NP, routing_NP = reroute(prob, assignment, plan.layout.num_physical)
+        probs_NP, routing_NP = rerouted(plan, load, rank, prob, routed, None, top_k)
         assert routing_NP.dtype == torch.bool
         # Rows keep their number of choices and their probabilities, bit by bit.
         assert torch.equal(routing_NP.sum(1), routed.sum(1))
@@ -101,10 +106,8 @@ def test_gradients_come_back_over_the_same_table(dtype):
 
 def test_gradcheck():
     maps, probs, load, plan = make_case(tokens=(5, 3, 4))
-    assignment = assigned(plan, load, 0, maps[0])
     assert torch.autograd.gradcheck(
-        lambda p: reroute(p, assignment, plan.layout.num_physical)[0],
-        probs[0].requires_grad_(),
+        lambda p: run(plan, load, 0, p, maps[0])[0], probs[0].requires_grad_()
     )
 
 
@@ -143,7 +146,7 @@ def test_consecutive_tokens_are_spread_over_the_instances(shares):
     quota = torch.zeros(ranks, ranks, dtype=torch.int64)
     quota[0] = torch.tensor(shares)
     physical_index = torch.arange(ranks * ranks).view(ranks, ranks)
-    physical = assign(routed, quota, physical_index, top_k=1).physical[:, 0]
+    physical = assign(routed, Shares(quota, physical_index), top_k=1).physical[:, 0]
     for instance, share in enumerate(shares):
         taken = (physical == instance).cumsum(0)
         assert int(taken[-1]) == share

@@ -24,10 +24,10 @@ def test_rows_and_columns_are_exact_and_local_comes_first(instance):
     assert torch.equal(local, torch.minimum(load.T, plan.quota))
     assert int(load.sum() - local.sum()) == remote_assignments(load, plan)
     for source_rank in range(instance.layout.ep_size):
-        share, physical_index = share_plan(source_rank, load, plan)
-        assert torch.equal(share, split[source_rank])
-        assert torch.equal(split_quota(load, plan, source_rank), share)
-        assert torch.equal(physical_index, plan.physical_index())
+        shares = share_plan(source_rank, load, plan)
+        assert torch.equal(shares.quota, split[source_rank])
+        assert torch.equal(split_quota(load, plan, source_rank), shares.quota)
+        assert torch.equal(shares.physical_index, plan.physical_index())
 
 
 @given(instance=instances(), num_shards=st.integers(1, 4), seed=st.integers(0, 99))
@@ -38,7 +38,7 @@ def test_ranks_with_shards_of_the_same_experts_share_in_proportion(instance, num
     counts = instance.load.repeat_interleave(num_shards, 0) * factors
     load = load_of(counts, ranks)
     plan = solve_plan(load, instance.layout, **instance.settings)
-    shares = torch.stack([share_plan(rank, counts, plan)[0] for rank in range(len(counts))])
+    shares = torch.stack([share_plan(rank, counts, plan).quota for rank in range(len(counts))])
     assert (shares >= 0).all()
     assert torch.equal(shares.sum(2), counts)
     split = split_quota(load, plan)

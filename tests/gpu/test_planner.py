@@ -7,7 +7,7 @@ from hypothesis import settings as runs
 
 from megatron_ext import ops
 from megatron_ext.balance.costs import LayerCosts
-from megatron_ext.balance.plan import BalancePlan, split_quota
+from megatron_ext.balance.plan import BalancePlan, Shares, share_plan, split_quota
 from megatron_ext.balance.reroute import assign, reroute
 from megatron_ext.balance.solve import solve, solve_plan
 from tests import workloads
@@ -121,13 +121,18 @@ def test_tokens_go_where_the_host_sends_them(tokens, experts, ranks, top_k, dtyp
     routed, load, plan = case(tokens, experts, ranks, top_k)
     outcomes = []
     for device in ("cpu", "cuda"):
-        shares = split_quota(load, plan, 0).to(device)
-        assignment = assign(routed.to(device), shares, plan.physical_index().to(device), top_k)
+        there = BalancePlan(plan.layout, plan.quota.to(device), plan.slots.to(device))
+        # As from a gathered load, with a column more.
+        rows = torch.cat([load, load[:, :1]], 1).to(device)[:, :-1]
+        shares = share_plan(0, rows, there)
+        assignment = assign(routed.to(device), shares, top_k)
+        of_tables = assign(routed.to(device), Shares(shares.quota, shares.physical_index), top_k)
+        assert torch.equal(of_tables.physical, assignment.physical)
         probs = (
             torch.rand(routed.shape, generator=torch.Generator().manual_seed(1)) + 0.1
         ) * routed
         probs = probs.to(device, dtype).requires_grad_()
-        placed, routing = reroute(probs, assignment, plan.layout.num_physical)
+        placed, routing = reroute(probs, routed.to(device), shares, top_k, plan.layout.num_physical)
         (placed * placed).sum().backward()
         values = (assignment.logical, assignment.physical, placed.detach(), routing, probs.grad)
         outcomes.append([value.cpu() for value in values])
@@ -138,13 +143,13 @@ def test_tokens_go_where_the_host_sends_them(tokens, experts, ranks, top_k, dtyp
 def test_choices_beyond_shares_or_rows_are_left_out():
     routed, load, plan = case(1000, 24, 4, 3)
     shares, ids = split_quota(load, plan, 0), plan.physical_index()
-    whole = assign(routed, shares, ids, 3)
-    narrow = assign(routed.cuda(), shares.cuda(), ids.cuda(), 2)
+    whole = assign(routed, Shares(shares, ids), 3)
+    narrow = assign(routed.cuda(), Shares(shares.cuda(), ids.cuda()), 2)
     assert torch.equal(narrow.logical.cpu(), whole.logical[:, :2])
     assert torch.equal(narrow.physical.cpu(), whole.physical[:, :2])
 
     fewer = (shares - 1).clamp(min=0)
-    some = assign(routed.cuda(), fewer.cuda(), ids.cuda(), 3)
+    some = assign(routed.cuda(), Shares(fewer.cuda(), ids.cuda()), 3)
     assert torch.equal(some.logical < 0, some.physical < 0)
     taken = torch.bincount(
         some.physical[some.physical >= 0].cpu(), minlength=plan.layout.num_physical
@@ -158,7 +163,7 @@ def test_tensors_on_two_devices_are_rejected():
     routed, load, plan = case(8, 8, 2, 2)
     shares = split_quota(load, plan, 0)
     with pytest.raises(ValueError, match="all tensors must be on one device, got cuda:0 and cpu"):
-        assign(routed.cuda(), shares, plan.physical_index(), 2)
+        assign(routed.cuda(), Shares(shares, plan.physical_index()), 2)
     with pytest.raises(ValueError, match="all tensors must be on one device, got cpu and cuda:0"):
         split_quota(load, BalancePlan(plan.layout, plan.quota.cuda(), plan.slots.cuda()))
 
@@ -174,7 +179,12 @@ def test_seals_equal_the_host(ranks, experts, slots, domain):
         for device in ("cpu", "cuda"):
             difference = torch.zeros(2 + ranks, dtype=torch.int64, pin_memory=device == "cuda")
             tensors = [one.to(device) for one in (load, plan.quota, plan.slots, gathered)]
-            seals.append(torch.ops.megatron_ext.seal_plan(*tensors, 3, difference).item())
+            on_host = torch.zeros(ranks, slots, dtype=torch.int32, pin_memory=device == "cuda")
+            *_, seal = torch.ops.megatron_ext.share_and_seal(
+                *tensors[:3], 0, tensors[3], 3, difference, on_host
+            )
+            seals.append(seal.item())
+            assert torch.equal(on_host, plan.slots)
             is_different = bool(wrong) and ranks > 1
             assert difference.tolist() == (
                 [1, 3, *gathered[:, -1].tolist()] if is_different else [0] * (2 + ranks)
@@ -204,9 +214,7 @@ def test_replay_of_a_graph_follows_the_load(settings):
         load = others.clone()
         load[0], marks = native.count_load(routed)
         plan = solve(load, ep_size=8, slots=2, **settings)
-        shares = split_quota(load, plan, 0)
-        assignment = assign(routed, shares, plan.physical_index(), 4, marks)
-        return plan, assignment
+        return plan, assign(routed, share_plan(0, load, plan), 4, marks)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -224,5 +232,5 @@ def test_replay_of_a_graph_follows_the_load(settings):
         load = torch.stack([one.sum(0) for one in step])
         expected = solve(load, ep_size=8, slots=2, **settings)
         assert_equal_plans(expected, plan)
-        on_host = assign(step[0], split_quota(load, expected, 0), expected.physical_index(), 4)
+        on_host = assign(step[0], share_plan(0, load, expected), 4)
         assert torch.equal(on_host.physical, assignment.physical.cpu())

@@ -10,6 +10,7 @@
 
 #include "megatron_ext/api.h"
 #include "megatron_ext/cuda_api.h"
+#include "megatron_ext/interleave.h"
 
 using namespace megatron_ext;
 
@@ -94,6 +95,102 @@ std::vector<int64_t> random_loads(const QuotaProblem& problem, int64_t batch) {
     return load;
 }
 
+struct SomeLines {
+    SomeLines(int64_t experts, int64_t ranks)
+        : experts(experts), ranks(ranks), memory(Lines::bytes(experts, ranks)) {}
+
+    Lines lines() { return Lines::in(memory.data(), experts, ranks); }
+
+    // Against the definition.
+    void require_equal(const int64_t* shares, const int64_t* ids) {
+        memory.values();
+        for (int64_t e = 0; e < experts; ++e) {
+            int64_t count = 0;
+            int32_t pieces = 0;
+            const auto lay = [&](int64_t t) {
+                const int64_t i = e * ranks + t;
+                if (shares[i] == 0) return;
+                count += shares[i];
+                const int64_t piece = e * ranks + pieces++;
+                require(lines().end[piece] == count, "a piece is as long as its share");
+                require(lines().instance[piece] == ids[i], "a piece is its instance's");
+            };
+            const int64_t home = e / (experts / ranks);
+            lay(home);
+            for (int64_t t = 0; t < ranks; ++t) {
+                if (t != home) lay(t);
+            }
+            require(lines().count[e] == count && lines().num_pieces[e] == pieces, "no more");
+            require(lines().stride[e] == (count > 0 ? interleave_stride(count) : 1), "the stride");
+        }
+    }
+
+    const int64_t experts;
+    const int64_t ranks;
+    Guarded<char> memory;
+};
+
+// What rank `source` does by a plan, and its seal. `split` begins with that rank's row, and `load`
+// is that of `quotas` without what is between its rows.
+void share(const SharedQuotas& quotas,
+           PlacedInstances placed,
+           int64_t source,
+           const std::vector<int64_t>& split,
+           const std::vector<int64_t>& load) {
+    const int64_t ranks = quotas.num_ranks;
+    const int64_t experts = quotas.num_experts;
+    std::vector<int64_t> ids(experts * ranks);
+    number_instances(ranks, experts, placed.num_slots, placed.slots, ids.data());
+    const int64_t num_replicas = ranks * placed.num_slots;
+    const SealedPlan plan{
+        load.data(), experts, experts, quotas.quota, placed.slots, ranks * experts, num_replicas};
+    std::vector<int64_t> seals(ranks * (experts + 1), 9);
+    const auto seal_of = [&](int64_t rank) -> int64_t& {
+        return seals[rank * (experts + 1) + experts];
+    };
+    for (int64_t r = 0; r < ranks; ++r) seal_of(r) = 5;
+    if (pick(0, 1) == 1) seal_of(pick(0, ranks - 1)) = -6;
+    std::vector<int64_t> kept(2 + ranks, 0);
+    if (pick(0, 3) == 0) kept[0] = 1;  // one before
+    Guarded<int64_t> kept_there(2 + ranks);
+    std::copy(kept.begin(), kept.end(), kept_there.data());
+    Seals before{seals.data() + experts, experts + 1, ranks, 3, kept.data()};
+    const int64_t seal = seal_plan(plan, before);
+    before.difference = kept_there.data();
+
+    for (const bool is_sealed : {true, false}) {
+        Guarded<int64_t> split_there(experts * ranks), ids_there(experts * ranks), seal_there(1);
+        Guarded<int32_t> slots_there(num_replicas);
+        SomeLines lines(experts, ranks);
+        placed.physical_index = ids_there.data();
+        SealedPlan plan_there = plan;
+        plan_there.load = quotas.load;
+        plan_there.load_stride = quotas.load_stride;
+        Sealing sealing{plan_there, before, seal_there.data(), slots_there.data()};
+        if (!is_sealed) sealing = {};
+        share_plan_cuda(
+            quotas, source, split_there.data(), placed, lines.lines(), sealing, nullptr);
+        const std::vector<int64_t> row = split_there.values();
+        require(std::equal(row.begin(), row.end(), split.begin()), "the row equals the host's");
+        require(ids_there.values() == ids, "the ids equal the host's");
+        lines.require_equal(row.data(), ids.data());
+        if (!is_sealed) continue;
+        require(seal_there.values()[0] == seal, "the seal equals the host's");
+        require(kept_there.values() == kept, "the same difference is kept");
+        const std::vector<int32_t> held = slots_there.values();
+        require(std::equal(held.begin(), held.end(), placed.slots), "the host gets the slots");
+    }
+}
+
+// Of a plan without replicas, an expert a rank.
+void share_at_home(int64_t ranks) {
+    std::vector<int64_t> load(ranks * ranks, 0), quota(ranks * ranks, 0), split(ranks * ranks, 0);
+    for (int64_t e = 0; e < ranks; ++e) {
+        load[e] = split[e * ranks + e] = quota[e * ranks + e] = pick(0, 9);  // of rank 0
+    }
+    share({ranks, ranks, load.data(), ranks, quota.data()}, {nullptr, 0, nullptr}, 0, split, load);
+}
+
 void plan_and_split(const QuotaProblem& problem, int64_t batch, const Tolerances& tolerances) {
     const int64_t ranks = problem.num_ranks;
     const int64_t experts = problem.num_experts;
@@ -104,9 +201,16 @@ void plan_and_split(const QuotaProblem& problem, int64_t batch, const Tolerances
     Guarded<int64_t> quota_there(quota.size());
     Guarded<int32_t> slots_there(slots.size());
     Guarded<char> workspace(solve_ladder_cuda_bytes(problem, tolerances, batch));
+    // In a column more, as of seals that came with the load.
+    const int64_t stride = experts + pick(0, 1);
+    std::vector<int64_t> rows(batch * ranks * stride, -1);
+    for (int64_t i = 0; i < batch * ranks; ++i) {
+        std::copy_n(load.data() + i * experts, experts, rows.data() + i * stride);
+    }
     solve_ladder_cuda(problem,
                       tolerances,
-                      load.data(),
+                      rows.data(),
+                      stride,
                       batch,
                       workspace.data(),
                       quota_there.data(),
@@ -137,20 +241,10 @@ void plan_and_split(const QuotaProblem& problem, int64_t batch, const Tolerances
                     first + s,
                     split.data() + s * experts * ranks);
     }
-    std::vector<int64_t> ids(experts * ranks);
-    Guarded<int64_t> ids_there(ids.size());
-    number_instances(ranks, experts, problem.num_slots, slots.data(), ids.data());
-    split_quota_cuda(ranks,
-                     experts,
-                     load.data(),
-                     quota.data(),
-                     first,
-                     sources,
-                     split_there.data(),
-                     {slots.data(), problem.num_slots, ids_there.data()},
-                     nullptr);
+    const SharedQuotas quotas{ranks, experts, rows.data(), stride, quota.data()};
+    split_quota_cuda(quotas, first, sources, split_there.data(), nullptr);
     require(split_there.values() == split, "the split equals the host's");
-    require(ids_there.values() == ids, "the ids equal the host's");
+    share(quotas, {slots.data(), problem.num_slots, nullptr}, first, split, load);
 }
 
 // What the host stage refuses, the kernels leave out.
@@ -178,38 +272,6 @@ void check_left_out(const AssignProblem& problem,
     for (size_t i = 0; i < taken.size(); ++i) {
         require(taken[i] <= shares[i], "no instance takes more than its share");
     }
-}
-
-void seal() {
-    const int64_t ranks = one_of<int64_t>({1, 2, 7, 600});
-    const int64_t experts = ranks * pick(1, 3);
-    const int64_t slots = pick(0, 3);
-    const auto numbers = [](int64_t count) {
-        std::vector<int64_t> all(count);
-        for (int64_t& each : all) each = static_cast<int64_t>(random_numbers());
-        return all;
-    };
-    const std::vector<int64_t> load = numbers(ranks * experts);
-    const std::vector<int64_t> quota = numbers(ranks * experts);
-    const std::vector<int32_t> held(ranks * slots, -1);
-    const SealedPlan plan{load.data(), quota.data(), held.data(), ranks * experts, ranks * slots};
-    std::vector<int64_t> seals(ranks * (experts + 1), 9);
-    const auto seal_of = [&](int64_t rank) -> int64_t& {
-        return seals[rank * (experts + 1) + experts];
-    };
-    for (int64_t r = 0; r < ranks; ++r) seal_of(r) = 5;
-    if (pick(0, 1) == 1) seal_of(pick(0, ranks - 1)) = -6;
-    std::vector<int64_t> kept(2 + ranks, 0);
-    if (pick(0, 3) == 0) kept[0] = 1;  // one before
-    Guarded<int64_t> kept_there(2 + ranks);
-    std::copy(kept.begin(), kept.end(), kept_there.data());
-    Seals before{seals.data() + experts, experts + 1, ranks, 3, kept.data()};
-    const int64_t here = seal_plan(plan, before);
-    Guarded<int64_t> there(1);
-    before.difference = kept_there.data();
-    seal_plan_cuda(plan, before, there.data(), nullptr);
-    require(there.values()[0] == here, "the seal equals the host's");
-    require(kept_there.values() == kept, "the same difference is kept");
 }
 
 void route() {
@@ -250,27 +312,24 @@ void route() {
             left -= part;
         }
     }
-    const auto assign_there = [&](const AssignProblem& asked) {
+    const auto assign_there = [&](const AssignProblem& asked, const Placing& placing = {}) {
         Guarded<int32_t> logical(asked.num_tokens * asked.top_k);
         Guarded<int32_t> physical(asked.num_tokens * asked.top_k);
-        Guarded<char> workspace(assign_cuda_bytes(asked));
-        assign_cuda(asked,
-                    marked_there,
-                    shares.data(),
-                    ids.data(),
-                    workspace.data(),
-                    logical.data(),
-                    physical.data(),
-                    nullptr);
-        workspace.values();
+        SomeLines lines(experts, ranks);
+        lay_lines_cuda(ranks, experts, shares.data(), ids.data(), lines.lines(), nullptr);
+        lines.require_equal(shares.data(), ids.data());
+        assign_cuda(
+            asked, marked_there, lines.lines(), logical.data(), physical.data(), placing, nullptr);
         return std::pair{logical.values(), physical.values()};
     };
     std::vector<int32_t> logical(problem.num_tokens * top_k), physical(logical.size());
     require(assign(problem, map.get(), shares.data(), ids.data(), logical.data(), physical.data()),
             "the host assigns all");
-    const auto [logical_there, physical_there] = assign_there(problem);
-    require(logical_there == logical, "the experts equal the host's");
-    require(physical_there == physical, "the instances equal the host's");
+    const auto require_equal = [&](const auto& tables) {
+        require(tables.first == logical, "the experts equal the host's");
+        require(tables.second == physical, "the instances equal the host's");
+    };
+    require_equal(assign_there(problem));
 
     const int64_t width = experts * ranks;
     std::vector<uint16_t> probs(problem.num_tokens * experts);
@@ -289,17 +348,8 @@ void route() {
                  top_k,
                  sizeof(uint16_t));
     mark_choices(physical.data(), width, problem.num_tokens, top_k, marks.get());
-    copy_choices_cuda(probs.data(),
-                      logical.data(),
-                      experts,
-                      placed_there.data(),
-                      physical.data(),
-                      width,
-                      problem.num_tokens,
-                      top_k,
-                      sizeof(uint16_t),
-                      marks_there.data(),
-                      nullptr);
+    require_equal(assign_there(
+        problem, {probs.data(), placed_there.data(), marks_there.data(), width, sizeof(uint16_t)}));
     require(placed_there.values() == placed, "the placed values equal the host's");
     const std::vector<bool> marked = marks_there.values();
     require(std::equal(marked.begin(), marked.end(), marks.get()), "the marks equal the host's");
@@ -307,21 +357,48 @@ void route() {
     // Too few shares, too many, too short rows.
     for (int64_t& share : shares) share = std::max<int64_t>(0, share + pick(-2, 2));
     const AssignProblem narrow{problem.num_tokens, experts, ranks, pick(1, top_k)};
-    const auto [some_logical, some_physical] = assign_there(narrow);
-    check_left_out(narrow, map.get(), shares, some_logical, some_physical);
     Guarded<uint16_t> inside(problem.num_tokens * (width / 2));
-    copy_choices_cuda(probs.data(),
-                      some_logical.data(),
-                      experts / 2,
-                      inside.data(),
-                      some_physical.data(),
-                      width / 2,
-                      problem.num_tokens,
-                      narrow.top_k,
-                      sizeof(uint16_t),
-                      nullptr,
-                      nullptr);
+    Guarded<bool> marks_inside(problem.num_tokens * (width / 2));
+    const auto [some_logical, some_physical] = assign_there(
+        narrow, {probs.data(), inside.data(), marks_inside.data(), width / 2, sizeof(uint16_t)});
+    check_left_out(narrow, map.get(), shares, some_logical, some_physical);
     inside.values();
+    marks_inside.values();
+
+    // And back.
+    const auto require_back = [&](const std::vector<int32_t>& from,
+                                  int64_t from_width,
+                                  const std::vector<int32_t>& to,
+                                  int64_t to_width,
+                                  int64_t choices,
+                                  const uint16_t* expected) {
+        Guarded<uint16_t> back(problem.num_tokens * to_width);
+        copy_choices_cuda(placed.data(),
+                          from.data(),
+                          from_width,
+                          back.data(),
+                          to.data(),
+                          to_width,
+                          problem.num_tokens,
+                          choices,
+                          sizeof(uint16_t),
+                          nullptr);
+        const std::vector<uint16_t> values = back.values();
+        require(expected == nullptr || std::equal(values.begin(), values.end(), expected),
+                "the values that come back equal the host's");
+    };
+    std::vector<uint16_t> back(probs.size());
+    copy_choices(reinterpret_cast<const char*>(placed.data()),
+                 physical.data(),
+                 width,
+                 reinterpret_cast<char*>(back.data()),
+                 logical.data(),
+                 experts,
+                 problem.num_tokens,
+                 top_k,
+                 sizeof(uint16_t));
+    require_back(physical, width, logical, experts, top_k, back.data());
+    require_back(some_physical, width / 2, some_logical, experts / 2, narrow.top_k, nullptr);
 }
 
 }  // namespace
@@ -335,12 +412,12 @@ int main(int, char** arguments) {
     plan_and_split({8, 8, 1, 1, 0, 1}, 70, even);    // more blocks than are launched at once
     plan_and_split({8, 8, 1, 1, 0, 1}, 25, ladder);  // the same, parted within a load
     plan_and_split({64, 256, 2, 64, 0, 1}, 1, usual);
+    share_at_home(600);  // more seals than threads
     for (int i = 0; i < rounds; ++i) {
         const QuotaProblem problem = random_problem();
         const Tolerances tolerances = random_tolerances();
         plan_and_split(problem, problem.num_ranks > 8 ? 1 : pick(1, 3), tolerances);
         route();
-        seal();
     }
     std::printf("%d rounds\n", rounds);
 }

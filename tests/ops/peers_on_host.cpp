@@ -65,6 +65,7 @@ struct Sizes {
     std::vector<int64_t> grads;    // elements
     bool is_bfloat16;
     int64_t relay_threshold;
+    int64_t domain = ranks;  // ranks that have each other's memory, and no other's
 };
 
 // A plan as transports give it to one rank: the slots for a push, lists for a pull.
@@ -109,7 +110,8 @@ class Group {
         for (int64_t rank = 0; rank < sizes_.ranks; ++rank) {
             std::vector<int64_t> experts;
             for (int64_t e = 0; e < sizes_.ranks * sizes_.mains; ++e) {
-                if (e / sizes_.mains != rank) experts.push_back(e);
+                const int64_t home = e / sizes_.mains;
+                if (home != rank && domain_of(home) == domain_of(rank)) experts.push_back(e);
             }
             std::shuffle(experts.begin(), experts.end(), random_numbers);
             // Some ranks' experts are hot.
@@ -162,7 +164,7 @@ class Group {
         run(stream, [=, this] { write_mains(rank, round); });
         const PeerCopies copies = PeerCopies::in(copies_[rank].data(), sizes_.ranks, sizes_.slots);
         const PeerPush task{
-            segments_of(weights_),
+            segments_of(rank, weights_),
             {rank, sizes_.ranks, sizes_.slots, sizes_.mains, sizes_.relay_threshold},
             lists->slots.data(),
             copies,
@@ -192,7 +194,7 @@ class Group {
             }
         });
         const PullTable& table = lists->pulls;
-        PeerPull task = peer_pull(table, table.words.data(), segments_of(grads_));
+        PeerPull task = peer_pull(table, table.words.data(), segments_of(rank, grads_));
         std::fill(task.is_bfloat16, task.is_bfloat16 + kMaxPeerSegments, sizes_.is_bfloat16);
         pull_add_peers_cuda(self, task, static_cast<int>(pick(1, 3)), stream);
         wait_peers_cuda(self,
@@ -225,6 +227,7 @@ class Group {
     struct Shared {
         PeerSegment segment;
         std::vector<char*> addresses;
+        std::vector<std::vector<char*>> seen_by;  // the same as each rank has them
         std::vector<Memory> buffers;
     };
 
@@ -238,7 +241,7 @@ class Group {
     }
 
     void add_segment(std::vector<Shared>& to, int64_t slot_bytes) {
-        Shared added{{nullptr, sizes_.slots, slot_bytes}, {}, {}};
+        Shared added{{nullptr, sizes_.slots, slot_bytes}, {}, {}, {}};
         for (int64_t rank = 0; rank < sizes_.ranks; ++rank) {
             added.buffers.emplace_back(added.segment.bytes());
             char* const buffer = added.buffers.back().data();
@@ -246,13 +249,24 @@ class Group {
             std::memset(buffer + flags, 0, added.segment.bytes() - flags);
             added.addresses.push_back(buffer);
         }
+        for (int64_t rank = 0; rank < sizes_.ranks; ++rank) {
+            added.seen_by.push_back(added.addresses);
+            for (int64_t other = 0; other < sizes_.ranks; ++other) {
+                if (domain_of(other) != domain_of(rank)) added.seen_by[rank][other] = nullptr;
+            }
+        }
         to.push_back(std::move(added));
         to.back().segment.buffers = to.back().addresses.data();
     }
 
-    static PeerSegments segments_of(const std::vector<Shared>& shared) {
+    int64_t domain_of(int64_t rank) const { return rank / sizes_.domain; }
+
+    static PeerSegments segments_of(int64_t rank, const std::vector<Shared>& shared) {
         PeerSegments segments{{}, static_cast<int32_t>(shared.size())};
-        for (size_t g = 0; g < shared.size(); ++g) segments.each[g] = shared[g].segment;
+        for (size_t g = 0; g < shared.size(); ++g) {
+            segments.each[g] = shared[g].segment;
+            segments.each[g].buffers = shared[g].seen_by[rank].data();
+        }
         return segments;
     }
 
@@ -358,6 +372,7 @@ class Group {
 
 Sizes random_sizes() {
     Sizes sizes{one_of<int64_t>({2, 3, 4, 8}), pick(1, 2), pick(1, 3), {}, {}, false, 0};
+    if (sizes.ranks % 2 == 0 && pick(0, 1) == 1) sizes.domain = sizes.ranks / 2;
     sizes.is_bfloat16 = pick(0, 1) == 1;
     sizes.relay_threshold = one_of<int64_t>({0, 2, 1000});
     // Less than a tile, tails, slots that are not aligned, more chunks than one.

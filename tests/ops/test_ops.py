@@ -143,7 +143,14 @@ NOTHING_BEFORE = torch.zeros(4, 1, dtype=torch.int64)
 def seal(load, quota, slots, gathered=NOTHING_BEFORE, layer=0, difference=None):
     if difference is None:
         difference = torch.zeros(2 + len(gathered), dtype=torch.int64)
-    return int(native.seal_plan(load, quota, slots, gathered, layer, difference)) % 2**64
+    on_host = torch.zeros(*slots.shape, dtype=torch.int32)
+    *shares, sealed = native.share_and_seal(
+        load, quota, slots, 1, gathered, layer, difference, on_host
+    )
+    assert torch.equal(on_host, slots)
+    for one, other in zip(shares, native.share_plan(load, quota, slots, 1), strict=True):
+        assert torch.equal(one, other)
+    return int(sealed) % 2**64
 
 
 def planned(ranks, experts, slots):
@@ -157,6 +164,8 @@ def test_a_seal_is_the_sum_of_mixed_words():
     load, quota, slots = planned(4, 8, 2)
     strided = [one.T.contiguous().T for one in (load, quota, slots)]
     assert seal(*strided) == seal(load, quota, slots)
+    apart = torch.cat([load, torch.full((4, 1), 7)], 1)[:, :-1]
+    assert seal(apart, quota, slots) == seal(load, quota, slots)
 
 
 def test_one_wrong_word_changes_a_seal():
@@ -196,6 +205,9 @@ def test_seal_rejects():
         seal(load, quota.T.contiguous(), slots)
     with pytest.raises(ValueError, match=r"gathered must be \[R, 1 or more\] and difference"):
         seal(load, quota, slots, difference=torch.zeros(3, dtype=torch.int64))
+    no_difference, wrong = torch.zeros(6).long(), torch.zeros(4, 1).int()
+    with pytest.raises(ValueError, match=r"slots_on_host must be contiguous int32 \[4, 2\] on the"):
+        native.share_and_seal(load, quota, slots, 1, NOTHING_BEFORE, 1, no_difference, wrong)
     with pytest.raises(ValueError, match="tail must be one number on cpu"):
         native.count_load(workloads.routing_map(9, 4, 2), torch.zeros(2, dtype=torch.int64))
 
@@ -221,7 +233,21 @@ def test_opcheck():
     for op, args in (
         (native.count_load, (workloads.routing_map(9, 4, 2),)),
         (native.count_load, (workloads.routing_map(9, 4, 2), torch.tensor([7]))),
-        (native.seal_plan, (*planned(4, 8, 2), NOTHING_BEFORE, 1, torch.zeros(6).long())),
+        (
+            native.share_and_seal,
+            (*planned(4, 8, 2), 1, NOTHING_BEFORE, 1, torch.zeros(6).long(), None),
+        ),
+        (
+            native.share_and_seal,
+            (
+                *planned(4, 8, 2),
+                1,
+                NOTHING_BEFORE,
+                1,
+                torch.zeros(6).long(),
+                torch.zeros(4, 2).int(),
+            ),
+        ),
         (native.solve_quota, (load, 1, 2, 10_000, 1)),
         (native.solve_quota, (batch, 0, 1, 0, 3)),
         (native.solve_ladder, (load, 1, 2, [500_000, 0], 1)),
@@ -233,8 +259,8 @@ def test_opcheck():
         (native.lower_bound, (batch, 1, 2)),
         (native.share_plan, (*planned(4, 8, 2), 3)),
         (native.assign, assign_arguments()),
-        (native.place, place_arguments()),
-        (native.place_back, (torch.rand(9, 6), *place_arguments()[1:3], 4)),
+        (native.reroute, reroute_arguments()),
+        (native.place_back, place_back_arguments()),
         (native.split_quota, (load, quota, None)),
         (native.split_quota, (load, quota, 1)),
     ):
@@ -291,10 +317,14 @@ def assign_arguments():
     return routed, split_quota(load, plan, 0), plan.physical_index(), 2
 
 
-def place_arguments():
-    routed = assign_arguments()[0]
-    tables = native.assign(*assign_arguments())
-    return (torch.rand(9, 4) * routed, *tables, torch.zeros(9, 6), torch.zeros(9, 6).bool())
+def reroute_arguments():
+    routed, *shares = assign_arguments()
+    placed = torch.zeros(9, 6), torch.zeros(9, 6).bool()
+    return (torch.rand(9, 4) * routed, routed, *shares, None, None, *placed)
+
+
+def place_back_arguments():
+    return (torch.rand(9, 6), *native.assign(*assign_arguments()), 4)
 
 
 @pytest.mark.parametrize(
@@ -321,35 +351,52 @@ def test_assign_rejects(place, wrong, message):
     ("place", "wrong", "message"),
     [
         (0, torch.zeros(9, 4, dtype=torch.int64), "must be floating point .* got Long"),
-        (0, torch.zeros(8, 4), r"must be int32 \[N, K\] with N = 8"),
-        (1, torch.zeros(9, 2), r"must be int32 \[N, K\] with N = 9, got Float"),
-        (2, torch.zeros(9, 1, dtype=torch.int32), "must have the same shape"),
-        (3, torch.zeros(8, 6), r"placed must be contiguous \[N, P\] with N = 9"),
-        (3, torch.zeros(9, 6).double(), "the probabilities' dtype, Float, got Double"),
-        (3, torch.zeros(6, 9).T, "placed must be contiguous"),
-        (4, torch.zeros(9, 6), r"routing_map must be contiguous bool \[9, 6\], got Float"),
-        (4, torch.zeros(9, 5).bool(), r"routing_map must be contiguous bool \[9, 6\]"),
+        (0, torch.zeros(8, 4), r"of the routing_map's shape, \[9, 4\], got \[8, 4\]"),
+        (2, torch.zeros(4, 2), "source_quota must be int64, got Float"),
+        (7, torch.zeros(8, 6), r"placed must be contiguous \[N, P\] with N = 9"),
+        (7, torch.zeros(9, 6).double(), "the probabilities' dtype, Float, got Double"),
+        (7, torch.zeros(6, 9).T, "placed must be contiguous"),
+        (7, torch.zeros(9, 1), "logical and physical must be below 4 and 1"),
+        (8, torch.zeros(9, 6), r"placed_map must be contiguous bool \[9, 6\], got Float"),
+        (8, torch.zeros(9, 5).bool(), r"placed_map must be contiguous bool \[9, 6\]"),
     ],
 )
-def test_place_rejects(place, wrong, message):
-    arguments = list(place_arguments())
+def test_reroute_rejects(place, wrong, message):
+    arguments = list(reroute_arguments())
+    arguments[place] = wrong
+    if wrong.shape == (9, 1):
+        arguments[8] = torch.zeros(9, 1).bool()
+    with pytest.raises((ValueError, IndexError), match=message):
+        native.reroute(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong", "message"),
+    [
+        (0, torch.zeros(9, 6, dtype=torch.int64), "must be floating point .* got Long"),
+        (0, torch.zeros(8, 6), r"must be int32 \[N, K\] with N = 8"),
+        (1, torch.zeros(9, 2), r"must be int32 \[N, K\] with N = 9, got Float"),
+        (2, torch.zeros(9, 1, dtype=torch.int32), "must have the same shape"),
+    ],
+)
+def test_place_back_rejects(place, wrong, message):
+    arguments = list(place_back_arguments())
     arguments[place] = wrong
     with pytest.raises(ValueError, match=message):
-        native.place(*arguments)
+        native.place_back(*arguments)
 
 
 @pytest.mark.parametrize("place", [1, 2])
 @pytest.mark.parametrize("value", [100, -1])
 def test_indices_outside_are_rejected(place, value):
-    arguments = list(place_arguments())
+    arguments = list(place_back_arguments())
     arguments[place] = arguments[place].clone()
     arguments[place][3, 0] = value
-    if (place, value) == (2, -1):  # the end of a row: nothing is placed
-        native.place(*arguments)
-        assert not arguments[4][3].any()
+    if (place, value) == (1, -1):  # the end of a row: nothing comes back
+        assert not native.place_back(*arguments)[3].any()
         return
-    with pytest.raises(IndexError, match="logical and physical must be below 4 and 6"):
-        native.place(*arguments)
+    with pytest.raises(IndexError, match="logical and physical must be below 6 and 4"):
+        native.place_back(*arguments)
 
 
 def test_count_rejects():

@@ -50,11 +50,9 @@ WARMUP = 5
 
 KERNELS = {
     "count_load": 2,  # mark, count
-    "seal_plan": 1,
     "solve_quota": 1,  # of one NVLink domain
-    "share_plan": 1,
-    "assign": 2,  # line, token
-    "place": 1,
+    "share_and_seal": 1,
+    "reroute": 1,
     "place_back": 1,
     "push": 1,
     "pull_add": 2,  # lists what to pull, pulls
@@ -208,7 +206,7 @@ def as_on_a_gpu(counting: Counting) -> Iterator[None]:
 
     host = counting.host
     dispatcher = dispatchers.MoEAlltoAllTokenDispatcher
-    start, wait_for_copy = HostCopy.start, HostCopy.wait
+    wait_for_copy = HostCopy.wait
     wait_at = dispatcher._maybe_dtoh_and_synchronize
 
     def to_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
@@ -226,11 +224,6 @@ def as_on_a_gpu(counting: Counting) -> Iterator[None]:
 
     def waited(self: Any) -> Tensor:
         return to_host(wait_for_copy(self))
-
-    def started(self: Any, source: Tensor) -> None:
-        start(self, source)
-        for work in counting.under_way:
-            work.launch("copy of slots to the host")
 
     def reading(method: Callable[..., Any]) -> Callable[..., Any]:
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -268,7 +261,6 @@ def as_on_a_gpu(counting: Counting) -> Iterator[None]:
         for owner, name, replacement in (
             (dispatchers, "maybe_move_tensor_to_cpu", to_host),
             (dispatcher, "_maybe_dtoh_and_synchronize", at_point),
-            (HostCopy, "start", started),
             (HostCopy, "wait", waited),
             (plan, "check_counts", lambda load: None),  # Not of a load on a GPU.
             (Tensor, "tolist", reading(Tensor.tolist)),

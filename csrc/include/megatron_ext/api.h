@@ -80,7 +80,7 @@ void split_quota(int64_t num_ranks,
                  int64_t* split);
 
 // Number the instances of a plan.
-//   slots           [R, S] logical expert in each slot, or -1
+//   slots           [R, S] logical expert in each slot, or any number that is none
 //   physical_index  [E, R] out: physical id of the instance on rank t, or -1
 void number_instances(int64_t num_ranks,
                       int64_t num_experts,

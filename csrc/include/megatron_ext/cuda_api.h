@@ -44,63 +44,121 @@ cudaError_t count_load_cuda(const bool* routing_map,
 
 // Choose replicas and quotas for `batch` loads and each tolerance, bit by bit as solve_ladder()
 // does.
-//   load [batch, R, E]; quota [batch, T, E, R] and slots [batch, T, R, S] out
-//   workspace  of solve_ladder_cuda_bytes(), aligned to 16
+//   load [batch, R, E], its rows `load_stride` apart; quota [batch, T, E, R] and slots [batch, T,
+//   R, S] out workspace  of solve_ladder_cuda_bytes(), aligned to 16
 int64_t solve_ladder_cuda_bytes(const QuotaProblem& problem,
                                 const Tolerances& tolerances,
                                 int64_t batch);
 cudaError_t solve_ladder_cuda(const QuotaProblem& problem,
                               const Tolerances& tolerances,
                               const int64_t* load,
+                              int64_t load_stride,
                               int64_t batch,
                               void* workspace,
                               int64_t* quota,
                               int32_t* slots,
                               cudaStream_t stream);
 
-// What number_instances() reads and writes; nothing where `physical_index` is null.
+// A load and the quotas that are to be shared among its source ranks.
+struct SharedQuotas {
+    int64_t num_ranks;     // R
+    int64_t num_experts;   // E
+    const int64_t* load;   // [R, E]
+    int64_t load_stride;   // from a row of the load to the next
+    const int64_t* quota;  // [E, R]
+};
+
+// Share every quota among the source ranks, as split_quota() does.
+//   split  [num_sources, E, R] out: the rows of the sources from `first_source` on
+cudaError_t split_quota_cuda(const SharedQuotas& quotas,
+                             int64_t first_source,
+                             int64_t num_sources,
+                             int64_t* split,
+                             cudaStream_t stream);
+
+// What number_instances() reads and writes.
 struct PlacedInstances {
     const int32_t* slots;     // [R, S]
     int64_t num_slots;        // S
     int64_t* physical_index;  // [E, R] out
 };
 
-// Share every quota among the source ranks, as split_quota() does, and number the instances.
-//   split  [num_sources, E, R] out: the rows of the sources from `first_source` on
-cudaError_t split_quota_cuda(int64_t num_ranks,
-                             int64_t num_experts,
-                             const int64_t* load,
-                             const int64_t* quota,
-                             int64_t first_source,
-                             int64_t num_sources,
-                             int64_t* split,
-                             const PlacedInstances& placed,
-                             cudaStream_t stream);
+// A rank's share of each expert, as a line that has a piece for each instance with a share, in
+// instance order.
+struct Lines {
+    int64_t* count;       // [E] the line's length: assignments of the expert on this rank
+    int64_t* stride;      // [E] of their interleaving
+    int64_t* end;         // [E, R] where a piece ends
+    int32_t* instance;    // [E, R] physical id of its instance
+    int32_t* num_pieces;  // [E]
 
-// Seal a load and its plan, as seal_plan() does.
-//   before.difference  memory of the host that the device reaches
-//   seal               [1] out
-cudaError_t seal_plan_cuda(const SealedPlan& plan,
-                           const Seals& before,
-                           int64_t* seal,
+    // In memory of bytes(), aligned to 16.
+    static Lines in(void* memory, int64_t num_experts, int64_t num_ranks) {
+        auto* const count = static_cast<int64_t*>(memory);
+        auto* const end = count + 2 * num_experts;
+        const int64_t pairs = num_experts * num_ranks;
+        auto* const instance = reinterpret_cast<int32_t*>(end + pairs);
+        return {count, count + num_experts, end, instance, instance + pairs};
+    }
+
+    static int64_t bytes(int64_t num_experts, int64_t num_ranks) {
+        return num_experts * (8 * (2 + num_ranks) + 4 * (num_ranks + 1));
+    }
+};
+
+// What is sealed beside a launch; nothing where `seal` is null.
+struct Sealing {
+    SealedPlan plan;
+    Seals before;            // `difference` is memory of the host that the device reaches
+    int64_t* seal;           // [1] out
+    int32_t* slots_on_host;  // [R, S] out: the plan's slots, in memory of the host; or null
+};
+
+// Share every quota, as split_quota() does for one source, number the instances, and lay the shares
+// on lines; seal the plan, as seal_plan() does.
+//   split  [E, R] out
+//   lines  out
+cudaError_t share_plan_cuda(const SharedQuotas& quotas,
+                            int64_t source_rank,
+                            int64_t* split,
+                            const PlacedInstances& placed,
+                            const Lines& lines,
+                            const Sealing& sealing,
+                            cudaStream_t stream);
+
+// Lay one rank's shares on lines.
+//   source_quota, physical_index  [E, R], as of assign()
+//   lines                         out
+cudaError_t lay_lines_cuda(int64_t num_ranks,
+                           int64_t num_experts,
+                           const int64_t* source_quota,
+                           const int64_t* physical_index,
+                           const Lines& lines,
                            cudaStream_t stream);
 
-// Give every assignment an instance, as assign() does, except that a routing map and a source_quota
-// that disagree are no error: a choice beyond the shares, or beyond K, is left out of its row.
-//   marks      of the routing map, from count_load_cuda()
-//   workspace  of assign_cuda_bytes(), aligned to 16
-int64_t assign_cuda_bytes(const AssignProblem& problem);
+// Where the values of choices go, as of copy_choices() and mark_choices(); nowhere where `to` is
+// null.
+struct Placing {
+    const void* from;      // [N, E]
+    void* to;              // [N, width] out
+    bool* map;             // [N, width] out
+    int64_t width;         // physical ids beyond it are left out
+    int64_t element_size;  // 2, 4 or 8
+};
+
+// Give every assignment an instance, as assign() does, except that a routing map and lines that
+// disagree are no error: a choice beyond the shares, or beyond K, is left out of its row. And move
+// the values of the choices there.
+//   marks  of the routing map, from count_load_cuda()
 cudaError_t assign_cuda(const AssignProblem& problem,
                         const TokenMarks& marks,
-                        const int64_t* source_quota,
-                        const int64_t* physical_index,
-                        void* workspace,
+                        const Lines& lines,
                         int32_t* logical,
                         int32_t* physical,
+                        const Placing& placing,
                         cudaStream_t stream);
 
-// Copy choices, as copy_choices() and mark_choices() do; indices outside their width are left out.
-//   map  [N, to_width] out, or null
+// Copy choices, as copy_choices() does; indices outside their width are left out.
 cudaError_t copy_choices_cuda(const void* from,
                               const int32_t* from_index,
                               int64_t from_width,
@@ -110,7 +168,6 @@ cudaError_t copy_choices_cuda(const void* from,
                               int64_t num_tokens,
                               int64_t top_k,
                               int64_t element_size,
-                              bool* map,
                               cudaStream_t stream);
 
 // Write `count` words of the host to device memory; they may be changed when this returns.

@@ -34,6 +34,8 @@ sealed_words(const Word* words, int64_t count, int64_t position, int64_t from, i
 // What is sealed of a load and its plan: load [R, E], quota [E, R], slots [R, S], in this order.
 struct SealedPlan {
     const int64_t* load;
+    int64_t load_stride;  // from a row of the load to the next
+    int64_t num_experts;  // E
     const int64_t* quota;
     const int32_t* slots;
     int64_t num_pairs;     // R * E
@@ -41,9 +43,28 @@ struct SealedPlan {
 
     // The sum of every `step`-th word, from the word `from` of each array on.
     MEGATRON_EXT_HOST_DEVICE uint64_t sum(int64_t from, int64_t step) const {
-        return sealed_words(load, num_pairs, 0, from, step) +
-               sealed_words(quota, num_pairs, num_pairs, from, step) +
+        return sealed_load(from, step) + sealed_words(quota, num_pairs, num_pairs, from, step) +
                sealed_words(slots, num_replicas, 2 * num_pairs, from, step);
+    }
+
+  private:
+    // As `sealed_words`, of rows that need not follow each other; divides once, not for each word.
+    MEGATRON_EXT_HOST_DEVICE uint64_t sealed_load(int64_t from, int64_t step) const {
+        const int64_t rows = step / num_experts;
+        const int64_t columns = step % num_experts;
+        int64_t r = from / num_experts;
+        int64_t e = from % num_experts;
+        uint64_t sum = 0;
+        for (int64_t i = from; i < num_pairs; i += step) {
+            sum += sealed_word(i, load[r * load_stride + e]);
+            r += rows;
+            e += columns;
+            if (e >= num_experts) {
+                e -= num_experts;
+                ++r;
+            }
+        }
+        return sum;
     }
 };
 

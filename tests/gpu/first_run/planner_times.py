@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_ext.balance.plan import split_quota
-from megatron_ext.balance.reroute import assign, reroute
+from megatron_ext.balance.plan import share_plan
+from megatron_ext.balance.reroute import reroute
 from megatron_ext.balance.solve import solve
 from tests import workloads
 
@@ -55,8 +55,8 @@ def measure(ranks: int, experts: int, slots: int) -> Iterator[dict[str, Any]]:
     def route() -> None:
         load[0] = routed.sum(0)
         of_load = solve(load, ep_size=ranks, slots=slots)
-        assignment = assign(routed, split_quota(load, of_load, 0), of_load.physical_index(), TOP_K)
-        reroute(probs, assignment, of_load.layout.num_physical)
+        shares = share_plan(0, load, of_load)
+        reroute(probs, routed, shares, TOP_K, of_load.layout.num_physical)
 
     for name, call in (("plan", plan), ("plan and routing", route)):
         replay = capture(call)
