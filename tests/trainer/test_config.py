@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed.checkpoint.metadata import Metadata
@@ -550,3 +551,18 @@ def test_slots_that_nothing_can_fill_are_named(
     main([*overrides(data, tmp_path), *sizes, *settings])
     told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert [text[: len(want)] for text, want in zip(told, said, strict=True)] == said
+
+
+def test_a_run_of_few_steps_needs_no_shorter_warm_up(data: Path) -> None:
+    from megatron_ext.trainer.build import build_scheduler
+
+    config = load_config([f"data.path={data}", "steps=4"], str(RECIPES), "quickstart")
+    assert config.optimizer.warmup_steps > config.steps
+    assert check(config) == 2
+    optimizer = SimpleNamespace(param_groups=[{}])
+    scheduler = build_scheduler(config, optimizer, 0)
+    rates = []
+    for _ in range(4):
+        scheduler.step(increment=1)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-4])
