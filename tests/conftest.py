@@ -3,6 +3,7 @@ notes of what works.
 """
 
 import os
+import signal
 
 import pytest
 import torch
@@ -15,7 +16,11 @@ settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Note what becomes of tests that show what works."""
+    """Note what becomes of tests that show what works, and heed signals."""
+    # A shell has what runs in its background ignore them, and what a test starts would, too.
+    for each in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(each) is signal.SIG_IGN:
+            signal.signal(each, signal.SIG_DFL)
     config.pluginmanager.register(Notes())
 
 
