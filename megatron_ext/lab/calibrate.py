@@ -25,14 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.config import (
-    BalanceConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainConfig,
-)
+from megatron_ext.config import TrainConfig
 from megatron_ext.lab.hardware import Hardware
 from megatron_ext.lab.shape import shape_of
 from megatron_ext.mcore.timing import slowest_s
@@ -55,30 +48,21 @@ _VOCAB_SIZE = 257
 def calibration_run(num_ranks: int) -> TrainConfig:
     """Return the run whose parts are measured: the recipe `quickstart` without balancing.
 
-    The recipe is repeated here because recipes are not part of the installed package. On more than
-    two ranks the run has more experts.
+    On more than two ranks the run has more experts.
     """
-    micro_batch_size = 48
-    return TrainConfig(
-        model=ModelConfig(
-            num_layers=3,
-            hidden_size=128,
-            num_attention_heads=2,
-            num_experts=_EXPERTS * num_ranks,
-            topk=1,
-            expert_hidden_size=1024,
-        ),
-        parallel=ParallelConfig(ep_size=num_ranks),
-        balance=BalanceConfig(strategy="none"),
-        data=DataConfig(
-            path="",
-            sequence_length=128,
-            micro_batch_size=micro_batch_size,
-            global_batch_size=micro_batch_size * num_ranks,
-        ),
-        optimizer=OptimizerConfig(),
-        megatron={"moe_router_pre_softmax": True},
+    from megatron_ext.trainer.train import load_config
+
+    config = load_config(
+        [
+            "balance=none",
+            "data.path=",
+            f"parallel.ep_size={num_ranks}",
+            f"model.num_experts={_EXPERTS * num_ranks}",
+        ],
+        config_name="quickstart",
     )
+    config.data.global_batch_size = config.data.micro_batch_size * num_ranks
+    return config
 
 
 def calibrate(name: str, *, num_ranks: int | None = None) -> Hardware:

@@ -1,7 +1,7 @@
 """The command line of a training run: `megatron-ext train`, or `torchrun -m megatron_ext.train`.
 
-Arguments are Hydra's: `--config-name NAME` and overrides such as
-`balance.slots=1`. Nothing that takes long is imported before the words are understood.
+Arguments are Hydra's: `--config-name NAME` and overrides such as `balance.slots=1`. Nothing that
+takes long is imported before the words are understood.
 """
 
 from __future__ import annotations
