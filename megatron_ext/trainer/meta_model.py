@@ -56,8 +56,11 @@ def fake_rank(config: TrainConfig, *, rank: int, num_ranks: int) -> Iterator[Non
 class _OnMeta(TorchFunctionMode):
     """Creates tensors on the meta device, whatever device is asked for."""
 
-    # The CPU platform wraps them.
-    _factories = frozenset(inspect.unwrap(getattr(torch, name)) for name in FACTORIES)
+    # The CPU platform wraps them. A tensor of given values is one that somebody reads: it stays on
+    # the host where no device is asked for.
+    _factories = frozenset(
+        inspect.unwrap(getattr(torch, name)) for name in FACTORIES if not name.endswith("tensor")
+    )
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
