@@ -6,6 +6,8 @@ stdout, progress and errors to stderr. Each command imports the heavy modules th
 
     train.py       trains a model: hands over to `trainer/command.py`
     dry_run.py     what a run would need, for `train --dry-run`
+    submit.py      the same as a job of Slurm
+    slurm.py       how `submit` talks to Slurm
     report.py      runs compared, as a table and a page
     plan.py        plans for the loads of a file; lists the strategies
     replay.py      several strategies on the same trace
@@ -41,6 +43,7 @@ from megatron_ext.cli import (
     replay,
     report,
     simulate,
+    submit,
     synth,
     train,
 )
@@ -48,7 +51,7 @@ from megatron_ext.cli.options import take_overrides
 from megatron_ext.cli.output import FAILED, INTERRUPTED
 
 # In the order in which `--help` lists them.
-_COMMANDS = (train, report, plan, replay, place, simulate, synth, data, checkpoint, doctor)
+_COMMANDS = (train, submit, report, plan, replay, place, simulate, synth, data, checkpoint, doctor)
 # Errors that a user can repair by another command line.
 _USAGE_ERRORS = (
     ValueError,
@@ -73,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["train"]:
         return train.run(words[1:])
+    if words[:1] == ["submit"]:
+        return submit.run(words[1:])
     words, overrides = take_overrides(words)
     parser = _parser()
     arguments = parser.parse_args(words)

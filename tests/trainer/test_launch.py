@@ -149,38 +149,6 @@ def test_nothing_outlives_a_launcher_that_was_killed(data, tmp_path):
         run.wait_until_gone()
 
 
-def _script(path: Path, *lines: str) -> None:
-    path.write_text("\n".join(("#!/usr/bin/env bash", *lines, "")))
-    path.chmod(0o755)
-
-
-def test_a_slurm_job_passes_its_notice_on_and_queues_again(tmp_path):
-    """With an srun whose task ends as a run does that was stopped."""
-    _script(
-        tmp_path / "srun",
-        "trap 'echo noticed by \"$@\" >&2; exit 138' USR1",
-        "echo started with ${#RDZV_SECRET} >&2",
-        "while :; do sleep 0.05; done",
-    )
-    _script(tmp_path / "scontrol", 'if [[ $1 == show ]]; then echo first; else echo "$@" >&2; fi')
-    slurm = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "SLURM_SUBMIT_DIR": str(ROOT),
-        "SLURM_JOB_NODELIST": "first",
-        "SLURM_NNODES": "1",
-        "SLURM_JOB_ID": "7",
-    }
-    command = ["bash", f"{ROOT}/launch/slurm.sh", "steps=3"]
-    with running(command, tmp_path / "output", **slurm) as job:
-        job.wait_for_output("started with 32")
-        os.kill(job.pid, signal.SIGUSR1)
-        assert job.status() == 138
-        assert job.output().splitlines()[1:] == [
-            "noticed by launch/train.sh steps=3",
-            "requeue 7",
-        ]
-
-
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "RDZV_SECRET"])
 def test_several_machines_need_an_address_and_a_secret(missing, tmp_path):
     given = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "RDZV_SECRET": "secret"}

@@ -1,0 +1,17 @@
+# shellcheck shell=bash
+# The environment of ranks, a reason for each variable; launch/train.sh reads it. What is set stays.
+
+# Threads of a rank on the CPU. PyTorch would take all cores of the machine, in every rank.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+
+# Queues from the host to a GPU, by its family.
+capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1) || true
+case ${capability%%.*} in
+"") ;; # There is no GPU.
+[1-9]) # Up to Hopper, only one queue keeps the order of launches, by which Megatron overlaps communication.
+    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+    ;;
+*) # Blackwell keeps the order by itself, and in one queue what waits for a rank holds up the rest.
+    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32}
+    ;;
+esac

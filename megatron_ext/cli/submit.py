@@ -1,0 +1,219 @@
+"""`megatron-ext submit`: a training as a job of Slurm.
+
+The job is `launch/slurm.sbatch` with other `#SBATCH` lines, and the words of the training in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.arguments import WRONG_USAGE, OneLineParser, error_line, positive
+from megatron_ext.cli.output import DONE, FAILED, INTERRUPTED
+
+_PROGRAM = "megatron-ext submit"
+_SUMMARY = "train as a job of Slurm, and follow its log"
+_MARK = "#SBATCH --"
+
+
+def add(commands: Any) -> None:
+    """List the command; its words go to `run` unread: settings may stand between options."""
+    commands.add_parser("submit", help=_SUMMARY)
+
+
+def run(words: list[str]) -> int:
+    """Check the settings and the cluster, then queue the job, or show its script."""
+    from megatron_ext.cli import slurm
+    from megatron_ext.config import ConfigError
+
+    options = _parser().parse_intermixed_args(words)
+    try:
+        variants, restarts = _trainings(options)
+        if slurm.is_here() and options.partition:
+            slurm.check_partitions(options.partition)
+        script = render(options, variants, restarts)
+        if options.dry_run:
+            sys.stdout.write(script)
+            return DONE
+        if not slurm.is_here():
+            raise ValueError("there is no Slurm here (no sbatch in PATH); --dry-run shows the job")
+        return _queue_and_follow(options, script)
+    except ConfigError as error:
+        sys.stderr.write("".join(error_line(_PROGRAM, problem) for problem in error.problems))
+        return WRONG_USAGE
+    except (ValueError, RuntimeError) as error:
+        sys.stderr.write(error_line(_PROGRAM, str(error)))
+        return WRONG_USAGE if isinstance(error, ValueError) else FAILED
+
+
+def _queue_and_follow(options: argparse.Namespace, script: str) -> int:
+    from megatron_ext.cli import slurm
+
+    options.logs.mkdir(parents=True, exist_ok=True)
+    job = slurm.queue(script)
+    if options.variants:
+        files = {f"{name} | ": f"{job}_{i}" for i, name in enumerate(options.variants)}
+    else:
+        files = {"": job}
+    logs = {label: options.logs / f"{_name(options)}-{file}.out" for label, file in files.items()}
+    sys.stdout.write(f"job {job}; log: {' '.join(map(str, logs.values()))}\n")
+    if options.detach:
+        return DONE
+    try:
+        return DONE if slurm.follow(job, logs) else FAILED
+    except KeyboardInterrupt:
+        sys.stdout.write(f"\njob {job} goes on; `scancel {job}` ends it\n")
+        return INTERRUPTED
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog=_PROGRAM,
+        description=f"{_SUMMARY.capitalize()}. Needs the run directory on all machines.",
+        epilog="example:\n  megatron-ext submit --config-name gpt_8x64e_8gpu_bf16 --nodes 2",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--config-dir", "-cd", metavar="DIR", help="folder of recipes, as for `train`")
+    add("--config-name", "-cn", metavar="NAME", help="the recipe to start from")
+    add("--nodes", type=positive, default=1, metavar="N", help="machines (%(default)s)")
+    add("--gpus-per-node", type=positive, metavar="N", help="GPUs of each (8)")
+    add("--cpu-ranks", type=positive, metavar="N", help="ranks of each without GPUs, instead")
+    add("--task-per-rank", action="store_true", help="a task a rank, instead of one a machine")
+    add("--partition", metavar="NAME", help="where the job runs, if not in the default partition")
+    add("--account", metavar="NAME", help="who is charged")
+    add("--time", metavar="LIMIT", help="how long the job may run, as sbatch reads it")
+    add("--notice", type=positive, metavar="S", help="seconds before that to save and queue again")
+    add(
+        "--variants",
+        type=lambda text: text.split(","),
+        metavar="NAME,...",
+        help="options of the group `balance`, e.g. none,quota,ideal: a job of an array each",
+    )
+    add("--container", metavar="IMAGE", help="an image of launch/Containerfile; needs pyxis")
+    add(
+        "--logs",
+        type=Path,
+        default=Path("runs/slurm"),
+        metavar="DIR",
+        help="where jobs write (%(default)s)",
+    )
+    add(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="any other option of sbatch, as in --sbatch=--qos=high; may be repeated",
+    )
+    add("--dry-run", action="store_true", help="show the script and stop; needs no Slurm")
+    add("--detach", action="store_true", help="do not follow the log")
+    add("overrides", nargs="*", help="settings, as section.name=value")
+    return parser
+
+
+def _trainings(options: argparse.Namespace) -> tuple[list[list[str]], int]:
+    """Return the words of `train` for each job of an array, and how often ranks start again.
+
+    Runs that would share a directory get one each, inside it. All settings are checked.
+
+    Raises:
+        ConfigError: They are wrong.
+    """
+    from megatron_ext.trainer.launch import quiet_megatron
+    from megatron_ext.trainer.train import check, load_config
+
+    quiet_megatron()
+    recipe = [options.config_dir, options.config_name]
+    names = options.variants or []
+    jobs = [[*options.overrides, f"balance={name}"] for name in names] or [options.overrides]
+    run_dirs = [load_config(job, *recipe).run_dir for job in jobs]
+    if len(set(run_dirs)) < len(jobs):
+        jobs = [
+            [*job, f"run_dir={run_dir}/{name}"]
+            for job, run_dir, name in zip(jobs, run_dirs, names, strict=True)
+        ]
+    configs = [load_config(job, *recipe) for job in jobs]
+    for config in configs:
+        check(config, num_ranks=options.nodes * _ranks_per_node(options))
+    words = []
+    if options.config_dir:
+        words += ["--config-dir", str(Path(options.config_dir).absolute())]
+    if options.config_name:
+        words += ["--config-name", options.config_name]
+    return [[*words, *job] for job in jobs], configs[0].restarts
+
+
+def _ranks_per_node(options: argparse.Namespace) -> int:
+    return int(options.cpu_ranks or options.gpus_per_node or _template()[0]["gpus-per-node"])
+
+
+def _name(options: argparse.Namespace) -> str:
+    return str(options.config_name or "train")
+
+
+def render(options: argparse.Namespace, variants: Sequence[Sequence[str]], restarts: int) -> str:
+    """Return the script of a job.
+
+    Args:
+        options: The command's.
+        variants: The words of `train`: one list, or one for each job of an array.
+        restarts: How often the ranks of a job start again by themselves.
+    """
+    header, body = _template()
+    ranks = _ranks_per_node(options)
+    log = f"{_name(options)}-{'%A_%a' if options.variants else '%j'}.out"
+    chosen = {
+        "job-name": _name(options),
+        "output": options.logs.absolute() / log,
+        "nodes": options.nodes,
+        "ntasks-per-node": ranks if options.task_per_rank else 1,
+        "gpus-per-node": options.gpus_per_node,
+        "partition": options.partition,
+        "account": options.account,
+        "time": options.time,
+        "signal": options.notice and f"B:USR1@{options.notice}",
+        "array": f"0-{len(variants) - 1}" if options.variants else None,
+    }
+    header |= {name: str(value) for name, value in chosen.items() if value}
+    if options.cpu_ranks:
+        del header["gpus-per-node"]
+    settings = {
+        "LAUNCH": str(_launch_folder()),
+        "MAX_RESTARTS": str(restarts),
+        "RANKS_PER_NODE": str(ranks) if options.cpu_ranks else "",
+        "CONTAINER": options.container or "",
+    }
+    words = [f"set -- {shlex.join(each)}" for each in variants]
+    if options.variants:
+        cases = [f"{index}) {line} ;;" for index, line in enumerate(words)]
+        words = ["case $SLURM_ARRAY_TASK_ID in", *cases, "esac"]
+    lines = [
+        "#!/usr/bin/env bash",
+        *(f"{_MARK}{name}" + (f"={value}" if value else "") for name, value in header.items()),
+        *(f"#SBATCH {option}" for option in options.sbatch),
+        *(f"export {name}={shlex.quote(value)}" for name, value in settings.items() if value),
+        *words,
+        *body,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _template() -> tuple[dict[str, str], list[str]]:
+    """Return the options of sbatch in `launch/slurm.sbatch`, and its lines after the comments."""
+    lines = (_launch_folder() / "slurm.sbatch").read_text().splitlines()
+    options = [line.removeprefix(_MARK) for line in lines if line.startswith(_MARK)]
+    body = next(number for number, line in enumerate(lines) if not line.startswith("#"))
+    return {name: value for name, _, value in (each.partition("=") for each in options)}, lines[
+        body:
+    ]
+
+
+def _launch_folder() -> Path:
+    """Return the folder `launch`: in the repository, or in an installed package."""
+    package = Path(__file__).parents[1]
+    folders = [package.parent / "launch", package / "launch"]
+    return next((folder for folder in folders if (folder / "slurm.sbatch").is_file()), folders[0])

@@ -1,0 +1,99 @@
+"""Trainings as jobs of a real Slurm, which loses one of its nodes. Layer 2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ext.trainer.run_log import read_metrics
+from tests.launch.cluster import NODES, Cluster, running_cluster, why_not
+from tests.processes import running
+from tests.trainer.dataset import build, overrides
+from tests.trainer.test_signals import results
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="about ranks on CPUs"),
+]
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("text"))
+
+
+def words(command: str, data: Path, run_dir: Path, *more: str) -> list[str]:
+    recipe = ["--config-dir", f"{ROOT}/recipes", "--config-name", "quickstart"]
+    tiny = overrides(data, run_dir)
+    return [sys.executable, "-m", "megatron_ext", command, *recipe, *tiny, *more]
+
+
+def environment(cluster: Cluster) -> dict[str, str]:
+    return {"SLURM_CONF": cluster.environment["SLURM_CONF"], "VENV": sys.prefix}
+
+
+def attempt(cluster: Cluster, restarts: int) -> bool:
+    """Return whether job 1 runs after so many restarts."""
+    shown = cluster.ask("scontrol", "show", "job", "1", "--oneliner")
+    return f" Restarts={restarts} " in shown and "JobState=RUNNING" in shown
+
+
+def test_a_job_survives_its_limit_and_a_lost_node(
+    cluster: Cluster, data: Path, tmp_path: Path
+) -> None:
+    """It is told of its time limit, then loses a node, and learns what it would have learned."""
+    run_dir, whole = tmp_path / "run", tmp_path / "whole"
+    settings = ["steps=1000", "optimizer.decay=constant", "checkpoint.every=5"]
+    on_both = ["--nodes", "2", "--cpu-ranks", "1", "--logs", str(tmp_path / "logs")]
+
+    def steps() -> int:
+        return len(read_metrics(run_dir))
+
+    job = words("submit", data, run_dir, *settings, *on_both)
+    with running(job, tmp_path / "output", **environment(cluster)) as follower:
+        follower.wait_for(steps, "first step")
+        cluster.ask("scancel", "--batch", "--signal=USR1", "1")
+        follower.wait_for(lambda: attempt(cluster, 1), "second attempt")
+        assert "stopped by SIGUSR1 after step" in follower.output()
+        saved = steps()
+        follower.wait_for(lambda: steps() > saved + 10, "steps after the notice")
+        cluster.kill_node(NODES[1])
+        follower.wait_for(lambda: not attempt(cluster, 1), "notice of the loss")
+        cluster.start_node(NODES[1])
+        follower.wait_for(lambda: attempt(cluster, 2), "third attempt")
+        lost = steps()
+        follower.wait_for(lambda: steps() > lost, "steps after the loss")
+        cluster.ask("scontrol", "update", "JobId=1", "Requeue=0")
+        cluster.ask("scancel", "--batch", "--signal=USR1", "1")
+        assert follower.status() == 1
+        assert follower.output().splitlines()[-1] == "job 1: FAILED"
+    last = steps()
+    array = words("submit", data, tmp_path, *settings, f"steps={last}", *on_both)
+    array += [f"run_dir={whole}", "--task-per-rank", "--variants", "quota"]
+    with running(array, tmp_path / "output", **environment(cluster)) as follower:
+        assert follower.status() == 0, follower.output()
+        assert f"quota | step {last}/{last}" in follower.output()
+    assert last > saved
+    assert results(run_dir) == results(whole)
+
+
+def test_wrong_input_is_one_line_before_a_job(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+    job = words("submit", data, tmp_path, "--cpu-ranks", "2", "--partition", "mian")
+    with running(job, tmp_path / "output", **environment(cluster)) as command:
+        assert command.status() == 2
+    assert command.output() == (
+        "megatron-ext submit: error: --partition (mian): the cluster has main; did you mean main?\n"
+    )
