@@ -30,11 +30,11 @@ launch/setup.sh
 # Jobs are tried on a Slurm of the tests' own, scripts with shellcheck; where these are not to be had,
 # such tests are skipped.
 if ((${#chosen[@]} == 0)) && [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null &&
-    ! command -v slurmctld shellcheck >/dev/null; then
+    ! { command -v slurmctld && command -v shellcheck; } >/dev/null; then
     {
         apt-get -qq update
         DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends \
-            slurm-wlm munge shellcheck >/dev/null
+            --option DPkg::Lock::Timeout=300 slurm-wlm munge shellcheck >/dev/null
     } || echo "tests/run.sh: Slurm and shellcheck could not be installed" >&2
 fi
 

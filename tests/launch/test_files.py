@@ -15,7 +15,6 @@ from tests.cli.command import run
 from tests.trainer.dataset import build, overrides
 
 ROOT = Path(__file__).parents[2]
-GUIDE = ROOT / "docs" / "guides" / "launch-on-a-cluster.md"
 SCRIPTS = [
     *sorted((ROOT / "launch").glob("*.sh")),
     ROOT / "launch/slurm.sbatch",
@@ -56,8 +55,7 @@ def test_an_image_is_made_as_the_environment_of_the_tests_is() -> None:
 
 
 def test_the_example_for_kubernetes_sets_what_the_script_reads() -> None:
-    (text,) = re.findall(r"```yaml\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    service, job = yaml.safe_load_all(text)
+    service, job = yaml.safe_load_all((ROOT / "launch" / "kubernetes.yaml").read_text())
     machines = job["spec"]["completions"]
     (container,) = job["spec"]["template"]["spec"]["containers"]
     environment = {each["name"]: each.get("value") for each in container["env"]}
