@@ -74,7 +74,7 @@ def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog=_PROGRAM,
         description=f"{_SUMMARY.capitalize()}. Needs the run directory on all machines.",
-        epilog="example:\n  megatron-ext submit --config-name gpt_8x64e_8gpu_bf16 --nodes 2",
+        epilog="example:\n  megatron-ext submit --config-name gpt_8x64e_8_h100_bf16 --nodes 2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
