@@ -142,6 +142,7 @@ def test_every_command_of_the_package_is_shown():
         "features",
         "run_state",
         "slurm",
+        "dry_run",
     }
     helpers |= {"dry_run"}
     assert files - shown == helpers
