@@ -29,13 +29,18 @@ launch/setup.sh
 
 # Jobs are tried on a Slurm of the tests' own, scripts with shellcheck; where these are not to be had,
 # such tests are skipped.
-if ((${#chosen[@]} == 0)) && [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null &&
-    ! { command -v slurmctld && command -v shellcheck; } >/dev/null; then
-    {
-        apt-get -qq update
-        DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends \
-            --option DPkg::Lock::Timeout=300 slurm-wlm munge shellcheck >/dev/null
-    } || echo "tests/run.sh: Slurm and shellcheck could not be installed" >&2
+if ((${#chosen[@]} == 0)) && [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
+    mkdir -p build
+    exec 9>build/.packages
+    flock 9 # Both versions of Python may run their tests at once.
+    if ! { command -v slurmctld && command -v shellcheck; } >/dev/null; then
+        {
+            apt-get -qq update
+            DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends \
+                --option DPkg::Lock::Timeout=300 slurm-wlm munge shellcheck >/dev/null
+        } || echo "tests/run.sh: Slurm and shellcheck could not be installed" >&2
+    fi
+    exec 9>&-
 fi
 
 export OMP_NUM_THREADS=1
