@@ -23,6 +23,7 @@ from megatron_ext.config import TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.files.loads import read_loads
 from megatron_ext.pretrain import read_balance
+from megatron_ext.trainer.command import parser as training_parser
 from megatron_ext.trainer.run_log import read_metrics
 from megatron_ext.trainer.train import load_config
 
@@ -181,15 +182,15 @@ def test_command_is_understood(words, capsys):
     while "=" in words[0]:  # a variable for the command
         words = words[1:]
     if "megatron_ext.train" in words:
-        check_training(words[words.index("megatron_ext.train") + 1 :], capsys)
+        check_training(words[words.index("megatron_ext.train") + 1 :])
     elif words[:2] == ["megatron-ext", "train"]:
-        check_training(words[2:], capsys)
+        check_training(words[2:])
     elif "megatron_ext.pretrain" in words:
         balance, rest = read_balance(words[words.index("megatron_ext.pretrain") + 1 :])
         assert balance is not None
         assert not [word for word in rest if word.startswith("--")]
     elif words[0] == "launch/train.sh":
-        check_training(words[1:], capsys)
+        check_training(words[1:])
     elif words[0] == "megatron-ext":
         check_options(words[1:], capsys)
     elif (ROOT / words[0]).is_file():
@@ -259,21 +260,15 @@ def check_options(words: list[str], capsys) -> None:
         assert option in output, option
 
 
-def check_training(words: list[str], capsys) -> None:
-    """Compose the settings; everything that is no option is an override."""
-    with pytest.raises(SystemExit):
-        cli.main(["train", "--help"])
-    known = capsys.readouterr().out
-    named: dict[str, str] = {}
-    overrides = []
-    for word, before in zip(words, ["", *words[:-1]], strict=True):
-        if word.startswith("--"):
-            assert word in known, word
-        elif before.startswith("--"):
-            named[before] = word
-        else:
-            overrides.append(word)
-    load_config(overrides, named.get("--config-dir"), named.get("--config-name"))
+def check_training(words: list[str]) -> None:
+    """Compose the settings."""
+    options = training_parser().parse_intermixed_args(words)
+    load_config(
+        options.overrides,
+        options.config_dir,
+        options.config_name,
+        needs_data=not options.dry_run,
+    )
 
 
 def test_the_lines_that_balance_a_script():
