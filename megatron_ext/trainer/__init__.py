@@ -26,6 +26,7 @@
     progress.py    the display on rank 0
     run_log.py     the run directory: config.yaml, metrics.jsonl, W&B
     report.py      runs compared: table, summary, picture, page
+    sweep.py       a run for each combination of values, and a page of all
     quickstart.py  the three runs of the quickstart, side by side in the same ranks
 
 It uses every room but `lab/` and `cli/`.

@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from megatron_ext.arguments import OneLineParser, positive
 
@@ -36,6 +35,8 @@ def main(
         said.error("--dry-run is one process's: megatron-ext train --dry-run, without torchrun")
     if not options.dry_run and (options.json or options.imbalance is not None):
         said.error("--json and --imbalance are for --dry-run")
+    if options.multirun and (options.dry_run or options.print):
+        said.error("--multirun makes runs; --dry-run and --print are about one")
     if "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
         sys.stderr.write("loading PyTorch and Megatron ...\n")
     from megatron_ext.trainer.train import run, said_in_lines
@@ -43,18 +44,12 @@ def main(
     with said_in_lines():
         if options.dry_run and dry_run is not None:
             dry_run(options)
+        elif options.multirun:
+            from megatron_ext.trainer.sweep import sweep
+
+            sweep(options)
         else:
             run(options)
-
-
-class _NoSweeps(argparse.Action):
-    """Says how several runs are started, to those who know Hydra's option for it."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        """See `argparse.Action`."""
-        parser.error(
-            "-m/--multirun: there are no sweeps: start a run for each value, each with a run_dir"
-        )
 
 
 def parser() -> OneLineParser:
@@ -93,6 +88,11 @@ def parser() -> OneLineParser:
         metavar="X",
         help="of --dry-run: busiest rank / mean without balancing (1.5)",
     )
-    parser.add_argument("-m", "--multirun", action=_NoSweeps, nargs=0, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "-m",
+        "--multirun",
+        action="store_true",
+        help="a run for each combination of values such as balance.slots=1,2, and a page of all",
+    )
     parser.add_argument("overrides", nargs="*", help="settings, as section.name=value")
     return parser

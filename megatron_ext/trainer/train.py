@@ -373,8 +373,7 @@ def _balance_problems(composed: DictConfig) -> list[str]:
 
 
 _HINTS = {
-    "Ambiguous value": ": a run has one value of each setting, and there are no sweeps: start a "
-    "run for each value",
+    "Ambiguous value": ": a run has one value of each setting; -m makes a run for each value",
     "Could not override 'data.weights": ": a domain is named with a plus, as in "
     "+data.weights.code=1",
     "No match in the defaults list": ": a group has options in a recipe only (--config-name)",

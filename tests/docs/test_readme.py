@@ -25,6 +25,7 @@ from megatron_ext.files.loads import read_loads
 from megatron_ext.pretrain import read_balance
 from megatron_ext.trainer.command import parser as training_parser
 from megatron_ext.trainer.run_log import read_metrics
+from megatron_ext.trainer.sweep import combinations
 from megatron_ext.trainer.train import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -145,7 +146,6 @@ def test_every_command_of_the_package_is_shown():
         "slurm",
         "dry_run",
     }
-    helpers |= {"dry_run"}
     assert files - shown == helpers
 
 
@@ -261,14 +261,14 @@ def check_options(words: list[str], capsys) -> None:
 
 
 def check_training(words: list[str]) -> None:
-    """Compose the settings."""
+    """Compose the settings, of a sweep those of each run."""
     options = training_parser().parse_intermixed_args(words)
-    load_config(
-        options.overrides,
-        options.config_dir,
-        options.config_name,
-        needs_data=not options.dry_run,
-    )
+    runs: list[list[str]] = [options.overrides]
+    if options.multirun:
+        swept, fixed = combinations(options.overrides)
+        runs = [[*fixed, *each] for each in swept]
+    for run in runs:
+        load_config(run, options.config_dir, options.config_name, needs_data=not options.dry_run)
 
 
 def test_the_lines_that_balance_a_script():

@@ -97,3 +97,19 @@ def test_wrong_input_is_one_line_before_a_job(cluster: Cluster, data: Path, tmp_
     assert command.output() == (
         "megatron-ext submit: error: --partition (mian): the cluster has main; did you mean main?\n"
     )
+
+
+def test_a_sweep_is_an_array_and_a_page(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "sweep"
+    values = ["balance.slots=1,2", "steps=2", "optimizer.warmup_steps=1"]
+    slurm = ["hydra/launcher=submitit_slurm", "hydra.launcher.partition=main"]
+    swept = [word for word in words("train", data, run_dir) if "steps=" not in word]
+    with running(
+        [*swept, "--multirun", *values, *slurm], tmp_path / "output", **environment(cluster)
+    ) as command:
+        assert command.status() == 0, command.output()
+    runs = {path.name: len(read_metrics(path)) for path in run_dir.glob("balance.*")}
+    assert runs == {"balance.slots=1": 2, "balance.slots=2": 2}
+    page = (run_dir / "report.html").read_text()
+    assert all(name in page for name in [*runs, "balance.slots"])
+    assert "ArrayTaskId=1" in cluster.ask("scontrol", "show", "job", "--oneliner")

@@ -190,7 +190,7 @@ WRONG = {
     ),
     "several values": (
         ["balance.slots=1,2"],
-        ["'balance.slots=1,2': a run has one value of each setting, and there are no sweeps"],
+        ["'balance.slots=1,2': a run has one value of each setting; -m makes a run for each value"],
     ),
     "a domain without a plus": (
         ["data.weights={letters:1}"],
@@ -276,8 +276,6 @@ def test_wrong_settings_end_with_one_line_each(
     [
         (["--ranks", "0"], "argument --ranks: '0' must be a whole number >= 1"),
         (["--ranks", "-2"], "argument --ranks: '-2' must be a whole number >= 1"),
-        (["-m"], "-m/--multirun: there are no sweeps: start a run for each value"),
-        (["--multirun", "steps=3"], "-m/--multirun: there are no sweeps"),
     ],
 )
 def test_wrong_options_are_one_line(

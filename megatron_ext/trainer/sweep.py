@@ -1,0 +1,98 @@
+"""A run for each combination of values, by Hydra's multirun, and a page that compares them.
+
+On this machine they run one after another; `hydra/launcher=submitit_slurm` makes them jobs of Slurm
+(the extra `sweeps`). All are checked before the first one starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from unittest.mock import patch
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig
+
+from megatron_ext.config import ConfigError
+from megatron_ext.files.recipes import shipped_recipes
+from megatron_ext.trainer.report import differing_settings, page, read_runs
+from megatron_ext.trainer.train import SCHEMA, check, load_config, train
+
+logger = logging.getLogger(__name__)
+
+_RUN_DIR = "run_dir="
+
+
+def sweep(options: argparse.Namespace) -> None:
+    """Make the runs of a command line, and a page beside their folders.
+
+    Args:
+        options: Of `megatron-ext train`. `run_dir` in the overrides is the folder of all runs; each
+            has a folder in it, named after its values. Runs that are there go on.
+
+    Raises:
+        ConfigError: Settings are wrong, or nothing is swept; nothing was started.
+        SystemExit: A run failed or was stopped.
+    """
+    name, config_dir, num_ranks = options.config_name or SCHEMA, options.config_dir, options.ranks
+    words = [word for word in options.overrides if not word.startswith(_RUN_DIR)]
+    folders = [word for word in options.overrides if word.startswith(_RUN_DIR)]
+    folder = Path(
+        folders[-1].removeprefix(_RUN_DIR) if folders else f"runs/sweeps/{name}"
+    ).absolute()
+    if find_spec("submitit") is None and any("launcher=submitit" in word for word in words):
+        raise ConfigError(["hydra/launcher: submitit needs pip install 'megatron-ext[sweeps]'"])
+    values, fixed = combinations([word for word in words if not word.startswith("hydra")])
+    runs = {}
+    for each in values:
+        run = ",".join(sorted(each))
+        overrides = [*fixed, *each, f"{_RUN_DIR}'{folder / run}'"]
+        runs[run] = load_config(overrides, config_dir, options.config_name)
+        check(runs[run], num_ranks=num_ranks)
+
+    def make(_: DictConfig) -> None:
+        run = Path(HydraConfig.get().runtime.output_dir).name
+        logger.info("%s", run)
+        train(runs[run], num_ranks=num_ranks)
+
+    without = ",".join(word.lstrip("+").split("=")[0] for word in fixed)
+    words = [
+        *("megatron-ext train", "--multirun"),
+        *("--config-dir", str(Path(config_dir).absolute() if config_dir else shipped_recipes())),
+        *("--config-name", name, *words, f"hydra.sweep.dir={folder}"),
+        "hydra.sweep.subdir=${hydra.job.override_dirname}",
+        f"hydra.job.config.override_dirname.exclude_keys=[{without}]",
+        *("hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"),
+    ]
+    with patch.object(sys, "argv", words):  # Hydra has no other way to take them for a sweep.
+        hydra.main(version_base="1.3", config_path=None)(make)()
+    _compare(folder, [folder / each for each in runs])
+
+
+def combinations(words: Sequence[str]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Return the overrides of each run that differ between runs, and those that do not."""
+    parsed = OverridesParser.create().parse_overrides(list(words))
+    swept = [
+        [f"{each.get_key_element()}={value}" for value in each.sweep_string_iterator()]
+        for each in parsed
+        if each.is_sweep_override()
+    ]
+    if not swept:
+        raise ConfigError(["--multirun: no setting has several values, as in balance.slots=1,2"])
+    fixed = [str(each.input_line) for each in parsed if not each.is_sweep_override()]
+    return list(itertools.product(*swept)), fixed
+
+
+def _compare(folder: Path, run_dirs: Sequence[Path]) -> None:
+    runs = read_runs(run_dirs)
+    settings = differing_settings(dict(zip(runs, run_dirs, strict=True)))
+    file = folder / "report.html"
+    file.write_text(page(runs, settings, list(runs)[:1]))
+    logger.info("compared in %s", file)

@@ -1,0 +1,56 @@
+"""A sweep makes a run for each combination, here, after all are checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.config import ConfigError, TrainConfig
+from megatron_ext.trainer import sweep
+from megatron_ext.trainer.command import parser
+
+WORDS = ["-m", "--config-name", "quickstart", "balance.slots=1,2", "steps=3"]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+    """The runs that a sweep makes; none is trained."""
+    runs: list[TrainConfig] = []
+    monkeypatch.setattr(sweep, "train", lambda config, num_ranks: runs.append(config))
+    return runs
+
+
+def test_each_combination_is_a_run_with_a_folder(
+    made: list[TrainConfig], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[Any] = []
+    monkeypatch.setattr(sweep, "_compare", lambda folder, runs: compared.append((folder, runs)))
+    words = [*WORDS, "balance.tolerance=0.0,0.1", f"data.path={data}", f"run_dir={tmp_path / 's'}"]
+    sweep.sweep(parser().parse_intermixed_args(words))
+    assert [(run.balance.slots, run.balance.tolerance, run.steps) for run in made] == [
+        (slots, tolerance, 3) for slots in (1, 2) for tolerance in (0.0, 0.1)
+    ]
+    names = [
+        f"balance.slots={run.balance.slots},balance.tolerance={run.balance.tolerance}"
+        for run in made
+    ]
+    assert compared == [(tmp_path / "s", [tmp_path / "s" / name for name in names])]
+    assert [Path(run.run_dir) for run in made] == compared[0][1]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["balance.slots=1"], "no setting has several values"),
+        (["balance.slots=1,-1"], "balance.slots"),
+    ],
+)
+def test_nothing_starts_where_a_run_is_wrong(
+    words: list[str], line: str, made: list[TrainConfig], data: Path
+) -> None:
+    options = parser().parse_intermixed_args([*WORDS[:3], *words, f"data.path={data}"])
+    with pytest.raises(ConfigError, match=line):
+        sweep.sweep(options)
+    assert made == []
