@@ -153,7 +153,7 @@ def test_what_is_no_number_from_1_on(capsys, ranks):
 def test_train_gets_every_word(monkeypatch, capsys):
     seen = []
     fake = types.ModuleType("megatron_ext.trainer.command")
-    fake.main = seen.append
+    fake.main = lambda words, **_: seen.append(words)
     monkeypatch.setitem(sys.modules, "megatron_ext.trainer.command", fake)
     words = ["--config-name", "quickstart", "balance.slots=1", "+megatron.x=[1,2]", "--help"]
     assert main(["train", *words]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,13 @@ import torch
 
 from tests.gpu.first_run import __main__ as first_run
 from tests.gpu.first_run import failing_rank, litmus, parity, recipe
-from tests.gpu.first_run.environment import LAUNCHER, QUEUES, ROOT, queues
+from tests.gpu.first_run.environment import (
+    LAUNCHER,
+    QUEUES,
+    ROOT,
+    launcher_environment,
+    queues,
+)
 from tests.gpu.first_run.parts import JSON_FILE, Part, parts
 from tests.trainer import dataset
 
@@ -96,8 +103,15 @@ def test_every_command_of_every_part_is_there(gpus: int) -> None:
                 assert (ROOT / word).exists(), word
 
 
-def test_parts_run_as_the_launcher_runs_trainings() -> None:
-    assert LAUNCHER == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4"}
+@pytest.mark.parametrize(("capability", "connections"), [("9.0", "1"), ("10.0", "32")])
+def test_parts_run_as_the_launcher_runs_trainings(
+    capability: str, connections: str, tmp_path: Path
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho {capability}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    set_by_launcher = launcher_environment(f"{tmp_path}:{os.environ['PATH']}")
+    assert set_by_launcher == {"CUDA_DEVICE_MAX_CONNECTIONS": connections, "OMP_NUM_THREADS": "4"}
+    assert LAUNCHER["OMP_NUM_THREADS"] == "4"
     tried = [queues(count)["CUDA_DEVICE_MAX_CONNECTIONS"] for count in QUEUES]
     assert tried == ["1", "8", "32"]
     one, eight = ({part.name for part in parts(gpus) if part.gpus <= gpus} for gpus in (1, 8))

@@ -122,7 +122,7 @@ def _abort_in_different_places(rank: int) -> None:
     place = (
         mock.patch.object(moe_layer, "reroute", side_effect=ArithmeticError)
         if rank == 0
-        else mock.patch.object(moe_layer.Agreement, "seal", side_effect=ArithmeticError)
+        else mock.patch.object(moe_layer.Agreement, "share", side_effect=ArithmeticError)
     )
     failures = []
     for _ in range(3):
@@ -386,9 +386,9 @@ def _peak_in_flight(rank: int, case: dict[str, Any], num_microbatches: int) -> t
     peak = 0
     keep = InFlightPlans.keep
 
-    def watched(self: InFlightPlans, plan: Any) -> Any:
+    def watched(self: InFlightPlans, *args: Any, **kwargs: Any) -> Any:
         nonlocal peak
-        handle = keep(self, plan)
+        handle = keep(self, *args, **kwargs)
         peak = max(peak, self.num_in_flight)
         return handle
 

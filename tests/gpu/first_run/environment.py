@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 QUEUES = (1, 8, 32)
@@ -11,16 +13,26 @@ QUEUES = (1, 8, 32)
 ROOT = Path(__file__).parents[3]
 
 
-def launcher_environment(script: str) -> dict[str, str]:
-    """Return the variables that a launch script sets where the user has not.
+def launcher_environment(path: str) -> dict[str, str]:
+    """Return the variables that a launch sets where the user has not, on this machine.
 
-    >>> launcher_environment("export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}")
-    {'OMP_NUM_THREADS': '4'}
+    Args:
+        path: Where commands are looked for: the launcher asks `nvidia-smi` for the GPU's family.
     """
-    return dict(re.findall(r"^export (\w+)=\$\{\1:-(\w+)\}", script, flags=re.MULTILINE))
+    script = ROOT / "launch" / "environment.sh"
+    printed = subprocess.run(
+        ["bash", "-c", '. "$0"; env -0', str(script)],
+        env={"PATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    variables = dict(line.split("=", 1) for line in printed.split("\0") if line)
+    names = set(re.findall(r"^\s*export (\w+)=", script.read_text(), flags=re.MULTILINE))
+    return {name: variables[name] for name in sorted(names & variables.keys())}
 
 
-LAUNCHER = launcher_environment((ROOT / "launch" / "train.sh").read_text())
+LAUNCHER = launcher_environment(os.environ["PATH"])
 """What trainings run with."""
 
 
