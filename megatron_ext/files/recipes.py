@@ -30,7 +30,7 @@ def ranks_of(recipe: str) -> int | None:
 
     >>> ranks_of("deepseek_v3_256_gb200_bf16")
     256
-    >>> ranks_of("mixtral_8x7b_8_h100_bf16_ep4")
+    >>> ranks_of("mixtral_8x7b_8_h200_bf16_ep4")
     8
     >>> ranks_of("quickstart") is None
     True

@@ -54,8 +54,8 @@ QWEN3_30B = _gqa(vocab=151936, hidden=2048, layers=48, heads=32, groups=4, exper
 MIXTRAL_8X7B = _gqa(vocab=32000, hidden=4096, layers=32, heads=32, groups=8, experts=8, ffn=14336)
 # Qwen3 has two norms in each layer's attention, as wide as a head.
 PUBLISHED = {
-    "qwen3_30b_8_h100_bf16": (QWEN3_30B[0] + 48 * 2 * 128, QWEN3_30B[1], 8 / 128),
-    "mixtral_8x7b_8_h100_bf16": (*MIXTRAL_8X7B, 2 / 8),
+    "qwen3_30b_8_h200_bf16": (QWEN3_30B[0] + 48 * 2 * 128, QWEN3_30B[1], 8 / 128),
+    "mixtral_8x7b_8_h200_bf16": (*MIXTRAL_8X7B, 2 / 8),
 }
 """Parameters besides experts, of experts, and the part of these that a token meets."""
 

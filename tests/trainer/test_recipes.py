@@ -113,7 +113,7 @@ def test_every_option_of_a_group_composes() -> None:
     groups = [path for path in RECIPES.iterdir() if path.is_dir() and path.name != "traces"]
     options = [[f"{group.name}={each.stem}" for each in group.iterdir()] for group in groups]
     for together in itertools.zip_longest(*options):
-        load_config(["data.path=", *filter(None, together)], config_name="mixtral_8x7b_8_h100_bf16")
+        load_config(["data.path=", *filter(None, together)], config_name="mixtral_8x7b_8_h200_bf16")
 
 
 def test_own_recipes_are_made_of_the_groups_that_come_with_the_package(
@@ -144,7 +144,7 @@ def _problems(given: list[str], name: str, num_ranks: int, data: Path) -> list[s
 
 TOO_FEW = (
     "the number of ranks (8) must be >= parallel.num_ranks (256): the nearest recipe for so "
-    "many is qwen3_30b_8_h100_bf16; size=tiny makes the model small enough for ranks without a GPU"
+    "many is qwen3_30b_8_h200_bf16; size=tiny makes the model small enough for ranks without a GPU"
 )
 
 WRONG = {
