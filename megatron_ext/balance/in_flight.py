@@ -80,13 +80,10 @@ class InFlightPlans:
         """Plans kept and not yet released."""
         return self.ring_size - len(self._free)
 
-    def keep(self, plan: BalancePlan, *, copies_slots: bool = True) -> PlanHandle:
+    def keep(self, plan: BalancePlan) -> PlanHandle:
         """Keep `plan` in a free entry and return its handle. Nobody writes to a plan.
 
-        Args:
-            plan: The plan.
-            copies_slots: Whether to start a copy of its slots to the host. If not, the caller has
-                them written to `slots_on_host`.
+        The caller has its slots written to `slots_on_host`.
 
         Raises:
             RuntimeError: Every entry holds a plan whose backward has not run.
@@ -106,8 +103,6 @@ class InFlightPlans:
         self._generation[entry] += 1
         self._microbatch_idx[entry] = microbatch_idx
         self._plans[entry] = plan
-        if copies_slots:
-            self._on_host[entry].start(plan.slots)
         handle = PlanHandle(
             self.first_virtual_layer_id + entry,
             self._generation[entry],

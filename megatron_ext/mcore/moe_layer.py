@@ -361,7 +361,7 @@ class BalancedMoELayer(MoELayer):
             return None
         refuse_other_checkpoints(self.layer_number)
         _, in_flight = self._shared_state(microbatch.mains.parameters()[0])
-        handle = in_flight.keep(plan, copies_slots=False)  # The agreement writes them.
+        handle = in_flight.keep(plan)
         if checkpoint is not None:
             leave(checkpoint, self, LeftBehind(counts, handle))
         return handle

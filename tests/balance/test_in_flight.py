@@ -39,6 +39,8 @@ def make_ring(ring_size: int) -> InFlightPlans:
 def test_plans_come_back_in_any_order() -> None:
     ring = make_ring(3)
     handles = [ring.keep(make_plan(value)) for value in range(3)]
+    for value, handle in enumerate(handles):
+        ring.slots_on_host(handle).start(make_plan(value).slots)
     assert [handle.virtual_layer_id for handle in handles] == [10, 11, 12]
     for value in (1, 0, 2):
         plan = ring.recall(handles[value])
@@ -96,6 +98,7 @@ def test_a_plan_is_kept_as_it_is_until_its_release() -> None:
     slots = weakref.ref(plan.slots)
     handle = ring.keep(plan)
     assert ring.recall(handle) is plan
+    ring.slots_on_host(handle).start(plan.slots)
     assert torch.equal(ring.recall_slots(handle), plan.slots)
     ring.release(handle)
     ring.keep(make_plan(1))

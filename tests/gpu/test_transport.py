@@ -232,6 +232,7 @@ def test_a_push_of_a_plan_waits_for_no_host() -> None:
         try:
             plan = solve(load, ep_size=1, slots=1)
             handle = ring.keep(plan)
+            ring.slots_on_host(handle).start(plan.slots)
             transport.push(Transfers(plan.slots, 4), mains, slots).wait()
             host = ring.recall_slots(handle)
         finally:
