@@ -70,6 +70,6 @@ install() { # install ARGUMENTS: by pip
 }
 # Torch comes first with what builds: the library is built against the one that is there.
 stage "2/3 torch, up to 3 GB" install torch scikit-build-core cmake ninja
-stage "3/3 other packages and the native part" install --no-build-isolation --editable '.[dev,wandb]'
+stage "3/3 other packages and the native part" install --no-build-isolation --editable '.[dev,dashboards,docs,wandb]'
 echo "$stamp" >"$venv/setup-stamp"
 echo "Ready. To use it: source $venv/bin/activate"

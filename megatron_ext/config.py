@@ -153,7 +153,7 @@ class _Rule:
         classes = tuple(get_origin(each) or each for each in self.types)
         if not isinstance(value, (*classes, int) if float in classes else classes):
             return False
-        return not isinstance(value, dict) or self._has_items(value)
+        return not isinstance(value, dict | list) or self._has_items(value)
 
     def allows(self, value: Any) -> bool:
         """Whether the value is of a declared type, and in the range or among the choices."""
@@ -173,10 +173,12 @@ class _Rule:
         words = (self._range(),) if is_out_of_range else (self._kind(), self._range())
         return f"{self.label} ({value!r}) must be {' '.join(filter(None, words))}"
 
-    def _has_items(self, value: dict[Any, Any]) -> bool:
-        """Whether a mapping is one from names to values of the type that the annotation names."""
-        (inside,) = (get_args(each)[1] for each in self.types if get_origin(each) is dict)
+    def _has_items(self, value: dict[Any, Any] | list[Any]) -> bool:
+        """Whether it holds values of the type that the annotation names; a mapping, by names."""
+        (inside,) = (get_args(each)[-1] for each in self.types if get_origin(each) is type(value))
         item = replace(self, types=(inside,))
+        if isinstance(value, list):
+            return all(item.has_type(one) for one in value)
         return all(
             isinstance(name, str) and (inside is Any or item.has_type(one))
             for name, one in value.items()
@@ -199,6 +201,8 @@ class _Rule:
 
 def _kind_of(declared: Any) -> str:
     """A type in words, as values of it are called in messages."""
+    if get_origin(declared) is list:
+        return f"a list of {_KINDS[get_args(declared)[0]].removeprefix('a ')}s"
     if get_origin(declared) is dict:
         _, inside = get_args(declared)
         return "a mapping" if inside is Any else f"a mapping of names to {_KINDS[inside][2:]}s"
@@ -442,7 +446,12 @@ class ModelConfig(Section):
 
     experts: str = setting("sequential", choices=("sequential", "grouped_mm"))
     """How a rank computes its experts: `sequential` (one matrix product after the other,
-    everywhere) or `grouped_mm` (all in one call of PyTorch's grouped product; fp32 and bf16)."""
+    everywhere) or `grouped_mm` (all in one call of a grouped product, Transformer Engine's where
+    the layers are its own, else PyTorch's; fp32 and bf16)."""
+
+    transformer_impl: str = setting("auto", choices=("auto", "local", "transformer_engine"))
+    """Whose layers the model is made of: Megatron's own (`local`), those of `transformer_engine`,
+    or `auto`: Transformer Engine's where it is installed and there is a GPU."""
 
     precision: str = setting("fp32", choices=("fp32", "bf16"))
     """Type of weights and activations: `fp32` or `bf16` (with fp32 main weights and gradients)."""
@@ -597,14 +606,9 @@ class OptimizerConfig(Section):
 
     def relation_problems(self) -> list[str]:
         """See `Section.relation_problems`."""
-        problems = [
-            f"optimizer.{name} ({value}) must be < 1"
-            for name, value in (("beta1", self.beta1), ("beta2", self.beta2))
-            if not value < 1
-        ]
         if self.min_lr > self.lr:
-            problems.append(f"optimizer.min_lr ({self.min_lr}) must be <= optimizer.lr ({self.lr})")
-        return problems
+            return [f"optimizer.min_lr ({self.min_lr}) must be <= optimizer.lr ({self.lr})"]
+        return []
 
 
 @dataclass(kw_only=True, slots=True)
@@ -627,6 +631,17 @@ class LoggingConfig(Section):
     `trace_steps` steps: the first samples of one rank, at most its own. For `place sem_moe`. Costs
     2 bytes a choice in memory until the file is written; 0 records none."""
 
+    heatmap_every: int = setting(10, least=1)
+    """Steps from one line of `layers.jsonl` with the loads of single experts to the next."""
+
+    tier: str = setting("brief", choices=("brief", "detailed"))
+    """What W&B and TensorBoard are given: `brief` describes each step, `detailed` each layer of it,
+    too."""
+
+    max_keys: int = setting(1000, least=1)
+    """Most names that a step has in W&B and TensorBoard; the layers with the largest imbalance
+    before balancing are kept."""
+
     wandb: str = setting("off", choices=("off", "offline", "online"))
     """Weights & Biases: `off`, `offline` (written to the run directory) or `online`."""
 
@@ -636,9 +651,33 @@ class LoggingConfig(Section):
     wandb_name: str | None = None
     """Name of the W&B run; by default the name of the run directory."""
 
+    wandb_group: str = ""
+    """Group of the W&B run. Runs of a quickstart or a sweep are grouped by their folder if it is
+    empty."""
+
+    wandb_tags: list[str] = field(default_factory=list)
+    """Tags of the W&B run, besides its strategy."""
+
+    tensorboard: bool = False
+    """Write the same for TensorBoard, to `tensorboard/` in the run directory."""
+
+    otel: bool = False
+    """Send what balancing does to an OpenTelemetry collector, as gauges `megatron.moe_balance.*`;
+    where it is say OpenTelemetry's own environment variables."""
+
     def relation_problems(self) -> list[str]:
         """See `Section.relation_problems`."""
         problems = []
+        if self.tensorboard and not importlib.util.find_spec("tensorboard"):
+            problems.append(
+                "logging.tensorboard (True) needs the package tensorboard: "
+                "pip install 'megatron-ext[tensorboard]'"
+            )
+        if self.otel and not importlib.util.find_spec("opentelemetry"):
+            problems.append(
+                "logging.otel (True) needs the package opentelemetry-sdk: "
+                "pip install 'megatron-ext[otel]'"
+            )
         if self.wandb in ("offline", "online") and not importlib.util.find_spec("wandb"):
             problems.append(
                 f"logging.wandb ({self.wandb!r}) needs the package wandb: "
@@ -649,6 +688,32 @@ class LoggingConfig(Section):
                 f"logging.route_samples ({self.route_samples}) needs logging.trace_steps > 0"
             )
         return problems
+
+
+@dataclass(kw_only=True, slots=True)
+class ProfileConfig(Section):
+    """Steps that are recorded operator by operator, into one trace for Perfetto.
+
+    A recorded step takes longer, and needs memory for some 200 bytes an operator.
+    """
+
+    NAME: ClassVar[str] = "profile"
+
+    steps: int = setting(0, least=0)
+    """Steps that are recorded; 0 records none."""
+
+    # The first steps of a start allocate memory and load code.
+    first: int = setting(6, least=1)
+    """The first of them."""
+
+    ranks: list[int] = field(default_factory=list)
+    """The ranks that record, as [0,8]; empty is all."""
+
+    def relation_problems(self) -> list[str]:
+        """See `Section.relation_problems`."""
+        if all(rank >= 0 for rank in self.ranks) and len(set(self.ranks)) == len(self.ranks):
+            return []
+        return [f"profile.ranks ({self.ranks}) must be different numbers >= 0"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -757,6 +822,7 @@ class TrainConfig(Section):
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
@@ -773,4 +839,10 @@ class TrainConfig(Section):
         problems = [] if self.run_dir else ["run_dir ('') must name a folder"]
         if self.eval_every > 0 and self.data.validation_fraction == 0:
             problems.append(f"eval_every ({self.eval_every}) needs data.validation_fraction > 0")
+        profile = self.profile
+        if profile.steps > 0 and profile.first + profile.steps - 1 > self.steps:
+            problems.append(
+                f"profile.first ({profile.first}) + profile.steps ({profile.steps}) must be "
+                f"<= steps + 1 ({self.steps + 1}): the run ends before"
+            )
         return problems

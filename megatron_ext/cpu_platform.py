@@ -128,6 +128,7 @@ class CpuPlatform:
             "current_stream": lambda device=None: current_stream,
             "default_stream": lambda device=None: current_stream,
             "stream": lambda stream: nullcontext(stream),
+            "is_current_stream_capturing": lambda: False,
             "get_rng_state": lambda device=None: torch.get_rng_state(),
             "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
             "manual_seed": lambda seed: torch.manual_seed(seed),

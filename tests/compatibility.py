@@ -86,6 +86,9 @@ OPTIONS = {
     "recompute_moe": Option("recompute of MoE layers (`--recompute-modules moe`)", "11"),
     "recompute_act": Option("recompute of activations (`--recompute-modules moe_act`)", "17", True),
     "recompute_full": Option("recompute of whole layers, uniform and block", "4"),
+    "activation_offload": Option(
+        "fine-grained offload of activations (`--fine-grained-activation-offloading`)", "", True
+    ),
     "shared_experts": Option("shared experts"),
     "shared_overlap": Option("their overlap (`--moe-shared-expert-overlap`)", "C"),
     "aux_loss": Option("balancing losses of all kinds, z-loss"),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,6 +46,7 @@ from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
 )
 
 from megatron_ext.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig  # noqa: E402
+from megatron_ext.mcore.spec import grouped_mm_spec  # noqa: E402
 from megatron_ext.trainer.norms import sequence_parallel_spec  # noqa: E402
 from megatron_ext.trainer.settings import (  # noqa: E402
     ddp_config,
@@ -155,6 +156,7 @@ def build_gpt(
     micro_batch_size: int = 2,
     seed: int = 1234,
     transformer_engine: bool = False,
+    grouped_mm: bool = False,
     spec_transform: Callable[[Any], Any] | None = None,
     **megatron: Any,
 ) -> TinyGPT:
@@ -172,6 +174,7 @@ def build_gpt(
         optimizer_settings: Fields of Megatron's OptimizerConfig that differ from the run's.
         dtype: float64 gives a model without optimizer: Megatron's take none.
         transformer_engine: Whether the layers are Transformer Engine's (`tests/te`).
+        grouped_mm: Whether the experts are `GroupedExperts`.
         spec_transform: Applied to the block spec of every chunk, e.g. `partial(balance_spec,
             config=...)`.
         megatron: Further fields of Megatron's TransformerConfig.
@@ -223,8 +226,9 @@ def build_gpt(
         differences |= dict(params_dtype=dtype, pipeline_dtype=dtype, moe_router_dtype="fp64")
     settings = overridable_settings(run) | transformer_settings(run)
     config = TransformerConfig(**(settings | differences | megatron))
+    transforms = [grouped_mm_spec] * grouped_mm + [spec_transform] * (spec_transform is not None)
     modules = [
-        _build_chunk(config, chunk, vpp, transformer_engine, spec_transform) for chunk in range(vpp)
+        _build_chunk(config, chunk, vpp, transformer_engine, transforms) for chunk in range(vpp)
     ]
     for module in modules:
         module.to(dtype)  # Norms ignore params_dtype.
@@ -289,14 +293,14 @@ def _build_chunk(
     chunk: int,
     vpp: int,
     transformer_engine: bool,
-    spec_transform: Callable[[Any], Any] | None,
+    spec_transforms: Sequence[Callable[[Any], Any]],
 ) -> GPTModel:
     vp_stage = chunk if vpp > 1 else None
     spec = get_gpt_decoder_block_spec(config, transformer_engine, vp_stage=vp_stage)
     if config.sequence_parallel and not transformer_engine:
         spec = sequence_parallel_spec(spec)
-    if spec_transform:
-        spec = spec_transform(spec)
+    for transform in spec_transforms:
+        spec = transform(spec)
     model = GPTModel(
         config,
         spec,

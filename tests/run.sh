@@ -27,18 +27,18 @@ done
 venv=${VENV:-.venv}
 launch/setup.sh
 
-# Jobs are tried on a Slurm of the tests' own, scripts with shellcheck; where these are not to be had,
-# such tests are skipped.
+# Jobs are tried on a Slurm of the tests' own, scripts with shellcheck, pages in Chromium; where these
+# are not to be had, such tests are skipped.
 if ((${#chosen[@]} == 0)) && [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
     mkdir -p build
     exec 9>build/.packages
     flock 9 # Both versions of Python may run their tests at once.
-    if ! { command -v slurmctld && command -v shellcheck; } >/dev/null; then
+    if ! { command -v slurmctld && command -v shellcheck && command -v chromium; } >/dev/null; then
         {
             apt-get -qq update
             DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends \
-                --option DPkg::Lock::Timeout=300 slurm-wlm munge shellcheck >/dev/null
-        } || echo "tests/run.sh: Slurm and shellcheck could not be installed" >&2
+                --option DPkg::Lock::Timeout=300 slurm-wlm munge shellcheck chromium >/dev/null
+        } || echo "tests/run.sh: Slurm, shellcheck and Chromium could not be installed" >&2
     fi
     exec 9>&-
 fi

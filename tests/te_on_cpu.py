@@ -499,7 +499,12 @@ class _Delegate(types.ModuleType):
 
 def _answer_like_a_gpu() -> None:
     """Transformer Engine hears of a Hopper; everybody else who asks PyTorch hears the truth."""
-    from transformer_engine.pytorch import DotProductAttention, constants, permutation
+    from transformer_engine.pytorch import (
+        DotProductAttention,
+        constants,
+        distributed,
+        permutation,
+    )
     from transformer_engine.pytorch.cpp_extensions import gemm
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
     from transformer_engine.pytorch.ops.basic import grouped_linear
@@ -515,7 +520,9 @@ def _answer_like_a_gpu() -> None:
         get_device_capability=lambda device=None: (9, 0),
         is_current_stream_capturing=lambda: False,
         synchronize=lambda device=None: None,
+        default_generators={torch.device("cpu"): torch.default_generator},
     )
+    distributed._lazy_init = lambda: None
     theirs = _Delegate(torch, cuda=cuda, version=_Delegate(torch.version, cuda="13.0"))
     for name, module in list(sys.modules.items()):
         if name.startswith("transformer_engine.") and vars(module).get("torch") is torch:

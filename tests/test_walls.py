@@ -20,7 +20,7 @@ CONTRACTS = {
 # What each contract must notice: a file of the package, and the import that is put into it.
 BREAKS = [
     ("rooms", "balance/agreement.py", "import megatron_ext.methods.eplb.eplb"),
-    ("rooms", "transport/relay.py", "def late() -> None:\n    import megatron_ext.balance.load"),
+    ("rooms", "transport/relay.py", "def late() -> None:\n    import megatron_ext.balance.layout"),
     ("rooms", "files/tables.py", "import megatron_ext.lab.hardware"),
     ("rooms", "mcore/schedule.py", "import megatron_ext.data.corpus"),
     ("rooms", "config.py", "import megatron_ext.ops"),
@@ -34,7 +34,7 @@ BREAKS = [
     ("tensors", "balance/load.py", "def late() -> None:\n    import megatron.core"),
     ("methods", "methods/llep/llep.py", "import megatron_ext.methods.moonep.moonep"),
     ("checkpoints", "../checkpoints_tools/contents.py", "import megatron_ext.config"),
-    ("files", "lab/shape.py", "import megatron_ext.lab.simulate"),
+    ("files", "lab/hardware.py", "import megatron_ext.lab.simulate"),
     ("files", "data/manifest.py", "import megatron_ext.data"),
 ]
 ALSO_NOTICED = {("tensors", "balance/load.py"): {"megatron"}}

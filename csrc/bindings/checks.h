@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "megatron_ext/api.h"
+#include "megatron_ext/row_table.h"
 
 namespace megatron_ext {
 
@@ -17,6 +18,22 @@ using at::Tensor;
 inline void check_int64(const char* name, const Tensor& tensor) {
     TORCH_CHECK_VALUE(
         tensor.scalar_type() == at::kLong, name, " must be int64, got ", tensor.scalar_type());
+}
+
+// A row that a table takes.
+inline void check_row(const Tensor& row, at::Device device, const RowTable& table) {
+    TORCH_CHECK_VALUE(row.dim() == 1 && row.scalar_type() == at::kLong && row.is_contiguous() &&
+                          row.device() == device && row.numel() <= table.num_words,
+                      "row must be contiguous int64 of at most ",
+                      table.num_words,
+                      " words on ",
+                      device,
+                      ", got ",
+                      row.scalar_type(),
+                      " ",
+                      row.sizes(),
+                      " on ",
+                      row.device());
 }
 
 inline void check_routing_map(const Tensor& routing_map) {
@@ -148,6 +165,11 @@ inline void check_planned(const Tensor& load,
         slots.scalar_type(),
         " ",
         slots.sizes());
+}
+
+// Physical experts of a rank, M + S.
+inline int64_t places_of(const Tensor& load, const Tensor& slots) {
+    return load.size(1) / load.size(0) + slots.size(1);
 }
 
 // A load [R, E] as kernels read it, without a copy where they can: its rows may be apart.

@@ -132,11 +132,11 @@ Lines lines_in(const Tensor& memory, int64_t experts, int64_t ranks) {
 }
 
 // What `sealing` says of what is sealed is added here.
-std::tuple<Tensor, Tensor, Tensor> share(const Tensor& load,
-                                         const Tensor& quota,
-                                         const Tensor& slots,
-                                         int64_t source_rank,
-                                         Sealing sealing) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> share(const Tensor& load,
+                                                 const Tensor& quota,
+                                                 const Tensor& slots,
+                                                 int64_t source_rank,
+                                                 Sealing sealing) {
     const int64_t ranks = load.size(0);
     const int64_t experts = load.size(1);
     const Tensor loads = with_whole_rows(load);
@@ -146,28 +146,30 @@ std::tuple<Tensor, Tensor, Tensor> share(const Tensor& load,
     Tensor split = at::empty({experts, ranks}, load.options());
     Tensor ids = at::empty({experts, ranks}, load.options());
     Tensor lines = workspace_of(Lines::bytes(experts, ranks), load);
+    Tensor arriving = at::empty({ranks, places_of(load, held)}, load.options());
     C10_CUDA_CHECK(share_plan_cuda(
         shared_quotas(loads, quotas),
         source_rank,
         split.mutable_data_ptr<int64_t>(),
+        arriving.mutable_data_ptr<int64_t>(),
         {held.const_data_ptr<int32_t>(), held.size(1), ids.mutable_data_ptr<int64_t>()},
         lines_in(lines, experts, ranks),
         sealing,
         current_stream()));
-    return {split, ids, lines};
+    return {split, ids, lines, arriving};
 }
 
-std::tuple<Tensor, Tensor, Tensor> share_plan_op(const Tensor& load,
-                                                 const Tensor& quota,
-                                                 const Tensor& slots,
-                                                 int64_t source_rank) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> share_plan_op(const Tensor& load,
+                                                         const Tensor& quota,
+                                                         const Tensor& slots,
+                                                         int64_t source_rank) {
     check_planned(load, quota, slots, source_rank);
     check_one_device({load, quota, slots});
     const c10::cuda::CUDAGuard guard(load.device());
     return share(load, quota, slots, source_rank, {});
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> share_and_seal_op(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> share_and_seal_op(
     const Tensor& load,
     const Tensor& quota,
     const Tensor& slots,
@@ -185,7 +187,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> share_and_seal_op(
                       "difference and slots_on_host must be in pinned memory");
     const c10::cuda::CUDAGuard guard(load.device());
     Tensor seal = at::empty({1}, load.options());
-    auto [split, ids, lines] =
+    auto [split, ids, lines, arriving] =
         share(load,
               quota,
               slots,
@@ -194,7 +196,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> share_and_seal_op(
                seals_of(gathered, layer, difference),
                seal.mutable_data_ptr<int64_t>(),
                writes_slots ? slots_on_host->mutable_data_ptr<int32_t>() : nullptr});
-    return {split, ids, lines, seal};
+    return {split, ids, lines, arriving, seal};
 }
 
 // Assigns all choices, and places their values as `placing` says.

@@ -3,6 +3,7 @@
 #include "megatron_ext/exchange.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <torch/custom_class.h>
 
 #include <memory>
@@ -10,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "checks.h"
 #include "megatron_ext/seal.h"
 
 namespace megatron_ext {
@@ -155,6 +157,33 @@ class TensorExchange : public torch::CustomClassHolder {
 
     void finish_pull(int64_t generation) { open().finish_pull(static_cast<uint64_t>(generation)); }
 
+    static int64_t table_bytes(int64_t num_ranks, int64_t num_words) {
+        return RowTable{num_ranks, num_words}.bytes();
+    }
+
+    // `by_rank`: the ranks' regions of `table_bytes`, zeroed.
+    void set_table(std::vector<Tensor> by_rank, int64_t num_words) {
+        const RowTable table{static_cast<int64_t>(by_rank.size()), num_words};
+        std::vector<std::byte*> bases;
+        for (const Tensor& bytes : by_rank) {
+            bases.push_back(static_cast<std::byte*>(bytes.mutable_data_ptr()));
+        }
+        open().set_table(std::move(bases), table);
+        table_ = table;
+        keep(std::move(by_rank));
+    }
+
+    // Rows [R, W] of all ranks, each with as many words as `row`, int64 [W].
+    Tensor gather(const Tensor& row, const std::string& label) {
+        check_row(row, at::kCPU, table_);
+        Tensor rows = at::empty({table_.num_ranks, row.numel()}, row.options());
+        open().gather(row.const_data_ptr<int64_t>(),
+                      row.numel(),
+                      rows.mutable_data_ptr<int64_t>(),
+                      label);
+        return rows;
+    }
+
     int64_t abort() { return static_cast<int64_t>(open().abort()); }
     void restart(int64_t generation) { open().restart(static_cast<uint64_t>(generation)); }
     int64_t bytes_sent() { return open().bytes_sent(); }
@@ -212,6 +241,7 @@ class TensorExchange : public torch::CustomClassHolder {
 
     const int64_t rank_;
     int64_t max_slots_ = 0;
+    RowTable table_{};
     std::vector<Tensor> kept_;     // the ranks' regions: their mappings live as long as these
     std::vector<Tensor> buffers_;  // for each segment, this rank's: shape and dtype
     std::vector<Tensor> in_use_;   // mains or sums of what is under way
@@ -230,6 +260,9 @@ TORCH_LIBRARY_FRAGMENT(megatron_ext, m) {
         .def("finish_push", &megatron_ext::TensorExchange::finish_push)
         .def("start_pull", &megatron_ext::TensorExchange::start_pull)
         .def("finish_pull", &megatron_ext::TensorExchange::finish_pull)
+        .def_static("table_bytes", &megatron_ext::TensorExchange::table_bytes)
+        .def("set_table", &megatron_ext::TensorExchange::set_table)
+        .def("gather", &megatron_ext::TensorExchange::gather)
         .def("abort", &megatron_ext::TensorExchange::abort)
         .def("restart", &megatron_ext::TensorExchange::restart)
         .def("bytes_sent", &megatron_ext::TensorExchange::bytes_sent)

@@ -127,10 +127,10 @@ Tensor split_quota_op(const Tensor& load, const Tensor& quota, std::optional<int
 // Lines are for kernels; here `assign` needs none.
 Tensor no_lines(const Tensor& load) { return at::empty({0}, load.options().dtype(at::kByte)); }
 
-std::tuple<Tensor, Tensor, Tensor> share_plan_op(const Tensor& load,
-                                                 const Tensor& quota,
-                                                 const Tensor& slots,
-                                                 int64_t source_rank) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> share_plan_op(const Tensor& load,
+                                                         const Tensor& quota,
+                                                         const Tensor& slots,
+                                                         int64_t source_rank) {
     check_planned(load, quota, slots, source_rank);
     Tensor split = split_quota_op(load, quota, source_rank);
     const Tensor held = slots.contiguous();
@@ -140,10 +140,21 @@ std::tuple<Tensor, Tensor, Tensor> share_plan_op(const Tensor& load,
                      held.size(1),
                      held.const_data_ptr<int32_t>(),
                      ids.mutable_data_ptr<int64_t>());
-    return {split, ids, no_lines(load)};
+    const Tensor loads = load.contiguous();
+    const Tensor quotas = quota.contiguous();
+    Tensor arriving = at::empty({load.size(0), places_of(load, held)}, load.options());
+    count_arriving(load.size(0),
+                   load.size(1),
+                   held.size(1),
+                   loads.const_data_ptr<int64_t>(),
+                   quotas.const_data_ptr<int64_t>(),
+                   held.const_data_ptr<int32_t>() + source_rank * held.size(1),
+                   source_rank,
+                   arriving.mutable_data_ptr<int64_t>());
+    return {split, ids, no_lines(load), arriving};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> share_and_seal_op(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> share_and_seal_op(
     const Tensor& load,
     const Tensor& quota,
     const Tensor& slots,
@@ -152,7 +163,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> share_and_seal_op(
     int64_t layer,
     const Tensor& difference,
     const std::optional<Tensor>& slots_on_host) {
-    auto [split, ids, lines] = share_plan_op(load, quota, slots, source_rank);
+    auto [split, ids, lines, arriving] = share_plan_op(load, quota, slots, source_rank);
     if (slots_on_host.has_value()) {
         check_slots_on_host(*slots_on_host, slots);
         slots_on_host->copy_(slots);
@@ -163,7 +174,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> share_and_seal_op(
     Tensor seal = at::empty({1}, load.options());
     *seal.mutable_data_ptr<int64_t>() =
         seal_plan(sealed_plan(loads, quotas, held), seals_of(gathered, layer, difference));
-    return {split, ids, lines, seal};
+    return {split, ids, lines, arriving, seal};
 }
 
 std::tuple<Tensor, Tensor> assign_op(const Tensor& routing_map,

@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "checks.h"
 #include "megatron_ext/cuda_api.h"
 #include "megatron_ext/exchange.h"
 #include "megatron_ext/peer_tables.h"
@@ -41,6 +42,8 @@ const char* name_of(PeerDeed deed) {
             return "fill";
         case PeerDeed::kOfferGrad:
             return "offer the gradient of";
+        case PeerDeed::kSendRow:
+            return "send";
         default:
             return "take the gradient of";
     }
@@ -210,6 +213,31 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         }
     }
 
+    // `mine`: this rank's bytes of a table (Exchange.table_bytes), zeroed; `addresses`: of all ranks' tables, int64 [R] on the
+    // device.
+    void set_table(const Tensor& mine, const Tensor& addresses, int64_t num_words) {
+        TORCH_CHECK(addresses.device() == device_ && addresses.scalar_type() == at::kLong);
+        table_ = {addresses.numel(), num_words};
+        tables_.push_back(mine);
+        tables_.push_back(addresses);
+    }
+
+    // Rows [R, W] of all ranks, each with as many words as `row`, int64 [W], on the current stream.
+    Tensor gather(const Tensor& row, const std::string& label) {
+        raise_failure();
+        check_row(row, device_, table_);
+        const c10::cuda::CUDAGuard guard(device_);
+        Tensor rows = at::empty({table_.num_ranks, row.numel()}, row.options());
+        const PeerRows given{table_,
+                             reinterpret_cast<char* const*>(tables_.back().const_data_ptr<int64_t>()),
+                             row.const_data_ptr<int64_t>(),
+                             row.numel(),
+                             rows.mutable_data_ptr<int64_t>()};
+        C10_CUDA_CHECK(
+            gather_rows_cuda(self(label_of(label)), given, c10::cuda::getCurrentCUDAStream()));
+        return rows;
+    }
+
     // End what is under way without waiting for peers; returns the highest generation used here.
     int64_t abort() {
         const c10::cuda::CUDAGuard guard(device_);
@@ -220,7 +248,8 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         C10_CUDA_CHECK(cudaStreamSynchronize(c10::cuda::getCurrentCUDAStream()));
         PeerState state;
         C10_CUDA_CHECK(cudaMemcpy(&state, self_.state, sizeof state, cudaMemcpyDeviceToHost));
-        return static_cast<int64_t>(std::max(state.push.generation, state.pull.generation));
+        return static_cast<int64_t>(
+            std::max({state.push.generation, state.pull.generation, state.gathered}));
     }
 
     // Go on behind `generation`: the highest of all ranks, after all have aborted.
@@ -228,6 +257,7 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         const c10::cuda::CUDAGuard guard(device_);
         PeerState state{};
         state.push.generation = state.pull.generation = static_cast<uint64_t>(generation);
+        state.gathered = static_cast<uint64_t>(generation);
         C10_CUDA_CHECK(cudaMemcpy(self_.state, &state, sizeof state, cudaMemcpyHostToDevice));
         failure_.zero_();
         aborted_.zero_();
@@ -263,6 +293,7 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         addresses_.clear();
         segments_.clear();
         main_addresses_.clear();
+        tables_.clear();
         copies_.reset();
         last_ = {};
         last_pull_ = {};
@@ -431,6 +462,8 @@ class TensorPeerExchange : public torch::CustomClassHolder {
     std::vector<Tensor> slots_;      // for each segment, this rank's: shape and dtype
     std::vector<Tensor> addresses_;  // for each segment, all ranks'
     std::vector<PeerSegment> segments_;
+    RowTable table_{};
+    std::vector<Tensor> tables_;              // this rank's, and all ranks' addresses; the last count
     std::map<Words, Tensor> main_addresses_;  // the same on the device, for each layer
     Tensor copies_;                           // compiled anew by each push
     Push last_{};
@@ -457,6 +490,8 @@ TORCH_LIBRARY_FRAGMENT(megatron_ext, m) {
         .def("finish_push", &TensorPeerExchange::finish_push)
         .def("start_pull", &TensorPeerExchange::start_pull)
         .def("finish_pull", &TensorPeerExchange::finish_pull)
+        .def("set_table", &TensorPeerExchange::set_table)
+        .def("gather", &TensorPeerExchange::gather)
         .def("abort", &TensorPeerExchange::abort)
         .def("restart", &TensorPeerExchange::restart)
         .def("raise_failure", &TensorPeerExchange::raise_failure)

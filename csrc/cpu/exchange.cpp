@@ -78,7 +78,7 @@ std::string behind_label(const std::string& label) { return label.empty() ? "" :
 std::string message_of(const FailedWait& wait) {
     const std::string rank = "rank " + std::to_string(wait.rank);
     const std::string peer = "rank " + std::to_string(wait.peer);
-    const std::string slot = "slot " + std::to_string(wait.slot);
+    const std::string slot = wait.slot < 0 ? "its row" : "slot " + std::to_string(wait.slot);
     if (wait.seen > wait.expected) {
         return rank + " is at generation " + std::to_string(wait.expected) + ", but " + peer +
                " is at generation " + std::to_string(wait.seen) + " of " + slot +
@@ -274,6 +274,32 @@ void Exchange::add(const PullTask& task, const SumTask& sum) {
     }
 }
 
+void Exchange::set_table(std::vector<std::byte*> by_rank, RowTable table) {
+    tables_ = std::move(by_rank);
+    table_ = table;
+}
+
+void Exchange::gather(const int64_t* row,
+                      int64_t num_words,
+                      int64_t* rows,
+                      const std::string& label) {
+    const uint64_t generation = ++row_generation_;
+    for (std::byte* const there : tables_) {
+        std::copy_n(row, num_words, table_.row(there, generation, rank_));
+        delay();
+        std::atomic_ref(*table_.flag(there, generation, rank_))
+            .store(generation, std::memory_order_release);
+    }
+    std::byte* const here = tables_[rank_];
+    for (int64_t peer = 0; peer < table_.num_ranks; ++peer) {
+        wait_until(*table_.flag(here, generation, peer),
+                   0,
+                   {rank_, peer, "send", -1, generation, 0, timeout_s_, label},
+                   false);
+        std::copy_n(table_.row(here, generation, peer), num_words, rows + peer * num_words);
+    }
+}
+
 uint64_t Exchange::abort() {
     cancelled_.store(true, std::memory_order_relaxed);
     under_way_ = UnderWay::kNothing;
@@ -282,7 +308,7 @@ uint64_t Exchange::abort() {
     } catch (const std::exception&) {
         // The step has failed already: what its copies say about it is no news.
     }
-    return std::max(push_generation_, pull_generation_);
+    return std::max({push_generation_, pull_generation_, row_generation_});
 }
 
 void Exchange::restart(uint64_t generation) {
@@ -290,6 +316,7 @@ void Exchange::restart(uint64_t generation) {
     // that an aborted step left can be taken for what comes now.
     push_generation_ = generation;
     pull_generation_ = generation;
+    row_generation_ = generation;
     cancelled_.store(false, std::memory_order_relaxed);
 }
 
@@ -316,13 +343,22 @@ void Exchange::wait_for(FlagOf flag,
                         int64_t peer,
                         const char* deed,
                         const std::string& label) {
-    delay();
-    const std::atomic_ref word((flags_[place.rank][place.slot].*flag).value);
-    const auto fail = [&](uint64_t seen) {
-        throw std::runtime_error(message_of(
-            {rank_, peer, deed, place.slot, value >> shift, seen >> shift, timeout_s_, label}));
-    };
     const bool is_push = flag == &SlotFlags::freed || flag == &SlotFlags::filled;
+    wait_until((flags_[place.rank][place.slot].*flag).value,
+               shift,
+               {rank_, peer, deed, place.slot, value, 0, timeout_s_, label},
+               is_push);
+}
+
+void Exchange::wait_until(uint64_t& flag, int shift, FailedWait wait, bool is_push) {
+    delay();
+    const std::atomic_ref word(flag);
+    const uint64_t value = wait.expected;
+    const auto fail = [&](uint64_t seen) {
+        wait.expected >>= shift;
+        wait.seen = seen >> shift;
+        throw std::runtime_error(message_of(wait));
+    };
     LivedTime waited{};
     for (int tries = 0;; ++tries) {
         const uint64_t seen = word.load(std::memory_order_acquire);
@@ -334,9 +370,9 @@ void Exchange::wait_for(FlagOf flag,
         }
         if (cancelled_.load(std::memory_order_relaxed)) {
             throw std::runtime_error("rank " + std::to_string(rank_) + " gave up waiting: reset" +
-                                     behind_label(label));
+                                     behind_label(wait.label));
         }
-        if (is_push) check_same_push(peer, value >> shift, label);
+        if (is_push) check_same_push(wait.peer, value >> shift, wait.label);
         const uint64_t now = now_ns();
         if (tries == kSpins) waited.last_look_ns = now;
         if (static_cast<double>(waited.at(now)) >= 1e9 * timeout_s_) fail(seen);

@@ -1,4 +1,5 @@
-// Stage 2, host build: one source rank's share of every quota, and the ids of the instances.
+// Stage 2, host build: one source rank's share of every quota, the ids of the instances, and what
+// comes to those of one rank.
 //
 // Source: UltraEP, Algorithm 1 (SolveReroute); the rest beyond own assignments is split as in
 // tests/reference/reroute.py instead of by rounded proportions.
@@ -63,6 +64,42 @@ void number_instances(int64_t num_ranks,
         const int64_t t = i / num_slots;
         if (slots[i] < 0 || slots[i] >= num_experts) continue;
         physical_index[slots[i] * num_ranks + t] = t * places + mains + i % num_slots;
+    }
+}
+
+void count_arriving(int64_t num_ranks,
+                    int64_t num_experts,
+                    int64_t num_slots,
+                    const int64_t* load,
+                    const int64_t* quota,
+                    const int32_t* slots,
+                    int64_t rank,
+                    int64_t* arriving) {
+    const int64_t mains = num_experts / num_ranks;
+    const int64_t places = mains + num_slots;
+    std::fill_n(arriving, num_ranks * places, int64_t{0});
+    for (int64_t place = 0; place < places; ++place) {
+        const int64_t e = place < mains ? rank * mains + place : slots[place - mains];
+        if (e < 0 || e >= num_experts) continue;
+        const int64_t* expert_quota = quota + e * num_ranks;
+        const int64_t home = e / mains;
+        const auto demand = [&](int64_t r) { return load[r * num_experts + e]; };
+        const auto local = [&](int64_t r) { return std::min(demand(r), expert_quota[r]); };
+
+        // The same lines as in split_quota(), seen from one instance.
+        int64_t begin = 0;
+        for (int64_t t = 0; t < num_ranks; ++t) {
+            if (rank != home && (t == home || t < rank)) begin += expert_quota[t] - local(t);
+        }
+        const int64_t end = begin + expert_quota[rank] - local(rank);
+        int64_t position = 0;
+        for (int64_t r = 0; r < num_ranks; ++r) {
+            const int64_t next = position + demand(r) - local(r);
+            const int64_t shared = std::min(end, next) - std::max(begin, position);
+            arriving[r * places + place] =
+                std::max<int64_t>(shared, 0) + (r == rank ? local(rank) : 0);
+            position = next;
+        }
     }
 }
 

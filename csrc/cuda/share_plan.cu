@@ -1,9 +1,9 @@
 // Stage 2 on the device: what this rank does by a plan.
 //
 // 1. The rank's row [E, R] of the split, the ids of the instances, and both as lines for assign.cu;
-//    the plan's seal, and its slots in memory of the host.
-// 2. One warp: one expert. One lane: one instance at a time (shares.cuh). If there is something to
-//    seal, one more block does that (seal_plan.cuh).
+//    what comes to its own instances; the plan's seal, and its slots in memory of the host.
+// 2. One warp: one expert, or one of the rank's instances. One lane: one instance, or source rank, at
+//    a time (shares.cuh). If there is something to seal, one more block does that (seal_plan.cuh).
 // 3. A kernel, because load and plan are on the device and the host must not wait for them. One
 //    kernel, because all of it needs the plan and nothing else.
 // 4. Lanes combine their numbers by prefix sums. Blocks do not meet.
@@ -31,9 +31,32 @@ __device__ int64_t id_of(const PlacedInstances& placed, int64_t e, int64_t t, in
     return -1;
 }
 
+// What comes to the rank's physical expert at `place`, with a warp.
+__device__ void count_arriving(const SharedQuotas& quotas,
+                               const PlacedInstances& placed,
+                               int64_t rank,
+                               int64_t place,
+                               int64_t* arriving) {
+    const int64_t mains = quotas.num_experts / quotas.num_ranks;
+    const int64_t places = mains + placed.num_slots;
+    if (place >= places) return;
+    const int64_t e = place < mains ? rank * mains + place
+                                    : placed.slots[rank * placed.num_slots + place - mains];
+    if (e < 0 || e >= quotas.num_experts) {
+        for (int64_t r = DeviceWarp().lane(); r < quotas.num_ranks; r += DeviceWarp::kLanes) {
+            arriving[r * places + place] = 0;
+        }
+        return;
+    }
+    share_instance(quotas, e, rank, [&](int64_t r, int64_t share) {
+        if (r >= 0) arriving[r * places + place] = share;
+    });
+}
+
 __global__ void __launch_bounds__(kThreads) share_plan_kernel(SharedQuotas quotas,
                                                               int64_t source_rank,
                                                               int64_t* split,
+                                                              int64_t* arriving,
                                                               PlacedInstances placed,
                                                               Lines lines,
                                                               Sealing sealing) {
@@ -45,7 +68,11 @@ __global__ void __launch_bounds__(kThreads) share_plan_kernel(SharedQuotas quota
     }
     const int64_t block = blockIdx.x - num_sealing;
     const int64_t e = block * kWarps + threadIdx.x / DeviceWarp::kLanes;
-    if (e >= quotas.num_experts) return;  // whole warps
+    // Whole warps.
+    if (e >= quotas.num_experts) {
+        count_arriving(quotas, placed, source_rank, e - quotas.num_experts, arriving);
+        return;
+    }
     const int64_t mains = quotas.num_experts / quotas.num_ranks;
     const int64_t row = e * quotas.num_ranks;
     LineOfExpert line(lines, e, quotas.num_ranks);
@@ -65,14 +92,16 @@ __global__ void __launch_bounds__(kThreads) share_plan_kernel(SharedQuotas quota
 cudaError_t share_plan_cuda(const SharedQuotas& quotas,
                             int64_t source_rank,
                             int64_t* split,
+                            int64_t* arriving,
                             const PlacedInstances& placed,
                             const Lines& lines,
                             const Sealing& sealing,
                             cudaStream_t stream) {
-    const int64_t blocks = (quotas.num_experts + kWarps - 1) / kWarps;
+    const int64_t places = quotas.num_experts / quotas.num_ranks + placed.num_slots;
+    const int64_t blocks = (quotas.num_experts + places + kWarps - 1) / kWarps;
     const auto grid = static_cast<unsigned>(blocks + (sealing.seal != nullptr ? 1 : 0));
     share_plan_kernel<<<grid, kThreads, 0, stream>>>(
-        quotas, source_rank, split, placed, lines, sealing);
+        quotas, source_rank, split, arriving, placed, lines, sealing);
     return cudaGetLastError();
 }
 

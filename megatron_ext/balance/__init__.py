@@ -17,5 +17,7 @@ A microbatch passes the files in this order (numbers as in the package's map):
     slots.py    4 8   a rank's slots: replicas materialized, their gradients reduced
     replicas.py 4 8   both as parts of the autograd graph
     in_flight.py      plans kept from forward to backward
+    ranges.py         names of the stages in profiles
+    stage_times.py    how long they take
     metrics.py        what the reported numbers mean
 """

@@ -6,6 +6,10 @@ travels with the counts of the next layer. There every rank compares the seals o
 host waits for none of it: the device writes a difference into memory of the host, which looks
 there at every call.
 
+Where a plan says how many tokens come, ranks with different plans would not even end the exchange
+of tokens. So there the seals are compared before it: ranks that reach each other gather them
+without a collective, and the host looks where it waits for the sizes of that exchange anyway.
+
 Legend: N local tokens, E logical experts, R ranks of the EP group, T ranks of an expert-TP group.
 """
 
@@ -20,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.balance.load import gather_counts
 from megatron_ext.balance.plan import BalancePlan, Shares
-from megatron_ext.transport import HostCopy
+from megatron_ext.transport import GathersRows, HostCopy
 
 
 class Agreement:
@@ -45,14 +49,17 @@ class Agreement:
         )
         # The same memory; a look at a tensor takes as long as a launch.
         self._found = self._difference.numpy()
+        self._seals = HostCopy((group.size(),), torch.int64, device)
 
-    def gather_counts(self, routing_map_NE: Tensor) -> tuple[Tensor, Tensor]:
+    def gather_counts(
+        self, routing_map_NE: Tensor, rows: GathersRows | None = None, label: str = ""
+    ) -> tuple[Tensor, Tensor]:
         """Return what every rank counts, int64 [R * T, E]; the seal of the last plan goes along.
 
         The rows lie apart, because each rank's seal is behind its counts. And the marks of this
-        rank's tokens, as `gather_counts` of load.py.
+        rank's tokens, as `gather_counts` of load.py, whose other arguments these are.
         """
-        self._gathered, marks = gather_counts(routing_map_NE, self._group, self._seal)
+        self._gathered, marks = gather_counts(routing_map_NE, self._group, self._seal, rows, label)
         num_experts = self._gathered.shape[1] - 1
         return self._gathered[:, :num_experts], marks
 
@@ -93,6 +100,26 @@ class Agreement:
         self._layer = layer
         self._raise_difference()
         return Shares(*shares).of_shard(rank, counts)
+
+    def send_seal(self, rows: GathersRows, label: str = "") -> None:
+        """Let all ranks have the seal of this rank's last plan.
+
+        Args:
+            rows: Gathers of the ranks of the group.
+            label: What the plan is for, to be named in errors of `rows`.
+        """
+        self._seals.start(rows.gather(self._seal, label).view(-1))
+
+    def compare_sent(self, rows: GathersRows) -> None:
+        """Compare the seals that all ranks have sent; the host waits until they are there.
+
+        Raises:
+            RuntimeError: Ranks had different loads or plans, or a rank did not send.
+        """
+        seals = self._seals.wait().tolist()
+        rows.raise_failure()
+        if len(set(seals)) > 1:
+            self._raise(self._layer, seals)
 
     def settle(self) -> None:
         """Compare the seals of the last plan, which no other load follows; all ranks call.

@@ -14,7 +14,7 @@ backward needs them.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,6 +23,14 @@ from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.reroute import RoutingMaps
 from megatron_ext.transport import HostCopy
+
+
+@dataclass(eq=False)
+class Moves:
+    """How often the replicas of a kept plan have moved; outlives the plan, for telemetry."""
+
+    pushes: int = 0
+    """Times that weights were pushed: forward, backward, and a recomputed forward."""
 
 
 @dataclass(eq=False)
@@ -39,6 +47,7 @@ class PlanHandle:
     """1-based, as in Megatron."""
     microbatch_idx: int
     """Plans that this layer had kept before."""
+    moves: Moves = field(default_factory=Moves)
 
 
 class InFlightPlans:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.ops import load_library
+from megatron_ext.transport import GathersRows
 
 
 def gather_load(
@@ -46,7 +47,11 @@ def load_of(counts: Tensor, ep_size: int) -> Tensor:
 
 
 def gather_counts(
-    routing_map_NE: Tensor, group: dist.ProcessGroup, tail: Tensor | None = None
+    routing_map_NE: Tensor,
+    group: dist.ProcessGroup,
+    tail: Tensor | None = None,
+    rows: GathersRows | None = None,
+    label: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Count this rank's assignments and gather the counts of all ranks that plan alike.
 
@@ -54,6 +59,8 @@ def gather_counts(
         routing_map_NE: As for `gather_load`.
         group: As for `gather_load`.
         tail: This rank's number, int64 [1], on the device of `routing_map_NE`.
+        rows: Gathers of the ranks of `group` without a collective; None if nothing does.
+        label: What this is for, to be named in errors of `rows`.
 
     Returns:
         Each rank's assignments to each logical expert, int64 [R * T, E]; with `tail` the numbers
@@ -62,9 +69,10 @@ def gather_counts(
     """
     load_library()
     counts, marks = torch.ops.megatron_ext.count_load(routing_map_NE, tail)
-    ranks = group.size()
-    if ranks == 1:
+    if group.size() == 1:
         return counts[None], marks
-    gathered = counts.new_empty(ranks * counts.numel())
+    if rows is not None:
+        return rows.gather(counts, label), marks
+    gathered = counts.new_empty(group.size() * counts.numel())
     dist.all_gather_into_tensor(gathered, counts, group=group)
-    return gathered.view(ranks, -1), marks
+    return gathered.view(group.size(), -1), marks

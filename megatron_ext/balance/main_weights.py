@@ -78,9 +78,8 @@ class SeparateMains:
         return [self._hand_over(m, sums[m]) if m in sums else None for m in range(len(self.mains))]
 
     def _hand_over(self, m: int, total: Tensor) -> Tensor | None:
-        main_grad = self.main_grad(m)
-        # Autograd adds both parts of a microbatch before one of them meets the others' sum.
-        if main_grad is None or (_rounds(main_grad) and not self.fused):
+        main_grad = _takes_sums(self.mains[m], self.fused)
+        if main_grad is None:
             return total.to(self.mains[m].dtype)
         main_grad.add_(total)
         return None
@@ -91,6 +90,7 @@ class StackedMains:
     """One parameter [M, *shape] for all mains."""
 
     mains: Tensor
+    fused: bool
 
     def parameters(self) -> list[Tensor]:
         """See `SegmentMains.parameters`."""
@@ -117,7 +117,7 @@ class StackedMains:
         """See `SegmentMains.hand_over`: None if no main has replicas, else zero for the others."""
         if not sums:
             return [None]
-        main_grad = _main_grad(self.mains)
+        main_grad = _takes_sums(self.mains, self.fused)
         gradient = torch.zeros_like(self.mains) if main_grad is None else main_grad
         for m, total in sums.items():
             gradient[m].add_(total)
@@ -127,6 +127,16 @@ class StackedMains:
 def _main_grad(main: Tensor) -> Tensor | None:
     """Where data-parallel training accumulates the gradient of a main, if it has such a place."""
     return getattr(main, "main_grad", None)
+
+
+def _takes_sums(main: Tensor, fused: bool) -> Tensor | None:
+    """The `main_grad` to which sums over replicas are added; None where autograd adds them.
+
+    One that rounds would lose something by each part of a microbatch's gradient, at the full size
+    of all microbatches' sum. Autograd adds both parts before.
+    """
+    main_grad = _main_grad(main)
+    return None if main_grad is None or (_rounds(main_grad) and not fused) else main_grad
 
 
 def _rounds(main_grad: Tensor) -> bool:
@@ -159,7 +169,7 @@ class MainWeights:
     def __init__(self, per_segment: Sequence[Tensor | list[Tensor]], *, fused: bool) -> None:
         self.fused = fused
         self._segments: list[SegmentMains] = [
-            StackedMains(held) if isinstance(held, Tensor) else SeparateMains(held, fused)
+            StackedMains(held, fused) if isinstance(held, Tensor) else SeparateMains(held, fused)
             for held in per_segment
         ]
 
@@ -214,7 +224,7 @@ class MainWeights:
 
         Where a parameter has a `main_grad`, the sums are added to it here: they are rounded once,
         to its dtype, and autograd adds nothing. Elsewhere they are rounded to the weights' dtype;
-        so are those of separate mains without fusion whose `main_grad` is narrower than float32.
+        so are those of mains without fusion whose `main_grad` is narrower than float32.
 
         Args:
             sums: For each main with replicas, one tensor a segment.

@@ -197,6 +197,11 @@ class Shares:
     lines: Tensor | None = None
     """The same as a kernel reads it, where one wrote it so; made when it is needed if None."""
 
+    arriving: Tensor | None = None
+    """Assignments of each source rank that this rank's mains, then its slots, take: int64
+    [R, M + S]. None where the plan does not say it: with shards, or when tokens may have chosen
+    otherwise."""
+
     def fit(self, num_choices: Tensor) -> Shares:
         """Change the shares to what the rank's tokens chose, when the plan is for another load.
 

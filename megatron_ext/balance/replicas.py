@@ -35,6 +35,14 @@ from torch import Tensor
 from megatron_ext.balance.in_flight import InFlightPlans, PlanHandle
 from megatron_ext.balance.main_weights import Aside, MainWeights
 from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.ranges import (
+    PUSH_START,
+    PUSH_WAIT,
+    REDUCE_START,
+    REDUCE_WAIT,
+    stage,
+    stage_of_backward,
+)
 from megatron_ext.balance.reroute import RoutingMaps
 from megatron_ext.balance.slots import Materializing, Reducing, SentAhead, SlotBuffers
 
@@ -46,8 +54,9 @@ class Joint:
     gradients are complete until the backward has come to the layer's input.
     """
 
-    def __init__(self, mains: MainWeights) -> None:
+    def __init__(self, mains: MainWeights, layer_number: int) -> None:
         self.mains = mains
+        self.layer_number = layer_number
         self.reducing: Reducing | None = None
 
 
@@ -72,16 +81,18 @@ class Replication:
 
     def start_materialize(self, sent: SentAhead | None = None) -> Materializing:
         """Start materializing for the forward the replicas that were not sent ahead."""
-        return self.buffers.start_materialize(self.plan, self.mains, self.handle, sent)
+        with stage(PUSH_START):
+            return self.buffers.start_materialize(self.plan, self.mains, self.handle, sent)
 
     def start_rematerialize(self) -> Materializing:
         """Start materializing for the backward, once; return the transfer under way."""
         if self.rematerializing is None:
             handle = _required(self.handle)
-            plan = self.in_flight.recall(handle)
-            self.rematerializing = self.buffers.start_materialize(
-                plan, self.mains, handle, slots_on_host=self.in_flight.recall_slots(handle)
-            )
+            with stage_of_backward(PUSH_START, handle.layer_number):
+                plan = self.in_flight.recall(handle)
+                self.rematerializing = self.buffers.start_materialize(
+                    plan, self.mains, handle, slots_on_host=self.in_flight.recall_slots(handle)
+                )
         return self.rematerializing
 
     def materialized(self, tokens: Tensor) -> tuple[Tensor, list[Any]]:
@@ -173,16 +184,19 @@ class MaterializeFunction(torch.autograd.Function):
         """Start the reduction, wait for it unless there is a joint, and release the plan."""
         replication: Replication = ctx.replication
         handle = _required(replication.handle)
-        slots = replication.in_flight.recall_slots(handle)
-        slot_grads = replication.mains.by_segment(grads[1:], replication.buffers.layout.slots)
-        reducing = replication.buffers.reduce_replica_grads(
-            slots, slot_grads, handle, aside=replication.aside
-        )
+        with stage_of_backward(REDUCE_START, handle.layer_number):
+            slots = replication.in_flight.recall_slots(handle)
+            slot_grads = replication.mains.by_segment(grads[1:], replication.buffers.layout.slots)
+            reducing = replication.buffers.reduce_replica_grads(
+                slots, slot_grads, handle, aside=replication.aside
+            )
         replication.in_flight.release(handle)
         if replication.joint is not None:
             replication.joint.reducing = reducing
             return None, grads[0]
-        return (None, grads[0], *replication.mains.hand_over(reducing.wait()))
+        with stage_of_backward(REDUCE_WAIT, handle.layer_number):
+            sums = reducing.wait()
+        return (None, grads[0], *replication.mains.hand_over(sums))
 
 
 @contextmanager
@@ -210,18 +224,19 @@ def kept_in_place(buffers: Sequence[Tensor]) -> Iterator[None]:
         yield
 
 
-def join_later(hidden: Tensor, mains: MainWeights) -> tuple[Tensor, Joint]:
+def join_later(hidden: Tensor, mains: MainWeights, layer_number: int) -> tuple[Tensor, Joint]:
     """Make the point at which a backward waits for a reduction that it started before.
 
     Args:
         hidden: The layer's input. Everything that shall run beside the reduction is computed from
             the returned `hidden`.
         mains: The layer's mains.
+        layer_number: 1-based, as in Megatron; for profiles.
 
     Returns:
         `hidden`, to go on with, and the joint to put into the layer's `Replication`.
     """
-    joint = Joint(mains)
+    joint = Joint(mains, layer_number)
     return JoinFunction.apply(joint, hidden, *mains.parameters()), joint
 
 
@@ -243,7 +258,10 @@ class JoinFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         """Wait for the reduction; return its sums as gradients of the mains."""
         joint: Joint = ctx.joint
-        sums = joint.reducing.wait() if joint.reducing is not None else {}
+        sums = {}
+        if joint.reducing is not None:
+            with stage_of_backward(REDUCE_WAIT, joint.layer_number):
+                sums = joint.reducing.wait()
         joint.reducing = None
         return (None, grad, *joint.mains.hand_over(sums))
 
@@ -281,7 +299,9 @@ class RematerializeFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         """Wait for the replicas; starts to materialize them if nothing has done so yet."""
         replication: Replication = ctx.replication
-        replication.start_rematerialize().wait()
+        rematerializing = replication.start_rematerialize()
+        with stage_of_backward(PUSH_WAIT, _required(replication.handle).layer_number):
+            rematerializing.wait()
         replication.rematerializing = None
         return None, grad
 

@@ -11,7 +11,8 @@ Legend: E logical experts, R ranks, M mains per rank, S slots per rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -23,6 +24,7 @@ from megatron_ext.balance.in_flight import PlanHandle
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.main_weights import Aside, MainWeights, Segment
 from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.stage_times import TIMES, Mark
 from megatron_ext.transport import (
     Pending,
     Transfers,
@@ -73,6 +75,14 @@ class SlotBuffers:
         self._resident: tuple[int, int] | None = None
         self._reducing: Reducing | None = None
         self._num_virtual_layers = 0
+
+    @property
+    def replica_bytes(self) -> tuple[int, int]:
+        """Bytes of one replica's weights and gradients on this rank; no gradients, no bytes."""
+        weights, grads = (
+            sum(buffer[0].nbytes for buffer in buffers) for buffers in (self.weights, self.grads)
+        )
+        return weights, grads
 
     @property
     def num_bytes(self) -> int:
@@ -158,6 +168,8 @@ class SlotBuffers:
         if sent is not None:
             sent.wait()
             missing = torch.where(plan.slots == sent.slots.to(plan.slots.device), -1, plan.slots)
+        if handle is not None:
+            handle.moves.pushes += 1
         transfers = Transfers(missing, self.layout.mains_per_rank, slots_on_host)
         return Materializing(self, key, self._push(transfers, mains, _label(handle)))
 
@@ -263,10 +275,12 @@ class SentAhead:
     def __init__(self, slots: Tensor, pending: Pending) -> None:
         self.slots = slots
         self._pending = pending
+        self._started = TIMES.mark() if torch.is_grad_enabled() else None
 
     def wait(self) -> None:
         """Return when the slots hold the replicas; called once."""
-        self._pending.wait()
+        with _timed("materialize", self._started):
+            self._pending.wait()
 
 
 class Materializing:
@@ -278,11 +292,14 @@ class Materializing:
         self._buffers = buffers
         self._key = key
         self._pending = pending
+        # No plan is kept where no backward follows: that is evaluation.
+        self._started = TIMES.mark() if key is not None else None
 
     def wait(self) -> None:
         """Return when the slots hold the replicas."""
         if self._pending is not None:
-            self._pending.wait()
+            with _timed("materialize", self._started):
+                self._pending.wait()
             self._buffers._resident = self._key
 
 
@@ -293,6 +310,7 @@ class Reducing:
         self._sums = sums
         self._pending: Pending | None = pending
         self._aside = aside
+        self._started = TIMES.mark()
 
     def wait(self) -> dict[int, list[Tensor]]:
         """Wait for the sums; return those of each main with replicas, segment by segment.
@@ -301,13 +319,27 @@ class Reducing:
         may be called again.
         """
         if self._pending is not None:
-            self._pending.wait()
+            with _timed("reduce", self._started):
+                self._pending.wait()
             self._pending = None
             for main_idx, of_main in self._aside.items():
                 for total, before in zip(self._sums[main_idx], of_main, strict=True):
                     if before is not None:
                         total.add_(before)
         return self._sums
+
+
+@contextmanager
+def _timed(stage: str, started: Mark) -> Iterator[None]:
+    """Add the block's time to what is exposed of a transfer, and the whole to the transfer's."""
+    if started is None:
+        yield
+        return
+    waits = TIMES.mark()
+    yield
+    ended = TIMES.mark()
+    TIMES.add(stage, started, ended)
+    TIMES.add(f"{stage}_exposed", waits, ended)
 
 
 _SHARED: WeakValueDictionary[Any, SlotBuffers] = WeakValueDictionary()

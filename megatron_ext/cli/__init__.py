@@ -8,11 +8,14 @@ stdout, progress and errors to stderr. Each command imports the heavy modules th
     dry_run.py     what a run would need, for `train --dry-run`
     submit.py      the same as a job of Slurm
     slurm.py       how `submit` talks to Slurm
+    logs.py        what the ranks of a run have said
     report.py      runs compared, as a table and a page
+    dashboards.py  a workspace and a report for W&B
     plan.py        plans for the loads of a file; lists the strategies
     replay.py      several strategies on the same trace
     place.py       places replicas, experts or samples before a run
     simulate.py    a trace on other hardware
+    whatif.py      what balancing would bring to a run that was traced
     synth.py       synthetic loads
     data.py        text and datasets
     checkpoint.py  shows what checkpoints hold; moves experts
@@ -36,8 +39,10 @@ from collections.abc import Sequence
 from megatron_ext.arguments import WRONG_USAGE, OneLineParser, error_line
 from megatron_ext.cli import (
     checkpoint,
+    dashboards,
     data,
     doctor,
+    logs,
     place,
     plan,
     replay,
@@ -46,12 +51,17 @@ from megatron_ext.cli import (
     submit,
     synth,
     train,
+    whatif,
 )
 from megatron_ext.cli.options import take_overrides
 from megatron_ext.cli.output import FAILED, INTERRUPTED
 
 # In the order in which `--help` lists them.
-_COMMANDS = (train, submit, report, plan, replay, place, simulate, synth, data, checkpoint, doctor)
+_COMMANDS = (
+    *(train, submit, logs, report, dashboards, plan, replay, place, simulate, whatif, synth),
+    *(data, checkpoint),
+    doctor,
+)
 # Errors that a user can repair by another command line.
 _USAGE_ERRORS = (
     ValueError,

@@ -30,7 +30,12 @@ def dry_run(options: argparse.Namespace) -> None:
         ConfigError: With all that is wrong.
     """
     from megatron_ext.config import ConfigError
-    from megatron_ext.lab.forecast import Expert, forecast_replication, forecast_transport
+    from megatron_ext.lab.forecast import (
+        Expert,
+        forecast_costs,
+        forecast_replication,
+        forecast_transport,
+    )
     from megatron_ext.lab.hardware import recipe_hardware
     from megatron_ext.trainer.train import load_without_data
 
@@ -45,17 +50,19 @@ def dry_run(options: argparse.Namespace) -> None:
     except (ValueError, RuntimeError) as error:
         raise ConfigError([str(error)]) from None
 
+    from megatron_ext.trainer.dry_run import assumes_transformer_engine
     from megatron_ext.trainer.dry_run import dry_run as count
 
     counted = count(config, num_ranks=num_ranks, vocab_size=vocab_size, imbalances=(1.0, imbalance))
     replicating = next((stage for stage in counted.stages if stage.expert_params), None)
-    replication = None
+    replication = costs = None
     if hardware is not None and replicating is not None:
         expert = Expert(
             params=replicating.expert_params,
             weight_bytes=replicating.expert_bytes,
             grad_bytes=replicating.expert_grad_bytes,
         )
+        costs = forecast_costs(config, expert, hardware)
         try:
             replication = forecast_replication(
                 config, expert, tokens=counted.tokens, imbalance=imbalance, hardware=hardware
@@ -76,12 +83,16 @@ def dry_run(options: argparse.Namespace) -> None:
         "stages": [_stage(stage, imbalance) for stage in counted.stages],
         "memory_bytes": None if hardware is None else hardware.memory_bytes,
         "machine": None if hardware is None else hardware.summary,
+        "layers": "transformer_engine" if assumes_transformer_engine(config) else "local",
         "auto": {
             "transport": transport.name,
             "nvlink_domain": transport.domain_ranks,
             "why": transport.line,
             "max_in_flight": [stage.plans_in_flight for stage in counted.stages],
             "timeout_s": config.balance.wait_limit_s or config.timeout_s,
+            **_budget(config),
+            "link_bandwidth": costs and costs.link_bandwidth,
+            "assignment_time": costs and costs.assignment_time,
         },
         "replication": None if replication is None else dataclasses.asdict(replication),
     }
@@ -96,6 +107,19 @@ def _imbalance(asked: float | None, ep_size: int) -> float:
     if not 1 <= asked <= ep_size:
         raise ConfigError([f"--imbalance ({asked}) must be from 1 to parallel.ep_size ({ep_size})"])
     return asked
+
+
+def _budget(config: TrainConfig) -> dict[str, Any]:
+    """Return what moving replicas takes of a GPU: as given, else for each architecture."""
+    from megatron_ext.transport.gpus import BUDGETS, budget_of
+
+    balance = config.balance
+    asked = balance.copying_blocks, balance.adding_share
+    of_gpus = {f"{major}.x": budget_of((major, 0), *asked) for major in BUDGETS}
+    return {
+        name: given if given is not None else {gpu: getattr(of_gpus[gpu], name) for gpu in of_gpus}
+        for name, given in zip(("push_blocks", "grad_reduce_share"), asked, strict=True)
+    }
 
 
 def _vocabulary(config: TrainConfig) -> tuple[int, str]:
@@ -149,6 +173,11 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         f"{report['ranks']} ranks, {report['microbatches']} microbatches a step. One rank of each "
         f"pipeline stage, GB; activations at even loads and on the busiest rank at {imbalance:g}:"
     )
+    if report["layers"] == "transformer_engine":
+        yield (
+            "Assumed: Transformer Engine's layers (attention keeps no scores), fused gradients; "
+            "model.transformer_impl=local counts Megatron's."
+        )
     yield ""
     yield from columns(_HEADER, *(_row(stage) for stage in report["stages"]))
     yield ""
@@ -162,8 +191,24 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         )
     auto = report["auto"]
     yield f"{auto['why']}. Replicas: domains of {auto['nvlink_domain']} ranks."
+    if report["machine"] is not None:
+        yield (
+            f"Moving replicas takes push_blocks {_by_gpu(auto['push_blocks'])} and "
+            f"grad_reduce_share {_by_gpu(auto['grad_reduce_share'])} of a GPU."
+        )
+    if auto["link_bandwidth"] is None:
+        yield (
+            "Costs of balance.objective=time, and of replication: only with a machine, as in "
+            "hardware=server_8_h100."
+        )
+        return
+    yield (
+        f"Costs of balance.objective=time: {auto['link_bandwidth'] / _GB:.4g} GB/s, "
+        f"{1e6 * auto['assignment_time']:.3g} us an assignment (as given, else of the machine; a "
+        "run measures them)."
+    )
     if (moved := report["replication"]) is None:
-        yield "Replication: none, or the recipe names no machine (hardware=...)."
+        yield "Replication: none."
         return
     yield (
         f"Replication in a layer and microbatch, by the simulator's model: imbalance "
@@ -174,6 +219,13 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         f"{moved['grad_ms']:.3f} ms; its experts' forward takes {moved['experts_ms']:.3f} ms "
         f"instead of {moved['experts_before_ms']:.3f} ms."
     )
+
+
+def _by_gpu(value: Any) -> str:
+    """A number, or one for each architecture."""
+    if not isinstance(value, dict):
+        return str(value)
+    return ", ".join(f"{each} (compute capability {gpu})" for gpu, each in value.items())
 
 
 _HEADER = (

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.arguments import did_you_mean
 from megatron_ext.arguments import positive as positive
+from megatron_ext.cli.output import warn
 from megatron_ext.config import COST_UNITS, MOVED, BalanceConfig
 
 if TYPE_CHECKING:
@@ -73,8 +74,51 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
         "trace",
         type=Path,
         metavar="TRACE",
-        help="a run's folder `trace` (logging.trace_steps), or an .npz file of loads",
+        help="a run's folder `trace` (logging.trace_steps), an .npz file of loads, or a folder of "
+        "Megatron's --moe-routing-trace-path",
     )
+    group = parser.add_argument_group("for a folder of Megatron's")
+    for option, metavar, text in (
+        ("--ep-size", "R", "ranks of an EP group, of that run or to find out about"),
+        ("--pp-size", "P", "pipeline stages of that run (1)"),
+        ("--experts", "E", "experts of a layer (the model's, or the highest that was chosen)"),
+    ):
+        group.add_argument(option, type=positive, metavar=metavar, help=text)
+
+
+def read_trace(arguments: argparse.Namespace, num_experts: int | None = None) -> Loads:
+    """Read what `add_trace` was given.
+
+    Args:
+        arguments: Arguments of the command.
+        num_experts: The model's, if it is known.
+
+    Raises:
+        FileNotFoundError, ValueError: See `read_loads` and `read_routing_trace`; or an option does
+            not fit the loads.
+    """
+    from megatron_ext.files.loads import read_loads
+    from megatron_ext.files.routing_trace import is_routing_trace, read_routing_trace
+
+    path, asked = arguments.trace, arguments.experts or num_experts
+    if is_routing_trace(path):
+        if arguments.ep_size is None:
+            raise ValueError(f"{path} is of Megatron's routing: --ep-size must say the EP group")
+        pp_size = arguments.pp_size or 1
+        loads = read_routing_trace(
+            path, ep_size=arguments.ep_size, pp_size=pp_size, num_experts=asked
+        )
+        if asked is None:
+            warn(f"{loads.load.shape[-1]} experts, by the highest that was chosen; or --experts E")
+        return loads
+    loads = read_loads(path)
+    for option, given, size in (
+        ("--ep-size", arguments.ep_size, loads.load.shape[1]),
+        ("--experts", arguments.experts, loads.load.shape[2]),
+    ):
+        if given not in (None, size):
+            raise ValueError(f"{option} ({given}) must be that of {path} ({size})")
+    return loads
 
 
 def add_out(parser: argparse.ArgumentParser, metavar: str, text: str, *, required: bool) -> None:

@@ -19,6 +19,7 @@ from megatron_ext.cli.options import (
     empty_slots,
     plan_settings,
     positive,
+    read_trace,
 )
 from megatron_ext.cli.output import columns, progress, show, warn
 
@@ -68,14 +69,13 @@ def run_craft(arguments: argparse.Namespace) -> int:
     """Place replicas, write them, and show what each layer gains."""
     from megatron_ext.balance.solve import plan_layout
     from megatron_ext.files.arrays import check_free
-    from megatron_ext.files.loads import read_loads
     from megatron_ext.files.placement import write_placement
     from megatron_ext.methods.craft.place import place, replica_counts
 
     check_free(arguments.out, overwrite=arguments.overwrite)
     balance = balance_config(arguments)
     settings = plan_settings(balance)
-    loads = read_loads(arguments.trace)
+    loads = read_trace(arguments)
     warn(empty_slots(loads, balance))
     _, ranks, experts = loads.load.shape
     layout = plan_layout(
@@ -150,12 +150,11 @@ def _add_eplb(place: Any) -> None:
 def run_eplb(arguments: argparse.Namespace) -> int:
     """Rearrange all experts, write the arrangement, and show how even ranks would have been."""
     from megatron_ext.files.arrays import check_free
-    from megatron_ext.files.loads import read_loads
     from megatron_ext.files.relayout import write_layout
     from megatron_ext.methods.eplb.rearrange import rearrange
 
     check_free(arguments.out, overwrite=arguments.overwrite)
-    loads = read_loads(arguments.trace)
+    loads = read_trace(arguments)
     rearranged = rearrange(loads, num_groups=arguments.groups, num_nodes=arguments.nodes)
     layout = {layer: one.expert for layer, one in rearranged.items()}
     write_layout(arguments.out, layout, overwrite=arguments.overwrite)

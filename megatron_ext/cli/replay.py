@@ -17,6 +17,7 @@ from megatron_ext.cli.options import (
     empty_slots,
     layer_costs,
     plan_settings,
+    read_trace,
 )
 from megatron_ext.cli.output import progress, show, warn
 
@@ -39,13 +40,12 @@ def add(commands: Any) -> None:
     )
     add_plan_settings(replay)
     add_costs(replay, "NAME:time; --expert-bytes also alone, to see the bytes that move")
-    add_out(replay, "DIR", "folder for replay.md, replay.json and replay.png", required=False)
+    add_out(replay, "DIR", "folder for replay.html, replay.md and replay.json", required=False)
     add_overwrite(replay, "these files in DIR")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan the trace with every strategy, and show their numbers side by side."""
-    from megatron_ext.files.loads import read_loads
     from megatron_ext.lab.papers import make_exhibits, more_replays, to_json
     from megatron_ext.lab.planning import missing_history, read_name
     from megatron_ext.lab.replay import check_out, make_report, replay, write_report
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = plan_settings(balance, costs)
     if arguments.out is not None:
         check_out(arguments.out, overwrite=arguments.overwrite)
-    loads = read_loads(arguments.trace)
+    loads = read_trace(arguments)
     warn(empty_slots(loads, balance))
     warn(missing_history(loads, strategies, settings))
     room: dict[str, Any] = {"slots": balance.slots, "nvlink_domain": balance.domain_ranks}

@@ -16,6 +16,7 @@ from megatron_ext.cli.options import (
     empty_slots,
     plan_settings,
     positive,
+    read_trace,
 )
 from megatron_ext.cli.output import progress, show, warn
 
@@ -72,7 +73,6 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate the trace with every strategy, and show what a step would take."""
-    from megatron_ext.files.loads import read_loads
     from megatron_ext.lab.hardware import read_hardware
     from megatron_ext.lab.planning import missing_history
     from megatron_ext.lab.shape import read_shape
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         slots=balance.slots,
         nvlink_domain=balance.domain_ranks,
     )
-    loads = read_loads(arguments.trace)
+    loads = read_trace(arguments, shape.num_experts)
     warn(empty_slots(loads, balance))
     warn(missing_history(loads, strategies, settings))
     with progress("Simulating", len(loads) * len({NONE, IDEAL, *strategies})) as on_load:

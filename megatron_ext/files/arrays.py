@@ -10,9 +10,12 @@ import os
 import zipfile
 import zlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # What NumPy raises on a file that is cut, damaged, or holds pickled objects: damage can ask for a
 # password, for any amount of memory, for a position before the file's beginning.

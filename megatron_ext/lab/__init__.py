@@ -3,10 +3,14 @@
     synthetic.py  synthetic loads, one generator per kind of imbalance
     planning.py   plans for many loads, and the numbers by which they are compared
     replay.py     every strategy on the same trace
+    alternatives.py  what other settings would have brought to a run
+    replay_page.py  the same in a browser; `replay_page.js` draws it
     papers.py     a replay's results as the papers' tables and figures
     simulate.py   how long steps would take on other hardware, by strategy
     forecast.py   what balancing would move and choose in a run
-    shape.py      a model's sizes, and its work per token
+    whatif.py     what balancing would bring to a run that was traced
+    whatif_page.py  the same as a page
+    shape.py      reads a model's sizes: of a recipe, or of a file
     hardware.py   files of a machine's constants, each with its source
     calibrate.py  measures this machine's constants, with the trainer's parts
 

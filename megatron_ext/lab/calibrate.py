@@ -27,8 +27,8 @@ from torch import Tensor
 
 from megatron_ext.config import TrainConfig
 from megatron_ext.lab.hardware import Hardware
-from megatron_ext.lab.shape import shape_of
 from megatron_ext.mcore.timing import slowest_s
+from megatron_ext.trainer.shape import shape_of
 
 ROUNDS = 100
 """Rounds of each measurement."""

@@ -85,11 +85,7 @@ def forecast_replication(
         imbalance=imbalance,
     )
     load = generate("zipf", spec).load
-    costs = LayerCosts(
-        expert_bytes=expert.weight_bytes,
-        link_bandwidth=hardware.weight_bandwidth,
-        assignment_time=2 * expert.params / hardware.peak_flops_per_s / hardware.expert_efficiency,
-    )
+    costs = forecast_costs(config, expert, hardware)
     plan = solve(
         load,
         ep_size=ep_size,
@@ -114,6 +110,24 @@ def forecast_replication(
         grad_ms=1e3 * mean_sends * expert.grad_bytes / hardware.weight_bandwidth,
         experts_ms=1e3 * costs.assignment_time * float(after.amax(-1).double().mean()),
         experts_before_ms=1e3 * costs.assignment_time * float(before.amax(-1).double().mean()),
+    )
+
+
+def forecast_costs(config: TrainConfig, expert: Expert, hardware: Hardware) -> LayerCosts:
+    """Return the costs that `balance.objective=time` plans by: as given, else of the machine.
+
+    Args:
+        config: The run.
+        expert: What a replica moves.
+        hardware: The machine. A run on it would measure what is not given.
+    """
+    balance = config.balance
+    flops_per_s = hardware.peak_flops_per_s * hardware.expert_efficiency
+    bandwidth, time = balance.link_bandwidth, balance.assignment_time
+    return LayerCosts(
+        expert_bytes=expert.weight_bytes,
+        link_bandwidth=hardware.weight_bandwidth if bandwidth == "auto" else float(bandwidth),
+        assignment_time=2 * expert.params / flops_per_s if time == "auto" else float(time),
     )
 
 

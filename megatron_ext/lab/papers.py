@@ -1,6 +1,6 @@
 """A replay's results in the form of the papers' tables and figures.
 
-An exhibit is a table of numbers. JSON and Markdown hold that table; a picture draws its columns
+An exhibit is a table of numbers. JSON and Markdown hold that table; a page draws its columns
 over the first column. Where a paper shows its models and data, an exhibit shows one trace.
 
 Legend: B loads, R ranks of the EP group, E logical experts, L layers.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -43,9 +42,6 @@ _SHARES = np.arange(1, 21) / 20
 """Shares of the loads at which a distribution is sampled."""
 
 _IMBALANCE = "imbalance (busiest rank / mean)"
-
-_LINE_STYLES = ("-", "--", ":")
-"""Line styles, changed each time all colors were used, so that no two strategies look alike."""
 
 _GROUPS = 4
 """Groups of loads, by their imbalance without balancing, in the lower part of Figure 15."""
@@ -303,10 +299,12 @@ def _rows(*columns: Sequence[float] | np.ndarray) -> list[tuple[str | float, ...
 
 
 def to_json(exhibits: Sequence[Exhibit]) -> dict[str, Any]:
-    """Return title, columns and rows of each exhibit, by name."""
+    """Return each exhibit's title, form, columns, rows and quantity, by name."""
     return {
         one.name: {
             "title": one.title,
+            "form": one.form,
+            "quantity": one.quantity,
             "columns": list(one.columns),
             "rows": list(map(list, one.rows)),
         }
@@ -331,65 +329,3 @@ def _table(exhibit: Exhibit) -> str:
 
 def _cell(value: str | float) -> str:
     return value if isinstance(value, str) else f"{value:.4g}"
-
-
-def draw(exhibits: Sequence[Exhibit], path: Path) -> None:
-    """Write a PNG with all exhibits, two beside each other."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    height = -(-len(exhibits) // 2)
-    figure, axes = plt.subplots(
-        height, 2, figsize=(15, 3.5 * height), layout="constrained", squeeze=False
-    )
-    for panel in axes.flat[len(exhibits) :]:
-        panel.axis("off")
-    for one, panel in zip(exhibits, axes.flat, strict=False):
-        panel.set_title(one.title, fontsize="small")
-        _FORMS[one.form](one, panel)
-        if one.form != "table":
-            panel.set_ylabel(one.quantity, fontsize="small")
-            # Beside the panel, where it hides no numbers.
-            panel.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def _draw_table(exhibit: Exhibit, panel: Any) -> None:
-    panel.axis("off")
-    lines = [exhibit.columns, *([*map(_cell, row)] for row in exhibit.rows)]
-    if len(lines[0]) > len(lines):  # A panel has more room for many lines than for many columns.
-        lines = list(zip(*lines, strict=True))
-    table = panel.table(lines[1:], colLabels=lines[0], loc="upper center")
-    table.auto_set_font_size(False)
-    table.set_fontsize(7)
-    table.auto_set_column_width(range(len(lines[0])))
-
-
-def _draw_lines(exhibit: Exhibit, panel: Any) -> None:
-    import matplotlib.pyplot as plt
-
-    num_colors = len(plt.rcParams["axes.prop_cycle"])
-    first, *others = zip(*exhibit.rows, strict=True)
-    for number, (name, values) in enumerate(zip(exhibit.columns[1:], others, strict=True)):
-        style = _LINE_STYLES[number // num_colors % len(_LINE_STYLES)]
-        # A single point makes no line.
-        panel.plot(first, values, style, label=name, linewidth=1, marker="." * (len(first) == 1))
-    panel.set_xlabel(exhibit.columns[0])
-
-
-def _draw_bars(exhibit: Exhibit, panel: Any) -> None:
-    names, *others = zip(*exhibit.rows, strict=True)
-    width = 0.8 / len(others)
-    for number, (name, values) in enumerate(zip(exhibit.columns[1:], others, strict=True)):
-        panel.bar(np.arange(len(names)) + number * width, values, width, label=name)
-    panel.set_xticks(np.arange(len(names)) + 0.4 - width / 2, names, rotation=30, ha="right")
-
-
-_FORMS: dict[str, Callable[[Exhibit, Any], None]] = {
-    "table": _draw_table,
-    "lines": _draw_lines,
-    "bars": _draw_bars,
-}

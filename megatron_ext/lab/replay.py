@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -29,15 +29,20 @@ from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.files.arrays import check_free
 from megatron_ext.files.loads import Loads
 from megatron_ext.files.tables import markdown_table
-from megatron_ext.lab.papers import Exhibit, draw, to_markdown
+from megatron_ext.lab.papers import Exhibit, to_markdown
 from megatron_ext.lab.planning import make_planners, read_name
+from megatron_ext.lab.replay_page import replay_page
 from megatron_ext.methods.libra.libra import split_over_placed
+from megatron_ext.trainer.reports.page import page_html
 
-FILES = ("replay.json", "replay.md", "replay.png")
+FILES = ("replay.json", "replay.md", "replay.html")
 
 Measured = Mapping[str, np.ndarray]
 """Measures of each load, float64 [B]: what `_measure` returns, and `solve_us` as in `plan_loads`.
 For strategies that predict also what `_measure_prediction` returns."""
+
+Cells: TypeAlias = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""Header and rows of a table."""
 
 _BATCH = 64
 """Plans that are measured together; more would only take more memory."""
@@ -219,6 +224,10 @@ def _summarize(measured: Measured) -> dict[str, float]:
 
 def overall_table(report: Mapping[str, Any]) -> str:
     """Return the strategies over the whole trace as a Markdown table."""
+    return markdown_table(*_overall_cells(report))
+
+
+def _overall_cells(report: Mapping[str, Any]) -> Cells:
     header = (
         *("strategy", "slots", "imbalance", "p50", "p95", "worst", "replicas"),
         *("sends, most", "remote", "solve us p50", "solve us p95"),
@@ -238,22 +247,30 @@ def overall_table(report: Mapping[str, Any]) -> str:
                 f"{of['solve_us_p95']:.0f}",
             )
         )
-    return markdown_table(header, rows)
+    return header, rows
 
 
 def bytes_table(report: Mapping[str, Any]) -> str:
     """Return what the strategies move, as a Markdown table; empty if no expert's size is known."""
+    return markdown_table(*_bytes_cells(report)) if "expert_bytes" in report else ""
+
+
+def _bytes_cells(report: Mapping[str, Any]) -> Cells:
     rows = [
         (name, *(f"{of[f'{what}_bytes'] / 2**20:,.2f}" for what in ("slot", "moved", "sent")))
         for name, of in report["strategies"].items()
         if "expert_bytes" in report
     ]
-    header = ("strategy", "slots, MiB", "moved, MiB", "by the busiest sender")
-    return markdown_table(header, rows) if rows else ""
+    return ("strategy", "slots, MiB", "moved, MiB", "by the busiest sender"), rows
 
 
 def prediction_table(report: Mapping[str, Any]) -> str:
     """Return what predictions were good for, as a Markdown table; empty if nothing predicts."""
+    header, rows = _prediction_cells(report)
+    return markdown_table(header, rows) if rows else ""
+
+
+def _prediction_cells(report: Mapping[str, Any]) -> Cells:
     rows = [
         (
             name,
@@ -272,15 +289,15 @@ def prediction_table(report: Mapping[str, Any]) -> str:
         *("strategy", "hit", "topped up", "wasted", "hits / placed", "hits / used"),
         *("imbalance of placed alone", "imbalance"),
     )
-    return markdown_table(header, rows) if rows else ""
+    return header, rows
 
 
 def _imbalance_cells(numbers: Mapping[str, float]) -> list[str]:
     return [f"{numbers[f'imbalance_{which}']:.3f}" for which in ("mean", "p50", "p95", "worst")]
 
 
-def _layer_table(report: Mapping[str, Any]) -> str:
-    """Mean and worst imbalance of every layer, as a table."""
+def _layer_cells(report: Mapping[str, Any]) -> Cells:
+    """Mean and worst imbalance of every layer."""
     strategies = report["strategies"]
     layers = list(next(iter(strategies.values()))["layers"])
     rows = [
@@ -293,7 +310,7 @@ def _layer_table(report: Mapping[str, Any]) -> str:
         )
         for layer in layers
     ]
-    return markdown_table(("layer", *strategies), rows)
+    return ("layer", *strategies), rows
 
 
 def check_out(folder: Path, *, overwrite: bool) -> None:
@@ -307,7 +324,7 @@ def check_out(folder: Path, *, overwrite: bool) -> None:
 
 
 def write_report(folder: Path, report: Mapping[str, Any], exhibits: Sequence[Exhibit]) -> None:
-    """Write `replay.json` (the report), `replay.md` and `replay.png` into the folder."""
+    """Write `replay.json` (the report), `replay.md` and the page `replay.html` into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "replay.json").write_text(json.dumps(report, indent=2) + "\n")
     if moved := bytes_table(report):
@@ -328,7 +345,14 @@ def write_report(folder: Path, report: Mapping[str, Any], exhibits: Sequence[Exh
         "Imbalance: busiest rank / mean, of every load. Replicas and remote assignments: mean of a "
         "load.\nSolving includes placing from history; `before` is without balancing.\n"
         f"{moved}{prediction}\n"
-        f"## Imbalance of each layer: mean (worst)\n\n{_layer_table(report)}\n\n"
-        f"{to_markdown(exhibits)}\n![the same as pictures](replay.png)\n"
+        f"## Imbalance of each layer: mean (worst)\n\n{markdown_table(*_layer_cells(report))}\n\n"
+        f"{to_markdown(exhibits)}\n[The same in charts](replay.html)\n"
     )
-    draw(exhibits, folder / "replay.png")
+    tables = {
+        "All layers": _overall_cells(report),
+        "Weights that fill slots: mean of a load": _bytes_cells(report),
+        "Replicas placed by a prediction: mean of a load": _prediction_cells(report),
+        "Imbalance of each layer: mean (worst)": _layer_cells(report),
+    }
+    page = replay_page(report, exhibits, {name: of for name, of in tables.items() if of[1]})
+    (folder / "replay.html").write_text(page_html(page), "utf-8")

@@ -20,6 +20,7 @@
     timing.py               how long work takes on ranks that work together
     failures.py             a failed wait ends the step on all ranks
     in_place.py             weights that are not where they seem
+    place.py                where a rank is among those with the same experts, for telemetry
     limits.py               settings that exclude balancing
     check.py                the same and a model's spec, for users, before anything is built
 

@@ -1,11 +1,13 @@
 """Stages 5 and 7: token dispatch and combine over physical experts, by Megatron's own dispatchers.
 
 A dispatcher sends each token to the ranks that hold its experts and knows nothing else of them. So
-Megatron's dispatchers do all that is needed, unchanged: they are given M + S experts a rank instead
-of M, and a routing map over physical experts. This is the kind `megatron`. A method may bring a
-kind of its own; the setting `balance.local_first` asks for the kind of that name.
+Megatron's dispatchers do all that is needed: they are given M + S experts a rank instead of M, and
+a routing map over physical experts. One thing is left out of the all-to-all dispatcher: it need not
+ask how many tokens come, because the plan says so. This is the kind `megatron`. A method may bring
+a kind of its own; the setting `balance.local_first` asks for the kind of that name.
 
-Legend: N' tokens at this rank's experts, H hidden, M mains and S slots per rank.
+Legend: N local tokens, N' tokens at this rank's experts, H hidden, R ranks of the EP group, M mains
+and S slots per rank.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
@@ -132,6 +135,82 @@ def release_maps(dispatcher: Any) -> None:
             setattr(dispatcher, name, kept.new_empty(0))
 
 
+class Planned(NamedTuple):
+    """How many tokens an exchange sends, and from whom how many come."""
+
+    leaving: Tensor
+    """Tokens of this rank for the instance of expert e on rank t, int64 [E, R]."""
+    arriving: Tensor
+    """Tokens of each rank for each of this rank's physical experts, int64 [R, M + S]."""
+    send_seal: Callable[[], None]
+    """Tells the other ranks what this rank planned."""
+    compare: Callable[[], None]
+    """Raises if ranks have planned differently, where the host has waited for the sizes."""
+
+
+class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron's all-to-all dispatcher, which gathers no counts where the plan says them.
+
+    Relies on what `preprocess` of Megatron's leaves behind, in 0.16.1 as in 0.19.2. Where tokens
+    are dropped or added after the plan was made, that method counts and gathers as ever.
+
+    Attributes:
+        planned: What the plan says of the next tokens; None if it says nothing.
+    """
+
+    planned: Planned | None = None
+    _compare: Callable[[], None] | None = None
+    num_out_tokens: Any
+    input_splits: Any
+    output_splits: Any
+    output_splits_tp: Any
+    num_global_tokens_per_local_expert: Any
+
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        """Say how many tokens go where, and how many come from where.
+
+        Args:
+            routing_map: Choices of physical experts, bool [N, R * (M + S)].
+
+        Returns:
+            Tokens for each of this rank's experts, int64 [M + S].
+        """
+        planned, self.planned = self.planned, None
+        if planned is None or not self._sends_what_is_planned():
+            counted: Tensor = super().preprocess(routing_map)
+            return counted
+        planned.send_seal()
+        self._compare = planned.compare
+        self.num_out_tokens = len(routing_map) * self.config.moe_router_topk
+        self.input_splits = planned.leaving.sum(0)
+        self.output_splits = planned.arriving.sum(1)
+        self.output_splits_tp = None  # nobody shares this rank's tokens
+        self._maybe_update_cuda_sync_point("before_ep_alltoall")
+        if self.num_local_experts > 1:
+            self.num_global_tokens_per_local_expert = planned.arriving
+            if not self.config.moe_permute_fusion:
+                self._maybe_update_cuda_sync_point("before_permutation_2")
+        return planned.arriving.sum(0)
+
+    def _maybe_dtoh_and_synchronize(self, point: str, *args: Any) -> Any:
+        result = super()._maybe_dtoh_and_synchronize(point, *args)
+        if point == self.cuda_sync_point and self._compare is not None:
+            compare, self._compare = self._compare, None
+            compare()
+        return result
+
+    def _sends_what_is_planned(self) -> bool:
+        config = self.config
+        is_changed = self.drop_and_pad or config.moe_router_padding_for_quantization
+        # Of dropped tokens the plan knows, but not how many are left in all.
+        return not is_changed and config.moe_expert_capacity_factor is None and self.ep_size > 1
+
+
+def _class_for(dispatcher: Any) -> type:
+    kind = type(dispatcher)
+    return PlannedDispatcher if kind is MoEAlltoAllTokenDispatcher else kind
+
+
 def _all_at_once(dispatcher: Any, tokens: Any, probs: Any) -> Iterator[Part]:
     part = Part(*dispatcher.dispatch_postprocess(tokens, probs))
     release_graph(dispatcher)
@@ -143,7 +222,7 @@ def _the_output(dispatcher: Any, outputs: list[Tensor]) -> Any:
     return dispatcher.combine_preprocess(output)
 
 
-MEGATRON = DispatcherKind(class_for=type, parts=_all_at_once, outputs=_the_output)
+MEGATRON = DispatcherKind(class_for=_class_for, parts=_all_at_once, outputs=_the_output)
 
 _OWN = {"megatron": MEGATRON}
 """Kinds of dispatchers by name, besides those of `methods/`."""

@@ -32,20 +32,33 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor, nn
 
 from megatron_ext.balance.agreement import Agreement, name_ranks, shared_agreement
 from megatron_ext.balance.costs import LayerCosts
-from megatron_ext.balance.in_flight import InFlightPlans, PlanHandle
+from megatron_ext.balance.in_flight import InFlightPlans, Moves, PlanHandle
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.load import gather_load, load_of
 from megatron_ext.balance.main_weights import MainWeights
 from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.plan import BalancePlan, Shares, share_plan
 from megatron_ext.balance.planner import LayerPlanner
+from megatron_ext.balance.ranges import (
+    COMBINE,
+    DISPATCH,
+    EXPERTS,
+    LOAD,
+    PLAN,
+    PUSH_START,
+    PUSH_WAIT,
+    REROUTE,
+    layer_forward,
+    show_in_nvtx,
+    stage,
+)
 from megatron_ext.balance.replicas import (
     NO_SLOTS,
     Joint,
@@ -56,12 +69,14 @@ from megatron_ext.balance.replicas import (
 from megatron_ext.balance.reroute import as_map, assign, reroute, reroute_ids
 from megatron_ext.balance.slots import SentAhead, SlotBuffers, shared_slot_buffers
 from megatron_ext.balance.solve import plan_layout
+from megatron_ext.balance.stage_times import TIMES
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.balance.strategies.ideal import force_even
 from megatron_ext.config import COST_UNITS, BalanceConfig
 from megatron_ext.mcore import failures
 from megatron_ext.mcore.dispatcher import (
     Part,
+    Planned,
     dispatcher_kind,
     physical_dispatcher,
     release_graph,
@@ -87,7 +102,10 @@ from megatron_ext.mcore.recompute import (
     take,
 )
 from megatron_ext.mcore.schedule import ring_size
-from megatron_ext.transport import TransportOptions, settle_transport
+from megatron_ext.transport import GathersRows, TransportOptions, settle_transport
+
+# Megatron has no function that says whether `configure_nvtx_profiling` was called.
+show_in_nvtx(lambda: utils._nvtx_enabled)
 
 
 @dataclass(frozen=True)
@@ -105,6 +123,14 @@ class LayerReport:
     prediction: PredictionReport | None = None
     """How good the prediction by the layer before was; None without a prediction, as in a
     recomputed forward."""
+    layout: ExpertLayout | None = None
+    """Where experts and slots are; None for routing that was forced even."""
+    weight_bytes: int = 0
+    """Bytes of one replica's weights, over all shards."""
+    grad_bytes: int = 0
+    """Bytes of its gradients."""
+    moves: Moves = field(default_factory=Moves)
+    """How often its replicas have moved; complete when the step is over."""
 
     @property
     def num_replicas(self) -> int:
@@ -259,6 +285,11 @@ class BalancedMoELayer(MoELayer):
         if getattr(self, "is_mtp_layer", False):
             self.layer_number = layer_number + self.config.num_layers
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run Megatron's forward, whose stages are those below."""
+        with layer_forward(self.layer_number):
+            return super().forward(*args, **kwargs)
+
     def join_reduction(self, hidden_states: Tensor) -> Tensor:
         """Let backward wait for the next forward's replica gradients at the layer's input.
 
@@ -271,7 +302,9 @@ class BalancedMoELayer(MoELayer):
         if self.layout.slots > 0 and torch.is_grad_enabled() and not self.moe_layer_recompute:
             self._check_in_place(hidden_states.device)
             microbatch = self._begin()
-            hidden_states, microbatch.joint = join_later(hidden_states, microbatch.mains)
+            hidden_states, microbatch.joint = join_later(
+                hidden_states, microbatch.mains, self.layer_number
+            )
         return hidden_states
 
     def preprocess(
@@ -289,11 +322,15 @@ class BalancedMoELayer(MoELayer):
         microbatch = self._begin()
         chosen = as_map(routing_map, self.layout.num_experts)
         left = take(self)
-        counts, marks, plan, shares, handle = (
-            self._make_plan(microbatch, chosen, probs.dtype)
-            if left is None
-            else self._recall(left, chosen)
-        )
+        started = TIMES.mark() if self.training else None
+        with stage(PLAN):
+            counts, marks, plan, shares, handle = (
+                self._make_plan(microbatch, chosen, probs.dtype)
+                if left is None
+                else self._recall(left, chosen)
+            )
+        if started is not None:
+            TIMES.add("plan", started, TIMES.mark())
         sent = microbatch.prediction.sent if microbatch.prediction is not None else None
         for observer in self.plan_observers:
             observer(plan, sent.slots if sent is not None else None)
@@ -304,30 +341,58 @@ class BalancedMoELayer(MoELayer):
         # Where a forward is recomputed, its maps live as long as one pass: no entry holds them.
         is_only_pass = torch.is_grad_enabled() and left is None
         maps = replication.routing_maps() if is_only_pass else None
-        if routing_map.dtype == torch.bool:
-            probs, physical = reroute(
-                probs,
-                chosen,
-                shares,
-                self._most_choices,
-                self.layout.num_physical,
-                marks=marks,
-                maps=maps,
-            )
-        else:
-            assignment = assign(chosen, shares, self._most_choices, marks)
-            physical = reroute_ids(routing_map, assignment, self.layout.num_experts)
-        materializing.wait()
+        with stage(REROUTE):
+            if routing_map.dtype == torch.bool:
+                probs, physical = reroute(
+                    probs,
+                    chosen,
+                    shares,
+                    self._most_choices,
+                    self.layout.num_physical,
+                    marks=marks,
+                    maps=maps,
+                )
+            else:
+                assignment = assign(chosen, shares, self._most_choices, marks)
+                physical = reroute_ids(routing_map, assignment, self.layout.num_experts)
+        with stage(PUSH_WAIT):
+            materializing.wait()
         if self.training and torch.is_grad_enabled():
             # Neither evaluation nor the first pass of recompute: every microbatch once.
             load = load_of(counts, self.layout.ep_size)
             self._planner.observe(load)
-            self._report(chosen, load, plan, microbatch.prediction)
+            self._report(chosen, load, plan, handle, microbatch.prediction)
         if self.lookahead is not None:
             self.lookahead.tell_next(hidden_states)
+        self.token_dispatcher.planned = self._planned(shares)
         hidden_states, probs = super().preprocess(hidden_states, probs, physical)
         release_graph(self.token_dispatcher)
         return hidden_states, probs
+
+    def _planned(self, shares: Shares) -> Planned | None:
+        """What the plan says of the exchange of tokens; None if it says nothing for sure.
+
+        Sizes must fit on all ranks, so ranks compare their plans before it. Where that takes a
+        collective, the dispatcher may as well count.
+        """
+        rows = self._rows()
+        if shares.arriving is None or rows is None:
+            return None
+        assert self._agreement is not None, "it gave the shares"
+        label = f"layer {self.layer_number}, seal"
+        return Planned(
+            shares.quota,
+            shares.arriving,
+            partial(self._agreement.send_seal, rows, label),
+            partial(self._agreement.compare_sent, rows),
+        )
+
+    def _rows(self) -> GathersRows | None:
+        """What gathers of all ranks that plan alike without a collective; None if nothing does."""
+        if self.layout.slots == 0 or self.planning_group is not self.ep_group:
+            return None
+        buffers, _ = self._shared_state(self._begin().mains.parameters()[0])
+        return buffers.transport.rows
 
     def _make_plan(
         self, microbatch: Microbatch, chosen: Tensor, probs_dtype: torch.dtype
@@ -340,7 +405,9 @@ class BalancedMoELayer(MoELayer):
             place = LayerPlace(self.chunk, self.layer_number)
             microbatch.prediction = self.lookahead.arrive(place)
         agreement = self._agreement_on(chosen.device)
-        counts, marks = agreement.gather_counts(chosen)
+        label = f"layer {self.layer_number}, load"
+        with stage(LOAD):
+            counts, marks = agreement.gather_counts(chosen, self._rows(), label)
         load = load_of(counts, self.layout.ep_size)
         if self._to_measure:
             self._measure_costs(load, probs_dtype)
@@ -375,6 +442,11 @@ class BalancedMoELayer(MoELayer):
         shares = share_plan(self.planning_group.rank(), left.counts, plan)
         return left.counts, None, plan, shares.fit(chosen.sum(0)), left.handle
 
+    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        """Stage 5 (Megatron)."""
+        with stage(DISPATCH):
+            return super().dispatch(*args, **kwargs)
+
     def routed_experts_compute(self, hidden_states: Any, probs: Any) -> tuple[Any, None]:
         """Stage 6, with the hooks of stages 4 and 8 for backward around it."""
         parts = self._dispatcher_kind.parts(self.token_dispatcher, hidden_states, probs)
@@ -385,7 +457,7 @@ class BalancedMoELayer(MoELayer):
         return self._dispatcher_kind.outputs(self.token_dispatcher, outputs), None
 
     def _run_experts(self, slot_weights: list[Any], part: Part) -> Tensor:
-        with self._under_way.replication.kept_in_place():
+        with stage(EXPERTS), self._under_way.replication.kept_in_place():
             output = run_experts(self.experts, self.expert_weights, slot_weights, *part)
         # With several parts, the second backward finds the replicas in the slots.
         return self._under_way.replication.rematerialize_before(output)
@@ -393,7 +465,8 @@ class BalancedMoELayer(MoELayer):
     def combine(self, output: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Stage 7; in backward, stage 4 starts before it."""
         replication, self._microbatch = self._under_way.replication, None
-        output = super().combine(output, *args, **kwargs)
+        with stage(COMBINE):
+            output = super().combine(output, *args, **kwargs)
         return replication.start_rematerialize_before(output)
 
     def postprocess(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -420,6 +493,11 @@ class BalancedMoELayer(MoELayer):
         return self._agreement
 
     @property
+    def transport(self) -> str:
+        """Name of the transport of replicas, settled where the setting is `auto`."""
+        return self._transport
+
+    @property
     def slot_buffers(self) -> SlotBuffers | None:
         """The slots that the layer shares; None before its first forward, or without slots."""
         return self._slot_buffers
@@ -428,6 +506,11 @@ class BalancedMoELayer(MoELayer):
     def num_in_flight(self) -> int:
         """Plans that are kept for a backward to come."""
         return self._in_flight.num_in_flight if self._in_flight is not None else 0
+
+    @property
+    def ring_size(self) -> int:
+        """Most plans that can be kept; 0 before the first forward, or without slots."""
+        return self._in_flight.ring_size if self._in_flight is not None else 0
 
     def send_ahead(self, predicted: Tensor) -> SentAhead:
         """Start materializing the replicas of a predicted load; all EP ranks call.
@@ -439,7 +522,8 @@ class BalancedMoELayer(MoELayer):
         finish_parameter_gather(self.experts)
         mains = self._begin().mains
         buffers, _ = self._shared_state(mains.parameters()[0])
-        return buffers.send_ahead(slots, mains, f"layer {self.layer_number}, sent ahead")
+        with stage(PUSH_START):
+            return buffers.send_ahead(slots, mains, f"layer {self.layer_number}, sent ahead")
 
     def forget_step(self) -> None:
         """Drop what an aborted step left in this layer."""
@@ -560,9 +644,16 @@ class BalancedMoELayer(MoELayer):
         )
 
     def _report(
-        self, chosen: Tensor, load: Tensor, plan: BalancePlan, prediction: Prediction | None
+        self,
+        chosen: Tensor,
+        load: Tensor,
+        plan: BalancePlan,
+        handle: PlanHandle | None,
+        prediction: Prediction | None,
     ) -> None:
         if self.observers:
+            buffers, shards = self._slot_buffers, self.planning_group.size() // self.layout.ep_size
+            weight_bytes, grad_bytes = buffers.replica_bytes if buffers is not None else (0, 0)
             report = LayerReport(
                 self.layer_number,
                 load,
@@ -571,6 +662,10 @@ class BalancedMoELayer(MoELayer):
                 None
                 if prediction is None
                 else prediction.report(chosen, load, plan, self._expert_bytes),
+                layout=plan.layout,
+                weight_bytes=shards * weight_bytes,
+                grad_bytes=shards * grad_bytes,
+                moves=handle.moves if handle is not None else Moves(),
             )
             for observer in self.observers:
                 observer(report)

@@ -28,6 +28,9 @@ from megatron_ext.balance.in_flight import PlanHandle
 _LEFT = "_megatron_ext_left"
 """Attribute of a checkpoint's context: what each layer's forwards left there, in order."""
 
+_WITHOUT_REENTRY = ("torch.utils.checkpoint", "transformer_engine.pytorch.distributed")
+"""Modules whose checkpoints can hook saved tensors."""
+
 
 class LeftBehind(NamedTuple):
     """What a layer's first pass leaves for its second."""
@@ -75,16 +78,16 @@ def first_pass_under_way() -> Any | None:
 def refuse_other_checkpoints(layer_number: int | None) -> None:
     """Check that no checkpoint without such a context runs this forward.
 
-    PyTorch's checkpoint without reentry hooks saved tensors. Its second pass runs in the middle of
-    the first one's backward, whose replicas are in the slots or on their way, and may stop halfway.
+    A checkpoint without reentry hooks saved tensors. Its second pass runs in the middle of the
+    first one's backward, whose replicas are in the slots or on their way, and may stop halfway.
 
     Raises:
         RuntimeError: One does.
     """
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+    if hooks is not None and (home := hooks[0].__module__) in _WITHOUT_REENTRY:
         raise RuntimeError(
-            f"layer {layer_number}: torch.utils.checkpoint(use_reentrant=False) cannot recompute "
+            f"layer {layer_number}: {home}.checkpoint(use_reentrant=False) cannot recompute "
             "balanced layers, because its second forward cannot find the plan of the first: give "
             "use_reentrant=True, or use Megatron's recompute (--recompute-granularity)"
         )

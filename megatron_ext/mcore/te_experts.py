@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor, nn
 
 from megatron_ext.balance.main_weights import MainWeights, Segment
+from megatron_ext.balance.replicas import kept_in_place
 
 _LINEARS = ("linear_fc1", "linear_fc2")
 
@@ -32,8 +34,8 @@ class TEGroupedWeights:
     def __init__(self, experts: TEGroupedMLP) -> None:
         self._experts = experts
         # Megatron-Core before 0.17 has no such path.
-        self._is_fused = getattr(experts, "_with_fused_impl", False)
-        if self._is_fused and experts.config.add_bias_linear:
+        self._fused = _Fused(experts) if getattr(experts, "_with_fused_impl", False) else None
+        if self._fused is not None and experts.config.add_bias_linear:
             raise ValueError(
                 "add_bias_linear (True) must be False with use_transformer_engine_op_fuser: its "
                 "sums of biases' gradients were never run with replicas (give "
@@ -71,9 +73,14 @@ class TEGroupedWeights:
         probs: Tensor,
     ) -> Tensor:
         """See `ExpertWeights.run`. The host reads the counts once, as Megatron does without us."""
-        of_slots = iter(slot_weights)
-        further = [{kind: next(of_slots) for kind in self._kinds} for _ in _LINEARS]
-        with (_fused_with if self._is_fused else _lent)(self._experts, further):
+        if self._fused is not None:
+            lent = self._fused.lent(slot_weights)
+        else:
+            of_slots = iter(slot_weights)
+            lent = _lent(
+                self._experts, [{kind: next(of_slots) for kind in self._kinds} for _ in _LINEARS]
+            )
+        with lent:
             output: Tensor
             output, bias = self._experts(tokens, tokens_per_expert, probs)
         assert bias is None, "Megatron adds expert biases inside the experts"
@@ -93,47 +100,78 @@ def _lent(experts: TEGroupedMLP, further: Further) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _fused_with(experts: Any, further: Further) -> Iterator[None]:
-    """The same where Transformer Engine's op fuser computes the experts.
+class _Fused:
+    """Operations of Transformer Engine's op fuser over mains and slots, without biases.
 
-    Its operations take parameters only, and read them again in backward: each forward has
-    operations of its own, made as Megatron makes them, and then given the slots' tensors.
+    They take parameters only: made as Megatron makes them, they have parameters that stand for the
+    slots, in the slots' memory. A forward has the slots' tensors of its microbatch in their places,
+    for autograd. Backward reads them again, and needs the memory and its `main_grad` only.
     """
-    parameters = [
-        {
-            kind: [nn.Parameter(tensor.detach()) for tensor in of_kind]
-            for kind, of_kind in of.items()
-        }
-        for of in further
-    ]
-    with _lent(experts, parameters):
-        operations = experts._make_fused_ops()
-    fc1, _, fc2 = operations
-    for operation, of_linear in zip((fc1, fc2), further, strict=True):
-        _give_slots(operation, of_linear, experts.num_local_experts)
-    before, experts._fused_ops = experts._fused_ops, (operations,)
-    try:
-        yield
-    finally:
-        experts._fused_ops = before
+
+    def __init__(self, experts: Any) -> None:
+        self._experts = experts
+        self._operations: Any = None
+
+    @contextmanager
+    def lent(self, slot_weights: Sequence[Sequence[Tensor]]) -> Iterator[None]:
+        """Let the experts compute with slots' weights, of each linear one tensor a slot."""
+        experts = self._experts
+        if self._operations is None:
+            # In the first forward, as Megatron does: parameters may be moved until then.
+            self._operations = self._make(slot_weights)
+        before, experts._fused_ops = experts._fused_ops, (self._operations,)
+        try:
+            with ExitStack() as stack:
+                for index, tensors in zip(_FUSED_LINEARS, slot_weights, strict=True):
+                    stack.enter_context(self._lent_to(index, tensors))
+                stack.enter_context(_in_place(self._operations, [*chain(*slot_weights)]))
+                yield
+        finally:
+            experts._fused_ops = before
+
+    def _make(self, slot_weights: Sequence[Sequence[Tensor]]) -> Any:
+        stand_ins = [
+            {"weight": [nn.Parameter(tensor.detach()) for tensor in tensors]}
+            for tensors in slot_weights
+        ]
+        with _lent(self._experts, stand_ins):
+            operations = self._experts._make_fused_ops()
+        # Made here, so that its lists of parameters are there to be changed.
+        operations._module_groups = operations._make_module_groups(operations._modules.values())
+        return operations
+
+    @contextmanager
+    def _lent_to(self, index: int, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Put slots' tensors in the place of an operation's last parameters."""
+        operation = self._operations[index]
+        stand_ins = list(operation.parameters())
+        num_mains = self._experts.num_local_experts
+        mains, slots = stand_ins[:num_mains], stand_ins[num_mains:]
+        for stand_in, tensor in zip(slots, tensors, strict=True):
+            if hasattr(tensor, "main_grad"):
+                stand_in.main_grad = tensor.main_grad
+        lent = [_as_trainable_as(mains[0], tensor) for tensor in tensors]
+        names = [f"weight{i}" for i in range(num_mains, len(stand_ins))]
+        # Past nn.Module, whose parameters they hide.
+        vars(operation).update(zip(names, lent, strict=True))
+        self._take_for_inputs(index, [*mains, *lent])
+        try:
+            yield
+        finally:
+            # What stays would keep the microbatch's graph alive.
+            for name in names:
+                del vars(operation)[name]
+            self._take_for_inputs(index, stand_ins)
+
+    def _take_for_inputs(self, index: int, tensors: list[Tensor]) -> None:
+        """Set what autograd sees as an operation's inputs."""
+        (fuser,) = self._operations._module_groups
+        fuser._basic_op_params[index][:] = tensors
+        fuser._flat_basic_op_params[:] = chain(*fuser._basic_op_params)
 
 
-def _give_slots(operation: Any, further: Mapping[str, Sequence[Tensor]], num_mains: int) -> None:
-    """Put slots' tensors in the place of an operation's last parameters."""
-    for kind, tensors in further.items():
-        for index, tensor in enumerate(tensors, start=num_mains):
-            del operation._parameters[f"{kind}{index}"]
-            vars(operation)[f"{kind}{index}"] = _as_trainable_as(
-                getattr(operation, f"{kind}0"), tensor
-            )
-    # What autograd sees as inputs, in the order in which the operation returns their gradients.
-    inputs = [
-        getattr(operation, f"{kind}{index}")
-        for kind, tensors in further.items()
-        for index in range(num_mains + len(tensors))
-    ]
-    operation.parameters = lambda: inputs
+_FUSED_LINEARS = (0, 2)
+"""Where the two linears are among the op fuser's operations: the activation is between them."""
 
 
 def _as_trainable_as(main: Tensor, slot: Tensor) -> Tensor:
@@ -166,11 +204,34 @@ def _lent_to(linear: Any, further: Mapping[str, Sequence[Tensor]]) -> Iterator[N
     # Past nn.Module, to which these would be parameters.
     vars(linear).update(lent, num_gemms=num_mains + num_slots)
     try:
-        yield
+        with _in_place(linear, further["weight"]):
+            yield
     finally:
         linear.num_gemms = num_mains
         for name in lent:
             del vars(linear)[name]
+
+
+@contextmanager
+def _in_place(module: nn.Module, slots: Sequence[Tensor]) -> Iterator[None]:
+    """Let a module's forwards hide slots from hooks on saved tensors; see `kept_in_place`.
+
+    Megatron's offload of activations begins inside the experts, around a linear. What it copies may
+    be on its way to the host when the next layer's replicas come into the slots.
+    """
+    forward, own = module.forward, vars(module).get("forward")
+
+    def forward_in_place(*args: Any, **kwargs: Any) -> Any:
+        with kept_in_place(slots):
+            return forward(*args, **kwargs)
+
+    vars(module)["forward"] = forward_in_place
+    try:
+        yield
+    finally:
+        del vars(module)["forward"]
+        if own is not None:
+            vars(module)["forward"] = own
 
 
 def let_all_microbatches_accumulate(experts: nn.Module) -> None:

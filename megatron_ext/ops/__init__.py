@@ -109,11 +109,12 @@ def _fake_split_quota(load: Tensor, quota: Tensor, source_rank: int | None) -> T
 
 def _fake_share_plan(
     load: Tensor, quota: Tensor, slots: Tensor, source_rank: int
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     experts, ranks = quota.shape
     num_bytes = experts * (8 * (2 + ranks) + 4 * (ranks + 1)) if load.is_cuda else 0
     lines = quota.new_empty(num_bytes, dtype=torch.uint8)
-    return quota.new_empty(quota.shape), quota.new_empty(quota.shape), lines
+    arriving = quota.new_empty(ranks, experts // ranks + slots.shape[1])
+    return quota.new_empty(quota.shape), quota.new_empty(quota.shape), lines, arriving
 
 
 def _fake_share_and_seal(
@@ -125,7 +126,7 @@ def _fake_share_and_seal(
     layer: int,
     difference: Tensor,
     slots_on_host: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return *_fake_share_plan(load, quota, slots, source_rank), load.new_empty(1)
 
 

@@ -62,7 +62,7 @@ def _installed() -> Path | None:
 def _is_for_this_torch(path: Path) -> bool:
     """Whether a library may be loaded: with another Torch it might, and then crash."""
     mark = _MARK.search(path.read_bytes())
-    return mark is None or mark[1].decode() == torch.__version__
+    return mark is not None and mark[1].decode() == torch.__version__
 
 
 def _sources() -> Path:

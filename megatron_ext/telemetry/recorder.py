@@ -1,9 +1,9 @@
-"""Collects how unequal the ranks' loads were in a step's MoE layers, before and after balancing.
+"""Collects how unequal the ranks' loads were in a step's MoE layers, and what balancing them took.
 
 Balanced and even layers report to their `observers`. Megatron's own layers report nothing: a hook
 counts their router's choices, and the counts of all ranks are gathered once at the end of the step.
 Forwards without gradients are not counted (evaluation, the first pass of recompute). Counting does
-not wait for the device.
+not wait for the device: what is there is copied to the host once, at the end of the step.
 
 Legend: C counted forwards of a step (layers x microbatches on this rank), R ranks of the EP group,
     E logical experts.
@@ -11,6 +11,8 @@ Legend: C counted forwards of a step (layers x microbatches on this rank), R ran
 
 from __future__ import annotations
 
+import math
+import resource
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.balance.metrics import home_imbalances, imbalances
+from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.metrics import home_imbalances, home_loads, imbalances
 from megatron_ext.balance.reroute import as_map
+from megatron_ext.balance.stage_times import STAGES, TIMES
 from megatron_ext.telemetry.trace import LayerLoad
 
 
@@ -50,6 +54,25 @@ class PredictedLoads(NamedTuple):
         return cls(*map(sum, zip(cls(), *parts, strict=True)))
 
 
+class Computed(NamedTuple):
+    """What one microbatch brought one layer, and who computed it; on the host."""
+
+    layer_number: int
+    """1-based, as in Megatron."""
+    load: Tensor
+    """Assignments from source rank to logical expert, int64 [R, E]."""
+    rank_loads_after: Tensor
+    """Assignments that each rank computes, int64 [R]."""
+    slots: Tensor
+    """Logical expert in each slot of each rank, or -1, int64 [R, S]."""
+    layout: ExpertLayout | None = None
+    """Where experts and slots are; None where nothing was planned."""
+    pushed_bytes: int = 0
+    """Weights that moved to replicas, of all ranks."""
+    pulled_bytes: int = 0
+    """Gradients that moved back."""
+
+
 @dataclass(frozen=True)
 class StepLoads:
     """Sums over a step's counted forwards on this rank; divide by `forwards` for means."""
@@ -60,8 +83,12 @@ class StepLoads:
     replicas: int
     loads: list[LayerLoad]
     """The loads of the counted forwards; those of a layer in the order of its microbatches."""
+    computed: list[Computed]
+    """The same with what was computed where."""
     predicted_by_layer: dict[int, PredictedLoads]
     """Sums for each layer that was predicted, by its number."""
+    own: dict[str, float]
+    """Numbers of this rank, by the names `OWN`; NaN where there is none."""
 
     @property
     def predicted(self) -> PredictedLoads:
@@ -69,32 +96,49 @@ class StepLoads:
         return PredictedLoads.total(self.predicted_by_layer.values())
 
 
+OWN = (
+    "ring_use",
+    "max_cum_overload",
+    "max_cum_overload_routed",
+    *(f"{stage}_ms" for stage in STAGES),
+    "memory_bytes",
+)
+"""Numbers that each rank has for itself; of all ranks the largest counts."""
+
+
 class LoadRecorder:
     """Watches MoE layers from its construction until `close()`.
 
     Args:
         layers: The MoE layers of this rank: balanced, even or Megatron's own.
-        ep_group: The ranks that share the experts.
+        ep_group: The ranks that share the experts; None if no layer is Megatron's own.
     """
 
-    def __init__(self, layers: Iterable[Any], ep_group: dist.ProcessGroup) -> None:
+    def __init__(self, layers: Iterable[Any], ep_group: dist.ProcessGroup | None) -> None:
         self._ep_group = ep_group
         self._reports: list[Any] = []
         self._counts: list[LayerLoad] = []
-        self._hooks = []
+        self._held = _Held()
+        self._ring_use = math.nan
+        self._hooks: list[Any] = []
         for layer in layers:
-            if hasattr(layer, "observers"):
-                layer.observers.append(self._reports.append)
-            else:
-                self._hooks.append(
-                    layer.router.register_forward_hook(partial(self._count, layer.layer_number))
-                )
+            self.watch(layer)
+        TIMES.readers += 1
+
+    def watch(self, layer: Any) -> None:
+        """Count what this layer is trained with as well."""
+        if hasattr(layer, "observers"):
+            layer.observers.append(partial(self._observe, layer))
+        else:
+            self._hooks.append(layer.router.register_forward_hook(partial(self._count, layer)))
+        self._hooks.append(layer.register_forward_hook(self._held.forward_ended))
 
     def take_step(self) -> StepLoads:
         """Return the sums since the last call. All ranks of the EP group call it together."""
         before: list[float] = []
         after: list[float] = []
         replicas, counted = 0, []
+        computed: list[Computed] = []
         if self._reports:
             loads, rank_loads_after, slots = _on_host(
                 [report.load for report in self._reports],
@@ -104,6 +148,8 @@ class LoadRecorder:
             before += home_imbalances(loads).tolist()
             after += imbalances(torch.stack(rank_loads_after)).tolist()
             replicas = sum(int((of_forward >= 0).sum()) for of_forward in slots)
+            arrays = (loads, rank_loads_after, slots)
+            computed += map(_computed, self._reports, *arrays)
             counted += [
                 LayerLoad(
                     report.layer_number,
@@ -118,6 +164,7 @@ class LoadRecorder:
                 predictions.setdefault(report.layer_number, []).append(report.prediction)
         predicted = {layer: PredictedLoads.of(of_layer) for layer, of_layer in predictions.items()}
         if self._counts:
+            assert self._ep_group is not None, "a layer of Megatron's own is counted over a group"
             mine = torch.cat([one.load for one in self._counts])
             everyone = [torch.empty_like(mine) for _ in range(self._ep_group.size())]
             dist.all_gather(everyone, mine, group=self._ep_group)
@@ -127,24 +174,132 @@ class LoadRecorder:
             plain = home_imbalances(loads).tolist()
             before += plain
             after += plain
-            layers = (one.layer_number for one in self._counts)
+            layers = [one.layer_number for one in self._counts]
+            computed += [
+                Computed(layer, load, home_loads(load), load.new_empty(len(load), 0))
+                for layer, load in zip(layers, loads, strict=True)
+            ]
             counted += [LayerLoad(layer, load) for layer, load in zip(layers, loads, strict=True)]
+        own = self._own(computed)
         self._reports.clear()
         self._counts.clear()
-        return StepLoads(len(before), sum(before), sum(after), replicas, counted, predicted)
+        return StepLoads(
+            len(before), sum(before), sum(after), replicas, counted, computed, predicted, own
+        )
 
     def close(self) -> None:
-        """Stop counting routers."""
+        """Stop watching what needs hooks, and timing."""
         for hook in self._hooks:
             hook.remove()
+        TIMES.readers -= 1
 
-    def _count(
-        self, layer_number: int, router: Any, inputs: Any, outputs: tuple[Tensor, Tensor]
-    ) -> None:
+    def _observe(self, layer: Any, report: Any) -> None:
+        self._held.forward_counted(layer, ("report", len(self._reports)))
+        self._reports.append(report)
+        if ring_size := getattr(layer, "ring_size", 0):
+            # Its plan is kept by now, so nothing is missed.
+            self._ring_use = _larger(layer.num_in_flight / ring_size, self._ring_use)
+
+    def _count(self, layer: Any, router: Any, inputs: Any, outputs: tuple[Tensor, Tensor]) -> None:
         if torch.is_grad_enabled() and router.training:
             _, choices = outputs
             chosen = as_map(choices, router.config.num_moe_experts)
-            self._counts.append(LayerLoad(layer_number, chosen.sum(0)))
+            self._held.forward_counted(layer, ("count", len(self._counts)))
+            self._counts.append(LayerLoad(layer.layer_number, chosen.sum(0)))
+
+    def _own(self, computed: Sequence[Computed]) -> dict[str, float]:
+        """Return `OWN`, and begin the next step."""
+        first = {"report": 0, "count": len(self._reports)}
+        ring_use, self._ring_use = self._ring_use, math.nan
+        routed, held = self._held.take(computed, first)
+        times = TIMES.take()
+        numbers = (
+            ring_use,
+            held,
+            routed,
+            *(times.get(stage, math.nan) for stage in STAGES),
+            _peak_memory_bytes(),
+        )
+        return dict(zip(OWN, numbers, strict=True))
+
+
+class _Held:
+    """What forwards leave to their backwards: when each began to be held, and when it ended.
+
+    A forward's assignments are held until the gradient of its layer's output is known. They are
+    named by their place among the reports, or among the counts.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[tuple[int, tuple[str, int]]] = []
+        self._last: dict[Any, tuple[str, int]] = {}
+        self._graph_task_id = torch._C._current_graph_task_id
+
+    def forward_counted(self, layer: Any, name: tuple[str, int]) -> None:
+        self._events.append((1, name))
+        if self._graph_task_id() != -1:  # Recomputed, so its backward comes next.
+            self._events.append((-1, name))
+        else:
+            self._last[layer] = name
+
+    def forward_ended(self, layer: Any, inputs: Any, outputs: Any) -> None:
+        name = self._last.pop(layer, None)
+        output = outputs[0] if isinstance(outputs, tuple) else outputs
+        if name is not None and output.requires_grad:
+            events = self._events
+            output.register_hook(lambda grad: events.append((-1, name)))
+
+    def take(self, computed: Sequence[Computed], first: dict[str, int]) -> tuple[float, float]:
+        """Return the most that a rank held at a time, over the mean of all ranks.
+
+        Args:
+            computed: The step's forwards: the reports, then the counts.
+            first: Where reports and counts begin there.
+
+        Returns:
+            As if experts stayed at home, and as computed.
+        """
+        events, self._events[:] = list(self._events), []
+        if not events:
+            return math.nan, math.nan
+        signs = torch.tensor([sign for sign, _ in events])[:, None]
+        places = torch.tensor([first[kind] + index for _, (kind, index) in events])
+        homes = torch.stack([home_loads(one.load) for one in computed])
+        after = torch.stack([one.rank_loads_after for one in computed])
+        routed, held = ((signs * each[places]).cumsum(0) for each in (homes, after))
+        return tuple(  # type: ignore[return-value]
+            float(each.max()) / max(float(held.double().mean(1).max()), 1)
+            for each in (routed, held)
+        )
+
+
+def _computed(report: Any, load: Tensor, rank_loads_after: Tensor, slots: Tensor) -> Computed:
+    replicas = int((slots >= 0).sum())
+    pushed = report.weight_bytes * replicas * report.moves.pushes
+    if report.prediction is not None:
+        # The first push moved what was predicted, and what the prediction lacked.
+        moved = report.prediction.sent_ahead_bytes + report.prediction.topped_up_bytes
+        pushed += moved - report.weight_bytes * replicas
+    return Computed(
+        report.layer_number,
+        load,
+        rank_loads_after,
+        slots,
+        layout=report.layout,
+        pushed_bytes=pushed,
+        pulled_bytes=report.grad_bytes * replicas,
+    )
+
+
+def _peak_memory_bytes() -> float:
+    """Most memory of the GPU that this process has had; without a GPU, of the machine."""
+    if torch.cuda.is_available():
+        return float(torch.cuda.max_memory_allocated())
+    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _larger(value: float, other: float) -> float:
+    return value if math.isnan(other) else max(value, other)
 
 
 def _on_host(*lists: Sequence[Tensor]) -> list[list[Tensor]]:

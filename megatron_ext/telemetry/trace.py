@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.files.loads import TRACE_FIELDS, Loads, read_loads, write_loads
+from megatron_ext.files.run_dir import TRACE_FOLDER
 from megatron_ext.telemetry.step_files import StepFiles
-
-TRACE_FOLDER = "trace"
-
 
 Key: TypeAlias = tuple[int, int, int]
 """Step, microbatch and layer of a load."""

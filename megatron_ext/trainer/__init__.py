@@ -6,6 +6,7 @@
     settings.py    from a run's settings to Megatron's settings
     build.py       from Megatron's settings to Megatron's objects
     loop.py        one rank's part of a training run
+    shape.py       a model's sizes, and its work per token
     dry_run.py     what a run would need, counted without running it
     meta_model.py  a rank's model without its memory, among ranks that do not exist
     checkpoint.py  save, load, resume; with
@@ -23,9 +24,13 @@
     watchdog.py    names the rank that hangs, and ends the run
     rendezvous.py  where the machines of a run find each other
     agent.py       torchrun for one machine of several
+    rank_logs.py   what each rank says, in a file of its own
     progress.py    the display on rank 0
-    run_log.py     the run directory: config.yaml, metrics.jsonl, W&B
-    report.py      runs compared: table, summary, picture, page
+    run_log.py     the run directory: config.yaml, about.json, lines of steps, what sinks write
+    about.py       where and with what a run trains
+    dashboards.py  what W&B shows of a project: workspace and report
+    sinks/         where steps are shown besides: W&B, TensorBoard
+    reports/       runs compared: table, summary, page, live
     sweep.py       a run for each combination of values, and a page of all
     quickstart.py  the three runs of the quickstart, side by side in the same ranks
 

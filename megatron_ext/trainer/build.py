@@ -8,9 +8,11 @@ Megatron's settings.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +40,11 @@ from megatron_ext.trainer.settings import (
     ddp_config,
     optimizer_config,
     transformer_config,
+    uses_transformer_engine,
     wrap_in_ddp,
 )
+
+logger = logging.getLogger(__name__)
 
 
 def dataset(config: TrainConfig, manifest: Manifest, split: str) -> MixedDataset:
@@ -111,26 +116,29 @@ def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataPar
         balance = dataclasses.replace(balance, timeout_s=config.timeout_s)
     if balance.log_every == "auto":
         balance = dataclasses.replace(balance, log_every=0)
+    with_engine = uses_transformer_engine(config)
+    if config.model.transformer_impl == "auto" and torch.cuda.is_available():
+        _say_whose_layers(with_engine)
     modules = []
     for chunk in range(parallel.vpp_size):
         vp_stage = chunk if parallel.vpp_size > 1 else None
         spec = get_gpt_decoder_block_spec(
             megatron,
-            use_transformer_engine=False,
+            use_transformer_engine=with_engine,
             normalization=megatron.normalization,
             vp_stage=vp_stage,
         )
-        if config.model.experts == "grouped_mm":
+        if config.model.experts == "grouped_mm" and not with_engine:
             spec = grouped_mm_spec(spec)
-        if megatron.multi_latent_attention:
+        if megatron.multi_latent_attention and not with_engine:
             spec = latent_attention_spec(spec)
         spec = balance_spec(spec, balance)
         mtp_spec = (
-            get_gpt_mtp_block_spec(megatron, spec, use_transformer_engine=False, vp_stage=vp_stage)
+            get_gpt_mtp_block_spec(megatron, spec, with_engine, vp_stage=vp_stage)
             if megatron.mtp_num_layers
             else None
         )
-        if parallel.tp_size > 1:
+        if parallel.tp_size > 1 and not with_engine:
             spec, mtp_spec = map(sequence_parallel_spec, (spec, mtp_spec))
         stage: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage}
         module = GPTModel(
@@ -151,6 +159,17 @@ def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataPar
             rebatch_tokens(module, semantics)
         modules.append(Float16Module(megatron, module) if megatron.bf16 else module)
     return wrap_in_ddp(megatron, modules, ddp_config(config))
+
+
+@cache
+def _say_whose_layers(with_engine: bool) -> None:
+    """Say, once in a process, what `model.transformer_impl=auto` stands for on this GPU."""
+    logger.info(
+        "model.transformer_impl=auto: %s",
+        "layers of Transformer Engine"
+        if with_engine
+        else "Megatron's local layers; Transformer Engine is not installed",
+    )
 
 
 def build_optimizer(config: TrainConfig, chunks: list[DistributedDataParallel]) -> Any:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +25,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import merge
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.distributed import DistributedDataParallel
 
 from checkpoints_tools.folder import (
@@ -43,9 +46,15 @@ from megatron_ext.trainer.checkpoint_choice import (
     model_differences,
     model_shape,
 )
-from megatron_ext.trainer.checkpoint_state import adam_steps, load_state, sharded_state
+from megatron_ext.trainer.checkpoint_state import (
+    adam_steps,
+    fit_to_saved,
+    load_state,
+    sharded_state,
+)
 from megatron_ext.trainer.checkpoint_writer import CheckpointWriter, describe, gather, tell
 from megatron_ext.trainer.launch import NO_RESTART
+from megatron_ext.trainer.settings import transformer_config
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +96,17 @@ class Checkpoints:
             self._chunks,
             self._optimizer,
             run,
-            lambda wanted: dist_checkpointing.load(wanted, str(checkpoint)),
+            partial(self._read, checkpoint, run.get("layers", "local")),
         )
         logger.info("continuing from %s", checkpoint)
         return int(run["step"])
+
+    def _read(self, checkpoint: Path, layers: str, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Fill a sharded state from a checkpoint; `layers` says whose layers it holds."""
+        own = {}
+        if layers != transformer_config(self._config).transformer_impl:
+            own = fit_to_saved(wanted, load_sharded_metadata(str(checkpoint)))
+        return merge(dist_checkpointing.load(wanted, str(checkpoint)), own)
 
     def save(self, step: int) -> None:
         """Save the state after `step` steps, or begin to with `checkpoint.asynchronous`.
@@ -108,6 +124,7 @@ class Checkpoints:
             "consumed_samples": step * self._config.data.global_batch_size,
             "num_ranks": dist.get_world_size(),
             "model": model_shape(self._config),
+            "layers": transformer_config(self._config).transformer_impl,
         }
         state, _ = sharded_state(self._chunks, self._optimizer, is_loading=False)
         writer = CheckpointWriter(state, self._unfinished(step), in_background=in_background)

@@ -16,7 +16,7 @@ from checkpoints_tools.folder import (
 )
 from megatron_ext.config import ModelConfig, TrainConfig
 
-_FREE_MODEL_FIELDS = ("experts", "precision", "aux_loss")
+_FREE_MODEL_FIELDS = ("experts", "transformer_impl", "precision", "aux_loss")
 """Fields of the section `model` that may change between saving and loading."""
 
 

@@ -5,15 +5,15 @@ Nothing here depends on how the state is cut into files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import merge
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -85,6 +85,35 @@ def load_state(
         torch.set_rng_state(generators["cpu"])
         torch.cuda.set_rng_state(generators["device"])
         get_cuda_rng_tracker().set_states(generators["tracker"])
+
+
+_NORM_NAMES = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+"""Of the norm before experts: as Transformer Engine's layers are saved, and as Megatron's own."""
+
+
+def fit_to_saved(wanted: dict[str, Any], saved: Collection[str]) -> dict[str, Any]:
+    """Let a state be read from a checkpoint whose layers are of the other kind.
+
+    Args:
+        wanted: The sharded state. Its tensors get the names of the checkpoint, and what no
+            checkpoint of the other kind has (states for quantization) is taken out.
+        saved: Keys of the checkpoint.
+
+    Returns:
+        What was taken out, with its value in the model.
+    """
+    for part in nested_values(wanted):
+        for name, other in (_NORM_NAMES, _NORM_NAMES[::-1]):
+            if isinstance(part, ShardedTensor) and part.key not in saved:
+                part.key = part.key.replace(name, other)
+    own: dict[str, Any] = {}
+    for chunk, parts in wanted.items():
+        if not chunk.startswith("model"):
+            continue
+        for name in [each for each in parts if each.endswith("._extra_state")]:
+            if parts[name].unique_key not in saved:
+                own.setdefault(chunk, {})[name] = parts.pop(name).data
+    return own
 
 
 def adam_steps(optimizer: Any) -> int:

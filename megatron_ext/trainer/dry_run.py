@@ -2,7 +2,8 @@
 
 One rank of each pipeline stage is built on the meta device (`meta_model.py`), so everything is
 counted that Megatron would allocate, and activations are what autograd keeps of a forward there.
-All ranks of a stage are alike.
+All ranks of a stage are alike. Layers are Megatron's local ones, and where Transformer Engine's are
+assumed, attention keeps no scores and gradients are fused as there.
 
 Left out of memory: what a backward needs for a moment, workspaces of libraries, buffers of
 communication, and what an allocator cannot use.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +28,13 @@ from megatron_ext.mcore.experts import expert_weights
 from megatron_ext.mcore.moe_layer import layout_of
 from megatron_ext.mcore.schedule import held_by_chunks, ring_size
 from megatron_ext.trainer.build import build_model, moe_layers
-from megatron_ext.trainer.meta_model import Kept, deal_evenly, fake_rank, without_recompute
+from megatron_ext.trainer.meta_model import (
+    Kept,
+    deal_evenly,
+    fake_rank,
+    kernels_of_a_gpu,
+    without_recompute,
+)
 
 _MOMENT_BYTES = 8
 """Bytes of a parameter's two moments of Adam."""
@@ -136,10 +144,18 @@ def dry_run(
     """
     data, model, pp_size = config.data, config.model, config.parallel.pp_size
     dp_size = num_ranks // (config.parallel.tp_size * pp_size)
+    with_engine = assumes_transformer_engine(config)
+    # The same parameters in layers that need no GPU to be built.
+    local = dataclasses.replace(config.model, transformer_impl="local")
+    counted = dataclasses.replace(config, model=local)
     stages = []
-    for pp_rank in range(pp_size):
-        with fake_rank(config, rank=pp_rank * num_ranks // pp_size, num_ranks=num_ranks):
-            stages.append(_count(config, pp_rank, vocab_size, imbalances))
+    with ExitStack() as stack:
+        if with_engine or config.hardware.summary:
+            stack.enter_context(kernels_of_a_gpu(fused_attention=with_engine))
+        for pp_rank in range(pp_size):
+            with fake_rank(counted, rank=pp_rank * num_ranks // pp_size, num_ranks=num_ranks):
+                stage = _count(counted, pp_rank, vocab_size, imbalances, _fuses_gradients(config))
+                stages.append(stage)
     params = sum((stage.of_model for stage in stages), Params())
     return DryRun(
         num_ranks=num_ranks,
@@ -151,12 +167,34 @@ def dry_run(
     )
 
 
+def assumes_transformer_engine(config: TrainConfig) -> bool:
+    """Whether a run is counted with Transformer Engine's layers, whatever this machine has.
+
+    With `auto` it is where the recipe names a machine: those have GPUs.
+    """
+    asked = config.model.transformer_impl
+    return asked == "transformer_engine" or (asked == "auto" and bool(config.hardware.summary))
+
+
+def _fuses_gradients(config: TrainConfig) -> bool:
+    """Whether the run adds weight gradients of experts to `main_grad` where they are computed."""
+    fuses: bool = config.megatron.get(
+        "gradient_accumulation_fusion", assumes_transformer_engine(config)
+    )
+    # Not with PyTorch's grouped product.
+    return fuses and (assumes_transformer_engine(config) or config.model.experts == "sequential")
+
+
 def _num_microbatches(config: TrainConfig, dp_size: int) -> int:
     return config.data.global_batch_size // (config.data.micro_batch_size * dp_size)
 
 
 def _count(
-    config: TrainConfig, pp_rank: int, vocab_size: int, imbalances: Sequence[float]
+    config: TrainConfig,
+    pp_rank: int,
+    vocab_size: int,
+    imbalances: Sequence[float],
+    fuses_gradients: bool,
 ) -> Stage:
     """Build this fake rank's model, and count what it is and keeps."""
     # Replicas are no parameters, and without them nothing is planned.
@@ -173,7 +211,7 @@ def _count(
         weight.untyped_storage()._cdata: weight.untyped_storage().nbytes()
         for weight in _parameters(chunks)
     }
-    expert_params, expert_bytes, expert_grad_bytes = _expert_sizes(layers)
+    expert_params, expert_bytes, expert_grad_bytes = _expert_sizes(layers, fuses_gradients)
     return Stage(
         pp_rank=pp_rank,
         layers=_layer_numbers(chunks),
@@ -263,14 +301,16 @@ def _optimizer_bytes(config: TrainConfig, chunks: list[Any]) -> int:
     return round(total)
 
 
-def _expert_sizes(layers: Sequence[MoELayer]) -> tuple[int, int, int]:
+def _expert_sizes(layers: Sequence[MoELayer], fuses_gradients: bool) -> tuple[int, int, int]:
     """Numbers and bytes of one expert's weights, and bytes of its gradient in a slot."""
     if not layers:
         return 0, 0, 0
     mains = expert_weights(layers[0].experts).mains()
     one_expert = [rows[0] for rows in mains.rows()]
     numel = sum(segment.numel() for segment in one_expert)
-    return numel, numel * one_expert[0].itemsize, numel * mains.grad_dtype.itemsize
+    weight: Any = next(layers[0].experts.parameters())
+    grad_dtype = weight.main_grad.dtype if fuses_gradients else weight.dtype
+    return numel, numel * one_expert[0].itemsize, numel * grad_dtype.itemsize
 
 
 def _num_slots(balance: BalanceConfig, layers: Sequence[Sequence[MoELayer]]) -> int:

@@ -105,6 +105,8 @@ def launch_ranks(
     if not torch.cuda.is_available():
         for name, value in CPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+    # Else torch's profiler says on every rank's stderr that it begins and ends.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     call = partial(function, *args)
     with _noted_signals() as noted:
         failure = _attempt(call, num_ranks, noted)

@@ -26,9 +26,13 @@ from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.config import TrainConfig
 from megatron_ext.data import Manifest, MixedDataset, microbatches
 from megatron_ext.mcore.moe_layer import BalancedMoELayer, check_agreement
+from megatron_ext.mcore.place import place_of_rank
 from megatron_ext.methods.sem_moe.samples import scheduled_microbatches
 from megatron_ext.methods.sem_moe.semantics import read_semantics
 from megatron_ext.telemetry import heartbeat
+from megatron_ext.telemetry.gather import gather_step
+from megatron_ext.telemetry.layers import read_layers
+from megatron_ext.telemetry.profile import Counters, StepProfile, counters_of
 from megatron_ext.telemetry.recorder import LoadRecorder, PredictedLoads, StepLoads
 from megatron_ext.telemetry.routes import ROUTES_FOLDER, RouteRecorder
 from megatron_ext.telemetry.step_files import StepFiles
@@ -37,7 +41,8 @@ from megatron_ext.trainer import build
 from megatron_ext.trainer.checkpoint import Checkpoints
 from megatron_ext.trainer.finite import StepGuard
 from megatron_ext.trainer.progress import TrainingProgress
-from megatron_ext.trainer.run_log import RunLog
+from megatron_ext.trainer.run_log import RunLog, read_metrics
+from megatron_ext.trainer.shape import shape_of
 from megatron_ext.trainer.signals import Stopped, StopRequest
 
 logger = logging.getLogger(__name__)
@@ -63,6 +68,9 @@ class Training:
         self.chunks = build.build_model(config, manifest.vocab_size)
         self.optimizer = build.build_optimizer(config, self.chunks)
         self.guard = StepGuard(config, self.chunks, self.optimizer)
+        self._step_tokens = config.data.global_batch_size * config.data.sequence_length
+        # A backward has twice the arithmetic of a forward.
+        self._token_flops = 3 * shape_of(config, "").token_flops
         self.stop = StopRequest()
         self.checkpoints = Checkpoints(config, self.chunks, self.optimizer)
         heartbeat.note("load")
@@ -71,9 +79,19 @@ class Training:
         self.recorder = LoadRecorder(
             build.moe_layers(self.chunks), parallel_state.get_expert_model_parallel_group()
         )
+        mtp_layers = config.megatron.get("mtp_num_layers") or 0
+        self._place = place_of_rank(config.model.num_layers + mtp_layers)
+        self.layers: dict[str, Any] = {}
+        """The last step's line of `layers.jsonl`, equal on all ranks."""
         heartbeat.note_layers(build.moe_layers(self.chunks))
         self.trace = _trace_writer(config, self.step)
         self.routes = _route_recorder(config, self.chunks, self.step, manifest.vocab_size)
+        self.profile = StepProfile(
+            Path(config.run_dir),
+            first=config.profile.first,
+            steps=config.profile.steps,
+            ranks=config.profile.ranks,
+        )
         train_data = build.dataset(config, manifest, "train")
         consumed_samples = self.step * config.data.global_batch_size
         self._batches = (
@@ -89,10 +107,11 @@ class Training:
         """Train to the last step, writing metrics and checkpoints."""
         config = self.config
         with ExitStack() as stack:
-            stack.callback(self.close)
             log = display = None
             if dist.get_rank() == 0:
-                log = stack.enter_context(RunLog(config, start_step=self.step))
+                log = stack.enter_context(
+                    RunLog(config, start_step=self.step, settled=self.settled())
+                )
                 display = stack.enter_context(
                     TrainingProgress(
                         Path(config.run_dir).name,
@@ -101,15 +120,19 @@ class Training:
                         every=config.logging.every,
                     )
                 )
+            stack.callback(self.close)  # Before the log ends, which may send off what was written.
             self.stop.listen()
             every = config.checkpoint.every
             while self.step < config.steps:
-                metrics = self.train_step()
+                with self.profile.step(self.step + 1):
+                    metrics = self.train_step()
                 if _is_due(self.step, config.eval_every):
                     metrics["eval_loss"] = self.evaluate()
                 if log and display:
-                    log.write(metrics)
+                    log.write(metrics, self.layers)
                     display.show(metrics)
+                if self.profile.is_due(self.step, is_last=bool(self.stop.agreed)):
+                    self._write_profile()
                 self.checkpoints.poll()
                 if every and (self.step % every == 0 or self.stop.agreed):
                     self._save()
@@ -119,6 +142,15 @@ class Training:
                     raise Stopped(self.stop.agreed, self.step, saved)
             check_agreement(self.chunks)
             self.checkpoints.finish()
+
+    def settled(self) -> dict[str, Any]:
+        """Return what was settled when the model was made, for JSON."""
+        layers = (one for one in build.moe_layers(self.chunks) if isinstance(one, BalancedMoELayer))
+        known: dict[str, Any] = {"num_ranks": dist.get_world_size()}
+        if layer := next(layers, None):
+            ep_size, domain_ranks = layer.layout.ep_size, layer.layout.nvlink_domain
+            known |= {"transport": layer.transport, "nvlink_domains": ep_size // domain_ranks}
+        return known
 
     def train_step(self) -> dict[str, Any]:
         """Do one optimizer step on the next global batch.
@@ -145,29 +177,23 @@ class Training:
             self.trace.write(self.step, loads.loads)
         if self.routes is not None:
             self.routes.write(self.step)
-        loss, num_losses, before, after, replicas, forwards, *votes = _sum_over_ranks(
-            sum(losses),
-            len(losses),
-            loads.imbalance_before,
-            loads.imbalance_after,
-            loads.replicas,
-            loads.forwards,
-            *self.stop.votes(),
-        )
+        gathered = gather_step(loads.computed, self._place, loads.own)
+        with_experts = self.step % self.config.logging.heatmap_every == 0
+        self.layers = {"step": self.step, **gathered.layers(with_experts=with_experts)}
+        loss, num_losses, *votes = _sum_over_ranks(sum(losses), len(losses), *self.stop.votes())
         self.stop.decide(votes)
         self.guard.check_loss(self.step, loss / num_losses, losses, made=made)
-        data = self.config.data
+        tokens_per_s = self._step_tokens / step_s
         return {
             "step": self.step,
             "loss": loss / num_losses,
             "grad_norm": grad_norm,
             "skipped": 0 if made else 1,
             "lr": self.optimizer.param_groups[0]["lr"],
-            "tokens_per_s": data.global_batch_size * data.sequence_length / step_s,
+            "tokens_per_s": tokens_per_s,
             "step_ms": 1e3 * step_s,
-            "imbalance_before": before / forwards,
-            "imbalance_after": after / forwards,
-            "replicas": replicas / forwards,
+            "tflops_per_gpu": tokens_per_s * self._token_flops / dist.get_world_size() / 1e12,
+            **gathered.metrics(),
             **_prediction_metrics(self.config, loads),
             **_measured_costs(self.chunks),
         }
@@ -181,6 +207,15 @@ class Training:
             if self.guard.may_save(self.step):
                 self.checkpoints.save(self.step)
 
+    def _write_profile(self) -> None:
+        heartbeat.note("profile")
+        run_dir = Path(self.config.run_dir)
+        counters: Counters = {}
+        if dist.get_rank() == 0:
+            counters = counters_of(read_metrics(run_dir), read_layers(run_dir))
+        if written := self.profile.write(counters):
+            logger.info("profile: %s, for https://ui.perfetto.dev", written)
+
     def flush(self) -> None:
         """Write the loads and choices of the steps so far: before a checkpoint of these steps."""
         if self.trace is not None:
@@ -190,6 +225,8 @@ class Training:
 
     def close(self) -> None:
         """Write everything not yet written, also after an error."""
+        self.recorder.close()
+        self.profile.close()
         if self.trace is not None:
             self.trace.close()
         if self.routes is not None:

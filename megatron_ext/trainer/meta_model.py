@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
@@ -132,6 +133,50 @@ class Kept:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Keeps what kernels of attention keep: inputs, output, and a number for each row of scores."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, width: int) -> Tensor:
+        output = query.new_empty(*query.shape[:2], width)
+        rows = query.new_empty(query.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, rows)
+        return output
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Keeps what kernels of norms keep: inputs, and a number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(
+            tokens, weight, tokens.new_empty(tokens.shape[:-1], dtype=torch.float32)
+        )
+        return torch.empty_like(tokens)
+
+
+@contextmanager
+def kernels_of_a_gpu(*, fused_attention: bool) -> Iterator[None]:
+    """Let modules keep for backward what they keep on a GPU.
+
+    Args:
+        fused_attention: Whether attention is a kernel, as Transformer Engine's, which keeps no
+            scores; Megatron's own keeps them.
+    """
+
+    def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        return _FusedAttention.apply(query, key, value, self.hidden_size_per_partition)
+
+    def normalize(self: Any, tokens: Tensor) -> Tensor:
+        return _FusedNorm.apply(tokens, self.weight)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(nn.RMSNorm, "forward", normalize))
+        if fused_attention:
+            stack.enter_context(patch.object(DotProductAttention, "forward", attend))
+        yield
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Runs a training program of Megatron's with its MoE layers balanced; the program stays as it is.
 
-Megatron's own console, TensorBoard and W&B show what balancing did, as they show the router's
-losses. On CPU ranks, what Megatron's training loop asks of CUDA is answered.
+Megatron's own console, TensorBoard and W&B show what balancing did, beside the router's losses. On
+CPU ranks, what Megatron's training loop asks of CUDA is answered.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import runpy
 import sys
 from collections.abc import Callable
@@ -18,12 +19,21 @@ from typing import Any
 
 import torch
 
-from megatron_ext.balance.metrics import home_loads, imbalances
-from megatron_ext.config import BalanceConfig
+from megatron_ext.config import BalanceConfig, LoggingConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.telemetry.gather import Place, gather_step
+from megatron_ext.telemetry.names import shown
+from megatron_ext.telemetry.recorder import LoadRecorder
 
-METRICS = ("moe_imbalance_before", "moe_imbalance_after", "moe_replicas")
-"""Means over an iteration's microbatches and layers, in Megatron's logs."""
+CONSOLE = (
+    "moe/avg_overload_factor_routed",
+    "moe/avg_overload_factor",
+    "moe/max_overload_factor",
+    "moe/max_cum_overload_factor",
+    "balance/replicas",
+)
+"""What Megatron's console shows of an iteration; its logs show all metrics (`telemetry/names.py`).
+The console's numbers are means over the iterations since its last line."""
 
 
 def run(script: Path, words: list[str], balance: BalanceConfig | None) -> None:
@@ -45,11 +55,13 @@ def run(script: Path, words: list[str], balance: BalanceConfig | None) -> None:
             _train_without_cuda()
         if balance is not None:
             _check_arguments(balance)
-            _report_by_megatron()
     if balance is not None:
         from megatron_ext.mcore.models import balance_models
 
-        balance_models(balance, _record_in_megatron)
+        steps = BalancedSteps()
+        if importlib.util.find_spec("megatron.training") is not None:
+            _report_by_megatron(steps)
+        balance_models(balance, steps.recorder.watch)
     sys.argv = [str(script), *words]
     runpy.run_path(str(script), run_name="__main__")
     if not has_cuda and torch.distributed.is_initialized():
@@ -98,42 +110,52 @@ def _keep_compiled_helpers() -> None:
         utils.compile_helpers = lambda: None  # type: ignore[attr-defined]
 
 
-def _record_in_megatron(layer: Any) -> None:
-    """Let a layer record its `METRICS` where Megatron's router records its losses."""
-    record = _recorder()
-    num_layers = layer.config.num_layers + (layer.config.mtp_num_layers or 0)
+class BalancedSteps:
+    """Records the steps of a program, and tells what balancing did in each.
 
-    def observe(report: Any) -> None:
-        values = (
-            imbalances(home_loads(report.load)),
-            imbalances(report.rank_loads_after),
-            (report.slots >= 0).sum(),
-        )
-        for name, value in zip(METRICS, values, strict=True):
-            record(name, value, report.layer_number, num_layers)
+    All ranks of the program have one, those of pipeline stages without MoE layers as well.
+    """
 
-    layer.observers.append(observe)
+    def __init__(self) -> None:
+        self.recorder = LoadRecorder((), None)
+        self._last_layer = 0
+        self._place: Place | None = None
+
+    def metrics(self, *, tier: str) -> dict[str, float]:
+        """Return the metrics of the step that ends, with section, on every rank; all ranks call.
+
+        Args:
+            tier: How much, one of `telemetry.names.TIERS`.
+        """
+        loads = self.recorder.take_step()
+        if self._place is None:
+            # Here: it imports Megatron, which may need the CPU platform first.
+            from megatron_ext.mcore.place import place_of_rank
+
+            self._place = place_of_rank(_largest([one.layer_number for one in loads.computed]))
+        gathered = gather_step(loads.computed, self._place, loads.own)
+        layers = gathered.layers(with_experts=False)
+        limit = LoggingConfig().max_keys
+        return shown(gathered.metrics(), layers, tier=tier, max_keys=limit)
 
 
-def _recorder() -> Callable[..., None]:
-    """The function of Megatron that records a layer's value."""
-    if tracking := _tracking():
-        record: Callable[..., None] = tracking.get_moe_metrics_tracker().record
-        return record
-    function: Callable[..., None] = importlib.import_module(_UTILS).save_to_aux_losses_tracker
-    return function
+def _largest(values: list[int]) -> int:
+    """The largest value of all ranks; 0 if there is none."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    largest = torch.tensor(max(values, default=0), device=device)
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+    return int(largest)
 
 
-def _report_by_megatron() -> None:
-    """Let Megatron's training loop report `METRICS` beside the router's losses."""
+def _report_by_megatron(steps: BalancedSteps) -> None:
+    """Let Megatron's training loop report the steps beside the router's losses."""
     tracking = _tracking()
     owner: Any = tracking.MoEMetricsTracker if tracking else importlib.import_module(_LOOP)
     name = "report" if tracking else "track_moe_metrics"
-    setattr(owner, name, _with_metrics(getattr(owner, name)))
+    setattr(owner, name, _with_metrics(getattr(owner, name), steps))
 
 
 _LOOP = "megatron.training.training"
-_UTILS = "megatron.core.transformer.moe.moe_utils"
 
 
 def _tracking() -> Any:
@@ -142,10 +164,31 @@ def _tracking() -> Any:
     return importlib.import_module(home) if importlib.util.find_spec(home) else None
 
 
-def _with_metrics(report: Callable[..., Any]) -> Callable[..., Any]:
+def _with_metrics(report: Callable[..., Any], steps: BalancedSteps) -> Callable[..., Any]:
+    """Megatron's report of its MoE metrics at the end of a step, with those of balancing."""
+
     @functools.wraps(report)
-    def reporting(*args: Any, track_names: Any = None, **kwargs: Any) -> Any:
-        names = None if track_names is None else [*track_names, *METRICS]
-        return report(*args, track_names=names, **kwargs)
+    def reporting(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(report).bind(*args, **kwargs).arguments
+        metrics = steps.metrics(tier="detailed" if given.get("per_layer_logging") else "brief")
+        iteration, writer, wandb = (
+            given.get(name) for name in ("iteration", "writer", "wandb_writer")
+        )
+        if writer is not None:
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, iteration)
+        if wandb is not None:
+            wandb.log(metrics, iteration)
+        totals = given.get("total_loss_dict")
+        if totals is not None:
+            for name in CONSOLE:
+                if name in metrics:
+                    totals[name] = totals.get(name, 0) + _on_device(metrics[name])
+        return report(*args, **kwargs)
 
     return reporting
+
+
+def _on_device(value: float) -> Any:
+    # As Megatron's own losses are, which its loop adds these to.
+    return torch.tensor(value, device="cuda" if torch.cuda.is_available() else "cpu")

@@ -10,12 +10,15 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 logger = logging.getLogger(__name__)
 
 _SILENCE_S = 30
 """Seconds after a plain line, or the start, after which the next step has one in any case."""
+
+_BAR_WIDTH = 8
+"""So narrow that what a step says fits into 100 columns."""
 
 
 class TrainingProgress:
@@ -37,9 +40,8 @@ class TrainingProgress:
         if sys.stderr.isatty():
             self._bar = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(),
+                BarColumn(_BAR_WIDTH),
                 MofNCompleteColumn(),
-                TimeRemainingColumn(),
                 TextColumn("{task.fields[line]}"),
                 console=Console(stderr=True),
             )
@@ -69,7 +71,7 @@ class TrainingProgress:
             line += f"  evaluation {metrics['eval_loss']:.4f}"
         step = metrics["step"]
         if self._bar:
-            self._bar.update(self._task, completed=step, line=line)
+            self._bar.update(self._task, completed=step, line=line + self._left(step))
         elif self._is_due(step):
             self._said = time.monotonic()
             logger.info("step %d/%d  %s%s", step, self._steps, line, self._left(step))

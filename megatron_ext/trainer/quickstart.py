@@ -3,8 +3,9 @@
     python -m megatron_ext.trainer.quickstart [overrides]
 
 It gathers a corpus from this machine's own text, trains the recipe `quickstart` three ways, prints
-a table and writes `summary.json` and `comparison.png` beside the runs. The three models live in the
-same processes and take their steps in turn, so that other work on the machine slows all alike.
+a table and writes `summary.json` and a page, `report.html`, beside the runs. The three models live
+in the same processes and take their steps in turn, so that other work on the machine slows all
+alike.
 
 A fourth run is the yardstick for the losses. It trains without balancing, with the samples of every
 microbatch in reverse order. It computes the same sums in another order, so its distance from `none`
@@ -30,11 +31,14 @@ from megatron_ext.config import ConfigError, TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.files.json_files import json_text
 from megatron_ext.files.loads import read_loads
-from megatron_ext.telemetry.trace import TRACE_FOLDER
-from megatron_ext.trainer import report
+from megatron_ext.files.run_dir import TRACE_FOLDER
 from megatron_ext.trainer.launch import join_ranks, launch_ranks, quiet_megatron
 from megatron_ext.trainer.progress import TrainingProgress
+from megatron_ext.trainer.reports.read import read_runs
+from megatron_ext.trainer.reports.run_page import FILE, write_run_page
+from megatron_ext.trainer.reports.summary import Drift, summarize, table
 from megatron_ext.trainer.run_log import RunLog, hold_run_dir, read_metrics
+from megatron_ext.trainer.sinks.wandb import keep_comparison
 from megatron_ext.trainer.train import load_config
 from megatron_ext.trainer.validate import validate
 from megatron_ext.trainer.watchdog import watch_over
@@ -76,6 +80,10 @@ def main(overrides: Sequence[str] | None = None) -> None:
             folder = give_each_a_folder(runs)
             build_data(Path(runs["none"].data.path))
             num_ranks = runs["none"].parallel.ep_size
+            if steps := runs["none"].profile.steps:
+                raise ConfigError(
+                    [f"profile.steps ({steps}) must be 0: the runs of a quickstart take turns"]
+                )
             for config in runs.values():
                 config.logging.trace_steps = COMPARED_STEPS  # Choices are compared as well.
                 validate(config, num_ranks=num_ranks)
@@ -87,10 +95,11 @@ def main(overrides: Sequence[str] | None = None) -> None:
             raise SystemExit(f"error: {error}") from None
         launch_ranks(train_in_turn, runs, num_ranks=num_ranks)
     sys.stdout.write(write_report(runs, folder))
+    keep_comparison(runs["quota"], folder)
 
 
 def give_each_a_folder(runs: dict[str, TrainConfig]) -> Path:
-    """Set the runs' folders; return the folder that they are in.
+    """Set the runs' folders and their group; return the folder that they are in.
 
     A `run_dir` that does not depend on the strategy, as one on the command line, holds all runs.
     """
@@ -100,6 +109,7 @@ def give_each_a_folder(runs: dict[str, TrainConfig]) -> Path:
         folder = Path(runs["none"].run_dir).parent
     for name, config in runs.items():
         config.run_dir = str(folder / name)
+        config.logging.wandb_group = config.logging.wandb_group or folder.name
     return folder
 
 
@@ -133,42 +143,44 @@ def train_in_turn(runs: dict[str, TrainConfig]) -> None:
         from megatron_ext.trainer.loop import Training
 
         trainings = {name: Training(config) for name, config in runs.items()}
-        for training in trainings.values():
-            stack.callback(training.close)
         steps = runs["none"].steps
         logs = {}
         displays = {}
         if dist.get_rank() == 0:
             for name, config in runs.items():
-                logs[name] = stack.enter_context(RunLog(config, start_step=0))
+                logs[name] = stack.enter_context(
+                    RunLog(config, start_step=0, settled=trainings[name].settled())
+                )
             displays["quota"] = stack.enter_context(
                 TrainingProgress(
                     "quota", start_step=0, steps=steps, every=runs["quota"].logging.every
                 )
             )
+        for training in trainings.values():
+            stack.callback(training.close)  # Before the logs end.
         for step in range(steps):
             for name, training in trainings.items():
                 if name == YARDSTICK and step >= COMPARED_STEPS:
                     continue
                 metrics = training.train_step()
                 if name in logs:
-                    logs[name].write(metrics)
+                    logs[name].write(metrics, training.layers)
                 if name in displays:
                     displays[name].show(metrics)
 
 
 def write_report(runs: dict[str, TrainConfig], folder: Path) -> str:
-    """Write `summary.json` and `comparison.png` into `folder`.
+    """Write `summary.json` and the page that compares the runs into `folder`.
 
     Returns:
         The table and the comparison of losses, as text.
     """
     metrics = {name: read_metrics(Path(config.run_dir)) for name, config in runs.items()}
-    yardstick = report.summarize(metrics.pop(YARDSTICK))
-    summaries = {name: report.summarize(lines) for name, lines in metrics.items()}
+    yardstick = summarize(metrics.pop(YARDSTICK))
+    summaries = {name: summarize(lines) for name, lines in metrics.items()}
     none, quota = summaries["none"], summaries["quota"]
     drifts = {
-        name: report.Drift.of(
+        name: Drift.of(
             none["losses"][:COMPARED_STEPS], losses, steps_alike(runs["none"], runs[name])
         )
         for name, losses in (("quota", quota["losses"]), (YARDSTICK, yardstick["losses"]))
@@ -176,14 +188,14 @@ def write_report(runs: dict[str, TrainConfig], folder: Path) -> str:
     quota["drift_from_none"] = asdict(drifts["quota"])
     none["drift_by_rounding"] = asdict(drifts[YARDSTICK])
     (folder / "summary.json").write_text(json_text(summaries, indent=2) + "\n")
-    report.draw(metrics, folder / "comparison.png")
+    write_run_page(read_runs([folder / name for name in metrics]), folder / FILE)
     return (
-        f"\n{report.table(summaries, against=('none', 'ideal'))}\n\n"
+        f"\n{table(summaries, against=('none', 'ideal'))}\n\n"
         f"Losses of the first {COMPARED_STEPS} steps, the largest difference to those of none:\n"
         f"  quota: {drifts['quota'].text()}\n"
         f"  none with its sums in another order: {drifts[YARDSTICK].text()}\n"
         "Rounding alone turns choices between experts that a token likes equally; when is chance.\n"
-        f"Written: {folder / 'summary.json'}, {folder / 'comparison.png'}\n"
+        f"Written: {folder / 'summary.json'}, {folder / FILE}\n"
     )
 
 

@@ -14,7 +14,9 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch.nn import functional
 
@@ -26,8 +28,6 @@ OVERRIDABLE: dict[str, Any] = {
     "add_bias_linear": False,
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
-    # Needs NVIDIA Apex or Transformer Engine.
-    "gradient_accumulation_fusion": False,
 }
 """Where this project's defaults differ from Megatron's; the section `megatron` may set them."""
 
@@ -57,13 +57,16 @@ def transformer_settings(config: TrainConfig) -> dict[str, Any]:
     """Return the fields of TransformerConfig that the sections `model` and `parallel` decide."""
     model, parallel = config.model, config.parallel
     dtype = _DTYPES[model.precision]
+    with_engine = uses_transformer_engine(config)
     settings = {
+        "transformer_impl": "transformer_engine" if with_engine else "local",
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,
         "ffn_hidden_size": model.dense_hidden_size or model.expert_hidden_size,
         "num_moe_experts": model.num_experts,
-        "moe_grouped_gemm": False,  # `model.experts` says how experts are computed.
+        # `model.experts` says how experts are computed; Megatron knows no product of PyTorch's.
+        "moe_grouped_gemm": with_engine and model.experts == "grouped_mm",
         "moe_ffn_hidden_size": model.expert_hidden_size,
         "moe_shared_expert_intermediate_size": model.shared_expert_hidden_size or None,
         "moe_router_topk": model.topk,
@@ -95,11 +98,23 @@ def transformer_settings(config: TrainConfig) -> dict[str, Any]:
 def overridable_settings(config: TrainConfig) -> dict[str, Any]:
     """Return the fields of TransformerConfig that the section `megatron` may replace."""
     settings = OVERRIDABLE | {
-        "moe_router_load_balancing_type": "aux_loss" if config.model.aux_loss else "none"
+        "moe_router_load_balancing_type": "aux_loss" if config.model.aux_loss else "none",
+        # The output layer is Megatron's own, and needs a kernel of NVIDIA Apex for it.
+        "gradient_accumulation_fusion": (
+            uses_transformer_engine(config) and layers._grad_accum_fusion_available
+        ),
     }
     if config.parallel.recompute == "selective":
         settings["recompute_modules"] = ["moe"]
     return settings
+
+
+def uses_transformer_engine(config: TrainConfig) -> bool:
+    """Whether this machine would make the model of Transformer Engine's layers."""
+    asked = config.model.transformer_impl
+    return asked == "transformer_engine" or (
+        asked == "auto" and HAVE_TE and torch.cuda.is_available()
+    )
 
 
 def transformer_class(config: TrainConfig) -> type[TransformerConfig]:

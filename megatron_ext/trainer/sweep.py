@@ -9,20 +9,21 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from unittest.mock import patch
 
-import hydra
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from megatron_ext.config import ConfigError
 from megatron_ext.files.recipes import shipped_recipes
-from megatron_ext.trainer.report import differing_settings, page, read_runs
+from megatron_ext.trainer.reports.read import read_runs
+from megatron_ext.trainer.reports.run_page import FILE, write_run_page
+from megatron_ext.trainer.sinks.wandb import keep_comparison
 from megatron_ext.trainer.train import SCHEMA, check, load_config, train
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ def sweep(options: argparse.Namespace) -> None:
         run = ",".join(sorted(each))
         overrides = [*fixed, *each, f"{_RUN_DIR}'{folder / run}'"]
         runs[run] = load_config(overrides, config_dir, options.config_name)
+        runs[run].logging.wandb_group = runs[run].logging.wandb_group or folder.name
         check(runs[run], num_ranks=num_ranks)
 
     def make(_: DictConfig) -> None:
@@ -63,17 +65,19 @@ def sweep(options: argparse.Namespace) -> None:
         train(runs[run], num_ranks=num_ranks)
 
     without = ",".join(word.lstrip("+").split("=")[0] for word in fixed)
-    words = [
-        *("megatron-ext train", "--multirun"),
-        *("--config-dir", str(Path(config_dir).absolute() if config_dir else shipped_recipes())),
-        *("--config-name", name, *words, f"hydra.sweep.dir={folder}"),
+    words += [
+        f"hydra.sweep.dir={folder}",
         "hydra.sweep.subdir=${hydra.job.override_dirname}",
         f"hydra.job.config.override_dirname.exclude_keys=[{without}]",
         *("hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"),
     ]
-    with patch.object(sys, "argv", words):  # Hydra has no other way to take them for a sweep.
-        hydra.main(version_base="1.3", config_path=None)(make)()
+    recipes = Path(config_dir).absolute() if config_dir else shipped_recipes()
+    with initialize_config_dir(str(recipes), job_name="train", version_base="1.3"):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        hydra.multirun(name, make, words, with_log_configuration=False)
     _compare(folder, [folder / each for each in runs])
+    keep_comparison(next(iter(runs.values())), folder)
 
 
 def combinations(words: Sequence[str]) -> tuple[list[tuple[str, ...]], list[str]]:
@@ -91,8 +95,6 @@ def combinations(words: Sequence[str]) -> tuple[list[tuple[str, ...]], list[str]
 
 
 def _compare(folder: Path, run_dirs: Sequence[Path]) -> None:
-    runs = read_runs(run_dirs)
-    settings = differing_settings(dict(zip(runs, run_dirs, strict=True)))
-    file = folder / "report.html"
-    file.write_text(page(runs, settings, list(runs)[:1]))
+    file = folder / FILE
+    write_run_page(read_runs(run_dirs), file)
     logger.info("compared in %s", file)

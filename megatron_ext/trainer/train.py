@@ -37,6 +37,7 @@ from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.files.recipes import recipe_names, shipped_recipes
 from megatron_ext.ops import load_library
 from megatron_ext.trainer.launch import join_ranks, launch_ranks, quiet_megatron
+from megatron_ext.trainer.rank_logs import keep_output
 from megatron_ext.trainer.run_log import hold_run_dir
 from megatron_ext.trainer.validate import expert_shards, validate
 from megatron_ext.trainer.watchdog import watch_over
@@ -413,6 +414,8 @@ def _hydra_problem(error: Exception) -> str:
 
 def run_rank(config: TrainConfig) -> None:
     """Train as one rank of a launch; the settings were checked."""
+    quiet_megatron()
+    keep_output(Path(config.run_dir))
     with watch_over(config), join_ranks(config.group_timeout):
         from megatron_ext.trainer.loop import Training
 

@@ -28,7 +28,7 @@ def validate(config: TrainConfig, *, num_ranks: int, needs_data: bool = True) ->
     Args:
         config: The run.
         num_ranks: Ranks that it would run on.
-        needs_data: Whether the data have to be there.
+        needs_data: Whether the data have to be there, and the packages that the run asks for.
 
     Raises:
         ConfigError: With all problems.
@@ -46,6 +46,7 @@ def validate(config: TrainConfig, *, num_ranks: int, needs_data: bool = True) ->
         problems = _check_placement(config)
     problems += _check_megatron(config, values_fit=values_fit, sizes_fit=not problems)
     problems += _check_semantics(config)
+    problems += _check_engine(config) if needs_data else []
     if needs_data or has_data(config):
         problems += _check_data(config, values_fit=values_fit)
     problems += _check_run_dir(config)
@@ -142,6 +143,8 @@ def _check_ranks(config: TrainConfig, num_ranks: int) -> list[str]:
     if num_ranks < 1:
         return [f"the number of ranks ({num_ranks}) must be >= 1"]
     problems = _check_recipe_ranks(config, num_ranks)
+    if beyond := [rank for rank in config.profile.ranks if rank >= num_ranks]:
+        problems.append(f"profile.ranks ({beyond}) must be < the number of ranks ({num_ranks})")
     shards = expert_shards(config)
     per_expert = " * megatron.expert_tensor_parallel_size" if shards > 1 else ""
     for size, name in (
@@ -250,6 +253,19 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
         except (ValueError, AssertionError, TypeError) as error:
             problems.append(f"Megatron: {_one_line(error)}")
     return problems
+
+
+def _check_engine(config: TrainConfig) -> list[str]:
+    """Check that Transformer Engine is here if its layers are asked for."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    asked = config.model.transformer_impl
+    if asked != "transformer_engine" or HAVE_TE:
+        return []
+    return [
+        f"model.transformer_impl ({asked}): Transformer Engine is not installed: "
+        "pip install 'transformer-engine[pytorch]', or model.transformer_impl=local"
+    ]
 
 
 def _has_type(value: Any, hint: Any) -> bool:
@@ -384,12 +400,15 @@ def _semantics_problem(config: TrainConfig, manifest: Manifest, name: str) -> st
 def _check_run_dir(config: TrainConfig) -> list[str]:
     """Check that the run's folder can be written, and that metrics in it can be continued."""
     from megatron_ext.files.arrays import check_free
-    from megatron_ext.trainer.run_log import CONFIG_FILE, METRICS_FILE, read_metrics
+    from megatron_ext.files.run_dir import CONFIG_FILE, METRICS_FILE
+    from megatron_ext.telemetry.layers import read_layers
+    from megatron_ext.trainer.run_log import read_metrics
 
     run_dir = Path(config.run_dir)
     try:
         check_free(run_dir / METRICS_FILE, overwrite=True)
         read_metrics(run_dir)
+        read_layers(run_dir)
         recipe = _recipe_of(run_dir / CONFIG_FILE)
     except (OSError, ValueError) as error:
         return [f"run_dir ({config.run_dir}): {_one_line(error)}"]

@@ -34,11 +34,13 @@ from megatron_ext.transport.collective import COLLECTIVE
 from megatron_ext.transport.cuda import CUDA
 from megatron_ext.transport.reach import (
     first_obstacle,
+    gather,
     gather_obstacles,
     largest_domain,
     reaches_across,
 )
 from megatron_ext.transport.shared_memory import SHARED_MEMORY
+from megatron_ext.transport.transport import GathersRows as GathersRows
 from megatron_ext.transport.transport import HostCopy as HostCopy
 from megatron_ext.transport.transport import Pending as Pending
 from megatron_ext.transport.transport import Transfer as Transfer
@@ -114,6 +116,9 @@ def settle_transport(
 
         num_ranks = dist.get_world_size(ep_group)
         choice = choose_transport(name, domain_ranks, num_ranks, device.type, look)
+        if choice.domain_ranks > 1:
+            is_slow = TRANSPORTS[choice.name].is_slow(device)
+            choice = warn_of_slow(choice, gather(is_slow, planning_group))
         settled[key] = choice.name, choice.domain_ranks
         if dist.get_rank(planning_group) == 0:
             logger.log(choice.level, choice.line)
@@ -164,7 +169,7 @@ def choose_transport(
         obstacles = look(kind)
         size = domain_ranks or largest_domain(obstacles)
         if first_obstacle(obstacles, size) is None and (size > 1 or size == wanted):
-            level, found = _describe(obstacles, size)
+            level, found = _describe(obstacles, size, is_asked=domain_ranks is not None)
             return Choice(kind.name, size, level, f"{asked}: transport {kind.name}, {found}")
         problem = first_obstacle(obstacles, wanted)
     raise RuntimeError(f"{asked}: {problem}; use balance.transport=collective")
@@ -176,15 +181,41 @@ _COST_OF_MESSAGES = (
 )
 
 
-def _describe(obstacles: Sequence[Sequence[str]], domain_ranks: int) -> tuple[int, str]:
-    """Return how loudly to say what domains there are, and the words."""
+def warn_of_slow(choice: Choice, is_slow: Sequence[bool]) -> Choice:
+    """Return the choice with a warning if ranks are reached slowly; `is_slow` by rank."""
+    slow = [rank for rank, each in enumerate(is_slow) if each]
+    if not slow:
+        return choice
+    line = f"{choice.line}. The GPUs of ranks {slow} have no NVLink: {_COST_OF_PCIE}"
+    return choice._replace(level=logging.WARNING, line=line)
+
+
+_COST_OF_PCIE = (
+    "replicas go over PCIe, at 25 to 50 GB/s instead of 450 or more, so they may take longer than "
+    "what they save; balance.objective=time weighs it, a larger balance.tolerance moves fewer"
+)
+
+
+def _describe(
+    obstacles: Sequence[Sequence[str]], domain_ranks: int, *, is_asked: bool
+) -> tuple[int, str]:
+    """Return how loudly to say what domains there are, and the words.
+
+    Args:
+        obstacles: Why rank a does not reach rank b, or nothing: [R][R].
+        domain_ranks: Ranks per domain.
+        is_asked: Whether the settings say so; several domains are a surprise where they do not.
+    """
     problem = first_obstacle(obstacles, len(obstacles))
     if problem is None:
         return logging.INFO, "one domain: all ranks reach each other"
     cost = f"{problem}. Replicas stay in their domain, and so does what is uneven between domains"
     found = f"domains of {domain_ranks} ranks: {cost}"
     if reaches_across(obstacles, domain_ranks):
-        return logging.WARNING, f"{found}. Some ranks reach others beyond that, which is not used"
+        found += ". Some ranks reach others beyond that, which is not used"
+        return logging.WARNING, found
+    if not is_asked:
+        return logging.WARNING, f"{found}. If that is meant: balance.nvlink_domain={domain_ranks}"
     return logging.INFO, found
 
 

@@ -73,6 +73,7 @@ class CollectiveTransport:
 
     name = "collective"
     failed = None
+    rows = None
 
     def __init__(self, ep_group: ProcessGroup) -> None:
         self._group = ep_group

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops import has_cuda_part
-from megatron_ext.transport.gpu_probe import gpu_obstacles
+from megatron_ext.transport.gpu_probe import gpu_obstacles, has_no_link
 from megatron_ext.transport.gpus import budget_of, what_it_lacks
 from megatron_ext.transport.one_sided import (
     RELAY_THRESHOLD,
@@ -114,7 +114,7 @@ class CudaTransport(OneSidedTransport):
             budget.push_blocks,
             budget.pull_blocks(gpu.multi_processor_count),
         )
-        super().__init__(exchange, heap.rank, heap.peers)
+        super().__init__(exchange, heap.rank, heap.num_ranks, heap.peers)
         self._heap = heap
         self.failed: Tensor | None = exchange.failed()
 
@@ -154,6 +154,9 @@ class CudaTransport(OneSidedTransport):
         )
         return UnderWay(self._exchange.finish_push, push)
 
+    def _share_tables(self, num_bytes: int) -> tuple[Tensor, Tensor]:
+        return self._heap.share(num_bytes)
+
     def raise_failure(self) -> None:
         """Raise the error of a wait that has failed by now; every other call does so, too."""
         self._exchange.raise_failure()
@@ -171,6 +174,7 @@ CUDA = TransportKind(
     name=CudaTransport.name,
     device_type="cuda",
     obstacles=gpu_obstacles,
+    is_slow=has_no_link,
     make=lambda ep_group, device, options: CudaTransport(
         SymmetricHeap(ep_group, device, options.domain_ranks, options.symmetric_memory),
         timeout_s=group_timeout_s(ep_group, device)

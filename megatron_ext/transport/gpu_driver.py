@@ -42,6 +42,37 @@ class _Access(ctypes.Structure):
     _fields_ = (("location", _Location), ("flags", c_int))
 
 
+_MOST_LINKS = 18
+"""Of a GPU, as nvml.h has it."""
+
+
+def num_links(uuid: str, library: Any = None) -> int | None:
+    """Return how many NVLinks of a GPU are up; None if the driver does not say.
+
+    Args:
+        uuid: As `torch.cuda.get_device_properties` has it.
+        library: The library that manages GPUs; by default the one of this machine.
+    """
+    try:
+        library = library or ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if library.nvmlInit_v2() != 0:
+        return None
+    gpu, found = c_void_p(), 0
+    try:
+        if library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), byref(gpu)) != 0:
+            return None
+        for link in range(_MOST_LINKS):
+            is_up = c_int()
+            # An error where the GPU has no such link.
+            if library.nvmlDeviceGetNvLinkState(gpu, link, byref(is_up)) == 0:
+                found += is_up.value
+    finally:
+        library.nvmlShutdown()
+    return found
+
+
 class DriverError(RuntimeError):
     """A call of the driver failed; the message has its name and the driver's words."""
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_ext.ops import has_cuda_part
-from megatron_ext.transport.gpu_driver import Driver, DriverError, SharedPage
+from megatron_ext.transport.gpu_driver import Driver, DriverError, SharedPage, num_links
 from megatron_ext.transport.reach import gather
 from megatron_ext.transport.shared_heap import machine_of_this_process
 
@@ -87,6 +87,11 @@ def gpu_obstacles(
     if page is not None:
         page.close()
     return found
+
+
+def has_no_link(device: torch.device) -> bool:
+    """Return whether this rank's GPU has no NVLink, so that others reach it over PCIe only."""
+    return num_links(str(torch.cuda.get_device_properties(device).uuid)) == 0
 
 
 def reach_of_devices(driver: Driver, devices: Sequence[int]) -> list[list[str]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_timeout
 
-from megatron_ext.transport.transport import Transfer
+from megatron_ext.transport.transport import GathersRows, Transfer
 
 RELAY_THRESHOLD = 4
 """Most sends of a rank without relays. Not tuned: on 2 cores relays make no difference in time."""
@@ -54,15 +54,18 @@ class OneSidedTransport(ABC):
         exchange: The exchange of this rank. It numbers ranks as the EP group does, but has no
             memory of those that are not among `peers`.
         rank: This rank in the EP group.
+        num_ranks: Ranks of the EP group.
         peers: Ranks of its domain, itself among them.
     """
 
     name: str
 
-    def __init__(self, exchange: Any, rank: int, peers: range) -> None:
+    def __init__(self, exchange: Any, rank: int, num_ranks: int, peers: range) -> None:
         self._exchange = exchange
         self._rank = rank
         self._peers = peers
+        self._num_ranks = num_ranks
+        self._most_words = 0
         self._segment_ids: dict[int, int] = {}
 
     def pull_add(
@@ -88,6 +91,26 @@ class OneSidedTransport(ABC):
         )
         return UnderWay(self._exchange.finish_pull, generation)
 
+    @property
+    def rows(self) -> GathersRows | None:
+        """See `Transport.rows`."""
+        return self if len(self._peers) == self._num_ranks else None
+
+    def gather(self, row: Tensor, label: str = "") -> Tensor:
+        """Return the rows of all ranks; see `GathersRows`."""
+        if row.numel() > self._most_words:
+            self._most_words = row.numel()
+            num_bytes = torch.classes.megatron_ext.Exchange.table_bytes(
+                self._num_ranks, self._most_words
+            )
+            self._exchange.set_table(*self._share_tables(num_bytes), self._most_words)
+        rows: Tensor = self._exchange.gather(row, label)
+        return rows
+
+    @abstractmethod
+    def _share_tables(self, num_bytes: int) -> Sequence[Any]:
+        """Share zeroed memory of all ranks, as the exchange takes tables; all ranks call."""
+
     def reset(self) -> None:
         """Forget an aborted step; see `Transport.reset`."""
         # A rank that has left `abort` writes no more, and all ranks have left it when the highest
@@ -102,6 +125,10 @@ class OneSidedTransport(ABC):
     @abstractmethod
     def _highest(self, value: int) -> int:
         """Return the highest value of all ranks; all ranks call."""
+
+    @abstractmethod
+    def raise_failure(self) -> None:
+        """See `Transport.raise_failure`."""
 
     def _check_within(self, transfers: Iterable[Transfer]) -> None:
         """Check that this rank's transfers stay in its domain: it has no other ranks' memory."""

@@ -67,8 +67,8 @@ class SharedMemoryTransport(OneSidedTransport):
         if timeout_s is None:
             timeout_s = group_timeout_s(ep_group, torch.device("cpu"))
         exchange = torch.classes.megatron_ext.Exchange(rank, timeout_s, max_delay_us)
-        self._num_ranks = dist.get_world_size(ep_group)
-        super().__init__(exchange, rank, domain_of(rank, domain_ranks or self._num_ranks))
+        num_ranks = dist.get_world_size(ep_group)
+        super().__init__(exchange, rank, num_ranks, domain_of(rank, domain_ranks or num_ranks))
         self._relay_threshold = relay_threshold
         self._group = ep_group
         self._exchange.set_flags(share(_FLAGS_BYTES, "flags", ep_group, self._peers))
@@ -127,6 +127,9 @@ class SharedMemoryTransport(OneSidedTransport):
             self._segments(slots), sources, flat, expected, transfers.slots, label
         )
         return UnderWay(self._exchange.finish_push, generation)
+
+    def _share_tables(self, num_bytes: int) -> list[list[Tensor]]:
+        return [share(num_bytes, "rows", self._group, self._peers)]
 
     def raise_failure(self) -> None:
         """Do nothing: `wait` has raised."""

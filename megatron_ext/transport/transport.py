@@ -92,6 +92,28 @@ class Pending(Protocol):
         """Return when the push or pull is done; see `Transport`."""
 
 
+class GathersRows(Protocol):
+    """Gathers words of all ranks of an EP group; all call alike, in the same order."""
+
+    def gather(self, row: Tensor, label: str = "") -> Tensor:
+        """Return the rows of all ranks.
+
+        Args:
+            row: int64 [W], with the same W on all ranks, on the device of the slots.
+            label: What this is for, to be named in errors.
+
+        Returns:
+            int64 [R, W], in memory of its own.
+
+        Raises:
+            RuntimeError: A rank was too late. Between GPUs this comes when the device has noticed,
+                from `raise_failure` or a later call, and the row of that rank is zeros.
+        """
+
+    def raise_failure(self) -> None:
+        """See `Transport.raise_failure`."""
+
+
 class Transport(Protocol):
     """Moves expert state between the ranks of an EP group; all call alike, in the same order."""
 
@@ -147,6 +169,10 @@ class Transport(Protocol):
             label: Which layer this is for, to be named in errors.
         """
 
+    @property
+    def rows(self) -> GathersRows | None:
+        """Gathers without a collective, where every rank reaches all ranks' memory; else None."""
+
     def raise_failure(self) -> None:
         """Raise the error of a wait that has failed by now, if the host has not heard of it yet.
 
@@ -191,5 +217,7 @@ class TransportKind:
     obstacles: Callable[[ProcessGroup, torch.device], list[str]] | None
     """Tries to reach each rank of an EP group from this rank; says why it does not, or nothing
     where it does. All ranks call. None if the transport reaches ranks wherever they are."""
+    is_slow: Callable[[torch.device], bool] = lambda device: False
+    """Whether others reach this rank's memory on that device, but slowly."""
     make: Callable[[ProcessGroup, torch.device, TransportOptions], Transport]
     """Makes the transport for an EP group and its device; all ranks call."""

@@ -28,6 +28,13 @@ def test_rows_and_columns_are_exact_and_local_comes_first(instance):
         assert torch.equal(shares.quota, split[source_rank])
         assert torch.equal(split_quota(load, plan, source_rank), shares.quota)
         assert torch.equal(shares.physical_index, plan.physical_index())
+        first = source_rank * instance.layout.physical_per_rank
+        arriving = torch.zeros_like(shares.arriving)
+        for place in range(instance.layout.physical_per_rank):
+            expert, rank = (shares.physical_index == first + place).nonzero().T
+            assert (rank == source_rank).all()
+            arriving[:, place] = split[:, expert, source_rank].sum(1)
+        assert torch.equal(shares.arriving, arriving)
 
 
 @given(instance=instances(), num_shards=st.integers(1, 4), seed=st.integers(0, 99))

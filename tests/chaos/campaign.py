@@ -18,6 +18,7 @@ from megatron_ext.files.loads import read_loads
 from megatron_ext.trainer.run_log import read_metrics
 from tests.chaos import faults
 from tests.chaos.attempt import Attempt
+from tests.steps import repeatable_steps
 from tests.trainer.dataset import overrides
 
 STEPS = 40
@@ -27,8 +28,6 @@ LEFT_S = 10.0
 """Longest time after a launcher's end in which a process of its run may still live, in seconds."""
 
 LOOPBACK = {"127.0.0.1", "::1"}
-
-_TIMES = ("step_ms", "tokens_per_s")
 
 
 @dataclass(frozen=True)
@@ -205,10 +204,7 @@ def _difference(one: dict[Any, bytes], other: dict[Any, bytes]) -> str | None:
 
 
 def _metrics(run_dir: Path) -> list[str]:
-    lines = []
-    for metrics in read_metrics(run_dir):
-        lines.append(json.dumps({k: v for k, v in metrics.items() if k not in _TIMES}))
-    return lines
+    return [json.dumps(line) for line in repeatable_steps(run_dir)]
 
 
 def _pieces(run_dir: Path) -> dict[str, bytes]:

@@ -76,11 +76,14 @@ def test_every_recipe_says_what_it_would_need(recipe: str) -> None:
     first = report["stages"][0]["plans_in_flight"]
     if parallel["vpp_size"] == 1:
         assert first == parallel["pp_size"]
+    assert report["layers"] == ("transformer_engine" if report["machine"] else "local")
     if report["machine"] is not None:
         assert report["auto"]["transport"] == "cuda"
         moved = report["replication"]
         assert moved["imbalance_after"] < moved["imbalance_before"]
         assert moved["experts_ms"] < moved["experts_before_ms"]
+        assert report["auto"]["push_blocks"] == {"9.x": 32, "10.x": 64}
+        assert 0 < report["auto"]["assignment_time"] < 1e-5 < report["auto"]["link_bandwidth"]
     if recipe in PUBLISHED:
         dense, experts, share = PUBLISHED[recipe]
         assert report["params"]["total"] == dense + experts
@@ -91,6 +94,7 @@ def test_text_is_for_people_and_wrong_words_are_said_at_once() -> None:
     status, out, said = _dry_run("--config-name", "quickstart", "data.path=nowhere")
     assert (status, "Parameters: 12,885,760" in out) == (0, True), said
     assert "transport shared_memory" in out
+    assert "only with a machine, as in hardware=server_8_h100" in out
 
     wrong = ["model.layers=1", "balance.slots=-1", "steps=many", "optimizer.beta1=1.5"]
     status, out, said = _dry_run("--config-name", "quickstart", *wrong)

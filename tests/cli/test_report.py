@@ -1,6 +1,5 @@
 """`report`: runs side by side, on made-up metrics."""
 
-import base64
 import json
 import re
 
@@ -45,9 +44,10 @@ def test_runs_are_compared_to_the_first(runs, capsys):
     assert all(f"<td>{cell}</td>" in text for cell in cells)
     # What differs, and only that.
     assert "<td>balance.slots</td><td>0</td><td>2</td>" in text
-    assert not re.search("tolerance|run_dir|steps</td>", text)
-    picture = re.search('src="data:image/png;base64,([^"]+)"', text)
-    assert base64.b64decode(picture[1]).startswith(b"\x89PNG")
+    assert not re.search("<td>(balance.tolerance|run_dir|steps)</td>", text)
+    first = "quota trains 2.00 x as fast as none."
+    assert f'<p class="verdict">{first}</p>' in text
+    assert out.startswith(first)
 
 
 def test_steps_are_said_where_runs_differ_in_them(runs, capsys):
@@ -73,19 +73,6 @@ def test_a_run_that_diverged_is_valid_json(runs, capsys):
     assert report["final_loss"] is report["losses"][-1] is None
 
 
-def test_curves_are_of_imbalance_time_and_loss(runs, monkeypatch):
-    import matplotlib.pyplot as plt
-
-    from megatron_ext.trainer.report import draw, read_runs
-
-    kept = []
-    monkeypatch.setattr(plt, "close", kept.append)
-    draw(read_runs([runs / "none", runs / "quota"]), runs / "curves.png")
-    panels = {panel.get_ylabel(): panel for panel in kept[0].axes}
-    assert list(panels) == ["imbalance (busiest rank / mean)", "step time (ms)", "loss"]
-    assert [line.get_ydata()[-1] for line in panels["loss"].lines] == [0.1, 0.1]
-
-
 def test_one_run_has_its_page_with_it(runs, capsys):
     status, out, _ = run(capsys, "report", runs / "quota", "--json")
     assert status == 0
@@ -107,22 +94,9 @@ def test_names_that_repeat_become_paths(runs, capsys):
 
 def test_wrong_runs_are_refused_before_anything_is_written(runs, capsys):
     page = runs / "page.html"
-    (runs / "begun").mkdir()
-    (runs / "begun" / "metrics.jsonl").write_text('{"step": 1')
-    lines = {"cut": '{"step": 1}\n\0\n', "list": "[1]\n", "other": '{"step": 1}\n'}
-    for name, text in lines.items():
-        (runs / name).mkdir()
-        (runs / name / "metrics.jsonl").write_text(text)
-    (runs / "quota").rename(runs / "settings")
-    (runs / "settings" / "config.yaml").write_text("steps: [")
     for folders, message in (
         ([runs / "absent"], f"{runs / 'absent'} is no run directory: it has no metrics.jsonl"),
-        ([runs / "begun"], f"{runs / 'begun'} has not finished a step yet"),
         ([runs / "none", runs / "none"], "a run is there twice"),
-        ([runs / "cut"], "metrics.jsonl, line 2: no JSON (Expecting"),
-        ([runs / "list"], "metrics.jsonl, line 1: not the metrics of a step"),
-        ([runs / "other"], "metrics.jsonl: step 1 has no number 'loss'"),
-        ([runs / "none", runs / "settings"], "config.yaml is no readable YAML (while parsing"),
     ):
         status, out, err = run(capsys, "report", *folders, "--out", page)
         assert (status, out) == (2, "")
@@ -141,3 +115,89 @@ def test_a_folder_of_runs_offers_them(runs, tmp_path, capsys):
     assert status == 2
     below = f"{tmp_path}/none, {tmp_path}/quota"
     assert stderr.endswith(f"has no metrics.jsonl; there are runs in it: {below}\n")
+
+
+WHOLE = '{"step": 1, "loss": 2.5, "step_ms": 100.0, "tokens_per_s": 50}\n'
+
+
+@pytest.mark.parametrize(
+    ("files", "known", "missing"),
+    [
+        ({"metrics.jsonl": '{"step": 1'}, "none trains 5,000", "no step is finished yet"),
+        (
+            {"config.yaml": "steps: 3\n"},
+            "none trains 5,000 tokens/s.",
+            "metrics.jsonl is not there",
+        ),
+        ({"metrics.jsonl": f'{{"st\n{WHOLE}[1]\n\0\n'}, "2.5000", "read in line 1, 3, 4"),
+        ({"metrics.jsonl": WHOLE}, "2.5000", "1 of 1 steps have no number 'imbalance_after'"),
+        (
+            {"metrics.jsonl": WHOLE.replace("2.5", f"1{400 * '0'}").replace("50", '"50"')},
+            "100",
+            "1 of 1 steps have no number 'loss'",
+        ),
+        ({"metrics.jsonl": WHOLE, "config.yaml": "steps: ["}, "2.5000", "no readable YAML"),
+        ({"metrics.jsonl": WHOLE, "about.json": "[1"}, "2.5000", "about.json with machine"),
+        ({"metrics.jsonl": WHOLE, "about.json": "[1]", "layers.jsonl": '{"step"'}, "2.5000", ""),
+    ],
+)
+def test_what_can_be_read_is_shown_and_what_is_missing_said(runs, capsys, files, known, missing):
+    (runs / "half").mkdir()
+    for name, text in files.items():
+        (runs / "half" / name).write_text(text)
+    status, out, err = run(capsys, "report", runs / "half", runs / "none", "--out", runs / "a.html")
+    assert (status, err) == (0, "")
+    assert known in out or known in (runs / "a.html").read_text()
+    assert missing in out
+    page = (runs / "a.html").read_text().replace("&#x27;", "'")
+    assert missing in page
+
+
+def test_layers_that_do_not_fit_are_left_out(runs):
+    """Lines of another version, or of a run that went on with other ranks."""
+    from megatron_ext.trainer.reports.read import read_runs
+
+    loads = {"rank_loads_before": [[30, 10], [10, 10]], "rank_loads_after": [[20, 20], [10, 10]]}
+    worst = {
+        **{"layer": 1, "microbatch": 0, "num_experts": 4, "slots": [[-1], [1]]},
+        **{"rank_loads_before": [30, 10], "rank_loads_after": [20, 20]},
+    }
+    after = {"imbalance_before": [1.5, 1.0], "imbalance_after": [1.0, None]}
+    lines = [
+        {"step": 1, "layer": [1, 2], **after, **loads, "worst": worst},
+        {"step": 2, "layer": [1, 2], "imbalance_after": [1.0], "worst": {"layer": 1}},
+        {"step": 3, "layer": [1, 2], **after, "rank_loads_before": [[1], ["x", 2]], "worst": 3},
+        {"step": 4, "layer": "all"},
+        {"step": 5, "layer": [2], "imbalance_after": [1.25], "worst": worst | {"num_experts": 5}},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (runs / "quota" / "layers.jsonl").write_text(text)
+    layers = read_runs([runs / "quota"])["quota"].layers
+    assert (layers.steps, layers.numbers) == ([1, 2, 3, 5], [1, 2])
+    assert layers.columns["imbalance_after"][1].tolist()[3] == 1.25
+    assert layers.worst_layer() == (2, 1.25)
+    assert layers.kept_steps == [1]
+    assert layers.rank_loads["before"].tolist() == [[[1.5, 0.5], [1.0, 1.0]]]
+    assert [one["replicas"] for one in layers.worst] == [[[1, 0, 1]]]
+    assert [one["step"] for one in layers.worst] == [1]
+
+
+def test_other_settings_are_tried_on_a_trace(runs, loads, capsys):
+    """Slots, strategies and tolerances, on the loads that the run recorded."""
+    (runs / "quota" / "trace").mkdir()
+    loads.rename(runs / "quota" / "trace" / "loads.npz")
+    assert run(capsys, "report", runs / "quota")[0] == 0
+    page = (runs / "quota" / "report.html").read_text()
+    data = re.search('<script type="application/json" id="data">(.*)</script>', page)[1]
+    found = json.loads(data)["data"]["what_if"]
+    assert (found["run"], found["loads"], found["sampled"]) == ("quota", 3, 3)
+    by_slots = {one["slots"]: one for one in found["slots"] if one["strategy"] == "quota"}
+    assert found["before"] == pytest.approx(1.5, abs=0.1)
+    assert found["before"] > by_slots[1]["mean"] >= by_slots[8]["mean"] >= 1
+    replicas = [one["replicas"] for one in found["tolerances"]]
+    assert replicas == sorted(replicas, reverse=True)
+    assert replicas[0] > replicas[-1]
+    (runs / "quota" / "trace" / "loads.npz").write_bytes(b"torn")
+    status, _, err = run(capsys, "report", runs / "quota")
+    assert status == 0
+    assert err.startswith("warning: no other settings are tried: ")

@@ -198,7 +198,7 @@ def test_command_is_understood(words, capsys):
         for option in options_of(words):
             assert option in (ROOT / words[0]).read_text(), option
     else:
-        assert words[0] in ("pip", "ruff", "mypy", "pytest", "source"), words
+        assert words[0] in ("pip", "ruff", "mkdocs", "mypy", "pytest", "source"), words
 
 
 # Why a command of README is not run here, and what runs it instead.

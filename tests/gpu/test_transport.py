@@ -215,6 +215,77 @@ def test_replays_of_a_graph_follow_the_plan_in_memory(relay_threshold: int) -> N
             side.transport.raise_failure()
 
 
+def rows_of(ranks: VirtualRanks, step: int, num_words: int) -> torch.Tensor:
+    """What ranks gather in a step, int64 [R, W]."""
+    words = torch.arange(ranks.num_ranks * num_words, device=ranks.device)
+    return 10_000 * step + words.view(-1, num_words)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_rows_gathered_back_to_back(num_ranks: int) -> None:
+    """Of changing sizes, beside pushes; what arrived is looked at when all have been called for."""
+    ranks = VirtualRanks(num_ranks)
+    # The longest first: a larger table is shared by processes together, which streams are not.
+    plan = [(step, random.Random(step).randrange(1, 600) if step else 600) for step in range(40)]
+
+    def gather(rank: int) -> None:
+        side = side_of(ranks, rank)
+        given = [rows_of(ranks, *each) for each in plan]
+        moved = random_transfers(random.Random(5), num_ranks)
+        found = []
+        for step, rows in enumerate(given):
+            found.append(side.transport.gather(rows[rank].clone(), "layer 1"))
+            if step % 8 == 0:
+                side.push(moved, step).wait()
+        torch.cuda.current_stream().synchronize()
+        side.transport.raise_failure()
+        for rows, arrived in zip(given, found, strict=True):
+            assert torch.equal(arrived, rows)
+
+    ranks.run(gather)
+
+
+def test_replays_of_a_graph_gather_what_is_there() -> None:
+    ranks, num_words = VirtualRanks(3), 257
+    transports = [transport_of(ranks, rank) for rank in range(3)]
+    mine = [rows_of(ranks, 0, num_words)[rank].clone() for rank in range(3)]
+    found: dict[int, torch.Tensor] = {}
+
+    def gather(rank: int) -> None:
+        found[rank] = transports[rank].gather(mine[rank], "layer 1")
+
+    def all_ranks(call: Any) -> None:
+        for rank in range(3):
+            with torch.cuda.stream(ranks.streams[rank]):
+                call(rank)
+        torch.cuda.synchronize()
+
+    all_ranks(gather)  # makes the table
+    graphs = [torch.cuda.CUDAGraph() for _ in transports]
+    for rank, graph in enumerate(graphs):
+        with torch.cuda.graph(graph, stream=ranks.streams[rank]):
+            gather(rank)
+    for step in range(1, 6):
+        rows = rows_of(ranks, step, num_words)
+        for rank in range(3):
+            mine[rank].copy_(rows[rank])
+        torch.cuda.synchronize()
+        all_ranks(lambda rank: graphs[rank].replay())
+        for rank in range(3):
+            assert torch.equal(found[rank], rows)
+            transports[rank].raise_failure()
+
+
+def test_the_row_of_a_late_rank_is_zeros() -> None:
+    ranks = VirtualRanks(2)
+    transports = [transport_of(ranks, rank, timeout_s=0.2) for rank in range(2)]
+    rows = transports[0].gather(torch.ones(5, dtype=torch.int64, device=ranks.device), "layer 3")
+    torch.cuda.synchronize()
+    assert rows.tolist() == [[1] * 5, [0] * 5]
+    with pytest.raises(RuntimeError, match=r"rank 0 waited 0.2 s for rank 1 to send its row"):
+        transports[0].raise_failure()
+
+
 def test_a_push_of_a_plan_waits_for_no_host() -> None:
     """From a load on the device to filled slots, and what backward must know of it."""
     ranks = VirtualRanks(1)

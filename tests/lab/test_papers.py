@@ -15,8 +15,6 @@ from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.strategies import PlanSettings
 from megatron_ext.files.loads import Loads
 from megatron_ext.lab.papers import (
-    Exhibit,
-    draw,
     make_exhibits,
     more_replays,
     to_json,
@@ -162,60 +160,3 @@ def test_markdown_leaves_out_rows_of_long_figures():
     assert "20 of 41 rows" in text
     numbers = [int(line.split()[1]) for line in text.splitlines() if re.match(r"\| \d", line)]
     assert (len(numbers), numbers[0], numbers[-1]) == (20, 0, 40)
-
-
-def test_picture(tmp_path):
-    """Every exhibit is on it, not a white page."""
-    import matplotlib.image
-
-    exhibits, _, _ = shown()
-    draw(exhibits, tmp_path / "papers.png")
-    pixels = matplotlib.image.imread(tmp_path / "papers.png")
-    height, width, _ = pixels.shape
-    rows = -(-len(exhibits) // 2)
-    for place in range(len(exhibits)):
-        top, left = place // 2 * height // rows, place % 2 * width // 2
-        panel = pixels[top : top + height // rows, left : left + width // 2, :3]
-        assert (panel < 0.5).any(-1).mean() > 0.001
-
-
-def drawn(exhibits, monkeypatch, tmp_path):
-    """The panels of the picture, kept open."""
-    import matplotlib.pyplot as plt
-
-    kept = []
-    monkeypatch.setattr(plt, "close", kept.append)
-    draw(exhibits, tmp_path / "papers.png")
-    (figure,) = kept
-    return figure, {panel.get_title(): panel for panel in figure.axes}
-
-
-def test_lines_of_the_picture_differ_and_axes_are_named(monkeypatch, tmp_path):
-    """With more strategies than matplotlib has colors."""
-    names = ("before", *(f"strategy_{number}" for number in range(12)))
-    figure = Exhibit(
-        "figure", "lines", "lines", ("microbatch", *names), [(0, *range(13)), (1, *range(13))], "x"
-    )
-    bars = Exhibit("bars", "bars", "bars", ("strategy", "a", "b"), [("quota", 1.0, 2.0)], "rate")
-    _, panels = drawn([figure, bars], monkeypatch, tmp_path)
-    looks = {(line.get_color(), line.get_linestyle()) for line in panels["lines"].lines}
-    assert len(looks) == len(names)
-    assert (panels["lines"].get_xlabel(), panels["lines"].get_ylabel()) == ("microbatch", "x")
-    assert panels["bars"].get_ylabel() == "rate"
-    for panel in panels.values():
-        legend, lines = panel.get_legend().get_window_extent(), panel.get_window_extent()
-        assert legend.x0 >= lines.x1
-    assert all(one.quantity for one in shown()[0] if one.form != "table")
-
-
-def test_a_wide_table_stays_in_its_panel(monkeypatch, tmp_path):
-    names = [f"strategy_{number}" for number in range(12)]
-    rows = [(metric, *(0.009757 for _ in names)) for metric in ("imbalance", "solving time, ms")]
-    table = Exhibit("table", "table", "table", ("metric", *names), rows)
-    figure, panels = drawn([table], monkeypatch, tmp_path)
-    (cells,) = panels["table"].tables
-    inside, panel = cells.get_window_extent(figure.canvas.get_renderer()), panels["table"]
-    assert panel.get_window_extent().x0 <= inside.x0
-    assert inside.x1 <= panel.get_window_extent().x1
-    texts = {place: cell.get_text().get_text() for place, cell in cells.get_celld().items()}
-    assert (texts[0, 1], texts[1, 0], texts[12, 2]) == ("imbalance", "strategy_0", "0.009757")

@@ -24,7 +24,7 @@ from megatron_ext.lab.hardware import (
     read_hardware,
     write_hardware,
 )
-from megatron_ext.lab.shape import ModelShape, read_shape
+from megatron_ext.lab.shape import read_shape
 from megatron_ext.lab.simulate import (
     LEGEND,
     Machine,
@@ -36,6 +36,7 @@ from megatron_ext.lab.simulate import (
     simulate,
     timed_sends,
 )
+from megatron_ext.trainer.shape import ModelShape
 from tests import workloads
 from tests.balance.instances import worked_example
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -52,6 +55,31 @@ def test_an_image_is_made_as_the_environment_of_the_tests_is() -> None:
     assert venv == f"{folder}/.venv/bin"
     assert f"launch={folder}/launch" in (ROOT / "launch" / "slurm.sbatch").read_text()
     assert ".venv*" in (ROOT / ".containerignore").read_text().splitlines()
+
+
+def test_an_images_steps_are_shell_that_finds_its_files() -> None:
+    """Copied, installed and started is what is there; Debian has the packages that it installs."""
+    text = (ROOT / "launch" / "Containerfile").read_text()
+    for step in re.findall(r"^RUN (.*)$", text, re.M):
+        assert subprocess.run(["sh", "-n", "-c", step]).returncode == 0
+    (command,) = re.findall(r"^CMD (.*)$", text, re.M)
+    assert shutil.which(yaml.safe_load(command)[0], path=str(Path(sys.executable).parent))
+    ignored = (ROOT / ".containerignore").read_text().split()
+    for each in (
+        "pyproject.toml",
+        "csrc",
+        "megatron_ext",
+        "recipes",
+        *re.findall(r"launch/\S+", text),
+    ):
+        assert (ROOT / each).exists(), each
+        assert not any(fnmatch(each, pattern) for pattern in ignored), each
+    assert os.access(ROOT / "launch" / "setup.sh", os.X_OK)
+    if shutil.which("apt-get"):
+        packages = re.findall(r"apt-get install -y --no-install-recommends (.*)$", text, re.M)
+        tried = ["apt-get", "install", "--simulate", "--no-install-recommends", *packages]
+        done = subprocess.run(tried, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
 
 
 def test_the_example_for_kubernetes_sets_what_the_script_reads() -> None:
@@ -124,3 +152,40 @@ def test_what_is_wrong_is_said_before_a_job(
     assert status == 2
     assert len(said.splitlines()) == 1
     assert "did you mean quota?" in said
+    # Replicas of so many ranks would leave their NVLink domain, and nothing has said so.
+    wide = ["submit", "--config-name", "qwen3_235b_256_gb200_bf16", "--nodes", "32", *submit[5:7]]
+    wide += ["model.vocab_size=0", "data.sequence_length=16", "hardware=server_8_h100"]
+    status, _, said = run(capsys, *wide)
+    (line,) = [line for line in said.splitlines() if "error" in line]
+    assert (status, "balance.nvlink_domain=8 keeps replicas inside" in line) == (2, True)
+
+
+def test_a_job_in_a_container_gives_pyxis_its_flags(
+    capsys: pytest.CaptureFixture[str], submit: list[str], tmp_path: Path
+) -> None:
+    """The job's script runs, among stand-ins for Slurm's commands."""
+    script = script_of(capsys, *submit, "seed=3", "--container", "an image")
+    for name, body in {
+        "scontrol": "echo 127.0.0.1",
+        "srun": f"printf '%s\\n' \"$@\" >{tmp_path}/given",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "first",
+        "SLURM_NNODES": "1",
+        "CONTAINER_MOUNTS": "/data:/data",
+    }
+    done = subprocess.run(
+        ["bash"], input=script, cwd=tmp_path, env=environment, text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    *flags, words = (tmp_path / "given").read_text().partition("bash\n")[::2]
+    assert flags == [
+        "--container-image=an image\n"
+        f"--container-workdir={tmp_path}\n"
+        f"--container-mounts={tmp_path}:{tmp_path},/data:/data\n"
+    ]
+    assert words.splitlines()[0] == "/megatron_ext/launch/train.sh"
+    assert words.splitlines()[-1] == "seed=3"

@@ -12,8 +12,8 @@ import torch
 from megatron_ext.trainer.run_log import read_metrics
 from tests.launch.cluster import NODES, Cluster, running_cluster, why_not
 from tests.processes import running
+from tests.steps import repeatable_steps
 from tests.trainer.dataset import build, overrides
-from tests.trainer.test_signals import results
 
 pytestmark = [
     pytest.mark.slow,
@@ -87,7 +87,7 @@ def test_a_job_survives_its_limit_and_a_lost_node(
         assert follower.status() == 0, follower.output()
         assert f"quota | step {last}/{last}" in follower.output()
     assert last > saved
-    assert results(run_dir) == results(whole)
+    assert repeatable_steps(run_dir) == repeatable_steps(whole)
 
 
 def test_wrong_input_is_one_line_before_a_job(cluster: Cluster, data: Path, tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ def _spoil(gpt: TinyGPT, fault: str) -> Any:
     if fault == "load":
         gather, calls = Agreement.gather_counts, []
 
-        def with_a_flipped_bit(agreement: Agreement, routing_map: torch.Tensor) -> Any:
-            load, marks = gather(agreement, routing_map)
+        def with_a_flipped_bit(agreement: Agreement, *args: Any) -> Any:
+            load, marks = gather(agreement, *args)
             calls.append(load)
             if len(calls) == 2:
                 load[0, 0] ^= 1  # Of a rank's copy of the load, as memory may fail.

@@ -1,14 +1,27 @@
-"""Kinds of dispatchers by name (no processes)."""
+"""Kinds of dispatchers by name (no processes), and what the plan says instead of an exchange.
+
+Layer 2: two and four gloo ranks. Sizes are compared with those that Megatron's dispatcher counts.
+"""
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
-import tests.gpt  # noqa: F401  # first: it enables the CPU platform
+from megatron_ext.config import BalanceConfig
+from tests.mcore.parity import balanced_gpt  # first: it enables the CPU platform
+from tests.ranks import run_ranks
 
+from megatron.core.transformer.moe.token_dispatcher import (  # isort: skip
+    MoEAlltoAllTokenDispatcher,
+)
 from megatron_ext.mcore import dispatcher  # isort: skip
+
+SIZES = ("input_splits", "output_splits", "num_global_tokens_per_local_expert")
+"""Sizes that Megatron's `preprocess` leaves, with tensor parallelism of 1."""
 
 
 def test_kinds_are_found_by_name() -> None:
@@ -28,3 +41,59 @@ def test_without_methods_megatrons_dispatchers_are_left() -> None:
         assert dispatcher.dispatcher_kind("megatron") is dispatcher.MEGATRON
         with pytest.raises(ValueError, match=r"'local_first'; known: megatron"):
             dispatcher.dispatcher_kind("local_first")
+
+
+def _counted_and_planned(
+    rank: int, case: dict[str, Any], balance: BalanceConfig
+) -> list[tuple[bool, bool]]:
+    """Whether each pass had gradients, and whether it had sizes from the plan."""
+    passes = []
+    ours = dispatcher.PlannedDispatcher.preprocess
+
+    def both(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
+        with mock.patch.object(
+            MoEAlltoAllTokenDispatcher,
+            "preprocess",
+            autospec=True,
+            side_effect=MoEAlltoAllTokenDispatcher.preprocess,
+        ) as counting:
+            found = ours(self, routing_map)
+        is_planned = not counting.called
+        passes.append((torch.is_grad_enabled(), is_planned))
+        if is_planned:
+            sizes = {name: getattr(self, name) for name in SIZES}
+            rest = self.num_out_tokens, self.cuda_sync_point
+            assert torch.equal(found, MoEAlltoAllTokenDispatcher.preprocess(self, routing_map))
+            for name, value in sizes.items():
+                assert torch.equal(value, getattr(self, name)), name
+            assert rest == (self.num_out_tokens, self.cuda_sync_point)
+        return found
+
+    with mock.patch.object(dispatcher.PlannedDispatcher, "preprocess", both):
+        balanced_gpt(case, balance).forward_backward()
+    return passes
+
+
+EXACT = BalanceConfig(tolerance=0.0)
+PLANNED = [(True, True)] * 2
+COUNTED = [(True, False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("world_size", "case", "balance", "passes"),
+    [
+        (2, dict(ep=2), EXACT, PLANNED),
+        (4, dict(ep=4, experts=4, shared_ffn=8), EXACT, PLANNED),
+        (2, dict(ep=2), BalanceConfig(tolerance=0.0, transport="collective"), COUNTED),
+        # Some tokens are dropped: the plan knows it, but not Megatron how many are left.
+        (2, dict(ep=2, moe_expert_capacity_factor=1.0), EXACT, COUNTED),
+        (2, dict(tp=2, etp=2), EXACT, COUNTED),
+        # The first pass is planned. The router may choose otherwise in the second.
+        (2, dict(ep=2, recompute="full"), EXACT, [(False, True)] * 2 + COUNTED),
+    ],
+    ids=["2 ranks", "an expert a rank", "collective", "dropped", "shards", "recomputed"],
+)
+def test_the_plan_says_what_megatron_would_count(
+    world_size: int, case: dict[str, Any], balance: BalanceConfig, passes: list[tuple[bool, bool]]
+) -> None:
+    assert run_ranks(_counted_and_planned, world_size, case, balance) == [passes] * world_size

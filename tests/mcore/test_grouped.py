@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,20 +15,13 @@ import torch
 
 from megatron_ext.config import BalanceConfig
 from tests.gpt import TinyGPT, build_gpt
-from tests.mcore.parity import balanced, balanced_layers
+from tests.mcore.parity import balanced_gpt, balanced_layers
 from tests.ranks import run_ranks
 
 TOLERANCE = 1e-5
 """A few float32 steps, as in `test_parity`."""
 
 EXACT = BalanceConfig(tolerance=0.0)
-
-
-def grouped(spec: Any, balance: BalanceConfig | None = None) -> Any:
-    from megatron_ext.mcore.spec import grouped_mm_spec
-
-    spec = grouped_mm_spec(spec)
-    return balanced(spec, balance) if balance else spec
 
 
 def copy_experts(source: TinyGPT, target: TinyGPT) -> None:
@@ -62,18 +54,19 @@ def _experts(gpt: TinyGPT, layer: int) -> Any:
 
 def _train(rank: int, case: dict[str, Any], balance: BalanceConfig | None) -> int:
     sequential = build_gpt(**case)
-    gpt = build_gpt(**case, spec_transform=partial(grouped, balance=balance))
+    gpt = (
+        balanced_gpt(case, balance, grouped_mm=True)
+        if balance
+        else build_gpt(**case, grouped_mm=True)
+    )
     copy_experts(sequential, gpt)
-    replicas = []
-    for layer in balanced_layers(gpt):
-        layer.observers.append(lambda report: replicas.append(report.num_replicas))
     for step in range(3):
         expected = sequential.train_step(step, num_microbatches=2)
         assert abs(gpt.train_step(step, num_microbatches=2) - expected) <= TOLERANCE * expected
     found = per_expert(gpt)
     for name, weight in per_expert(sequential).items():
         assert float((found[name] - weight).norm()) <= TOLERANCE * float(weight.norm()), name
-    return sum(replicas)
+    return sum(layer.num_replicas for layer in balanced_layers(gpt))
 
 
 @pytest.mark.option("grouped_mm")
@@ -110,7 +103,7 @@ def _shapes(gpt: TinyGPT) -> set[tuple[str, Any]]:
 
 
 def _keys(rank: int) -> None:
-    assert _shapes(build_gpt(ep=2, spec_transform=grouped)) == _shapes(build_gpt(ep=2))
+    assert _shapes(build_gpt(ep=2, grouped_mm=True)) == _shapes(build_gpt(ep=2))
 
 
 def test_checkpoint_keys_are_those_of_sequential_experts() -> None:
@@ -118,7 +111,7 @@ def test_checkpoint_keys_are_those_of_sequential_experts() -> None:
 
 
 def _initial(rank: int) -> tuple[float, float]:
-    gpt = build_gpt(ep=2, hidden=64, ffn=64, spec_transform=grouped, init_method_std=0.5)
+    gpt = build_gpt(ep=2, hidden=64, ffn=64, grouped_mm=True, init_method_std=0.5)
     # `build_gpt` names and fills parameters itself; here Megatron's own initialisation is looked
     # at.
     from megatron_ext.mcore.grouped_experts import GroupedExperts

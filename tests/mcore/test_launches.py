@@ -5,12 +5,13 @@ Counted on CPU ranks, by `tests/perf/launches.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.perf.launches import KERNELS, count
+from tests.perf.launches import KERNELS, QUOTA, count
 
 CSRC = Path(__file__).parents[2] / "csrc"
 
@@ -36,12 +37,22 @@ def test_from_choices_to_instances(quota) -> None:
         "push": 1,
         "wait": 1,
         "count_load": 2,
-        "_allgather_base_": 1,
+        "gather_rows": 1,
         "solve_quota": 1,
         "share_and_seal": 1,
         "reroute": 1,
     }
     assert quota["routing"]["launches"] <= MOST_LAUNCHES
+
+
+def test_ranks_that_reach_each_other_gather_nothing_by_collectives(quota, stock) -> None:
+    gathered = {
+        name: work["forward"]["by_name"] for name, work in (("quota", quota), ("stock", stock))
+    }
+    assert gathered["stock"]["_allgather_base_"] == 1, "Megatron's dispatcher asks for counts"
+    assert "_allgather_base_" not in gathered["quota"]
+    # The load, and the seals that are compared before tokens travel.
+    assert gathered["quota"]["gather_rows"] == 2
 
 
 def test_the_host_waits_where_megatron_lets_it_wait(quota, stock) -> None:
@@ -54,6 +65,20 @@ def test_the_host_waits_where_megatron_lets_it_wait(quota, stock) -> None:
         assert quota[phase]["megatrons_syncs"] == stock[phase]["megatrons_syncs"]
 
 
+@pytest.mark.parametrize("setting", [dict(local_first=True), dict(transport="collective")])
+def test_no_way_of_tokens_or_replicas_makes_the_host_wait(setting, stock) -> None:
+    work = count(dataclasses.replace(QUOTA, **setting))
+    for phase in ("routing", "forward", "backward"):
+        assert work[phase]["our_syncs"] == []
+        assert work[phase]["megatrons_syncs"] == stock[phase]["megatrons_syncs"] * (
+            phase != "routing"
+        )
+    if "transport" in setting:
+        gathered = work["forward"]["by_name"]
+        assert gathered["_allgather_base_"] == 2, "the load, and what Megatron counts"
+        assert "gather_rows" not in gathered
+
+
 @pytest.mark.parametrize(
     ("file", "in_file"),
     [
@@ -63,6 +88,7 @@ def test_the_host_waits_where_megatron_lets_it_wait(quota, stock) -> None:
         # For shares that come as they are, lines are laid before; and values come back.
         ("assign", 1 + KERNELS["reroute"] + KERNELS["place_back"]),
         ("push_peers", KERNELS["push"]),
+        ("gather_rows", KERNELS["gather_rows"]),
         ("wait_peers", KERNELS["wait"]),
     ],
 )

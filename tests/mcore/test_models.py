@@ -151,9 +151,22 @@ class _OfItsOwnSize:
         super().__init__(config, *args, layer_number=layer_number, **kwargs)
 
 
+class _Mixer(nn.Module):
+    """In place of Megatron's, which needs `mamba_ssm`: each token has the mean of those before."""
+
+    def __init__(self, config: Any, d_model: int, **place: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d_model, d_model))
+
+    def forward(self, hidden: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        lengths = torch.arange(1, len(hidden) + 1).view(-1, 1, 1)
+        return (hidden.cumsum(0) / lengths) @ self.weight, None
+
+
 def _hybrid_spec() -> tuple[Any, dict[str, Any]]:
-    """Attention, MoE, attention, MoE as hybrid models stack them, and the stack's arguments."""
+    """Mamba, MoE, attention, MoE as hybrid models stack them, and the stack's arguments."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import (
         MoETransformerLayer,
@@ -165,12 +178,12 @@ def _hybrid_spec() -> tuple[Any, dict[str, Any]]:
         from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 
         stack, submodules = HybridStack, HybridStackSubmodules
-        pattern: dict[str, Any] = dict(layer_type_list=list("*E*E"))
+        pattern: dict[str, Any] = dict(layer_type_list=list("ME*E"))
     except ModuleNotFoundError:  # megatron-core 0.16
         from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
 
         stack, submodules = MambaStack, MambaStackSubmodules
-        pattern = dict(hybrid_override_pattern="*E*E")
+        pattern = dict(hybrid_override_pattern="ME*E")
     layer = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False).submodules
     attention = TransformerLayerSubmodules(
         input_layernorm=layer.input_layernorm,
@@ -181,7 +194,11 @@ def _hybrid_spec() -> tuple[Any, dict[str, Any]]:
         pre_mlp_layernorm=layer.pre_mlp_layernorm, mlp=layer.mlp, mlp_bda=layer.mlp_bda
     )
     of_its_own_size = type("MoELayerOfItsOwnSize", (_OfItsOwnSize, MoETransformerLayer), {})
+    mamba = MambaLayerSubmodules(
+        norm=layer.input_layernorm, mixer=_Mixer, mamba_bda=layer.self_attn_bda
+    )
     layers = submodules(
+        mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba),
         attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
         moe_layer=ModuleSpec(module=of_its_own_size, submodules=moe),
     )

@@ -87,12 +87,20 @@ def _square_distances(expected: Results, found: Results) -> dict[str, float]:
 
 @pytest.mark.option("bf16_gradients")
 @pytest.mark.parametrize(
-    ("fused", "main_grads", "limit"),
-    [(True, "fp32", 1.01), (True, "bf16", 1.1), (False, "fp32", 1.01), (False, "bf16", 1.1)],
+    ("experts", "main_grads", "limit"),
+    [
+        ("fused", "fp32", 1.01),
+        ("fused", "bf16", 1.1),
+        ("single", "fp32", 1.01),
+        ("single", "bf16", 1.1),
+        ("grouped", "bf16", 1.1),
+    ],
 )
-def test_balancing_does_not_add_to_the_error(fused: bool, main_grads: str, limit: float) -> None:
+def test_balancing_does_not_add_to_the_error(experts: str, main_grads: str, limit: float) -> None:
     case = dict(
-        gradient_accumulation_fusion=fused, ddp=dict(grad_reduce_in_fp32=main_grads == "fp32")
+        gradient_accumulation_fusion=experts == "fused",
+        grouped_mm=experts == "grouped",
+        ddp=dict(grad_reduce_in_fp32=main_grads == "fp32"),
     )
     ratios = errors_added(case)
     assert max(ratios.values()) <= limit, ratios

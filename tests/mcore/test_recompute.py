@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from megatron_ext.balance.strategies.settings import BalanceConfig
 from megatron_ext.balance.strategies.strategy import HistorySettings
@@ -234,11 +233,24 @@ def test_a_router_that_chooses_otherwise_the_second_time_changes_no_sum(topk: in
     assert all(replicas > 0 for replicas in run_ranks(_unstable_router, 2, case))
 
 
-def _in_a_checkpoint(rank: int) -> list[int]:
-    """One MoE layer in PyTorch's own checkpoint, without and with Megatron's inside."""
-    solved = []
+def checkpoint_for(settings: dict[str, Any]) -> Callable[..., Any]:
+    """Transformer Engine's checkpoint for its layers, PyTorch's for others."""
+    if settings.get("transformer_engine"):
+        from transformer_engine.pytorch.distributed import checkpoint
+    else:
+        from torch.utils.checkpoint import checkpoint
+    return checkpoint
+
+
+def in_a_checkpoint(rank: int, settings: dict[str, Any]) -> list[int]:
+    """One MoE layer in a checkpoint of its library's, without and with Megatron's inside.
+
+    Returns:
+        How many plans were solved.
+    """
+    checkpoint, solved = checkpoint_for(settings), []
     for recompute in ("none", "selective"):
-        case = dict(ep=2, recompute=recompute)
+        case = dict(ep=2, recompute=recompute) | settings
         gpt = balanced_gpt(case, BalanceConfig(tolerance=0.0), dtype=torch.float64)
         generator = torch.Generator().manual_seed(rank)
         hidden = torch.randn(32, 1, 16, generator=generator, dtype=torch.float64)
@@ -259,11 +271,14 @@ def _in_a_checkpoint(rank: int) -> list[int]:
         with torch.no_grad():
             checkpoint(lambda x, run=layer: run(x)[0], hidden, use_reentrant=False)
         inputs = hidden.clone().requires_grad_()
-        with pytest.raises(RuntimeError, match=r"layer 1: .* give use_reentrant=True, or "):
+        with pytest.raises(
+            RuntimeError,
+            match=rf"layer 1: {checkpoint.__module__}\.checkpoint.* give use_reentrant=True, or ",
+        ):
             checkpoint(lambda x, run=layer: run(x)[0], inputs, use_reentrant=False)
     return solved
 
 
 def test_other_checkpoints_and_one_in_another_are_recomputed_as_well() -> None:
     # The inner checkpoint has a first pass in both passes of the outer one.
-    assert run_ranks(_in_a_checkpoint, 2) == [[1, 2], [1, 2]]
+    assert run_ranks(in_a_checkpoint, 2, {}) == [[1, 2], [1, 2]]

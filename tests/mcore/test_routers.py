@@ -6,6 +6,7 @@ leaves in a router works in the second. Counts are compared exactly.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -66,12 +67,36 @@ def record(gpt: TinyGPT) -> None:
 
 def replay(gpt: TinyGPT) -> None:
     """Two neighbors for each token, most often the first ones."""
-    first = torch.arange(TOKENS) ** 2 % 7 % 4
+    set_targets(gpt, shift=0)
     for router in routers(gpt):
-        router.router_replay.set_target_indices(torch.stack([first, (first + 1) % 4], 1))
         router.router_replay.set_router_replay_action(
             router_replay.RouterReplayAction.REPLAY_FORWARD
         )
+
+
+def set_targets(gpt: TinyGPT, shift: int) -> None:
+    first = (torch.arange(TOKENS) ** 2 % 7 + shift) % 4
+    for router in routers(gpt):
+        router.router_replay.set_target_indices(torch.stack([first, (first + 1) % 4], 1))
+
+
+def replay_again_in_backward(gpt: TinyGPT) -> None:
+    """Other targets in each microbatch, which its recomputed forward takes from a list."""
+    shifts, actions = itertools.count(), router_replay.RouterReplayAction
+
+    def act(action: Any) -> None:
+        for router in routers(gpt):
+            router.router_replay.set_router_replay_action(action)
+
+    def begin(module: Any, args: Any) -> None:
+        set_targets(gpt, next(shifts))
+        act(actions.REPLAY_FORWARD)
+
+    def end(module: Any, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda grad: act(actions.REPLAY_BACKWARD))
+
+    gpt.chunks[0].register_forward_pre_hook(begin)
+    gpt.chunks[0].register_forward_hook(end)
 
 
 def give_ids(gpt: TinyGPT) -> None:
@@ -149,7 +174,10 @@ KINDS = {
         tells=("global_load_balancing_loss", "z_loss", *COUNTED_GLOBALLY),
     ),
     "recorded": Kind(dict(moe_enable_routing_replay=True), record, tells=("recorded 0",)),
-    "replayed": Kind(dict(moe_enable_routing_replay=True), replay),
+    "replayed": Kind(dict(moe_enable_routing_replay=True), replay, tells=("left to replay 0",)),
+    "replayed in backward": Kind(
+        dict(moe_enable_routing_replay=True, recompute="full"), replay_again_in_backward
+    ),
     "dropped by probability": Kind(
         dict(BIASED, moe_router_load_balancing_type="none", moe_expert_capacity_factor=0.8),
         tells=BIAS,
@@ -203,6 +231,8 @@ def statistics(gpt: TinyGPT) -> dict[str, torch.Tensor]:
         named = dict(router.named_buffers())
         if router.router_replay is not None:
             named["recorded"] = router.router_replay.get_recorded_indices()
+            left = len(router.router_replay.replay_backward_list)
+            named["left to replay"] = torch.tensor(left)
         found |= {f"{name} {index}": b.clone() for name, b in named.items() if b is not None}
     return found
 
@@ -290,6 +320,7 @@ SHOWN = {
     "padding mask": "padding_mask",
     "recorded": "router_replay",
     "replayed": "router_replay",
+    "replayed in backward": "router_replay",
     "ids": "routing_ids",
     "dropped by position": "capacity",
     "dropped and padded": "capacity",
@@ -310,3 +341,4 @@ def test_routing_is_as_without_balancing(name: str) -> None:
         assert (replicas == 0) == kind.is_even
         assert (max(assignments) < 2 * TOKENS * kind.settings.get("topk", TOPK)) == kind.drops
         assert set(kind.tells) <= set(told)
+        assert kind.prepare is not replay_again_in_backward or "left to replay 0" not in told

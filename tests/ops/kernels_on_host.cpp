@@ -141,6 +141,16 @@ void share(const SharedQuotas& quotas,
     const int64_t experts = quotas.num_experts;
     std::vector<int64_t> ids(experts * ranks);
     number_instances(ranks, experts, placed.num_slots, placed.slots, ids.data());
+    const int64_t places = experts / ranks + placed.num_slots;
+    std::vector<int64_t> arriving(ranks * places);
+    count_arriving(ranks,
+                   experts,
+                   placed.num_slots,
+                   load.data(),
+                   quotas.quota,
+                   placed.slots + source * placed.num_slots,
+                   source,
+                   arriving.data());
     const int64_t num_replicas = ranks * placed.num_slots;
     const SealedPlan plan{
         load.data(), experts, experts, quotas.quota, placed.slots, ranks * experts, num_replicas};
@@ -160,6 +170,7 @@ void share(const SharedQuotas& quotas,
 
     for (const bool is_sealed : {true, false}) {
         Guarded<int64_t> split_there(experts * ranks), ids_there(experts * ranks), seal_there(1);
+        Guarded<int64_t> arriving_there(ranks * places);
         Guarded<int32_t> slots_there(num_replicas);
         SomeLines lines(experts, ranks);
         placed.physical_index = ids_there.data();
@@ -168,11 +179,18 @@ void share(const SharedQuotas& quotas,
         plan_there.load_stride = quotas.load_stride;
         Sealing sealing{plan_there, before, seal_there.data(), slots_there.data()};
         if (!is_sealed) sealing = {};
-        share_plan_cuda(
-            quotas, source, split_there.data(), placed, lines.lines(), sealing, nullptr);
+        share_plan_cuda(quotas,
+                        source,
+                        split_there.data(),
+                        arriving_there.data(),
+                        placed,
+                        lines.lines(),
+                        sealing,
+                        nullptr);
         const std::vector<int64_t> row = split_there.values();
         require(std::equal(row.begin(), row.end(), split.begin()), "the row equals the host's");
         require(ids_there.values() == ids, "the ids equal the host's");
+        require(arriving_there.values() == arriving, "what arrives equals the host's");
         lines.require_equal(row.data(), ids.data());
         if (!is_sealed) continue;
         require(seal_there.values()[0] == seal, "the seal equals the host's");

@@ -92,7 +92,12 @@ class Group {
             for (const int64_t bytes : sizes_.weights) mains_.emplace_back(bytes);
             for (const int64_t count : sizes_.grads) totals_.emplace_back(4 * count);
         }
+        rows_.resize(sizes_.ranks);
+        gathered_.resize(sizes_.ranks);
         for (int64_t rank = 0; rank < sizes_.ranks; ++rank) {
+            tables_.emplace_back(row_table_.bytes());
+            tables_.back().fill(0);
+            table_addresses_.push_back(tables_.back().data());
             copies_.emplace_back(PeerCopies::bytes(sizes_.ranks, sizes_.slots));
             addresses_.emplace_back();
             for (int64_t i = 0; i < sizes_.mains * num_segments(); ++i) {
@@ -214,6 +219,36 @@ class Group {
         });
     }
 
+    // Gather rows, look, and leave nothing of the row given.
+    void gather(int64_t rank, int64_t num_words, int round) {
+        const auto stream = stream_of(rank, 0);
+        run(stream, [=, this] {
+            std::vector<int64_t>& row = rows_[rank];
+            row.assign(num_words, 0);
+            for (int64_t i = 0; i < num_words; ++i) row[i] = word(rank, round, i);
+            gathered_[rank].assign(sizes_.ranks * num_words, -1);
+        });
+        // Lists are made when the launch is, and rows then: their places must be known by now.
+        rows_[rank].reserve(kMostWords);
+        gathered_[rank].reserve(kMostWords * sizes_.ranks);
+        gather_rows_cuda(self_of(rank),
+                         {row_table_,
+                          table_addresses_.data(),
+                          rows_[rank].data(),
+                          num_words,
+                          gathered_[rank].data()},
+                         stream);
+        run(stream, [=, this] {
+            bool equal = true;
+            for (int64_t i = 0; i < sizes_.ranks * num_words; ++i) {
+                const int64_t expected = word(i / num_words, round, i % num_words);
+                equal = equal && gathered_[rank][i] == expected;
+            }
+            require(equal || failures_[rank].is_set != 0, "rows are those of all ranks");
+            std::fill(rows_[rank].begin(), rows_[rank].end(), -1);
+        });
+    }
+
     // The host gives up, at some time while streams run.
     void abort(int64_t rank) {
         run(reinterpret_cast<cudaStream_t>(1 + 2 * sizes_.ranks + rank),
@@ -257,6 +292,10 @@ class Group {
         }
         to.push_back(std::move(added));
         to.back().segment.buffers = to.back().addresses.data();
+    }
+
+    static int64_t word(int64_t rank, int round, int64_t i) {
+        return 1 + rank * 100'000 + round * 1'000 + i;
     }
 
     int64_t domain_of(int64_t rank) const { return rank / sizes_.domain; }
@@ -360,7 +399,13 @@ class Group {
         }
     }
 
+    static constexpr int64_t kMostWords = 80;
+
     const Sizes sizes_;
+    const RowTable row_table_{sizes_.ranks, kMostWords};
+    std::vector<Memory> tables_;  // of each rank
+    std::vector<char*> table_addresses_;
+    std::vector<std::vector<int64_t>> rows_, gathered_;  // of each rank
     std::vector<Shared> weights_, grads_;              // of each segment
     std::vector<Memory> mains_, totals_;               // [experts, segments]
     std::vector<Memory> copies_;                       // each rank's, compiled anew by every push
@@ -388,12 +433,16 @@ void move_random_replicas() {
     Group group(random_sizes());
     std::vector<std::vector<std::shared_ptr<Lists>>> kept;
     const int rounds = 4;
+    // A gather lets ranks wait for each other, and would hide what only late ranks show.
+    const int gathers = pick(0, 1) == 0 ? 0 : 2;
     for (int round = 0; round < rounds; ++round) {
+        const int64_t num_words = pick(1, 80);
         const std::vector<Transfer> transfers = group.random_transfers();
         kept.push_back(group.compile(transfers));
         for (int64_t rank = 0; rank < group.sizes().ranks; ++rank) {
             group.push(rank, transfers, kept.back()[rank].get(), round);
             group.pull(rank, transfers, kept.back()[rank].get(), round);
+            for (int i = 0; i < gathers; ++i) group.gather(rank, num_words, 2 * round + i);
         }
     }
     cuda_on_host::run_streams();
@@ -401,6 +450,7 @@ void move_random_replicas() {
         require(group.failure(rank).is_set == 0, "no rank waits too long");
         require(group.state(rank).push.generation == rounds, "every push is counted once");
         require(group.state(rank).pull.generation == rounds, "every pull is counted once");
+        require(group.state(rank).gathered == gathers * rounds, "rows are counted once");
     }
 }
 
@@ -449,6 +499,9 @@ void end_waits_in_time() {
     const auto pull = [](int64_t rank) {
         return [rank](Group& group, Lists* lists) { group.pull(rank, {}, lists, 1); };
     };
+    const auto gather = [](Group& group, Lists*) { group.gather(0, 3, 0); };
+    require_failure(when_the_other_stays_away(0, gather),
+                    {1, -1, 0, 1, 0, 40, PeerDeed::kSendRow, 1});
     require_failure(when_the_other_stays_away(0, push(0)), {1, 0, 0, 2, 1, 40, PeerDeed::kFree, 1});
     require_failure(when_the_other_stays_away(1, push(1)), {0, 0, 0, 2, 1, 41, PeerDeed::kFill, 1});
     require_failure(when_the_other_stays_away(0, pull(0)),

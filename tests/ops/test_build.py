@@ -98,10 +98,11 @@ def test_a_library_for_another_torch_is_not_used(tmp_path, monkeypatch):
     assert build._MARK.search(installed.read_bytes())
     assert build.library() == installed
     other = tmp_path / "libmegatron_ext.so"
-    other.write_bytes(b"...\0megatron_ext for torch 1.0.0\0...")
     monkeypatch.setattr(build, "_installed", lambda: other)
     monkeypatch.setattr(build, "_cached", lambda sources: sources)
-    assert build.library() == ROOT / "csrc"
+    for content in (b"...\0megatron_ext for torch 1.0.0\0...", b"without a mark"):
+        other.write_bytes(content)
+        assert build.library() == ROOT / "csrc"
 
 
 def test_sources_and_tools_name_the_library(tmp_path, monkeypatch):

@@ -37,7 +37,7 @@ def with_launches_as_calls(source: str) -> str:
 
 
 STAGES = ["assign", "count_load", "share_plan", "solve_quota", "split_quota"]
-PEERS = ["pull_add_peers", "push_peers", "wait_peers", "write_words"]
+PEERS = ["gather_rows", "pull_add_peers", "push_peers", "wait_peers", "write_words"]
 
 
 def test_all_kernels_are_run():
@@ -143,6 +143,18 @@ BROKEN = {
             "        // flags",
         )
     },
+    "a row's flag before the other lanes have stored": {
+        "gather_rows.cu": (
+            "        __syncwarp();  // All lanes have stored what",
+            "        // what",
+        )
+    },
+    "a row read before it is there": {
+        "gather_rows.cu": (
+            "const bool is_there = wait_for(",
+            "const bool is_there = true || wait_for(",
+        )
+    },
     "the first block counts the generation": {
         "peers.cuh": ("!= gridDim.x - 1) return", "> 0) return")
     },
@@ -164,7 +176,8 @@ def test_a_broken_kernel_is_noticed(broken, whole, tmp_path):
     objects = compile_kernels(changed, tmp_path, broken)
     replaced = {path.name for path in objects}
     objects += [path for path in whole if path.name not in replaced]
-    result = run(objects, 100, tmp_path)
+    # Ends where it notices; what happens seldom takes more rounds.
+    result = run(objects, 400, tmp_path)
     assert result.returncode == 1, "it was not"
     assert result.stderr
 

@@ -51,6 +51,7 @@ WARMUP = 5
 KERNELS = {
     "count_load": 2,  # mark, count
     "solve_quota": 1,  # of one NVLink domain
+    "gather_rows": 1,
     "share_and_seal": 1,
     "reroute": 1,
     "place_back": 1,
@@ -177,6 +178,15 @@ class _CountedTransport:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+    @property
+    def rows(self) -> _CountedTransport | None:
+        return None if self._transport.rows is None else self
+
+    def gather(self, *args: Any) -> Tensor:
+        self._counting.launch("gather_rows")
+        with self._counting.paused():
+            return self._transport.gather(*args)
 
     def push(self, *args: Any) -> Any:
         return self._start("push", *args)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -258,6 +259,57 @@ def _lend_and_take_back(rank: int, case: dict[str, Any]) -> None:
 def test_experts_are_as_they_were_after_a_forward_and_after_one_that_fails(op_fuser: bool) -> None:
     of_fuser = dict(moe_mlp_glu_interleave_size=4, use_transformer_engine_op_fuser=True)
     run_ranks(_lend_and_take_back, 1, of_fuser if op_fuser else {})
+
+
+@mock.patch.dict(os.environ, NVTE_CUTEDSL_FUSED_GROUPED_MLP="1")
+def _two_in_flight(rank: int) -> int:
+    """Two microbatches, each computed in two parts, whose backwards follow both forwards.
+
+    Returns:
+        How often operations were made.
+    """
+    from megatron_ext.mcore.experts import expert_weights, run_experts
+
+    of_fuser = dict(moe_mlp_glu_interleave_size=4, use_transformer_engine_op_fuser=True)
+    gpt = build_gpt(**(TE | GATED | of_fuser | dict(ep=1, num_layers=1, experts=2)))
+    experts = gpt.chunks[0].module.decoder.layers[0].mlp.experts
+    weights = expert_weights(experts)
+    memory = [torch.stack(rows) for rows in weights.mains().rows()]
+    counts = torch.tensor([3, 2, 0, 4])
+    parts = [(torch.randn(9, 16), torch.rand(9)) for _ in range(4)]
+
+    def forward(of_microbatch: list[Any]) -> tuple[Any, list[torch.Tensor]]:
+        slots = [[row.clone().requires_grad_() for row in values] for values in memory]
+        for of_segment, values in zip(slots, memory, strict=True):
+            for slot, row in zip(of_segment, values, strict=True):
+                slot.data = row  # All microbatches have the same memory.
+        outputs = [run_experts(experts, weights, slots, t, counts, p) for t, p in of_microbatch]
+        return sum(outputs).square().sum(), [slot for of_segment in slots for slot in of_segment]
+
+    def gradients(microbatches: list[list[Any]]) -> list[Any]:
+        under_way = [forward(of_microbatch) for of_microbatch in microbatches]
+        for loss, _ in under_way:
+            loss.backward()
+        return [slot.grad for _, slots in under_way for slot in slots]
+
+    microbatches = [parts[:2], parts[2:]]
+    make = mock.patch.object(experts, "_make_fused_ops", wraps=experts._make_fused_ops)
+    with make as made:
+        together = gradients(microbatches)
+        alone = [each for of_microbatch in microbatches for each in gradients([of_microbatch])]
+    assert len(alone) == 8
+    assert all(torch.equal(*pair) for pair in zip(together, alone, strict=True))
+    assert [bool(grad.any()) for grad in alone] == [False, True] * 4
+    loss, slots = forward(parts)
+    kept = [weakref.ref(slot) for slot in slots]
+    del loss, slots
+    assert not any(slot() is not None for slot in kept), "a graph outlives its microbatch"
+    return made.call_count
+
+
+@pytest.mark.skipif(not HAS_BLOCKS, reason="Megatron has no fused experts")
+def test_operations_of_the_op_fuser_are_made_once_for_all_microbatches() -> None:
+    assert run_ranks(_two_in_flight, 1) == [1]
 
 
 def _checkpoint_entries(rank: int) -> int:

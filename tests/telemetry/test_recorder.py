@@ -83,6 +83,12 @@ def test_counts_every_forward_once(strategy: str, recompute: str) -> None:
             assert loads.imbalance_after <= 1.05 * loads.forwards
 
 
+def _layer(number: int, router: Any) -> Any:
+    layer: Any = torch.nn.Identity()
+    layer.layer_number, layer.router = number, router
+    return layer
+
+
 def _record_ids(rank: int) -> Any:
     import torch.distributed as dist
 
@@ -90,7 +96,7 @@ def _record_ids(rank: int) -> Any:
 
     router = torch.nn.Identity()
     router.config = SimpleNamespace(num_moe_experts=EXPERTS)
-    recorder = LoadRecorder([SimpleNamespace(layer_number=1, router=router)], dist.group.WORLD)
+    recorder = LoadRecorder([_layer(1, router)], dist.group.WORLD)
     router((None, torch.tensor([[4, 0], [-1, 4]])))
     return recorder.take_step().loads
 
@@ -104,7 +110,8 @@ def test_the_host_waits_once_a_step() -> None:
     from megatron_ext.telemetry.recorder import LoadRecorder
     from tests.perf.launches import Counting, Work, as_on_a_gpu
 
-    layer: Any = SimpleNamespace(observers=[])
+    layer: Any = torch.nn.Identity()
+    layer.observers = []
     recorder = LoadRecorder([layer], ep_group=None)
     for layer_number in range(4):
         report = SimpleNamespace(
@@ -113,6 +120,10 @@ def test_the_host_waits_once_a_step() -> None:
             rank_loads_after=torch.tensor([3, 3 + layer_number]),
             slots=torch.tensor([[-1], [0]], dtype=torch.int32),
             prediction=None,
+            layout=None,
+            weight_bytes=10,
+            grad_bytes=20,
+            moves=SimpleNamespace(pushes=2),
         )
         layer.observers[0](report)
     counting, work = Counting(), Work()
@@ -123,6 +134,7 @@ def test_the_host_waits_once_a_step() -> None:
     assert (step.forwards, step.replicas) == (4, 4)
     assert step.imbalance_before == pytest.approx(8 / 6 + 8 / 7 + 1 + 10 / 9)
     assert step.imbalance_after == pytest.approx(1 + 8 / 7 + 10 / 8 + 12 / 9)
+    assert [(one.pushed_bytes, one.pulled_bytes) for one in step.computed] == [(20, 20)] * 4
     assert step.loads[3].load.tolist() == [[3, 4], [2, 0]]
 
 
@@ -135,7 +147,7 @@ def _record_different_layers(rank: int) -> Any:
     for number, experts in ((1, 4), (2, 2)):
         router = torch.nn.Identity()
         router.config = SimpleNamespace(num_moe_experts=experts)
-        layers.append(SimpleNamespace(layer_number=number, router=router))
+        layers.append(_layer(number, router))
     recorder = LoadRecorder(layers, dist.group.WORLD)
     for layer in layers:
         layer.router((None, torch.tensor([[0], [rank]])))

@@ -272,6 +272,31 @@ def test_wrong_settings_end_with_one_line_each(
 
 
 @pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        ("optimizer.beta1=1.5", "optimizer.beta1 (1.5) must be >= 0 and < 1"),
+        (
+            "model.transformer_impl=transformer_engine",
+            "model.transformer_impl (transformer_engine): Transformer Engine is not installed: "
+            "pip install 'transformer-engine[pytorch]', or model.transformer_impl=local",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_said_once(
+    wrong: str,
+    line: str,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", False)
+    with pytest.raises(SystemExit):
+        main([*overrides(data, tmp_path), wrong])
+    assert capsys.readouterr().err == f"error: {line}\n"
+
+
+@pytest.mark.parametrize(
     ("words", "rule"),
     [
         (["--ranks", "0"], "argument --ranks: '0' must be a whole number >= 1"),

@@ -131,3 +131,28 @@ def test_it_counts_what_ranks_have(
     if num_ranks == 2:  # A step of one microbatch, so all that it kept was kept at a time.
         busiest = max(rank["kept"] for rank in real)
         assert dry.stages[0].activations[1.0] < busiest < dry.stages[0].activations[2.0]
+
+
+def test_layers_of_transformer_engine_keep_no_scores(data: Path, tmp_path: Path) -> None:
+    settings = [
+        *overrides(data, tmp_path / "run"),
+        "model.precision=bf16",
+        "data.sequence_length=64",
+        "+megatron.normalization=RMSNorm",
+        "balance.strategy=quota",
+    ]
+    counted = {
+        impl: run_ranks(_dry_run, 1, [*settings, f"model.transformer_impl={impl}"], 2)[0].stages[0]
+        for impl in ("local", "transformer_engine")
+    }
+    local, engine = counted.values()
+    layers, samples, heads, tokens = 2, 2, 2, 64
+    scores = layers * samples * heads * tokens**2 * 2
+    assert engine.activations[1.0] <= local.activations[1.0] - scores
+    assert (engine.weights, engine.gradients, engine.slots) == (
+        local.weights,
+        local.gradients,
+        local.slots,
+    )
+    # Fused into the float32 gradients of DDP, of which replicas have their part.
+    assert engine.slot_gradients == 2 * local.slot_gradients > 0

@@ -17,11 +17,13 @@ import torch
 from megatron_ext.config import TrainConfig
 from megatron_ext.trainer import launch
 from megatron_ext.trainer.launch import CPU_ENVIRONMENT, NO_RESTART, join_ranks, launch_ranks
+from megatron_ext.trainer.rank_logs import rank_log
 from megatron_ext.trainer.train import load_config
 from tests.processes import running
 from tests.ranks import run_ranks
+from tests.steps import repeatable_steps
 from tests.trainer.dataset import overrides
-from tests.trainer.test_signals import ROOT, results, train_command, train_here
+from tests.trainer.test_signals import ROOT, train_command, train_here
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about ranks on CPUs")
 
@@ -104,7 +106,7 @@ def test_a_run_starts_again_after_a_rank_was_killed(data, tmp_path, caplog):
     assert len(said) == 1
     assert said[0].startswith("restart 1 of 2: rank 1 was ended by SIGKILL at 2")
     run_ranks(train_here, 2, overrides(data, whole))
-    assert results(run_dir) == results(whole)
+    assert repeatable_steps(run_dir) == repeatable_steps(whole)
 
 
 def _end_for_good(file: str) -> None:
@@ -138,6 +140,9 @@ def test_nothing_outlives_a_rank_that_was_killed(data, tmp_path):
         run.wait_until_gone()
         assert run.status() == 1
         assert run.output().splitlines()[-1] == "error: rank 1 was ended by SIGKILL"
+    logs = [rank_log(tmp_path / "run", rank).read_text() for rank in (0, 1)]
+    assert "Z step 1/" in logs[0]
+    assert "Z rank 1 of 2 on host " in logs[1]
 
 
 @pytest.mark.slow

@@ -10,21 +10,21 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron_ext.balance.metrics import home_loads, imbalance
 from megatron_ext.balance.strategies.settings import BalanceConfig
 from megatron_ext.config import ConfigError, Section
 from megatron_ext.pretrain import PROGRAM, balance_parser, main, read_balance
+from tests.boards import written_for_tensorboard, written_for_wandb
 from tests.gpt import GPTModel, build_gpt, get_gpt_decoder_block_spec  # enables the CPU platform
 from tests.ranks import run_ranks
 
@@ -52,12 +52,15 @@ COMMAND_LINE = """
 """
 
 
-def launch(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run the program on two ranks, without PyTorch's compiler: it takes longer than training."""
+def launch(
+    *words: str, program: Path = PROGRAM_FILE, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program on two ranks, without PyTorch's compiler: it takes longer than training."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "megatron_ext.pretrain", str(PROGRAM_FILE), *" ".join(words).split()]
+    command += ["-m", "megatron_ext.pretrain", str(program), *" ".join(words).split()]
     return subprocess.run(
         ["env", "TORCH_COMPILE_DISABLE=1", "WANDB_MODE=offline", *command],
+        env=environment,
         capture_output=True,
         text=True,
         check=False,
@@ -69,48 +72,12 @@ def logged(output: str, name: str) -> list[float]:
     return [float(value) for value in re.findall(rf" {name}: ([\d.E+-]+) \|", output)]
 
 
-def written_for_wandb(folder: Path, name: str) -> list[float]:
-    """A value of every iteration, from W&B's only run there."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    items = [item for each in records(path) for item in Record.FromString(each).history.item]
-    return [float(item.value_json) for item in items if [name] in (item.nested_key, [item.key])]
-
-
-def written_for_tensorboard(folder: Path, name: str) -> list[float]:
-    """A value of every iteration, from TensorBoard's only run there."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    return [event.value for event in EventAccumulator(str(folder)).Reload().Scalars(name)]
-
-
-def records(path: Path) -> Iterator[bytes]:
-    """Records of a log of LevelDB: in blocks, behind 7 bytes that name W&B."""
-    data, position, record = path.read_bytes(), 7, b""
-    while position + 7 <= len(data):
-        if (left := 32768 - position % 32768) < 7:
-            position += left
-            continue
-        length, kind = struct.unpack_from("<HB", data, position + 4)  # behind a checksum
-        position += 7
-        record += data[position : position + length]
-        position += length
-        if kind in (WHOLE, LAST):
-            yield record
-            record = b""
-
-
-WHOLE, LAST = 1, 4
-"""Kinds of a record's parts."""
-
-
 @needs_training_loop
 @pytest.mark.slow
 def test_a_program_learns_the_same_balanced(tmp_path: Path) -> None:
     plain = launch(COMMAND_LINE)
     to_wandb = f"--wandb-project x --wandb-exp-name y --wandb-save-dir {tmp_path}"
-    to_boards = f"{to_wandb} --tensorboard-dir {tmp_path / 'board'}"
+    to_boards = f"{to_wandb} --tensorboard-dir {tmp_path / 'board'} --moe-per-layer-logging"
     balanced = launch("--moe-balance-slots=2", COMMAND_LINE, "--moe-balance-tolerance 0", to_boards)
     assert plain.returncode == 0, plain.stderr
     assert balanced.returncode == 0, balanced.stderr
@@ -119,15 +86,24 @@ def test_a_program_learns_the_same_balanced(tmp_path: Path) -> None:
         # Float32 sums in another order, printed with seven digits.
         assert logged(balanced.stdout, name) == pytest.approx(expected, rel=1e-6)
         assert len(expected) >= (1 if "value" in name else 4)
-    before, after, replicas = (logged(balanced.stdout, name) for name in pretrain.METRICS)
-    assert min(before) > 1.01
-    assert after == [1.0] * 4
-    assert min(replicas) > 0
-    assert "moe_replicas" not in plain.stdout
-    for name, values in zip(pretrain.METRICS, (before, after, replicas), strict=True):
+    values = {name: logged(balanced.stdout, name) for name in pretrain.CONSOLE}
+    assert min(values["moe/avg_overload_factor_routed"]) > 1.01
+    assert values["moe/avg_overload_factor"] == values["moe/max_overload_factor"] == [1.0] * 4
+    assert min(values["balance/replicas"]) > 0
+    assert "overload" not in plain.stdout
+    for name, said in values.items():
+        assert len(said) == 4
+        # Printed with seven digits, and stored in float32.
+        first, second, *later = written_for_tensorboard(tmp_path / "board", name)
+        # Megatron prints the first iteration, and counts it once more in the next line.
+        assert [first, (first + second) / 2, *later] == pytest.approx(said, rel=1e-6)
+        in_wandb = written_for_wandb(tmp_path, name)
+        assert in_wandb == pytest.approx([first, second, *later], rel=1e-6)
+    for layer in (0, 1, 2):  # the last is of multi-token prediction
+        name = f"moe/avg_overload_factor_routed_layer_{layer}"
         on_board = written_for_tensorboard(tmp_path / "board", name)
-        for written in (written_for_wandb(tmp_path, name), on_board):
-            assert [f"{value:.2f}" for value in written] == [f"{value:.2f}" for value in values]
+        assert len(on_board) == 4
+        assert min(on_board) >= 1
 
 
 @needs_training_loop
@@ -241,16 +217,18 @@ class Writer:
         self.scalars[name] = float(value)
 
 
-def _attached(rank: int) -> tuple[list[str], dict[str, float], dict[str, float]]:
-    """Classes of a model's MoE layers; what Megatron reported; what the layers reported."""
+def _attached(rank: int) -> tuple[list[str], dict[str, float], dict[str, float], dict[str, float]]:
+    """Classes of a model's MoE layers; what Megatron reported, and for its console; what the layers
+    reported."""
     from megatron.core.transformer.moe import moe_utils
 
     from megatron_ext.mcore.models import balance_models
 
     reports: list[Any] = []
+    steps = pretrain.BalancedSteps()
 
     def attend(layer: Any) -> None:
-        pretrain._record_in_megatron(layer)
+        steps.recorder.watch(layer)
         layer.observers.append(reports.append)
 
     with mock.patch.object(GPTModel, "__init__", GPTModel.__init__):
@@ -267,25 +245,41 @@ def _attached(rank: int) -> tuple[list[str], dict[str, float], dict[str, float]]
             GPTModel(gpt.config, spec, **sizes)
     gpt.config.cuda_graph_impl = graphs
     gpt.forward_backward(num_microbatches=2)
-    writer = Writer()
+    writer, totals = Writer(), {"lm loss": torch.ones(1)}
     tracking = pretrain._tracking()
     report = tracking.get_moe_metrics_tracker().report if tracking else moe_utils.track_moe_metrics
-    pretrain._with_metrics(report)(
-        loss_scale=0.5, iteration=1, writer=writer, track_names=[], num_layers=2
+    pretrain._with_metrics(report, steps)(
+        loss_scale=0.5,
+        iteration=1,
+        writer=writer,
+        track_names=[],
+        num_layers=2,
+        per_layer_logging=True,
+        total_loss_dict=totals,
     )
-    loads = [(home_loads(report.load), report.rank_loads_after) for report in reports]
-    expected = (
-        sum(imbalance(before) for before, _ in loads) / 4,
-        sum(imbalance(after) for _, after in loads) / 4,
-        sum(report.num_replicas for report in reports) / 4,
-    )
+    steps.recorder.close()
+    before = [imbalance(home_loads(report.load)) for report in reports]
+    after = [imbalance(report.rank_loads_after) for report in reports]
+    second = [place for place, report in enumerate(reports) if report.layer_number == 2]
+    expected = {
+        "moe/avg_overload_factor_routed": sum(before) / 4,
+        "moe/max_overload_factor_routed": max(before),
+        "moe/avg_overload_factor": sum(after) / 4,
+        "moe/max_overload_factor": max(after),
+        "moe/avg_overload_factor_routed_layer_1": sum(before[place] for place in second) / 2,
+        "balance/replicas": sum(report.num_replicas for report in reports) / 4,
+    }
     names = [type(layer).__name__ for layer in model.modules() if hasattr(layer, "router")]
-    return names, writer.scalars, dict(zip(pretrain.METRICS, expected, strict=True))
+    return names, writer.scalars, {name: float(one) for name, one in totals.items()}, expected
 
 
 @pytest.mark.option("pretrain")
 def test_models_are_balanced_and_megatron_reports_it() -> None:
-    for names, reported, expected in run_ranks(_attached, 2):
+    for names, reported, console, expected in run_ranks(_attached, 2):
         assert names == ["BalancedMoELayer"] * 3, "the last is of multi-token prediction"
-        assert reported == pytest.approx(expected, rel=1e-6)
-        assert expected["moe_replicas"] > 0
+        assert {name: reported[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+        assert console["lm loss"] == 1
+        said = {name: reported[name] for name in pretrain.CONSOLE}
+        assert {name: console[name] for name in said} == pytest.approx(said, rel=1e-6)
+        assert expected["balance/replicas"] > 0
+        assert reported["cost/pulled_bytes"] > 0

@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous.registry import _create_c10d_handler
 
 from megatron_ext.trainer.agent import main
 from megatron_ext.trainer.processes import children
+from megatron_ext.trainer.rank_logs import rank_log
 from megatron_ext.trainer.rendezvous import NAME, create_handler
 from megatron_ext.trainer.run_log import read_metrics
 from tests.processes import Program, listening, running
@@ -107,6 +108,49 @@ def test_two_machines(data: Path, tmp_path: Path) -> None:
             agent.wait_until_gone()
     last = len(read_metrics(run_dir))
     assert (run_dir / "checkpoints" / f"step_{last:08d}").is_dir()
+
+
+ELASTIC_AGENT = """
+from datetime import timedelta
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
+# How long machines that are enough wait for more.
+RendezvousTimeout._DEFAULT_TIMEOUTS["last_call"] = timedelta(seconds=1)
+from megatron_ext.trainer.agent import main
+main()
+"""
+
+
+@pytest.mark.slow
+def test_one_machine_goes_on_where_two_are_not_needed(data: Path, tmp_path: Path) -> None:
+    """With NNODES=1:2, after all that runs on one of them is gone."""
+    run_dir, port = tmp_path / "run", free_port()
+    command = [
+        *(sys.executable, "-c", ELASTIC_AGENT, "--max-restarts", "3", "--nnodes", "1:2"),
+        *("--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{port}"),
+        *("-m", "megatron_ext.train", *overrides(data, run_dir), *ENDLESS),
+        *("parallel.ep_size=1", "checkpoint.every=5"),
+    ]
+    with ExitStack() as stack:
+        agents: list[Program] = [
+            stack.enter_context(running(command, tmp_path / "output", RDZV_SECRET=SECRET))
+            for _ in range(2)
+        ]
+
+        def num_ranks() -> int:
+            return sum(len(children(agent.pid)) for agent in agents)
+
+        agents[0].wait_for(lambda: saved(run_dir) and num_ranks() == 2, "checkpoint of two")
+        # Who holds the store has to stay: machines meet there.
+        (left,) = (a for a in agents if port in {each for _, each in listening([a.pid])})
+        (lost,) = (agent for agent in agents if agent is not left)
+        os.killpg(lost.pid, signal.SIGKILL)
+        left.wait_for(lambda: CONTINUES.search(left.output()), "start of one")
+        said = CONTINUES.search(left.output())
+        assert said is not None
+        left.wait_for(lambda: len(read_metrics(run_dir)) > int(said[1]) + 1, "step of one")
+        assert "rank 0 of 1 on host" in rank_log(run_dir, 0).read_text()
+        os.kill(left.pid, signal.SIGUSR1)
+        assert left.status() == 138
 
 
 def attack(port: int, file: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from megatron_ext.files.loads import Loads, write_loads
 from megatron_ext.trainer import quickstart
-from megatron_ext.trainer.report import WARMUP_STEPS, Drift, summarize, table
+from megatron_ext.trainer.reports.summary import WARMUP_STEPS, Drift, summarize, table
 from megatron_ext.trainer.train import load_config
 from tests.trainer.dataset import overrides
 
@@ -53,6 +53,7 @@ def test_every_run_of_the_quickstart_has_a_folder(run_dir: str, folder: str) -> 
         for name in ("none", "quota", "ideal", quickstart.YARDSTICK)
     }
     assert quickstart.give_each_a_folder(runs) == Path(folder)
+    assert {each.logging.wandb_group for each in runs.values()} == {Path(folder).name}
     assert {name: config.run_dir for name, config in runs.items()} == {
         name: f"{folder}/{name}" for name in runs
     }
@@ -94,5 +95,7 @@ def test_quickstart_writes_its_files(
     for drift in (summary["quota"]["drift_from_none"], summary["none"]["drift_by_rounding"]):
         assert drift == {"steps_alike": 3, "while_alike": pytest.approx(0, abs=1e-6), "after": None}
     assert summary["ideal"]["imbalance_after"] == 1.0
-    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert "as fast as none, at" in page
+    assert "<td>ideal</td>" in page
     assert (tmp_path / "quota" / "config.yaml").is_file()

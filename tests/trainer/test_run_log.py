@@ -5,23 +5,26 @@ No ranks are started.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
+import platform
 import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from megatron_ext.config import TrainConfig
-from megatron_ext.trainer.report import read_runs, summarize, table
+from megatron_ext.trainer.reports.read import read_runs
+from megatron_ext.trainer.reports.summary import summarize, table
 from megatron_ext.trainer.run_log import RunLog, read_metrics
 
 SHOWN = {"imbalance_before": 1.5, "imbalance_after": 1.0, "step_ms": 9.0, "tokens_per_s": 5.0}
@@ -78,7 +81,8 @@ def test_a_kill_while_a_run_is_continued_loses_no_line(tmp_path: Path) -> None:
     with RunLog(config_of(tmp_path), start_step=20_000):
         pass
     assert steps_of(tmp_path) == list(range(1, 20_001))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "metrics.jsonl"]
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == ["about.json", "config.yaml", "layers.jsonl", "metrics.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -134,9 +138,20 @@ def test_no_number_is_null_and_comes_back_as_nan(tmp_path: Path) -> None:
     assert json.loads(text.splitlines()[0])["loss"] is None
     assert "NaN" not in text
     assert "Infinity" not in text
-    runs = read_runs([tmp_path / "run"])
-    assert [str(line["loss"]) for line in runs["run"]] == ["nan", "2.0"]
-    assert "2.0000" in table({"run": summarize(runs["run"])}, against=())
+    run = read_runs([tmp_path / "run"])["run"]
+    assert [str(loss) for loss in run.column("loss")] == ["nan", "2.0"]
+    assert "2.0000" in table({"run": summarize(run.metrics)}, against=())
+
+
+def test_a_run_says_where_and_with_what_it_trains(tmp_path: Path) -> None:
+    with RunLog(config_of(tmp_path), start_step=0):
+        pass
+    about = json.loads((tmp_path / "about.json").read_text())
+    assert about["versions"]["torch"] == importlib.metadata.version("torch")
+    assert about["versions"]["megatron-core"] == importlib.metadata.version("megatron-core")
+    assert datetime.now(UTC) >= datetime.fromisoformat(about["started"])
+    assert about["host"] == platform.node()
+    assert about["cpus"] > 0
 
 
 def test_lines_that_a_full_disk_refuses_are_written_later(
@@ -161,7 +176,8 @@ def test_wandb_ends_no_run(
     failing: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = mock.Mock(id="x")
-    wandb = SimpleNamespace(init=mock.Mock(return_value=run))
+    wandb = mock.Mock()
+    wandb.init.return_value = run
     broken: Any = wandb.init if failing == "init" else getattr(run, failing)
     broken.side_effect = ConnectionError("no network")
     monkeypatch.setitem(sys.modules, "wandb", wandb)

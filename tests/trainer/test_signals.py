@@ -21,13 +21,13 @@ from megatron_ext.trainer.signals import STOP_SIGNALS, StopRequest
 from megatron_ext.trainer.train import load_config
 from tests.processes import Program, listening, pending, running
 from tests.ranks import run_ranks
+from tests.steps import repeatable_steps
 from tests.trainer.dataset import overrides
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about ranks on CPUs")
 
 ROOT = Path(__file__).parents[2]
 ENDLESS = ["steps=1000000", "optimizer.decay=constant"]
-TIMES = {"step_ms", "tokens_per_s"}
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 
@@ -46,14 +46,6 @@ def train_here(rank: int, arguments: list[str]) -> None:
 
     parallel_state.destroy_model_parallel()
     Training(load_config(arguments)).run()
-
-
-def results(run_dir: Path) -> list[dict]:
-    """The metrics of a run's steps, but for the times."""
-    return [
-        {name: value for name, value in line.items() if name not in TIMES}
-        for line in read_metrics(run_dir)
-    ]
 
 
 def ask_launcher(run: Program) -> signal.Signals:
@@ -100,7 +92,7 @@ def test_a_stopped_run_has_saved_its_step_and_continues_exactly(data: Path, tmp_
             assert newest.is_dir()
     whole = tmp_path / "whole"
     run_ranks(train_here, 2, [*overrides(data, whole), *ENDLESS, f"steps={last}"])
-    assert results(run_dir) == results(whole)
+    assert repeatable_steps(run_dir) == repeatable_steps(whole)
 
 
 @pytest.mark.slow

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ext.config import ConfigError, TrainConfig
 from megatron_ext.trainer import sweep
 from megatron_ext.trainer.command import parser
+from megatron_ext.trainer.run_log import read_metrics
+from tests.trainer.dataset import overrides
 
 WORDS = ["-m", "--config-name", "quickstart", "balance.slots=1,2", "steps=3"]
 
@@ -38,6 +41,19 @@ def test_each_combination_is_a_run_with_a_folder(
     ]
     assert compared == [(tmp_path / "s", [tmp_path / "s" / name for name in names])]
     assert [Path(run.run_dir) for run in made] == compared[0][1]
+    assert {run.logging.wandb_group for run in made} == {"s"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about ranks on CPUs")
+def test_a_sweep_trains_and_compares(data: Path, tmp_path: Path) -> None:
+    settings = [word for word in overrides(data, tmp_path) if "steps=" not in word]
+    words = ["-m", "--config-name", "quickstart", *settings, "steps=1", "balance.slots=1,2"]
+    words += ["parallel.ep_size=1", "parallel.num_ranks=1"]  # A process a run.
+    sweep.sweep(parser().parse_intermixed_args(words))
+    runs = {path.name: len(read_metrics(path)) for path in tmp_path.glob("balance.*")}
+    assert runs == {"balance.slots=1": 1, "balance.slots=2": 1}
+    assert all(name in (tmp_path / "report.html").read_text() for name in runs)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,11 @@ struct Memory {
     std::vector<std::vector<SlotFlags>> flags;
     std::vector<std::vector<float>> slots[2];
     std::vector<std::vector<float>> grads[2];
-    Memory() : flags(kRanks, std::vector<SlotFlags>(kSlots)) {
+    const RowTable table{kRanks, 5};
+    std::vector<std::vector<Flag>> tables;  // enough memory, aligned
+    Memory()
+        : flags(kRanks, std::vector<SlotFlags>(kSlots)),
+          tables(kRanks, std::vector<Flag>(table.bytes() / sizeof(Flag) + 1)) {
         for (int g = 0; g < 2; ++g) {
             slots[g].assign(kRanks, std::vector<float>(kSlots * kSizes[g]));
             grads[g].assign(kRanks, std::vector<float>(kSlots * kSizes[g]));
@@ -78,6 +82,9 @@ class Rank {
         exchange_.set_flags(std::move(flags));
         for (int g = 0; g < 2; ++g) slot_ids_.push_back(add(memory.slots[g], kSizes[g]));
         for (int g = 0; g < 2; ++g) grad_ids_.push_back(add(memory.grads[g], kSizes[g]));
+        std::vector<std::byte*> tables;
+        for (auto& each : memory.tables) tables.push_back(reinterpret_cast<std::byte*>(each.data()));
+        exchange_.set_table(std::move(tables), memory.table);
     }
 
     void run(int rounds, unsigned seed) {
@@ -87,10 +94,12 @@ class Rank {
             const bool is_relayed = random() % 2;
             const bool is_reset = random() % 16 == 0;
             push(transfers, is_relayed, round);
+            gather(static_cast<int64_t>(1 + random() % 5), round);
             pull(transfers, round);
             if (is_reset) {
-                // All generations are equal here, so the highest is one's own.
-                exchange_.restart(exchange_.abort() + 3);
+                // All generations are equal here, so the highest is one's own. Nobody waits for the
+                // others here, so the next rows go into the table that this one's do not lie in.
+                exchange_.restart(exchange_.abort() + 2);
             }
         }
     }
@@ -100,6 +109,14 @@ class Rank {
         std::vector<std::byte*> bases;
         for (auto& each : by_rank) bases.push_back(reinterpret_cast<std::byte*>(each.data()));
         return exchange_.add_segment(std::move(bases), size * static_cast<int64_t>(sizeof(float)));
+    }
+
+    void gather(int64_t num_words, int round) {
+        std::vector<int64_t> row(num_words, 100 * round + rank_), rows(kRanks * num_words);
+        exchange_.gather(row.data(), num_words, rows.data(), "a round");
+        for (int64_t i = 0; i < kRanks * num_words; ++i) {
+            require(rows[i] == 100 * round + i / num_words, "rows are those of all ranks");
+        }
     }
 
     void push(const std::vector<Transfer>& transfers, bool is_relayed, int round) {

@@ -95,6 +95,7 @@ def test_auto_takes_what_ranks_found_and_says_what_it_costs() -> None:
         (CLIQUES, "shared_memory", None),
         (CLIQUES, "shared_memory", 4),
         (NONE, "shared_memory", None),
+        (CLIQUES, "auto", 2),
     ]
     first, *others = run_ranks(_settle, 4, asked)
     for other in others:
@@ -116,9 +117,12 @@ def test_auto_takes_what_ranks_found_and_says_what_it_costs() -> None:
 
     lines = [lines for _, lines in first]
     assert [[level for level, _ in each] for each in lines] == [
-        *(["INFO"], ["INFO"], ["WARNING"], ["WARNING"], ["INFO"]),
-        *(["WARNING"], ["INFO"], ["INFO"], [], []),
+        *(["INFO"], ["WARNING"], ["WARNING"], ["WARNING"], ["INFO"]),
+        *(["WARNING"], ["INFO"], ["WARNING"], [], [], ["INFO"]),
     ]
+    # Domains that nobody has asked for are a surprise; those of the last case are none.
+    assert lines[1][0][1].endswith("If that is meant: balance.nvlink_domain=2")
+    assert "If that is meant" not in lines[10][0][1]
     assert "transport shared_memory, one domain: all ranks reach each other" in lines[0][0][1]
     assert (
         "shared_memory, domains of 2 ranks: rank 0 does not reach rank 2: no link" in lines[1][0][1]

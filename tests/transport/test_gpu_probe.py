@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import logging
 import os
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ext import transport
 from megatron_ext.transport import gpu_driver, gpu_probe, shared_heap
 from megatron_ext.transport.gpu_driver import Driver, DriverError, SharedPage
 from megatron_ext.transport.gpu_probe import gpu_obstacles, reach_of_devices
@@ -207,3 +209,64 @@ def test_a_rank_without_a_page_is_reached_by_none() -> None:
         [absent] * 4,
         ["", refused, absent, ""],
     ]
+
+
+class Nvml:
+    """The library that manages GPUs, for one GPU with links that are up (1) or down (0)."""
+
+    def __init__(self, links: list[int], is_known: bool = True) -> None:
+        self.links, self.is_known, self.num_open = links, is_known, 0
+
+    def nvmlInit_v2(self) -> int:
+        self.num_open += 1
+        return 0
+
+    def nvmlShutdown(self) -> int:
+        self.num_open -= 1
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, gpu: Any) -> int:
+        gpu._obj.value = 7
+        return 0 if self.is_known and uuid == b"GPU-12ab" else 6
+
+    def nvmlDeviceGetNvLinkState(self, gpu: Any, link: int, is_up: Any) -> int:
+        assert gpu.value == 7
+        if link >= len(self.links):
+            return 3  # not supported
+        is_up._obj.value = self.links[link]
+        return 0
+
+
+def test_a_gpu_without_links_is_reached_over_pcie() -> None:
+    found = []
+    for nvml in (Nvml([1, 0, 1]), Nvml([]), Nvml([0, 0]), Nvml([1], is_known=False)):
+        found.append(gpu_driver.num_links("12ab", nvml))
+        assert nvml.num_open == 0
+    assert found == [2, 0, 0, None]
+    with mock.patch.object(gpu_driver.ctypes, "CDLL", side_effect=OSError):
+        assert gpu_driver.num_links("12ab") is None
+    gpu = mock.Mock(uuid="12ab")
+    with mock.patch.object(torch.cuda, "get_device_properties", return_value=gpu):
+        for links, has_none in ((0, True), (2, False), (None, False)):
+            with mock.patch.object(gpu_probe, "num_links", return_value=links):
+                assert transport.CUDA.is_slow(torch.device("cuda", 0)) == has_none
+
+
+def _settle_slowly(rank: int, slow: list[int]) -> None:
+    kind = dataclasses.replace(transport.SHARED_MEMORY, is_slow=lambda device: rank in slow)
+    with (
+        mock.patch.dict(transport.TRANSPORTS, shared_memory=kind),
+        mock.patch.object(transport.logger, "log") as log,
+    ):
+        group: Any = dist.new_group()
+        chosen = transport.settle_transport("auto", None, group, torch.device("cpu"))
+    assert chosen == ("shared_memory", 2)
+    if rank == 0:
+        (level, line), _ = log.call_args
+        assert (level == logging.WARNING) == bool(slow)
+        assert (f"GPUs of ranks {slow} have no NVLink: replicas go over PCIe" in line) == bool(slow)
+
+
+def test_what_pcie_costs_is_said() -> None:
+    for slow in ([], [1]):
+        run_ranks(_settle_slowly, 2, slow)

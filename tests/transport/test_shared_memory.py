@@ -40,6 +40,13 @@ def side_of(shapes: Any = SHAPES, **options: Any) -> Side:
     return Side(SharedMemoryTransport(dist.group.WORLD, **options), dist.group.WORLD, shapes)
 
 
+def check_rows(side: Side, step: int, num_words: int, label: str = "") -> None:
+    """Gather a row of every rank; all call alike."""
+    rows = 1000 * step + torch.arange(side.group.size() * num_words).view(-1, num_words)
+    assert side.transport.rows is not None
+    assert torch.equal(side.transport.rows.gather(rows[side.rank].clone(), label), rows)
+
+
 def _race(rank: int, num_steps: int, max_delay_us: int) -> int:
     """Calls as they may follow each other, with nothing that orders the ranks in between."""
     world_size = dist.get_world_size()
@@ -51,6 +58,9 @@ def _race(rank: int, num_steps: int, max_delay_us: int) -> int:
         transfers = random_transfers(generator, world_size)
         moved += len(transfers)
         order = generator.randrange(5)
+        num_words = generator.randrange(3) * generator.randrange(1, 30)
+        if num_words:
+            check_rows(side, step, num_words)
         # Slots of a push that nobody waited for are not ours to fill with NaN.
         pending = side.push(transfers, step, fill=not is_dropped)
         if order == 0:  # the push goes on during another layer's reduction
@@ -171,12 +181,15 @@ def test_waiting_lets_other_threads_of_python_run(tmp_path: Path) -> None:
 def _lose_a_peer(rank: int, call: str) -> None:
     side = side_of(timeout_s=0.3)
     side.step([Transfer(0, 0, 1, 0), Transfer(2, 0, 0, 0)], 0)
+    check_rows(side, 0, 3)
     # Both others need rank 2: one to give, one to take.
     transfers = [Transfer(0, 1, 2, 0), Transfer(2, 0, 1, 1)]
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if call == "push":
         side.push(transfers, 1, "layer 3, virtual layer 12").wait()
+    elif call == "gather":
+        check_rows(side, 1, 3, "layer 3, virtual layer 12")
     else:
         side.pull_add_and_check(transfers, 1, "layer 3, virtual layer 12")
 
@@ -186,6 +199,7 @@ def _lose_a_peer(rank: int, call: str) -> None:
     [
         ("push", (1, 0), ("free slot 0", "fill slot 1")),
         ("pull_add", (0, 0), ("offer the gradient of slot 0", "take the gradient of slot 1")),
+        ("gather", (0, 0), ("send its row", "send its row")),
     ],
 )
 def test_a_killed_peer_is_named_by_all_others_and_leaves_nothing(

@@ -88,6 +88,20 @@ void number_instances(int64_t num_ranks,
                       const int32_t* slots,
                       int64_t* physical_index);
 
+// Count what comes to the instances of one rank: their columns of the split.
+//   load, quota  as of split_quota()
+//   slots        [S] logical expert in each slot of `rank`, or any number that is none
+//   arriving     [R, M + S] out: assignments of each source rank that the rank's mains, then its
+//                slots, take
+void count_arriving(int64_t num_ranks,
+                    int64_t num_experts,
+                    int64_t num_slots,
+                    const int64_t* load,
+                    const int64_t* quota,
+                    const int32_t* slots,
+                    int64_t rank,
+                    int64_t* arriving);
+
 // Count the assignments of each expert.
 //   routing_map  [N, E], true where the token goes to the expert
 //   counts       [E] out, every entry written

@@ -114,13 +114,16 @@ struct Sealing {
     int32_t* slots_on_host;  // [R, S] out: the plan's slots, in memory of the host; or null
 };
 
-// Share every quota, as split_quota() does for one source, number the instances, and lay the shares
-// on lines; seal the plan, as seal_plan() does.
-//   split  [E, R] out
-//   lines  out
+// Share every quota, as split_quota() does for one source, number the instances, lay the shares on
+// lines, and count what comes to the rank, as count_arriving() does; seal the plan, as seal_plan()
+// does.
+//   split     [E, R] out
+//   arriving  [R, M + S] out
+//   lines     out
 cudaError_t share_plan_cuda(const SharedQuotas& quotas,
                             int64_t source_rank,
                             int64_t* split,
+                            int64_t* arriving,
                             const PlacedInstances& placed,
                             const Lines& lines,
                             const Sealing& sealing,
@@ -192,6 +195,10 @@ cudaError_t pull_add_peers_cuda(const PeerRank& self,
                                 const PeerPull& pull,
                                 int num_blocks,
                                 cudaStream_t stream);
+
+// Give all ranks a row, and take theirs; that of a rank that does not come in time is zeros. All
+// ranks of the tables must reach each other.
+cudaError_t gather_rows_cuda(const PeerRank& self, const PeerRows& rows, cudaStream_t stream);
 
 // Make `stream` wait until peers are done with this rank's slots `used` [num_used], in the last
 // push (kFill) or pull (kTakeGrad) that ended on the device before. Those of rank -1 are left out.

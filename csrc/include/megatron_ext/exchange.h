@@ -13,7 +13,9 @@
 // A flag only grows. It is stored with release after the writes and reads that it reports, and read
 // with acquire before those that depend on it. A rank publishes all that peers can wait for before
 // it waits itself, and copies from mains wait for no other copy, so ranks that all make the call
-// always finish. Nothing here is a barrier: a rank without transfers goes on at once.
+// always finish. Nothing of this is a barrier: a rank without transfers goes on at once.
+//
+// Besides, ranks gather rows (row_table.h): there each waits for all.
 #pragma once
 
 #include <atomic>
@@ -27,6 +29,8 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "megatron_ext/row_table.h"
 
 namespace megatron_ext {
 
@@ -96,7 +100,7 @@ struct FailedWait {
     int64_t rank;
     int64_t peer;
     const char* deed;  // what the peer was to do with the slot
-    int64_t slot;
+    int64_t slot;      // -1: not with a slot but with its row
     uint64_t expected;  // generations
     uint64_t seen;
     double timeout_s;
@@ -163,6 +167,13 @@ class Exchange {
     // went wrong.
     void finish_pull(uint64_t generation);
 
+    // Where each rank's rows come; as segments, on all ranks alike.
+    void set_table(std::vector<std::byte*> by_rank, RowTable table);
+
+    // Give all ranks a row of `num_words`, and take theirs: rows [R, num_words]. Beside what is under
+    // way.
+    void gather(const int64_t* row, int64_t num_words, int64_t* rows, const std::string& label);
+
     // End what is under way without waiting for peers; returns the highest generation used here.
     uint64_t abort();
 
@@ -202,6 +213,8 @@ class Exchange {
                   int64_t peer,
                   const char* deed,
                   const std::string& label);
+    // Wait until `flag` is at least `wait.expected`; `shift` takes both to generations.
+    void wait_until(uint64_t& flag, int shift, FailedWait wait, bool is_push);
     // Throw if `peer` pushes other replicas in this generation: then what this rank waits for never
     // comes.
     void check_same_push(int64_t peer, uint64_t generation, const std::string& label) const;
@@ -214,6 +227,9 @@ class Exchange {
     std::vector<Segment> segments_;
     uint64_t push_generation_ = 0;
     uint64_t pull_generation_ = 0;
+    uint64_t row_generation_ = 0;
+    std::vector<std::byte*> tables_;  // of each rank
+    RowTable table_{};
     PushTask push_;  // of the last generation; the worker reads it
     PullTask pull_;  // likewise
     UnderWay under_way_ = UnderWay::kNothing;

@@ -26,6 +26,8 @@
 
 #include <cstdint>
 
+#include "megatron_ext/row_table.h"
+
 namespace megatron_ext {
 
 // A unit of work, and what a flag of `done` speaks of. Long enough to keep a block's pipeline full,
@@ -151,11 +153,12 @@ struct PeerState {
     PeerTurn push;
     PeerTurn pull;
     uint64_t compiled;  // generation of the push whose copies are compiled
+    uint64_t gathered;  // rows gathered so often
     uint32_t failed;    // a wait was given up; later ones of this rank do not wait
 };
 
 // What a peer had not done; exchange.h's messages.
-enum class PeerDeed : int32_t { kFree, kFill, kOfferGrad, kTakeGrad };
+enum class PeerDeed : int32_t { kFree, kFill, kOfferGrad, kTakeGrad, kSendRow };
 
 // The first wait that was given up, in pinned host memory; zeroed before the first use.
 struct PeerFailure {
@@ -190,6 +193,15 @@ struct PeerPush {
                                // home rank
     PeerCopies copies;         // compiled from the slots when the launch runs
     const char* const* mains;  // [M, segments] contiguous, of the slots' sizes
+};
+
+// Rows for each other (row_table.h).
+struct PeerRows {
+    RowTable table;
+    char* const* tables;  // [R] in device memory: each rank's
+    const int64_t* row;   // [num_words] that this rank gives
+    int64_t num_words;
+    int64_t* rows;  // [R, num_words] out
 };
 
 // A rank's part of a pull.

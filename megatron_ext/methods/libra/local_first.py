@@ -30,10 +30,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
-from megatron_ext.mcore.dispatcher import DispatcherKind, Part
+from megatron_ext.mcore.dispatcher import DispatcherKind, Part, PlannedDispatcher
+from megatron_ext.transport import HostCopy
 
 
 class AllToAll:
@@ -132,18 +132,18 @@ class Dispatched(NamedTuple):
     others: Arriving
 
 
-class LocalFirstDispatcher(MoEAlltoAllTokenDispatcher):
+class LocalFirstDispatcher(PlannedDispatcher):
     """Megatron's all-to-all dispatcher, which own tokens do not go through.
 
     Made by `physical_dispatcher`. Needs more than one EP rank and what `validate_for_balancing`
     checks of it.
 
     Attributes:
-        own_tokens_per_expert: Own tokens of this rank for each of its experts, int64 [M + S]; valid
-            from one `dispatch_preprocess` to the next.
+        own_tokens_per_expert: Own tokens of this rank for each of its experts, int64 [M + S]: on
+            the host once Megatron's counts are there.
     """
 
-    own_tokens_per_expert: Tensor
+    own_tokens_per_expert: HostCopy
     tokens_per_expert: Any
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
@@ -157,12 +157,15 @@ class LocalFirstDispatcher(MoEAlltoAllTokenDispatcher):
         """
         tokens_per_expert = super().preprocess(routing_map)
         rank, first = self.ep_group.rank(), self.local_expert_indices[0]
-        self.own_tokens_per_expert = routing_map[:, first : first + self.num_local_experts].sum(0)
+        own = routing_map[:, first : first + self.num_local_experts].sum(0)
+        # Copied before Megatron copies its counts: where the host waits for these, it is there.
+        self.own_tokens_per_expert = HostCopy(tuple(own.shape), own.dtype, own.device)
+        self.own_tokens_per_expert.start(own)
         self.input_splits[rank] = 0
         self.output_splits[rank] = 0
         if self.num_local_experts > 1:
             self.num_global_tokens_per_local_expert[rank] = 0
-        return tokens_per_expert - self.own_tokens_per_expert
+        return tokens_per_expert - own
 
     def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Dispatched, Dispatched]:
         """Start the all-to-all of tokens [N * K, H] and probabilities [N * K], sorted by expert."""
@@ -216,7 +219,7 @@ class LocalFirstDispatcher(MoEAlltoAllTokenDispatcher):
 def _own_then_others(
     dispatcher: LocalFirstDispatcher, tokens: Dispatched, probs: Dispatched
 ) -> Iterator[Part]:
-    yield Part(tokens.own, dispatcher.own_tokens_per_expert, probs.own)
+    yield Part(tokens.own, dispatcher.own_tokens_per_expert.wait(), probs.own)
     yield Part(*dispatcher.dispatch_postprocess(tokens, probs))
 
 

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.trainer import report
 from megatron_ext.trainer.launch import launch_ranks, quiet_megatron
 from megatron_ext.trainer.quickstart import (
     YARDSTICK,
@@ -26,6 +25,7 @@ from megatron_ext.trainer.quickstart import (
     steps_alike,
     train_in_turn,
 )
+from megatron_ext.trainer.reports.summary import Drift
 from megatron_ext.trainer.run_log import read_metrics
 from megatron_ext.trainer.train import check, load_config
 
@@ -88,7 +88,7 @@ def measure(ep: int, pp: int, steps: int, overrides: Sequence[str]) -> dict[str,
         for name, config in runs.items()
     }
     quota, yardstick = (
-        report.Drift.of(losses["none"], losses[name], steps_alike(runs["none"], runs[name]))
+        Drift.of(losses["none"], losses[name], steps_alike(runs["none"], runs[name]))
         for name in ("quota", YARDSTICK)
     )
     return {

@@ -1,0 +1,50 @@
+"""`megatron-ext dashboards`: what W&B shows of a project's runs, made there."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+from megatron_ext.cli.options import add_command
+from megatron_ext.cli.output import show
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    dashboards = add_command(
+        commands,
+        "dashboards",
+        run,
+        'make a workspace and the report "Is balancing worth it?" in a W&B project',
+        "megatron-ext dashboards --project megatron_ext --dry-run",
+    )
+    dashboards.add_argument(
+        "--project", required=True, metavar="P", help="of the runs (logging.wandb_project)"
+    )
+    dashboards.add_argument(
+        "--entity", metavar="E", help="user or team of the project; by default the login's own"
+    )
+    dashboards.add_argument(
+        "--dry-run", action="store_true", help="show what would be made, without a login"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Make both, or show what they would be."""
+    if find_spec("wandb_workspaces") is None:
+        raise ModuleNotFoundError(
+            "dashboards needs the package wandb-workspaces: pip install 'megatron-ext[dashboards]'"
+        )
+    from megatron_ext.trainer import dashboards
+
+    if arguments.dry_run:
+        made = dashboards.serialised(arguments.entity or "", arguments.project)
+        return show(arguments, made, dashboards.outline)
+    return show(arguments, dashboards.save(arguments.entity, arguments.project), _lines)
+
+
+def _lines(saved: dict[str, Any]) -> Iterator[str]:
+    for name, address in saved.items():
+        yield f"{name}: {address}"

@@ -1,0 +1,86 @@
+"""`megatron-ext logs`: what the ranks of a run have said, in the order of time."""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.cli.options import add_command
+from megatron_ext.cli.output import DONE, show
+
+_POLL_S = 1.0
+
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ")
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    logs = add_command(
+        commands,
+        "logs",
+        run,
+        "show what the ranks of a run have said, in the order of time",
+        "megatron-ext logs runs/train --follow",
+    )
+    logs.add_argument("run_dir", type=Path, metavar="RUN", help="the run directory")
+    logs.add_argument("--rank", type=int, metavar="N", help="only this rank")
+    logs.add_argument("--follow", action="store_true", help="go on with new lines, until Ctrl-C")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show the lines that are there, and then maybe those that come."""
+    if arguments.follow and arguments.json:
+        raise ValueError("--follow has no end, and --json is one result")
+    read: dict[Path, int] = {}
+    lines = _new_lines(_files(arguments.run_dir, arguments.rank), read)
+    show(arguments, {"lines": list(lines)}, lambda report: report["lines"])
+    while arguments.follow:
+        sys.stdout.flush()
+        time.sleep(_POLL_S)
+        for line in _new_lines(_files(arguments.run_dir, arguments.rank), read):
+            sys.stdout.write(f"{line}\n")
+    return DONE
+
+
+def _files(run_dir: Path, rank: int | None) -> list[Path]:
+    """Return the files of a run's ranks, or of one.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    from megatron_ext.trainer.rank_logs import LOGS_FOLDER, rank_log
+
+    files = sorted((run_dir / LOGS_FOLDER).glob("rank_*.log"))
+    if not files:
+        raise FileNotFoundError(f"{run_dir / LOGS_FOLDER} has no log of a rank")
+    if rank is None:
+        return files
+    if (file := rank_log(run_dir, rank)) not in files:
+        raise ValueError(f"--rank ({rank}): {run_dir} has logs of {len(files)} ranks")
+    return [file]
+
+
+def _new_lines(files: list[Path], read: dict[Path, int]) -> Iterator[str]:
+    """Yield the whole lines after the bytes that were read of each file, each behind its rank."""
+    for _, rank, line in heapq.merge(*(_of_file(file, read) for file in files)):
+        yield f"[rank {rank}] {line}"
+
+
+def _of_file(file: Path, read: dict[Path, int]) -> list[tuple[tuple[str, int], int, str]]:
+    """Return place in the order, rank and text of each new line of a file."""
+    with file.open("rb") as log:
+        log.seek(read.get(file, 0))
+        whole = log.read().rpartition(b"\n")
+    read[file] = read.get(file, 0) + len(whole[0]) + len(whole[1])
+    rank, when, lines = int(file.stem.removeprefix("rank_")), "", []
+    for number, line in enumerate(whole[0].decode(errors="replace").splitlines()):
+        if found := _TIME.match(line):
+            when = found[0]
+        lines.append(((when, number), rank, line))
+    return lines

@@ -1,0 +1,12 @@
+"""Names of what is in a run directory; read by those who do not train, too."""
+
+CONFIG_FILE = "config.yaml"
+"""The resolved settings."""
+METRICS_FILE = "metrics.jsonl"
+"""A line a step."""
+LAYERS_FILE = "layers.jsonl"
+"""A line a step, by layer."""
+ABOUT_FILE = "about.json"
+"""Machine, versions and what was settled at the start."""
+TRACE_FOLDER = "trace"
+"""The loads of all microbatches, if they are recorded."""

@@ -1,0 +1,427 @@
+"""What balancing would bring to a run that was traced without it.
+
+Slots are tried one after the other; plans are those of strategy `quota`. `replay.py` says how even
+ranks become, and `simulate.py`, if model and machine are known, how long steps would take: no other
+model of time is here. Legend: B loads, R ranks of the EP group, E logical experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_ext.balance.metrics import home_loads, imbalances
+from megatron_ext.balance.strategies import PlanSettings
+from megatron_ext.files.loads import Loads
+from megatron_ext.files.tables import markdown_table
+from megatron_ext.lab.hardware import Hardware
+from megatron_ext.lab.replay import replay
+from megatron_ext.lab.simulate import LEFT_OUT, NONE, Setting, simulate
+from megatron_ext.trainer.shape import ModelShape
+
+STRATEGY = "quota"
+SLOTS = (1, 2, 4, 8)
+"""Slots to try."""
+GOOD_ENOUGH = 0.01
+"""Part of the best step, or of the best imbalance, that fewer slots may miss."""
+MOST_LOADS = 1024
+"""Loads that are planned; of more, some microbatches that are spread evenly over the trace."""
+_LOADS_OF_BREAK_EVEN = 64
+_LARGEST_SCALE = 10
+"""Break-even is looked for up to 2 to this power times the trace's tokens, and as far below."""
+_HALVINGS = 5
+"""After which a bracket of 2 is known to 2 %."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked, besides the loads."""
+
+    planning: PlanSettings
+    """What the planner is asked for."""
+    nvlink_domain: int | None
+    """Ranks within which replicas are placed; the whole EP group if None."""
+    shape: ModelShape | None = None
+    """The model; without it there are no times."""
+    hardware: Hardware | None = None
+    """The machine; there are times if model and machine are known."""
+    num_gpus: int | None = None
+    """Ranks of the whole training; None is one EP group in each pipeline stage."""
+
+    def setting(self, slots: int) -> Setting | None:
+        """Return what to simulate; None where times are not to be known."""
+        if self.shape is None or self.hardware is None:
+            return None
+        return Setting(
+            shape=self.shape,
+            hardware=self.hardware,
+            num_gpus=self.num_gpus,
+            planning=self.planning,
+            slots=slots,
+            nvlink_domain=self.nvlink_domain,
+        )
+
+
+def count_plans(loads: Loads) -> int:
+    """Return how often `what_if` calls `on_load`, at most, for loads of `sample`."""
+    return len(loads) * (2 * len(SLOTS) + 1)
+
+
+def sample(loads: Loads) -> Loads:
+    """Return at most `MOST_LOADS` loads: whole microbatches, spread evenly over the trace."""
+    return _some(loads, MOST_LOADS)
+
+
+def _some(loads: Loads, most: int) -> Loads:
+    if len(loads) <= most:
+        return loads
+    if {"step", "microbatch"} <= loads.trace.keys():
+        keys = torch.stack([loads.trace["step"], loads.trace["microbatch"]], 1)
+        _, of = keys.unique(dim=0, return_inverse=True)
+    else:
+        of = torch.arange(len(loads))
+    microbatches = int(of.max()) + 1
+    count = max(1, most * microbatches // len(loads))
+    kept = torch.isin(of, torch.linspace(0, microbatches - 1, count).long())
+    return Loads(loads.load[kept], {name: values[kept] for name, values in loads.trace.items()})
+
+
+def what_if(
+    loads: Loads, question: Question, *, on_load: Callable[[int], object] = lambda count: None
+) -> dict[str, Any]:
+    """Return what balancing would bring, for JSON.
+
+    Args:
+        loads: The loads, in the order of time; see `sample`.
+        question: What is asked.
+        on_load: Called with 1 after every plan.
+
+    Returns:
+        `tried`: for each number of slots the imbalance before and after, and if model and machine
+        are known what `simulate` says; `slots`: those to take; `speed_up`, `share_of_ideal`,
+        `slot_bytes` and `memory_share` with them, or None; `capacity_factor` before and after;
+        `layers`: for each its imbalances and, or None, the time of a layer and its gain;
+        `break_even`: None where times are not known, else whether balancing `gains` "always",
+        "never", or "from" so many `tokens` of an expert in a microbatch.
+
+    Raises:
+        ValueError: There is nobody to share experts with, or sizes do not fit each other.
+    """
+    _, ranks, experts = loads.load.shape
+    if ranks < 2:
+        raise ValueError("an EP group of 1 rank has nobody to share its experts with: --ep-size")
+    foreign = experts - experts // ranks
+    tried = [
+        _try_slots(loads, question, slots, on_load) for slots in SLOTS if slots <= max(foreign, 1)
+    ]
+    best = _fewest_good(tried)
+    slots = best["slots"]
+    tokens = float(loads.load.sum((-2, -1)).double().mean()) / experts
+    report = {
+        "loads": len(loads),
+        "ranks": ranks,
+        "experts": experts,
+        "tokens_per_expert": tokens,
+        "model": None if question.shape is None else question.shape.name,
+        "machine": None if question.hardware is None else question.hardware.summary,
+        "nvlink_domain": question.nvlink_domain,
+        "settings": question.planning.to_json(),
+        "tried": [{key: value for key, value in one.items() if key != "of_loads"} for one in tried],
+        **best_of(best),
+        "capacity_factor": {
+            "before": _round_up(best["imbalance_before_worst"]),
+            "after": _round_up(best["imbalance_worst"]),
+        },
+        "layers": _layers(loads, question, slots, best["of_loads"], on_load),
+        "break_even": _break_even(loads, question, slots, tokens),
+        "left_out": list(LEFT_OUT) if best["speed_up"] is not None else [],
+    }
+    return report | {"verdict": verdict(report)}
+
+
+def best_of(tried: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a report says of the slots to take."""
+    names = ("slots", "speed_up", "share_of_ideal", "slot_bytes", "memory_share")
+    numbers = ("imbalance_before", "imbalance", "replicas")
+    return {name: tried[name] for name in (*names, *numbers)}
+
+
+def _try_slots(
+    loads: Loads, question: Question, slots: int, on_load: Callable[[int], object]
+) -> dict[str, Any]:
+    room: dict[str, Any] = {"slots": slots, "nvlink_domain": question.nvlink_domain}
+    measured = replay(loads, [STRATEGY], question.planning, **room, on_load=on_load)[STRATEGY]
+    before = imbalances(home_loads(loads.load)).numpy()
+    numbers: dict[str, Any] = {
+        "slots": slots,
+        "imbalance_before": float(before.mean()),
+        "imbalance_before_worst": float(before.max()),
+        "imbalance": float(measured["imbalance"].mean()),
+        "imbalance_worst": float(measured["imbalance"].max()),
+        "replicas": float(measured["replicas"].mean()),
+        "of_loads": (before, measured["imbalance"]),
+    }
+    times = dict.fromkeys(("speed_up", "share_of_ideal", "step_ms", "slot_bytes", "memory_share"))
+    if setting := question.setting(slots):
+        simulated = simulate(loads, [STRATEGY], setting)["strategies"]
+        of, plain = simulated[STRATEGY], simulated[NONE]
+        times |= {
+            "speed_up": plain["step_ms"] / of["step_ms"],
+            "share_of_ideal": of["share_of_ideal"],
+            "step_ms": of["step_ms"],
+            "slot_bytes": of["static_bytes"] - plain["static_bytes"],
+            "memory_share": of["memory_share"],
+        }
+        on_load(len(loads))
+    return numbers | times
+
+
+def _fewest_good(tried: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fewest slots that are almost as good as the best."""
+    by = "imbalance" if tried[0]["step_ms"] is None else "step_ms"
+    least = min(one[by] for one in tried)
+    return next(one for one in tried if one[by] <= (1 + GOOD_ENOUGH) * least)
+
+
+def _round_up(imbalance: float) -> float:
+    """Round up to hundredths; what is off by float's last digits stays."""
+    return math.ceil(imbalance * 100 - 1e-6) / 100
+
+
+def _layers(
+    loads: Loads,
+    question: Question,
+    slots: int,
+    of_loads: tuple[np.ndarray, np.ndarray],
+    on_load: Callable[[int], object],
+) -> list[dict[str, Any]]:
+    """Return each layer's imbalances, and what the simulation makes of its loads alone."""
+    layers, setting = np.array(loads.layers()), question.setting(slots)
+    before, after = of_loads
+    report = []
+    for layer in np.unique(layers):
+        chosen = layers == layer
+        ms: dict[str, float] = {}
+        if setting is not None:
+            own = Loads(loads.load[torch.from_numpy(chosen)])
+            simulated = simulate(own, [STRATEGY], setting)["strategies"]
+            ms = {name: of["layer_ms"]["total"] for name, of in simulated.items()}
+        on_load(int(chosen.sum()))
+        report.append(
+            {
+                "layer": int(layer),
+                "imbalance_before": float(before[chosen].mean()),
+                "imbalance_before_worst": float(before[chosen].max()),
+                "imbalance": float(after[chosen].mean()),
+                "imbalance_worst": float(after[chosen].max()),
+                "ms": ms,
+                "speed_up": ms[NONE] / ms[STRATEGY] if ms else None,
+            }
+        )
+    return report
+
+
+def _break_even(
+    loads: Loads, question: Question, slots: int, tokens: float
+) -> dict[str, Any] | None:
+    """Scale the loads until a layer takes as long with balancing as without it."""
+    setting = question.setting(slots)
+    if setting is None:
+        return None
+    few = _some(loads, _LOADS_OF_BREAK_EVEN)
+
+    def gains(exponent: float) -> bool:
+        scaled = (few.load.double() * 2**exponent).round().long()
+        if not scaled.any():
+            return False
+        of = simulate(dataclasses.replace(few, load=scaled), [STRATEGY], setting)["strategies"]
+        return bool(of[STRATEGY]["layer_ms"]["total"] < of[NONE]["layer_ms"]["total"])
+
+    # From the trace's own size to the first power of two where the answer changes.
+    here = gains(0)
+    step = -1 if here else 1
+    end = next((step * k for k in range(1, _LARGEST_SCALE + 1) if gains(step * k) != here), None)
+    if end is None:
+        return {"gains": "always" if here else "never", "tokens": None}
+    low, high = sorted((float(end), float(end - step)))
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if gains(middle) else (middle, high)
+    return {"gains": "from", "tokens": tokens * 2**high}
+
+
+def verdict(report: Mapping[str, Any]) -> str:
+    """Return the answer in a sentence."""
+    before, after, slots = report["imbalance_before"], report["imbalance"], report["slots"]
+    even = f"{before:.2f} x the mean before, {after:.2f} x with {_slots(slots)}"
+    if report["speed_up"] is None:
+        return (
+            f"The busiest rank computes {even}: the experts would take {after / before:.2f} of "
+            "their time, at best. --model and --hardware say what that makes of a step."
+        )
+    gain = f"{report['speed_up']:.2f} x as fast"
+    if _loses(report):
+        return (
+            f"Balancing would not pay here: a step would be {gain}. The busiest rank computes "
+            f"{even}."
+        )
+    return (
+        f"A step would be {gain} with {_slots(slots)}, "
+        f"{report['share_of_ideal']:.2f} of what even routing would bring. The busiest rank "
+        f"computes {even}."
+    )
+
+
+def _loses(report: Mapping[str, Any]) -> bool:
+    return report["speed_up"] is not None and report["speed_up"] < 1 + GOOD_ENOUGH
+
+
+def _slots(count: int) -> str:
+    return f"{count} slot{'s' if count > 1 else ''} a rank"
+
+
+def answers(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the answers: what is asked, and what to do."""
+    capacity = report["capacity_factor"]
+    gaining = [one["layer"] for one in report["layers"] if _gains(one)]
+    slots = "none" if _loses(report) else f"{report['slots']} (--moe-balance-slots)"
+    rows = [
+        ("slots to take", slots),
+        (
+            "rank capacity factor",
+            f"{capacity['after']:.2f} instead of {capacity['before']:.2f} drops none of these "
+            "tokens (moe_expert_rank_capacity_factor, where a run sets one)",
+        ),
+        (
+            "layers that gain",
+            f"{len(gaining)} of {len(report['layers'])}"
+            + (f": {_ranges(gaining)}" if any(gaining) else ""),
+        ),
+    ]
+    if report["speed_up"] is not None:
+        rows[:0] = [
+            ("speed-up of a step", f"{report['speed_up']:.3f} x"),
+            ("share of even routing's speed", f"{report['share_of_ideal']:.3f}"),
+        ]
+        rows += [
+            ("break-even", f"{_break_even_text(report)} ({report['tokens_per_expert']:.0f} here)"),
+            ("memory of the slots", f"{report['slot_bytes'] / 2**30:.2f} GiB a rank"),
+        ]
+    return rows
+
+
+def _gains(layer: Mapping[str, Any]) -> bool:
+    if layer["speed_up"] is not None:
+        return bool(layer["speed_up"] > 1 + GOOD_ENOUGH)
+    return bool(layer["imbalance_before"] > (1 + GOOD_ENOUGH) * layer["imbalance"])
+
+
+def _break_even_text(report: Mapping[str, Any]) -> str:
+    if (tokens := report["break_even"]["tokens"]) is not None:
+        return f"{tokens:.0f} tokens an expert"
+    never = f"none up to {2**_LARGEST_SCALE} times the tokens"
+    return {"always": "none: however few the tokens", "never": never}[report["break_even"]["gains"]]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Write numbers in rising order, neighbours as ranges.
+
+    >>> _ranges([1, 2, 3, 7, 9, 10])
+    '1-3, 7, 9, 10'
+    """
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(
+        f"{part[0]}-{part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts
+    )
+
+
+def tried_cells(report: Mapping[str, Any]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Return header and rows of a table of the slots that were tried."""
+    header = ["slots", "imbalance", "worst", "replicas"]
+    with_times = report["speed_up"] is not None
+    if with_times:
+        header += ["step ms", "speed-up", "of ideal", "memory"]
+    rows: list[Sequence[str]] = []
+    for one in report["tried"]:
+        cells = [
+            str(one["slots"]),
+            f"{one['imbalance']:.3f}",
+            f"{one['imbalance_worst']:.3f}",
+            f"{one['replicas']:.1f}",
+        ]
+        if with_times:
+            cells += [
+                f"{one['step_ms']:.1f}",
+                f"{one['speed_up']:.3f}",
+                f"{one['share_of_ideal']:.3f}",
+                f"{one['memory_share']:.2f}",
+            ]
+        rows.append(cells)
+    return header, rows
+
+
+def layer_cells(report: Mapping[str, Any]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Return header and rows of a table of the layers."""
+    header = ["layer", "before", "worst before", "after", "worst after"]
+    with_times = report["speed_up"] is not None
+    if with_times:
+        header += ["layer ms before", "layer ms after", "speed-up"]
+    rows: list[Sequence[str]] = []
+    for one in report["layers"]:
+        cells = [
+            str(one["layer"] or "all"),
+            f"{one['imbalance_before']:.3f}",
+            f"{one['imbalance_before_worst']:.3f}",
+            f"{one['imbalance']:.3f}",
+            f"{one['imbalance_worst']:.3f}",
+        ]
+        if with_times:
+            ms = one["ms"]
+            cells += [f"{ms[NONE]:.3f}", f"{ms[STRATEGY]:.3f}", f"{one['speed_up']:.3f}"]
+        rows.append(cells)
+    return header, rows
+
+
+def of_what(report: Mapping[str, Any]) -> str:
+    """Return what the answer is about, in a line."""
+    parts = [
+        f"{report['loads']} loads, EP {report['ranks']}, {report['experts']} experts",
+        report["model"],
+        report["machine"],
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+LEGEND = (
+    "Imbalance: busiest rank / mean. Of ideal: share of the speed of forced even routing. Memory: "
+    "most that a rank needs / what it has."
+)
+"""Explains the columns of the tables."""
+
+
+def text(report: Mapping[str, Any]) -> list[str]:
+    """Return the answer for a terminal, in lines."""
+    width = max(len(question) for question, _ in answers(report))
+    return [
+        report["verdict"],
+        "",
+        *(f"{question:{width}}  {answer}" for question, answer in answers(report)),
+        "",
+        markdown_table(*tried_cells(report)),
+        "",
+        markdown_table(*layer_cells(report)),
+        "",
+        f"Of {of_what(report)}. {LEGEND}",
+        *(["Times are modelled, not measured."] if report["speed_up"] is not None else []),
+    ]

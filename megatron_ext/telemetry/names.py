@@ -1,0 +1,177 @@
+"""What a step's metrics are called, in which unit they are, and what they mean: one table.
+
+A line of `metrics.jsonl` and a column of `layers.jsonl` have flat names, the keys of `METRICS`. W&B
+and TensorBoard show them by section, as `balance/imbalance_after`; those that Megatron has a name
+for are shown under that name as well, so that dashboards made for it fit.
+
+Both are written at two tiers: `brief` has what describes the whole step; `detailed` adds what
+describes a layer, as `balance/imbalance_after_layer_3`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+SECTIONS = ("train", "balance", "cost", "system")
+"""Names in front of the metrics, in the order in which they are shown."""
+
+TIERS = ("brief", "detailed")
+"""How much is written: what describes a step, or what describes each layer, too."""
+
+
+class Metric(NamedTuple):
+    """One metric of a step."""
+
+    section: str
+    """One of `SECTIONS`."""
+    unit: str
+    """Empty for counts and ratios."""
+    meaning: str
+    """In one line."""
+
+
+def _spread(what: str, of: str) -> dict[str, Metric]:
+    """A metric's percentiles and largest value."""
+    words = {"p50": "median", "p90": "90th percentile", "p99": "99th percentile", "max": "largest"}
+    return {
+        f"{what}_{suffix}": Metric("balance", "", f"{of}: {word} over layers and microbatches")
+        for suffix, word in words.items()
+    }
+
+
+METRICS: dict[str, Metric] = {
+    "loss": Metric("train", "", "mean over all tokens of the step"),
+    "eval_loss": Metric("train", "", "loss over the validation batches"),
+    "grad_norm": Metric("train", "", "norm of all gradients together, before clipping"),
+    "lr": Metric("train", "", "learning rate"),
+    "skipped": Metric("train", "", "1 if the optimizer's step was left out"),
+    "imbalance_before": Metric(
+        "balance", "", "busiest rank's load / mean, if experts stay at home: mean"
+    ),
+    **_spread("imbalance_before", "imbalance if experts stay at home"),
+    "imbalance_after": Metric("balance", "", "busiest rank's load / mean, as computed: mean"),
+    **_spread("imbalance_after", "imbalance as computed"),
+    "bound_gap": Metric("balance", "", "busiest rank's load / least that any plan reaches - 1"),
+    "maxvio": Metric("balance", "", "hottest expert's load / mean - 1: mean"),
+    "replicas": Metric("balance", "", "replicas of a layer in a microbatch: mean"),
+    "replicas_max": Metric("balance", "", "replicas of a layer in a microbatch: largest"),
+    "rank_sends_max": Metric("balance", "", "replicas that the busiest sender sends: largest"),
+    "slot_use": Metric("balance", "", "part of the slots that hold a replica"),
+    "dead_experts": Metric("balance", "", "experts of a layer without a token in the step: mean"),
+    "hot_experts": Metric("balance", "", "experts of a layer beyond 4 x the mean load: mean"),
+    "ring_use": Metric("balance", "", "most plans in flight / room for them"),
+    "max_cum_overload": Metric(
+        "balance", "", "most assignments that a rank holds between forward and backward / mean"
+    ),
+    "max_cum_overload_routed": Metric("balance", "", "the same if experts stay at home"),
+    "load_accuracy": Metric("balance", "", "part of predicted assignments that fit the load"),
+    "choice_accuracy": Metric("balance", "", "part of the choices that were predicted"),
+    "hit_replicas": Metric("balance", "", "replicas sent ahead and used"),
+    "topped_up_replicas": Metric("balance", "", "replicas moved when the load was known"),
+    "wasted_replicas": Metric("balance", "", "replicas sent ahead and not used"),
+    "pushed_bytes": Metric("cost", "bytes", "weights of replicas, of a step on all ranks"),
+    "pulled_bytes": Metric("cost", "bytes", "gradients of replicas, of a step on all ranks"),
+    "plan_ms": Metric("cost", "ms", "planning, of a step on the slowest rank"),
+    "materialize_ms": Metric("cost", "ms", "weights under way, of a step on the slowest rank"),
+    "materialize_exposed_ms": Metric("cost", "ms", "the part of it that a rank waits for"),
+    "reduce_ms": Metric("cost", "ms", "gradients under way, of a step on the slowest rank"),
+    "reduce_exposed_ms": Metric("cost", "ms", "the part of it that a rank waits for"),
+    "sent_ahead_bytes": Metric("cost", "bytes", "weights that moved before the load was known"),
+    "topped_up_bytes": Metric("cost", "bytes", "weights that moved when the load was known"),
+    "link_bandwidth": Metric("cost", "bytes/s", "measured, for objective time"),
+    "assignment_time": Metric("cost", "s", "measured, for objective time"),
+    "step_ms": Metric("system", "ms", "time of the step on rank 0"),
+    "tokens_per_s": Metric("system", "tokens/s", "tokens of the global batch over that time"),
+    "tflops_per_gpu": Metric("system", "TFLOP/s", "the model's arithmetic over time and ranks"),
+    "memory_bytes": Metric("system", "bytes", "most memory that a rank had allocated"),
+}
+"""By flat name, in the order in which they are shown."""
+
+HOT = 4
+"""An expert is hot beyond so many times the mean load of its layer's experts."""
+
+MEGATRON_NAMES = {
+    "imbalance_after": "moe/avg_overload_factor",
+    "imbalance_after_max": "moe/max_overload_factor",
+    "imbalance_before": "moe/avg_overload_factor_routed",
+    "imbalance_before_max": "moe/max_overload_factor_routed",
+    "max_cum_overload": "moe/max_cum_overload_factor",
+    "max_cum_overload_routed": "moe/max_cum_overload_factor_routed",
+}
+"""Megatron's names of metrics, which mean what is computed; with `_routed`, what was routed."""
+
+LAYER_METRICS = (
+    "imbalance_before",
+    "imbalance_after",
+    "imbalance_before_max",
+    "imbalance_after_max",
+    "replicas",
+)
+"""Columns of `layers.jsonl` with one number a layer; `_max` is over the step's microbatches."""
+
+
+def section_of(name: str) -> str:
+    """Return the section of a flat name; metrics of no table are `other`.
+
+    >>> section_of("loss"), section_of("choice_accuracy_layer_3"), section_of("new")
+    ('train', 'balance', 'other')
+    """
+    metric = METRICS.get(re.sub(r"_layer_\d+$", "", name))
+    return metric.section if metric is not None else "other"
+
+
+def shown(
+    metrics: Mapping[str, Any],
+    layers: Mapping[str, Any] | None = None,
+    *,
+    tier: str = "brief",
+    max_keys: int,
+) -> dict[str, float]:
+    """Return what W&B and TensorBoard show of a step, by name with section.
+
+    Args:
+        metrics: The step's line of `metrics.jsonl`.
+        layers: The step's line of `layers.jsonl`, if there is one.
+        tier: One of `TIERS`.
+        max_keys: Most names. What describes the step comes first, then layers, those with the
+            largest imbalance before balancing first; a layer has all its names or none.
+
+    >>> line = {"step": 3, "loss": 2.0, "imbalance_after": 1.1}
+    >>> shown(line, max_keys=9)
+    {'train/loss': 2.0, 'balance/imbalance_after': 1.1, 'moe/avg_overload_factor': 1.1}
+    >>> layers = {"layer": [2, 3], "imbalance_before": [1.5, 1.7], "imbalance_after": [1.0, 1.1]}
+    >>> list(shown(line, layers, tier="detailed", max_keys=7))[3:]  # doctest: +NORMALIZE_WHITESPACE
+    ['balance/imbalance_before_layer_3', 'moe/avg_overload_factor_routed_layer_2',
+     'balance/imbalance_after_layer_3', 'moe/avg_overload_factor_layer_2']
+    """
+    keys: dict[str, float] = {}
+    for name, value in metrics.items():
+        if name != "step":
+            keys |= _keys(name, value)
+    keys = dict(list(keys.items())[:max_keys])
+    if tier == "brief" or not layers:
+        return keys
+    for place in _worst_first(layers["imbalance_before"]):
+        of_layer: dict[str, float] = {}
+        for name in LAYER_METRICS:
+            if name in layers:
+                of_layer |= _keys(name, layers[name][place], layers["layer"][place])
+        if len(keys) + len(of_layer) > max_keys:
+            break
+        keys |= of_layer
+    return keys
+
+
+def _keys(name: str, value: float, layer: int | None = None) -> dict[str, float]:
+    """A metric under its own name and Megatron's, which counts layers from 0."""
+    own, theirs = ("", "") if layer is None else (f"_layer_{layer}", f"_layer_{layer - 1}")
+    keys = {f"{section_of(name)}/{name}{own}": value}
+    if name in MEGATRON_NAMES:
+        keys[MEGATRON_NAMES[name] + theirs] = value
+    return keys
+
+
+def _worst_first(imbalances: Sequence[float]) -> list[int]:
+    return sorted(range(len(imbalances)), key=lambda place: -imbalances[place])

@@ -1,0 +1,192 @@
+"""Some steps of a training as one trace of all ranks, for Perfetto or chrome://tracing.
+
+Each rank records with torch's profiler: operators, the stages of balanced layers (their names are
+in `balance/ranges.py`), kernels. Rank 0 merges what they wrote: a process of the trace is a rank,
+and a thread of it is a stream of its GPU, or a thread of its host. What the run measured of these
+steps is there as counter tracks of rank 0.
+
+Ranks of several machines are laid beside each other by their clocks.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.profiler import profile, record_function, supported_activities
+
+PROFILE_FILE = "profile.json.gz"
+
+Counters = Mapping[int, Mapping[str, Mapping[str, float]]]
+"""By step and name of the track: the values of its series."""
+
+_HOST_THREADS = 1000
+"""Threads of the host are numbered from here on, above all streams."""
+
+
+class StepProfile:
+    """Records steps of this rank; all ranks of the training make one, and call it alike.
+
+    Args:
+        folder: Where the trace will be: one folder for all ranks.
+        first: First step that is recorded, from 1.
+        steps: Steps that are recorded; 0 records nothing.
+        ranks: The ranks that record; empty is all of them.
+    """
+
+    def __init__(self, folder: Path, *, first: int, steps: int, ranks: Collection[int]) -> None:
+        self._folder = folder
+        self._steps = range(first, first + steps)
+        recording = sorted(ranks) or range(dist.get_world_size())
+        self._parts = {rank: folder / f".profile_rank_{rank:05d}.json" for rank in recording}
+        self._has_begun = False
+        self._profile: profile | None = None
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Record the block if it is one of the steps."""
+        if number not in self._steps:
+            yield
+            return
+        self._has_begun = True
+        if self._profile is None and dist.get_rank() in self._parts:
+            self._profile = profile(activities=supported_activities())
+            self._profile.start()
+        with record_function(f"step {number}"):
+            yield
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        """Whether to write what was recorded: after the last of the steps, or of the run."""
+        return self._has_begun and (is_last or step == self._steps[-1])
+
+    def write(self, counters: Counters) -> Path | None:
+        """Write the trace of what was recorded; all ranks call, after a step.
+
+        Args:
+            counters: Counter tracks of the recorded steps; of rank 0.
+
+        Returns:
+            The trace; None if nothing was recorded since the last call, or on other ranks than 0.
+        """
+        if not self._has_begun:
+            return None
+        self._has_begun = False
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile.export_chrome_trace(str(self._parts[dist.get_rank()]))
+            self._profile = None
+        dist.barrier()
+        return self._merge(counters) if dist.get_rank() == 0 else None
+
+    def close(self) -> None:
+        """Stop recording; what was not written is dropped. For after an error."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
+
+    def _merge(self, counters: Counters) -> Path:
+        merged = self._folder / PROFILE_FILE
+        merge_traces(self._parts, counters, merged)
+        for part in self._parts.values():
+            part.unlink()
+        return merged
+
+
+def counters_of(
+    metrics: Iterable[Mapping[str, Any]], layers: Iterable[Mapping[str, Any]]
+) -> Counters:
+    """Return the counter tracks of a run: imbalance and replicas, of all layers and of each.
+
+    Args:
+        metrics: Lines of `metrics.jsonl`.
+        layers: Lines of `layers.jsonl`.
+    """
+    tracks: dict[int, dict[str, dict[str, float]]] = {}
+    for line in metrics:
+        tracks[line["step"]] = {
+            "imbalance": {when: line[f"imbalance_{when}"] for when in ("before", "after")},
+            "replicas": {"a layer": line["replicas"]},
+        }
+    for line in layers:
+        names = [f"layer {number}" for number in line["layer"]]
+        tracks.setdefault(line["step"], {}).update(
+            {
+                f"{what.replace('_', ' ')}, by layer": dict(zip(names, line[what], strict=True))
+                for what in ("imbalance_before", "imbalance_after", "replicas")
+            }
+        )
+    return tracks
+
+
+def merge_traces(parts: Mapping[int, Path], counters: Counters, merged: Path) -> None:
+    """Merge the traces of ranks into one.
+
+    Args:
+        parts: What torch's profiler exported, by rank. One of them is in memory at a time.
+        counters: Counter tracks, shown from the beginning of each step; they belong to the first of
+            the ranks, whose ranges `step N` say when.
+        merged: The trace: JSON, compressed by gzip.
+    """
+    partial = merged.with_name(f".{merged.name}.partial")
+    # Level 1: a trace has hundreds of megabytes, and the ranks wait.
+    with gzip.open(partial, "wt", compresslevel=1) as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        separator, base = "\n", None
+        for rank, part in parts.items():
+            trace = json.loads(part.read_bytes())
+            own_base = trace.get("baseTimeNanoseconds", 0)
+            is_first, base = base is None, own_base if base is None else base
+            events = list(_events_of(rank, trace, (own_base - base) / 1e3))
+            events += _counter_events(rank, events, counters) if is_first else []
+            for event in events:
+                file.write(separator + json.dumps(event))
+                separator = ",\n"
+        file.write("\n]}\n")
+    partial.replace(merged)
+
+
+def _events_of(rank: int, trace: Mapping[str, Any], later_us: float) -> Iterator[dict[str, Any]]:
+    """The events of a rank, as those of one process."""
+    yield _named(rank, 0, "process_name", name=f"rank {rank}")
+    yield _named(rank, 0, "process_labels", labels=trace.get("host_name", ""))
+    yield _named(rank, 0, "process_sort_index", sort_index=rank)
+    events = trace["traceEvents"]
+    gpus = {
+        event["pid"]
+        for event in events
+        if event["name"] == "process_labels" and event["args"]["labels"].startswith("GPU")
+    }
+    hosts: dict[tuple[Any, Any], int] = {}
+    for event in events:
+        pid, tid = event.get("pid"), event.get("tid")
+        if not isinstance(pid, int) or event["name"].startswith("process_"):
+            continue  # Of the profiler itself, or said above.
+        if pid not in gpus:
+            tid = hosts.setdefault((pid, tid), _HOST_THREADS + len(hosts))
+        moved = {**event, "pid": rank, "tid": tid, "ts": event["ts"] + later_us}
+        if "id" in event:  # Of an arrow between events: ranks must not share it.
+            moved["id"] = (rank << 32) + event["id"]
+        yield moved
+
+
+def _counter_events(
+    rank: int, events: Collection[Mapping[str, Any]], counters: Counters
+) -> list[dict[str, Any]]:
+    began = {
+        event["name"]: event["ts"] for event in events if event.get("cat") == "user_annotation"
+    }
+    return [
+        {"ph": "C", "pid": rank, "tid": 0, "ts": ts, "name": track, "args": dict(series)}
+        for step, tracks in counters.items()
+        if (ts := began.get(f"step {step}")) is not None
+        for track, series in tracks.items()
+    ]
+
+
+def _named(pid: int, tid: int, what: str, **values: Any) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": what, "args": values}

@@ -1,0 +1,102 @@
+"""Pages of HTML that need no other file and no network: text, data, and charts that Plotly draws.
+
+Text is HTML that its maker escaped. Data reach the scripts as JSON in which no tag can begin.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.files.json_files import json_text
+
+# Whatever a page is made to hold, it asks nobody but who served it.
+CONTENT_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data: blob:; connect-src {whom}; base-uri 'none'; form-action 'none'"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A page's content."""
+
+    title: str
+    """As text."""
+    top: str
+    """HTML above the charts."""
+    data: Mapping[str, Any]
+    """What the script draws, for JSON."""
+    bottom: str
+    """HTML below the charts."""
+    script: str
+    """JavaScript that defines `draw(data, main)`; what it can use is in `page.js`."""
+
+
+def page_html(page: Page, *, version: str = "", live_seconds: int = 0) -> str:
+    """Return the page as one file.
+
+    Args:
+        page: The content.
+        version: Of the data, for a page that asks for newer ones.
+        live_seconds: How often it asks; 0 for never.
+    """
+    policy = CONTENT_POLICY.format(whom="'self'" if live_seconds else "'none'")
+    data = {"data": page.data, "version": version, "seconds": live_seconds}
+    return "\n".join(
+        (
+            '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<link rel="icon" href="data:,">',
+            f"<title>{html.escape(page.title)}</title>",
+            f"<style>\n{part(__package__, 'page.css')}</style>",
+            f'<header id="top">{page.top}</header>',
+            '<main></main>\n<div id="bottom">',
+            f'{page.bottom}</div>\n<footer><span id="live" role="status"></span></footer>',
+            f'<script type="application/json" id="data">{_no_tags(json_text(data))}</script>',
+            # After what can be read without it.
+            f"<script>{_plotly()}</script>",
+            f"<script>{part(__package__, 'page.js')}{page.script}</script>\n</html>\n",
+        )
+    )
+
+
+def part(package: str, name: str) -> str:
+    """Return a file that is beside a package's modules."""
+    return (files(package) / name).read_text("utf-8")
+
+
+def sentences(verdict: Sequence[str], unknown: Sequence[str]) -> str:
+    """Return what a page says first, as HTML: the verdict, the rest, and what is not known."""
+    first, *more = verdict
+    return "".join(
+        (
+            f'<p class="verdict">{html.escape(first)}</p>',
+            *(f'<p class="more">{html.escape(one)}</p>' for one in more),
+            *(f'<p class="unknown">{html.escape(one)}</p>' for one in unknown),
+        )
+    )
+
+
+def wide(table: str) -> str:
+    """Return a table that scrolls by itself where the screen is narrow."""
+    return f'<div class="wide" tabindex="0">{table}</div>'
+
+
+def _no_tags(text: str) -> str:
+    """Write JSON so that nothing in it ends the script that holds it."""
+    return text.replace("<", "\\u003c")
+
+
+def _plotly() -> str:
+    """The library itself; the Python around it is not needed, and takes a while to import."""
+    found = importlib.util.find_spec("plotly")
+    assert found is not None
+    assert found.origin is not None
+    return (Path(found.origin).parent / "package_data" / "plotly.min.js").read_text("utf-8")

@@ -1,0 +1,229 @@
+"""Sizes of a model, and its work, memory and bytes per token: for `simulate`, and a run's FLOP/s.
+
+Letters: H hidden, F width inside an expert, E logical experts, K choices of a token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ext.config import TrainConfig
+from megatron_ext.data import Manifest, padded_vocab_size
+from megatron_ext.trainer.settings import transformer_config
+
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(kw_only=True)
+class ModelShape:
+    """A model and how its training is spread. All but the first two have to be given.
+
+    FLOPs below are those of one forward; a backward has twice as many (UltraEP, Eq. 3).
+    """
+
+    name: str = ""
+    num_dense_layers: int = 0
+    """Layers with one FFN of `dense_hidden_size` instead of experts."""
+    dense_hidden_size: int = 0
+    num_layers: int
+    hidden_size: int
+    attention_params: int
+    """Weights of the projections of one layer's attention."""
+    attention_width: int
+    """Heads x the mean of the widths of a query and of a value."""
+    num_experts: int
+    topk: int
+    expert_hidden_size: int
+    shared_expert_hidden_size: int
+    is_gated: bool
+    """Whether FFNs have two matrices into their width (SwiGLU) instead of one."""
+    vocab_size: int
+    """0 leaves embedding and logits out."""
+    sequence_length: int
+    precision: str
+    pp_size: int
+    vpp_size: int
+    recompute: str
+    distributed_optimizer: bool
+    num_microbatches: int
+    """Microbatches of a step, for each data-parallel rank."""
+
+    def __post_init__(self) -> None:
+        """Check every number."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name in _MAY_BE_ZERO else 1
+            if field.type == "int" and not value >= least:
+                raise ValueError(f"{field.name} ({value}) must be >= {least}")
+        for name, known in (
+            ("precision", tuple(ELEMENT_BYTES)),
+            ("recompute", ("none", "selective", "full")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be {' or '.join(known)}")
+        if self.num_dense_layers >= self.num_layers:
+            raise ValueError(
+                f"num_dense_layers ({self.num_dense_layers}) must be < num_layers "
+                f"({self.num_layers})"
+            )
+        if self.pp_size * self.vpp_size > self.num_layers:
+            raise ValueError(
+                f"pp_size x vpp_size ({self.pp_size} x {self.vpp_size}) must be <= num_layers "
+                f"({self.num_layers})"
+            )
+        if self.topk > self.num_experts:
+            raise ValueError(f"topk ({self.topk}) must be <= num_experts ({self.num_experts})")
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts."""
+        return self.num_layers - self.num_dense_layers
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a weight or an activation."""
+        return ELEMENT_BYTES[self.precision]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a hidden state."""
+        return self.element_bytes * self.hidden_size
+
+    @property
+    def expert_params(self) -> int:
+        """Weights of one expert."""
+        return self._ffn_params(self.expert_hidden_size)
+
+    @property
+    def moe_dense_params(self) -> int:
+        """Weights of a MoE layer that every rank has: attention, router, shared expert."""
+        shared = self._ffn_params(self.shared_expert_hidden_size)
+        return self.attention_params + self.hidden_size * self.num_experts + shared
+
+    @property
+    def dense_layer_params(self) -> int:
+        """Weights of a layer without experts."""
+        return self.attention_params + self._ffn_params(self.dense_hidden_size)
+
+    def _ffn_params(self, width: int) -> int:
+        return (3 if self.is_gated else 2) * self.hidden_size * width
+
+    @property
+    def expert_flops(self) -> float:
+        """FLOPs of one assignment: the matrix products of its expert."""
+        return 2.0 * self.expert_params
+
+    def dense_flops(self, params: int) -> float:
+        """FLOPs of one token, in the parts of a layer with `params` weights that all ranks have.
+
+        Attention reads half the sequence on average.
+        """
+        return 2.0 * params + 2.0 * self.sequence_length * self.attention_width
+
+    @property
+    def logits_flops(self) -> float:
+        """FLOPs of one token."""
+        return 2.0 * self.hidden_size * self.vocab_size
+
+    @property
+    def token_flops(self) -> float:
+        """FLOPs of one token in the forward of the whole model."""
+        moe = self.dense_flops(self.moe_dense_params) + self.topk * self.expert_flops
+        dense = self.dense_flops(self.dense_layer_params)
+        return self.num_moe_layers * moe + self.num_dense_layers * dense + self.logits_flops
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Least bytes that a step of Adam reads and writes for a weight.
+
+        These are, in float32, the gradient once, and the weight and two moments twice; and the
+        weight once in its own type.
+        """
+        return 7 * 4 + self.element_bytes
+
+    def kept_per_assignment(self) -> int:
+        """Bytes of activations that one assignment keeps for backward in a layer.
+
+        Expert input and output, what goes into the activation function and what comes out of it.
+        """
+        inside = (3 if self.is_gated else 2) * self.expert_hidden_size
+        return self.element_bytes * (2 * self.hidden_size + inside)
+
+    def kept_per_token(self) -> int:
+        """Bytes of activations that one token keeps for backward in the rest of a layer.
+
+        They are the inputs of norms, attention and router.
+        """
+        return self.element_bytes * (6 * self.hidden_size + 4 * self.attention_width)
+
+
+_MAY_BE_ZERO = (
+    "num_dense_layers",
+    "dense_hidden_size",
+    "shared_expert_hidden_size",
+    "vocab_size",
+)
+
+
+def shape_of(config: TrainConfig, name: str) -> ModelShape:
+    """Return the shape of a run's model.
+
+    The vocabulary is the model's, else that of the run's data, if they are there. A step's
+    microbatches are counted for the ranks of the recipe, or else for as many data-parallel ranks as
+    the EP group has. Layers that predict further tokens (MTP) are left out.
+    """
+    model, parallel, data = config.model, config.parallel, config.data
+    attention_params, attention_width = _attention(config)
+    data_parallel = max(
+        parallel.num_ranks // (parallel.tp_size * parallel.pp_size), parallel.ep_size
+    )
+    return ModelShape(
+        name=name,
+        num_layers=model.num_layers,
+        num_dense_layers=model.num_dense_layers,
+        dense_hidden_size=model.dense_hidden_size or model.expert_hidden_size,
+        hidden_size=model.hidden_size,
+        attention_params=attention_params,
+        attention_width=attention_width,
+        num_experts=model.num_experts,
+        topk=model.topk,
+        expert_hidden_size=model.expert_hidden_size,
+        shared_expert_hidden_size=model.shared_expert_hidden_size,
+        is_gated=model.activation == "swiglu" or bool(config.megatron.get("gated_linear_unit")),
+        vocab_size=model.vocab_size or _vocab_size(data.path),
+        sequence_length=data.sequence_length,
+        precision=model.precision,
+        pp_size=parallel.pp_size,
+        vpp_size=parallel.vpp_size,
+        recompute=parallel.recompute,
+        distributed_optimizer=parallel.distributed_optimizer,
+        num_microbatches=max(1, data.global_batch_size // (data.micro_batch_size * data_parallel)),
+    )
+
+
+def _attention(config: TrainConfig) -> tuple[int, int]:
+    """Return `attention_params` and `attention_width` of a run's model."""
+    megatron: Any = transformer_config(config)
+    hidden, heads = megatron.hidden_size, megatron.num_attention_heads
+    if megatron.multi_latent_attention:
+        position, value = megatron.qk_pos_emb_head_dim, megatron.v_head_dim
+        query = megatron.qk_head_dim + position
+        of_queries = (hidden + heads * query) * megatron.q_lora_rank
+        into_latent = hidden * (megatron.kv_lora_rank + position)
+        out_of_latent = megatron.kv_lora_rank * heads * (megatron.qk_head_dim + value)
+        params = of_queries + into_latent + out_of_latent + heads * value * hidden
+        return params, heads * (query + value) // 2
+    width = heads * megatron.kv_channels
+    key_values = 2 * megatron.num_query_groups * megatron.kv_channels
+    return hidden * (2 * width + key_values), width
+
+
+def _vocab_size(data_path: Any) -> int:
+    try:
+        return padded_vocab_size(
+            Manifest.load(data_path).vocab_size, divisible_by=128, tensor_parallel=1
+        )
+    except (FileNotFoundError, ValueError):
+        return 0

@@ -1,0 +1,41 @@
+"""What a sink is: something that a run's steps are written to."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_ext.config import LoggingConfig, TrainConfig
+
+
+class Sink(ABC):
+    """Takes the steps of one run, on rank 0. Whatever it raises ends it, and not the run.
+
+    Args:
+        config: The run.
+        start_step: The step of the checkpoint that the run continues from, 0 for a new run.
+        facts: What is known of the run beside its settings, for JSON.
+    """
+
+    @abstractmethod
+    def __init__(self, config: TrainConfig, *, start_step: int, facts: Mapping[str, Any]) -> None:
+        """Open it; what it needs is imported here."""
+
+    @staticmethod
+    @abstractmethod
+    def is_wanted(logging: LoggingConfig) -> bool:
+        """Whether the settings ask for it."""
+
+    @abstractmethod
+    def write(self, metrics: Mapping[str, Any], layers: Mapping[str, Any] | None) -> None:
+        """Take a step.
+
+        Args:
+            metrics: Its line of `metrics.jsonl`.
+            layers: Its line of `layers.jsonl`, if there is one.
+        """
+
+    @abstractmethod
+    def close(self, *, failed: bool) -> None:
+        """End it, after the last step or after an error."""

@@ -1,0 +1,65 @@
+"""TensorBoard: `tensorboard/` in the run directory. Its tab Custom Scalars opens arranged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config import LoggingConfig, TrainConfig
+from megatron_ext.files.json_files import json_text
+from megatron_ext.telemetry.names import shown
+from megatron_ext.trainer.sinks import pictures
+from megatron_ext.trainer.sinks.panels import panels_by_section
+from megatron_ext.trainer.sinks.sink import Sink
+
+FOLDER = "tensorboard"
+
+_FLUSH_S = 10
+"""Seconds after which TensorBoard sees a step at the latest."""
+
+
+class TensorBoardSink(Sink):
+    """Writes scalars by the names of `telemetry/names.py`, histograms and heat maps of loads.
+
+    A continued run hides what was written of the steps that it makes again.
+    """
+
+    def __init__(self, config: TrainConfig, *, start_step: int, facts: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._logging = config.logging
+        self._writer = SummaryWriter(
+            str(Path(config.run_dir) / FOLDER),
+            purge_step=start_step + 1,
+            flush_secs=_FLUSH_S,
+        )
+        layout = {
+            section: {title: ["Multiline", names] for title, names in panels.items()}
+            for section, panels in panels_by_section()
+        }
+        self._writer.add_custom_scalars(layout)
+        self._writer.add_text("run", f"```json\n{json_text(facts, indent=2)}\n```", start_step)
+
+    @staticmethod
+    def is_wanted(logging: LoggingConfig) -> bool:
+        """See `Sink`."""
+        return logging.tensorboard
+
+    def write(self, metrics: Mapping[str, Any], layers: Mapping[str, Any] | None) -> None:
+        """See `Sink`."""
+        step, options = metrics["step"], self._logging
+        for name, value in shown(
+            metrics, layers, tier=options.tier, max_keys=options.max_keys
+        ).items():
+            self._writer.add_scalar(name, value, step)
+        if layers is None or not pictures.has_pictures(layers):
+            return
+        for name, loads in pictures.relative_loads(layers).items():
+            self._writer.add_histogram(name, loads, step)
+        for name, image in pictures.heat_maps(layers).items():
+            self._writer.add_image(name, image, step, dataformats="HWC")
+
+    def close(self, *, failed: bool) -> None:
+        """See `Sink`."""
+        self._writer.close()

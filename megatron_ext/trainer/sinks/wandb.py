@@ -1,0 +1,154 @@
+"""Weights & Biases: a run for each run directory, sections of metrics, pictures, artifacts.
+
+It never asks and does not keep a training waiting: without a login it writes offline, and it gives
+up on a server that does not answer. `wandb sync` uploads later what was written offline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config import LoggingConfig, TrainConfig
+from megatron_ext.files.run_dir import TRACE_FOLDER
+from megatron_ext.files.whole import write_whole
+from megatron_ext.telemetry.names import METRICS, SECTIONS, section_of, shown
+from megatron_ext.telemetry.profile import PROFILE_FILE
+from megatron_ext.trainer.sinks import pictures
+from megatron_ext.trainer.sinks.panels import STEP
+from megatron_ext.trainer.sinks.sink import Sink
+
+logger = logging.getLogger(__name__)
+
+_SUMMARY = "min,max,mean,last"
+"""What a run's summary has of every metric."""
+
+_INIT_S, _FINISH_S = 30.0, 300.0
+"""Seconds that the server gets to begin a run, and to take what is left of it at the end."""
+
+
+class WandbSink(Sink):
+    """Writes metrics by the names of `telemetry/names.py`, histograms and heat maps of loads.
+
+    At the end, the trace and the profile of the run become artifacts.
+    """
+
+    def __init__(self, config: TrainConfig, *, start_step: int, facts: Mapping[str, Any]) -> None:
+        run_dir = Path(config.run_dir)
+        # One W&B run per run directory, so that a continued run continues its curves.
+        id_file = run_dir / "wandb_id"
+        if not id_file.exists():
+            write_whole(id_file, [uuid.uuid4().hex])
+        self._logging = config.logging
+        self._run_dir = run_dir
+        self._run = _start(
+            config,
+            run_dir,
+            id=id_file.read_text(),
+            resume="allow",
+            name=config.logging.wandb_name or run_dir.name,
+            config=dataclasses.asdict(config) | {"facts": facts},
+        )
+        self._run.define_metric(STEP)
+        for section in (*SECTIONS, "moe"):
+            self._run.define_metric(f"{section}/*", step_metric=STEP)
+        for name in METRICS:
+            self._run.define_metric(
+                f"{section_of(name)}/{name}", step_metric=STEP, summary=_SUMMARY
+            )
+
+    @staticmethod
+    def is_wanted(logging: LoggingConfig) -> bool:
+        """See `Sink`."""
+        return logging.wandb != "off"
+
+    def write(self, metrics: Mapping[str, Any], layers: Mapping[str, Any] | None) -> None:
+        """See `Sink`."""
+        step, options = metrics["step"], self._logging
+        values: dict[str, Any] = {STEP: step}
+        values |= shown(metrics, layers, tier=options.tier, max_keys=options.max_keys)
+        if layers is not None and pictures.has_pictures(layers):
+            values |= _pictures(layers)
+        self._run.log(values, step=step)
+
+    def close(self, *, failed: bool) -> None:
+        """See `Sink`."""
+        for kind, path in (
+            ("trace", self._run_dir / TRACE_FOLDER),
+            ("profile", self._run_dir / PROFILE_FILE),
+        ):
+            if path.exists():
+                _keep(self._run, kind, [path])
+        self._run.finish(exit_code=1 if failed else 0)
+
+
+def keep_comparison(config: TrainConfig, folder: Path) -> None:
+    """Keep the files of a folder of runs that compare them: as an artifact, beside the runs.
+
+    Args:
+        config: One of the runs; says where and whether.
+        folder: Their folder.
+    """
+    if not WandbSink.is_wanted(config.logging):
+        return
+    try:
+        run = _start(config, folder, name=f"{folder.name}: comparison", job_type="comparison")
+        _keep(run, "comparison", sorted(path for path in folder.iterdir() if path.is_file()))
+        run.finish()
+    except Exception as error:  # The comparison is on the disk.
+        logger.warning("warning: W&B has no comparison of the runs: %s", error)
+
+
+def _start(training: TrainConfig, folder: Path, **about: Any) -> Any:
+    import wandb
+
+    options = training.logging
+    mode = options.wandb
+    if mode == "online" and not wandb.login(prompt=False):
+        mode = "offline"
+        logger.warning(
+            "warning: W&B has no login here (`wandb login`), so it is written to %s only: "
+            "`wandb sync` uploads it",
+            folder / "wandb",
+        )
+    return wandb.init(
+        project=options.wandb_project,
+        group=options.wandb_group or None,
+        tags=[*options.wandb_tags, training.balance.strategy],
+        dir=str(folder),
+        mode=mode,  # type: ignore[arg-type]
+        # The runs of a quickstart are in one process.
+        settings=wandb.Settings(
+            reinit="create_new", init_timeout=_INIT_S, finish_timeout=_FINISH_S
+        ),
+        **about,
+    )
+
+
+def _pictures(layers: Mapping[str, Any]) -> dict[str, Any]:
+    import wandb
+
+    histograms = {
+        name: wandb.Histogram(loads.ravel().tolist())
+        for name, loads in pictures.relative_loads(layers).items()
+    }
+    return histograms | {
+        name: wandb.Image(image) for name, image in pictures.heat_maps(layers).items()
+    }
+
+
+def _keep(run: Any, kind: str, paths: list[Path]) -> None:
+    """Keep files and folders as an artifact of a run."""
+    import wandb
+
+    artifact = wandb.Artifact(f"{kind}-{run.id}", type=kind)
+    for path in paths:
+        if path.is_dir():
+            artifact.add_dir(str(path))
+        else:
+            artifact.add_file(str(path))
+    run.log_artifact(artifact)

@@ -1,0 +1,72 @@
+"""The ranges of a balanced layer's stages in other profilers than torch's own.
+
+What torch's own shows of a training is in tests/trainer/test_profile.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_ext.balance import ranges
+from megatron_ext.cpu_platform import enable_cpu_platform
+
+enable_cpu_platform()
+
+from megatron.core.utils import configure_nvtx_profiling  # noqa: E402
+
+import megatron_ext.mcore.moe_layer  # noqa: E402, F401  (hands Megatron's switch in)
+
+
+@pytest.fixture
+def pushed(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """NVTX ranges in order; None where one ends."""
+    seen: list[str | None] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", seen.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append(None))
+    return seen
+
+
+def make_all() -> None:
+    with ranges.layer_forward(3), ranges.stage(ranges.PLAN):
+        pass
+    with ranges.stage_of_backward(ranges.REDUCE_WAIT, 3):
+        pass
+
+
+ALL = [
+    *("expert_balance_layer_3_forward", "expert_balance_plan", None, None),
+    *("expert_balance_layer_3_backward", "expert_balance_grad_reduce_wait", None, None),
+]
+
+
+def test_nvtx_ranges_follow_the_switch_of_megatron(pushed: list[str | None]) -> None:
+    make_all()
+    assert pushed == []
+    configure_nvtx_profiling(True)
+    try:
+        make_all()
+        assert pushed == ALL
+        # A name is one object: a captured range has nothing but its address.
+        first, again = (name for name in 2 * pushed if name == ALL[0])
+        assert first is again
+    finally:
+        configure_nvtx_profiling(False)
+
+
+def test_under_torchs_profiler_each_range_is_there_once(pushed: list[str | None]) -> None:
+    """Also where Megatron turns on its switch and torch's ranges for NVTX together."""
+    configure_nvtx_profiling(True)
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            make_all()
+    finally:
+        configure_nvtx_profiling(False)
+    assert pushed == []
+    names = [event.name for event in profile.events()]
+    assert sorted(names) == sorted(name for name in ALL if name)
+
+
+def test_without_a_profiler_nothing_is_made() -> None:
+    assert ranges.stage(ranges.PLAN) is ranges.layer_forward(1)
+    assert ranges.stage(ranges.PLAN) is ranges.stage_of_backward(ranges.PUSH_WAIT, 1)

@@ -1,0 +1,83 @@
+"""The trainer makes models of Transformer Engine's layers, which learn what Megatron's own learn.
+
+Layer 2. All runs go on from one checkpoint, of Megatron's layers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.cpu_platform import enable_cpu_platform
+from tests.ranks import run_ranks
+from tests.te_on_cpu import enable_te_on_cpu
+from tests.trainer.dataset import build, overrides
+
+SETTINGS = [
+    "model.experts=grouped_mm",
+    "model.activation=swiglu",
+    "+megatron.normalization=RMSNorm",
+    "+megatron.num_query_groups=1",
+    "+megatron.qk_layernorm=true",
+    "steps=4",
+    "checkpoint.every=2",
+]
+RUNS = {
+    "local": ["model.transformer_impl=local", "balance.strategy=none"],
+    "unbalanced": ["model.transformer_impl=transformer_engine", "balance.strategy=none"],
+    "balanced": ["model.transformer_impl=transformer_engine", "balance.tolerance=0"],
+}
+LOSS_TOLERANCE = 1e-5
+"""Of float32 losses of about 5, after two steps of Adam whose sums were rounded in other orders."""
+
+
+def _train(rank: int, words: list[str]) -> tuple[list[dict[str, Any]], set[str], bool]:
+    """The metrics of a run's steps, the kinds of its modules, whether gradients are fused."""
+    enable_te_on_cpu()  # before anything of Megatron
+    enable_cpu_platform()
+    from megatron.core import parallel_state
+
+    from megatron_ext.trainer.loop import Training
+    from megatron_ext.trainer.train import load_config
+
+    parallel_state.destroy_model_parallel()
+    training = Training(load_config(words))
+    steps = []
+    while training.step < training.config.steps:
+        steps.append(training.train_step())
+    if not training.config.checkpoint.load:
+        training._save()
+        training.checkpoints.finish()
+    (chunk,) = training.chunks
+    kinds = {type(module).__name__ for module in chunk.modules()}
+    fuses = chunk.config.gradient_accumulation_fusion
+    training.close()
+    parallel_state.destroy_model_parallel()
+    return steps, kinds, fuses
+
+
+def test_losses_are_those_of_megatrons_layers(tmp_path: Path) -> None:
+    data = build(tmp_path)
+    first = [*overrides(data, tmp_path / "first"), *SETTINGS, "steps=2", *RUNS["local"]]
+    run_ranks(_train, 2, first)
+    found = {}
+    for name, settings in RUNS.items():
+        words = [*overrides(data, tmp_path / name), *SETTINGS, *settings]
+        words.append(f"checkpoint.load={tmp_path}/first/checkpoints/step_00000002")
+        found[name], *_ = run_ranks(_train, 2, words)
+    losses = {name: [step["loss"] for step in steps] for name, (steps, *_) in found.items()}
+    assert len(losses["local"]) == 2
+    for name in ("unbalanced", "balanced"):
+        steps, kinds, fuses = found[name]
+        assert losses[name] == pytest.approx(losses["local"], abs=LOSS_TOLERANCE), losses
+        assert {"TEGroupedMLP", "TELayerNormColumnParallelLinear"} <= kinds
+        assert fuses
+        assert all(step["imbalance_after"] < step["imbalance_before"] for step in steps) is (
+            name == "balanced"
+        )
+    _, kinds, fuses = found["local"]
+    assert "GroupedExperts" in kinds
+    assert not any(kind.startswith("TE") for kind in kinds)
+    assert not fuses
