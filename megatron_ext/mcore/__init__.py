@@ -8,6 +8,7 @@
     grouped_product.py      that product, right for experts without tokens on every device
     te_experts.py           Transformer Engine's grouped experts (Megatron's `TEGroupedMLP`)
     backward.py             the transformer layer around it, whose backward waits for stage 8
+    stages.py               names the stages of MoE layers in profiles, also of Megatron's own
     spec.py                 puts the balanced layer into any layer spec
     models.py               the same for all models that a program builds
     provider.py             the same for programs that hold a function of specs

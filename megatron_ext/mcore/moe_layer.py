@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, utils
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor, nn
@@ -47,16 +47,12 @@ from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.plan import BalancePlan, Shares, share_plan
 from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.ranges import (
-    COMBINE,
-    DISPATCH,
     EXPERTS,
     LOAD,
     PLAN,
     PUSH_START,
     PUSH_WAIT,
     REROUTE,
-    layer_forward,
-    show_in_nvtx,
     stage,
 )
 from megatron_ext.balance.replicas import (
@@ -102,10 +98,8 @@ from megatron_ext.mcore.recompute import (
     take,
 )
 from megatron_ext.mcore.schedule import ring_size
+from megatron_ext.mcore.stages import NamedStages
 from megatron_ext.transport import GathersRows, TransportOptions, settle_transport
-
-# Megatron has no function that says whether `configure_nvtx_profiling` was called.
-show_in_nvtx(lambda: utils._nvtx_enabled)
 
 
 @dataclass(frozen=True)
@@ -158,7 +152,7 @@ class Microbatch:
     """The replication by its plan."""
 
 
-class BalancedMoELayer(MoELayer):
+class BalancedMoELayer(NamedStages, MoELayer):
     """Megatron's MoE layer whose EP ranks compute equally many assignments. Made by `balance_spec`.
 
     Args:
@@ -284,11 +278,6 @@ class BalancedMoELayer(MoELayer):
         # Later versions of Megatron count these from 1; the router knows that by itself.
         if getattr(self, "is_mtp_layer", False):
             self.layer_number = layer_number + self.config.num_layers
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run Megatron's forward, whose stages are those below."""
-        with layer_forward(self.layer_number):
-            return super().forward(*args, **kwargs)
 
     def join_reduction(self, hidden_states: Tensor) -> Tensor:
         """Let backward wait for the next forward's replica gradients at the layer's input.
@@ -442,11 +431,6 @@ class BalancedMoELayer(MoELayer):
         shares = share_plan(self.planning_group.rank(), left.counts, plan)
         return left.counts, None, plan, shares.fit(chosen.sum(0)), left.handle
 
-    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
-        """Stage 5 (Megatron)."""
-        with stage(DISPATCH):
-            return super().dispatch(*args, **kwargs)
-
     def routed_experts_compute(self, hidden_states: Any, probs: Any) -> tuple[Any, None]:
         """Stage 6, with the hooks of stages 4 and 8 for backward around it."""
         parts = self._dispatcher_kind.parts(self.token_dispatcher, hidden_states, probs)
@@ -465,8 +449,7 @@ class BalancedMoELayer(MoELayer):
     def combine(self, output: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Stage 7; in backward, stage 4 starts before it."""
         replication, self._microbatch = self._under_way.replication, None
-        with stage(COMBINE):
-            output = super().combine(output, *args, **kwargs)
+        output = super().combine(output, *args, **kwargs)
         return replication.start_rematerialize_before(output)
 
     def postprocess(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -712,7 +695,7 @@ def reset_after_abort(model: Iterable[nn.Module]) -> None:
             buffers.reset()
 
 
-class EvenMoELayer(MoELayer):
+class EvenMoELayer(NamedStages, MoELayer):
     """Megatron's MoE layer with even routing forced: the upper bound of what balancing can do.
 
     Not a way to train: tokens go to experts that the router did not choose.

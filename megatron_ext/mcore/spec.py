@@ -34,6 +34,7 @@ from megatron_ext.mcore.limits import require_balance_config
 from megatron_ext.mcore.lines import BalanceLines
 from megatron_ext.mcore.lookahead import LayerOrder
 from megatron_ext.mcore.moe_layer import BalancedMoELayer, EvenMoELayer
+from megatron_ext.mcore.stages import NamedMoELayer
 
 
 def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
@@ -108,6 +109,24 @@ def _shared_by_layers(balance: BalanceConfig) -> dict[str, Any]:
     placement = read_placement(Path(balance.placement)) if balance.placement else None
     lines = BalanceLines(balance.lines_every) if balance.lines_every else None
     return {"balance": balance, "placement": placement, "order": LayerOrder(), "lines": lines}
+
+
+def name_stages(spec: Any) -> Any:
+    """Return `spec` with the stages of Megatron's own MoE layers named in profiles.
+
+    Balanced and even layers have those names by themselves. A spec without MoE layers of
+    Megatron's own comes back as it was.
+
+    Args:
+        spec: A Megatron layer spec, block spec, or anything that holds such.
+    """
+
+    def named(layer: Any) -> Any:
+        if isinstance(layer, ModuleSpec):
+            return dataclasses.replace(layer, module=NamedMoELayer)
+        return functools.partial(NamedMoELayer, *layer.args, **layer.keywords)
+
+    return replace_parts(spec, lambda part: _is_spec_of(part, MoELayer), named)
 
 
 def grouped_mm_spec(spec: Any) -> Any:

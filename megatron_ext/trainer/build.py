@@ -31,7 +31,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_ext.config import TrainConfig
 from megatron_ext.data import Manifest, MixedDataset, padded_vocab_size
-from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec
+from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec, name_stages
 from megatron_ext.methods.sem_moe.attach import rebatch_tokens
 from megatron_ext.methods.sem_moe.semantics import read_semantics
 from megatron_ext.trainer.latent import latent_attention_spec
@@ -133,6 +133,8 @@ def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataPar
         if megatron.multi_latent_attention and not with_engine:
             spec = latent_attention_spec(spec)
         spec = balance_spec(spec, balance)
+        if config.profile.steps > 0:
+            spec = name_stages(spec)
         mtp_spec = (
             get_gpt_mtp_block_spec(megatron, spec, with_engine, vp_stage=vp_stage)
             if megatron.mtp_num_layers

@@ -115,6 +115,17 @@ def test_some_steps_of_all_ranks_become_one_trace(run_dir: Path) -> None:
     assert {each["ts"] for each in counters} == began
 
 
+def test_a_run_without_balancing_shows_the_same_stages_of_megatrons_layers(
+    data: Path, tmp_path: Path
+) -> None:
+    settings = ["steps=2", "profile.first=2", "profile.steps=1", "balance.strategy=none"]
+    run_ranks(_train, 2, [*overrides(data, tmp_path), *settings])
+    names = [each["name"] for each in read_events(tmp_path / PROFILE_FILE)]
+    ours = {name for name in names if name.startswith(ranges.PREFIX)}
+    layers = {f"{ranges.PREFIX}layer_{number}_forward" for number in (1, 2)}
+    assert ours == layers | {ranges.DISPATCH, ranges.EXPERTS, ranges.COMBINE}
+
+
 def test_boards_say_what_the_lines_of_a_training_say(run_dir: Path) -> None:
     events = tensorboard_events(run_dir / "tensorboard")
     lines, layers = read_metrics(run_dir), read_layers(run_dir)
