@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from megatron_ext.balance.solve import solve
     from megatron_ext.balance.strategies.settings import BalanceConfig
     from megatron_ext.cpu_platform import enable_cpu_platform
+    from megatron_ext.mcore.between_steps import reset_after_abort
     from megatron_ext.mcore.check import check
-    from megatron_ext.mcore.moe_layer import reset_after_abort
     from megatron_ext.mcore.provider import balanced_provider_spec
     from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec
 
@@ -41,7 +41,7 @@ _HOMES = {
     "check": "megatron_ext.mcore.check",
     "enable_cpu_platform": "megatron_ext.cpu_platform",
     "grouped_mm_spec": "megatron_ext.mcore.spec",
-    "reset_after_abort": "megatron_ext.mcore.moe_layer",
+    "reset_after_abort": "megatron_ext.mcore.between_steps",
     "solve": "megatron_ext.balance.solve",
 }
 

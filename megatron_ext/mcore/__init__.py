@@ -1,6 +1,12 @@
 """The plug-in that balances Megatron's MoE layers. Start reading in `moe_layer.py`.
 
     moe_layer.py            the balanced layer, stage by stage
+    equipped_layer.py       what it is made of: settings, dispatcher, state
+    layer_state.py          what it holds from its first forward on: slots, plans, planner, costs
+    layer_report.py         what it tells its observers of a microbatch
+    planning_group.py       the ranks that plan alike, and whether they do
+    even_layer.py           the layer of the strategy `ideal`: even routing, forced
+    between_steps.py        what is done to all layers of a model where no step is under way
     dispatcher.py           stages 5 and 7: Megatron's dispatchers over physical experts
     experts.py              stage 6: mains and slots, and the registry of kinds
     sequential_experts.py   one module for each expert (Megatron's `SequentialMLP`)
@@ -20,8 +26,8 @@
     measure.py              the costs of plans, measured on the ranks that carry them out
     timing.py               how long work takes on ranks that work together
     failures.py             a failed wait ends the step on all ranks
-    in_place.py             weights that are not where they seem
-    place.py                where a rank is among those with the same experts, for telemetry
+    in_place.py             weights that are not where they seem, gradients without a place
+    place.py                where a layer's experts and slots are, and a rank among its like
     limits.py               settings that exclude balancing
     check.py                the same and a model's spec, for users, before anything is built
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megatron_ext.balance.main_weights import MainWeights
+
 
 def check_in_place(experts: nn.Module, device: torch.device, layer: int | None) -> None:
     """Check that all weights of a layer's experts lie whole on the device that computes.
@@ -28,6 +30,18 @@ def check_in_place(experts: nn.Module, device: torch.device, layer: int | None) 
                 f"layer {layer}: experts.{name} {reason}; replicas are copied from where a weight "
                 "lies, so experts must stay whole on the device that computes"
             )
+
+
+def check_main_grads(mains: MainWeights) -> None:
+    """Check that fused weight gradients have somewhere to go, before a backward looks for it."""
+    if not mains.fused:
+        return
+    if any(main.requires_grad and not hasattr(main, "main_grad") for main in mains.parameters()):
+        raise ValueError(
+            "gradient_accumulation_fusion (True) adds to `main_grad`, which the experts' weights "
+            "do not have: wrap the model in Megatron's DistributedDataParallel before it trains, "
+            "or give --no-gradient-accumulation-fusion"
+        )
 
 
 def _obstacle(parameter: Tensor, device: torch.device) -> str | None:

@@ -15,7 +15,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from megatron_ext.mcore.moe_layer import BalancedMoELayer, EvenMoELayer
+from megatron_ext.mcore.even_layer import EvenMoELayer
+from megatron_ext.mcore.moe_layer import BalancedMoELayer
 
 _BALANCED = (BalancedMoELayer, EvenMoELayer)
 

@@ -27,13 +27,14 @@ from megatron_ext.config import BalanceConfig
 from megatron_ext.files.placement import read_placement
 from megatron_ext.mcore import failures
 from megatron_ext.mcore.backward import JoiningTransformerLayer
+from megatron_ext.mcore.even_layer import EvenMoELayer
 from megatron_ext.mcore.experts import EXPERT_KINDS
 from megatron_ext.mcore.grouped_experts import GroupedExperts
 from megatron_ext.mcore.left_out import warn_of_layers_left_out
 from megatron_ext.mcore.limits import require_balance_config
 from megatron_ext.mcore.lines import BalanceLines
 from megatron_ext.mcore.lookahead import LayerOrder
-from megatron_ext.mcore.moe_layer import BalancedMoELayer, EvenMoELayer
+from megatron_ext.mcore.moe_layer import BalancedMoELayer
 from megatron_ext.mcore.stages import NamedMoELayer
 
 

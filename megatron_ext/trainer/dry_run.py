@@ -25,7 +25,7 @@ from torch import nn
 from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.config import BalanceConfig, TrainConfig
 from megatron_ext.mcore.experts import expert_weights
-from megatron_ext.mcore.moe_layer import layout_of
+from megatron_ext.mcore.place import layout_of
 from megatron_ext.mcore.schedule import held_by_chunks, ring_size
 from megatron_ext.trainer.build import build_model, moe_layers
 from megatron_ext.trainer.meta_model import (

@@ -25,7 +25,8 @@ from torch import Tensor
 from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.config import TrainConfig
 from megatron_ext.data import Manifest, MixedDataset, microbatches
-from megatron_ext.mcore.moe_layer import BalancedMoELayer, check_agreement
+from megatron_ext.mcore.between_steps import check_agreement
+from megatron_ext.mcore.moe_layer import BalancedMoELayer
 from megatron_ext.mcore.place import place_of_rank
 from megatron_ext.methods.sem_moe.samples import scheduled_microbatches
 from megatron_ext.methods.sem_moe.semantics import read_semantics

@@ -14,12 +14,12 @@ from tests.transport.test_domains import on_machines
 
 
 def _train_on_two_machines(rank: int) -> Any:
-    from megatron_ext.mcore import moe_layer
+    from megatron_ext.mcore import layer_state
 
     with (
         on_machines(rank, ranks_each=2),
         mock.patch.object(
-            moe_layer, "shared_slot_buffers", wraps=moe_layer.shared_slot_buffers
+            layer_state, "shared_slot_buffers", wraps=layer_state.shared_slot_buffers
         ) as made,
     ):
         difference = gradient_difference(

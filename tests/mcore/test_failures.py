@@ -21,7 +21,7 @@ from tests.mcore.parity import balanced_gpt, balanced_layers  # first: enables t
 from tests.ranks import run_ranks
 
 from megatron_ext.mcore import failures, models  # isort: skip
-from megatron_ext.mcore.moe_layer import check_agreement, reset_after_abort  # isort: skip
+from megatron_ext.mcore.between_steps import check_agreement, reset_after_abort  # isort: skip
 
 MESSAGE = "rank 1 waited 0.2 s for rank 0 to offer the gradient of slot 0"
 EXPECTED = f"the step ends on all ranks before it changes a weight: global rank 3: {MESSAGE}$"

@@ -28,7 +28,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP  # isort: skip
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules  # isort: skip
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
-from megatron_ext.mcore import moe_layer  # isort: skip
+from megatron_ext.mcore import layer_state  # isort: skip
 from megatron_ext.mcore.moe_layer import BalancedMoELayer  # isort: skip
 from megatron_ext.mcore.schedule import most_in_flight, ring_size  # isort: skip
 from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec  # isort: skip
@@ -56,7 +56,7 @@ def _layer_of_its_own(rank: int) -> None:
         grad_reduce_share=0.5,
     )
     with mock.patch.object(
-        moe_layer, "shared_slot_buffers", wraps=moe_layer.shared_slot_buffers
+        layer_state, "shared_slot_buffers", wraps=layer_state.shared_slot_buffers
     ) as shared_slot_buffers:
         layer = BalancedMoELayer(
             config, _submodules(), 3, groups, balance=balance, **of_later_versions

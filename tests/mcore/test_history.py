@@ -30,7 +30,7 @@ def _train_and_evaluate(rank: int, recompute: str) -> list[Any]:
     gpt.forward_backward(num_microbatches=MICROBATCHES)
     with torch.no_grad():
         gpt.forward_backward(num_microbatches=2, forward_only=True)
-    return [observed, [layer._planner._num_observed for layer in balanced_layers(gpt)]]
+    return [observed, [layer.state.planner._num_observed for layer in balanced_layers(gpt)]]
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -114,6 +114,7 @@ def _abort_in_different_places(rank: int) -> None:
     """Rank 0 has started to push when it fails, rank 1 has neither sealed its plan nor offered its
     slots."""
     from megatron_ext import reset_after_abort
+    from megatron_ext.balance.agreement import Agreement
     from megatron_ext.mcore import moe_layer
 
     case = dict(ep=2)
@@ -122,7 +123,7 @@ def _abort_in_different_places(rank: int) -> None:
     place = (
         mock.patch.object(moe_layer, "reroute", side_effect=ArithmeticError)
         if rank == 0
-        else mock.patch.object(moe_layer.Agreement, "share", side_effect=ArithmeticError)
+        else mock.patch.object(Agreement, "share", side_effect=ArithmeticError)
     )
     failures = []
     for _ in range(3):
@@ -196,7 +197,7 @@ def _evaluate_between_forward_and_backward(rank: int) -> None:
     output, _ = layer(hidden)
     with torch.no_grad():
         layer(other)
-    for slot_weights in layer._slot_buffers.weights:
+    for slot_weights in layer.slot_buffers.weights:
         slot_weights.fill_(float("nan"))
     output.backward(upstream)
     gradients = {f"grad {n}": g for n, g in gpt.gradients().items() if "layers.0.mlp" in n}
@@ -218,7 +219,7 @@ def _offload(rank: int) -> None:
     expected = layer_outcome(plain, hidden, upstream)
     (layer, *_) = balanced_layers(gpt)
     layer_outcome(gpt, hidden, upstream)
-    slots = {weights.untyped_storage().data_ptr() for weights in layer._slot_buffers.weights}
+    slots = {weights.untyped_storage().data_ptr() for weights in layer.slot_buffers.weights}
     moved = []
 
     def to_host(saved: torch.Tensor) -> torch.Tensor:
@@ -253,7 +254,7 @@ def _abort_a_step(rank: int, dispatcher: str, local_first: bool) -> None:
             pytest.raises(ArithmeticError, match=r"with \[1, 1\] plans"),
         ):
             aborted.forward_backward()
-    for slot_grads in balanced_layers(aborted)[0]._slot_buffers.grads:
+    for slot_grads in balanced_layers(aborted)[0].slot_buffers.grads:
         slot_grads.fill_(float("nan"))
     for step in range(2):
         assert clean.train_step(step) == aborted.train_step(step)
@@ -275,7 +276,7 @@ def _slot_bytes(rank: int, num_layers: int, dtype: torch.dtype) -> tuple[int, in
     gpt = balanced_gpt(dict(ep=2, num_layers=num_layers), EXACT, dtype=dtype)
     gpt.forward_backward(num_microbatches=2)
     layers = balanced_layers(gpt)
-    buffers = {id(layer._slot_buffers): layer._slot_buffers for layer in layers}
+    buffers = {id(layer.slot_buffers): layer.slot_buffers for layer in layers}
     assert len(layers) == num_layers
     expert = gpt.chunks[0].module.decoder.layers[0].mlp.experts.local_experts[0]
     return (
@@ -303,7 +304,7 @@ def _forward_only_bytes(rank: int, recompute: str) -> list[int]:
         assert layer.num_in_flight == int(has_gradients)
         if has_gradients:
             output.sum().backward()
-        num_bytes.append(layer._slot_buffers.num_bytes)
+        num_bytes.append(layer.slot_buffers.num_bytes)
     weights = layer.experts.local_experts[0].parameters()
     return [*num_bytes, sum(weight.nbytes for weight in weights)]
 
@@ -341,7 +342,7 @@ def _generate(rank: int) -> float:
     prompt, token, balanced_prompt, balanced_token = logits
     torch.testing.assert_close(balanced_prompt, prompt)
     torch.testing.assert_close(balanced_token, token)
-    buffers = balanced_layers(gpt)[0]._slot_buffers
+    buffers = balanced_layers(gpt)[0].slot_buffers
     assert not buffers.grads
     return max(float(weights.abs().max()) for weights in buffers.weights)
 
@@ -395,7 +396,7 @@ def _peak_in_flight(rank: int, case: dict[str, Any], num_microbatches: int) -> t
     gpt = balanced_gpt(case, EXACT)
     with mock.patch.object(InFlightPlans, "keep", watched):
         gpt.forward_backward(num_microbatches=num_microbatches)
-    return peak, max(layer._in_flight.ring_size for layer in balanced_layers(gpt))
+    return peak, max(layer.ring_size for layer in balanced_layers(gpt))
 
 
 @pytest.mark.parametrize(
@@ -554,7 +555,7 @@ def _bfloat16(rank: int) -> None:
         max(abs(model.train_step(step) - exact[step]) for step in range(3))
         for model in (plain, gpt)
     ]
-    buffers = balanced_layers(gpt)[0]._slot_buffers
+    buffers = balanced_layers(gpt)[0].slot_buffers
     assert {weight.dtype for weight in buffers.weights} == {torch.bfloat16}
     assert {grad.dtype for grad in buffers.grads} == {torch.bfloat16}
     # Low precision by the usual rule: at most twice the error that the plain path makes against

@@ -36,7 +36,7 @@ MEDIAN_S = 4e-3
 
 
 def _costs(layer: Any) -> Any:
-    return layer._planner._settings.costs
+    return layer.state.planner._settings.costs
 
 
 def _measure(rank: int) -> Any:
@@ -152,7 +152,7 @@ def _state(gpt: Any) -> list[Any]:
         *gpt.gradients().values(),
         torch.get_rng_state(),
         *get_cuda_rng_tracker().get_states().values(),
-        *(torch.tensor(layer._in_flight._generation) for layer in balanced_layers(gpt)),
+        *(torch.tensor(layer.state.slots.in_flight._generation) for layer in balanced_layers(gpt)),
         *(torch.tensor(layer.num_replicas) for layer in balanced_layers(gpt)),
     ]
 
@@ -195,7 +195,8 @@ def _measure_between(rank: int) -> None:
         # Another layer, as this one would leave the very weights in the slots that were there.
         other = balanced_layers(balanced_gpt(case, TIME))[1]
         with rounds_take(DEAR_EXPERTS_MS):
-            other._measure_costs(torch.full((2, 4), 16), torch.float32)
+            mains, load = other.expert_weights.mains(), torch.full((2, 4), 16)
+            other._held.measure_costs(mains, load, torch.float32)
         assert other.measured
 
     expected = gradients(lambda: None)
@@ -209,10 +210,10 @@ def test_slots_of_a_forward_that_waits_for_its_backward_are_filled_again() -> No
 
 def _fail_and_go_on(rank: int) -> str:
     from megatron_ext import reset_after_abort
-    from megatron_ext.mcore import moe_layer
+    from megatron_ext.mcore import layer_state
 
     gpt = balanced_gpt(dict(ep=2), TIME)
-    broken = mock.patch.object(moe_layer, "run_experts", side_effect=MemoryError("no room"))
+    broken = mock.patch.object(layer_state, "run_experts", side_effect=MemoryError("no room"))
     with broken, pytest.raises(RuntimeError) as error, rounds_take(DEAR_EXPERTS_MS):
         gpt.forward_backward()
     reset_after_abort(gpt.chunks)

@@ -233,7 +233,7 @@ def _hybrid(rank: int) -> int:
         found.append({name: p.grad for name, p in stack.named_parameters()} | {"": hidden.grad})
     assert_equal(*found)
     assert [layer.layout.num_experts for layer in balanced] == [4, 8]
-    assert len({id(layer._slot_buffers) for layer in balanced}) == 2
+    assert len({id(layer.slot_buffers) for layer in balanced}) == 2
     return sum(int((report.slots >= 0).sum()) for report in reports)
 
 

@@ -99,8 +99,8 @@ def noted(gpt: TinyGPT) -> Iterator[Noted]:
 def move_on(layer: Any, plan: Any, _: Any) -> None:
     """Let the layer's history move on after every plan, as later microbatches' would."""
     load = torch.zeros(plan.layout.ep_size, plan.layout.num_experts, dtype=torch.int64)
-    load[:, layer._planner._num_observed % plan.layout.num_experts] = 1000
-    layer._planner.observe(load)
+    load[:, layer.state.planner._num_observed % plan.layout.num_experts] = 1000
+    layer.state.planner.observe(load)
 
 
 def gradients(gpt: TinyGPT, num_microbatches: int) -> dict[str, torch.Tensor]:

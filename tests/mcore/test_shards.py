@@ -136,7 +136,7 @@ def _policy_and_reference(rank: int) -> None:
     with torch.no_grad():
         evaluated = [float(_loss(other)) for other in others]
     losses = [_loss(model) for model in (gpt, *others)]
-    buffers = [{layer._slot_buffers for layer in balanced_layers(m)} for m in (gpt, *others)]
+    buffers = [{layer.slot_buffers for layer in balanced_layers(m)} for m in (gpt, *others)]
     assert buffers[0] == buffers[1] != buffers[2]
     assert [len(each) for each in buffers] == [1, 1, 1]
     for model in (gpt, *others):
@@ -184,14 +184,14 @@ def _freed_on_one_rank(rank: int) -> None:
     build = partial(balanced_gpt, dict(ep=2), BalanceConfig(tolerance=0.0), dtype=torch.float64)
     gpt = build()
     expected, gradients = _loss_and_gradients(gpt)
-    kept = balanced_layers(gpt)[0]._slot_buffers if rank == 0 else None
+    kept = balanced_layers(gpt)[0].slot_buffers if rank == 0 else None
     del gpt
     gc.collect()
     gpt = build()
     found, again = _loss_and_gradients(gpt)
     assert found == expected
     assert all(torch.equal(again[name], gradient) for name, gradient in gradients.items())
-    assert balanced_layers(gpt)[0]._slot_buffers is not kept
+    assert balanced_layers(gpt)[0].slot_buffers is not kept
 
 
 def test_slots_that_one_rank_still_has_of_a_model_before_do_not_serve_the_next() -> None:

@@ -51,7 +51,7 @@ def _real_run(rank: int, arguments: list[str]) -> dict[str, Any]:
     weights = [weight for chunk in chunks for weight in chunk.parameters()]
     buffers = [each for chunk in chunks for each in chunk.buffers + chunk.expert_parallel_buffers]
     layers = moe_layers(chunks)
-    slots = {layer._slot_buffers for layer in layers if layer._slot_buffers is not None}
+    slots = {layer.slot_buffers for layer in layers if layer.slot_buffers is not None}
     found = {
         "params": sum(weight.numel() for weight in weights),
         "weights": sum(
@@ -60,7 +60,7 @@ def _real_run(rank: int, arguments: list[str]) -> dict[str, Any]:
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
         "optimizer": _optimizer_bytes(training.optimizer),
         "slots": sum(each.num_bytes for each in slots),
-        "plans": max(layer._in_flight.ring_size for layer in layers),
+        "plans": max(layer.ring_size for layer in layers),
         "layers": [layer.layer_number for layer in layers],
         "kept": kept.num_bytes,
         "stage": parallel_state.get_pipeline_model_parallel_rank(),

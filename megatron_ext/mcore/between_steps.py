@@ -1,0 +1,54 @@
+"""What is done to all balanced layers of a model at once, where no step is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from megatron_ext.mcore import failures
+from megatron_ext.mcore.moe_layer import BalancedMoELayer
+
+
+def check_agreement(model: Iterable[nn.Module]) -> None:
+    """Check that the ranks that plan alike made the same last plan; all ranks of the model call.
+
+    What differs in a layer is noticed in the next layer, but nothing follows the last layer of a
+    step until the next step: for the end of a run, and before a checkpoint. The same goes for waits
+    for replicas that failed.
+
+    Args:
+        model: The model's chunks on this rank.
+
+    Raises:
+        RuntimeError: Ranks had different loads or plans, or a wait for replicas has failed.
+    """
+    model = list(model)
+    failures.settle(model)
+    states = [layer.state for layer in _balanced_layers(model) if layer.state is not None]
+    for agreement in dict.fromkeys(state.agreement for state in states):
+        agreement.settle()
+
+
+def reset_after_abort(model: Iterable[nn.Module]) -> None:
+    """Make the balanced layers ready for the next step after a step that ended with an error.
+
+    An error may leave the ranks of an EP group at different points of a step, with plans in flight
+    and replicas half moved. Every rank of the group calls this once it has left the step, before
+    the next step. Megatron's own collectives must have ended, or a rank still waits in one.
+
+    Args:
+        model: The model's chunks on this rank.
+    """
+    failures.forget()
+    layers = _balanced_layers(model)
+    for layer in layers:
+        layer.forget_step()
+    # Slots are shared, and their reset is collective: once each, in the layers' order.
+    for buffers in dict.fromkeys(layer.slot_buffers for layer in layers):
+        if buffers is not None:
+            buffers.reset()
+
+
+def _balanced_layers(model: Iterable[nn.Module]) -> list[BalancedMoELayer]:
+    return [m for chunk in model for m in chunk.modules() if isinstance(m, BalancedMoELayer)]

@@ -1,0 +1,41 @@
+"""The MoE layer of the strategy `ideal`: Megatron's own, with even routing forced on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
+
+from megatron_ext.balance.load import gather_load
+from megatron_ext.balance.strategies.ideal import force_even
+from megatron_ext.mcore.layer_report import LayerReport, Observer
+from megatron_ext.mcore.planning_group import planning_group
+from megatron_ext.mcore.stages import NamedStages
+
+
+class EvenMoELayer(NamedStages, MoELayer):
+    """Megatron's MoE layer with even routing forced: the upper bound of what balancing can do.
+
+    Not a way to train: tokens go to experts that the router did not choose.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.observers: list[Observer] = []
+
+    def route(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Route as Megatron does, then hand the choices to experts in turn."""
+        probs, routing_map = super().route(*args, **kwargs)
+        group, ep_size = planning_group(self), self.ep_group.size()
+        # As if all ranks had as many tokens and dropped none; else a few experts get one more.
+        dealt_before = group.rank() * len(routing_map) * self.router.topk
+        probs, routing_map = force_even(probs, routing_map, dealt_before)
+        if self.observers and self.training and torch.is_grad_enabled():
+            load = gather_load(routing_map, group, ep_size)
+            rank_loads = load.sum(0).view(ep_size, -1).sum(1)
+            no_slots = load.new_empty(ep_size, 0, dtype=torch.int32)
+            for observer in self.observers:
+                observer(LayerReport(self.layer_number, load, rank_loads, no_slots))
+        return probs, routing_map

@@ -1,0 +1,58 @@
+"""The ranks that plan alike: who they are, and whether they do.
+
+Each of them plans alone, from the same load and by the same settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from megatron_ext.balance.agreement import name_ranks
+from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.config import BalanceConfig
+
+
+def planning_group(layer: MoELayer) -> dist.ProcessGroup:
+    """Return the ranks that share a layer's experts, those with shards of the same side by side.
+
+    Tokens of all of them meet at the experts. So all plan by the same load, and a replica's shards
+    go to the slots of the ranks with these shards: the EP group of each shard.
+    """
+    dispatcher: Any = layer.token_dispatcher
+    if dispatcher.tp_size == 1:
+        return layer.ep_group
+    group: dist.ProcessGroup = dispatcher.tp_ep_group
+    assert group.rank() == layer.ep_group.rank() * dispatcher.tp_size + dispatcher.tp_rank
+    return group
+
+
+def check_equal_config(balance: BalanceConfig, group: dist.ProcessGroup) -> None:
+    """Check that settings are equal on all ranks: ranks plan alone and must plan alike."""
+    settings: list[Any] = [None] * group.size()
+    dist.all_gather_object(settings, asdict(balance), group=group)
+    for rank, other in enumerate(settings):
+        for name, value in settings[0].items():
+            if other[name] != value:
+                raise ValueError(
+                    f"balance.{name} must be equal on all ranks that share experts: "
+                    f"rank 0 has {value!r}, rank {rank} has {other[name]!r}"
+                )
+
+
+def check_equal_plans(
+    plan: BalancePlan, group: dist.ProcessGroup, layer_number: int | None
+) -> None:
+    """Check that all ranks made the same plan, by what it holds; they all call (`check_plans`)."""
+    digests: list[Any] = [None] * group.size()
+    dist.all_gather_object(digests, plan.digest(), group=group)
+    if different := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        num_shards = group.size() // plan.layout.ep_size
+        raise RuntimeError(
+            f"layer {layer_number}: {name_ranks(different, num_shards)} solved another plan than "
+            f"rank 0 (digests {digests}); planning must be the same integer arithmetic on the same "
+            "load"
+        )
