@@ -24,7 +24,7 @@ fi
 : "${MASTER_ADDR:?an address of one of the machines}" "${RDZV_SECRET:?a secret that all machines know}"
 restarts=${MAX_RESTARTS:-$(python -m megatron_ext train "$@" --print | sed -n 's/^restarts: //p')}
 export RDZV_SECRET
-exec python -m megatron_ext.trainer.agent \
+exec python -m megatron_ext.trainer.ranks.agent \
     --nnodes "$NNODES" \
     --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}" \
     --nproc-per-node "${RANKS_PER_NODE:-gpu}" \

@@ -1,6 +1,6 @@
 """`torchrun -m megatron_ext.train`: runs `megatron-ext train` as one rank of a launch."""
 
-from megatron_ext.trainer.processes import die_with_launcher
+from megatron_ext.trainer.ranks.processes import die_with_launcher
 
 if __name__ == "__main__":
     # Before what takes seconds to import.

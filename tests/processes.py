@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_ext.trainer.processes import children
+from megatron_ext.trainer.ranks.processes import children
 
 _LISTENS = "0A"
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from megatron_ext.trainer.processes import die_with
+from megatron_ext.trainer.ranks.processes import die_with
 
 
 class _Rank:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.telemetry.names import METRICS
-from megatron_ext.trainer.run_log import read_metrics
+from megatron_ext.trainer.logs.run_log import read_metrics
 
 _MEASURED = {
     name for name, metric in METRICS.items() if metric.section == "system" or metric.unit == "ms"

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ModuleNotFoundError(
             "dashboards needs the package wandb-workspaces: pip install 'megatron-ext[dashboards]'"
         )
-    from megatron_ext.trainer import dashboards
+    from megatron_ext.trainer.sinks import dashboards
 
     if arguments.dry_run:
         made = dashboards.serialised(arguments.entity or "", arguments.project)

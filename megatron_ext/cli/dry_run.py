@@ -50,8 +50,8 @@ def dry_run(options: argparse.Namespace) -> None:
     except (ValueError, RuntimeError) as error:
         raise ConfigError([str(error)]) from None
 
-    from megatron_ext.trainer.dry_run import assumes_transformer_engine
-    from megatron_ext.trainer.dry_run import dry_run as count
+    from megatron_ext.trainer.model.dry_run import assumes_transformer_engine
+    from megatron_ext.trainer.model.dry_run import dry_run as count
 
     counted = count(config, num_ranks=num_ranks, vocab_size=vocab_size, imbalances=(1.0, imbalance))
     replicating = next((stage for stage in counted.stages if stage.expert_params), None)

@@ -54,7 +54,7 @@ def _files(run_dir: Path, rank: int | None) -> list[Path]:
     Raises:
         FileNotFoundError: There is none.
     """
-    from megatron_ext.trainer.rank_logs import LOGS_FOLDER, rank_log
+    from megatron_ext.trainer.logs.rank_logs import LOGS_FOLDER, rank_log
 
     files = sorted((run_dir / LOGS_FOLDER).glob("rank_*.log"))
     if not files:

@@ -123,7 +123,7 @@ def _trainings(options: argparse.Namespace) -> tuple[list[list[str]], int]:
     Raises:
         ConfigError: They are wrong.
     """
-    from megatron_ext.trainer.launch import quiet_megatron
+    from megatron_ext.trainer.ranks.launch import quiet_megatron
     from megatron_ext.trainer.train import check, load_config
 
     quiet_megatron()

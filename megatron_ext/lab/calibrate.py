@@ -2,7 +2,7 @@
 
 Ranks are on CPUs: as many as there are cores, but two at least, with one thread each, as in a
 training here. The rates of experts, dense parts, tokens and optimizer are measured on the parts of
-the quickstart's step (`trainer/blocks.py`), never on a whole step, which a simulation is to
+the quickstart's step (`trainer/model/blocks.py`), never on a whole step, which a simulation is to
 predict.
 
 Ranks wait for each other between the parts of a step. So a round takes as long as its slowest rank.
@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron_ext.config import TrainConfig
 from megatron_ext.lab.hardware import Hardware
 from megatron_ext.mcore.timing import slowest_s
-from megatron_ext.trainer.shape import shape_of
+from megatron_ext.trainer.model.shape import shape_of
 
 ROUNDS = 100
 """Rounds of each measurement."""
@@ -76,7 +76,7 @@ def calibrate(name: str, *, num_ranks: int | None = None) -> Hardware:
         RuntimeError: There is a GPU; GPUs are not measured yet.
         SystemExit: With status 1 if a rank failed.
     """
-    from megatron_ext.trainer.launch import launch_ranks
+    from megatron_ext.trainer.ranks.launch import launch_ranks
 
     if torch.cuda.is_available():
         raise RuntimeError("--calibrate measures CPU ranks only, and this machine has a GPU")
@@ -129,7 +129,7 @@ def _relay_threshold() -> int:
 
 def _measure(folder: str) -> None:
     """Measure on one rank of a launch; rank 0 writes what was measured."""
-    from megatron_ext.trainer.launch import join_ranks
+    from megatron_ext.trainer.ranks.launch import join_ranks
 
     with join_ranks(TrainConfig().group_timeout):
         rates = _part_rates(calibration_run(dist.get_world_size()))
@@ -171,7 +171,7 @@ def _part_rates(config: TrainConfig) -> dict[str, float]:
     A round is all parts in the order of a step, so that each part finds caches and allocator as in
     a step.
     """
-    from megatron_ext.trainer.blocks import StepBlocks
+    from megatron_ext.trainer.model.blocks import StepBlocks
 
     shape, ranks = shape_of(config, ""), config.parallel.ep_size
     num_tokens = config.data.sequence_length * config.data.micro_batch_size

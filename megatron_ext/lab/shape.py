@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_ext.config import ConfigError
 from megatron_ext.files.recipes import recipe_names, shipped_recipes
 from megatron_ext.files.yaml_files import find_file, read_into, read_yaml
-from megatron_ext.trainer.shape import ModelShape, shape_of
+from megatron_ext.trainer.model.shape import ModelShape, shape_of
 
 
 def read_shape(name_or_file: str, overrides: Sequence[str]) -> ModelShape:

@@ -28,7 +28,7 @@ from megatron_ext.files.loads import Loads
 from megatron_ext.files.tables import markdown_table
 from megatron_ext.lab.hardware import SOLVED_PAIRS, Hardware, constants
 from megatron_ext.lab.planning import make_planners, plan_loads, read_name
-from megatron_ext.trainer.shape import ModelShape
+from megatron_ext.trainer.model.shape import ModelShape
 from megatron_ext.transport import Transfers
 from megatron_ext.transport.relay import compile_copies
 

@@ -23,7 +23,7 @@ from megatron_ext.files.tables import markdown_table
 from megatron_ext.lab.hardware import Hardware
 from megatron_ext.lab.replay import replay
 from megatron_ext.lab.simulate import LEFT_OUT, NONE, Setting, simulate
-from megatron_ext.trainer.shape import ModelShape
+from megatron_ext.trainer.model.shape import ModelShape
 
 STRATEGY = "quota"
 SLOTS = (1, 2, 4, 8)

@@ -7,7 +7,7 @@ A training program notes what its main thread does, which costs an assignment:
     heartbeat.note_layers(moe_layers)   # from then on they note themselves
 
 A thread writes the last note to `status/rank_00000.json` every few seconds, for whoever wants to
-know from outside: the watchdogs of the other ranks (`trainer/watchdog.py`) and `megatron-ext
+know from outside: the watchdogs of the other ranks (`trainer/ranks/watchdog.py`) and `megatron-ext
 doctor --run`. A rank whose process is stopped, or has ended, does not beat any more; a rank whose
 main thread hangs beats on but does not move.
 """

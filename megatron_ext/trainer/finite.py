@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from megatron_ext.config import TrainConfig
 from megatron_ext.mcore.grouped_experts import GroupedExperts
-from megatron_ext.trainer.launch import NO_RESTART
+from megatron_ext.trainer.ranks.launch import NO_RESTART
 
 logger = logging.getLogger(__name__)
 

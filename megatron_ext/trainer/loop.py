@@ -38,13 +38,13 @@ from megatron_ext.telemetry.recorder import LoadRecorder, PredictedLoads, StepLo
 from megatron_ext.telemetry.routes import ROUTES_FOLDER, RouteRecorder
 from megatron_ext.telemetry.step_files import StepFiles
 from megatron_ext.telemetry.trace import TraceWriter
-from megatron_ext.trainer import build
-from megatron_ext.trainer.checkpoint import Checkpoints
+from megatron_ext.trainer.checkpoints.checkpoint import Checkpoints
 from megatron_ext.trainer.finite import StepGuard
-from megatron_ext.trainer.progress import TrainingProgress
-from megatron_ext.trainer.run_log import RunLog, read_metrics
-from megatron_ext.trainer.shape import shape_of
-from megatron_ext.trainer.signals import Stopped, StopRequest
+from megatron_ext.trainer.logs.progress import TrainingProgress
+from megatron_ext.trainer.logs.run_log import RunLog, read_metrics
+from megatron_ext.trainer.model import build
+from megatron_ext.trainer.model.shape import shape_of
+from megatron_ext.trainer.ranks.signals import Stopped, StopRequest
 
 logger = logging.getLogger(__name__)
 

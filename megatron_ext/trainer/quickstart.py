@@ -32,16 +32,16 @@ from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.files.json_files import json_text
 from megatron_ext.files.loads import read_loads
 from megatron_ext.files.run_dir import TRACE_FOLDER
-from megatron_ext.trainer.launch import join_ranks, launch_ranks, quiet_megatron
-from megatron_ext.trainer.progress import TrainingProgress
+from megatron_ext.trainer.logs.progress import TrainingProgress
+from megatron_ext.trainer.logs.run_log import RunLog, hold_run_dir, read_metrics
+from megatron_ext.trainer.ranks.launch import join_ranks, launch_ranks, quiet_megatron
+from megatron_ext.trainer.ranks.watchdog import watch_over
 from megatron_ext.trainer.reports.read import read_runs
 from megatron_ext.trainer.reports.run_page import FILE, write_run_page
 from megatron_ext.trainer.reports.summary import Drift, summarize, table
-from megatron_ext.trainer.run_log import RunLog, hold_run_dir, read_metrics
 from megatron_ext.trainer.sinks.wandb import keep_comparison
 from megatron_ext.trainer.train import load_config
 from megatron_ext.trainer.validate import validate
-from megatron_ext.trainer.watchdog import watch_over
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 Words of the command line come from `command.py`. The settings are checked before any process group
 exists. Under torchrun this process is one rank; otherwise it starts the ranks on this machine
-itself (`trainer/launch.py`). What a rank does is in `trainer/loop.py`.
+itself (`trainer/ranks/launch.py`). What a rank does is in `trainer/loop.py`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from megatron_ext.config import MOVED, ConfigError, Section, TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.files.recipes import recipe_names, shipped_recipes
 from megatron_ext.ops import load_library
-from megatron_ext.trainer.launch import join_ranks, launch_ranks, quiet_megatron
-from megatron_ext.trainer.rank_logs import keep_output
-from megatron_ext.trainer.run_log import hold_run_dir
+from megatron_ext.trainer.logs.rank_logs import keep_output
+from megatron_ext.trainer.logs.run_log import hold_run_dir
+from megatron_ext.trainer.ranks.launch import join_ranks, launch_ranks, quiet_megatron
+from megatron_ext.trainer.ranks.watchdog import watch_over
 from megatron_ext.trainer.validate import expert_shards, validate
-from megatron_ext.trainer.watchdog import watch_over
 
 logger = logging.getLogger(__name__)
 

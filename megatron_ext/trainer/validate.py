@@ -71,7 +71,7 @@ def _multiple(value: int, name: str, of: int, of_name: str) -> list[str]:
 
 def _check_sections(config: TrainConfig) -> list[str]:
     """Check sizes of one section that must divide or fit sizes of another section."""
-    from megatron_ext.trainer.settings import UNEVEN_STAGES
+    from megatron_ext.trainer.model.settings import UNEVEN_STAGES
 
     model, parallel, samples = config.model, config.parallel, config.logging.route_samples
     problems = _multiple(
@@ -210,7 +210,7 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
     """Check the section `megatron` and the balancing, and let Megatron check its settings."""
     from megatron_ext.mcore.limits import validate_for_balancing
     from megatron_ext.methods.sem_moe.attach import validate_for_rebatching
-    from megatron_ext.trainer.settings import (
+    from megatron_ext.trainer.model.settings import (
         overridable_settings,
         transformer_class,
         transformer_config,
@@ -343,7 +343,7 @@ def has_data(config: TrainConfig) -> bool:
 
 def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:
     from megatron_ext.data import Manifest
-    from megatron_ext.trainer.build import dataset
+    from megatron_ext.trainer.model.build import dataset
 
     try:
         manifest = Manifest.load(config.data.path)
@@ -402,7 +402,7 @@ def _check_run_dir(config: TrainConfig) -> list[str]:
     from megatron_ext.files.arrays import check_free
     from megatron_ext.files.run_dir import CONFIG_FILE, METRICS_FILE
     from megatron_ext.telemetry.layers import read_layers
-    from megatron_ext.trainer.run_log import read_metrics
+    from megatron_ext.trainer.logs.run_log import read_metrics
 
     run_dir = Path(config.run_dir)
     try:
@@ -426,7 +426,7 @@ def _recipe_of(config_file: Path) -> Any:
 
 
 def _check_checkpoint(config: TrainConfig) -> list[str]:
-    from megatron_ext.trainer.checkpoint_choice import find_checkpoint, model_differences
+    from megatron_ext.trainer.checkpoints.choice import find_checkpoint, model_differences
 
     try:
         checkpoint = find_checkpoint(config, {})

@@ -15,7 +15,7 @@ import psutil
 
 from megatron_ext.cli import main
 from megatron_ext.telemetry.heartbeat import STATUS_FOLDER, read_statuses
-from megatron_ext.trainer import launch
+from megatron_ext.trainer.ranks import launch
 
 LIMIT_S = 120.0
 """Longest wait for anything: far more than a calm machine needs."""

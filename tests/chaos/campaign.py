@@ -15,7 +15,7 @@ from typing import Any
 
 from checkpoints_tools.contents import read_metadata
 from megatron_ext.files.loads import read_loads
-from megatron_ext.trainer.run_log import read_metrics
+from megatron_ext.trainer.logs.run_log import read_metrics
 from tests.chaos import faults
 from tests.chaos.attempt import Attempt
 from tests.steps import repeatable_steps

@@ -12,8 +12,7 @@ from wandb_workspaces.workspaces.internal import View
 
 from megatron_ext.cli import dashboards as command
 from megatron_ext.telemetry.names import MEGATRON_NAMES, METRICS, SECTIONS, section_of
-from megatron_ext.trainer import dashboards
-from megatron_ext.trainer.sinks import pictures
+from megatron_ext.trainer.sinks import dashboards, pictures
 from tests.cli.command import run
 
 

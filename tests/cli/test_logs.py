@@ -16,7 +16,7 @@ RANK = """
 import logging, os, sys
 from pathlib import Path
 logging.basicConfig(format="%(message)s", level=logging.INFO)
-from megatron_ext.trainer.rank_logs import keep_output
+from megatron_ext.trainer.logs.rank_logs import keep_output
 keep_output(Path(sys.argv[1]))
 logging.info("fine")
 logging.error("bad\\nreally")

@@ -24,7 +24,7 @@ from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.files.loads import read_loads
 from megatron_ext.pretrain import read_balance
 from megatron_ext.trainer.command import parser as training_parser
-from megatron_ext.trainer.run_log import read_metrics
+from megatron_ext.trainer.logs.run_log import read_metrics
 from megatron_ext.trainer.sweep import combinations
 from megatron_ext.trainer.train import load_config
 
@@ -205,7 +205,7 @@ def test_command_is_understood(words, capsys):
 NOT_RUN = {
     "launch/setup.sh": "tests/run.sh begins with it; tests/test_setup.py",
     "pip install .": "it needs a network; tests/ops/test_build.py",
-    "launch/quickstart.sh": "minutes; tests/trainer/test_report.py with fewer steps",
+    "launch/quickstart.sh": "minutes; tests/trainer/reports/test_report.py with fewer steps",
     "tests/run.sh": "it runs this",
     "torchrun --nproc-per-node 8 -m megatron_ext.pretrain pretrain_gpt.py"
     " --moe-balance-slots 2 ...": "a program of Megatron-LM's; tests/trainer/test_pretrain.py",

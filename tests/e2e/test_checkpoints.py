@@ -18,7 +18,7 @@ from checkpoints_tools.contents import find_problems, read_contents
 from checkpoints_tools.relayout import relayout
 from megatron_ext.files.loads import read_loads
 from megatron_ext.methods.sem_moe.semantics import Semantics, write_semantics
-from megatron_ext.trainer.run_log import read_metrics
+from megatron_ext.trainer.logs.run_log import read_metrics
 from tests.ranks import run_ranks
 from tests.trainer.dataset import build, overrides
 from tests.trainer.test_run import _train

@@ -34,7 +34,7 @@ def test_loads_are_those_of_all_tokens_and_never_the_same():
 
 def _blocks(rank: int) -> None:
     import tests.gpt  # noqa: F401  Enables the CPU platform, and drops the model afterwards.
-    from megatron_ext.trainer.blocks import StepBlocks
+    from megatron_ext.trainer.model.blocks import StepBlocks
 
     config = calibration_run(2)
     config.model.num_layers = 1

@@ -36,7 +36,7 @@ from megatron_ext.lab.simulate import (
     simulate,
     timed_sends,
 )
-from megatron_ext.trainer.shape import ModelShape
+from megatron_ext.trainer.model.shape import ModelShape
 from tests import workloads
 from tests.balance.instances import worked_example
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.trainer.run_log import read_metrics
+from megatron_ext.trainer.logs.run_log import read_metrics
 from tests.launch.cluster import NODES, Cluster, running_cluster, why_not
 from tests.processes import running
 from tests.steps import repeatable_steps

@@ -31,9 +31,9 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_ext.balance.stage_times import TIMES  # noqa: E402
 from megatron_ext.cpu_platform import enable_cpu_platform  # noqa: E402
-from megatron_ext.trainer.launch import join_ranks, launch_ranks, quiet_megatron  # noqa: E402
+from megatron_ext.trainer.logs.run_log import RunLog  # noqa: E402
 from megatron_ext.trainer.quickstart import build_data  # noqa: E402
-from megatron_ext.trainer.run_log import RunLog  # noqa: E402
+from megatron_ext.trainer.ranks.launch import join_ranks, launch_ranks, quiet_megatron  # noqa: E402
 from megatron_ext.trainer.train import load_config  # noqa: E402
 from tests.perf.planner import describe_machine  # noqa: E402
 
@@ -81,7 +81,7 @@ def train_in_turn(runs: list[Any], steps: int, file: Path) -> None:
 
 def silence(training: Any) -> None:
     """Let a training record nothing."""
-    from megatron_ext.trainer import build
+    from megatron_ext.trainer.model import build
 
     for hook in training.recorder._hooks:
         hook.remove()

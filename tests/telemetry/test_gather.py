@@ -18,7 +18,7 @@ import torch
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.telemetry.layers import read_layers
 from megatron_ext.telemetry.names import METRICS, SECTIONS, shown
-from megatron_ext.trainer.run_log import read_metrics
+from megatron_ext.trainer.logs.run_log import read_metrics
 from megatron_ext.trainer.train import load_config
 from tests.ranks import run_ranks
 from tests.reference.bound import lower_bound
@@ -52,8 +52,8 @@ def _counted(rank: int, arguments: list[str]) -> Found:
     from megatron.core import parallel_state
 
     from megatron_ext.balance.in_flight import InFlightPlans
-    from megatron_ext.trainer import build
     from megatron_ext.trainer.loop import Training
+    from megatron_ext.trainer.model import build
     from megatron_ext.transport.shared_memory import SharedMemoryTransport
 
     parallel_state.destroy_model_parallel()

@@ -20,8 +20,8 @@ def _steps(rank: int, arguments: list[str]) -> list[tuple[dict[str, Any], list[A
     enable_cpu_platform()
     from megatron.core import parallel_state
 
-    from megatron_ext.trainer.build import moe_layers
     from megatron_ext.trainer.loop import Training
+    from megatron_ext.trainer.model.build import moe_layers
 
     parallel_state.destroy_model_parallel()
     training = Training(load_config(arguments))

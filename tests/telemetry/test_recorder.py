@@ -24,7 +24,7 @@ def _record(rank: int, strategy: str, recompute: str) -> dict[str, Any]:
     from megatron_ext.config import BalanceConfig
     from megatron_ext.mcore.spec import balance_spec
     from megatron_ext.telemetry.recorder import LoadRecorder
-    from megatron_ext.trainer.build import moe_layers
+    from megatron_ext.trainer.model.build import moe_layers
     from tests.gpt import build_gpt
 
     gpt = build_gpt(

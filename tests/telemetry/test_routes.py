@@ -35,7 +35,7 @@ RECORDED = ["steps=4", "logging.trace_steps=2"]
 
 def tokens_of_rank_0(arguments: list[str], steps: int) -> np.ndarray:
     """Token ids [samples, tokens] that data-parallel rank 0 of two is given."""
-    from megatron_ext.trainer.build import dataset
+    from megatron_ext.trainer.model.build import dataset
 
     config = load_config(arguments)
     data = dataset(config, Manifest.load(config.data.path), "train")

@@ -12,7 +12,7 @@ from megatron_ext.balance.metrics import home_loads, imbalance
 from megatron_ext.files.loads import Loads, read_loads, write_loads
 from megatron_ext.telemetry import step_files
 from megatron_ext.telemetry.trace import LayerLoad, TraceWriter
-from megatron_ext.trainer.run_log import read_metrics
+from megatron_ext.trainer.logs.run_log import read_metrics
 from tests import workloads
 from tests.ranks import run_ranks
 from tests.trainer.dataset import overrides

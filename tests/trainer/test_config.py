@@ -577,7 +577,7 @@ def test_slots_that_nothing_can_fill_are_named(
 
 
 def test_a_run_of_few_steps_needs_no_shorter_warm_up(data: Path) -> None:
-    from megatron_ext.trainer.build import build_scheduler
+    from megatron_ext.trainer.model.build import build_scheduler
 
     config = load_config([f"data.path={data}", "steps=4"], str(RECIPES), "quickstart")
     assert config.optimizer.warmup_steps > config.steps

@@ -18,7 +18,7 @@ from megatron_ext.config import ConfigError
 from megatron_ext.telemetry.layers import read_layers
 from megatron_ext.telemetry.profile import PROFILE_FILE, StepProfile, merge_traces
 from megatron_ext.trainer import quickstart
-from megatron_ext.trainer.run_log import read_metrics
+from megatron_ext.trainer.logs.run_log import read_metrics
 from megatron_ext.trainer.train import load_config
 from megatron_ext.trainer.validate import validate
 from tests.boards import tensorboard_events, wandb_records, written_for_wandb

@@ -77,8 +77,8 @@ def _two_steps(name: str, given: list[str]) -> dict[str, Any]:
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_ext.trainer import build
     from megatron_ext.trainer.loop import Training
+    from megatron_ext.trainer.model import build
 
     config = load_config(given, config_name=name)
     validate(config, num_ranks=2)

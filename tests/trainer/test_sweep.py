@@ -11,7 +11,7 @@ import torch
 from megatron_ext.config import ConfigError, TrainConfig
 from megatron_ext.trainer import sweep
 from megatron_ext.trainer.command import parser
-from megatron_ext.trainer.run_log import read_metrics
+from megatron_ext.trainer.logs.run_log import read_metrics
 from tests.trainer.dataset import overrides
 
 WORDS = ["-m", "--config-name", "quickstart", "balance.slots=1,2", "steps=3"]

@@ -6,6 +6,7 @@
     otel.py         OpenTelemetry
     panels.py       which metrics are drawn together, in both
     pictures.py     heat maps of loads, for both
+    dashboards.py   what W&B shows of a project: workspace and report
 
 They are fed with the lines of `metrics.jsonl` and `layers.jsonl`, so they say what these say.
 """

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.trainer.launch import join_ranks, launch_ranks
+from megatron_ext.trainer.ranks.launch import join_ranks, launch_ranks
 from megatron_ext.transport import TransportOptions, make_transport
 from tests.transport.test_transports import LARGE, SHAPES, Side, random_transfers
 

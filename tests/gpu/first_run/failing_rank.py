@@ -21,10 +21,10 @@ from unittest import mock
 import torch.distributed as dist
 
 from megatron_ext.config import TrainConfig
-from megatron_ext.trainer.launch import join_ranks, launch_ranks
 from megatron_ext.trainer.quickstart import build_data
+from megatron_ext.trainer.ranks.launch import join_ranks, launch_ranks
+from megatron_ext.trainer.ranks.watchdog import watch_over
 from megatron_ext.trainer.train import check, load_config
-from megatron_ext.trainer.watchdog import watch_over
 
 STEPS = 3
 """Before the one that fails."""

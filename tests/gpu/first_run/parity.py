@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.trainer.launch import launch_ranks, quiet_megatron
+from megatron_ext.trainer.logs.run_log import read_metrics
 from megatron_ext.trainer.quickstart import (
     YARDSTICK,
     build_data,
@@ -25,8 +25,8 @@ from megatron_ext.trainer.quickstart import (
     steps_alike,
     train_in_turn,
 )
+from megatron_ext.trainer.ranks.launch import launch_ranks, quiet_megatron
 from megatron_ext.trainer.reports.summary import Drift
-from megatron_ext.trainer.run_log import read_metrics
 from megatron_ext.trainer.train import check, load_config
 
 ROOM = 10.0

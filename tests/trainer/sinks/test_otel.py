@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.config import LoggingConfig, TrainConfig
-from megatron_ext.trainer.run_log import RunLog
+from megatron_ext.trainer.logs.run_log import RunLog
 from megatron_ext.trainer.sinks import otel
 
 

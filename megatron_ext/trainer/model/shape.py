@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ext.config import TrainConfig
 from megatron_ext.data import Manifest, padded_vocab_size
-from megatron_ext.trainer.settings import transformer_config
+from megatron_ext.trainer.model.settings import transformer_config
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 

@@ -27,8 +27,8 @@ from megatron_ext.config import BalanceConfig, TrainConfig
 from megatron_ext.mcore.experts import expert_weights
 from megatron_ext.mcore.place import layout_of
 from megatron_ext.mcore.schedule import held_by_chunks, ring_size
-from megatron_ext.trainer.build import build_model, moe_layers
-from megatron_ext.trainer.meta_model import (
+from megatron_ext.trainer.model.build import build_model, moe_layers
+from megatron_ext.trainer.model.meta_model import (
     Kept,
     deal_evenly,
     fake_rank,

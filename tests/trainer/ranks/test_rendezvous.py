@@ -20,14 +20,14 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.elastic.rendezvous.registry import _create_c10d_handler
 
-from megatron_ext.trainer.agent import main
-from megatron_ext.trainer.processes import children
-from megatron_ext.trainer.rank_logs import rank_log
-from megatron_ext.trainer.rendezvous import NAME, create_handler
-from megatron_ext.trainer.run_log import read_metrics
+from megatron_ext.trainer.logs.rank_logs import rank_log
+from megatron_ext.trainer.logs.run_log import read_metrics
+from megatron_ext.trainer.ranks.agent import main
+from megatron_ext.trainer.ranks.processes import children
+from megatron_ext.trainer.ranks.rendezvous import NAME, create_handler
 from tests.processes import Program, listening, running
 from tests.trainer.dataset import overrides
-from tests.trainer.test_signals import ENDLESS, LOOPBACK
+from tests.trainer.ranks.test_signals import ENDLESS, LOOPBACK
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about ranks on CPUs")
 
@@ -68,7 +68,8 @@ def test_two_machines(data: Path, tmp_path: Path) -> None:
     run_dir, port = tmp_path / "run", free_port()
     training = ["-m", "megatron_ext.train", *overrides(data, run_dir), *ENDLESS]
     command = [
-        *("nohup", sys.executable, "-m", "megatron_ext.trainer.agent", "--max-restarts", "1"),
+        *("nohup", sys.executable, "-m", "megatron_ext.trainer.ranks.agent"),
+        *("--max-restarts", "1"),
         *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{port}"),
         *(*training, "checkpoint.every=10", "checkpoint.keep=2"),
     ]
@@ -115,7 +116,7 @@ from datetime import timedelta
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 # How long machines that are enough wait for more.
 RendezvousTimeout._DEFAULT_TIMEOUTS["last_call"] = timedelta(seconds=1)
-from megatron_ext.trainer.agent import main
+from megatron_ext.trainer.ranks.agent import main
 main()
 """
 

@@ -25,13 +25,13 @@ from checkpoints_tools.folder import CHECKSUMS_FILE, hash_file, write_checksums
 from checkpoints_tools.pickles import ForeignClassError, read_table
 from megatron_ext.config import ConfigError
 from megatron_ext.files.relayout import write_layout
-from megatron_ext.trainer.launch import NO_RESTART
+from megatron_ext.trainer.ranks.launch import NO_RESTART
 from megatron_ext.trainer.train import load_config
 from megatron_ext.trainer.validate import validate
 from tests.cli.command import run as run_command
 from tests.ranks import run_ranks
+from tests.trainer.checkpoints.test_checkpoint import NEWEST, OLDER, _train_and_listen
 from tests.trainer.dataset import overrides
-from tests.trainer.test_checkpoint import NEWEST, OLDER, _train_and_listen
 
 
 class Payload:

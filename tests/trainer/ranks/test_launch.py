@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from megatron_ext.config import TrainConfig
-from megatron_ext.trainer import launch
-from megatron_ext.trainer.launch import CPU_ENVIRONMENT, NO_RESTART, join_ranks, launch_ranks
-from megatron_ext.trainer.rank_logs import rank_log
+from megatron_ext.trainer.logs.rank_logs import rank_log
+from megatron_ext.trainer.ranks import launch
+from megatron_ext.trainer.ranks.launch import CPU_ENVIRONMENT, NO_RESTART, join_ranks, launch_ranks
 from megatron_ext.trainer.train import load_config
 from tests.processes import running
 from tests.ranks import run_ranks
 from tests.steps import repeatable_steps
 from tests.trainer.dataset import overrides
-from tests.trainer.test_signals import ROOT, train_command, train_here
+from tests.trainer.ranks.test_signals import ROOT, train_command, train_here
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about ranks on CPUs")
 

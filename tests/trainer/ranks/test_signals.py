@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from megatron_ext.cpu_platform import enable_cpu_platform
-from megatron_ext.trainer.run_log import read_metrics
-from megatron_ext.trainer.signals import STOP_SIGNALS, StopRequest
+from megatron_ext.trainer.logs.run_log import read_metrics
+from megatron_ext.trainer.ranks.signals import STOP_SIGNALS, StopRequest
 from megatron_ext.trainer.train import load_config
 from tests.processes import Program, listening, pending, running
 from tests.ranks import run_ranks
@@ -26,7 +26,7 @@ from tests.trainer.dataset import overrides
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about ranks on CPUs")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ENDLESS = ["steps=1000000", "optimizer.decay=constant"]
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 

@@ -19,7 +19,7 @@ from tests.trainer.dataset import overrides
 def _dry_run(rank: int, arguments: list[str], num_ranks: int) -> Any:
     """In a kept rank: what a dry run leaves in a process must not meet other tests."""
     enable_cpu_platform()
-    from megatron_ext.trainer.dry_run import dry_run
+    from megatron_ext.trainer.model.dry_run import dry_run
 
     config = load_config(arguments)
     vocab_size = Manifest.load(config.data.path).vocab_size
@@ -39,9 +39,9 @@ def _real_run(rank: int, arguments: list[str]) -> dict[str, Any]:
     enable_cpu_platform()
     from megatron.core import parallel_state
 
-    from megatron_ext.trainer.build import moe_layers
     from megatron_ext.trainer.loop import Training
-    from megatron_ext.trainer.meta_model import Kept
+    from megatron_ext.trainer.model.build import moe_layers
+    from megatron_ext.trainer.model.meta_model import Kept
 
     parallel_state.destroy_model_parallel()
     training = Training(load_config(arguments))

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from megatron_ext.arguments import WRONG_USAGE
 from megatron_ext.config import ConfigError
 from megatron_ext.cpu_platform import enable_cpu_platform
-from megatron_ext.trainer.processes import TORCHRUN, call_with, die_with_launcher
-from megatron_ext.trainer.signals import (
+from megatron_ext.trainer.ranks.processes import TORCHRUN, call_with, die_with_launcher
+from megatron_ext.trainer.ranks.signals import (
     ENDED_AT_ONCE,
     STOP_SIGNALS,
     Stopped,

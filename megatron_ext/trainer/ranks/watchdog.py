@@ -37,7 +37,7 @@ from megatron_ext.telemetry.heartbeat import (
     stacks_path,
     status_path,
 )
-from megatron_ext.trainer.signals import Stopped
+from megatron_ext.trainer.ranks.signals import Stopped
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ import torch.distributed.checkpoint as dcp
 from checkpoints_tools import read_contents, verify
 from checkpoints_tools.folder import find_damage
 from megatron_ext.config import ConfigError
-from megatron_ext.trainer.launch import NO_RESTART
-from megatron_ext.trainer.run_log import read_metrics
+from megatron_ext.trainer.logs.run_log import read_metrics
+from megatron_ext.trainer.ranks.launch import NO_RESTART
 from megatron_ext.trainer.train import load_config
 from megatron_ext.trainer.validate import validate
 from tests.cli.command import run as run_command
@@ -219,10 +219,10 @@ def _train_without_room(rank: int, where: str, arguments: list[str]) -> tuple[li
     """Train; rank 1 cannot write its shard, or rank 0 not the table of contents."""
     from torch.distributed.checkpoint import FileSystemWriter
 
-    from megatron_ext.trainer import checkpoint_writer
+    from megatron_ext.trainer.checkpoints import writer
 
     places = {
-        "shard": (1, checkpoint_writer, "_write_file"),
+        "shard": (1, writer, "_write_file"),
         "table": (0, FileSystemWriter, "finish"),
     }
     at_rank, owner, name = places[where]
@@ -332,12 +332,12 @@ def _train_while_writing(rank: int, arguments: list[str]) -> list[int]:
     Returns:
         The steps that had been done when a file was written.
     """
-    from megatron_ext.trainer import checkpoint_writer
+    from megatron_ext.trainer.checkpoints import writer
     from megatron_ext.trainer.loop import Training
 
     done: list[int] = []
     stepped = threading.Condition()
-    train_step, write_file = Training.train_step, checkpoint_writer._write_file
+    train_step, write_file = Training.train_step, writer._write_file
 
     def step(training: Training) -> dict[str, float]:
         metrics = train_step(training)
@@ -354,11 +354,11 @@ def _train_while_writing(rank: int, arguments: list[str]) -> list[int]:
         return write_file(bucket)
 
     written_after: list[int] = []
-    Training.train_step, checkpoint_writer._write_file = step, write
+    Training.train_step, writer._write_file = step, write
     try:
         _train(rank, arguments)
     finally:
-        Training.train_step, checkpoint_writer._write_file = train_step, write_file
+        Training.train_step, writer._write_file = train_step, write_file
     return written_after
 
 
@@ -399,18 +399,18 @@ import os, sys, threading
 from megatron_ext.cpu_platform import enable_cpu_platform
 enable_cpu_platform()
 import torch.distributed as dist
-from megatron_ext.trainer import checkpoint_writer
+from megatron_ext.trainer.checkpoints import writer
 from megatron_ext.trainer.loop import Training
 from megatron_ext.trainer.train import load_config
 store, stop_at, *arguments = sys.argv[1:]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-write_file = checkpoint_writer._write_file
+write_file = writer._write_file
 def write(bucket):
     if stop_at == "writing" and "step_00000004" in bucket[0]:
         os.write(1, b"stopped\\n")  # In one piece: two threads write.
         threading.Event().wait()
     return write_file(bucket)
-checkpoint_writer._write_file = write
+writer._write_file = write
 train_step = Training.train_step
 def step(training):
     if stop_at == "saved" and training.step == 4:

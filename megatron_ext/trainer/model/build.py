@@ -34,9 +34,9 @@ from megatron_ext.data import Manifest, MixedDataset, padded_vocab_size
 from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec, name_stages
 from megatron_ext.methods.sem_moe.attach import rebatch_tokens
 from megatron_ext.methods.sem_moe.semantics import read_semantics
-from megatron_ext.trainer.latent import latent_attention_spec
-from megatron_ext.trainer.norms import sequence_parallel_spec
-from megatron_ext.trainer.settings import (
+from megatron_ext.trainer.model.latent import latent_attention_spec
+from megatron_ext.trainer.model.norms import sequence_parallel_spec
+from megatron_ext.trainer.model.settings import (
     ddp_config,
     optimizer_config,
     transformer_config,

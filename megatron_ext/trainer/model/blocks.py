@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from megatron_ext.config import TrainConfig
-from megatron_ext.trainer import build
+from megatron_ext.trainer.model import build
 
 
 class StepBlocks:

@@ -23,9 +23,9 @@ from unittest import mock
 import pytest
 
 from megatron_ext.config import TrainConfig
+from megatron_ext.trainer.logs.run_log import RunLog, read_metrics
 from megatron_ext.trainer.reports.read import read_runs
 from megatron_ext.trainer.reports.summary import summarize, table
-from megatron_ext.trainer.run_log import RunLog, read_metrics
 
 SHOWN = {"imbalance_before": 1.5, "imbalance_after": 1.0, "step_ms": 9.0, "tokens_per_s": 5.0}
 
@@ -59,8 +59,8 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
 CONTINUE_AND_DIE = """
 import resource, signal, sys
 from pathlib import Path
-from megatron_ext.trainer.run_log import RunLog
-from tests.trainer.test_run_log import config_of
+from megatron_ext.trainer.logs.run_log import RunLog
+from tests.trainer.logs.test_run_log import config_of
 
 # The system kills this process at its first byte beyond the limit.
 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)

@@ -14,7 +14,7 @@ import pytest
 from megatron_ext.config import TrainConfig
 from megatron_ext.telemetry.names import METRICS
 from megatron_ext.telemetry.profile import PROFILE_FILE
-from megatron_ext.trainer.run_log import RunLog, read_metrics
+from megatron_ext.trainer.logs.run_log import RunLog, read_metrics
 from megatron_ext.trainer.sinks import panels, pictures
 from megatron_ext.trainer.sinks.wandb import keep_comparison
 from tests.boards import tensorboard_events, wandb_records, written_for_wandb

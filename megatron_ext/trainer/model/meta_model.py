@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_ext.config import TrainConfig
 from megatron_ext.cpu_platform import FACTORIES
-from megatron_ext.trainer.build import start_parallelism
+from megatron_ext.trainer.model.build import start_parallelism
 
 
 @contextmanager

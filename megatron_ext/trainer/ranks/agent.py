@@ -1,6 +1,6 @@
-"""torchrun for one machine of several, which meets the others as `trainer/rendezvous.py` says.
+"""torchrun for one machine of several, which meets the others as `rendezvous.py` says.
 
-    python -m megatron_ext.trainer.agent --nnodes 2 --rdzv-endpoint HOST:PORT -m megatron_ext.train
+    python -m megatron_ext.trainer.ranks.agent --nnodes 2 --rdzv-endpoint ... -m megatron_ext.train
 
 The arguments are torchrun's, and RDZV_SECRET in the environment is the same on all machines.
 Signals that ask to stop go on to the ranks, which end after their step, however long saving takes;
@@ -21,9 +21,9 @@ from torch.distributed.elastic.rendezvous import RendezvousError, rendezvous_han
 from torch.distributed.run import parse_args, run
 
 from megatron_ext.arguments import WRONG_USAGE
-from megatron_ext.trainer.processes import AGENT, children
-from megatron_ext.trainer.rendezvous import NAME, SECRET, create_handler
-from megatron_ext.trainer.signals import (
+from megatron_ext.trainer.ranks.processes import AGENT, children
+from megatron_ext.trainer.ranks.rendezvous import NAME, SECRET, create_handler
+from megatron_ext.trainer.ranks.signals import (
     ENDED_AT_ONCE,
     STOP_SIGNALS,
     ends_at_once,

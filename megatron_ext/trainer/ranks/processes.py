@@ -12,7 +12,7 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"
 """In the environment of ranks that torchrun started."""
 
 AGENT = "MEGATRON_EXT_AGENT"
-"""In the environment of ranks that `trainer/agent.py` started: its process id."""
+"""In the environment of ranks that `agent.py` started: its process id."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -33,7 +33,7 @@ def die_with(parent: int) -> None:
 
 
 def die_with_launcher() -> None:
-    """Do so in a rank that torchrun or `trainer/agent.py` started; does nothing in others."""
+    """Do so in a rank that torchrun or `agent.py` started; does nothing in others."""
     if TORCHRUN in os.environ:
         die_with(int(os.environ.get(AGENT, os.getppid())))
 

@@ -17,7 +17,7 @@ from megatron_ext.files.locks import FolderInUseError, held
 from megatron_ext.files.run_dir import ABOUT_FILE, CONFIG_FILE, LAYERS_FILE, METRICS_FILE
 from megatron_ext.files.whole import write_whole
 from megatron_ext.telemetry.step_lines import StepLines, read_lines
-from megatron_ext.trainer.about import about_this_run
+from megatron_ext.trainer.logs.about import about_this_run
 from megatron_ext.trainer.sinks import SINKS
 from megatron_ext.trainer.sinks.sink import Sink
 

@@ -6,10 +6,6 @@ checkpoint. It holds the model, the optimizer, the state of the random generator
 step, the position in the data and the shape of the model, which can be read without Megatron) and
 `checksums.json`. A checkpoint holds no slots and no replicas, so balancing may differ between
 saving and loading. The parallel sizes may differ, too.
-
-    checkpoint_choice.py  which checkpoint a run starts from
-    checkpoint_state.py   what a checkpoint holds
-    checkpoint_writer.py  how it becomes files
 """
 
 from __future__ import annotations
@@ -39,22 +35,22 @@ from checkpoints_tools.folder import (
     sync,
 )
 from megatron_ext.config import TrainConfig
-from megatron_ext.trainer.checkpoint_choice import (
+from megatron_ext.trainer.checkpoints.choice import (
     distrust,
     fallback_warning,
     find_checkpoint,
     model_differences,
     model_shape,
 )
-from megatron_ext.trainer.checkpoint_state import (
+from megatron_ext.trainer.checkpoints.state import (
     adam_steps,
     fit_to_saved,
     load_state,
     sharded_state,
 )
-from megatron_ext.trainer.checkpoint_writer import CheckpointWriter, describe, gather, tell
-from megatron_ext.trainer.launch import NO_RESTART
-from megatron_ext.trainer.settings import transformer_config
+from megatron_ext.trainer.checkpoints.writer import CheckpointWriter, describe, gather, tell
+from megatron_ext.trainer.model.settings import transformer_config
+from megatron_ext.trainer.ranks.launch import NO_RESTART
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import subprocess
 import sys
 import termios
 
-from megatron_ext.trainer import progress
-from megatron_ext.trainer.progress import TrainingProgress
+from megatron_ext.trainer.logs import progress
+from megatron_ext.trainer.logs.progress import TrainingProgress
 
 METRICS = {"loss": 1, "imbalance_before": 2, "imbalance_after": 1, "tokens_per_s": 1}
 
@@ -39,7 +39,7 @@ def test_lines_come_from_the_first_step_on(monkeypatch, caplog):
 
 
 ON_A_TERMINAL = """
-from megatron_ext.trainer.progress import TrainingProgress
+from megatron_ext.trainer.logs.progress import TrainingProgress
 with TrainingProgress("run", start_step=4, steps=6, every=10) as display:
     for step in (5, 6):
         display.show(
