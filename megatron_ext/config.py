@@ -631,7 +631,7 @@ class LoggingConfig(Section):
     `trace_steps` steps: the first samples of one rank, at most its own. For `place sem_moe`. Costs
     2 bytes a choice in memory until the file is written; 0 records none."""
 
-    heatmap_every: int = setting(10, least=1)
+    heatmap_every: int = setting(100, least=1)
     """Steps from one line of `layers.jsonl` with the loads of single experts to the next."""
 
     tier: str = setting("brief", choices=("brief", "detailed"))

@@ -8,7 +8,11 @@ from typing import Any
 
 PACKAGES = {
     "transformer-engine": "pip install 'transformer-engine[pytorch]'",
+    "tensorboard": "pip install 'megatron-ext[tensorboard]'",
     "wandb": "pip install 'megatron-ext[wandb]'",
+    "wandb-workspaces": "pip install 'megatron-ext[dashboards]' (for `megatron-ext dashboards`)",
+    "opentelemetry-sdk": "pip install 'megatron-ext[otel]' (for logging.otel)",
+    "hydra-submitit-launcher": "pip install 'megatron-ext[sweeps]' (for sweeps on Slurm)",
     "scipy": "pip install 'megatron-ext[lplb]' (for the strategy lplb)",
 }
 """Packages that a run may want, and how to get them."""

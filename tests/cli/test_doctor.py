@@ -2,13 +2,20 @@
 
 import importlib.metadata
 import json
+import tomllib
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
+from packaging.requirements import Requirement
+
+from megatron_ext.cli.features import PACKAGES
 from megatron_ext.transport.gpu_driver import Driver
 from tests.cli.command import run
 from tests.transport.test_gpu_probe import Cuda
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_doctor(capsys):
@@ -65,12 +72,21 @@ def test_doctor_says_what_is_here_and_how_to_get_the_rest(capsys, monkeypatch, t
     here, how = found["what builds it"]
     assert not here
     assert how.startswith("there is no c++: install g++")
-    assert len(found) == 8
+    assert len(found) == 5 + len(PACKAGES)
     monkeypatch.setenv("PATH", "")
     status, stdout, _ = run(capsys, "doctor")
     assert "not here             Slurm: log in to a machine that has sbatch" in stdout
     # What may be absent is no failure.
     assert status == (1 if "problem: " in stdout else 0)
+
+
+def test_doctor_says_how_to_get_every_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for extra in extras.keys() - {"dev", "docs"}:
+        (package,) = (name for name, how in PACKAGES.items() if f"'megatron-ext[{extra}]'" in how)
+        assert any(Requirement(line).name == package for line in extras[extra])
 
 
 def fake_gpus(monkeypatch, tmp_path, cuda, *, major=9, channels=()):

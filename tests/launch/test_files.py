@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from tests.cli.command import run
 from tests.trainer.dataset import build, overrides
@@ -80,6 +85,34 @@ def test_an_images_steps_are_shell_that_finds_its_files() -> None:
         tried = ["apt-get", "install", "--simulate", "--no-install-recommends", *packages]
         done = subprocess.run(tried, text=True, capture_output=True)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12"])  # Debian's in the image for CPUs, Ubuntu's.
+def test_an_images_packages_are_those_that_are_tested(python: str) -> None:
+    """Setting up names no version but the tested ones, one of each, which the package accepts."""
+    setup = (ROOT / "launch" / "setup.sh").read_text()
+    pips = [line for line in setup.splitlines() if " -m pip " in line]
+    assert pips
+    assert all("install --constraint launch/constraints.txt" in line for line in pips)
+    lines = (ROOT / "launch" / "constraints.txt").read_text().splitlines()
+    tested: dict[str, str] = {}
+    for line in lines:
+        if line and not line.startswith("#"):
+            pinned = Requirement(line)
+            if pinned.marker is None or pinned.marker.evaluate({"python_version": python}):
+                (only,) = pinned.specifier
+                assert pinned.name not in tested, line
+                tested[pinned.name] = only.version
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (extras,) = re.findall(r"--editable '\.\[(.*)\]'", setup)
+    wanted = [project["optional-dependencies"][extra] for extra in extras.split(",")]
+    for line in itertools.chain(project["dependencies"], *wanted):
+        requirement = Requirement(line)
+        assert requirement.specifier.contains(tested[requirement.name], prereleases=True), line
+    assert SpecifierSet(project["requires-python"]).contains(python)
+    # The CUDA part is built with the base's compiler, for the CUDA of that torch.
+    (cuda,) = re.findall(r"/cuda:(\d+\.\d+)\.", (ROOT / "launch" / "Containerfile").read_text())
+    assert torch.version.cuda in (None, cuda)
 
 
 def test_the_example_for_kubernetes_sets_what_the_script_reads() -> None:
