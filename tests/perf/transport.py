@@ -1,11 +1,14 @@
 """Transports on the same transfers in one run, beside plain copies and sums of the same bytes.
 
-    python tests/perf/transport.py [--rounds N] [--json FILE] [--gpu]
+    python tests/perf/transport.py [--rounds N] [--json FILE] [--gathers | --gpu]
 
 A time is from the first rank's call to the last rank's return, one of several calls in a row, the
 median of rounds in which all that is compared takes turns, after a warm-up. `x` is how many times
 faster a line is than what it is compared with; plain copies and sums run on one thread of rank 0
 while the others sleep.
+
+`--gathers` measures the gather of counts instead, whose worst case all ranks wait for: each call of
+rank 0, percentiles in microseconds, blocks of calls taking turns with those of gloo.
 
 With `--gpu`, ranks are streams of one GPU (tests/gpu/virtual_ranks.py), and times are the device's:
 from the first rank's first kernel to the last rank's last one. All bytes then move within one GPU's
@@ -24,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -39,7 +43,11 @@ from tests.transport.test_transports import in_slots  # noqa: E402
 
 CPU = torch.device("cpu")
 MIB = 2**20
+WORDS = 257
+"""Of a row of the gather: counts of 256 experts, and a seal."""
+
 COLUMNS = ("what", "ranks", "MiB", "ms", "GB/s", "compared with", "ms there", "x", "most sends")
+GATHER_COLUMNS = ("what", "ranks", "p50 us", "p99 us", "max us")
 
 
 class Setup:
@@ -152,6 +160,47 @@ def _fan_out(rank: int, num_bytes: int, rounds: int) -> Any:
 
 def _nothing() -> None:
     pass
+
+
+def _gather(rank: int, rounds: int) -> dict[str, list[float]]:
+    """Microseconds of each gather of one row, one-sided and by gloo, in blocks of 100."""
+    rows = SharedMemoryTransport(dist.group.WORLD).rows
+    assert rows is not None
+    row = torch.full((WORDS,), rank)
+    gathered = row.new_empty(dist.get_world_size() * WORDS)
+    calls: dict[str, Callable[[], Any]] = {
+        "shared_memory": lambda: rows.gather(row),
+        "gloo": lambda: dist.all_gather_into_tensor(gathered, row),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for warm in (False, *[True] * rounds):
+        for name, call in calls.items():
+            dist.barrier()
+            for _ in range(100):
+                start = time.perf_counter()
+                call()
+                if warm:
+                    times[name].append(1e6 * (time.perf_counter() - start))
+    return times
+
+
+def measure_gathers(rounds: int) -> list[dict[str, Any]]:
+    """All lines of the gathers' table: as many ranks as cores, and more than cores."""
+    table = []
+    for num_ranks in (2, 4, 8):
+        by_rank = run_ranks(_gather, num_ranks, rounds)
+        for name, times in by_rank[0].items():
+            p50, p99 = np.percentile(times, (50, 99))
+            table.append(
+                dict(
+                    zip(
+                        GATHER_COLUMNS,
+                        (name, num_ranks, float(p50), float(p99), max(times)),
+                        strict=True,
+                    )
+                )
+            )
+    return table
 
 
 def _median_ms(by_rank: list[Times], name: str) -> float:
@@ -324,15 +373,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=11, help="rounds (default: 11)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the table")
-    parser.add_argument("--gpu", action="store_true", help="ranks on one GPU, not on CPUs")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--gathers", action="store_true", help="the gather of counts")
+    what.add_argument("--gpu", action="store_true", help="ranks on one GPU, not on CPUs")
     options = parser.parse_args()
     if options.gpu:
         print(torch.cuda.get_device_name())
     print(describe_machine())
-    print(" ".join(f"{name:>14}" for name in COLUMNS))
-    rows = (measure_gpu if options.gpu else measure)(options.rounds)
+    columns = GATHER_COLUMNS if options.gathers else COLUMNS
+    print(" ".join(f"{name:>14}" for name in columns))
+    if options.gathers:
+        rows = measure_gathers(options.rounds)
+    else:
+        rows = (measure_gpu if options.gpu else measure)(options.rounds)
     for row in rows:
-        print(" ".join(f"{_text(row[name]):>14}" for name in COLUMNS))
+        print(" ".join(f"{_text(row[name]):>14}" for name in columns))
     if options.json:
         options.json.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1))
 
