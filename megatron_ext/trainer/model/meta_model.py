@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron_ext.config import TrainConfig
 from megatron_ext.cpu_platform import FACTORIES
@@ -78,6 +79,9 @@ class _OnMeta(TorchFunctionMode):
 class Kept:
     """The bytes that autograd keeps of a forward for its backward, while it is entered.
 
+    On the meta device only the first of layers that are alike runs, for nothing depends on what it
+    returns; the others add what it added.
+
     Args:
         module: What runs. Its weights are there anyway and do not count.
 
@@ -89,13 +93,15 @@ class Kept:
         self._module = module
         self._weights = {_storage(weight) for weight in module.parameters()}
         self._kept: dict[int, torch.UntypedStorage] = {}
+        self._not_run = 0
+        self._ran: dict[Any, tuple[int, Any]] = {}
         self.by_layer: list[int] = []
         self._exits = ExitStack()
 
     @property
     def num_bytes(self) -> int:
         """Bytes kept so far."""
-        return sum(storage.nbytes() for storage in self._kept.values())
+        return self._not_run + sum(storage.nbytes() for storage in self._kept.values())
 
     def __enter__(self) -> Kept:
         self._exits.enter_context(saved_tensors_hooks(self._keep, lambda tensor: tensor))
@@ -115,20 +121,41 @@ class Kept:
         return tensor
 
     @contextmanager
-    def _counted(self, layer: nn.Module) -> Iterator[None]:
-        before = 0
+    def _counted(self, layer: TransformerLayer) -> Iterator[None]:
+        run = layer.forward
 
-        def begin(*_: Any) -> None:
-            nonlocal before
-            before = self.num_bytes
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            has_values = not any(
+                each.is_meta for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)
+            )
+            # What is recomputed runs without gradients, and keeps nothing.
+            kind = _kind(layer), torch.is_grad_enabled(), _shapes((args, kwargs))
+            if has_values or kind not in self._ran:
+                before = self.num_bytes
+                outputs = run(*args, **kwargs)
+                self._ran[kind] = self.num_bytes - before, outputs
+            else:
+                outputs = tree_map_only(Tensor, _like, self._ran[kind][1])
+                self._not_run += self._ran[kind][0]
+            self.by_layer.append(self._ran[kind][0])
+            return outputs
 
-        def end(*_: Any) -> None:
-            self.by_layer.append(self.num_bytes - before)
+        with patch.object(layer, "forward", forward):
+            yield
 
-        hooks = layer.register_forward_pre_hook(begin), layer.register_forward_hook(end)
-        yield
-        for hook in hooks:
-            hook.remove()
+
+def _kind(layer: TransformerLayer) -> Any:
+    """What layers have in common that keep the same."""
+    shapes = tuple((name, weight.shape) for name, weight in layer.named_parameters())
+    return type(layer), id(layer.config), shapes
+
+
+def _shapes(inputs: Any) -> str:
+    return str(tree_map_only(Tensor, lambda tensor: tensor.shape, inputs))
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, requires_grad=tensor.requires_grad)
 
 
 def _storage(tensor: Tensor) -> int:

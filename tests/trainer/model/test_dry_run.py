@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -131,6 +132,33 @@ def test_it_counts_what_ranks_have(
     if num_ranks == 2:  # A step of one microbatch, so all that it kept was kept at a time.
         busiest = max(rank["kept"] for rank in real)
         assert dry.stages[0].activations[1.0] < busiest < dry.stages[0].activations[2.0]
+
+
+def _activations(rank: int, settings: list[str], each_layer_runs: bool) -> list[dict[float, int]]:
+    from megatron_ext.trainer import meta_model
+
+    with mock.patch.object(meta_model, "_kind", id if each_layer_runs else meta_model._kind):
+        return [stage.activations for stage in _dry_run(rank, settings, 2).stages]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "block"])
+def test_layers_that_are_alike_count_as_if_all_ran(
+    recompute: str, data: Path, tmp_path: Path
+) -> None:
+    settings = [
+        *overrides(data, tmp_path / "run"),
+        "model.num_layers=7",
+        "model.num_dense_layers=3",
+        f"parallel.recompute={recompute if recompute != 'block' else 'full'}",
+        *(
+            ["+megatron.recompute_method=block", "+megatron.recompute_num_layers=2"]
+            if recompute == "block"
+            else []
+        ),
+    ]
+    (some,) = run_ranks(_activations, 1, settings, False)
+    (all_,) = run_ranks(_activations, 1, settings, True)
+    assert some == all_
 
 
 def test_layers_of_transformer_engine_keep_no_scores(data: Path, tmp_path: Path) -> None:
