@@ -135,7 +135,7 @@ def test_it_counts_what_ranks_have(
 
 
 def _activations(rank: int, settings: list[str], each_layer_runs: bool) -> list[dict[float, int]]:
-    from megatron_ext.trainer import meta_model
+    from megatron_ext.trainer.model import meta_model
 
     with mock.patch.object(meta_model, "_kind", id if each_layer_runs else meta_model._kind):
         return [stage.activations for stage in _dry_run(rank, settings, 2).stages]
