@@ -7,8 +7,8 @@ host waits for none of it: the device writes a difference into memory of the hos
 there at every call.
 
 Where a plan says how many tokens come, ranks with different plans would not even end the exchange
-of tokens. So there the seals are compared before it: ranks that reach each other gather them
-without a collective, and the host looks where it waits for the sizes of that exchange anyway.
+of tokens. So there the seals are compared before it, and the host looks where it waits for the
+sizes of that exchange anyway. Ranks that all reach each other gather them without a collective.
 
 Legend: N local tokens, E logical experts, R ranks of the EP group, T ranks of an expert-TP group.
 """
@@ -101,23 +101,25 @@ class Agreement:
         self._raise_difference()
         return Shares(*shares).of_shard(rank, counts)
 
-    def send_seal(self, rows: GathersRows, label: str = "") -> None:
+    def send_seal(self, rows: GathersRows | None = None, label: str = "") -> None:
         """Let all ranks have the seal of this rank's last plan.
 
         Args:
-            rows: Gathers of the ranks of the group.
+            rows: Gathers of the ranks of the group; None for a collective.
             label: What the plan is for, to be named in errors of `rows`.
         """
-        self._seals.start(rows.gather(self._seal, label).view(-1))
+        gathered = self._gather_seals() if rows is None else rows.gather(self._seal, label)
+        self._seals.start(gathered.view(-1))
 
-    def compare_sent(self, rows: GathersRows) -> None:
+    def compare_sent(self, rows: GathersRows | None = None) -> None:
         """Compare the seals that all ranks have sent; the host waits until they are there.
 
         Raises:
             RuntimeError: Ranks had different loads or plans, or a rank did not send.
         """
         seals = self._seals.wait().tolist()
-        rows.raise_failure()
+        if rows is not None:
+            rows.raise_failure()
         if len(set(seals)) > 1:
             self._raise(self._layer, seals)
 
@@ -130,9 +132,7 @@ class Agreement:
         Raises:
             RuntimeError: Ranks had different loads or plans in some layer.
         """
-        seals = self._seal.new_empty(self._group.size())
-        dist.all_gather_into_tensor(seals, self._seal, group=self._group)
-        found = seals.tolist()
+        found = self._gather_seals().tolist()
         self._raise_difference()
         if len(set(found)) > 1:
             self._raise(self._layer, found)
@@ -141,6 +141,11 @@ class Agreement:
         """Forget an aborted step, after which ranks may have planned different layers last."""
         self._seal = torch.zeros_like(self._seal)
         self._layer = 0
+
+    def _gather_seals(self) -> Tensor:
+        seals = self._seal.new_empty(self._group.size())
+        dist.all_gather_into_tensor(seals, self._seal, group=self._group)
+        return seals
 
     def _raise_difference(self) -> None:
         if self._found[0]:

@@ -152,7 +152,7 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
     """Megatron's all-to-all dispatcher, which gathers no counts where the plan says them.
 
     Relies on what `preprocess` of Megatron's leaves behind, in 0.16.1 as in 0.19.2. Where tokens
-    are dropped or added after the plan was made, that method counts and gathers as ever.
+    are added after the plan was made, that method counts as ever.
 
     Attributes:
         planned: What the plan says of the next tokens; None if it says nothing.
@@ -181,7 +181,12 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
             return counted
         planned.send_seal()
         self._compare = planned.compare
-        self.num_out_tokens = len(routing_map) * self.config.moe_router_topk
+        if self.config.moe_expert_capacity_factor is None:
+            self.num_out_tokens = len(routing_map) * self.config.moe_router_topk
+        else:
+            # The host does not know how many tokens were dropped, and waits for it earlier.
+            self.num_out_tokens = planned.leaving.sum()
+            self._maybe_update_cuda_sync_point("before_permutation_1")
         self.input_splits = planned.leaving.sum(0)
         self.output_splits = planned.arriving.sum(1)
         self.output_splits_tp = None  # nobody shares this rank's tokens
@@ -200,10 +205,9 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
         return result
 
     def _sends_what_is_planned(self) -> bool:
-        config = self.config
-        is_changed = self.drop_and_pad or config.moe_router_padding_for_quantization
-        # Of dropped tokens the plan knows, but not how many are left in all.
-        return not is_changed and config.moe_expert_capacity_factor is None and self.ep_size > 1
+        # What a router drops it drops before the plan is made; what is added comes after it.
+        is_padded = self.drop_and_pad or self.config.moe_router_padding_for_quantization
+        return not is_padded and self.ep_size > 1
 
 
 def _class_for(dispatcher: Any) -> type:

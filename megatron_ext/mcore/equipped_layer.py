@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor
 
-from megatron_ext.balance.load import gather_load
+from megatron_ext.balance.load import gather_counts, load_of
 from megatron_ext.balance.main_weights import MainWeights
 from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.ranges import PUSH_START, stage
@@ -150,9 +149,6 @@ class EquippedMoELayer(MoELayer):
             self.lookahead = Lookahead(
                 order,
                 router=self.router,
-                gather_load=partial(
-                    gather_load, group=self.planning_group, ep_size=self.layout.ep_size
-                ),
                 send_ahead=self.send_ahead,
             )
         self.state: LayerState | None = None
@@ -211,19 +207,23 @@ class EquippedMoELayer(MoELayer):
         if self.layout.slots > 0 and self.state is None:
             check_in_place(self.experts, device, self.layer_number)
 
-    def send_ahead(self, predicted: Tensor) -> SentAhead:
+    def send_ahead(self, predicted: Tensor) -> tuple[Tensor, SentAhead]:
         """Start materializing the replicas of a predicted load; all EP ranks call.
 
         Args:
-            predicted: Load of this layer's next forward: int64 [R, E], equal on all ranks.
+            predicted: Choices of this rank's tokens in this layer's next forward, bool [N, E].
+
+        Returns:
+            The predicted load, int64 [R, E], equal on all ranks; and its replicas on their way.
         """
-        slots = self._held.planner.expect(predicted)
+        held, label = self._held, f"layer {self.layer_number}, sent ahead"
+        assert held.slots is not None, "without slots nothing is predicted"
+        counts, _ = gather_counts(predicted, self.planning_group, rows=held.rows, label=label)
+        load = load_of(counts, self.layout.ep_size)
+        slots = held.planner.expect(load)
         finish_parameter_gather(self.experts)
-        assert self._held.slots is not None, "without slots nothing is predicted"
         with stage(PUSH_START):
-            return self._held.slots.buffers.send_ahead(
-                slots, self._begin().mains, f"layer {self.layer_number}, sent ahead"
-            )
+            return load, held.slots.buffers.send_ahead(slots, self._begin().mains, label)
 
     def forget_step(self) -> None:
         """Drop what an aborted step left in this layer."""

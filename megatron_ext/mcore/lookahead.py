@@ -156,9 +156,9 @@ class Lookahead:
     Args:
         order: Shared with the other layers.
         router: Megatron's router of the layer.
-        gather_load: Gives the load, int64 [R, E], from this rank's choices, bool [N, E].
-        send_ahead: Method of the layer that starts to move the replicas of a predicted load, int64
-            [R, E], into the layer's slots. This reference does not keep the layer alive.
+        send_ahead: Method of the layer that gathers the load, int64 [R, E], of this rank's
+            predicted choices, bool [N, E], and starts to move its replicas into the layer's slots.
+            This reference does not keep the layer alive.
     """
 
     def __init__(
@@ -166,12 +166,10 @@ class Lookahead:
         order: LayerOrder,
         *,
         router: nn.Module,
-        gather_load: Callable[[Tensor], Tensor],
-        send_ahead: Callable[[Tensor], SentAhead],
+        send_ahead: Callable[[Tensor], tuple[Tensor, SentAhead]],
     ) -> None:
         self._order = order
         self._router = router
-        self._gather_load = gather_load
         self._send_ahead = weakref.WeakMethod(send_ahead)
         self._after: Lookahead | None = None
         self._prediction: Prediction | None = None
@@ -229,8 +227,7 @@ class Lookahead:
             return
         self._drop()
         predicted = predict_routing(self._router, hidden_states)
-        load = self._gather_load(predicted)
-        self._prediction = Prediction(predicted, load, send_ahead(load))
+        self._prediction = Prediction(predicted, *send_ahead(predicted))
 
 
 def predict_routing(router: Any, hidden_states: Tensor) -> Tensor:

@@ -148,12 +148,11 @@ class BalancedMoELayer(NamedStages, EquippedMoELayer):
     def _planned(self, shares: Shares) -> Planned | None:
         """What the plan says of the exchange of tokens; None if it says nothing for sure.
 
-        Sizes must fit on all ranks, so ranks compare their plans before it. Where that takes a
-        collective, the dispatcher may as well count.
+        Sizes must fit on all ranks, so ranks compare their plans before it.
         """
-        rows, agreement = self._held.rows, self._held.agreement
-        if shares.arriving is None or rows is None:
+        if shares.arriving is None:
             return None
+        rows, agreement = self._held.rows, self._held.agreement
         label = f"layer {self.layer_number}, seal"
         return Planned(
             shares.quota,

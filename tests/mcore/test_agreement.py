@@ -45,7 +45,7 @@ def _spoil(gpt: TinyGPT, fault: str) -> Any:
 
     def otherwise(planner: LayerPlanner, *args: Any) -> BalancePlan:
         plan = solve(planner, *args)
-        if planner is not second._planner:
+        if planner is not second.state.planner:
             return plan
         # Legal, but without replicas: all assignments stay at home.
         quota = torch.zeros_like(plan.quota)
@@ -78,7 +78,7 @@ def _count_loads(spoiled: Any) -> list[Any]:
     solve, loads = LayerPlanner.solve, []
 
     def counted(planner: LayerPlanner, *args: Any) -> Any:
-        if loads or planner is spoiled._planner:
+        if loads or planner is spoiled.state.planner:
             loads.append(planner)
         return solve(planner, *args)
 
@@ -110,3 +110,10 @@ def test_ranks_that_differ_stop_within_one_layer(
     )
     assert found, caught.value
     assert all(int(number) <= 1 for number in found)
+
+
+def test_seals_are_compared_with_collectives_too() -> None:
+    # With another plan, ranks would wait in vain for each other's replicas before that.
+    test_ranks_that_differ_stop_within_one_layer(
+        2, dict(ep=2), BalanceConfig(tolerance=0.0, transport="collective"), "load"
+    )

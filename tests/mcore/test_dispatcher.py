@@ -77,6 +77,7 @@ def _counted_and_planned(
 EXACT = BalanceConfig(tolerance=0.0)
 PLANNED = [(True, True)] * 2
 COUNTED = [(True, False)] * 2
+PADDED = dict(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
 
 
 @pytest.mark.parametrize(
@@ -84,14 +85,19 @@ COUNTED = [(True, False)] * 2
     [
         (2, dict(ep=2), EXACT, PLANNED),
         (4, dict(ep=4, experts=4, shared_ffn=8), EXACT, PLANNED),
-        (2, dict(ep=2), BalanceConfig(tolerance=0.0, transport="collective"), COUNTED),
-        # Some tokens are dropped: the plan knows it, but not Megatron how many are left.
-        (2, dict(ep=2, moe_expert_capacity_factor=1.0), EXACT, COUNTED),
+        # Ranks that do not all reach each other gather the seals by a collective.
+        (2, dict(ep=2), BalanceConfig(tolerance=0.0, transport="collective"), PLANNED),
+        (4, dict(ep=4, experts=8), BalanceConfig(tolerance=0.0, nvlink_domain=2), PLANNED),
+        (2, dict(ep=2, moe_expert_capacity_factor=1.0), EXACT, PLANNED),
+        (2, dict(ep=2, **PADDED), EXACT, COUNTED),
         (2, dict(tp=2, etp=2), EXACT, COUNTED),
         # The first pass is planned. The router may choose otherwise in the second.
         (2, dict(ep=2, recompute="full"), EXACT, [(False, True)] * 2 + COUNTED),
     ],
-    ids=["2 ranks", "an expert a rank", "collective", "dropped", "shards", "recomputed"],
+    ids=[
+        *("2 ranks", "an expert a rank", "collective", "domains", "dropped", "padded"),
+        *("shards", "recomputed"),
+    ],
 )
 def test_the_plan_says_what_megatron_would_count(
     world_size: int, case: dict[str, Any], balance: BalanceConfig, passes: list[tuple[bool, bool]]

@@ -75,8 +75,28 @@ def test_no_way_of_tokens_or_replicas_makes_the_host_wait(setting, stock) -> Non
         )
     if "transport" in setting:
         gathered = work["forward"]["by_name"]
-        assert gathered["_allgather_base_"] == 2, "the load, and what Megatron counts"
+        assert gathered["_allgather_base_"] == 2, "the load, and the seals"
         assert "gather_rows" not in gathered
+
+
+@pytest.mark.parametrize(
+    "dispatcher",
+    [
+        dict(dispatcher="allgather"),
+        dict(dispatcher="flex", moe_flex_dispatcher_backend="deepep"),
+        dict(dispatcher="flex", moe_flex_dispatcher_backend="hybridep"),
+    ],
+    ids=lambda settings: settings.get("moe_flex_dispatcher_backend", "allgather"),
+)
+def test_with_no_dispatcher_the_host_waits_for_us(dispatcher) -> None:
+    quota, stock = count(**dispatcher), count(None, **dispatcher)
+    assert quota["forward"]["by_name"]["_grouped_mm"] == 4, "a slot had tokens"
+    assert quota["routing"]["launches"] <= MOST_LAUNCHES
+    assert stock["forward"]["megatrons_syncs"], "each asks the device how many tokens came"
+    for phase in ("routing", "forward", "backward"):
+        assert quota[phase]["our_syncs"] == stock[phase]["our_syncs"] == []
+    for phase in ("forward", "backward"):
+        assert quota[phase]["megatrons_syncs"] == stock[phase]["megatrons_syncs"]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_ext.config import BalanceConfig
 from tests.gpt import TinyGPT, TransformerConfig  # first: it enables the CPU platform
@@ -119,7 +120,11 @@ def run_noted(gpt: TinyGPT, **arguments: Any) -> list[Any]:
 def _forward(rank: int, transport: str) -> None:
     balance = BalanceConfig(strategy="libra", tolerance=0.0, transport=transport)
     gpt = balanced_gpt(dict(ep=2, num_layers=LAYERS), balance)
-    events = run_noted(gpt, num_microbatches=1, forward_only=True)
+    gathers = dist.all_gather_into_tensor
+    with mock.patch.object(dist, "all_gather_into_tensor", side_effect=gathers) as gather:
+        events = run_noted(gpt, num_microbatches=1, forward_only=True)
+    # No load and no predicted one, where ranks reach each other.
+    assert gather.called == (transport == "collective")
     assert [name for name, _, _ in events] == [
         *("materialize", "send", "arrive", "materialize", "send", "arrive", "materialize")
     ]

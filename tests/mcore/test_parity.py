@@ -128,6 +128,24 @@ def test_gradients_equal_unbalanced_megatron(transport: str, world_size: int) ->
     _check(differences, cases, GRADIENT_TOLERANCE)
 
 
+FLEX_CASES: list[Case] = [
+    (dict(ep=2, dispatcher="flex", moe_flex_dispatcher_backend=backend), 2)
+    for backend in ("deepep", "hybridep")
+]
+
+
+def _flex(rank: int) -> list[Any]:
+    from tests.flex_on_cpu import flex_on_cpu
+
+    with flex_on_cpu():
+        return _gradients(rank, FLEX_CASES, BalanceConfig(tolerance=0.0))
+
+
+def test_gradients_equal_unbalanced_megatron_over_deepep_and_hybridep() -> None:
+    """What travels over them, by stand-ins between CPU ranks."""
+    _check(run_ranks(_flex, 2), FLEX_CASES, GRADIENT_TOLERANCE)
+
+
 @pytest.mark.parametrize("world_size", by_world_size(STEP_CASES))
 def test_training_equals_unbalanced_megatron(world_size: int) -> None:
     cases = STEP_CASES[world_size]

@@ -314,7 +314,8 @@ def count_layer(rank: int, balance: BalanceConfig | None, **settings: Any) -> di
     forward(0).sum().backward()
     layer.observers = []
     for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
-        counting.host.add(getattr(layer.token_dispatcher, name))
+        if hasattr(layer.token_dispatcher, name):  # of the all-to-all dispatcher
+            counting.host.add(getattr(layer.token_dispatcher, name))
     if balance is not None:
         layer.slot_buffers.transport = _CountedTransport(layer.slot_buffers.transport, counting)
     ours, megatrons = layer.preprocess, MoELayer.preprocess
@@ -338,6 +339,14 @@ def count_layer(rank: int, balance: BalanceConfig | None, **settings: Any) -> di
     return {name: vars(work) for name, work in phases.items()}
 
 
+def _count_layer(rank: int, balance: BalanceConfig | None, **settings: Any) -> dict[str, Any]:
+    from tests.gpt import build_gpt  # noqa: F401  (first: it enables the CPU platform)
+    from tests.flex_on_cpu import flex_on_cpu  # isort: skip
+
+    with flex_on_cpu():
+        return count_layer(rank, balance, **settings)
+
+
 def count(balance: BalanceConfig | None = QUOTA, **settings: Any) -> dict[str, Any]:
     """The work of the rank of two that has more of it, by phase: see `Work`.
 
@@ -345,7 +354,7 @@ def count(balance: BalanceConfig | None = QUOTA, **settings: Any) -> dict[str, A
         balance: None for Megatron's own layer.
         settings: As for `tests.gpt.build_gpt`.
     """
-    ranks = run_ranks(partial(count_layer, **settings), 2, balance)
+    ranks = run_ranks(partial(_count_layer, **settings), 2, balance)
     most: dict[str, Any] = max(ranks, key=lambda phases: phases["forward"]["launches"])
     return most
 
