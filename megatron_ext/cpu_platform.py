@@ -273,7 +273,9 @@ def _cuda_type_names(type_of: Callable[..., Any]) -> Callable[..., Any]:
     def named(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
             return type_of(tensor, *args, **kwargs)
-        return type_of(tensor).replace("torch.", "torch.cuda.", 1)
+        name = type_of(tensor)
+        # A tensor of a subclass may have been asked by way of this function already.
+        return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
 
     return named
 

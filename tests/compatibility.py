@@ -67,6 +67,9 @@ OPTIONS = {
     "precision_aware": Option(
         "precision-aware optimizer (`--use-precision-aware-optimizer`)", twins=True
     ),
+    "single_grouped_weight": Option(
+        "one weight for all experts of a linear (`--moe-single-grouped-weight`)", twins=True
+    ),
     "alltoall": Option("dispatcher `alltoall`", "11"),
     "allgather": Option("dispatcher `allgather`"),
     "routing_ids": Option("routing as top-k ids in place of a map"),

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -339,10 +340,22 @@ def _global_names(module: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
     def grouped_name(match: re.Match[str]) -> str:
         return f"experts.{first_expert + int(match[2])}.{match[1]}"
 
-    for name, parameter in module.named_parameters():
+    for name, parameter in chain(*(_experts_of(*named) for named in module.named_parameters())):
         name = re.sub(r"(?<=decoder\.)layers\.(\d+)\.", layer_name, name)
         name = re.sub(r"experts\.local_experts\.(\d+)\.", expert_name, name)
         yield re.sub(r"experts\.(linear_fc[12]\.\w+?)(\d+)$", grouped_name, name), parameter
+
+
+def _experts_of(name: str, parameter: Any) -> Iterator[tuple[str, Any]]:
+    """The parameter, or the experts of Transformer Engine's single weight as parameters of each."""
+    values = getattr(parameter, "rowwise_data", None)
+    if values is None:
+        yield name, parameter
+        return
+    for m, row in enumerate(values.view(parameter.shape)):
+        if hasattr(parameter, "main_grad"):
+            row.main_grad = parameter.main_grad[m]
+        yield f"{name}{m}", row
 
 
 def _initialize(module: GPTModel, seed: int) -> None:

@@ -135,11 +135,14 @@ def te_general_grouped_gemm_by_counts(
 
 
 def _parts(groups: Any) -> Sequence[Tensor]:
-    """The tensors of a list, or of Transformer Engine's storage for groups of rows."""
+    """The tensors of a list, or of Transformer Engine's storage for groups of rows, or weights."""
     if isinstance(groups, list):
         return groups
+    rows = groups.rowwise_data.view(groups.logical_shape)
+    if groups.first_dims is None:  # All have the same shape.
+        return rows.chunk(groups.num_tensors)
     counts = groups.first_dims.tolist()
-    return groups.rowwise_data.view(groups.logical_shape)[: sum(counts)].split(counts)
+    return rows[: sum(counts)].split(counts)
 
 
 def splits_to_offsets_multi(
@@ -397,6 +400,7 @@ _TWINS: dict[str, Callable[..., Any]] = {
     "te_general_grouped_gemm": te_general_grouped_gemm,
     "te_general_grouped_gemm_for_discrete_in": te_general_grouped_gemm_by_counts,
     "te_general_grouped_gemm_for_discrete_out": te_general_grouped_gemm_by_counts,
+    "te_general_grouped_gemm_for_grouped_tensor": te_general_grouped_gemm_by_counts,
     **ROUTING_TWINS,
 }
 

@@ -1,7 +1,8 @@
-"""This rank's main expert weights, in the two ways in which experts keep them.
+"""This rank's main expert weights, in the three ways in which experts keep them.
 
-A segment's weights are either a parameter for each main (`SeparateMains`) or one stacked parameter
-for all (`StackedMains`). Slot weights are held as the mains are, so the same classes group them.
+A segment's weights are a parameter for each main (`SeparateMains`), or one stacked parameter for
+all, which products take whole (`StackedMains`) or main by main (`SplitMains`). Slot weights are
+held as products take the mains, so the same classes group them.
 
 Legend: M mains per rank, S slots per rank.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -87,9 +88,10 @@ class SeparateMains:
 
 @dataclass(frozen=True)
 class StackedMains:
-    """One parameter [M, *shape] for all mains."""
+    """One parameter [M, *shape] for all mains, and the memory with its values, as tensor."""
 
     mains: Tensor
+    values: Tensor
     fused: bool
 
     def parameters(self) -> list[Tensor]:
@@ -98,7 +100,7 @@ class StackedMains:
 
     def rows(self) -> list[Tensor]:
         """See `SegmentMains.rows`."""
-        return [main.detach() for main in self.mains]
+        return list(self.values.detach().unbind())
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """See `SegmentMains.views`: one view for all slots."""
@@ -118,10 +120,31 @@ class StackedMains:
         if not sums:
             return [None]
         main_grad = _takes_sums(self.mains, self.fused)
-        gradient = torch.zeros_like(self.mains) if main_grad is None else main_grad
+        gradient = torch.zeros_like(self.values) if main_grad is None else main_grad
         for m, total in sums.items():
             gradient[m].add_(total)
         return [gradient if main_grad is None else None]
+
+
+class SplitMains(StackedMains):
+    """The same where products take a weight for each main. An unused slot costs no gradient."""
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """See `SegmentMains.views`: one view a slot."""
+        return list(buffer.unbind())
+
+    def take(self, values: Iterator[Any], num_slots: int) -> list[Any]:
+        """See `SegmentMains.take`: one value a slot."""
+        return [next(values) for _ in range(num_slots)]
+
+
+class Split(NamedTuple):
+    """A parameter of all mains of which products take a weight for each main."""
+
+    parameter: Tensor
+    """[M, *shape]. It may keep its values in another tensor."""
+    values: Tensor
+    """The memory with its values, [M, *shape]."""
 
 
 def _main_grad(main: Tensor) -> Tensor | None:
@@ -152,6 +175,14 @@ def _emptied(main_grad: Tensor | None) -> Tensor | None:
     return before
 
 
+def _segment_mains(held: Tensor | list[Tensor] | Split, fused: bool) -> SegmentMains:
+    if isinstance(held, Split):
+        return SplitMains(held.parameter, held.values, fused)
+    if isinstance(held, Tensor):
+        return StackedMains(held, held, fused)
+    return SeparateMains(held, fused)
+
+
 Aside = dict[int, list[Tensor | None]]
 """What mains had in `main_grad`, by main and segment; None where it stayed there."""
 
@@ -161,17 +192,16 @@ class MainWeights:
 
     Args:
         per_segment: For each segment, the M parameters [*shape], or one stacked parameter [M,
-            *shape].
+            *shape], alone or as a `Split`.
         fused: Whether what computes a weight's gradient adds it to the weight's `main_grad`, and
             gives autograd none that counts: Megatron's gradient accumulation fusion.
     """
 
-    def __init__(self, per_segment: Sequence[Tensor | list[Tensor]], *, fused: bool) -> None:
+    def __init__(
+        self, per_segment: Sequence[Tensor | list[Tensor] | Split], *, fused: bool
+    ) -> None:
         self.fused = fused
-        self._segments: list[SegmentMains] = [
-            StackedMains(held, fused) if isinstance(held, Tensor) else SeparateMains(held, fused)
-            for held in per_segment
-        ]
+        self._segments = [_segment_mains(held, fused) for held in per_segment]
 
     def parameters(self) -> list[Tensor]:
         """The parameters in a fixed order: what autograd must see as inputs."""

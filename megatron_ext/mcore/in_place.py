@@ -44,6 +44,16 @@ def check_main_grads(mains: MainWeights) -> None:
         )
 
 
+def memory_of(parameter: Tensor) -> Tensor:
+    """The tensor with a parameter's values.
+
+    A `GroupedTensor` of Transformer Engine, as the single weight of all experts is one, keeps them
+    in another tensor. Megatron's DDP puts that one into its buffer.
+    """
+    held = getattr(parameter, "rowwise_data", None)
+    return held if isinstance(held, Tensor) else parameter
+
+
 def _obstacle(parameter: Tensor, device: torch.device) -> str | None:
     """Why replicas cannot be copied from where a parameter seems to be; None if they can."""
     if isinstance(parameter, DTensor):
@@ -52,7 +62,7 @@ def _obstacle(parameter: Tensor, device: torch.device) -> str | None:
         return "is sharded by Megatron-FSDP (leave out --use-megatron-fsdp)"
     if parameter.device != device:
         return f"is on {parameter.device} and the layer's input on {device}: is it offloaded?"
-    held = parameter.untyped_storage().nbytes()
+    held = memory_of(parameter).untyped_storage().nbytes()
     if held < parameter.nbytes:
         return f"has {held} of its {parameter.nbytes} bytes of memory: something has freed them"
     return None

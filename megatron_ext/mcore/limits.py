@@ -161,7 +161,6 @@ MUST_BE = (
         (False,),
         "replicas cannot join GroupedMLP; they join TEGroupedMLP",
     ),
-    _Rule("moe_single_grouped_weight", (False,), "replicas join experts with a weight each"),
     _Rule("moe_single_grouped_bias", (False,), "replicas join experts with a bias each"),
     _Rule(
         "moe_expert_rank_capacity_factor",

@@ -1,6 +1,7 @@
 """Transformer Engine's grouped experts: Megatron's `TEGroupedMLP`.
 
-Each of its two `GroupedLinear`s has a weight, and maybe a bias, for each main. For the time of a
+Each of its two `GroupedLinear`s has a weight, and maybe a bias, for each main, or with
+`moe_single_grouped_weight` one weight for all, of which products take rows. For the time of a
 forward it is lent the slots' as further ones, so that mains and slots are one grouped product, in
 forward and in backward. What autograd keeps are the slots' tensors themselves: their memory must
 hold the forward's replicas again in backward, and a `main_grad` of theirs takes their gradients.
@@ -15,17 +16,19 @@ from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
+import torch
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor, nn
 
-from megatron_ext.balance.main_weights import MainWeights, Segment
+from megatron_ext.balance.main_weights import MainWeights, Segment, Split
 from megatron_ext.balance.replicas import kept_in_place
+from megatron_ext.mcore.in_place import memory_of
 
 _LINEARS = ("linear_fc1", "linear_fc2")
 
 
 class TEGroupedWeights:
-    """`TEGroupedMLP`: parameters `weight0` to `weight{M - 1}`, and biases, in each linear.
+    """`TEGroupedMLP`: in each linear `weight0` to `weight{M - 1}` and biases, or one `weight`.
 
     Raises:
         ValueError: The op fuser is to compute experts with biases.
@@ -42,8 +45,8 @@ class TEGroupedWeights:
                 "--disable-bias-linear, or leave out --use-transformer-engine-op-fuser)"
             )
         self.segments = tuple(
-            Segment(f"{linear}.{kind}", tuple(getattr(getattr(experts, linear), f"{kind}0").shape))
-            for linear in _LINEARS
+            Segment(f"{name}.{kind}", _shape(getattr(experts, name), kind))
+            for name in _LINEARS
             for kind in self._kinds
         )
 
@@ -54,12 +57,10 @@ class TEGroupedWeights:
 
     def mains(self) -> MainWeights:
         """See `ExpertWeights.mains`."""
-        linears = [getattr(self._experts, linear) for linear in _LINEARS]
-        mains = range(self._experts.num_local_experts)
         return MainWeights(
             tuple(
-                [getattr(linear, f"{kind}{m}") for m in mains]
-                for linear in linears
+                _mains(getattr(self._experts, name), kind)
+                for name in _LINEARS
                 for kind in self._kinds
             ),
             fused=self._experts.config.gradient_accumulation_fusion,
@@ -87,6 +88,72 @@ class TEGroupedWeights:
         return output
 
 
+def _is_single(linear: Any) -> bool:
+    """Whether a linear's experts are one parameter, `weight`, a `GroupedTensor`."""
+    # Transformer Engine makes it only where NVTE_GROUPED_LINEAR_SINGLE_PARAM allows that.
+    return getattr(linear, "single_grouped_weight", False)
+
+
+def _shape(linear: Any, kind: str) -> tuple[int, ...]:
+    if _is_single(linear):
+        return tuple(linear.weight.shape[1:])
+    return tuple(getattr(linear, f"{kind}0").shape)
+
+
+def _mains(linear: Any, kind: str) -> list[Tensor] | Split:
+    if _is_single(linear):
+        return Split(linear.weight, _values(linear.weight))
+    return [getattr(linear, f"{kind}{m}") for m in range(linear.num_gemms)]
+
+
+def _values(single_weight: Tensor) -> Tensor:
+    """The memory with a single weight's values, [M, *shape]."""
+    return memory_of(single_weight).view(single_weight.shape)
+
+
+def _rows(linear: Any) -> list[Tensor]:
+    """A single weight as one weight for each main, part of the autograd graph; else none."""
+    if not _is_single(linear):
+        return []
+    rows = SplitFunction.apply(linear.weight, linear.fuse_wgrad_accumulation)
+    if hasattr(linear.weight, "main_grad"):
+        for row, main_grad in zip(rows, linear.weight.main_grad, strict=True):
+            row.main_grad = main_grad
+    return list(rows)
+
+
+class SplitFunction(torch.autograd.Function):
+    """A single weight -> a weight for each main; its backward gives the one parameter its gradient.
+
+    So DDP hears of the parameter once, after all that was computed with its rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, fused: bool) -> tuple[Tensor, ...]:
+        """Return the rows of `weight` [M, *shape]; fused, products add to rows of `main_grad`."""
+        ctx.weight, ctx.fused = weight, fused
+        ctx.set_materialize_grads(False)
+        # As with parameters of each, changes elsewhere in DDP's buffer are none of these.
+        return _values(weight).data.unbind()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        """Return the rows' gradients as one, or what stands for it where they are fused."""
+        if not ctx.fused:
+            return torch.stack([_required(grad) for grad in grads]), None
+        # Here, as nothing else needs Transformer Engine to be there.
+        from transformer_engine.pytorch.ops._common import get_dummy_wgrads_for_params
+
+        # Tells DDP, by a mark on the parameter, that its gradient is in `main_grad`.
+        (stands_for_it,) = get_dummy_wgrads_for_params([ctx.weight])
+        return stands_for_it, None
+
+
+def _required(grad: Tensor | None) -> Tensor:
+    assert grad is not None, "Transformer Engine gave a main no gradient"
+    return grad
+
+
 Further = Sequence[Mapping[str, Sequence[Tensor]]]
 """Of each linear, what it shall have further: for each kind of parameters, one tensor a slot."""
 
@@ -104,8 +171,9 @@ class _Fused:
     """Operations of Transformer Engine's op fuser over mains and slots, without biases.
 
     They take parameters only: made as Megatron makes them, they have parameters that stand for the
-    slots, in the slots' memory. A forward has the slots' tensors of its microbatch in their places,
-    for autograd. Backward reads them again, and needs the memory and its `main_grad` only.
+    slots, in the slots' memory, and for the rows of a single weight. A forward has the tensors of
+    its microbatch in their places, for autograd. Backward reads them again, and needs the memory
+    and its `main_grad` only.
     """
 
     def __init__(self, experts: Any) -> None:
@@ -120,11 +188,16 @@ class _Fused:
             # In the first forward, as Megatron does: parameters may be moved until then.
             self._operations = self._make(slot_weights)
         before, experts._fused_ops = experts._fused_ops, (self._operations,)
+        linears = [getattr(experts, name) for name in _LINEARS]
+        of_linears = zip(linears, slot_weights, strict=True)
+        lent = [[*_rows(linear), *tensors] for linear, tensors in of_linears]
         try:
             with ExitStack() as stack:
-                for index, tensors in zip(_FUSED_LINEARS, slot_weights, strict=True):
-                    stack.enter_context(self._lent_to(index, tensors))
-                stack.enter_context(_in_place(self._operations, [*chain(*slot_weights)]))
+                for index, linear, tensors in zip(_FUSED_LINEARS, linears, lent, strict=True):
+                    # Without biases a linear has weights only: all are trained, or none.
+                    trained = next(linear.parameters()).requires_grad
+                    stack.enter_context(self._lent_to(index, tensors, trained))
+                stack.enter_context(_in_place(self._operations, [*chain(*lent)]))
                 yield
         finally:
             experts._fused_ops = before
@@ -134,34 +207,36 @@ class _Fused:
             {"weight": [nn.Parameter(tensor.detach()) for tensor in tensors]}
             for tensors in slot_weights
         ]
-        with _lent(self._experts, stand_ins):
+        with ExitStack() as stack:
+            for name in _LINEARS:
+                stack.enter_context(_split(getattr(self._experts, name)))
+            stack.enter_context(_lent(self._experts, stand_ins))
             operations = self._experts._make_fused_ops()
         # Made here, so that its lists of parameters are there to be changed.
         operations._module_groups = operations._make_module_groups(operations._modules.values())
         return operations
 
     @contextmanager
-    def _lent_to(self, index: int, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Put slots' tensors in the place of an operation's last parameters."""
+    def _lent_to(self, index: int, tensors: Sequence[Tensor], trained: bool) -> Iterator[None]:
+        """Put tensors in the place of an operation's last parameters, which stand for them."""
         operation = self._operations[index]
-        stand_ins = list(operation.parameters())
-        num_mains = self._experts.num_local_experts
-        mains, slots = stand_ins[:num_mains], stand_ins[num_mains:]
-        for stand_in, tensor in zip(slots, tensors, strict=True):
+        parameters = list(operation.parameters())
+        first = len(parameters) - len(tensors)
+        for stand_in, tensor in zip(parameters[first:], tensors, strict=True):
             if hasattr(tensor, "main_grad"):
                 stand_in.main_grad = tensor.main_grad
-        lent = [_as_trainable_as(mains[0], tensor) for tensor in tensors]
-        names = [f"weight{i}" for i in range(num_mains, len(stand_ins))]
+        lent = [_trained_or_not(tensor, trained) for tensor in tensors]
+        names = [f"weight{i}" for i in range(first, len(parameters))]
         # Past nn.Module, whose parameters they hide.
         vars(operation).update(zip(names, lent, strict=True))
-        self._take_for_inputs(index, [*mains, *lent])
+        self._take_for_inputs(index, [*parameters[:first], *lent])
         try:
             yield
         finally:
             # What stays would keep the microbatch's graph alive.
             for name in names:
                 del vars(operation)[name]
-            self._take_for_inputs(index, stand_ins)
+            self._take_for_inputs(index, parameters)
 
     def _take_for_inputs(self, index: int, tensors: list[Tensor]) -> None:
         """Set what autograd sees as an operation's inputs."""
@@ -174,14 +249,36 @@ _FUSED_LINEARS = (0, 2)
 """Where the two linears are among the op fuser's operations: the activation is between them."""
 
 
-def _as_trainable_as(main: Tensor, slot: Tensor) -> Tensor:
-    """Return the slot's tensor, which needs a gradient if the main does: all shall, or none.
+def _trained_or_not(tensor: Tensor, trained: bool) -> Tensor:
+    """Return the tensor, which needs a gradient if the parameters do: all shall, or none.
 
-    They differ in a forward without gradients, and where mains are frozen.
+    They differ in a forward without gradients, and where mains are frozen. Operations with fused
+    gradients look for the first weight's `main_grad` even so.
     """
-    if slot.requires_grad == main.requires_grad:
-        return slot
-    return slot.detach().requires_grad_(main.requires_grad)
+    if tensor.requires_grad == trained:
+        return tensor
+    alike: Any = tensor.detach().requires_grad_(trained)
+    if hasattr(tensor, "main_grad"):
+        alike.main_grad = tensor.main_grad
+    return alike
+
+
+@contextmanager
+def _split(linear: Any) -> Iterator[None]:
+    """Let a linear with a single weight have a parameter for each main instead, in its memory."""
+    if not _is_single(linear):
+        yield
+        return
+    names = [f"weight{m}" for m in range(linear.num_gemms)]
+    stand_ins = map(nn.Parameter, _values(linear.weight).detach())
+    # Past nn.Module, which has these names with nothing behind them.
+    vars(linear).update(zip(names, stand_ins, strict=True), single_grouped_weight=False)
+    try:
+        yield
+    finally:
+        linear.single_grouped_weight = True
+        for name in names:
+            del vars(linear)[name]
 
 
 @contextmanager

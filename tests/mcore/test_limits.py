@@ -55,6 +55,7 @@ FINE = {
     *("moe_ncclep_static_shape", "moe_ncclep_zero_copy"),
     # How the experts compute.
     *("moe_apply_probs_on_input", "moe_grouped_gemm", "moe_mlp_glu_interleave_size"),
+    "moe_single_grouped_weight",
     # Dropped choices are none, and padded experts are even already.
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
     # Nothing without the stash.
