@@ -165,7 +165,13 @@ MUST_BE = (
     _Rule(
         "moe_expert_rank_capacity_factor",
         (None,),
-        "its buffers are longer than the tokens in them, and balanced ranks need no such limit",
+        "only HybridEP and NCCL EP read it, for buffers longer than the tokens in them; these need "
+        "a GPU to be tried on, and balanced ranks need no such limit",
+    ),
+    _Rule(
+        "moe_ncclep_zero_copy",
+        (False,),
+        "its buffers are NCCL EP's, made once on a GPU, for the experts without slots",
     ),
     _Rule("moe_paged_stash", (False,), "a step that it runs again would be planned twice"),
     _Rule(

@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ext.config import BalanceConfig, ConfigError
 from megatron_ext.cpu_platform import enable_cpu_platform
@@ -52,7 +53,7 @@ FINE = {
     *("moe_hybridep_num_sms_preprocessing", "moe_permute_fusion_into_hybridep"),
     "moe_hybridep_pad_uneven_dispatch_inputs",
     # Of a dispatcher that is refused.
-    *("moe_ncclep_static_shape", "moe_ncclep_zero_copy"),
+    "moe_ncclep_static_shape",
     # How the experts compute.
     *("moe_apply_probs_on_input", "moe_grouped_gemm", "moe_mlp_glu_interleave_size"),
     "moe_single_grouped_weight",
@@ -107,9 +108,13 @@ def test_static_buffers_are_refused_with_the_way_out() -> None:
     """Only later versions of Megatron have these fields."""
     config = moe_config()
     config.moe_expert_rank_capacity_factor, config.moe_paged_stash = 1.5, True
+    config.moe_ncclep_zero_copy = True
+    assert not torch.distributed.is_initialized()
     with pytest.raises(ConfigError) as error:
         check(config, BalanceConfig())
-    factor, stash = error.value.problems
+    factor, zero_copy, stash = error.value.problems
+    assert zero_copy.startswith("moe_ncclep_zero_copy (True) must be False with balance.strategy=")
+    assert zero_copy.endswith("(leave out --moe-ncclep-zero-copy)")
     assert factor.startswith("moe_expert_rank_capacity_factor (1.5) must be None with balance.")
     assert factor.endswith("(leave out --moe-expert-rank-capacity-factor)")
     assert stash.startswith("moe_paged_stash (True) must be False with balance.strategy=quota: ")
