@@ -31,11 +31,13 @@ if TYPE_CHECKING:
     from megatron_ext.mcore.check import check
     from megatron_ext.mcore.provider import balanced_provider_spec
     from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec
+    from megatron_ext.mcore.step_metrics import StepMetrics
 
 _HOMES = {
     "BalanceConfig": "megatron_ext.balance.strategies.settings",
     "BalancePlan": "megatron_ext.balance.plan",
     "LayerCosts": "megatron_ext.balance.costs",
+    "StepMetrics": "megatron_ext.mcore.step_metrics",
     "balance_spec": "megatron_ext.mcore.spec",
     "balanced_provider_spec": "megatron_ext.mcore.provider",
     "check": "megatron_ext.mcore.check",
@@ -49,6 +51,7 @@ __all__ = [
     "BalanceConfig",
     "BalancePlan",
     "LayerCosts",
+    "StepMetrics",
     "balance_spec",
     "balanced_provider_spec",
     "check",

@@ -28,6 +28,7 @@
     failures.py             a failed wait ends the step on all ranks
     in_place.py             weights that are not where they seem, gradients without a place
     place.py                where a layer's experts and slots are, and a rank among its like
+    step_metrics.py         what balancing did in each step, for the logs of any program
     limits.py               settings that exclude balancing
     check.py                the same and a model's spec, for users, before anything is built
 

@@ -121,6 +121,7 @@ class LoadRecorder:
         self._held = _Held()
         self._ring_use = math.nan
         self._hooks: list[Any] = []
+        self._observed: list[tuple[list[Any], Any]] = []
         for layer in layers:
             self.watch(layer)
         TIMES.readers += 1
@@ -128,7 +129,9 @@ class LoadRecorder:
     def watch(self, layer: Any) -> None:
         """Count what this layer is trained with as well."""
         if hasattr(layer, "observers"):
-            layer.observers.append(partial(self._observe, layer))
+            observer = partial(self._observe, layer)
+            layer.observers.append(observer)
+            self._observed.append((layer.observers, observer))
         else:
             self._hooks.append(layer.router.register_forward_hook(partial(self._count, layer)))
         self._hooks.append(layer.register_forward_hook(self._held.forward_ended))
@@ -188,9 +191,11 @@ class LoadRecorder:
         )
 
     def close(self) -> None:
-        """Stop watching what needs hooks, and timing."""
+        """Stop watching, and timing."""
         for hook in self._hooks:
             hook.remove()
+        for observers, observer in self._observed:
+            observers.remove(observer)
         TIMES.readers -= 1
 
     def _observe(self, layer: Any, report: Any) -> None:

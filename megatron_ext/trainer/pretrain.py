@@ -15,15 +15,15 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_ext.config import BalanceConfig, LoggingConfig
+from megatron_ext.config import BalanceConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
-from megatron_ext.telemetry.gather import Place, gather_step
-from megatron_ext.telemetry.names import shown
-from megatron_ext.telemetry.recorder import LoadRecorder
+
+if TYPE_CHECKING:
+    from megatron_ext.mcore.step_metrics import StepMetrics
 
 CONSOLE = (
     "moe/avg_overload_factor_routed",
@@ -57,11 +57,12 @@ def run(script: Path, words: list[str], balance: BalanceConfig | None) -> None:
             _check_arguments(balance)
     if balance is not None:
         from megatron_ext.mcore.models import balance_models
+        from megatron_ext.mcore.step_metrics import StepMetrics
 
-        steps = BalancedSteps()
+        steps = StepMetrics(())
         if importlib.util.find_spec("megatron.training") is not None:
             _report_by_megatron(steps)
-        balance_models(balance, steps.recorder.watch)
+        balance_models(balance, steps.watch)
     sys.argv = [str(script), *words]
     runpy.run_path(str(script), run_name="__main__")
     if not has_cuda and torch.distributed.is_initialized():
@@ -110,44 +111,7 @@ def _keep_compiled_helpers() -> None:
         utils.compile_helpers = lambda: None  # type: ignore[attr-defined]
 
 
-class BalancedSteps:
-    """Records the steps of a program, and tells what balancing did in each.
-
-    All ranks of the program have one, those of pipeline stages without MoE layers as well.
-    """
-
-    def __init__(self) -> None:
-        self.recorder = LoadRecorder((), None)
-        self._last_layer = 0
-        self._place: Place | None = None
-
-    def metrics(self, *, tier: str) -> dict[str, float]:
-        """Return the metrics of the step that ends, with section, on every rank; all ranks call.
-
-        Args:
-            tier: How much, one of `telemetry.names.TIERS`.
-        """
-        loads = self.recorder.take_step()
-        if self._place is None:
-            # Here: it imports Megatron, which may need the CPU platform first.
-            from megatron_ext.mcore.place import place_of_rank
-
-            self._place = place_of_rank(_largest([one.layer_number for one in loads.computed]))
-        gathered = gather_step(loads.computed, self._place, loads.own)
-        layers = gathered.layers(with_experts=False)
-        limit = LoggingConfig().max_keys
-        return shown(gathered.metrics(), layers, tier=tier, max_keys=limit)
-
-
-def _largest(values: list[int]) -> int:
-    """The largest value of all ranks; 0 if there is none."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    largest = torch.tensor(max(values, default=0), device=device)
-    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
-    return int(largest)
-
-
-def _report_by_megatron(steps: BalancedSteps) -> None:
+def _report_by_megatron(steps: StepMetrics) -> None:
     """Let Megatron's training loop report the steps beside the router's losses."""
     tracking = _tracking()
     owner: Any = tracking.MoEMetricsTracker if tracking else importlib.import_module(_LOOP)
@@ -164,13 +128,13 @@ def _tracking() -> Any:
     return importlib.import_module(home) if importlib.util.find_spec(home) else None
 
 
-def _with_metrics(report: Callable[..., Any], steps: BalancedSteps) -> Callable[..., Any]:
+def _with_metrics(report: Callable[..., Any], steps: StepMetrics) -> Callable[..., Any]:
     """Megatron's report of its MoE metrics at the end of a step, with those of balancing."""
 
     @functools.wraps(report)
     def reporting(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(report).bind(*args, **kwargs).arguments
-        metrics = steps.metrics(tier="detailed" if given.get("per_layer_logging") else "brief")
+        metrics = steps.take(tier="detailed" if given.get("per_layer_logging") else "brief")
         iteration, writer, wandb = (
             given.get(name) for name in ("iteration", "writer", "wandb_writer")
         )

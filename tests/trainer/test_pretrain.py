@@ -223,12 +223,13 @@ def _attached(rank: int) -> tuple[list[str], dict[str, float], dict[str, float],
     from megatron.core.transformer.moe import moe_utils
 
     from megatron_ext.mcore.models import balance_models
+    from megatron_ext.mcore.step_metrics import StepMetrics
 
     reports: list[Any] = []
-    steps = pretrain.BalancedSteps()
+    steps = StepMetrics(())
 
     def attend(layer: Any) -> None:
-        steps.recorder.watch(layer)
+        steps.watch(layer)
         layer.observers.append(reports.append)
 
     with mock.patch.object(GPTModel, "__init__", GPTModel.__init__):
@@ -257,7 +258,7 @@ def _attached(rank: int) -> tuple[list[str], dict[str, float], dict[str, float],
         per_layer_logging=True,
         total_loss_dict=totals,
     )
-    steps.recorder.close()
+    steps.close()
     before = [imbalance(home_loads(report.load)) for report in reports]
     after = [imbalance(report.rank_loads_after) for report in reports]
     second = [place for place, report in enumerate(reports) if report.layer_number == 2]

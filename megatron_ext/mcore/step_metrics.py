@@ -1,0 +1,94 @@
+"""What balancing did in each step, for the logs of any program that trains with Megatron.
+
+It knows no trainer and writes nothing: the program has W&B, TensorBoard or files of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import nn
+
+from megatron_ext.config import LoggingConfig
+from megatron_ext.mcore.place import place_of_rank
+from megatron_ext.telemetry.gather import Place, gather_step
+from megatron_ext.telemetry.names import TIERS, shown
+from megatron_ext.telemetry.recorder import LoadRecorder
+
+
+class StepMetrics:
+    """Counts what the MoE layers of a model do, from its construction until `close()`.
+
+    Every rank makes one, those of pipeline stages without MoE layers as well, after the model.
+    Layers that are not balanced are counted, too: for the run to compare with.
+
+    Args:
+        model: The model's chunks on this rank, wrapped or not.
+
+    Raises:
+        TypeError: `model` is one module.
+    """
+
+    def __init__(self, model: Iterable[nn.Module]) -> None:
+        if isinstance(model, nn.Module):
+            raise TypeError(
+                f"model must be a list of the model's chunks on this rank, not a "
+                f"{type(model).__name__}: give [model]"
+            )
+        parts = (part for chunk in model for part in chunk.modules())
+        layers = [part for part in parts if isinstance(part, MoELayer)]
+        group = parallel_state.get_expert_model_parallel_group() if layers else None
+        self._recorder = LoadRecorder((), group)
+        self._last_layer = 0
+        self._place: Place | None = None
+        for layer in layers:
+            self.watch(layer)
+
+    def watch(self, layer: Any) -> None:
+        """Count what this balanced layer does as well, before the first `take`."""
+        self._last_layer = max(self._last_layer, layer.layer_number or 0)
+        self._recorder.watch(layer)
+
+    def take(self, *, tier: str = "brief") -> dict[str, float]:
+        """Return the metrics of the steps since the last call, by name; all ranks call together.
+
+        They are those of all ranks, layers and pipeline stages, equal on every rank. Call it after
+        each step: until then it keeps what was counted. Evaluation is not counted.
+
+        Args:
+            tier: `brief`, or `detailed` for those of each layer as well; of more layers than fit
+                in `logging.max_keys` names, those with the largest imbalance before.
+
+        Returns:
+            Numbers as `balance/imbalance_after` or `balance/imbalance_after_layer_3`, and under
+            Megatron's names where it has any (`moe/avg_overload_factor`); `telemetry/names.py`
+            gives units and meanings. Empty if nothing was trained.
+
+        Raises:
+            ValueError: There is no such tier.
+        """
+        if tier not in TIERS:
+            raise ValueError(f"tier ({tier!r}) must be one of {', '.join(TIERS)}")
+        loads = self._recorder.take_step()
+        if self._place is None:
+            self._place = place_of_rank(_largest_of_ranks(self._last_layer))
+        gathered = gather_step(loads.computed, self._place, loads.own)
+        layers = gathered.layers(with_experts=False)
+        limit = LoggingConfig().max_keys
+        return shown(gathered.metrics(), layers, tier=tier, max_keys=limit)
+
+    def close(self) -> None:
+        """Stop counting."""
+        self._recorder.close()
+
+
+def _largest_of_ranks(value: int) -> int:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    largest = torch.tensor(value, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)

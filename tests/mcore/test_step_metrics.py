@@ -1,0 +1,116 @@
+"""A training loop of one's own logs what its layers did, counted by hand from their routers.
+
+Layer 2 (2 gloo ranks): no launcher, no trainer, no run directory.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_ext
+from megatron_ext.config import BalanceConfig
+from tests.boards import tensorboard_events
+from tests.gpt import build_gpt  # first: it enables the CPU platform
+from tests.ranks import run_ranks
+
+STEPS = 2
+MICROBATCHES = 3
+LAYERS = 2
+EXPERTS = 6
+
+
+def _train(rank: int, strategy: str, folder: Path) -> dict[str, Any]:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from torch.utils.tensorboard import SummaryWriter
+
+    balanced = partial(
+        megatron_ext.balance_spec, balance=BalanceConfig(strategy=strategy, tolerance=0.0)
+    )
+    gpt = build_gpt(ep=2, num_layers=LAYERS, experts=EXPERTS, spec_transform=balanced)
+    routed: dict[tuple[int, int], list[list[int]]] = {}
+    step = 0
+
+    def count(layer: Any, router: Any, inputs: Any, outputs: Any) -> None:
+        load = outputs[1].sum(0)
+        dist.all_reduce(load)
+        ranks = load.view(2, EXPERTS // 2).sum(1).tolist()
+        routed.setdefault((step, layer.layer_number), []).append(ranks)
+
+    layers = [
+        each for chunk in gpt.chunks for each in chunk.modules() if isinstance(each, MoELayer)
+    ]
+    hooks = [layer.router.register_forward_hook(partial(count, layer)) for layer in layers]
+    others = sum(len(getattr(layer, "observers", ())) for layer in layers)
+    steps = megatron_ext.StepMetrics(gpt.chunks)
+    empty = steps.take()
+    writer = SummaryWriter(str(folder)) if rank == 0 else None
+    taken = []
+    for step in range(1, STEPS + 1):
+        gpt.forward_backward(step, num_microbatches=MICROBATCHES)
+        taken.append(steps.take(tier="detailed"))
+        if writer is not None:
+            for name, value in taken[-1].items():
+                writer.add_scalar(name, value, step)
+    brief = steps.take()
+    steps.close()
+    for hook in hooks:
+        hook.remove()
+    left = sum(len(getattr(layer, "observers", ())) for layer in layers)
+    if writer is not None:
+        writer.close()
+    return {"taken": taken, "routed": routed, "nothing": (empty, brief, left - others)}
+
+
+@pytest.mark.parametrize("strategy", ["none", "quota"])
+def test_a_loop_of_ones_own_logs_all_ranks_and_layers(strategy: str, tmp_path: Path) -> None:
+    results = run_ranks(_train, 2, strategy, tmp_path)
+    events = tensorboard_events(tmp_path)
+    assert results[0]["taken"] == results[1]["taken"]
+    for result in results:
+        assert result["nothing"] == ({}, {}, 0)
+    routed = results[0]["routed"]
+    for step, metrics in enumerate(results[0]["taken"], start=1):
+        by_layer = {
+            layer: [2 * max(ranks) / sum(ranks) for ranks in routed[step, layer]]
+            for layer in range(1, LAYERS + 1)
+        }
+        assert {len(each) for each in by_layer.values()} == {MICROBATCHES}
+        every = [one for each in by_layer.values() for one in each]
+        expected = {
+            "balance/imbalance_before": sum(every) / len(every),
+            "balance/imbalance_before_max": max(every),
+            "moe/max_overload_factor_routed": max(every),
+            **{
+                f"balance/imbalance_before_layer_{layer}": sum(each) / len(each)
+                for layer, each in by_layer.items()
+            },
+        }
+        assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+        assert max(every) > 1.05
+        if strategy == "none":
+            assert metrics["balance/imbalance_after"] == metrics["balance/imbalance_before"]
+            assert metrics["balance/replicas"] == 0
+        else:
+            # Tokens are whole, so ranks differ by one at most.
+            assert (
+                metrics["balance/imbalance_after_max"]
+                <= 1 + 1 / torch.tensor(routed[step, 1]).sum(1).min().item()
+            )
+            assert metrics["balance/replicas"] > 0
+            assert metrics["cost/plan_ms"] > 0
+        for name, value in metrics.items():
+            (logged,) = [event for event in events.Scalars(name) if event.step == step]
+            assert logged.value == pytest.approx(value, rel=1e-6)
+
+
+def test_a_model_that_is_no_list_and_a_tier_that_is_none_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"not a Identity: give \[model\]"):
+        megatron_ext.StepMetrics(torch.nn.Identity())
+    with pytest.raises(ValueError, match=r"tier \('all'\) must be one of brief, detailed"):
+        megatron_ext.StepMetrics(()).take(tier="all")
