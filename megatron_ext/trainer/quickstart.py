@@ -3,7 +3,8 @@
     python -m megatron_ext.trainer.quickstart [overrides]
 
 It gathers a corpus from this machine's own text, trains the recipe `quickstart` three ways, prints
-a table and writes `summary.json` and a page, `report.html`, beside the runs. The three models live
+a table, writes `summary.json` and a page, `report.html`, beside the runs, and opens the page where
+there is a display. The three models live
 in the same processes and take their steps in turn, so that other work on the machine slows all
 alike.
 
@@ -19,9 +20,11 @@ up to the first step in which a token chose otherwise, and after it apart from t
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import webbrowser
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -95,6 +98,8 @@ def main(overrides: Sequence[str] | None = None) -> None:
             raise SystemExit(f"error: {error}") from None
         launch_ranks(train_in_turn, runs, num_ranks=num_ranks)
     sys.stdout.write(write_report(runs, folder))
+    sys.stdout.flush()
+    open_page(folder / FILE)
     keep_comparison(runs["quota"], folder)
 
 
@@ -197,6 +202,18 @@ def write_report(runs: dict[str, TrainConfig], folder: Path) -> str:
         "Rounding alone turns choices between experts that a token likes equally; when is chance.\n"
         f"Written: {folder / 'summary.json'}, {folder / FILE}\n"
     )
+
+
+def open_page(page: Path) -> None:
+    """Open the page in the browser of whoever sits in front of this machine, if somebody does.
+
+    `BROWSER`, or a display, says so; `CI` says that nobody looks. What fails here is not worth a
+    word: the page's path has been printed.
+    """
+    has_screen = any(os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"))
+    if has_screen and not os.environ.get("CI"):
+        with suppress(Exception):
+            webbrowser.open(page.resolve().as_uri())
 
 
 def steps_alike(config: TrainConfig, other: TrainConfig) -> int:
