@@ -73,12 +73,8 @@ def count_plans(loads: Loads) -> int:
     return len(loads) * (2 * len(SLOTS) + 1)
 
 
-def sample(loads: Loads) -> Loads:
-    """Return at most `MOST_LOADS` loads: whole microbatches, spread evenly over the trace."""
-    return _some(loads, MOST_LOADS)
-
-
-def _some(loads: Loads, most: int) -> Loads:
+def sample(loads: Loads, most: int = MOST_LOADS) -> Loads:
+    """Return at most so many loads: whole microbatches, at least one, spread evenly."""
     if len(loads) <= most:
         return loads
     if {"step", "microbatch"} <= loads.trace.keys():
@@ -156,17 +152,8 @@ def _try_slots(
     loads: Loads, question: Question, slots: int, on_load: Callable[[int], object]
 ) -> dict[str, Any]:
     room: dict[str, Any] = {"slots": slots, "nvlink_domain": question.nvlink_domain}
-    measured = replay(loads, [STRATEGY], question.planning, **room, on_load=on_load)[STRATEGY]
-    before = imbalances(home_loads(loads.load)).numpy()
-    numbers: dict[str, Any] = {
-        "slots": slots,
-        "imbalance_before": float(before.mean()),
-        "imbalance_before_worst": float(before.max()),
-        "imbalance": float(measured["imbalance"].mean()),
-        "imbalance_worst": float(measured["imbalance"].max()),
-        "replicas": float(measured["replicas"].mean()),
-        "of_loads": (before, measured["imbalance"]),
-    }
+    numbers, *of_loads = try_plans(loads, STRATEGY, question.planning, **room, on_load=on_load)
+    numbers["of_loads"] = of_loads
     times = dict.fromkeys(("speed_up", "share_of_ideal", "step_ms", "slot_bytes", "memory_share"))
     if setting := question.setting(slots):
         simulated = simulate(loads, [STRATEGY], setting)["strategies"]
@@ -180,6 +167,36 @@ def _try_slots(
         }
         on_load(len(loads))
     return numbers | times
+
+
+def try_plans(
+    loads: Loads,
+    strategy: str,
+    planning: PlanSettings,
+    *,
+    slots: int,
+    nvlink_domain: int | None,
+    on_load: Callable[[int], object] = lambda count: None,
+) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
+    """Plan all loads with one strategy; arguments as for `replay`.
+
+    Returns:
+        For JSON: `slots`, mean and worst imbalance before and after, mean `replicas`; and the
+        imbalance of each load before and after, float64 [B].
+    """
+    (measured,) = replay(
+        loads, [strategy], planning, slots=slots, nvlink_domain=nvlink_domain, on_load=on_load
+    ).values()
+    before, after = imbalances(home_loads(loads.load)).numpy(), measured["imbalance"]
+    numbers = {
+        "slots": slots,
+        "imbalance_before": float(before.mean()),
+        "imbalance_before_worst": float(before.max()),
+        "imbalance": float(after.mean()),
+        "imbalance_worst": float(after.max()),
+        "replicas": float(measured["replicas"].mean()),
+    }
+    return numbers, before, after
 
 
 def _fewest_good(tried: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -198,7 +215,7 @@ def _layers(
     loads: Loads,
     question: Question,
     slots: int,
-    of_loads: tuple[np.ndarray, np.ndarray],
+    of_loads: Sequence[np.ndarray],
     on_load: Callable[[int], object],
 ) -> list[dict[str, Any]]:
     """Return each layer's imbalances, and what the simulation makes of its loads alone."""
@@ -234,7 +251,7 @@ def _break_even(
     setting = question.setting(slots)
     if setting is None:
         return None
-    few = _some(loads, _LOADS_OF_BREAK_EVEN)
+    few = sample(loads, _LOADS_OF_BREAK_EVEN)
 
     def gains(exponent: float) -> bool:
         scaled = (few.load.double() * 2**exponent).round().long()

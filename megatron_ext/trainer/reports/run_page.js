@@ -175,7 +175,7 @@ function whatIf(main, found) {
     const x = of.map((one) => String(one[key]));
     const extra = of.map((one) => `${digits(one.replicas)} replicas`);
     const one = (y, dash, what) => ({ x, y, text: extra, name: `${plain(name)}${what}`, showlegend: !what, mode: "lines+markers", line: { ...line(number), dash }, marker: { size: 7 }, hovertemplate: "%{y:.3f}, %{text}" });
-    return [one(of.map((each) => each.mean), "solid", ""), one(of.map((each) => each.worst), "dot", ", worst")];
+    return [one(of.map((each) => each.imbalance), "solid", ""), one(of.map((each) => each.imbalance_worst), "dot", ", worst")];
   };
   const layout = (text) => ({ showlegend: true, xaxis: { type: "category", title: { text } }, yaxis: { title: { text: LOAD } } });
   chart(row, "More slots, other strategies", `${digits(found.before)} without balancing; tolerance ${found.tolerance}`, () => ({
