@@ -18,8 +18,10 @@ def write_whole(path: Path, lines: Iterable[str]) -> None:
         OSError: It cannot be written; the file of that name is as it was.
     """
     partial = path.with_name(f".{path.name}.partial")
+    # What somebody left under that name may be a link to elsewhere.
+    partial.unlink(missing_ok=True)
     try:
-        with partial.open("w") as file:
+        with partial.open("w", encoding="utf-8") as file:
             file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())

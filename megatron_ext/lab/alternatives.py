@@ -6,6 +6,7 @@ from the loads before are left out, because between these loads there are others
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,10 @@ def alternatives(name: str, run: Run, run_dir: Path) -> dict[str, Any]:
 
 def _own(run: Run, setting: str, default: float) -> float:
     try:
-        return float(run.settings[f"balance.{setting}"])
+        value = float(run.settings[f"balance.{setting}"])
     except (KeyError, ValueError):  # Of another version, or not there.
         return default
+    return value if math.isfinite(value) else default
 
 
 def _some_loads(trace: Path) -> tuple[Loads, int]:

@@ -1,6 +1,7 @@
 """`report`: runs side by side, on made-up metrics."""
 
 import json
+import os
 import re
 
 import pytest
@@ -153,6 +154,61 @@ def test_what_can_be_read_is_shown_and_what_is_missing_said(runs, capsys, files,
     assert missing in page
 
 
+DEEP = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{chr(98 + place)}: &{chr(98 + place)} [{','.join(['*' + chr(97 + place)] * 9)}]\n"
+    for place in range(8)
+)
+"""YAML of half a kilobyte that is 9 to the power of 9 words, written out."""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "missing"),
+    [
+        ("config.yaml", DEEP, ""),
+        ("config.yaml", "a: &a\n  b: *a\n", "config.yaml is not there or no readable YAML"),
+        ("config.yaml", "a: " + 3000 * "[" + "\n", "config.yaml is not there or no readable YAML"),
+        (
+            "config.yaml",
+            "".join(f"k{place}: 1\n" for place in range(2001)),
+            "config.yaml is not there or no readable YAML",
+        ),
+        ("about.json", 100_000 * "[", "about.json with machine"),
+        ("about.json", '{"host": "\\ud800half", "cpus": 1e999}', ""),
+    ],
+)
+def test_a_strangers_files_are_read_in_a_moment(runs, capsys, name, text, missing):
+    (runs / "none" / name).write_text(text)
+    status, out, err = run(capsys, "report", runs / "none")
+    assert (status, err) == (0, "")
+    assert missing in out
+    assert (runs / "none" / "report.html").stat().st_size > 10**6
+
+
+def test_a_strangers_settings_are_shown_as_they_stand_there(runs, monkeypatch):
+    """Nothing of this machine is looked up for them, as its environment."""
+    from megatron_ext.trainer.reports.read import read_runs
+
+    monkeypatch.setenv("SECRET", "hunter2")
+    (runs / "none" / "config.yaml").write_text("data: {path: '${oc.env:SECRET}', list: [1, a]}\n")
+    settings = read_runs([runs / "none"])["none"].settings
+    assert settings == {"data.path": "${oc.env:SECRET}", "data.list": "[1, 'a']"}
+
+
+def test_links_and_pipes_in_a_strangers_folder_lead_nowhere(runs, tmp_path, capsys):
+    """What is written replaces a link; a pipe that nobody writes to is not waited for."""
+    folder, precious = runs / "none", tmp_path / "precious.txt"
+    precious.write_text("mine")
+    for name in ("report.html", ".report.html.partial"):
+        (folder / name).symlink_to(precious)
+    for name in ("about.json", "config.yaml"):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+    (folder / "layers.jsonl").symlink_to("layers.jsonl")
+    assert run(capsys, "report", folder)[0] == 0
+    assert precious.read_text() == "mine"
+    assert not (folder / "report.html").is_symlink()
+
+
 def test_layers_that_do_not_fit_are_left_out(runs):
     """Lines of another version, or of a run that went on with other ranks."""
     from megatron_ext.trainer.reports.read import read_runs
@@ -197,6 +253,8 @@ def test_other_settings_are_tried_on_a_trace(runs, loads, capsys):
     replicas = [one["replicas"] for one in found["tolerances"]]
     assert replicas == sorted(replicas, reverse=True)
     assert replicas[0] > replicas[-1]
+    (runs / "quota" / "config.yaml").write_text("balance: {domain_ranks: .inf, slots: .nan}\n")
+    assert run(capsys, "report", runs / "quota")[::2] == (0, "")
     (runs / "quota" / "trace" / "loads.npz").write_bytes(b"torn")
     status, _, err = run(capsys, "report", runs / "quota")
     assert status == 0

@@ -48,7 +48,7 @@ def page_html(page: Page, *, version: str = "", live_seconds: int = 0) -> str:
     """
     policy = CONTENT_POLICY.format(whom="'self'" if live_seconds else "'none'")
     data = {"data": page.data, "version": version, "seconds": live_seconds}
-    return "\n".join(
+    text = "\n".join(
         (
             '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
@@ -65,6 +65,8 @@ def page_html(page: Page, *, version: str = "", live_seconds: int = 0) -> str:
             f"<script>{part(__package__, 'page.js')}{page.script}</script>\n</html>\n",
         )
     )
+    # JSON can hold half a character, and no file can.
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def part(package: str, name: str) -> str:

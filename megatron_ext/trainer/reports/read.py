@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import yaml
+
 from megatron_ext.files.run_dir import ABOUT_FILE, CONFIG_FILE, LAYERS_FILE, METRICS_FILE
-from megatron_ext.files.yaml_files import read_yaml
 from megatron_ext.trainer.reports.layers import LayerLines, Layers
 
 Metrics: TypeAlias = Sequence[Mapping[str, Any]]
@@ -22,6 +25,12 @@ Metrics: TypeAlias = Sequence[Mapping[str, Any]]
 
 SHOWN = ("loss", "imbalance_before", "imbalance_after", "step_ms", "tokens_per_s", "replicas")
 """The metrics of a step that a report shows."""
+
+_MOST_SETTINGS = 2000
+"""Settings that a configuration may have: many times those of any run."""
+
+_CUT = reprlib.Repr()
+_CUT.maxlevel, _CUT.maxlist, _CUT.maxstring, _CUT.maxother = 3, 30, 200, 200
 
 _NAMED = 5
 """Lines that are named among those that cannot be read."""
@@ -103,13 +112,13 @@ def _read_run(folder: Path) -> Run:
     settings: dict[str, str] = {}
     about: Mapping[str, Any] = {}
     try:
-        settings = dict(_flat(read_yaml(folder / CONFIG_FILE)))
-    except ValueError:
+        settings = _settings(folder / CONFIG_FILE)
+    except (ValueError, RecursionError):
         missing.append(f"{CONFIG_FILE} is not there or no readable YAML")
     try:
-        found = json.loads((folder / ABOUT_FILE).read_text("utf-8"))
+        found = json.loads(_text(folder / ABOUT_FILE))
         about = found if isinstance(found, dict) else {}
-    except (ValueError, OSError):
+    except (ValueError, RecursionError):
         missing.append(f"{ABOUT_FILE} with machine and versions is not there or no readable JSON")
     layer_lines = LayerLines()
     for line in _lines(folder / LAYERS_FILE, missing):
@@ -140,9 +149,36 @@ def _lines(file: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
         missing.append(f"{file.name}: no step can be read in line {named}")
 
 
-def _flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+def _text(file: Path) -> str:
+    """A file's text; ValueError if it has none, as a pipe that nobody writes to."""
+    if not file.is_file():
+        raise ValueError(f"{file} is no file")
+    try:
+        return file.read_text("utf-8")
+    except OSError as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def _settings(file: Path) -> dict[str, str]:
+    """Settings of a run that may be anybody's: what stands there, with nothing looked up for it.
+
+    YAML can hold more, written out, than any memory does: values are cut, names are counted.
+    """
+    try:
+        found = yaml.safe_load(_text(file))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{file} is no YAML: {error}") from None
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{file} holds no mapping")
+    flat = list(islice(_flat(found), _MOST_SETTINGS + 1))
+    if len(flat) > _MOST_SETTINGS:
+        raise ValueError(f"{file} holds more than {_MOST_SETTINGS} settings")
+    return dict(flat)
+
+
+def _flat(settings: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in settings.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", str(value)
+            yield f"{prefix}{key}", _CUT.repr(value) if isinstance(value, list) else str(value)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ext.files.tables import html_table
+from megatron_ext.files.whole import write_whole
 from megatron_ext.trainer.reports.costs import cost_shares
 from megatron_ext.trainer.reports.layers import Layers
 from megatron_ext.trainer.reports.page import Page, page_html, part, sentences, wide
@@ -74,9 +75,12 @@ def run_page(runs: Mapping[str, Run], what_if: Mapping[str, Any] | None = None) 
 def write_run_page(
     runs: Mapping[str, Run], file: Path, what_if: Mapping[str, Any] | None = None
 ) -> None:
-    """Write `run_page` to a file, whose folder is made if it is not there."""
+    """Write `run_page` to a file, whose folder is made if it is not there.
+
+    A link of that name is replaced: a run directory may be a stranger's.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(page_html(run_page(runs, what_if)), "utf-8")
+    write_whole(file, [page_html(run_page(runs, what_if))])
 
 
 def _curves(run: Run) -> dict[str, np.ndarray]:
