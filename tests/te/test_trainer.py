@@ -1,10 +1,12 @@
 """The trainer makes models of Transformer Engine's layers, which learn what Megatron's own learn.
 
-Layer 2. All runs go on from one checkpoint, of Megatron's layers.
+Layer 2. All runs go on from one checkpoint, of Megatron's layers; from one of Transformer Engine's
+they go on as well, with both.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +60,36 @@ def _train(rank: int, words: list[str]) -> tuple[list[dict[str, Any]], set[str],
     return steps, kinds, fuses
 
 
-def test_losses_are_those_of_megatrons_layers(tmp_path: Path) -> None:
-    data = build(tmp_path)
-    first = [*overrides(data, tmp_path / "first"), *SETTINGS, "steps=2", *RUNS["local"]]
-    run_ranks(_train, 2, first)
+def _go_on(
+    folder: Path, first: str, names: Iterable[str]
+) -> dict[str, tuple[list[dict[str, Any]], set[str], bool]]:
+    """What runs say of steps 3 and 4, from the checkpoint that the run `first` wrote after 2."""
+    data = build(folder)
+    run_ranks(_train, 2, [*overrides(data, folder / "first"), *SETTINGS, "steps=2", *RUNS[first]])
     found = {}
-    for name, settings in RUNS.items():
-        words = [*overrides(data, tmp_path / name), *SETTINGS, *settings]
-        words.append(f"checkpoint.load={tmp_path}/first/checkpoints/step_00000002")
+    for name in names:
+        words = [*overrides(data, folder / name), *SETTINGS, *RUNS[name]]
+        words.append(f"checkpoint.load={folder}/first/checkpoints/step_00000002")
         found[name], *_ = run_ranks(_train, 2, words)
-    losses = {name: [step["loss"] for step in steps] for name, (steps, *_) in found.items()}
-    assert len(losses["local"]) == 2
+    return found
+
+
+def _losses(steps: list[dict[str, Any]]) -> list[float]:
+    assert len(steps) == 2
+    return [step["loss"] for step in steps]
+
+
+def test_megatrons_layers_go_on_from_a_checkpoint_of_transformer_engines(tmp_path: Path) -> None:
+    found = _go_on(tmp_path, "balanced", ["unbalanced", "local"])
+    losses = {name: _losses(steps) for name, (steps, *_) in found.items()}
+    assert losses["local"] == pytest.approx(losses["unbalanced"], abs=LOSS_TOLERANCE), losses
+    assert "GroupedExperts" in found["local"][1]
+    assert "TEGroupedMLP" in found["unbalanced"][1]
+
+
+def test_losses_are_those_of_megatrons_layers(tmp_path: Path) -> None:
+    found = _go_on(tmp_path, "local", RUNS)
+    losses = {name: _losses(steps) for name, (steps, *_) in found.items()}
     for name in ("unbalanced", "balanced"):
         steps, kinds, fuses = found[name]
         assert losses[name] == pytest.approx(losses["local"], abs=LOSS_TOLERANCE), losses
