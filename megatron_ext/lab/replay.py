@@ -30,7 +30,7 @@ from megatron_ext.files.arrays import check_free
 from megatron_ext.files.loads import Loads
 from megatron_ext.files.tables import markdown_table
 from megatron_ext.lab.papers import Exhibit, to_markdown
-from megatron_ext.lab.planning import make_planners, read_name
+from megatron_ext.lab.planning import make_planners, missing_history, read_name
 from megatron_ext.lab.replay_page import replay_page
 from megatron_ext.methods.libra.libra import split_over_placed
 from megatron_ext.trainer.reports.page import page_html
@@ -159,7 +159,8 @@ def make_report(
     Returns:
         `strategies`: for each strategy the slots it planned for, its numbers (see `_summarize`),
         and in `layers` the numbers of each layer; `before`: the imbalance without balancing;
-        `title`, `settings` and the sizes of the trace. If `expert_bytes` is given, the report has
+        `title`, `settings` and the sizes of the trace; `missing_history`, what `missing_history`
+        says of these loads. If `expert_bytes` is given, the report has
         it too, and each strategy has `slot_bytes`, the weights that a rank's slots hold, and two
         means over the loads: `moved_bytes`, the weights of all replicas, and `sent_bytes`, the
         weights that the busiest sender sends.
@@ -191,6 +192,7 @@ def make_report(
         "slots": slots,
         **({} if expert_bytes is None else {"expert_bytes": expert_bytes}),
         "settings": settings.to_json(),
+        "missing_history": missing_history(loads, replayed, settings),
         "before": _summarize(before),
         "strategies": strategies,
     }
@@ -340,8 +342,9 @@ def write_report(folder: Path, report: Mapping[str, Any], exhibits: Sequence[Exh
             f"{prediction}\n\n"
             "Hits are placed and used: their bytes move before the load is known.\n"
         )
+    missing = f"{said}.\n\n" if (said := report["missing_history"]) else ""
     (folder / "replay.md").write_text(
-        f"# Replay\n\n{report['title']}.\n\n{overall_table(report)}\n\n"
+        f"# Replay\n\n{report['title']}.\n\n{missing}{overall_table(report)}\n\n"
         "Imbalance: busiest rank / mean, of every load. Replicas and remote assignments: mean of a "
         "load.\nSolving includes placing from history; `before` is without balancing.\n"
         f"{moved}{prediction}\n"

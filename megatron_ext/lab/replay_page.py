@@ -77,4 +77,6 @@ def _verdict(report: Mapping[str, Any]) -> list[str]:
             f"Of those that take away at least half of the excess, {cheapest} makes the fewest "
             f"replicas: {fewer['replicas_mean']:.1f}, at {fewer['imbalance_mean']:.3f} x the mean."
         )
+    if missing := report["missing_history"]:
+        said.append(f"{missing}.")
     return said

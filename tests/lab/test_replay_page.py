@@ -47,3 +47,15 @@ def test_strategies_side_by_side_and_the_papers_behind_a_switch(folder: Path) ->
         )
         assert "exact" in names
         assert "llep" not in names
+
+
+def test_a_strategy_that_had_nothing_to_place_by_is_named(tmp_path: Path) -> None:
+    loads = read_loads(Path(__file__).parents[2] / "recipes" / "traces" / "late_ep8.npz")
+    settings, room = PlanSettings(), {"slots": 2, "nvlink_domain": None}
+    replayed = replay(loads, ["quota", "eplb"], settings, **room)
+    write_report(tmp_path, make_report(loads, replayed, settings, slots=2), [])
+    for name in ("replay.md", "replay.html"):
+        assert (
+            "eplb without replicas in the first 25 of 25 microbatches"
+            in (tmp_path / name).read_text()
+        )
