@@ -89,6 +89,8 @@ def test_times_are_medians_after_the_first_steps_and_the_rest_means(runs: dict[s
     }
     assert {name: found[name] for name in expected} == expected
     assert summarize(runs["quota"].metrics)["imbalance_after"] == 1.25
+    one_slow = [*runs["none"].metrics[:-1], {**runs["none"].metrics[-1], "step_ms": 700.0}]
+    assert summarize(one_slow)["step_ms"] == 100.0
 
 
 def test_costs_are_split_into_what_is_waited_for_and_what_is_hidden(runs: dict[str, Run]) -> None:
