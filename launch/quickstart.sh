@@ -7,4 +7,4 @@ cd "$(dirname "$0")/.."
 launch/setup.sh
 # On the CPU also where there are GPUs, one thread a rank: the ranks share the machine's cores.
 export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1
-exec .venv/bin/python -m megatron_ext.trainer.quickstart "$@"
+exec "${VENV:-.venv}/bin/python" -m megatron_ext.trainer.quickstart "$@"

@@ -12,9 +12,6 @@ from megatron_ext.cli.output import columns, show
 if TYPE_CHECKING:
     from megatron_ext.config import TrainConfig
 
-IMBALANCE = 1.5
-"""Busiest rank / mean at which a run is looked at, where nothing else is asked for."""
-
 _GB = 1e9
 
 LEFT_OUT = (
@@ -50,8 +47,8 @@ def dry_run(options: argparse.Namespace) -> None:
     except (ValueError, RuntimeError) as error:
         raise ConfigError([str(error)]) from None
 
-    from megatron_ext.trainer.model.dry_run import assumes_transformer_engine
     from megatron_ext.trainer.model.dry_run import dry_run as count
+    from megatron_ext.trainer.model.settings import assumes_transformer_engine
 
     counted = count(config, num_ranks=num_ranks, vocab_size=vocab_size, imbalances=(1.0, imbalance))
     replicating = next((stage for stage in counted.stages if stage.expert_params), None)
@@ -101,6 +98,7 @@ def dry_run(options: argparse.Namespace) -> None:
 
 def _imbalance(asked: float | None, ep_size: int) -> float:
     from megatron_ext.config import ConfigError
+    from megatron_ext.trainer.command import IMBALANCE
 
     if asked is None:
         return min(IMBALANCE, float(ep_size))

@@ -13,6 +13,9 @@ from collections.abc import Callable, Sequence
 
 from megatron_ext.arguments import OneLineParser, positive
 
+IMBALANCE = 1.5
+"""Busiest rank / mean at which a dry run looks at a run, where nothing else is asked for."""
+
 
 def main(
     arguments: Sequence[str] | None = None,
@@ -86,7 +89,7 @@ def parser() -> OneLineParser:
         "--imbalance",
         type=float,
         metavar="X",
-        help="of --dry-run: busiest rank / mean without balancing (1.5)",
+        help=f"of --dry-run: busiest rank / mean without balancing ({IMBALANCE})",
     )
     parser.add_argument(
         "-m",

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 
 from megatron_ext.config import ConfigError
 from megatron_ext.files.recipes import shipped_recipes
-from megatron_ext.trainer.reports.read import read_runs
+from megatron_ext.trainer.reports.read import read_runs, run_files
 from megatron_ext.trainer.reports.run_page import FILE, write_run_page
 from megatron_ext.trainer.sinks.wandb import keep_comparison
 from megatron_ext.trainer.train import SCHEMA, check, load_config, train
@@ -40,7 +40,7 @@ def sweep(options: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: Settings are wrong, or nothing is swept; nothing was started.
-        SystemExit: A run failed or was stopped.
+        SystemExit: A run failed or was stopped; the page has those that were made until then.
     """
     name, config_dir, num_ranks = options.config_name or SCHEMA, options.config_dir, options.ranks
     words = [word for word in options.overrides if not word.startswith(_RUN_DIR)]
@@ -75,8 +75,11 @@ def sweep(options: argparse.Namespace) -> None:
     with initialize_config_dir(str(recipes), job_name="train", version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
-        hydra.multirun(name, make, words, with_log_configuration=False)
-    _compare(folder, [folder / each for each in runs])
+        try:
+            hydra.multirun(name, make, words, with_log_configuration=False)
+        finally:  # What was made is compared also where a run failed.
+            if there := [folder / each for each in runs if run_files(folder / each)]:
+                _compare(folder, there)
     keep_comparison(next(iter(runs.values())), folder)
 
 

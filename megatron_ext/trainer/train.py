@@ -94,15 +94,15 @@ def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     if num_ranks is None and not is_rank and not config.type_problems():
         num_ranks = _too_few_ranks(config)
     num_ranks = check(config, num_ranks=num_ranks)
-    # Before there are ranks that wait for each other: it may have to be built.
-    load_library()
+    _check_machine(config, num_ranks=None if is_rank else num_ranks)
     # Rank 0 holds it for all ranks of torchrun.
     with hold_run_dir(config) if int(os.environ.get("RANK", 0)) == 0 else nullcontext():
         if is_rank:
             run_rank(config)
         else:
+            on = f" on {num_ranks} of {gpus} GPUs" if (gpus := _num_gpus()) > num_ranks else ""
             logger.info(
-                "%s: starting %d ranks for %d steps", config.run_dir, num_ranks, config.steps
+                "%s: starting %d ranks%s for %d steps", config.run_dir, num_ranks, on, config.steps
             )
             launch_ranks(run_rank, config, num_ranks=num_ranks, restarts=config.restarts)
 
@@ -126,12 +126,7 @@ def check(config: TrainConfig, *, num_ranks: int | None = None, needs_data: bool
     if "RANK" in os.environ:
         num_ranks = int(os.environ["WORLD_SIZE"])
     elif num_ranks is None and not config.type_problems():
-        parallel = config.parallel
-        needed = parallel.pp_size * math.lcm(
-            parallel.ep_size * expert_shards(config), parallel.tp_size
-        )
-        here = torch.cuda.device_count() if torch.cuda.is_available() else 1
-        num_ranks = max(needed, parallel.num_ranks, here)
+        num_ranks = _num_ranks(config)
     num_ranks = 1 if num_ranks is None else num_ranks
     validate(config, num_ranks=num_ranks, needs_data=needs_data)
     if int(os.environ.get("RANK", 0)) == 0:
@@ -140,14 +135,63 @@ def check(config: TrainConfig, *, num_ranks: int | None = None, needs_data: bool
     return num_ranks
 
 
+def _num_ranks(config: TrainConfig) -> int:
+    """Return how many ranks a run has if nobody says: a GPU each, or what the recipe needs.
+
+    Not all GPUs get one if a batch cannot be divided among them. Sizes may still be wrong.
+    """
+    parallel, data = config.parallel, config.data
+    per_model = max(1, parallel.pp_size * parallel.tp_size)
+    step = max(
+        1, parallel.pp_size * math.lcm(parallel.ep_size * expert_shards(config), parallel.tp_size)
+    )
+    needed = max(step, parallel.num_ranks)
+    for num_ranks in range(_num_gpus() // step * step, needed, -step):
+        of_microbatch = max(1, data.micro_batch_size * num_ranks // per_model)
+        if data.global_batch_size % of_microbatch == 0:
+            return num_ranks
+    return needed
+
+
 def _too_few_ranks(config: TrainConfig) -> int | None:
     """Return the ranks that this machine has place for if the recipe is for more; else None."""
-    here = (
-        torch.cuda.device_count()
-        if torch.cuda.is_available()
-        else max(2, len(os.sched_getaffinity(0)))
-    )
+    here = _num_gpus() or max(2, len(os.sched_getaffinity(0)))
     return here if config.parallel.num_ranks > here else None
+
+
+def _num_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _check_machine(config: TrainConfig, *, num_ranks: int | None) -> None:
+    """Check that a run can start here, and load the library, which may have to be built.
+
+    Args:
+        config: The run.
+        num_ranks: Ranks to start; None if this process is a rank.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    gpus = _num_gpus()
+    if gpus and num_ranks is not None and num_ranks > gpus:
+        raise ConfigError(
+            [
+                f"the number of ranks ({num_ranks}) must be <= {gpus}, the GPUs of this machine: "
+                "CUDA_VISIBLE_DEVICES= in front of the command puts ranks on CPUs"
+            ]
+        )
+    if config.hardware.summary and not gpus:
+        raise ConfigError(
+            [
+                f"hardware.summary ({config.hardware.summary}): there is no GPU here; size=tiny "
+                "makes the model small enough for ranks on CPUs"
+            ]
+        )
+    try:
+        load_library()
+    except RuntimeError as error:
+        raise ConfigError([str(error)]) from None
 
 
 def _no_prediction(config: TrainConfig) -> str | None:

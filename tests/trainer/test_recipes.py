@@ -222,17 +222,92 @@ def test_recipes_are_looked_for_in_both_folders(tmp_path: Path) -> None:
     assert problem.endswith("; did you mean mine?")
 
 
-def test_a_recipe_for_many_gpus_does_not_start_on_a_small_machine(
-    data: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many ranks each start of a run has; none starts."""
+    ranks: list[int] = []
+    start = "megatron_ext.trainer.train.launch_ranks"
+    monkeypatch.setattr(start, lambda *_, num_ranks, **__: ranks.append(num_ranks))
+    return ranks
+
+
+def _machine(monkeypatch: pytest.MonkeyPatch, *, gpus: int, cores: int = 8) -> None:
+    monkeypatch.setattr("megatron_ext.trainer.train._num_gpus", lambda: gpus)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
+
+
+NO_GPU = (
+    "hardware.summary (server with 8 H200 GPUs and one 400 Gbps adapter a GPU): there is no GPU "
+    "here; size=tiny makes the model small enough for ranks on CPUs"
+)
+ONE_GPU = (
+    "the number of ranks (2) must be <= 1, the GPUs of this machine: CUDA_VISIBLE_DEVICES= in "
+    "front of the command puts ranks on CPUs"
+)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus", "line"),
+    [
+        ("qwen3_235b_256_gb200_bf16", 0, TOO_FEW),
+        ("qwen3_235b_256_gb200_bf16", 8, TOO_FEW),
+        ("qwen3_30b_8_h200_bf16", 0, NO_GPU),
+        ("quickstart", 1, ONE_GPU),
+    ],
+)
+def test_a_run_that_a_machine_cannot_hold_does_not_start(
+    recipe: str,
+    gpus: int,
+    line: str,
+    data: Path,
+    tmp_path: Path,
+    started: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "megatron_ext.trainer.train.launch_ranks", lambda *_, **__: pytest.fail("started")
-    )
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
-    config = load_config(
-        [f"data.path={data}", "data.sequence_length=64", "model.vocab_size=0"],
-        config_name="qwen3_235b_256_gb200_bf16",
-    )
+    _machine(monkeypatch, gpus=gpus)
+    given = [f"data.path={data}", f"run_dir={tmp_path}", "data.sequence_length=64"]
+    config = load_config([*given, "model.vocab_size=0"], config_name=recipe)
     with pytest.raises(ConfigError) as error:
         train(config)
-    assert TOO_FEW in error.value.problems
+    assert line in error.value.problems
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus", "ranks"),
+    [
+        ("qwen3_30b_8_h200_bf16", 0, 2),
+        ("quickstart", 8, 4),  # A batch of 8 samples in microbatches of 2.
+        ("quickstart", 3, 2),
+    ],
+)
+def test_a_small_run_takes_the_gpus_among_which_its_batch_divides(
+    recipe: str,
+    gpus: int,
+    ranks: int,
+    data: Path,
+    tmp_path: Path,
+    started: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _machine(monkeypatch, gpus=gpus)
+    given = [f"data.path={data}", f"run_dir={tmp_path / 'run'}", "size=tiny", "precision=fp32"]
+    with caplog.at_level("INFO"):
+        train(load_config(given, config_name=recipe))
+    assert started == [ranks]
+    on = f"{ranks} ranks on {ranks} of {gpus} GPUs for" if gpus else f"{ranks} ranks for"
+    assert f"starting {on} " in caplog.text
+
+
+def test_a_library_that_cannot_be_built_is_a_line(
+    data: Path, tmp_path: Path, started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("the native part cannot be built: there is no c++: install a compiler")
+
+    monkeypatch.setattr("megatron_ext.trainer.train.load_library", fail)
+    given = [f"data.path={data}", f"run_dir={tmp_path / 'run'}", "size=tiny"]
+    with pytest.raises(ConfigError, match="there is no c"):
+        train(load_config(given, config_name="quickstart"))
+    assert started == []

@@ -11,7 +11,7 @@ import torch
 from megatron_ext.config import ConfigError, TrainConfig
 from megatron_ext.trainer import sweep
 from megatron_ext.trainer.command import parser
-from megatron_ext.trainer.logs.run_log import read_metrics
+from megatron_ext.trainer.logs.run_log import METRICS_FILE, read_metrics
 from tests.trainer.dataset import overrides
 
 WORDS = ["-m", "--config-name", "quickstart", "balance.slots=1,2", "steps=3"]
@@ -21,7 +21,13 @@ WORDS = ["-m", "--config-name", "quickstart", "balance.slots=1,2", "steps=3"]
 def made(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     """The runs that a sweep makes; none is trained."""
     runs: list[TrainConfig] = []
-    monkeypatch.setattr(sweep, "train", lambda config, num_ranks: runs.append(config))
+
+    def make(config: TrainConfig, num_ranks: int | None) -> None:
+        runs.append(config)
+        Path(config.run_dir).mkdir(parents=True)
+        (Path(config.run_dir) / METRICS_FILE).touch()
+
+    monkeypatch.setattr(sweep, "train", make)
     return runs
 
 
@@ -42,6 +48,25 @@ def test_each_combination_is_a_run_with_a_folder(
     assert compared == [(tmp_path / "s", [tmp_path / "s" / name for name in names])]
     assert [Path(run.run_dir) for run in made] == compared[0][1]
     assert {run.logging.wandb_group for run in made} == {"s"}
+
+
+def test_what_was_made_is_compared_where_a_run_fails(
+    made: list[TrainConfig], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[Any] = []
+    monkeypatch.setattr(sweep, "_compare", lambda folder, runs: compared.append(runs))
+    make = sweep.train
+
+    def fail_second(config: TrainConfig, num_ranks: int | None) -> None:
+        if config.balance.slots == 2:
+            raise SystemExit(1)
+        make(config, num_ranks=num_ranks)
+
+    monkeypatch.setattr(sweep, "train", fail_second)
+    words = [*WORDS, f"data.path={data}", f"run_dir={tmp_path / 's'}"]
+    with pytest.raises(SystemExit):
+        sweep.sweep(parser().parse_intermixed_args(words))
+    assert compared == [[tmp_path / "s" / "balance.slots=1"]]
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
@@ -37,6 +38,7 @@ from megatron_ext.methods.sem_moe.semantics import read_semantics
 from megatron_ext.trainer.model.latent import latent_attention_spec
 from megatron_ext.trainer.model.norms import sequence_parallel_spec
 from megatron_ext.trainer.model.settings import (
+    assumes_transformer_engine,
     ddp_config,
     optimizer_config,
     transformer_config,
@@ -117,8 +119,9 @@ def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataPar
     if balance.log_every == "auto":
         balance = dataclasses.replace(balance, log_every=0)
     with_engine = uses_transformer_engine(config)
-    if config.model.transformer_impl == "auto" and torch.cuda.is_available():
-        _say_whose_layers(with_engine)
+    auto = config.model.transformer_impl == "auto"
+    if auto and torch.cuda.is_available() and dist.get_rank() == 0:
+        _say_whose_layers(with_engine, assumed=assumes_transformer_engine(config))
     modules = []
     for chunk in range(parallel.vpp_size):
         vp_stage = chunk if parallel.vpp_size > 1 else None
@@ -164,14 +167,21 @@ def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataPar
 
 
 @cache
-def _say_whose_layers(with_engine: bool) -> None:
-    """Say, once in a process, what `model.transformer_impl=auto` stands for on this GPU."""
-    logger.info(
-        "model.transformer_impl=auto: %s",
-        "layers of Transformer Engine"
-        if with_engine
-        else "Megatron's local layers; Transformer Engine is not installed",
-    )
+def _say_whose_layers(with_engine: bool, *, assumed: bool) -> None:
+    """Say, once in a process, what `model.transformer_impl=auto` stands for on this GPU.
+
+    Args:
+        with_engine: Whether layers are Transformer Engine's.
+        assumed: Whether a dry run counts on them.
+    """
+    if with_engine:
+        logger.info("model.transformer_impl=auto: layers of Transformer Engine")
+        return
+    local = "Megatron's local layers; Transformer Engine is not installed"
+    if assumed:
+        local += ", without which the recipe's batches may not fit"
+    level = logging.WARNING if assumed else logging.INFO
+    logger.log(level, "model.transformer_impl=auto: %s", local)
 
 
 def build_optimizer(config: TrainConfig, chunks: list[DistributedDataParallel]) -> Any:

@@ -35,6 +35,7 @@ from megatron_ext.trainer.model.meta_model import (
     kernels_of_a_gpu,
     without_recompute,
 )
+from megatron_ext.trainer.model.settings import assumes_transformer_engine
 
 _MOMENT_BYTES = 8
 """Bytes of a parameter's two moments of Adam."""
@@ -165,15 +166,6 @@ def dry_run(
         active=params.dense + params.experts * model.topk // model.num_experts,
         stages=stages,
     )
-
-
-def assumes_transformer_engine(config: TrainConfig) -> bool:
-    """Whether a run is counted with Transformer Engine's layers, whatever this machine has.
-
-    With `auto` it is where the recipe names a machine: those have GPUs.
-    """
-    asked = config.model.transformer_impl
-    return asked == "transformer_engine" or (asked == "auto" and bool(config.hardware.summary))
 
 
 def _fuses_gradients(config: TrainConfig) -> bool:

@@ -117,6 +117,15 @@ def uses_transformer_engine(config: TrainConfig) -> bool:
     )
 
 
+def assumes_transformer_engine(config: TrainConfig) -> bool:
+    """Whether a run is counted with Transformer Engine's layers, whatever this machine has.
+
+    With `auto` it is where the recipe names a machine: those have GPUs.
+    """
+    asked = config.model.transformer_impl
+    return asked == "transformer_engine" or (asked == "auto" and bool(config.hardware.summary))
+
+
 def transformer_class(config: TrainConfig) -> type[TransformerConfig]:
     """Return the class of Megatron's description of the model."""
     return MLATransformerConfig if _is_latent(config) else TransformerConfig
