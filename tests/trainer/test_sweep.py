@@ -24,7 +24,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
 
     def make(config: TrainConfig, num_ranks: int | None) -> None:
         runs.append(config)
-        Path(config.run_dir).mkdir(parents=True)
+        Path(config.run_dir).mkdir(parents=True, exist_ok=True)
         (Path(config.run_dir) / METRICS_FILE).touch()
 
     monkeypatch.setattr(sweep, "train", make)
