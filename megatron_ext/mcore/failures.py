@@ -45,7 +45,8 @@ class _Count(NamedTuple):
     """Groups that together connect all ranks of the model, one after the other."""
 
 
-_count: _Count | None = None
+_counts: list[_Count] = []
+"""Those that the host has not looked at: one for each chunk, of each model, of a step."""
 
 
 @functools.cache
@@ -103,31 +104,30 @@ def settle(model: Iterable[nn.Module]) -> None:
 
 
 def forget() -> None:
-    """Forget the count of an aborted step."""
-    global _count
-    _count = None
+    """Forget the counts of an aborted step."""
+    _counts.clear()
 
 
 def look() -> None:
-    """Look at the last count, once; all ranks of the model do.
+    """Look at the counts since the last look; all ranks of the models do.
 
     Raises:
         RuntimeError: A wait of some rank has failed. The same on all ranks: it names who waited for
             whom, and for what.
     """
-    global _count
-    count, _count = _count, None
-    if count is None:
-        return
-    if count.arrived is not None:
-        count.arrived.synchronize()
-    if int(count.number):
-        _raise_on_all(count.groups)
+    counts = _counts[:]
+    _counts.clear()
+    for count in counts:
+        if count.arrived is not None:
+            count.arrived.synchronize()
+    # For each model: some of its ranks may be in no other.
+    failed = [count.groups for count in counts if int(count.number)]
+    if failed:
+        _raise_on_all([group for groups in failed for group in groups])
 
 
 def _start_count(ddp: Any) -> None:
     """Count the waits that have failed when the work issued so far is done."""
-    global _count
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     number = torch.zeros(1, dtype=torch.int32, device=device)
     for transport in transports_in_use():
@@ -143,7 +143,7 @@ def _start_count(ddp: Any) -> None:
         )
         arrived = torch.cuda.Event()
         arrived.record()
-    _count = _Count(number, arrived, groups)
+    _counts.append(_Count(number, arrived, groups))
 
 
 def _groups(ddp: Any) -> list[ProcessGroup]:

@@ -7,6 +7,7 @@ go on, and a word tells.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -99,6 +100,29 @@ def test_a_failed_wait_changes_no_weight_on_any_rank(distributed_optimizer: bool
         overlap_grad_reduce=distributed_optimizer,
     )
     run_ranks(_fail_late, 4, case)
+
+
+class _Grid(SimpleNamespace):
+    """Groups of a model as its DDP has them; a rank alone in a group needs none."""
+
+    tp_group = pp_group = SimpleNamespace(size=lambda: 1)
+
+
+def _two_models(rank: int) -> None:
+    """A model of both ranks, then one of rank 0 alone, where nothing has failed."""
+    transport = mock.Mock(failed=torch.tensor([rank], dtype=torch.int32))
+    transport.raise_failure.side_effect = RuntimeError(MESSAGE) if rank else None
+    with mock.patch.object(failures, "transports_in_use", return_value=[transport]):
+        failures._start_count(_Grid(dp_cp_group=dist.group.WORLD))
+        if rank == 0:
+            failures._start_count(_Grid(dp_cp_group=SimpleNamespace(size=lambda: 1)))
+        with pytest.raises(RuntimeError, match=f"weight: global rank 1: {MESSAGE}$"):
+            failures.look()
+        failures.look()  # Each count once.
+
+
+def test_a_model_of_some_ranks_hides_no_failure_of_another() -> None:
+    run_ranks(_two_models, 2, timeout_s=20)
 
 
 def test_a_program_counts_on_stages_that_have_nothing_to_balance() -> None:
