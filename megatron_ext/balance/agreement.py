@@ -138,7 +138,17 @@ class Agreement:
             self._raise(self._layer, found)
 
     def forget(self) -> None:
-        """Forget an aborted step, after which ranks may have planned different layers last."""
+        """Forget an aborted step, after which ranks may have planned different layers last.
+
+        Waits for the device: what that step left there may still find a difference.
+        """
+        if self._seal.is_cuda:
+            torch.cuda.synchronize(self._seal.device)
+        self._difference.zero_()
+        self.forget_plan()
+
+    def forget_plan(self) -> None:
+        """Forget the last plan, which not all ranks may know."""
         self._seal = torch.zeros_like(self._seal)
         self._layer = 0
 
@@ -195,5 +205,5 @@ def shared_agreement(group: ProcessGroup, device: torch.device, num_shards: int 
     agreement = _SHARED.get((group, device))
     if agreement is None:
         agreement = _SHARED[group, device] = Agreement(group, device, num_shards)
-    agreement.forget()
+    agreement.forget_plan()
     return agreement

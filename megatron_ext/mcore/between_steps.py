@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from megatron_ext.balance.agreement import Agreement
 from megatron_ext.mcore import failures
 from megatron_ext.mcore.moe_layer import BalancedMoELayer
 
@@ -25,8 +26,7 @@ def check_agreement(model: Iterable[nn.Module]) -> None:
     """
     model = list(model)
     failures.settle(model)
-    states = [layer.state for layer in _balanced_layers(model) if layer.state is not None]
-    for agreement in dict.fromkeys(state.agreement for state in states):
+    for agreement in _agreements(_balanced_layers(model)):
         agreement.settle()
 
 
@@ -48,6 +48,13 @@ def reset_after_abort(model: Iterable[nn.Module]) -> None:
     for buffers in dict.fromkeys(layer.slot_buffers for layer in layers):
         if buffers is not None:
             buffers.reset()
+    # Behind it no device waits for a peer any more.
+    for agreement in _agreements(layers):
+        agreement.forget()
+
+
+def _agreements(layers: list[BalancedMoELayer]) -> list[Agreement]:
+    return list(dict.fromkeys(each.state.agreement for each in layers if each.state is not None))
 
 
 def _balanced_layers(model: Iterable[nn.Module]) -> list[BalancedMoELayer]:

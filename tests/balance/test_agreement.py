@@ -114,6 +114,18 @@ def _plan_alone_and_forget(rank):
     agreement.settle()
 
 
+def test_a_difference_that_the_device_finds_after_an_abort_is_forgotten():
+    run_ranks(_find_late, 2)
+
+
+def _find_late(rank):
+    agreement = Agreement(torch.distributed.group.WORLD, CPU)
+    _layer(agreement, rank, 1)
+    agreement._difference[:3] = torch.tensor([1, 1, rank])  # as a device writes it
+    agreement.forget()
+    _layer(agreement, rank, 1)
+
+
 def _plan_of_ones():
     return solve(torch.ones(2, 2, dtype=torch.int64), ep_size=2, slots=0)
 
