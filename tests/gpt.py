@@ -119,9 +119,11 @@ class TinyGPT:
             yield from _global_names(chunk.module)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Reduced gradients by global name. Of whole parameters only without the distributed
-        optimizer, which leaves on each data-parallel rank the reduced shard of its own."""
-        return {name: p.main_grad.detach().clone() for name, p in self.named_parameters()}
+        """Reduced gradients by global name, of parameters that DDP has not found frozen. Of whole
+        ones only without the distributed optimizer, which leaves on each data-parallel rank the
+        reduced shard of its own."""
+        named = self.named_parameters()
+        return {n: p.main_grad.detach().clone() for n, p in named if hasattr(p, "main_grad")}
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Values by global name."""
@@ -158,6 +160,7 @@ def build_gpt(
     seed: int = 1234,
     transformer_engine: bool = False,
     grouped_mm: bool = False,
+    frozen: str = "$^",
     spec_transform: Callable[[Any], Any] | None = None,
     **megatron: Any,
 ) -> TinyGPT:
@@ -176,6 +179,7 @@ def build_gpt(
         dtype: float64 gives a model without optimizer: Megatron's take none.
         transformer_engine: Whether the layers are Transformer Engine's (`tests/te`).
         grouped_mm: Whether the experts are `GroupedExperts`.
+        frozen: Regular expression; parameters in whose global name it is found are frozen.
         spec_transform: Applied to the block spec of every chunk, e.g. `partial(balance_spec,
             config=...)`.
         megatron: Further fields of Megatron's TransformerConfig.
@@ -234,6 +238,9 @@ def build_gpt(
     for module in modules:
         module.to(dtype)  # Norms ignore params_dtype.
         _initialize(module, seed)
+        for name, parameter in _global_names(module):
+            if re.search(frozen, name):
+                parameter.requires_grad_(False)
     # Buckets far smaller than Megatron's, so that even this model has several.
     ddp = {"bucket_size": 4 * hidden * ffn} | (ddp or {})
     chunks = wrap_in_ddp(config, modules, ddp_config(run, **ddp))

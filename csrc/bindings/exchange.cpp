@@ -119,7 +119,7 @@ class TensorExchange : public torch::CustomClassHolder {
             i = static_cast<size_t>(end);
         }
         const uint64_t generation = exchange.start_push(std::move(task));
-        in_use_ = std::move(mains);  // what was under way has ended, so its tensors are free
+        mains_ = std::move(mains);  // those of the last push are not in use any more
         return static_cast<int64_t>(generation);
     }
 
@@ -150,12 +150,15 @@ class TensorExchange : public torch::CustomClassHolder {
             task.sums.push_back(std::move(sum));
             i = static_cast<size_t>(end);
         }
-        const uint64_t generation = exchange.start_pull(std::move(task));
-        in_use_ = std::move(sums);
-        return static_cast<int64_t>(generation);
+        pull_ = static_cast<int64_t>(exchange.start_pull(std::move(task)));
+        sums_ = std::move(sums);
+        return pull_;
     }
 
-    void finish_pull(int64_t generation) { open().finish_pull(static_cast<uint64_t>(generation)); }
+    void finish_pull(int64_t generation) {
+        open().finish_pull(static_cast<uint64_t>(generation));
+        if (generation == pull_) sums_.clear();
+    }
 
     static int64_t table_bytes(int64_t num_ranks, int64_t num_words) {
         return RowTable{num_ranks, num_words}.bytes();
@@ -193,7 +196,8 @@ class TensorExchange : public torch::CustomClassHolder {
         exchange_.reset();
         kept_.clear();
         buffers_.clear();
-        in_use_.clear();
+        mains_.clear();
+        sums_.clear();
     }
 
   private:
@@ -244,7 +248,9 @@ class TensorExchange : public torch::CustomClassHolder {
     RowTable table_{};
     std::vector<Tensor> kept_;     // the ranks' regions: their mappings live as long as these
     std::vector<Tensor> buffers_;  // for each segment, this rank's: shape and dtype
-    std::vector<Tensor> in_use_;   // mains or sums of what is under way
+    std::vector<Tensor> mains_;    // of the last push
+    std::vector<Tensor> sums_;     // of the pull under way
+    int64_t pull_ = 0;             // generation of the last one
     std::unique_ptr<Exchange> exchange_;  // goes first: its thread uses the memory above
 };
 

@@ -79,9 +79,12 @@ class SeparateMains:
         return [self._hand_over(m, sums[m]) if m in sums else None for m in range(len(self.mains))]
 
     def _hand_over(self, m: int, total: Tensor) -> Tensor | None:
-        main_grad = _takes_sums(self.mains[m], self.fused)
+        main = self.mains[m]
+        if not main.requires_grad:
+            return None
+        main_grad = _takes_sums(main, self.fused)
         if main_grad is None:
-            return total.to(self.mains[m].dtype)
+            return total.to(main.dtype)
         main_grad.add_(total)
         return None
 
@@ -117,7 +120,7 @@ class StackedMains:
 
     def hand_over(self, sums: dict[int, Tensor]) -> list[Tensor | None]:
         """See `SegmentMains.hand_over`: None if no main has replicas, else zero for the others."""
-        if not sums:
+        if not sums or not self.mains.requires_grad:
             return [None]
         main_grad = _takes_sums(self.mains, self.fused)
         gradient = torch.zeros_like(self.values) if main_grad is None else main_grad
@@ -148,8 +151,11 @@ class Split(NamedTuple):
 
 
 def _main_grad(main: Tensor) -> Tensor | None:
-    """Where data-parallel training accumulates the gradient of a main, if it has such a place."""
-    return getattr(main, "main_grad", None)
+    """Where data-parallel training accumulates the gradient of a main, if it has such a place.
+
+    A main that was frozen since may have one, and gets nothing.
+    """
+    return getattr(main, "main_grad", None) if main.requires_grad else None
 
 
 def _takes_sums(main: Tensor, fused: bool) -> Tensor | None:
@@ -160,6 +166,15 @@ def _takes_sums(main: Tensor, fused: bool) -> Tensor | None:
     """
     main_grad = _main_grad(main)
     return None if main_grad is None or (_rounds(main_grad) and not fused) else main_grad
+
+
+def _grad_dtype(mains: list[Tensor], fused: bool) -> torch.dtype | None:
+    """Dtype in which gradients of some mains are computed; None if none of them gets one."""
+    for main in mains:
+        holder = _main_grad(main) if fused else main
+        if main.requires_grad and holder is not None:
+            return holder.dtype
+    return None
 
 
 def _rounds(main_grad: Tensor) -> bool:
@@ -208,34 +223,44 @@ class MainWeights:
         return [parameter for segment in self._segments for parameter in segment.parameters()]
 
     @property
-    def grad_dtype(self) -> torch.dtype:
-        """Dtype in which a weight's gradient is computed: that of `main_grad` if it is fused.
+    def grad_dtypes(self) -> tuple[torch.dtype | None, ...]:
+        """By segment, the dtype in which gradients are computed; None if no main here gets one.
 
-        Slots' gradients have the same: a grouped product may take the first output's for all.
+        It is that of `main_grad` if gradients are fused: then mains without one get none. Slots'
+        gradients have the same: a grouped product may take the first output's for all.
         """
-        weight = self._segments[0].parameters()[0]
-        main_grad = _main_grad(weight) if self.fused else None
-        return weight.dtype if main_grad is None else main_grad.dtype
+        return tuple(_grad_dtype(each.parameters(), self.fused) for each in self._segments)
 
     def rows(self) -> list[list[Tensor]]:
         """`rows()[g][m]`: the values of segment g of main m, without gradient."""
         return [segment.rows() for segment in self._segments]
 
-    def slot_views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+    def slot_views(self, buffers: Sequence[Tensor | None]) -> list[Tensor]:
         """Slot weights as autograd outputs, held as the parameters are: slot by slot, or stacked.
 
         Args:
-            buffers: One a segment, [S, *shape].
+            buffers: One a segment, [S, *shape]; None for a segment that is left out.
         """
         # `.data` has a version counter of its own: other layers overwrite these buffers before this
         # layer's backward reads them, which is right, because RematerializeFunction restores them.
         pairs = zip(self._segments, buffers, strict=True)
-        return [view for segment, buffer in pairs for view in segment.views(buffer.data)]
+        return [
+            view
+            for segment, buffer in pairs
+            if buffer is not None
+            for view in segment.views(buffer.data)
+        ]
 
-    def by_segment(self, flat: Sequence[Any], num_slots: int) -> list[Any]:
-        """Group values, one for each of `slot_views`: for each segment, indexed by slot."""
+    def by_segment(self, flat: Sequence[Any], buffers: Sequence[Tensor | None]) -> list[Any]:
+        """Group values, one for each of `slot_views(buffers)`: for each segment, indexed by slot.
+
+        None for a segment that is left out.
+        """
         values = iter(flat)
-        return [segment.take(values, num_slots) for segment in self._segments]
+        return [
+            segment.take(values, len(buffer)) if buffer is not None else None
+            for segment, buffer in zip(self._segments, buffers, strict=True)
+        ]
 
     def set_aside(self, mains: Iterable[int]) -> Aside:
         """Empty the mains' `main_grad` where it rounds; return what was in it, segment by segment.
@@ -249,18 +274,19 @@ class MainWeights:
         """
         return {m: [_emptied(segment.main_grad(m)) for segment in self._segments] for m in mains}
 
-    def hand_over(self, sums: dict[int, list[Tensor]]) -> list[Tensor | None]:
+    def hand_over(self, sums: dict[int, list[Tensor | None]]) -> list[Tensor | None]:
         """Give the mains their sums over replicas; return what autograd shall add, by parameter.
 
         Where a parameter has a `main_grad`, the sums are added to it here: they are rounded once,
         to its dtype, and autograd adds nothing. Elsewhere they are rounded to the weights' dtype;
-        so are those of mains without fusion whose `main_grad` is narrower than float32.
+        so are those of mains without fusion whose `main_grad` is narrower than float32. What is
+        frozen gets nothing.
 
         Args:
-            sums: For each main with replicas, one tensor a segment.
+            sums: For each main with replicas, one tensor a segment, or None.
         """
-        return [
-            gradient
-            for segment_idx, segment in enumerate(self._segments)
-            for gradient in segment.hand_over({m: total[segment_idx] for m, total in sums.items()})
-        ]
+        gradients: list[Tensor | None] = []
+        for segment_idx, segment in enumerate(self._segments):
+            of_mains = ((m, totals[segment_idx]) for m, totals in sums.items())
+            gradients += segment.hand_over({m: each for m, each in of_mains if each is not None})
+        return gradients

@@ -73,11 +73,33 @@ class Replication:
     mains: MainWeights
     plan: BalancePlan
     handle: PlanHandle | None
+    grads: Sequence[Tensor | None]
+    """`SlotBuffers.grads` of the segments that are trained; None for one that is frozen."""
     joint: Joint | None = None
     rematerializing: Materializing | None = None
-    """The transfer that is under way between the combine's backward and the experts' backward."""
+    """The transfer that begins beside the combine's backward and ends before the experts'."""
     aside: Aside | None = None
-    """With fused gradients, while a backward runs: what the mains had from other microbatches."""
+    """With fused gradients, until the reduction: what the mains had from other microbatches."""
+    reduces: bool = False
+    """Whether the backward has a reduction, or only computes with the slots' weights."""
+
+    @property
+    def bytes_of_one(self) -> tuple[int, int]:
+        """Bytes of one replica's weights and gradients on this rank."""
+        weights, grads = (
+            sum(buffer[0].nbytes for buffer in buffers if buffer is not None)
+            for buffers in (self.buffers.weights, self.grads)
+        )
+        return weights, grads
+
+    def slot_weights(self, *, trained: bool) -> list[Tensor | None]:
+        """The slots' weights, [S, *shape] a segment; None for one that is trained, or that is not.
+
+        Args:
+            trained: Which segments are asked for.
+        """
+        pairs = zip(self.buffers.weights, self.grads, strict=True)
+        return [weight if (grad is not None) == trained else None for weight, grad in pairs]
 
     def start_materialize(self, sent: SentAhead | None = None) -> Materializing:
         """Start materializing for the forward the replicas that were not sent ahead."""
@@ -96,16 +118,26 @@ class Replication:
         return self.rematerializing
 
     def materialized(self, tokens: Tensor) -> tuple[Tensor, list[Any]]:
-        """Return the tokens and, by segment, the slots' weights, as parts of the autograd graph."""
+        """Return the tokens and, by segment, the slots' weights.
+
+        Trained ones are parts of the autograd graph.
+        """
+        frozen = self.slot_weights(trained=False)
+        constants = self.mains.by_segment(self.mains.slot_views(frozen), frozen)
+        if all(grad is None for grad in self.grads):
+            return tokens, constants
         # With a joint the mains get these gradients there, and must not wait for them here.
         parameters = self.mains.parameters() if self.joint is None else ()
         tokens, *views = MaterializeFunction.apply(self, tokens, *parameters)
-        if self.mains.fused and torch.is_grad_enabled():
+        self.reduces = tokens.requires_grad
+        if self.mains.fused:
             # Where the slots' gradients are added as the mains' are. Nothing is to be told that it
             # was done, so a view has no `grad_added_to_main_grad`, and autograd gets None.
-            for view, grad in zip(views, self.mains.slot_views(self.buffers.grads), strict=True):
+            for view, grad in zip(views, self.mains.slot_views(self.grads), strict=True):
                 view.main_grad = grad
-        return tokens, self.mains.by_segment(views, self.plan.layout.slots)
+        variables = self.mains.by_segment(views, self.grads)
+        pairs = zip(variables, constants, strict=True)
+        return tokens, [one if one is not None else other for one, other in pairs]
 
     def routing_maps(self) -> RoutingMaps | None:
         """Memory for this microbatch's routing maps; None where no backward will come."""
@@ -128,6 +160,9 @@ class Replication:
 
 class NoReplication:
     """The replication of a layer without slots: moves nothing, and adds nothing to the graph."""
+
+    handle = None
+    bytes_of_one = 0, 0
 
     def start_materialize(self, sent: SentAhead | None = None) -> NoReplication:
         """Return a transfer that has nothing to move: itself."""
@@ -161,7 +196,7 @@ NO_SLOTS: list[Any] = [()]
 
 
 class MaterializeFunction(torch.autograd.Function):
-    """(tokens, mains) -> (tokens, slot weights); its backward reduces slot gradients into mains.
+    """(tokens, mains) -> (tokens, trained slot weights); its backward reduces slot gradients.
 
     The tokens pass through so that the backward runs on every rank, also where no slot was used:
     the reduction needs all ranks of the group at the same point of their backward. Where the
@@ -172,11 +207,11 @@ class MaterializeFunction(torch.autograd.Function):
     def forward(
         ctx: Any, replication: Replication, tokens: Tensor, *_parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the tokens and the slots' weights (`MainWeights.slot_views`)."""
+        """Return the tokens and the trained slot weights (`MainWeights.slot_views`)."""
         ctx.replication = replication
         # PyTorch's word, not ours: a gradient that nothing made arrives as None, not as zeros.
         ctx.set_materialize_grads(False)
-        views = replication.mains.slot_views(replication.buffers.weights)
+        views = replication.mains.slot_views(replication.slot_weights(trained=True))
         return (tokens.view_as(tokens), *views)
 
     @staticmethod
@@ -186,9 +221,10 @@ class MaterializeFunction(torch.autograd.Function):
         handle = _required(replication.handle)
         with stage_of_backward(REDUCE_START, handle.layer_number):
             slots = replication.in_flight.recall_slots(handle)
-            slot_grads = replication.mains.by_segment(grads[1:], replication.buffers.layout.slots)
+            slot_grads = replication.mains.by_segment(grads[1:], replication.grads)
+            aside, replication.aside = replication.aside, None
             reducing = replication.buffers.reduce_replica_grads(
-                slots, slot_grads, handle, aside=replication.aside
+                slots, replication.grads, slot_grads, handle, aside=aside
             )
         replication.in_flight.release(handle)
         if replication.joint is not None:
@@ -279,10 +315,15 @@ class StartRematerializeFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         """Start to materialize the replicas again; their gradients begin at zero."""
         replication: Replication = ctx.replication
+        handle = _required(replication.handle)
+        replication.rematerializing = None
         replication.start_rematerialize()
-        if replication.mains.fused:
-            slots = replication.in_flight.recall_slots(_required(replication.handle))
-            replication.aside = replication.buffers.begin_fused(slots, replication.mains)
+        if not replication.reduces:
+            replication.in_flight.release(handle)  # Nothing asks for the plan later.
+        elif replication.mains.fused:
+            replication.aside = replication.buffers.begin_fused(
+                replication.in_flight.recall_slots(handle), replication.grads, replication.mains
+            )
         return None, grad
 
 
@@ -302,7 +343,6 @@ class RematerializeFunction(torch.autograd.Function):
         rematerializing = replication.start_rematerialize()
         with stage_of_backward(PUSH_WAIT, _required(replication.handle).layer_number):
             rematerializing.wait()
-        replication.rematerializing = None
         return None, grad
 
 

@@ -11,6 +11,7 @@ Legend: E logical experts, R ranks, M mains per rank, S slots per rank.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -50,7 +51,7 @@ class SlotBuffers:
 
     Attributes:
         weights: One tensor a segment, [S, *shape].
-        grads: One tensor a segment, [S, *shape]; none before `allocate_grads`.
+        grads: One tensor a segment, [S, *shape]; None before `allocate_grads` has made it.
     """
 
     def __init__(
@@ -71,46 +72,48 @@ class SlotBuffers:
             transport.allocate((layout.slots, *segment.shape), dtype, device)
             for segment in segments
         ]
-        self.grads: list[Tensor] = []
+        self.grads: list[Tensor | None] = [None] * len(self.segments)
         self._resident: tuple[int, int] | None = None
-        self._reducing: Reducing | None = None
+        # Its sums live as long as somebody waits for them.
+        self._reducing: weakref.ref[Reducing] | None = None
         self._num_virtual_layers = 0
-
-    @property
-    def replica_bytes(self) -> tuple[int, int]:
-        """Bytes of one replica's weights and gradients on this rank; no gradients, no bytes."""
-        weights, grads = (
-            sum(buffer[0].nbytes for buffer in buffers) for buffers in (self.weights, self.grads)
-        )
-        return weights, grads
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers on this rank."""
-        return sum(buffer.nbytes for buffer in (*self.weights, *self.grads))
+        return sum(buffer.nbytes for buffer in (*self.weights, *self.grads) if buffer is not None)
 
-    def allocate_grads(self, dtype: torch.dtype) -> None:
-        """Make the gradient slots, once; every EP rank calls, in each forward with gradients.
+    def allocate_grads(self, dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
+        """Return a layer's gradient slots, made once; every EP rank calls with the same dtypes.
 
-        A model that is only evaluated has none.
+        A model that is only evaluated has none, and neither has one whose experts are frozen.
 
         Args:
-            dtype: `MainWeights.grad_dtype` of the layer.
+            dtypes: Dtype of each segment's gradients; None for a segment that gets none.
+
+        Returns:
+            `grads` of the segments that get gradients; None for the others.
 
         Raises:
             ValueError: Another layer with these slots has gradients of another dtype.
         """
-        if not self.grads:
-            self.grads = [
-                self.transport.allocate(tuple(weight.shape), dtype, weight.device)
-                for weight in self.weights
-            ]
-        if self.grads[0].dtype != dtype:
-            raise ValueError(
-                f"expert gradients of a layer are {dtype}, and {self.grads[0].dtype} of another "
-                "that shares its slots: train all models of a process with the same "
-                "gradient_accumulation_fusion and grad_reduce_in_fp32"
-            )
+        for segment_idx, dtype in enumerate(dtypes):
+            if dtype is None:
+                continue
+            weight, grad = self.weights[segment_idx], self.grads[segment_idx]
+            if grad is None:
+                grad = self.transport.allocate(tuple(weight.shape), dtype, weight.device)
+                self.grads[segment_idx] = grad
+            if grad.dtype != dtype:
+                raise ValueError(
+                    f"expert gradients of a layer are {dtype}, and {grad.dtype} of another that "
+                    "shares its slots: train all models of a process with the same "
+                    "gradient_accumulation_fusion and grad_reduce_in_fp32"
+                )
+        return [
+            grad if dtype is not None else None
+            for grad, dtype in zip(self.grads, dtypes, strict=True)
+        ]
 
     def reserve_virtual_layers(self, count: int) -> int:
         """Return the first of `count` virtual layer ids that no other layer uses."""
@@ -118,20 +121,23 @@ class SlotBuffers:
         self._num_virtual_layers += count
         return first
 
-    def send_ahead(self, slots: Tensor, mains: MainWeights, label: str) -> SentAhead:
+    def send_ahead(
+        self, slots: Tensor, mains: MainWeights, label: str, *, is_timed: bool
+    ) -> SentAhead:
         """Start materializing in this rank's slots before the plan is known; every EP rank calls.
 
         Args:
             slots: Logical expert in each slot, or -1: int32 [R, S].
             mains: This rank's mains; must not change before `wait()` returns.
             label: Which layer this is for, to be named in errors.
+            is_timed: Whether its time is one of training.
 
         Returns:
             The transfer under way, for the `start_materialize` that comes next.
         """
         self._resident = None
         transfers = Transfers(slots, self.layout.mains_per_rank, is_urgent=True)
-        return SentAhead(slots, self._push(transfers, mains, label))
+        return SentAhead(slots, self._push(transfers, mains, label), is_timed=is_timed)
 
     def start_materialize(
         self,
@@ -173,13 +179,16 @@ class SlotBuffers:
         transfers = Transfers(missing, self.layout.mains_per_rank, slots_on_host)
         return Materializing(self, key, self._push(transfers, mains, _label(handle)))
 
-    def begin_fused(self, slots: Tensor, mains: MainWeights) -> Aside:
+    def begin_fused(
+        self, slots: Tensor, grads: Sequence[Tensor | None], mains: MainWeights
+    ) -> Aside:
         """Zero the gradients of this rank's replicas, to be added to where they are computed.
 
         The gradient slots are shared by all layers: this call waits for a reduction under way.
 
         Args:
-            slots: As for `reduce_replica_grads`.
+            slots: As for `reduce_replica_grads`; so is `grads`.
+            grads: What `allocate_grads` returned.
             mains: This rank's mains, whose fused gradients are computed with them.
 
         Returns:
@@ -187,14 +196,16 @@ class SlotBuffers:
         """
         self._end_reduction()
         for slot_idx in self._used(slots):
-            for buffer in self.grads:
-                buffer[slot_idx].zero_()
+            for buffer in grads:
+                if buffer is not None:
+                    buffer[slot_idx].zero_()
         transfers = Transfers(slots, self.layout.mains_per_rank)
         return mains.set_aside({t.main_idx for t in transfers if t.home_rank == self.ep_rank})
 
     def reduce_replica_grads(
         self,
         slots: Tensor,
+        grads: Sequence[Tensor | None],
         slot_grads: Sequence[Any],
         handle: PlanHandle | None = None,
         *,
@@ -207,6 +218,7 @@ class SlotBuffers:
         Args:
             slots: Logical expert in each slot, or -1, in the forward that the gradients belong to:
                 int32 [R, S], on the host, which allocates sums for experts with replicas only.
+            grads: What `allocate_grads` returned: the segments whose gradients are reduced.
             slot_grads: Gradients, one entry a segment, which slot s indexes. None for a segment or
                 a slot where nothing was computed.
             handle: Name of the kept plan, for messages.
@@ -218,7 +230,9 @@ class SlotBuffers:
         """
         self._end_reduction()
         used = self._used(slots)
-        for buffer, grad in zip(self.grads, slot_grads, strict=True):
+        for buffer, grad in zip(grads, slot_grads, strict=True):
+            if buffer is None:
+                continue
             for slot_idx in used:
                 of_slot = grad[slot_idx] if grad is not None else None
                 if of_slot is not None:
@@ -228,20 +242,24 @@ class SlotBuffers:
                     buffer[slot_idx].zero_()
         transfers = list(Transfers(slots, self.layout.mains_per_rank))
         sums = {
-            t.main_idx: [
-                torch.empty_like(buffer[0], dtype=torch.promote_types(buffer.dtype, torch.float32))
-                for buffer in self.grads
-            ]
+            t.main_idx: [_sum_like(buffer) for buffer in grads]
             for t in transfers
             if t.home_rank == self.ep_rank
         }
-        pending = self.transport.pull_add(transfers, self.grads, sums, _label(handle))
-        self._reducing = Reducing(sums, pending, aside or {})
-        return self._reducing
+        pending = self.transport.pull_add(
+            transfers,
+            [buffer for buffer in grads if buffer is not None],
+            {m: [total for total in each if total is not None] for m, each in sums.items()},
+            _label(handle),
+        )
+        reducing = Reducing(sums, pending, aside or {})
+        self._reducing = weakref.ref(reducing)
+        return reducing
 
     def _end_reduction(self) -> None:
-        if self._reducing is not None:
-            self._reducing.wait()
+        # Whoever began one holds it until its end; else the step was aborted.
+        if self._reducing is not None and (reducing := self._reducing()) is not None:
+            reducing.wait()
 
     def _used(self, slots: Tensor) -> list[int]:
         """This rank's slots with a replica."""
@@ -259,6 +277,13 @@ class SlotBuffers:
         self.transport.reset()
 
 
+def _sum_like(buffer: Tensor | None) -> Tensor | None:
+    """Memory for a sum over slots, which are the rows of the buffer."""
+    if buffer is None:
+        return None
+    return torch.empty_like(buffer[0], dtype=torch.promote_types(buffer.dtype, torch.float32))
+
+
 def _label(handle: PlanHandle | None) -> str:
     if handle is None:
         return "a forward without backward"
@@ -272,10 +297,10 @@ class SentAhead:
         slots: Logical expert in each slot, or -1: int32 [R, S].
     """
 
-    def __init__(self, slots: Tensor, pending: Pending) -> None:
+    def __init__(self, slots: Tensor, pending: Pending, *, is_timed: bool) -> None:
         self.slots = slots
         self._pending = pending
-        self._started = TIMES.mark() if torch.is_grad_enabled() else None
+        self._started = TIMES.mark() if is_timed else None
 
     def wait(self) -> None:
         """Return when the slots hold the replicas; called once."""
@@ -296,27 +321,30 @@ class Materializing:
         self._started = TIMES.mark() if key is not None else None
 
     def wait(self) -> None:
-        """Return when the slots hold the replicas."""
+        """Return when the slots hold the replicas; it may be called again."""
         if self._pending is not None:
             with _timed("materialize", self._started):
                 self._pending.wait()
+            self._pending = None
             self._buffers._resident = self._key
 
 
 class Reducing:
     """Replica gradients on their way into the mains' sums."""
 
-    def __init__(self, sums: dict[int, list[Tensor]], pending: Pending, aside: Aside) -> None:
+    def __init__(
+        self, sums: dict[int, list[Tensor | None]], pending: Pending, aside: Aside
+    ) -> None:
         self._sums = sums
         self._pending: Pending | None = pending
         self._aside = aside
         self._started = TIMES.mark()
 
-    def wait(self) -> dict[int, list[Tensor]]:
+    def wait(self) -> dict[int, list[Tensor | None]]:
         """Wait for the sums; return those of each main with replicas, segment by segment.
 
-        They are float32 (float64 for float64 weights), and hold what was set aside of a main. It
-        may be called again.
+        They are float32 (float64 for float64 weights), and hold what was set aside of a main. None
+        for a segment without gradients. It may be called again.
         """
         if self._pending is not None:
             with _timed("reduce", self._started):
@@ -324,7 +352,7 @@ class Reducing:
             self._pending = None
             for main_idx, of_main in self._aside.items():
                 for total, before in zip(self._sums[main_idx], of_main, strict=True):
-                    if before is not None:
+                    if total is not None and before is not None:
                         total.add_(before)
         return self._sums
 

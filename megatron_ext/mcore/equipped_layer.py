@@ -9,7 +9,7 @@ Legend: R ranks of the EP group, E logical experts.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,8 +48,8 @@ class Microbatch:
     """Where backward waits for the reduction; None if it waits at once."""
     prediction: Prediction | None = None
     """What the layer before predicted; None if it predicted nothing."""
-    replication: Replication | NoReplication = field(default_factory=NoReplication)
-    """The replication by its plan."""
+    replication: Replication | NoReplication | None = None
+    """The replication by its plan; None before that is made."""
 
 
 class EquippedMoELayer(MoELayer):
@@ -170,14 +170,17 @@ class EquippedMoELayer(MoELayer):
 
     def _begin(self) -> Microbatch:
         """Return the next forward's microbatch, made at the first call."""
-        if self._microbatch is None:
+        # One with a plan was left by a forward that ended with an error.
+        if self._microbatch is None or self._microbatch.replication is not None:
             self._microbatch = Microbatch(self.expert_weights.mains())
         return self._microbatch
 
     @property
-    def _under_way(self) -> Microbatch:
+    def _replication(self) -> Replication | NoReplication:
+        """That of the forward that is under way."""
         assert self._microbatch is not None, "preprocess comes first in a forward"
-        return self._microbatch
+        assert self._microbatch.replication is not None, "preprocess comes first in a forward"
+        return self._microbatch.replication
 
     @property
     def _held(self) -> LayerState:
@@ -223,7 +226,10 @@ class EquippedMoELayer(MoELayer):
         slots = held.planner.expect(load)
         finish_parameter_gather(self.experts)
         with stage(PUSH_START):
-            return load, held.slots.buffers.send_ahead(slots, self._begin().mains, label)
+            sent = held.slots.buffers.send_ahead(
+                slots, self._begin().mains, label, is_timed=self.training
+            )
+        return load, sent
 
     def forget_step(self) -> None:
         """Drop what an aborted step left in this layer."""

@@ -34,6 +34,10 @@ from megatron_ext.mcore.experts import ExpertWeights, finish_parameter_gather, r
 from megatron_ext.mcore.measure import CostMeter, measure_costs
 from megatron_ext.mcore.schedule import ring_size
 from megatron_ext.transport import GathersRows, TransportOptions
+from megatron_ext.transport.reach import gather
+
+GradDtypes = tuple[torch.dtype | None, ...]
+"""See `MainWeights.grad_dtypes`."""
 
 
 class SlotState(NamedTuple):
@@ -77,6 +81,8 @@ class LayerState:
     agreement: Agreement = field(init=False)
     slots: SlotState | None = field(default=None, init=False)
     """None without slots."""
+    _grad_dtypes: GradDtypes | None = field(default=None, init=False)
+    """What the EP ranks have agreed on."""
 
     def __post_init__(self) -> None:
         # Where no replica can go anywhere, all plans are the same.
@@ -175,6 +181,35 @@ class LayerState:
         self.measured = measure_costs(self.to_measure, meter, f"layer {self.layer_number}")
         self.to_measure = ()
 
+    def grad_dtypes(self, mains: MainWeights) -> GradDtypes:
+        """Return by segment in which dtype replicas' gradients are computed; all EP ranks call.
+
+        None for a segment whose mains get no gradient on any EP rank. The ranks tell each other in
+        their first forward with gradients, and again when mains are trained that were all frozen:
+        what is frozen on all ranks is thawed on all ranks at once.
+
+        Raises:
+            ValueError: A segment has gradients of several dtypes.
+        """
+        mine = mains.grad_dtypes
+        if not torch.is_grad_enabled():
+            return (None,) * len(mine)
+        agreed = self._grad_dtypes
+        if agreed is None or any(own not in (None, a) for own, a in zip(mine, agreed, strict=True)):
+            by_rank = gather(mine, self.ep_group)
+            agreed = self._grad_dtypes = tuple(map(self._only_dtype, zip(*by_rank, strict=True)))
+        return agreed
+
+    def _only_dtype(self, by_rank: tuple[torch.dtype | None, ...]) -> torch.dtype | None:
+        found = dict.fromkeys(dtype for dtype in by_rank if dtype is not None)
+        if len(found) > 1:
+            raise ValueError(
+                f"layer {self.layer_number}: expert gradients must have one dtype, got {by_rank} "
+                "by EP rank: give all ranks the same gradient_accumulation_fusion and "
+                "grad_reduce_in_fp32"
+            )
+        return next(iter(found), None)
+
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert's weights, which a replica moves."""
@@ -187,7 +222,6 @@ class LayerState:
         return int(self.config.moe_latent_size or self.config.hidden_size)
 
     def forget_step(self) -> None:
-        """Drop what an aborted step left."""
-        self.agreement.forget()
+        """Drop what an aborted step left, except in what layers share."""
         if self.slots is not None:
             self.slots.in_flight.clear()

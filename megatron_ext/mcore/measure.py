@@ -90,7 +90,9 @@ class CostMeter:
 
         def push() -> None:
             # Nobody's replicas, so also none that a plan would find there and not push again.
-            self.buffers.send_ahead(slots, self.mains, "measuring balance.link_bandwidth").wait()
+            self.buffers.send_ahead(
+                slots, self.mains, "measuring balance.link_bandwidth", is_timed=False
+            ).wait()
 
         return sent_bytes / self._median_s(push)
 

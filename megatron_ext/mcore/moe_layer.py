@@ -137,7 +137,7 @@ class BalancedMoELayer(NamedStages, EquippedMoELayer):
             # Neither evaluation nor the first pass of recompute: every microbatch once.
             load = load_of(counts, self.layout.ep_size)
             self._held.planner.observe(load)
-            self._report(chosen, load, plan, handle, microbatch.prediction)
+            self._report(chosen, load, plan, replication, microbatch.prediction)
         if self.lookahead is not None:
             self.lookahead.tell_next(hidden_states)
         self.token_dispatcher.planned = self._planned(shares)
@@ -218,28 +218,27 @@ class BalancedMoELayer(NamedStages, EquippedMoELayer):
         if self.training and torch.is_grad_enabled():
             check_main_grads(microbatch.mains)
         finish_parameter_gather(self.experts)
-        if torch.is_grad_enabled():
-            slots.buffers.allocate_grads(microbatch.mains.grad_dtype)
-        return Replication(*slots, microbatch.mains, plan, handle, microbatch.joint)
+        grads = slots.buffers.allocate_grads(self._held.grad_dtypes(microbatch.mains))
+        return Replication(*slots, microbatch.mains, plan, handle, grads, microbatch.joint)
 
     def routed_experts_compute(self, hidden_states: Any, probs: Any) -> tuple[Any, None]:
         """Stage 6, with the hooks of stages 4 and 8 for backward around it."""
         parts = self._dispatcher_kind.parts(self.token_dispatcher, hidden_states, probs)
         first = next(parts)
-        tokens, slot_weights = self._under_way.replication.materialized(first.tokens)
+        tokens, slot_weights = self._replication.materialized(first.tokens)
         outputs = [self._run_experts(slot_weights, first._replace(tokens=tokens))]
         outputs += [self._run_experts(slot_weights, part) for part in parts]
         return self._dispatcher_kind.outputs(self.token_dispatcher, outputs), None
 
     def _run_experts(self, slot_weights: list[Any], part: Part) -> Tensor:
-        with stage(EXPERTS), self._under_way.replication.kept_in_place():
+        with stage(EXPERTS), self._replication.kept_in_place():
             output = run_experts(self.experts, self.expert_weights, slot_weights, *part)
         # With several parts, the second backward finds the replicas in the slots.
-        return self._under_way.replication.rematerialize_before(output)
+        return self._replication.rematerialize_before(output)
 
     def combine(self, output: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Stage 7; in backward, stage 4 starts before it."""
-        replication, self._microbatch = self._under_way.replication, None
+        replication, self._microbatch = self._replication, None
         output = super().combine(output, *args, **kwargs)
         return replication.start_rematerialize_before(output)
 
@@ -254,13 +253,13 @@ class BalancedMoELayer(NamedStages, EquippedMoELayer):
         chosen: Tensor,
         load: Tensor,
         plan: BalancePlan,
-        handle: PlanHandle | None,
+        replication: Replication | NoReplication,
         prediction: Prediction | None,
     ) -> None:
         if not self.observers:
             return
-        held, buffers = self._held, self.slot_buffers
-        weight_bytes, grad_bytes = buffers.replica_bytes if buffers is not None else (0, 0)
+        held = self._held
+        weight_bytes, grad_bytes = replication.bytes_of_one
         report = LayerReport(
             self.layer_number,
             load,
@@ -272,7 +271,7 @@ class BalancedMoELayer(NamedStages, EquippedMoELayer):
             layout=plan.layout,
             weight_bytes=held.num_shards * weight_bytes,
             grad_bytes=held.num_shards * grad_bytes,
-            moves=handle.moves if handle is not None else Moves(),
+            moves=replication.handle.moves if replication.handle is not None else Moves(),
         )
         for observer in self.observers:
             observer(report)

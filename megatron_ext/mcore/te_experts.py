@@ -73,7 +73,20 @@ class TEGroupedWeights:
         tokens_per_expert: Tensor,
         probs: Tensor,
     ) -> Tensor:
-        """See `ExpertWeights.run`. The host reads the counts once, as Megatron does without us."""
+        """See `ExpertWeights.run`. The host reads the counts once, as Megatron does without us.
+
+        Raises:
+            ValueError: Replicas of trained weights are on a rank whose own are frozen.
+        """
+        for name, of_slots in zip(_LINEARS, slot_weights[:: len(self._kinds)], strict=True):
+            # Its products look at the first weight, whether all get gradients or none.
+            is_trained = next(getattr(self._experts, name).parameters()).requires_grad
+            if of_slots[0].requires_grad and not is_trained:
+                raise ValueError(
+                    f"experts.{name} of this rank is frozen, and that of another EP rank is not, "
+                    "whose replicas would get no gradient from Transformer Engine: freeze the "
+                    "linears of all experts of a layer, or leave out --moe-grouped-gemm"
+                )
         if self._fused is not None:
             lent = self._fused.lent(slot_weights)
         else:

@@ -6,6 +6,7 @@ right is tested by `test_parity.py`, which runs the same layers.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -131,6 +132,54 @@ def test_attention_runs_beside_the_reduction(recompute: str) -> None:
     for events in run_ranks(_events, 2, None, dict(recompute=recompute)):
         # Two layers, two microbatches. A main's gradient is accumulated once, and complete.
         assert events == ["start", "attention", "end", "main"] * 4
+
+
+def _alive(rank: int, case: dict[str, Any], transport: str) -> tuple[int, int]:
+    """How many tensors with gradients were made for reductions; and most that lived at once."""
+    from megatron_ext.balance.main_weights import MainWeights
+    from megatron_ext.balance.slots import SlotBuffers
+
+    balance = BalanceConfig(tolerance=0.0, transport=transport)
+    gpt = balanced_gpt({**CASE, **case}, balance, dtype=torch.bfloat16)
+    made: list[Any] = []
+    alive: list[int] = []
+    set_aside, reduce = MainWeights.set_aside, SlotBuffers.reduce_replica_grads
+
+    def note(tensors: Any) -> None:
+        made.extend(weakref.ref(each) for of_main in tensors.values() for each in of_main)
+
+    def noted_aside(*args: Any) -> Any:
+        alive.append(sum(each() is not None for each in made))
+        aside = set_aside(*args)
+        note(aside)
+        return aside
+
+    def noted_reduce(*args: Any, **kwargs: Any) -> Any:
+        reducing = reduce(*args, **kwargs)
+        note(reducing._sums)
+        return reducing
+
+    with (
+        mock.patch.object(MainWeights, "set_aside", noted_aside),
+        mock.patch.object(SlotBuffers, "reduce_replica_grads", noted_reduce),
+    ):
+        loss = gpt.chunks[0].module(*_inputs()).sum()
+        loss.backward()
+    assert len(alive) == CASE["num_layers"]
+    alive.append(sum(each() is not None for each in made))
+    return len(made), max(alive)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("transport", ["shared_memory", "collective"])
+def test_sums_live_until_the_mains_have_them(recompute: str, transport: str) -> None:
+    case = dict(
+        recompute=recompute,
+        gradient_accumulation_fusion=True,
+        ddp=dict(grad_reduce_in_fp32=False),
+    )
+    for num_made, most_left in run_ranks(_alive, 2, case, transport):
+        assert num_made > 0 == most_left
 
 
 @pytest.mark.parametrize(

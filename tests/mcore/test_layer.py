@@ -144,6 +144,27 @@ def test_ranks_that_failed_in_different_places_go_on_after_a_reset() -> None:
     run_ranks(_abort_in_different_places, 2)
 
 
+def _reset(rank: int) -> None:
+    """What waits for the device comes when no device waits for a peer any more."""
+    from megatron_ext import reset_after_abort
+    from megatron_ext.balance.agreement import Agreement
+    from megatron_ext.balance.slots import SlotBuffers
+
+    gpt = balanced_gpt(dict(ep=2), EXACT)
+    gpt.train_step(0)
+    done = mock.Mock()
+    with (
+        mock.patch.object(SlotBuffers, "reset", done.reset),
+        mock.patch.object(Agreement, "forget", done.forget),
+    ):
+        reset_after_abort(gpt.chunks)
+    assert done.mock_calls == [mock.call.reset(), mock.call.forget()]
+
+
+def test_transports_are_reset_before_the_device_is_waited_for() -> None:
+    run_ranks(_reset, 2)
+
+
 def _no_slots(rank: int, ep: int, slots: int) -> None:
     case = dict(ep=ep, num_layers=2)
     plain = build_gpt(**case)
@@ -272,6 +293,27 @@ def test_a_clean_step_after_an_aborted_one_equals_a_clean_step(
     run_ranks(_abort_a_step, 2, dispatcher, local_first)
 
 
+def _fail_in_the_experts(rank: int) -> None:
+    """On all ranks at the same point, as with an error that the data makes."""
+    clean, failing = (balanced_gpt(dict(ep=2), EXACT) for _ in range(2))
+
+    def fail(*_: Any) -> None:  # No mock: that keeps what it is called with.
+        raise ArithmeticError
+
+    for _ in range(2):
+        with (
+            mock.patch("megatron_ext.mcore.moe_layer.run_experts", fail),
+            pytest.raises(ArithmeticError),
+        ):
+            failing.forward_backward()
+    for step in range(2):
+        assert clean.train_step(step) == failing.train_step(step)
+
+
+def test_a_step_after_an_error_in_the_experts_equals_a_clean_step() -> None:
+    run_ranks(_fail_in_the_experts, 2)
+
+
 def _slot_bytes(rank: int, num_layers: int, dtype: torch.dtype) -> tuple[int, int]:
     gpt = balanced_gpt(dict(ep=2, num_layers=num_layers), EXACT, dtype=dtype)
     gpt.forward_backward(num_microbatches=2)
@@ -343,7 +385,7 @@ def _generate(rank: int) -> float:
     torch.testing.assert_close(balanced_prompt, prompt)
     torch.testing.assert_close(balanced_token, token)
     buffers = balanced_layers(gpt)[0].slot_buffers
-    assert not buffers.grads
+    assert not any(grad is not None for grad in buffers.grads)
     return max(float(weights.abs().max()) for weights in buffers.weights)
 
 

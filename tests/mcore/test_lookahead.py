@@ -78,9 +78,9 @@ def noted(events: list[Any]) -> Iterator[None]:
 
     send, materialize, wait = SlotBuffers.send_ahead, SlotBuffers.start_materialize, SentAhead.wait
 
-    def noted_send(self: Any, slots: Any, mains: Any, label: str) -> Any:
+    def noted_send(self: Any, slots: Any, mains: Any, label: str, **options: Any) -> Any:
         events.append(("send", label.split(",")[0], slots))
-        return send(self, slots, mains, label)
+        return send(self, slots, mains, label, **options)
 
     def noted_wait(self: Any) -> None:
         events.append(("arrive", None, self.slots))
@@ -297,7 +297,7 @@ def test_a_report_waits_for_no_device() -> None:
     load = torch.zeros(2, 4, dtype=torch.int64).to("meta")
     slots = torch.zeros(2, 1, dtype=torch.int32).to("meta")
     plan = BalancePlan(layout, torch.zeros(4, 2, dtype=torch.int64).to("meta"), slots)
-    prediction = Prediction(choices, load, SentAhead(slots, mock.Mock()))
+    prediction = Prediction(choices, load, SentAhead(slots, mock.Mock(), is_timed=True))
     report = prediction.report(choices, load, plan, expert_bytes=8)
     for name in ("load_accuracy", "choice_accuracy", "sent_ahead_bytes", "topped_up_bytes"):
         with pytest.raises(RuntimeError, match="meta"):

@@ -13,10 +13,12 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import torch
+
 import megatron_ext
 from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.slots import SlotBuffers
-from megatron_ext.balance.stage_times import STAGES
+from megatron_ext.balance.stage_times import STAGES, TIMES
 from megatron_ext.config import BalanceConfig
 from tests.gpt import build_gpt  # first: it enables the CPU platform
 from tests.mcore.parity import balanced_layers
@@ -123,3 +125,33 @@ def test_a_delay_is_in_the_times_of_its_stage_and_of_no_other() -> None:
         for stage, ms in times:
             lowest = most if stage in of else 0
             assert lowest <= ms <= lowest + others_ms, (where, stage, ms, measured)
+
+
+def _measure_sent_ahead(rank: int) -> None:
+    libra = BalanceConfig(strategy="libra", tolerance=0.0)
+    balanced = partial(megatron_ext.balance_spec, balance=libra)
+    gpt = build_gpt(ep=2, num_layers=LAYERS, spec_transform=balanced)
+    gpt.forward_backward()  # Layers get to know each other.
+    delays, send = _Delays(), SlotBuffers.send_ahead
+
+    def sent_late(*args: Any, **kwargs: Any) -> Any:
+        sent = send(*args, **kwargs)
+        sent._pending = mock.Mock(wait=delays.before(sent._pending.wait))
+        return sent
+
+    with (
+        mock.patch.object(TIMES, "readers", 1),
+        mock.patch.object(SlotBuffers, "send_ahead", sent_late),
+    ):
+        gpt.forward_backward()
+        times = TIMES.take()
+        assert delays.count == LAYERS - 1
+        assert delays.ms <= times["materialize_exposed"] <= times["materialize"]
+        with torch.no_grad():
+            gpt.forward_backward(forward_only=True)
+        assert delays.count == 2 * (LAYERS - 1)
+        assert not TIMES.take(), "evaluation is not timed"
+
+
+def test_waits_for_replicas_that_were_sent_ahead_are_exposed() -> None:
+    run_ranks(_measure_sent_ahead, 2)

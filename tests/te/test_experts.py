@@ -46,12 +46,15 @@ CASES: list[Case] = [
     (TE | dict(distributed_optimizer=True), 2, BalanceConfig(tolerance=0.0, local_first=True)),
     (TE | dict(moe_grouped_gemm=False), 2, EXACT),
     (TE | dict(moe_latent_size=8), 1, EXACT),
+    (TE | dict(frozen=r"layers\.0\..*\.experts\.|fc1"), 2, EXACT),
+    (TE | dict(frozen=r"\.experts\.", add_bias_linear=True), 2, EXACT),
 ]
 OVERLAPPED = dict(distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
 
 STEP_CASES = [
     TE | GATED | OVERLAPPED | dict(gradient_accumulation_fusion=fused) for fused in (False, True)
 ]
+STEP_CASES.append(STEP_CASES[-1] | dict(frozen=r"layers\.0\..*\.experts\.|fc1"))
 
 HAS_BLOCKS = Version(version("megatron-core")) >= Version("0.19")
 if HAS_BLOCKS:
@@ -60,7 +63,7 @@ if HAS_BLOCKS:
     # The op fuser takes no float64.
     FUSED = IN_BLOCKS | dict(use_transformer_engine_op_fuser=True)
     # Recompute begins with a forward without gradients.
-    STEP_CASES += [FUSED, FUSED | dict(recompute="selective")]
+    STEP_CASES += [FUSED, FUSED | dict(recompute="selective", frozen=r"\.experts\..*fc1")]
 
 
 def _fused_biases(rank: int) -> None:
@@ -94,6 +97,22 @@ def test_gradients_equal_unbalanced_megatron() -> None:
         worst = max((rank[index] for rank in by_rank), key=lambda difference: difference.worst)
         assert worst.worst <= GRADIENT_TOLERANCE, f"{case}: {worst}"
         assert all(rank[index].replicas > 0 for rank in by_rank), f"{case}: nothing was tested"
+
+
+def _trained_elsewhere(rank: int) -> None:
+    from megatron_ext.mcore.experts import expert_weights, run_experts
+
+    gpt = build_gpt(**TE | dict(ep=1, num_layers=1, experts=2, frozen="fc1"))
+    experts = gpt.chunks[0].module.decoder.layers[0].mlp.experts
+    weights = expert_weights(experts)
+    slots = [[rows[0].clone().requires_grad_()] for rows in weights.mains().rows()]
+    tokens, counts = torch.randn(8, 16), torch.tensor([4, 0, 4])
+    with pytest.raises(ValueError, match=r"experts\.linear_fc1 of this rank is frozen, and that"):
+        run_experts(experts, weights, slots, tokens, counts, torch.rand(8))
+
+
+def test_trained_replicas_beside_frozen_experts_are_refused() -> None:
+    run_ranks(_trained_elsewhere, 1)
 
 
 def _steps(rank: int) -> list[Any]:
