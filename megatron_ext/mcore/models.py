@@ -18,17 +18,19 @@ from megatron_ext.mcore import failures
 from megatron_ext.mcore.check import check
 from megatron_ext.mcore.spec import balance_spec, has_moe_layers
 
-_MODELS = (
+MODELS = (
     ("megatron.core.models.gpt.gpt_model", "GPTModel"),
     ("megatron.core.models.mamba.mamba_model", "MambaModel"),
     ("megatron.core.models.hybrid.hybrid_model", "HybridModel"),  # since 0.18
 )
+"""Megatron's model classes with MoE layers: module and name."""
 
 
 def balance_models(balance: BalanceConfig, attend: Callable[[Any], None]) -> None:
     """Let all models that this process builds from now on have balanced MoE layers.
 
-    Building a model raises what `check` raises if something excludes balancing.
+    Building a model with experts raises what `check` raises if something excludes balancing. Dense
+    models stay as they are.
 
     Args:
         balance: What the balancer may do.
@@ -36,9 +38,14 @@ def balance_models(balance: BalanceConfig, attend: Callable[[Any], None]) -> Non
     """
     # Here too: a pipeline stage without MoE layers has no spec to balance.
     failures.stop_before_weights_change()
-    for home, name in _MODELS:
-        if importlib.util.find_spec(home.rpartition(".")[0]) is not None:
-            model_class = getattr(importlib.import_module(home), name)
+    classes = {
+        getattr(importlib.import_module(home), name)
+        for home, name in MODELS
+        if importlib.util.find_spec(home.rpartition(".")[0]) is not None
+    }
+    for model_class in classes:
+        # A class whose constructor ends in another one's: MambaModel is a HybridModel in 0.19.
+        if classes.isdisjoint(model_class.__mro__[1:]):
             model_class.__init__ = _balancing(model_class.__init__, balance, attend)
 
 
@@ -50,7 +57,9 @@ def _balancing(
     @functools.wraps(build)
     def build_balanced(*args: Any, **kwargs: Any) -> None:
         given = inspect.signature(build).bind(*args, **kwargs)
-        check(given.arguments["config"], balance)
+        config = given.arguments["config"]
+        if config.num_moe_experts:
+            check(config, balance)
         for name, value in given.arguments.items():
             if has_moe_layers(value):
                 given.arguments[name] = balance_spec(value, balance)

@@ -77,6 +77,8 @@ class StepMetrics:
         loads = self._recorder.take_step()
         if self._place is None:
             self._place = place_of_rank(_largest_of_ranks(self._last_layer))
+        if not self._place.num_layers:
+            return {}
         gathered = gather_step(loads.computed, self._place, loads.own)
         layers = gathered.layers(with_experts=False)
         limit = LoggingConfig().max_keys

@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import runpy
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -135,6 +136,8 @@ def _with_metrics(report: Callable[..., Any], steps: StepMetrics) -> Callable[..
     def reporting(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(report).bind(*args, **kwargs).arguments
         metrics = steps.take(tier="detailed" if given.get("per_layer_logging") else "brief")
+        if not metrics:
+            _warn_of_no_layers()
         iteration, writer, wandb = (
             given.get(name) for name in ("iteration", "writer", "wandb_writer")
         )
@@ -151,6 +154,20 @@ def _with_metrics(report: Callable[..., Any], steps: StepMetrics) -> Callable[..
         return report(*args, **kwargs)
 
     return reporting
+
+
+@functools.cache
+def _warn_of_no_layers() -> None:
+    """Say once, by one rank, that no layer of any rank has trained balanced."""
+    from megatron_ext.mcore.models import MODELS
+
+    if torch.distributed.get_rank() == 0:
+        names = ", ".join(name for _, name in MODELS)
+        warnings.warn(
+            f"nothing is balanced: this program has trained no MoE layers in a model of {names}; "
+            "balance the specs of other models with megatron_ext.balance_spec",
+            stacklevel=2,
+        )
 
 
 def _on_device(value: float) -> Any:

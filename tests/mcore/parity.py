@@ -7,9 +7,14 @@ own layers on the same ranks.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -43,6 +48,20 @@ def balanced(spec: Any, balance: BalanceConfig) -> Any:
     from megatron_ext.mcore.spec import balance_spec
 
     return balance_spec(spec, balance)
+
+
+@contextmanager
+def balancing_models(balance: BalanceConfig, attend: Callable[[Any], None]) -> Iterator[None]:
+    """`balance_models` for as long as the block."""
+    from megatron_ext.mcore import models
+
+    with ExitStack() as stack:
+        for home, name in models.MODELS:
+            if importlib.util.find_spec(home.rpartition(".")[0]) is not None:
+                built = getattr(importlib.import_module(home), name)
+                stack.enter_context(mock.patch.object(built, "__init__", built.__init__))
+        models.balance_models(balance, attend)
+        yield
 
 
 def balanced_gpt(case: dict[str, Any], balance: BalanceConfig, **settings: Any) -> TinyGPT:

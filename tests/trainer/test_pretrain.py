@@ -12,10 +12,10 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from megatron_ext.config import ConfigError, Section
 from megatron_ext.pretrain import PROGRAM, balance_parser, main, read_balance
 from tests.boards import written_for_tensorboard, written_for_wandb
 from tests.gpt import GPTModel, build_gpt, get_gpt_decoder_block_spec  # enables the CPU platform
+from tests.mcore.parity import balancing_models
 from tests.ranks import run_ranks
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec  # isort: skip
@@ -222,7 +223,6 @@ def _attached(rank: int) -> tuple[list[str], dict[str, float], dict[str, float],
     reported."""
     from megatron.core.transformer.moe import moe_utils
 
-    from megatron_ext.mcore.models import balance_models
     from megatron_ext.mcore.step_metrics import StepMetrics
 
     reports: list[Any] = []
@@ -232,8 +232,7 @@ def _attached(rank: int) -> tuple[list[str], dict[str, float], dict[str, float],
         steps.watch(layer)
         layer.observers.append(reports.append)
 
-    with mock.patch.object(GPTModel, "__init__", GPTModel.__init__):
-        balance_models(BalanceConfig(slots=1, tolerance=0.0), attend)
+    with balancing_models(BalanceConfig(slots=1, tolerance=0.0), attend):
         gpt = build_gpt(ep=2)
         gpt.config.mtp_num_layers = 1
         spec = get_gpt_decoder_block_spec(gpt.config, use_transformer_engine=False)
@@ -284,3 +283,25 @@ def test_models_are_balanced_and_megatron_reports_it() -> None:
         assert {name: console[name] for name in said} == pytest.approx(said, rel=1e-6)
         assert expected["balance/replicas"] > 0
         assert reported["cost/pulled_bytes"] > 0
+
+
+def _unbalanced(rank: int) -> list[str]:
+    """Warnings of two steps of a program whose models are none that can be balanced."""
+    from megatron_ext.mcore.step_metrics import StepMetrics
+
+    build_gpt(ep=2)
+    steps = StepMetrics(())
+    report = pretrain._with_metrics(lambda iteration: None, steps)
+    pretrain._warn_of_no_layers.cache_clear()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        report(iteration=1)
+        report(iteration=2)
+    steps.close()
+    return [str(each.message) for each in seen]
+
+
+def test_a_program_of_which_nothing_is_balanced_is_told_so_once() -> None:
+    (told,), others = run_ranks(_unbalanced, 2)
+    assert told.startswith("nothing is balanced: this program has trained no MoE layers in a model")
+    assert others == []
