@@ -49,9 +49,10 @@ class BalanceLines:
             self._has_begun = True
             _say(f"{self._names()}: {_what_balances(layer)}")
         self._reports.append(report)
-        if len(self._reports) >= len(self._layers):
+        num_layers = len(self._training())
+        if len(self._reports) >= num_layers:
             self._count()
-        if self._num_counted >= self._every * len(self._layers):
+        if self._num_counted >= self._every * num_layers:
             did = _what_was_done(self._sum / self._num_counted, self._worst)
             _say(f"{self._names()}, last {_number(self._every, 'microbatch')}: {did}")
             self._num_counted = 0
@@ -72,8 +73,12 @@ class BalanceLines:
         self._num_counted += len(self._reports)
         self._reports.clear()
 
+    def _training(self) -> list[Any]:
+        """The layers that report: not those of a model beside it that is only evaluated."""
+        return [layer for layer in self._layers if layer.training]
+
     def _names(self) -> str:
-        numbers = sorted(layer.layer_number for layer in self._layers)
+        numbers = sorted({layer.layer_number for layer in self._training()})
         return f"MoE layers {_ranges(numbers)}" if len(numbers) > 1 else f"MoE layer {numbers[0]}"
 
 

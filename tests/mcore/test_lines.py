@@ -120,8 +120,32 @@ def test_only_a_line_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(said) == 1
 
 
+def test_layers_of_a_model_that_is_only_evaluated_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of a reference model beside the one that is trained, made from the same spec."""
+    said: list[str] = []
+    monkeypatch.setattr(lines, "_say", said.append)
+    policy, reference = _Layer(), _Layer()
+    reference.training = False
+    every = lines.BalanceLines(2)
+    for layer in (policy, reference):
+        every.watch(layer)
+    report = SimpleNamespace(
+        load=torch.ones(2, 4, dtype=torch.int64),
+        rank_loads_after=torch.ones(2, dtype=torch.int64),
+        slots=torch.zeros(2, 1, dtype=torch.int32),
+    )
+    policy.observers[0](report)
+    policy.observers[0](report)
+    start, did = said
+    assert start.startswith("MoE layer 1: ")
+    assert did.startswith("MoE layer 1, last 2 microbatches: ")
+
+
 class _Layer:
     layer_number = 1
+    training = True
     slot_buffers = None
     layout = SimpleNamespace(ep_size=2)
     config = SimpleNamespace(
