@@ -355,7 +355,10 @@ class BalanceConfig(Section):
 
     @property
     def domain_ranks(self) -> int | None:
-        """Ranks per NVLink domain; None if the whole EP group is one."""
+        """Ranks per NVLink domain; None for as many as reach each other's memory.
+
+        That is the whole EP group where nothing is tried: with `collective`, and offline.
+        """
         return None if self.nvlink_domain == "auto" else int(self.nvlink_domain)
 
     @property

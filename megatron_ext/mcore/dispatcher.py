@@ -206,8 +206,7 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
 
     def _sends_what_is_planned(self) -> bool:
         # What a router drops it drops before the plan is made; what is added comes after it.
-        is_padded = self.drop_and_pad or self.config.moe_router_padding_for_quantization
-        return not is_padded and self.ep_size > 1
+        return not self.drop_and_pad and self.ep_size > 1
 
 
 def _class_for(dispatcher: Any) -> type:
