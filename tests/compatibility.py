@@ -61,6 +61,7 @@ OPTIONS = {
     "bf16_gradients": Option(
         "bfloat16 gradients (without `--accumulate-allreduce-grads-in-fp32`)", "289"
     ),
+    "fp16": Option("float16 (`--fp16`), with `balance.transport=collective`"),
     "distributed_optimizer": Option(
         "distributed optimizer with `--overlap-grad-reduce`, `--overlap-param-gather`", "65"
     ),
@@ -79,6 +80,7 @@ OPTIONS = {
     "sequence_parallel": Option("tensor parallelism with sequence parallelism"),
     "context_parallel": Option("context parallelism"),
     "pipeline": Option("pipeline parallelism, also interleaved"),
+    "mlp_chunks": Option("MLPs in parts of the sequence (`--mlp-chunks-for-training`)"),
     "uneven_stages": Option("uneven pipeline stages"),
     "expert_dp": Option("expert data parallelism > 1"),
     "several_models": Option("several models in a process"),
@@ -218,10 +220,10 @@ _REFUSED = """
 ## Refused
 
 `megatron_ext.check(config, balance)` says so before anything is built, and each balanced layer when
-it is built.
+it is built. Where nothing else is said, of every strategy but `none` and `ideal`.
 
-| setting | recipes | allowed | why, and the way out |
-|---|---|---|---|"""
+| setting | with | recipes | allowed | why, and the way out |
+|---|---|---|---|---|"""
 
 
 def _row(name: str, option: Option, record: Record) -> str | None:
@@ -244,13 +246,27 @@ def _word(option: Option, outcomes: set[str]) -> str:
 
 def _refusals() -> list[str]:
     # Here, as Megatron is imported with it.
-    from megatron_ext.mcore.limits import MUST_BE
+    from megatron_ext.balance.strategies import STRATEGIES
+    from megatron_ext.balance.strategies.strategy import ForcesEven
+    from megatron_ext.mcore import limits
+    from megatron_ext.transport import TRANSPORTS
 
+    forces = [name for name, each in STRATEGIES.items() if isinstance(each.kind, ForcesEven)]
+    predicts = [name for name, each in STRATEGIES.items() if each.predicts]
+    transports = [name for name, each in TRANSPORTS.items() if not each.adds_float16]
     return [
-        f"| `{rule.field}` | {_REFUSED_SHARES.get(rule.field, '')} "
+        f"| `{rule.field}` | {', '.join(f'`{each}`' for each in used_with)} "
+        f"| {_REFUSED_SHARES.get(rule.field, '')} "
         f"| {' or '.join(f'`{value!r}`' for value in rule.allowed)} "
         f"| {rule.reason}; {rule.way_out} |"
-        for rule in MUST_BE
+        for used_with, rules in (
+            ([], limits.MUST_BE),
+            (predicts, limits.MUST_BE_TO_PREDICT),
+            (forces, limits.MUST_BE_TO_FORCE),
+            (["balance.local_first"], limits.MUST_BE_FOR_LOCAL_FIRST),
+            (transports, limits.MUST_BE_TO_ADD),
+        )
+        for rule in rules
     ]
 
 

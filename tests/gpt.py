@@ -63,7 +63,7 @@ SEQUENCE = 16
 
 @dataclass
 class TinyGPT:
-    """A model on its ranks: DDP chunks, their optimizer (None in float64), and how to step them."""
+    """A model on its ranks: DDP chunks, their optimizer (float64, float16: None), how to step."""
 
     chunks: list[DistributedDataParallel]
     optimizer: Any
@@ -176,7 +176,7 @@ def build_gpt(
         ddp: Fields of Megatron's DistributedDataParallelConfig that differ from the run's.
         optimizer: `sgd` or `adam`; Megatron's distributed optimizer takes only `adam`.
         optimizer_settings: Fields of Megatron's OptimizerConfig that differ from the run's.
-        dtype: float64 gives a model without optimizer: Megatron's take none.
+        dtype: float64 gives a model without optimizer: Megatron's take none. So does float16.
         transformer_engine: Whether the layers are Transformer Engine's (`tests/te`).
         grouped_mm: Whether the experts are `GroupedExperts`.
         frozen: Regular expression; parameters in whose global name it is found are frozen.
@@ -229,6 +229,8 @@ def build_gpt(
     )
     if dtype == torch.float64:  # which no run of the package has
         differences |= dict(params_dtype=dtype, pipeline_dtype=dtype, moe_router_dtype="fp64")
+    if dtype == torch.float16:  # nor this
+        differences |= dict(params_dtype=dtype, pipeline_dtype=dtype, fp16=True)
     settings = overridable_settings(run) | transformer_settings(run)
     config = TransformerConfig(**(settings | differences | megatron))
     transforms = [grouped_mm_spec] * grouped_mm + [spec_transform] * (spec_transform is not None)
@@ -245,7 +247,7 @@ def build_gpt(
     ddp = {"bucket_size": 4 * hidden * ffn} | (ddp or {})
     chunks = wrap_in_ddp(config, modules, ddp_config(run, **ddp))
     built = None
-    if dtype != torch.float64:
+    if dtype not in (torch.float64, torch.float16):
         settings = dict(optimizer=optimizer) | (optimizer_settings or {})
         built = get_megatron_optimizer(optimizer_config(run, **settings), chunks)
     return TinyGPT(chunks, built, config, dtype, micro_batch_size, seed)

@@ -30,7 +30,7 @@ from megatron_ext.mcore.experts import expert_weights, finish_parameter_gather
 from megatron_ext.mcore.in_place import check_in_place
 from megatron_ext.mcore.layer_report import Observer, PlanObserver
 from megatron_ext.mcore.layer_state import LayerState, SlotState
-from megatron_ext.mcore.limits import validate_for_balancing
+from megatron_ext.mcore.limits import require_valid
 from megatron_ext.mcore.lines import BalanceLines
 from megatron_ext.mcore.lookahead import LayerOrder, Lookahead, Prediction
 from megatron_ext.mcore.place import experts_device, layout_of
@@ -88,9 +88,7 @@ class EquippedMoELayer(MoELayer):
         **kwargs: Any,
     ) -> None:
         assert (placement is None) == (not balance.placement), "`balance_spec` reads the file"
-        if problems := validate_for_balancing(config, balance):
-            # No ConfigError: Megatron raises errors anew, of the same class with a longer text.
-            raise ValueError("; ".join(problems))
+        require_valid(config, balance)
         if pg_collection is None:
             pg_collection = get_default_pg_collection()
         super().__init__(
@@ -115,9 +113,9 @@ class EquippedMoELayer(MoELayer):
             lines.watch(self)
         ep_size = self.ep_group.size()
         self.layout = layout_of(config, balance, ep_size)
-        is_padded = bool(config.moe_pad_expert_input_to_capacity)
+        self._is_padded = bool(config.moe_pad_expert_input_to_capacity)
         # A token may be another expert's padding beside its own choices.
-        self._most_choices = config.num_moe_experts if is_padded else config.moe_router_topk
+        self._most_choices = config.num_moe_experts if self._is_padded else config.moe_router_topk
         self.transport = balance.transport
         """Name of the transport of replicas, settled where the setting is `auto`."""
         if self.layout.slots > 0:
@@ -204,6 +202,18 @@ class EquippedMoELayer(MoELayer):
                 device=example.device,
             )
         return self.state
+
+    def _check_padding(self) -> None:
+        """Check that experts are padded as they were when the layer was made.
+
+        Megatron's text generation changes that where it begins to decode.
+        """
+        if bool(self.config.moe_pad_expert_input_to_capacity) != self._is_padded:
+            raise ValueError(
+                f"layer {self.layer_number}: moe_pad_expert_input_to_capacity must stay "
+                f"{self._is_padded}, as it was when the layer was made: balanced layers cannot "
+                "decode with moe_pad_experts_for_cuda_graph_inference (leave it out)"
+            )
 
     def _check_in_place(self, device: torch.device) -> None:
         """Check, before the first use, that replicas can be copied from where the weights lie."""

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from megatron_ext.balance.load import gather_load
 from megatron_ext.balance.strategies.ideal import force_even
+from megatron_ext.config import BalanceConfig
 from megatron_ext.mcore.layer_report import LayerReport, Observer
+from megatron_ext.mcore.limits import require_valid
 from megatron_ext.mcore.planning_group import planning_group
 from megatron_ext.mcore.stages import NamedStages
 
@@ -19,10 +21,20 @@ class EvenMoELayer(NamedStages, MoELayer):
     """Megatron's MoE layer with even routing forced: the upper bound of what balancing can do.
 
     Not a way to train: tokens go to experts that the router did not choose.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        *args: What Megatron passes to its MoELayer.
+        balance: The settings, with a strategy that forces even routing.
+        **kwargs: What Megatron passes to its MoELayer.
+
+    Raises:
+        ValueError: A setting of `config` excludes it (`check` says it earlier).
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: Any, *args: Any, balance: BalanceConfig, **kwargs: Any) -> None:
+        require_valid(config, balance)
+        super().__init__(config, *args, **kwargs)
         self.observers: list[Observer] = []
 
     def route(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

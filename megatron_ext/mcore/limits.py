@@ -27,38 +27,40 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
     require_balance_config(balance)
     if _is_absent(balance):
         return []
+    with_strategy = f"balance.strategy={balance.strategy}"
+    if _forces_even(balance):
+        # Megatron's own layer but for the choices: no plans, no slots, no replicas.
+        return _expert_problems(config) + _broken(MUST_BE_TO_FORCE, config, with_strategy)
     problems = []
-    for check in (
-        partial(_check_strategy, balance),
-        partial(_check_transport, balance, config),
-        _check_gpu,
-    ):
+    for check in (partial(_check_strategy, balance), _check_gpu):
         try:
             check()
         except (ValueError, ModuleNotFoundError) as error:
             problems.append(str(error))
+    problems += _transport_problems(balance, config) + _expert_problems(config)
     ep_size = config.expert_model_parallel_size
-    num_experts = config.num_moe_experts
-    if not num_experts:
-        problems.append(f"num_moe_experts ({num_experts}) must be >= 1 to balance experts")
-    elif num_experts % ep_size:
-        problems.append(
-            f"num_moe_experts ({num_experts}) must be a multiple of "
-            f"expert_model_parallel_size ({ep_size})"
-        )
     if ep_size % (balance.domain_ranks or ep_size):
         problems.append(
             f"balance.nvlink_domain ({balance.nvlink_domain}) must divide "
             f"expert_model_parallel_size ({ep_size})"
         )
-    problems += _broken(MUST_BE, config, f"balance.strategy={balance.strategy}")
+    problems += _broken(MUST_BE, config, with_strategy)
     if balance.local_first:
-        problems += _broken(_MUST_BE_FOR_LOCAL_FIRST, config, "balance.local_first")
-    if _forces_even(balance):
-        problems += _broken(_MUST_BE_TO_FORCE, config, f"balance.strategy={balance.strategy}")
+        problems += _broken(MUST_BE_FOR_LOCAL_FIRST, config, "balance.local_first")
     if predicts(balance):
-        problems += _broken(_MUST_BE_TO_PREDICT, config, f"balance.strategy={balance.strategy}")
+        problems += _broken(MUST_BE_TO_PREDICT, config, with_strategy)
     return problems
+
+
+def require_valid(config: Any, balance: BalanceConfig) -> None:
+    """Check the settings of a layer that is about to be built.
+
+    Raises:
+        ValueError: Something excludes balancing. No ConfigError: Megatron raises errors anew, of
+            the same class with a longer text.
+    """
+    if problems := validate_for_balancing(config, balance):
+        raise ValueError("; ".join(problems))
 
 
 def require_balance_config(balance: Any) -> None:
@@ -89,9 +91,19 @@ def _forces_even(balance: BalanceConfig) -> bool:
     return strategy is not None and isinstance(strategy.kind, ForcesEven)
 
 
+def _expert_problems(config: Any) -> list[str]:
+    num_experts, ep_size = config.num_moe_experts, config.expert_model_parallel_size
+    if not num_experts:
+        return [f"num_moe_experts ({num_experts}) must be >= 1 to balance experts"]
+    if num_experts % ep_size:
+        return [
+            f"num_moe_experts ({num_experts}) must be a multiple of "
+            f"expert_model_parallel_size ({ep_size})"
+        ]
+    return []
+
+
 def _check_strategy(balance: BalanceConfig) -> None:
-    if _forces_even(balance):
-        return
     planner = get_planner(balance.strategy, for_time=balance.plans_for_time)
     if isinstance(planner, FromPlacement) and not balance.placement:
         raise ValueError(
@@ -100,21 +112,28 @@ def _check_strategy(balance: BalanceConfig) -> None:
         )
 
 
-def _check_transport(balance: BalanceConfig, config: Any) -> None:
+def _transport_problems(balance: BalanceConfig, config: Any) -> list[str]:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    transport = TRANSPORTS[resolve_transport(balance.transport, device_type=device_type)]
-    strategy = STRATEGIES.get(balance.strategy)
+    try:
+        transport = TRANSPORTS[resolve_transport(balance.transport, device_type=device_type)]
+    except ValueError as error:
+        return [str(error)]
     ep_size = config.expert_model_parallel_size
-    # One rank has no slots, whatever is asked for.
-    if transport.max_slots is None or strategy is None or ep_size == 1:
-        return
-    slots = strategy.num_slots(balance.slots, (config.num_moe_experts or 0) // ep_size)
-    if slots > transport.max_slots:
-        of = f" of balance.strategy={strategy.name}" if slots != balance.slots else ""
-        raise ValueError(
-            f"balance.slots ({slots}{of}) must be <= {transport.max_slots}: transport "
-            f"{transport.name} has flags for no more"
-        )
+    if ep_size == 1:  # One rank has no slots, whatever is asked for.
+        return []
+    problems = []
+    if not transport.adds_float16:
+        problems += _broken(MUST_BE_TO_ADD, config, f"transport {transport.name}")
+    strategy = STRATEGIES.get(balance.strategy)
+    if strategy is not None and transport.max_slots is not None:
+        slots = strategy.num_slots(balance.slots, (config.num_moe_experts or 0) // ep_size)
+        if slots > transport.max_slots:
+            of = f" of balance.strategy={strategy.name}" if slots != balance.slots else ""
+            problems.append(
+                f"balance.slots ({slots}{of}) must be <= {transport.max_slots}: transport "
+                f"{transport.name} has flags for no more"
+            )
+    return problems
 
 
 def _check_gpu() -> None:
@@ -175,6 +194,11 @@ MUST_BE = (
     ),
     _Rule("moe_paged_stash", (False,), "a step that it runs again would be planned twice"),
     _Rule(
+        "moe_pad_experts_for_cuda_graph_inference",
+        (False,),
+        "decoding would fill all experts up to a capacity that leaves out the slots",
+    ),
+    _Rule(
         "moe_flex_dispatcher_backend",
         ("deepep", "hybridep"),
         "NCCL EP is set up once, for the experts without slots",
@@ -217,9 +241,9 @@ MUST_BE = (
     ),
     _Rule("cuda_graph_impl", ("none",), "plans are read on the host", "set --cuda-graph-impl none"),
 )
-"""What every balanced layer needs."""
+"""What every layer needs that is balanced by plans."""
 
-_MUST_BE_FOR_LOCAL_FIRST = (
+MUST_BE_FOR_LOCAL_FIRST = (
     _Rule(
         "moe_token_dispatcher_type",
         ("alltoall",),
@@ -241,16 +265,32 @@ _MUST_BE_FOR_LOCAL_FIRST = (
 )
 """What `balance.local_first` needs besides."""
 
-_MUST_BE_TO_FORCE = (
+MUST_BE_TO_PREDICT = (
+    _Rule("moe_enable_routing_replay", (False,), "predictions would be recorded as choices"),
+    _Rule(
+        "mlp_chunks_for_training",
+        (1,),
+        "a chunk would be predicted from another chunk's tokens",
+    ),
+)
+"""What strategies need besides whose layers predict the next one's load."""
+
+MUST_BE_TO_ADD = (
+    _Rule("fp16", (False,), "only balance.transport=collective adds float16 gradients"),
+)
+"""What a transport needs that adds no gradients in float16."""
+
+MUST_BE_TO_FORCE = (
     _Rule(
         "moe_pad_expert_input_to_capacity",
         (False,),
         "experts would get more than their capacity",
     ),
+    _Rule(
+        "cuda_graph_impl",
+        ("none",),
+        "a graph that runs again counts no loads",
+        "set --cuda-graph-impl none",
+    ),
 )
-"""What a strategy needs besides that forces even routing."""
-
-_MUST_BE_TO_PREDICT = (
-    _Rule("moe_enable_routing_replay", (False,), "predictions would be recorded as choices"),
-)
-"""What strategies need besides whose layers predict the next one's load."""
+"""What a strategy needs that forces even routing, in place of `MUST_BE`."""

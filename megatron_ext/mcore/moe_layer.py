@@ -94,6 +94,7 @@ class BalancedMoELayer(NamedStages, EquippedMoELayer):
             routing_map: The router's choices: a map bool [N, E], or ids [N, K] of an integer dtype.
                 The dispatcher gets physical choices in the same form.
         """
+        self._check_padding()
         self._check_in_place(hidden_states.device)
         microbatch = self._begin()
         chosen = as_map(routing_map, self.layout.num_experts)

@@ -82,4 +82,7 @@ def ring_size(balance: BalanceConfig, config: Any, *, pp_rank: int, is_for_mtp: 
     is_repeated = getattr(config, "mtp_use_repeated_layer", False) and (
         is_for_mtp or config.is_hybrid_model
     )
-    return num_microbatches * (config.mtp_num_layers if is_repeated else 1)
+    num_tokens = (config.mtp_num_layers or 1) if is_repeated else 1
+    # Every part of the sequence is a forward of its own, and all come before the first backward.
+    num_parts = getattr(config, "mlp_chunks_for_training", 1)
+    return num_microbatches * num_tokens * num_parts

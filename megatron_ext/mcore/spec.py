@@ -61,7 +61,7 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
     _check_parts(spec)
     is_even = isinstance(kind, ForcesEven)
     layer_class: Any = EvenMoELayer if is_even else BalancedMoELayer
-    params = {} if is_even else _shared_by_layers(balance)
+    params = {"balance": balance} if is_even else _shared_by_layers(balance)
 
     def balanced(layer: Any) -> Any:
         if isinstance(layer, ModuleSpec):

@@ -180,6 +180,7 @@ def _add(targets: list[Tensor], message: Tensor, like: list[Tensor]) -> None:
 COLLECTIVE = TransportKind(
     name=CollectiveTransport.name,
     device_type=None,
+    adds_float16=True,
     obstacles=None,
     make=lambda ep_group, device, options: CollectiveTransport(ep_group),
 )

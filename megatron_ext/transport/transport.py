@@ -165,7 +165,7 @@ class Transport(Protocol):
                 *segment shape].
             sums: For each main m of this rank that has replicas, one tensor a segment, overwritten
                 with the sum of its replicas' gradients. Of the dtype of `slot_grads`, but float32
-                for gradients stored in bfloat16.
+                for gradients stored in bfloat16 or float16.
             label: Which layer this is for, to be named in errors.
         """
 
@@ -214,6 +214,8 @@ class TransportKind:
     """Type of device that the experts must be on; None if any."""
     max_slots: int | None = None
     """Most slots of a rank; None if any number."""
+    adds_float16: bool = False
+    """Whether it adds gradients that are stored in float16."""
     obstacles: Callable[[ProcessGroup, torch.device], list[str]] | None
     """Tries to reach each rank of an EP group from this rank; says why it does not, or nothing
     where it does. All ranks call. None if the transport reaches ranks wherever they are."""

@@ -127,6 +127,26 @@ def test_the_ring_follows_the_groups_of_microbatches() -> None:
     assert found != most_in_flight(**asked)
 
 
+def test_the_ring_holds_every_forward_of_a_microbatch() -> None:
+    config = SimpleNamespace(
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=None,
+        microbatch_group_size_per_vp_stage=2,
+        mtp_use_repeated_layer=True,
+        mtp_num_layers=None,
+        is_hybrid_model=True,
+    )
+
+    def found() -> int:
+        return ring_size(BalanceConfig(), config, pp_rank=0, is_for_mtp=False)
+
+    assert found() == 2, "nothing is predicted"
+    config.mtp_num_layers = 3
+    assert found() == 6
+    config.mlp_chunks_for_training = 4
+    assert found() == 24
+
+
 @pytest.mark.parametrize("form", ["ModuleSpec", "partial"])
 def test_a_spec_keeps_its_other_arguments(form: str) -> None:
     def spec_of(module: type, **keywords: Any) -> Any:

@@ -363,8 +363,9 @@ def _generate(rank: int) -> float:
     from megatron.core.inference.contexts import StaticInferenceContext
 
     logits = []
-    gpt = balanced_gpt(dict(ep=2), EXACT)
-    for model in (build_gpt(ep=2), gpt):
+    case = dict(ep=2, mlp_chunks_for_prefill=2)
+    gpt = balanced_gpt(case, EXACT)
+    for model in (build_gpt(**case), gpt):
         model.chunks[0].eval()
         context = StaticInferenceContext(model.micro_batch_size, SEQUENCE)
         tokens = model.tokens(0, 0)
@@ -392,6 +393,25 @@ def _generate(rank: int) -> float:
 @pytest.mark.option("forward_only")
 def test_prefill_and_decoding_equal_unbalanced_megatron() -> None:
     assert max(run_ranks(_generate, 2)) > 0, "no replica was made, so nothing was tested"
+
+
+def _decode_padded(rank: int) -> str:
+    from megatron.core.inference import utils
+
+    gpt = balanced_gpt(dict(ep=2), EXACT)
+    with mock.patch.object(utils, "moe_layer_cache", None, create=True):
+        utils.set_decode_expert_padding(gpt.chunks[0].module, True, capacity_factor=2.0)
+        with pytest.raises(ValueError, match=r"^layer 1: ") as error:
+            gpt.forward_backward(forward_only=True)
+        utils.set_decode_expert_padding(gpt.chunks[0].module, False)
+        gpt.forward_backward(forward_only=True)
+    return str(error.value)
+
+
+def test_padding_experts_for_decoding_is_refused_where_it_begins() -> None:
+    """Before 0.19 no setting of the model says that it will."""
+    for message in run_ranks(_decode_padded, 2):
+        assert "moe_pad_expert_input_to_capacity must stay False" in message
 
 
 def _names(rank: int) -> None:
@@ -530,6 +550,11 @@ PADDED = dict(
             PADDED,
             dict(strategy="ideal"),
             "moe_pad_expert_input_to_capacity (True) must be False with balance.strategy=ideal",
+        ),
+        (
+            dict(cuda_graph_impl="local"),
+            dict(strategy="ideal"),
+            "cuda_graph_impl ('local') must be 'none' with balance.strategy=ideal: a graph",
         ),
         (
             dict(

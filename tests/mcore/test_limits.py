@@ -25,10 +25,11 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 from megatron_ext.mcore import limits  # noqa: E402
 from megatron_ext.mcore.check import check  # noqa: E402
+from megatron_ext.mcore.even_layer import EvenMoELayer  # noqa: E402
 
 RULES = (
-    *(*limits.MUST_BE, *limits._MUST_BE_FOR_LOCAL_FIRST),
-    *(*limits._MUST_BE_TO_FORCE, *limits._MUST_BE_TO_PREDICT),
+    *(*limits.MUST_BE, *limits.MUST_BE_FOR_LOCAL_FIRST, *limits.MUST_BE_TO_PREDICT),
+    *(*limits.MUST_BE_TO_FORCE, *limits.MUST_BE_TO_ADD),
 )
 
 FINE = {
@@ -41,7 +42,7 @@ FINE = {
     *("moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_router_fusion"),
     *("moe_router_quantile_balancing_ema", "moe_router_force_load_balancing"),
     "moe_router_force_biased",
-    # Padded assignments are assignments: planned and computed like others.
+    # Megatron takes them with fp8 or fp4 only, which are refused.
     *("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
     # Shared experts are not replicated.
     *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
@@ -62,8 +63,10 @@ FINE = {
     # Nothing without the stash.
     "moe_paged_stash_page_size",
     *("moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu"),
-    # Of inference, or of what is read.
-    *("moe_pad_experts_for_cuda_graph_inference", "moe_per_layer_logging"),
+    # Parts of a prompt: forwards that no backward follows.
+    "mlp_chunks_for_prefill",
+    # Of what is read.
+    "moe_per_layer_logging",
     # Refused by Megatron itself, or not read by it.
     *("moe_token_dropping", "moe_extended_tp"),
 }
@@ -85,7 +88,8 @@ def moe_config(**settings: Any) -> TransformerConfig:
 def test_every_setting_of_moe_layers_is_judged() -> None:
     """Also those of a version of Megatron that nobody has looked at yet."""
     ruled = {rule.field for rule in RULES}
-    found = {each.name for each in fields(TransformerConfig) if each.name.startswith("moe_")}
+    names = {each.name for each in fields(TransformerConfig)}
+    found = {name for name in names if name.startswith(("moe_", "mlp_chunks_"))}
     assert found - ruled - FINE == set(), "refuse these in limits.py, or call them fine here"
     assert {rule.field for rule in limits.MUST_BE} & FINE == set()
 
@@ -119,6 +123,47 @@ def test_static_buffers_are_refused_with_the_way_out() -> None:
     assert factor.endswith("(leave out --moe-expert-rank-capacity-factor)")
     assert stash.startswith("moe_paged_stash (True) must be False with balance.strategy=quota: ")
     assert stash.endswith("(leave out --moe-paged-stash)")
+
+
+def test_what_pads_experts_for_decoding_is_refused() -> None:
+    """Only later versions of Megatron have the field here."""
+    config = moe_config()
+    config.moe_pad_experts_for_cuda_graph_inference = True
+    with pytest.raises(ConfigError, match=r"^moe_pad_experts_for_cuda_graph_inference \(True\)"):
+        check(config, BalanceConfig())
+
+
+def test_float16_gradients_need_a_transport_that_adds_them() -> None:
+    config = moe_config(fp16=True)
+    with pytest.raises(ConfigError) as error:
+        check(config, BalanceConfig())
+    (problem,) = error.value.problems
+    assert problem == (
+        "fp16 (True) must be False with transport shared_memory: only "
+        "balance.transport=collective adds float16 gradients (leave out --fp16)"
+    )
+    check(config, BalanceConfig(transport="collective"))
+
+
+def test_predictions_are_not_made_from_another_part_of_the_sequence() -> None:
+    config = moe_config()
+    config.mlp_chunks_for_training = 2
+    check(config, BalanceConfig())
+    with pytest.raises(ConfigError, match=r"^mlp_chunks_for_training \(2\) must be 1 with balance"):
+        check(config, BalanceConfig(strategy="libra"))
+
+
+def test_forced_even_routing_has_limits_of_its_own() -> None:
+    """And its layer looks at them by itself, before anything of Megatron's is built."""
+    ideal = BalanceConfig(strategy="ideal", slots=257, nvlink_domain=3)
+    config = moe_config(fp16=True)
+    config.moe_paged_stash = True
+    check(config, ideal)
+    config.moe_pad_expert_input_to_capacity = True
+    for refuse in (check, lambda config, balance: EvenMoELayer(config, balance=balance)):
+        with pytest.raises(ValueError, match=r"^moe_pad_expert_input_to_capacity") as error:
+            refuse(config, ideal)
+        assert "with balance.strategy=ideal: experts would get more" in str(error.value)
 
 
 def test_layers_of_inference_are_refused() -> None:

@@ -18,14 +18,21 @@ from torch import nn
 from megatron_ext.config import BalanceConfig
 from tests import gpt as gpt_module
 from tests.gpt import SEQUENCE, TransformerConfig, build_gpt  # first: it enables the CPU platform
-from tests.mcore.parity import balanced_gpt, balanced_layers, gradient_difference
+from tests.mcore.parity import (
+    balanced_gpt,
+    balanced_layers,
+    balancing_models,
+    gradient_difference,
+)
 from tests.mcore.test_parity import GRADIENT_TOLERANCE
 from tests.mcore.test_recompute import assert_equal
 from tests.ranks import run_ranks
 
 EXACT = BalanceConfig(tolerance=0.0)
 
-HAS_REPEATED = "mtp_use_repeated_layer" in {f.name for f in dataclasses.fields(TransformerConfig)}
+_FIELDS = {f.name for f in dataclasses.fields(TransformerConfig)}
+HAS_REPEATED = "mtp_use_repeated_layer" in _FIELDS
+HAS_PARTS = "mlp_chunks_for_training" in _FIELDS
 
 CASES: dict[int, list[dict[str, Any]]] = {
     2: [
@@ -36,6 +43,12 @@ CASES: dict[int, list[dict[str, Any]]] = {
             dict(mtp_num_layers=2, num_layers=1, mtp_use_repeated_layer=True, recompute=recompute)
             for recompute in ("none", "full")
             if HAS_REPEATED
+        ],
+        # Parts of 6, 6 and 4 tokens.
+        *[
+            dict(mlp_chunks_for_training=3, mtp_num_layers=1, recompute=recompute)
+            for recompute in ("none", "full")
+            if HAS_PARTS
         ],
     ],
     4: [
@@ -78,6 +91,7 @@ def _differences(
 
 
 @pytest.mark.option("mtp_repeated" if HAS_REPEATED else "mtp")
+@pytest.mark.option("mlp_chunks" if HAS_PARTS else "mtp")
 @pytest.mark.option("mtp")
 @pytest.mark.option("dense_layers")
 @pytest.mark.option("latent")
@@ -235,6 +249,39 @@ def _hybrid(rank: int) -> int:
     assert [layer.layout.num_experts for layer in balanced] == [4, 8]
     assert len({id(layer.slot_buffers) for layer in balanced}) == 2
     return sum(int((report.slots >= 0).sum()) for report in reports)
+
+
+def _built(rank: int) -> list[int]:
+    """Layer numbers of the layers that were attended to while models were built."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.mamba.mamba_model import MambaModel
+
+    from megatron_ext.mcore.moe_layer import BalancedMoELayer
+
+    config = build_gpt(ep=2, num_layers=4).config
+    spec, _ = _hybrid_spec()
+    sizes = dict(vocab_size=gpt_module.VOCAB, max_sequence_length=SEQUENCE)
+    attended: list[Any] = []
+    with balancing_models(EXACT, attended.append):
+        model = MambaModel(
+            config=config,
+            mamba_stack_spec=spec,
+            hybrid_override_pattern="ME*E",
+            post_process=False,
+            **sizes,
+        )
+        dense = TransformerConfig(
+            num_layers=1, hidden_size=16, num_attention_heads=2, use_cpu_initialization=True
+        )
+        gpt_module.GPTModel(dense, get_gpt_layer_local_spec(), **sizes)
+    found = [layer for layer in model.modules() if isinstance(layer, BalancedMoELayer)]
+    assert attended == found
+    return [layer.layer_number for layer in found]
+
+
+def test_hybrid_models_are_balanced_and_dense_ones_left_alone() -> None:
+    """A class of models may be made of another: since 0.18 MambaModel is a HybridModel."""
+    assert run_ranks(_built, 2) == [[2, 4]] * 2
 
 
 @pytest.mark.option("hybrid")

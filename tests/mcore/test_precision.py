@@ -1,4 +1,4 @@
-"""bfloat16: a balanced layer is as near to the float32 result as Megatron's own layer.
+"""bfloat16 and float16: a balanced layer is as near to the float32 result as Megatron's own layer.
 
 Layer 2 (2 gloo ranks). One MoE layer on inputs that bfloat16 can hold. The router computes in
 float32, so all make the same choices, and what differs is rounding. A replicated expert's gradient
@@ -20,6 +20,7 @@ from tests.gpt import TinyGPT, build_gpt
 from tests.mcore.parity import balanced_gpt
 from tests.ranks import run_ranks
 
+EXACT = BalanceConfig(tolerance=0.0)
 SIZES = dict(ep=2, num_layers=1, hidden=64, ffn=128, experts=4, topk=2)
 NUM_TOKENS = 512
 NUM_MICROBATCHES = 16
@@ -55,9 +56,13 @@ def _results(rank: int, gpt: TinyGPT) -> Results:
     return {name: value.double() for name, value in results.items()}
 
 
-def errors_added(case: dict[str, Any]) -> dict[str, float]:
+def errors_added(
+    case: dict[str, Any],
+    dtype: torch.dtype = torch.bfloat16,
+    balance: BalanceConfig = EXACT,
+) -> dict[str, float]:
     """The balanced layer's errors, divided by those of Megatron's own."""
-    ranks = run_ranks(_square_errors, 2, case)
+    ranks = run_ranks(_square_errors, 2, case, dtype, balance)
     plain, balanced = (
         {name: sum(rank[which][name] for rank in ranks) ** 0.5 for name in ranks[0][which]}
         for which in (0, 1)
@@ -66,12 +71,14 @@ def errors_added(case: dict[str, Any]) -> dict[str, float]:
     return {name: balanced[name] / plain[name] for name in plain}
 
 
-def _square_errors(rank: int, case: dict[str, Any]) -> tuple[dict[str, float], ...]:
+def _square_errors(
+    rank: int, case: dict[str, Any], dtype: torch.dtype, balance: BalanceConfig
+) -> tuple[dict[str, float], ...]:
     """The squares of both layers' errors on this rank, Megatron's first."""
     expected = _results(rank, build_gpt(**SIZES, **case))
-    settings = SIZES | case | dict(dtype=torch.bfloat16)
+    settings = SIZES | case | dict(dtype=dtype)
     plain = _results(rank, build_gpt(**settings))
-    gpt = balanced_gpt(settings, BalanceConfig(tolerance=0.0))
+    gpt = balanced_gpt(settings, balance)
     balanced = _results(rank, gpt)
     layer = gpt.chunks[0].module.decoder.layers[0].mlp
     assert layer.num_replicas >= NUM_MICROBATCHES
@@ -104,3 +111,11 @@ def test_balancing_does_not_add_to_the_error(experts: str, main_grads: str, limi
     )
     ratios = errors_added(case)
     assert max(ratios.values()) <= limit, ratios
+
+
+@pytest.mark.option("fp16")
+def test_float16_gradients_add_no_error_where_they_are_added() -> None:
+    case = dict(gradient_accumulation_fusion=False, ddp=dict(grad_reduce_in_fp32=False))
+    balance = BalanceConfig(tolerance=0.0, transport="collective")
+    ratios = errors_added(case, torch.float16, balance)
+    assert max(ratios.values()) <= 1.1, ratios
