@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -113,6 +115,25 @@ def test_an_images_packages_are_those_that_are_tested(python: str) -> None:
     # The CUDA part is built with the base's compiler, for the CUDA of that torch.
     (cuda,) = re.findall(r"/cuda:(\d+\.\d+)\.", (ROOT / "launch" / "Containerfile").read_text())
     assert torch.version.cuda in (None, cuda)
+
+
+def test_an_images_python_can_have_what_is_tested() -> None:
+    """The bases have older patches of Python than a developer may have: Debian 12, Ubuntu 24.04."""
+    bases = {"3.11": "3.11.2", "3.12": "3.12.3"}
+    base = bases[".".join(platform.python_version_tuple()[:2])]
+    lines = (ROOT / "launch" / "constraints.txt").read_text().splitlines()
+    pinned = {Requirement(line).name for line in lines if line and not line.startswith("#")}
+    needed = {
+        found.name: found.metadata["Requires-Python"]
+        for found in importlib.metadata.distributions()
+        if found.name in pinned and found.metadata["Requires-Python"]
+    }
+    assert len(needed) > 50
+    assert {
+        name: versions
+        for name, versions in needed.items()
+        if not SpecifierSet(versions).contains(base)
+    } == {}
 
 
 def test_the_example_for_kubernetes_sets_what_the_script_reads() -> None:
