@@ -1,11 +1,14 @@
 # shellcheck shell=bash
-# The environment of ranks, a reason for each variable; launch/train.sh reads it. What is set stays.
+# The environment of ranks on GPUs, a reason for each variable; launch/train.sh reads it. What is set
+# stays. That of ranks on CPUs is in megatron_ext/trainer/ranks/cpu_environment.py.
 
-# Threads of a rank on the CPU. PyTorch would take all cores of the machine, in every rank.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1) || true
+if [[ -n $capability ]]; then
+    # Threads of a rank on the CPU. PyTorch would take all cores of the machine, in every rank.
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+fi
 
 # Queues from the host to a GPU, by its family.
-capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1) || true
 case ${capability%%.*} in
 "") ;; # There is no GPU.
 [1-9]) # Up to Hopper, only one queue keeps the order of launches, by which Megatron overlaps communication.

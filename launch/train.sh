@@ -15,12 +15,23 @@ venv=${VENV:-$launch/../.venv}
 if ((${SLURM_STEP_NUM_TASKS:-1} > ${SLURM_STEP_NUM_NODES:-1})); then
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_STEP_NUM_TASKS
     export LOCAL_WORLD_SIZE=$((SLURM_STEP_NUM_TASKS / SLURM_STEP_NUM_NODES))
+    # Who starts ranks of a CPU gives them their environment; elsewhere that is a Python program.
+    [[ -n $capability ]] || eval "$(python -m megatron_ext.trainer.ranks.cpu_environment)"
     exec python -m megatron_ext.train "$@"
 fi
 if [[ ${NNODES:-1} == 1 ]]; then
     exec python -m megatron_ext train "$@" ${RANKS_PER_NODE:+--ranks "$RANKS_PER_NODE"}
 fi
 
+for word in "$@"; do
+    case $word in
+    --print | --dry-run) exec python -m megatron_ext train "$@" ;; # Nothing is started.
+    -m | --multirun)
+        echo "error: $word makes runs of one machine each, and NNODES ($NNODES) one of several" >&2
+        exit 2
+        ;;
+    esac
+done
 : "${MASTER_ADDR:?an address of one of the machines}" "${RDZV_SECRET:?a secret that all machines know}"
 restarts=${MAX_RESTARTS:-$(python -m megatron_ext train "$@" --print | sed -n 's/^restarts: //p')}
 export RDZV_SECRET

@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,7 +30,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_ext.arguments import did_you_mean
+from megatron_ext.arguments import WRONG_USAGE, did_you_mean
 from megatron_ext.balance.solve import idle_slots
 from megatron_ext.balance.strategies import get_strategy, settings
 from megatron_ext.config import MOVED, ConfigError, Section, TrainConfig
@@ -39,6 +40,7 @@ from megatron_ext.ops import load_library
 from megatron_ext.trainer.logs.rank_logs import keep_output
 from megatron_ext.trainer.logs.run_log import hold_run_dir
 from megatron_ext.trainer.ranks.launch import join_ranks, launch_ranks, quiet_megatron
+from megatron_ext.trainer.ranks.shared_folder import check_shared
 from megatron_ext.trainer.ranks.watchdog import watch_over
 from megatron_ext.trainer.validate import expert_shards, validate
 
@@ -72,11 +74,13 @@ def said_in_lines() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        if int(os.environ.get("RANK", 0)) != 0:
-            # torchrun ends all ranks when one fails: only the one that speaks may.
+        if int(os.environ.get("LOCAL_RANK", 0)) != 0:
+            # torchrun ends a machine's ranks when one fails: only the one that speaks may.
             raise SystemExit(0) from None
-        sys.stderr.write("".join(f"error: {problem}\n" for problem in error.problems))
-        raise SystemExit(2) from None
+        # A setting may be wrong on one machine only, as a path that is not mounted there.
+        where = f"{socket.gethostname()}: " if int(os.environ.get("RANK", 0)) != 0 else ""
+        sys.stderr.write("".join(f"error: {where}{problem}\n" for problem in error.problems))
+        raise SystemExit(WRONG_USAGE) from None
 
 
 def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
@@ -461,6 +465,7 @@ def run_rank(config: TrainConfig) -> None:
     quiet_megatron()
     keep_output(Path(config.run_dir))
     with watch_over(config), join_ranks(config.group_timeout):
+        check_shared(config)
         from megatron_ext.trainer.loop import Training
 
         Training(config).run()

@@ -19,7 +19,6 @@ import torch
 from tests.gpu.first_run import __main__ as first_run
 from tests.gpu.first_run import failing_rank, litmus, parity, recipe
 from tests.gpu.first_run.environment import (
-    LAUNCHER,
     QUEUES,
     ROOT,
     launcher_environment,
@@ -111,7 +110,8 @@ def test_parts_run_as_the_launcher_runs_trainings(
     (tmp_path / "nvidia-smi").chmod(0o755)
     set_by_launcher = launcher_environment(f"{tmp_path}:{os.environ['PATH']}")
     assert set_by_launcher == {"CUDA_DEVICE_MAX_CONNECTIONS": connections, "OMP_NUM_THREADS": "4"}
-    assert LAUNCHER["OMP_NUM_THREADS"] == "4"
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 1\n")
+    assert launcher_environment(f"{tmp_path}:{os.environ['PATH']}") == {}
     tried = [queues(count)["CUDA_DEVICE_MAX_CONNECTIONS"] for count in QUEUES]
     assert tried == ["1", "8", "32"]
     one, eight = ({part.name for part in parts(gpus) if part.gpus <= gpus} for gpus in (1, 8))

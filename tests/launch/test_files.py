@@ -148,6 +148,7 @@ def test_the_example_for_kubernetes_sets_what_the_script_reads() -> None:
     name = job["metadata"]["name"]
     assert environment["MASTER_ADDR"] == f"{name}-0.{service['metadata']['name']}"
     assert service["spec"]["selector"] == {"job-name": name}
+    assert service["spec"]["publishNotReadyAddresses"]
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +238,7 @@ def test_a_job_in_a_container_gives_pyxis_its_flags(
     assert done.returncode == 0, done.stderr
     *flags, words = (tmp_path / "given").read_text().partition("bash\n")[::2]
     assert flags == [
-        "--container-image=an image\n"
+        "--export=ALL\n--wait=300\n--container-image=an image\n"
         f"--container-workdir={tmp_path}\n"
         f"--container-mounts={tmp_path}:{tmp_path},/data:/data\n"
     ]

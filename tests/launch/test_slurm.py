@@ -68,7 +68,7 @@ def test_a_job_survives_its_limit_and_a_lost_node(
         cluster.ask("scancel", "--batch", "--signal=USR1", "1")
         follower.wait_for(lambda: attempt(cluster, 1), "second attempt")
         follower.wait_for_output("stopped by SIGUSR1 after step")
-        follower.wait_for_output("job 1 queues itself again: it had notice")
+        follower.wait_for_output("job 1 asks to be queued again: it had notice")
         saved = steps()
         follower.wait_for(lambda: steps() > saved + 10, "steps after the notice")
         cluster.kill_node(NODES[1])

@@ -30,6 +30,8 @@ import torch.distributed as dist
 from megatron_ext.arguments import WRONG_USAGE
 from megatron_ext.config import ConfigError
 from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.trainer.ranks.addresses import interface_towards
+from megatron_ext.trainer.ranks.cpu_environment import CPU_ENVIRONMENT, set_cpu_environment
 from megatron_ext.trainer.ranks.processes import TORCHRUN, call_with, die_with_launcher
 from megatron_ext.trainer.ranks.signals import (
     ENDED_AT_ONCE,
@@ -41,16 +43,6 @@ from megatron_ext.trainer.ranks.signals import (
 )
 
 logger = logging.getLogger(__name__)
-
-CPU_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    # Activations come and go every step. What was freed stays with the process, as it does with a
-    # GPU's allocator, and in huge pages: else page faults cost the busiest rank a third of a step.
-    "THP_MEM_ALLOC_ENABLE": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
-}
-"""Environment of ranks on a CPU, where it is not set already; only glibc reads the last two."""
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Environment of ranks of one machine, where it is not set already: where libraries listen."""
@@ -103,8 +95,7 @@ def launch_ranks(
             has printed why), and with 128 + the signal's number if a signal ended the ranks.
     """
     if not torch.cuda.is_available():
-        for name, value in CPU_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        set_cpu_environment()
     # Else torch's profiler says on every rank's stderr that it begins and ends.
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     call = partial(function, *args)
@@ -272,8 +263,9 @@ def join_ranks(timeout: timedelta | None = None) -> Iterator[None]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         enable_cpu_platform()
-        # The ranks of a machine share its cores.
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+        # The ranks of a machine share its cores. torchrun may not have said how.
+        threads = os.environ.get("OMP_NUM_THREADS", CPU_ENVIRONMENT["OMP_NUM_THREADS"])
+        torch.set_num_threads(int(threads))
     _init_process_group(timeout)
     if dist.get_rank() != 0:
         logging.getLogger("megatron_ext").setLevel(logging.WARNING)
@@ -301,6 +293,7 @@ def join_ranks(timeout: timedelta | None = None) -> Iterator[None]:
 def _init_process_group(timeout: timedelta | None) -> None:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if _store is None:  # As the environment says: another program started this rank.
+        _choose_interface()
         dist.init_process_group(backend, timeout=timeout)
         return
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -311,6 +304,20 @@ def _init_process_group(timeout: timedelta | None) -> None:
         rank=rank,
         world_size=num_ranks,
     )
+
+
+def _choose_interface() -> None:
+    """Have gloo reach other machines by the interface that leads to the first, if none is set.
+
+    Else it takes an address of this machine's own name, which on many is one of loopback.
+    """
+    master, ranks_here = os.environ.get("MASTER_ADDR"), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if not master or ranks_here == int(os.environ["WORLD_SIZE"]):
+        return
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (
+        interface := interface_towards(master, int(os.environ["MASTER_PORT"]))
+    ):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def quiet_megatron() -> None:

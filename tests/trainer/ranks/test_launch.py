@@ -17,7 +17,8 @@ import torch
 from megatron_ext.config import TrainConfig
 from megatron_ext.trainer.logs.rank_logs import rank_log
 from megatron_ext.trainer.ranks import launch
-from megatron_ext.trainer.ranks.launch import CPU_ENVIRONMENT, NO_RESTART, join_ranks, launch_ranks
+from megatron_ext.trainer.ranks.cpu_environment import CPU_ENVIRONMENT
+from megatron_ext.trainer.ranks.launch import NO_RESTART, join_ranks, launch_ranks
 from megatron_ext.trainer.train import load_config
 from tests.processes import running
 from tests.ranks import run_ranks

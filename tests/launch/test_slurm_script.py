@@ -1,0 +1,116 @@
+"""`launch/slurm.sbatch` and `launch/train.sh` among stand-ins for what they call. Layer 1."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.trainer.ranks.cpu_environment import CPU_ENVIRONMENT
+
+ROOT = Path(__file__).parents[2]
+USUAL = {
+    "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >requeue; fi',
+    "hostname": "echo 127.0.0.2 10.0.1.1",
+    "srun": 'printf "%s\\n" "$MASTER_ADDR" "$@" >given',
+    "nvidia-smi": "exit 1",
+}
+"""What the programs of a Slurm do; `srun` writes down what it is given.
+
+All addresses are this machine's, where a port that nobody has refuses at once.
+"""
+
+
+def run_script(
+    folder: Path, name: str, *words: str, programs: dict[str, str], **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script of `launch/` where programs do this. An environment of its own."""
+    for program, body in programs.items():
+        (folder / program).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / program).chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", str(ROOT / "launch" / name), *words],
+        cwd=folder,
+        env={"PATH": path, "VENV": str(folder / "none"), **environment},
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
+
+
+def job(folder: Path, *, settings: dict[str, str] | None = None, **programs: str) -> str:
+    """Run the job's script; return what it says."""
+    slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
+    slurm |= {"SLURM_SUBMIT_DIR": str(ROOT), **(settings or {})}
+    return run_script(folder, "slurm.sbatch", programs=USUAL | programs, **slurm).stdout
+
+
+@pytest.mark.parametrize(
+    ("nodes", "found", "given", "expected"),
+    [
+        ("localhost", "10.0.0.1", "", "localhost"),
+        ("localhost", "127.0.1.1", "", "127.0.0.2"),
+        ("localhost", "::1", "", "127.0.0.2"),
+        ("127.0.0.1", "127.0.0.1", "", "127.0.0.1"),
+        ("localhost", "127.0.1.1", "127.0.0.3", "127.0.0.3"),
+    ],
+)
+def test_machines_do_not_meet_at_a_name_that_is_loopback(
+    nodes: str, found: str, given: str, expected: str, tmp_path: Path
+) -> None:
+    """Debian's /etc/hosts has 127.0.1.1 for a machine's own name."""
+    programs = {"scontrol": f"echo {nodes}", "getent": f"echo {found} STREAM {nodes}"}
+    job(tmp_path, settings={"MASTER_ADDR": given}, **programs)
+    address, *flags = (tmp_path / "given").read_text().splitlines()
+    assert address == expected
+    # At a site where jobs get no environment; and nobody holds machines for one that failed.
+    assert flags[:2] == ["--export=ALL", "--wait=300"]
+
+
+ENDS_AFTER_ITS_NOTICE = """
+case "$*" in *train.sh*) trap '' USR1; kill -USR1 "$PPID"; exit {status} ;; esac
+"""
+
+
+@pytest.mark.parametrize(("status", "again"), [(138, True), (1, False), (0, False)])
+def test_a_job_that_failed_after_its_notice_does_not_begin_again(
+    status: int, again: bool, tmp_path: Path
+) -> None:
+    said = job(tmp_path, srun=ENDS_AFTER_ITS_NOTICE.format(status=status))
+    assert (tmp_path / "requeue").exists() == again
+    assert said == ("job 7 asks to be queued again: it had notice of its time limit\n" * again)
+
+
+def test_a_rank_that_slurm_starts_finds_the_environment_of_a_cpu(tmp_path: Path) -> None:
+    tasks = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+    tasks |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "PYTHONPATH": str(ROOT)}
+    python = f'[ "$2" = megatron_ext.train ] && exec env || exec {sys.executable} "$@"'
+    programs = {"nvidia-smi": "exit 1", "python": python}
+    done = run_script(
+        tmp_path, "train.sh", programs=programs, MALLOC_TRIM_THRESHOLD_="131072", **tasks
+    )
+    environment = dict(line.split("=", 1) for line in done.stdout.splitlines())
+    expected = {"RANK": "1", **CPU_ENVIRONMENT, "MALLOC_TRIM_THRESHOLD_": "131072"}
+    assert expected.items() <= environment.items(), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("word", "status", "said"),
+    [
+        ("--dry-run", 0, "-m megatron_ext train --dry-run\n"),
+        ("--print", 0, "-m megatron_ext train --print\n"),
+        ("--multirun", 2, "error: --multirun makes runs of one machine each"),
+        ("-m", 2, "error: -m makes runs of one machine each"),
+    ],
+)
+def test_words_that_start_no_ranks_on_several_machines(
+    word: str, status: int, said: str, tmp_path: Path
+) -> None:
+    programs = {"nvidia-smi": "exit 1", "python": 'echo "$@"'}
+    done = run_script(tmp_path, "train.sh", word, programs=programs, NNODES="2")
+    assert done.returncode == status
+    assert (done.stdout + done.stderr).startswith(said)
