@@ -14,6 +14,9 @@ from megatron_ext.arguments import did_you_mean
 _POLL_S = 2.0
 """Between two looks at a job: often enough for people, seldom enough for a controller."""
 
+_FORGOTTEN = "Invalid job id"
+"""What Slurm says of a job that ended longer ago than its `MinJobAge`."""
+
 
 def is_here() -> bool:
     """Return whether this machine has Slurm's commands."""
@@ -27,7 +30,7 @@ def check_partitions(names: str) -> None:
         ValueError: It has not.
         RuntimeError: Slurm does not answer.
     """
-    known = sorted(set(_ask("sinfo", "--noheader", "--format=%R").split()))
+    known = sorted(set(_ask("sinfo", "--all", "--noheader", "--format=%R").split()))
     for name in names.split(","):
         if name not in known:
             near = did_you_mean(name, known)
@@ -46,25 +49,50 @@ def queue(script: str) -> str:
 def follow(job: str, logs: Mapping[str, Path]) -> bool:
     """Print what a job writes until it has ended, however often it starts again.
 
+    Where Slurm does not answer, the job goes on: this is said once, and Slurm asked again.
+
     Args:
         job: Its number.
         logs: Its log files, each with what stands before its lines.
 
     Returns:
-        Whether all of it was completed.
+        Whether Slurm says that all of it was completed.
     """
     read = dict.fromkeys(logs, 0)
-    is_active = True
-    while is_active:
-        is_active = bool(_ask("squeue", "--noheader", f"--jobs={job}", gone="Invalid job id"))
+    ends: set[str] | None = None
+    was_answered = True
+    while ends is None:
+        try:
+            ends = _ends(job)
+            was_answered = True
+        except RuntimeError as error:
+            if was_answered:
+                sys.stdout.write(f"{error}; job {job} goes on, and Slurm is asked again\n")
+            was_answered = False
         for label, file in logs.items():
             read[label] += _print_new(file, read[label], label)
-        if is_active:
+        sys.stdout.flush()
+        if ends is None:
             time.sleep(_POLL_S)
-    states = _ask("scontrol", "show", "job", job, "--oneliner").split("JobState=")[1:]
-    ends = [state.split()[0] for state in states]
-    sys.stdout.write(f"job {job}: {', '.join(sorted(set(ends)))}\n")
-    return set(ends) == {"COMPLETED"}
+    unknown = "its end is not known, for Slurm has forgotten the job: see its log"
+    sys.stdout.write(f"job {job}: {', '.join(sorted(ends)) or unknown}\n")
+    return ends == {"COMPLETED"}
+
+
+def _ends(job: str) -> set[str] | None:
+    """Return how a job's tasks ended; None before they have; nothing where nobody knows any more.
+
+    Raises:
+        RuntimeError: Slurm does not answer.
+    """
+    if _ask("squeue", "--noheader", f"--jobs={job}", gone=_FORGOTTEN):
+        return None
+    shown = _ask("scontrol", "show", "job", job, "--oneliner", gone=_FORGOTTEN)
+    states = [state.split()[0] for state in shown.split("JobState=")[1:]]
+    if not states and shutil.which("sacct"):
+        known = _ask("sacct", "-X", "-n", "-P", "-o", "State", f"-j{job}", gone="is disabled")
+        states = [line.split()[0] for line in known.splitlines()]
+    return set(states)
 
 
 def _print_new(file: Path, start: int, label: str) -> int:
@@ -76,7 +104,6 @@ def _print_new(file: Path, start: int, label: str) -> int:
         lines = log.read().rpartition(b"\n")[0]
     for line in lines.decode(errors="replace").splitlines():
         sys.stdout.write(f"{label}{line}\n")
-    sys.stdout.flush()
     return len(lines) + 1 if lines else 0
 
 
