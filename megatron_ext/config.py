@@ -769,7 +769,15 @@ class HardwareConfig(Section):
     @property
     def domain_ranks(self) -> int | None:
         """Ranks of an NVLink domain; None if nothing is said of the machine."""
-        constant = self.constants.get("domain_ranks")
+        return self._number("domain_ranks")
+
+    @property
+    def server_ranks(self) -> int | None:
+        """Ranks of a server, of which a domain may have several; None if nothing is said of it."""
+        return self._number("server_ranks")
+
+    def _number(self, name: str) -> int | None:
+        constant = self.constants.get(name)
         value = constant.get("value") if isinstance(constant, Mapping) else None
         return value if isinstance(value, int) else None
 

@@ -6,18 +6,33 @@ The job is `launch/slurm.sbatch` with other `#SBATCH` lines, and the words of th
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.arguments import WRONG_USAGE, OneLineParser, error_line, positive
 from megatron_ext.cli.output import DONE, FAILED, INTERRUPTED
 
+if TYPE_CHECKING:
+    from megatron_ext.config import TrainConfig
+
 _PROGRAM = "megatron-ext submit"
 _SUMMARY = "train as a job of Slurm, and follow its log"
 _MARK = "#SBATCH --"
+
+_OPPOSITES = {
+    "gres": "gpus-per-node",
+    "gpus": "gpus-per-node",
+    "oversubscribe": "exclusive",
+    "mem-per-cpu": "mem",
+    "mem-per-gpu": "mem",
+    "requeue": "no-requeue",
+    "no-requeue": "requeue",
+}
+"""Options of sbatch, and what a job of ours may have that contradicts them."""
 
 
 def add(commands: Any) -> None:
@@ -32,10 +47,13 @@ def run(words: list[str]) -> int:
 
     options = _parser().parse_intermixed_args(words)
     try:
-        variants, restarts = _trainings(options)
+        variants, config = _trainings(options)
         if slurm.is_here() and options.partition:
             slurm.check_partitions(options.partition)
-        script = render(options, variants, restarts)
+        script = render(options, variants, config)
+        if not config.checkpoint.every:
+            ends = "the job does not queue again, having no checkpoint to go on from"
+            sys.stderr.write(f"{_PROGRAM}: checkpoint.every is 0: {ends}\n")
         if options.dry_run:
             sys.stdout.write(script)
             return DONE
@@ -81,7 +99,12 @@ def _parser() -> OneLineParser:
     add("--config-dir", "-cd", metavar="DIR", help="folder of recipes, as for `train`")
     add("--config-name", "-cn", metavar="NAME", help="the recipe to start from")
     add("--nodes", type=positive, default=1, metavar="N", help="machines (%(default)s)")
-    add("--gpus-per-node", type=positive, metavar="N", help="GPUs of each (8)")
+    add(
+        "--gpus-per-node",
+        type=_gpus,
+        metavar="[TYPE:]N",
+        help="GPUs of each (those of a server of the recipe's hardware, or 8)",
+    )
     add("--cpu-ranks", type=positive, metavar="N", help="ranks of each without GPUs, instead")
     add("--task-per-rank", action="store_true", help="a task a rank, instead of one a machine")
     add("--partition", metavar="NAME", help="where the job runs, if not in the default partition")
@@ -95,6 +118,7 @@ def _parser() -> OneLineParser:
         help="options of the group `balance`, e.g. none,quota,ideal: a job of an array each",
     )
     add("--container", metavar="IMAGE", help="an image of launch/Containerfile; needs pyxis")
+    add("--container-mounts", metavar="FROM:TO,...", help="what it sees beside this folder")
     add(
         "--logs",
         type=Path,
@@ -105,9 +129,11 @@ def _parser() -> OneLineParser:
     add(
         "--sbatch",
         action="append",
+        type=_sbatch_option,
         default=[],
-        metavar="OPTION",
-        help="any other option of sbatch, as in --sbatch=--qos=high; may be repeated",
+        metavar="--NAME[=VALUE]",
+        help="any option of sbatch, as in --sbatch=--qos=high, instead of what the job would say "
+        "of the same (--gres of --gpus-per-node, --oversubscribe of --exclusive); may be repeated",
     )
     add("--dry-run", action="store_true", help="show the script and stop; needs no Slurm")
     add("--detach", action="store_true", help="do not follow the log")
@@ -115,13 +141,27 @@ def _parser() -> OneLineParser:
     return parser
 
 
-def _trainings(options: argparse.Namespace) -> tuple[list[list[str]], int]:
-    """Return the words of `train` for each job of an array, and how often ranks start again.
+def _gpus(text: str) -> str:
+    """Read a number of GPUs, with their type before it or without, for argparse."""
+    positive(text.rpartition(":")[2])
+    return text
+
+
+def _sbatch_option(text: str) -> tuple[str, str]:
+    """Read an option of sbatch as its name and its value, for argparse."""
+    if not (option := re.fullmatch(r"--([\w-]+)(?:=(.*))?", text)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be an option's long form, as --qos=high")
+    return option[1], option[2] or ""
+
+
+def _trainings(options: argparse.Namespace) -> tuple[list[list[str]], TrainConfig]:
+    """Return the words of `train` for each job of an array, and the settings of the first.
 
     Runs that would share a directory get one each, inside it. All settings are checked.
 
     Raises:
         ConfigError: They are wrong.
+        ValueError: The options do not go with them.
     """
     from megatron_ext.trainer.ranks.launch import quiet_megatron
     from megatron_ext.trainer.train import check, load_config
@@ -138,40 +178,51 @@ def _trainings(options: argparse.Namespace) -> tuple[list[list[str]], int]:
         ]
     configs = [load_config(job, *recipe) for job in jobs]
     for config in configs:
-        check(config, num_ranks=options.nodes * _ranks_per_node(options))
+        check(config, num_ranks=options.nodes * _ranks_per_node(options, config))
+    if options.notice and not configs[0].checkpoint.every:
+        raise ValueError(f"--notice ({options.notice}) needs checkpoint.every > 0, to save then")
+    if options.container_mounts and not options.container:
+        raise ValueError(f"--container-mounts ({options.container_mounts}) needs --container")
     words = []
     if options.config_dir:
         words += ["--config-dir", str(Path(options.config_dir).absolute())]
     if options.config_name:
         words += ["--config-name", options.config_name]
-    return [[*words, *job] for job in jobs], configs[0].restarts
+    return [[*words, *job] for job in jobs], configs[0]
 
 
-def _ranks_per_node(options: argparse.Namespace) -> int:
-    return int(options.cpu_ranks or options.gpus_per_node or _template()[0]["gpus-per-node"])
+def _gpus_per_node(options: argparse.Namespace, config: TrainConfig) -> str:
+    of_server = config.hardware.server_ranks or _template()[0]["gpus-per-node"]
+    return str(options.gpus_per_node or of_server)
+
+
+def _ranks_per_node(options: argparse.Namespace, config: TrainConfig) -> int:
+    return int(options.cpu_ranks or _gpus_per_node(options, config).rpartition(":")[2])
 
 
 def _name(options: argparse.Namespace) -> str:
     return str(options.config_name or "train")
 
 
-def render(options: argparse.Namespace, variants: Sequence[Sequence[str]], restarts: int) -> str:
+def render(
+    options: argparse.Namespace, variants: Sequence[Sequence[str]], config: TrainConfig
+) -> str:
     """Return the script of a job.
 
     Args:
         options: The command's.
         variants: The words of `train`: one list, or one for each job of an array.
-        restarts: How often the ranks of a job start again by themselves.
+        config: The settings of one of them.
     """
     header, body = _template()
-    ranks = _ranks_per_node(options)
+    ranks = _ranks_per_node(options, config)
     log = f"{_name(options)}-{'%A_%a' if options.variants else '%j'}.out"
     chosen = {
         "job-name": _name(options),
         "output": options.logs.absolute() / log,
         "nodes": options.nodes,
         "ntasks-per-node": ranks if options.task_per_rank else 1,
-        "gpus-per-node": options.gpus_per_node,
+        "gpus-per-node": _gpus_per_node(options, config),
         "partition": options.partition,
         "account": options.account,
         "time": options.time,
@@ -181,11 +232,20 @@ def render(options: argparse.Namespace, variants: Sequence[Sequence[str]], resta
     header |= {name: str(value) for name, value in chosen.items() if value}
     if options.cpu_ranks:
         del header["gpus-per-node"]
+    if not config.checkpoint.every:  # It would begin again, and again.
+        del header["signal"], header["requeue"]
+        header["no-requeue"] = ""
+    for name, value in options.sbatch:
+        header.pop(_OPPOSITES.get(name, name), None)
+        header[name] = value
     settings = {
         "LAUNCH": str(_launch_folder()),
-        "MAX_RESTARTS": str(restarts),
+        "MAX_RESTARTS": str(config.restarts),
         "RANKS_PER_NODE": str(ranks) if options.cpu_ranks else "",
+        # The Python that has checked the settings.
+        "VENV": "" if options.container else sys.prefix,
         "CONTAINER": options.container or "",
+        "CONTAINER_MOUNTS": options.container_mounts or "",
     }
     words = [f"set -- {shlex.join(each)}" for each in variants]
     if options.variants:
@@ -193,13 +253,19 @@ def render(options: argparse.Namespace, variants: Sequence[Sequence[str]], resta
         words = ["case $SLURM_ARRAY_TASK_ID in", *cases, "esac"]
     lines = [
         "#!/usr/bin/env bash",
-        *(f"{_MARK}{name}" + (f"={value}" if value else "") for name, value in header.items()),
-        *(f"#SBATCH {option}" for option in options.sbatch),
+        *(f"{_MARK}{name}" + (value and f"={_quoted(value)}") for name, value in header.items()),
         *(f"export {name}={shlex.quote(value)}" for name, value in settings.items() if value),
         *words,
         *body,
     ]
     return "\n".join(lines) + "\n"
+
+
+def _quoted(value: str) -> str:
+    """Return a value as sbatch reads it, for which a backslash escapes in quotes, too."""
+    if value == shlex.quote(value):
+        return value
+    return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
 
 
 def _template() -> tuple[dict[str, str], list[str]]:

@@ -91,6 +91,7 @@ def calibrate(name: str, *, num_ranks: int | None = None) -> Hardware:
         summary=summary,
         sources=_sources(),
         domain_ranks=num_ranks,
+        server_ranks=num_ranks,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_ranks,
         outer_bandwidth=measured["token_bandwidth"],
         overlap=0.0,
@@ -106,6 +107,7 @@ def _sources() -> dict[str, str]:
     part = f"{rate}the quickstart's "
     return {
         "domain_ranks": "ranks of this machine that were measured",
+        "server_ranks": "ranks of this machine that were measured",
         "memory_bytes": "physical memory / ranks",
         "peak_flops_per_s": f"{rate}float32 product of {_SQUARE} x {_SQUARE}, or the next",
         "expert_efficiency": f"{part}experts, each round with other loads, / peak",

@@ -26,7 +26,7 @@ from megatron_ext.files.yaml_files import find_file, read_into, read_yaml
 SOLVED_PAIRS = 64 * 256
 """Ranks x experts that `solve_us` is given for: 64 ranks, 256 experts."""
 
-_WHOLE = ("domain_ranks", "relay_threshold")
+_WHOLE = ("domain_ranks", "server_ranks", "relay_threshold")
 _MOST_WHOLE = 1_000_000
 """Far more ranks than any machine has."""
 
@@ -58,6 +58,8 @@ class Hardware:
 
     domain_ranks: int
     """Ranks that reach each other over the fast links."""
+    server_ranks: int
+    """Ranks of a server, which a job asks for as one machine."""
     memory_bytes: float
     """Memory of a rank."""
     peak_flops_per_s: float

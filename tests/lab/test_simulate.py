@@ -74,6 +74,7 @@ def a_machine(**changes) -> Hardware:
     """
     numbers = {
         "domain_ranks": 64,
+        "server_ranks": 4,
         "memory_bytes": 1e9,
         "peak_flops_per_s": 48.0,
         "expert_efficiency": 0.5,

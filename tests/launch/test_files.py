@@ -167,20 +167,26 @@ def script_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return script
 
 
+def options_of(script: str) -> dict[str, str]:
+    found = re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", script, re.M)
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
 def test_a_jobs_script(capsys: pytest.CaptureFixture[str], submit: list[str]) -> None:
     """One task a machine, and an array of tasks a rank; words come through the shell as given."""
+    submit = [*submit, "checkpoint.every=5"]
     one = script_of(capsys, *submit, "seed=3", "--nodes", "2", "--sbatch=--qos=high", "run_dir=a b")
-    options = re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", one, re.M)
-    assert {("nodes", "2"), ("ntasks-per-node", "1"), ("requeue", ""), ("qos", "high")} <= {
-        *options
-    }
-    assert "gpus-per-node" not in dict(options)
+    expected = {"nodes": "2", "ntasks-per-node": "1", "requeue": "", "qos": "high"}
+    assert options_of(one).items() >= expected.items()
+    assert "gpus-per-node" not in options_of(one)
+    assert f"export VENV={sys.prefix}" in one.splitlines()
     (line,) = re.findall(r"^set -- (.*)$", one, re.M)
     assert shlex.split(line)[-2:] == ["seed=3", "run_dir=a b"]
 
     words = ["--variants", "none,quota", "--task-per-rank", "--notice", "60"]
     array = script_of(capsys, *submit, *words)
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", array, re.M))
+    options = options_of(array)
     assert (options["array"], options["ntasks-per-node"]) == ("0-1", "2")
     assert options["signal"] == "B:USR1@60"
     jobs = re.findall(r"^(\d)\) set -- (.*) ;;$", array, re.M)
@@ -188,6 +194,53 @@ def test_a_jobs_script(capsys: pytest.CaptureFixture[str], submit: list[str]) ->
         ("0", ["balance=none", "run_dir=runs/x/none"]),
         ("1", ["balance=quota", "run_dir=runs/x/quota"]),
     ]
+
+
+def test_a_job_asks_for_the_gpus_of_a_server(
+    capsys: pytest.CaptureFixture[str], submit: list[str]
+) -> None:
+    submit = [word for word in submit if word not in ("--cpu-ranks", "2")]
+    assert options_of(script_of(capsys, *submit))["gpus-per-node"] == "8"
+    assert options_of(script_of(capsys, *submit, "+hardware=rack_64"))["gpus-per-node"] == "4"
+    script = script_of(capsys, *submit, "+hardware=rack_64", "--gpus-per-node", "h100:2")
+    assert options_of(script)["gpus-per-node"] == "h100:2"
+    status, _, said = run(capsys, *submit, "--gpus-per-node", "h100:two")
+    assert (status, said) == (
+        2,
+        "megatron-ext submit: error: argument --gpus-per-node: 'two' must be a whole number >= 1\n",
+    )
+
+
+def test_options_of_sbatch_replace_a_jobs_own(
+    capsys: pytest.CaptureFixture[str], submit: list[str]
+) -> None:
+    submit = [word for word in submit if word not in ("--cpu-ranks", "2")]
+    given = ["--gres=gpu:8", "--oversubscribe", "--mem=64G", '--comment=a "b" \\']
+    options = options_of(script_of(capsys, *submit, *(f"--sbatch={each}" for each in given)))
+    assert not {"gpus-per-node", "exclusive"} & set(options)
+    assert options["mem"] == "64G"
+    assert options["comment"] == r'"a \"b\" \\"'
+    status, _, said = run(capsys, *submit, "--sbatch=-s")
+    assert status == 2
+    assert said.endswith("'-s' must be an option's long form, as --qos=high\n")
+
+
+def test_a_job_that_saves_nothing_does_not_queue_again(
+    capsys: pytest.CaptureFixture[str], submit: list[str]
+) -> None:
+    status, script, said = run(capsys, *submit, "--dry-run")
+    assert (status, said) == (
+        0,
+        "megatron-ext submit: checkpoint.every is 0: the job does not queue again, having no "
+        "checkpoint to go on from\n",
+    )
+    assert "no-requeue" in options_of(script)
+    assert not {"requeue", "signal"} & set(options_of(script))
+    status, _, said = run(capsys, *submit, "--notice", "60")
+    assert (status, said) == (
+        2,
+        "megatron-ext submit: error: --notice (60) needs checkpoint.every > 0, to save then\n",
+    )
 
 
 def test_what_is_wrong_is_said_before_a_job(
@@ -219,7 +272,9 @@ def test_a_job_in_a_container_gives_pyxis_its_flags(
     capsys: pytest.CaptureFixture[str], submit: list[str], tmp_path: Path
 ) -> None:
     """The job's script runs, among stand-ins for Slurm's commands."""
-    script = script_of(capsys, *submit, "seed=3", "--container", "an image")
+    image = ["--container", "an image", "--container-mounts", "/data:/data"]
+    script = script_of(capsys, *submit, "seed=3", *image)
+    assert "export VENV" not in script
     for name, body in {
         "scontrol": "echo 127.0.0.1",
         "srun": f"printf '%s\\n' \"$@\" >{tmp_path}/given",
@@ -230,7 +285,6 @@ def test_a_job_in_a_container_gives_pyxis_its_flags(
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SLURM_JOB_NODELIST": "first",
         "SLURM_NNODES": "1",
-        "CONTAINER_MOUNTS": "/data:/data",
     }
     done = subprocess.run(
         ["bash"], input=script, cwd=tmp_path, env=environment, text=True, capture_output=True
