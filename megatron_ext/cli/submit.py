@@ -51,14 +51,14 @@ def run(words: list[str]) -> int:
         if slurm.is_here() and options.partition:
             slurm.check_partitions(options.partition)
         script = render(options, variants, config)
+        if not (options.dry_run or slurm.is_here()):
+            raise ValueError("there is no Slurm here (no sbatch in PATH); --dry-run shows the job")
         if not config.checkpoint.every:
             ends = "the job does not queue again, having no checkpoint to go on from"
             sys.stderr.write(f"{_PROGRAM}: checkpoint.every is 0: {ends}\n")
         if options.dry_run:
             sys.stdout.write(script)
             return DONE
-        if not slurm.is_here():
-            raise ValueError("there is no Slurm here (no sbatch in PATH); --dry-run shows the job")
         return _queue_and_follow(options, script)
     except ConfigError as error:
         sys.stderr.write("".join(error_line(_PROGRAM, problem) for problem in error.problems))

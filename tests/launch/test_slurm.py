@@ -42,7 +42,8 @@ def words(command: str, data: Path, run_dir: Path, *more: str) -> list[str]:
 
 
 def environment(cluster: Cluster) -> dict[str, str]:
-    return {"SLURM_CONF": cluster.environment["SLURM_CONF"], "VENV": sys.prefix}
+    # A job runs with the Python that queued it, whatever was chosen for other uses of the scripts.
+    return {"SLURM_CONF": cluster.environment["SLURM_CONF"], "VENV": "/nowhere"}
 
 
 def attempt(cluster: Cluster, restarts: int) -> bool:
@@ -55,18 +56,19 @@ def test_a_job_survives_its_limit_and_a_lost_node(
     cluster: Cluster, data: Path, tmp_path: Path
 ) -> None:
     """It is told of its time limit, then loses a node, and learns what it would have learned."""
-    run_dir, whole = tmp_path / "run", tmp_path / "whole"
+    run_dir, whole = tmp_path / "a run", tmp_path / "whole"
     settings = ["steps=1000", "optimizer.decay=constant", "checkpoint.every=5"]
-    on_both = ["--nodes", "2", "--cpu-ranks", "1", "--logs", str(tmp_path / "logs")]
+    on_both = ["--nodes", "2", "--cpu-ranks", "1", "--logs", str(tmp_path / "a folder")]
 
     def steps() -> int:
         return len(read_metrics(run_dir))
 
-    job = words("submit", data, run_dir, *settings, *on_both)
+    limit = ["--time", "1", "--notice", "10"]
+    job = words("submit", data, run_dir, *settings, *on_both, *limit)
     with running(job, tmp_path / "output", **environment(cluster)) as follower:
-        follower.wait_for(steps, "first step")
-        cluster.ask("scancel", "--batch", "--signal=USR1", "1")
+        # Slurm gives the notice, after half a minute of the one.
         follower.wait_for(lambda: attempt(cluster, 1), "second attempt")
+        cluster.ask("scontrol", "update", "JobId=1", "TimeLimit=UNLIMITED")
         follower.wait_for_output("stopped by SIGUSR1 after step")
         follower.wait_for_output("job 1 asks to be queued again: it had notice")
         saved = steps()
@@ -89,6 +91,19 @@ def test_a_job_survives_its_limit_and_a_lost_node(
         assert f"quota | step {last}/{last}" in follower.output()
     assert last > saved
     assert repeatable_steps(run_dir) == repeatable_steps(whole)
+
+
+def test_ways_to_balance_are_an_array(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+    settings = ["steps=2", "optimizer.warmup_steps=1"]
+    job = [word for word in words("submit", data, tmp_path / "run") if "steps=" not in word]
+    job += [*settings, "--cpu-ranks", "2", "--logs", str(tmp_path), "--variants"]
+    with running(
+        [*job, "none,quota,ideal"], tmp_path / "output", **environment(cluster)
+    ) as follower:
+        assert follower.status() == 0, follower.output()
+    for name in ("none", "quota", "ideal"):
+        assert f"{name} | step 2/2" in follower.output()
+        assert len(read_metrics(tmp_path / "run" / name)) == 2
 
 
 def test_wrong_input_is_one_line_before_a_job(cluster: Cluster, data: Path, tmp_path: Path) -> None:
