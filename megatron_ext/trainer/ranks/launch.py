@@ -260,7 +260,8 @@ def join_ranks(timeout: timedelta | None = None) -> Iterator[None]:
     quiet_megatron()
     die_with_launcher()
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        # Slurm and Kubernetes may show each rank one GPU only.
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     else:
         enable_cpu_platform()
         # The ranks of a machine share its cores. torchrun may not have said how.
