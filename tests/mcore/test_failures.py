@@ -127,7 +127,7 @@ def test_a_model_of_some_ranks_hides_no_failure_of_another() -> None:
 
 def test_a_program_counts_on_stages_that_have_nothing_to_balance() -> None:
     with (
-        mock.patch.object(models, "_MODELS", ()),
+        mock.patch.object(models, "MODELS", ()),
         mock.patch.object(failures, "stop_before_weights_change") as stop,
     ):
         models.balance_models(BalanceConfig(), lambda layer: None)
