@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -149,3 +150,27 @@ def _words(pid: int) -> str:
     with suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/cmdline").read_text()
     return ""
+
+
+def unused_shared_files() -> frozenset[str]:
+    """Names in shared memory, semaphores included, that no process uses.
+
+    Those of tests that run beside are used by them, but for the moment between two calls.
+    """
+    names = frozenset(os.listdir("/dev/shm"))
+    used: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            used.update(re.findall(r"/dev/shm/(\S+)", (process / "maps").read_text()))
+            for file in (process / "fd").iterdir():
+                with suppress(OSError):
+                    used.add(file.readlink().name)
+    return names - used
+
+
+def left_in_shared_memory(before: frozenset[str], *, patience_s: float) -> list[str]:
+    """Return what nobody uses for so long, in seconds, and was not there before."""
+    deadline = time.monotonic() + patience_s
+    while (left := unused_shared_files() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return sorted(left)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ from megatron_ext.files.loads import read_loads
 from megatron_ext.trainer.logs.run_log import read_metrics
 from tests.chaos import faults
 from tests.chaos.attempt import Attempt
+from tests.processes import left_in_shared_memory, unused_shared_files
 from tests.steps import repeatable_steps
 from tests.trainer.dataset import overrides
 
@@ -63,7 +63,7 @@ class Campaign:
         steps: Steps of the run.
         outcomes: How often each fault had each outcome.
         problems: What is wrong, a line each.
-        shared_files: What shared memory held before.
+        shared_files: What shared memory held before that nobody used.
         torn_trace: Whether files of the trace were damaged.
     """
 
@@ -73,7 +73,7 @@ class Campaign:
     steps: int = STEPS
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
-    shared_files: frozenset[str] = field(default_factory=lambda: _shared_files())
+    shared_files: frozenset[str] = field(default_factory=unused_shared_files)
     torn_trace: bool = False
 
     def run(self, kills: int, chooser: random.Random, decks: Decks) -> None:
@@ -153,18 +153,13 @@ class Campaign:
         self._expect(not left, f"{name}: left {left}", attempt)
         files = [str(file) for file in attempt.temporary.iterdir()]
         self._expect(not files, f"{name}: left {files}", attempt)
-        left = sorted(_shared_files() - self.shared_files)
-        self._expect(not left, f"{name}: left {left}", attempt)
+        shared = left_in_shared_memory(self.shared_files, patience_s=LEFT_S)
+        self._expect(not shared, f"{name}: left {shared}", attempt)
 
     def _expect(self, holds: bool, what: str, attempt: Attempt) -> None:
         if not holds:
             last = "\n    ".join(attempt.output.splitlines()[-12:])
             self.problems.append(f"{self.shape.name}: {what}\n    {last}")
-
-
-def _shared_files() -> frozenset[str]:
-    """What programs have in shared memory under a name, semaphores included."""
-    return frozenset(os.listdir("/dev/shm"))
 
 
 def _dealt(cards: tuple[Any, ...], chooser: random.Random) -> Iterator[Any]:

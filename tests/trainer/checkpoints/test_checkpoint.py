@@ -31,6 +31,7 @@ from megatron_ext.trainer.ranks.launch import NO_RESTART
 from megatron_ext.trainer.train import load_config
 from megatron_ext.trainer.validate import validate
 from tests.cli.command import run as run_command
+from tests.processes import left_in_shared_memory, unused_shared_files
 from tests.ranks import run_ranks
 from tests.trainer.dataset import overrides
 from tests.trainer.test_run import _losses, _train
@@ -437,7 +438,7 @@ def test_nothing_outlives_a_killed_rank(
     """Megatron's save starts a process for results that nobody ends, and processes that write."""
     run_dir = tmp_path / "run"
     arguments = [*overrides(data, run_dir), *ALONE, *settings]
-    semaphores = set(Path("/dev/shm").glob("sem.mp-*"))
+    before = unused_shared_files()
     command = [sys.executable, "-c", _RANK, str(tmp_path / "store"), stop_at, *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -452,7 +453,7 @@ def test_nothing_outlives_a_killed_rank(
     for helper in alive:
         helper.kill()
     assert alive == []
-    assert set(Path("/dev/shm").glob("sem.mp-*")) <= semaphores
+    assert left_in_shared_memory(before, patience_s=5) == []
     folders = run_dir / "checkpoints"
     assert sorted(path.name for path in folders.glob("step_*")) == kept
     # What it left is no checkpoint, and is gone after the next save.
