@@ -51,7 +51,11 @@ install_packages() { # of Debian and its relatives, as root
 
 need() { # need WHAT PACKAGE: it is missing
     command -v apt-get >/dev/null || fail "$1 is missing: install it and run this again"
+    mkdir -p build
+    exec 9>build/.packages
+    flock 9 # Another set-up, or tests/run.sh, may install at this moment.
     stage "0/3 $1 (apt-get install $2)" install_packages "$2"
+    exec 9>&-
 }
 
 echo "Setting up $venv with Python $version; 5 to 10 minutes, most of them downloads."
@@ -70,6 +74,7 @@ install() { # install ARGUMENTS: by pip
 }
 # Torch comes first with what builds: the library is built against the one that is there.
 stage "2/3 torch, up to 3 GB" install torch scikit-build-core cmake ninja
-stage "3/3 other packages and the native part" install --no-build-isolation --editable '.[dev,dashboards,docs,wandb]'
+# All extras but `te`, which needs CUDA to be built; what others need beside these is in `dev`.
+stage "3/3 other packages and the native part" install --no-build-isolation --editable '.[train,dev,dashboards,docs,wandb]'
 echo "$stamp" >"$venv/setup-stamp"
 echo "Ready. To use it: source $venv/bin/activate"

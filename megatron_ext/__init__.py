@@ -12,8 +12,7 @@ this order):
     7 mcore/dispatcher.py   outputs back
     8 balance/slots.py      in backward: slot gradients into the mains
 
-Autograd's view of stages 4 and 8 is in `balance/replicas.py`; `mcore/backward.py` lets stage 8 end
-where the transformer layer's input is.
+`balance/forward.py` holds one forward, and shows stages 4 and 8 to autograd.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_ext.balance.costs import LayerCosts
     from megatron_ext.balance.plan import BalancePlan
     from megatron_ext.balance.solve import solve
-    from megatron_ext.balance.strategies.settings import BalanceConfig
+    from megatron_ext.config import BalanceConfig
     from megatron_ext.cpu_platform import enable_cpu_platform
     from megatron_ext.mcore.between_steps import reset_after_abort
     from megatron_ext.mcore.check import check
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from megatron_ext.mcore.step_metrics import StepMetrics
 
 _HOMES = {
-    "BalanceConfig": "megatron_ext.balance.strategies.settings",
+    "BalanceConfig": "megatron_ext.config",
     "BalancePlan": "megatron_ext.balance.plan",
     "LayerCosts": "megatron_ext.balance.costs",
     "StepMetrics": "megatron_ext.mcore.step_metrics",

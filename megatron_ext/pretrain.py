@@ -13,9 +13,11 @@ import argparse
 import os
 import re
 import sys
-from dataclasses import fields
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from megatron_ext.arguments import (
     WRONG_USAGE,
@@ -24,8 +26,7 @@ from megatron_ext.arguments import (
     error_line,
     field_docs,
 )
-from megatron_ext.balance.strategies.settings import BalanceConfig
-from megatron_ext.config import ConfigError, Section
+from megatron_ext.config import BalanceConfig, ConfigError, Section
 
 PROGRAM = "python -m megatron_ext.pretrain"
 PREFIX = "--moe-balance-"
@@ -77,8 +78,6 @@ def read_balance(words: list[str]) -> tuple[BalanceConfig | None, list[str]]:
     Raises:
         ValueError: A setting is unknown or out of range, or there are settings without slots.
     """
-    from megatron_ext.cli.options import balance_config
-
     parser = balance_parser()
     given, others = parser.parse_known_args(words)
     for word in others:
@@ -86,16 +85,36 @@ def read_balance(words: list[str]) -> tuple[BalanceConfig | None, list[str]]:
             known = [option for option in parser._option_string_actions if PREFIX in option]
             flag = word.partition("=")[0]
             raise ValueError(f"unknown argument {flag}{did_you_mean(flag, known)}")
-    overrides = [f"{name}={value}" for name, value in vars(given).items()]
-    balance = balance_config(argparse.Namespace(overrides=overrides))
+    balance = _with_values(BalanceConfig(), vars(given))
     if "balance.slots" in vars(given):
         return (balance if balance.slots else None), others
-    if overrides:
+    if vars(given):
         raise ValueError(
             f"{_flag(next(iter(vars(given))))} needs {PREFIX}slots: without slots the layers stay "
             "Megatron's own"
         )
     return None, others
+
+
+def _with_values(section: Any, given: Mapping[str, str | bool]) -> Any:
+    """Return the section with the values of a command line, by the names of their settings."""
+    hints, values = get_type_hints(type(section)), {}
+    for each in fields(section):
+        value, name = getattr(section, each.name), f"{section.NAME}.{each.name}"
+        if isinstance(value, Section):
+            values[each.name] = _with_values(value, given)
+        elif name in given:
+            values[each.name] = _typed(given[name], hints[each.name])
+    return replace(section, **values)
+
+
+def _typed(value: str | bool, hint: Any) -> Any:
+    """Return what is written as a number as one where the setting may be a number."""
+    for kind in (int, float):
+        if kind in (hint, *get_args(hint)):
+            with suppress(ValueError):
+                return kind(value)
+    return value
 
 
 def main() -> None:

@@ -1,12 +1,13 @@
-"""What works with which options of Megatron, as the tests found it: docs/compatibility.md.
+"""Writes docs/compatibility.md, the table of Megatron's options that work with balancing.
 
 A test that shows that an option works carries `@pytest.mark.option("NAME")`, NAME from `OPTIONS`.
-Every run notes what became of such tests, by version of Megatron-Core, in `build/compatibility/`.
+Every run of the tests notes the outcomes of such tests, by version of Megatron-Core, in
+`build/compatibility/`.
 
-    python -m tests.compatibility       writes the page, its record and README's rows
+    python -m tests.compatibility       writes the page, its record and README's table
 
-What is refused stands in `megatron_ext/mcore/limits.py`. How many recipes use an option was counted
-in the 293 MoE performance recipes of megatron-bridge 0.6.2.
+The rules that refuse an option are in `megatron_ext/mcore/limits.py`. The recipes that use an
+option were counted among the 293 MoE performance recipes of megatron-bridge 0.6.2.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
 README = ROOT / "README.md"
 RECORD = ROOT / "tests" / "compatibility.json"
-"""What the tests did when the page was written: {version: {option: {test: outcome}}}."""
+"""Outcomes of the tests when the page was written: {version: {option: {test: outcome}}}."""
 _NOTES = ROOT / "build" / "compatibility"
 VERSIONS = ("0.16.1", "0.19.2")
 """The versions of Megatron-Core that the tests run with, under Python 3.11 and 3.12."""
@@ -37,16 +39,23 @@ class Option:
 
     title: str
     share: str = ""
-    """How many of the 293 recipes use it."""
+    """How many of the 293 recipes use the option."""
     twins: bool = False
     """Whether compiled parts of other packages had to be replaced for the tests."""
+    brief: str = ""
+    """The option in README's words; README has a row for each option with such words."""
 
 
 OPTIONS = {
     "te_grouped": Option(
-        "`TEGroupedMLP` (`--moe-grouped-gemm` with Transformer Engine)", "all", True
+        "`TEGroupedMLP` (`--moe-grouped-gemm` with Transformer Engine)",
+        "all",
+        True,
+        brief="Transformer Engine's grouped experts",
     ),
-    "sequential": Option("`SequentialMLP` (without `--moe-grouped-gemm`)"),
+    "sequential": Option(
+        "`SequentialMLP` (without `--moe-grouped-gemm`)", brief="Megatron's `SequentialMLP`"
+    ),
     "grouped_mm": Option("this package's `GroupedExperts` (`megatron_ext.grouped_mm_spec`)"),
     "te_sequential": Option("`SequentialMLP` of Transformer Engine's linear layers", "", True),
     "expert_bias_terms": Option("biases in the experts (`add_bias_linear`)"),
@@ -55,15 +64,25 @@ OPTIONS = {
         "interleaved gate and linear part (`moe_mlp_glu_interleave_size`)", "53", True
     ),
     "op_fuser": Option(
-        "Transformer Engine's op fuser (`--use-transformer-engine-op-fuser`)", "59", True
+        "Transformer Engine's op fuser (`--use-transformer-engine-op-fuser`)",
+        "59",
+        True,
+        brief="Transformer Engine's op fuser",
     ),
-    "fusion": Option("gradient accumulation fusion, Megatron's default", "default", True),
+    "fusion": Option(
+        "gradient accumulation fusion, Megatron's default",
+        "default",
+        True,
+        brief="fused gradient accumulation",
+    ),
     "bf16_gradients": Option(
         "bfloat16 gradients (without `--accumulate-allreduce-grads-in-fp32`)", "289"
     ),
     "fp16": Option("float16 (`--fp16`), with `balance.transport=collective`"),
     "distributed_optimizer": Option(
-        "distributed optimizer with `--overlap-grad-reduce`, `--overlap-param-gather`", "65"
+        "distributed optimizer with `--overlap-grad-reduce`, `--overlap-param-gather`",
+        "65",
+        brief="distributed optimizer with overlap",
     ),
     "precision_aware": Option(
         "precision-aware optimizer (`--use-precision-aware-optimizer`)", twins=True
@@ -79,16 +98,22 @@ OPTIONS = {
     ),
     "sequence_parallel": Option("tensor parallelism with sequence parallelism"),
     "context_parallel": Option("context parallelism"),
-    "pipeline": Option("pipeline parallelism, also interleaved"),
+    "pipeline": Option(
+        "pipeline parallelism, also interleaved", brief="pipeline parallelism, also interleaved"
+    ),
     "mlp_chunks": Option("MLPs in parts of the sequence (`--mlp-chunks-for-training`)"),
     "uneven_stages": Option("uneven pipeline stages"),
     "expert_dp": Option("expert data parallelism > 1"),
     "several_models": Option("several models in a process"),
-    "mtp": Option("multi-token prediction (`--mtp-num-layers`)", "30"),
+    "mtp": Option(
+        "multi-token prediction (`--mtp-num-layers`)", "30", brief="multi-token prediction"
+    ),
     "mtp_repeated": Option("repeated layer of it (`--mtp-use-repeated-layer`)", "26"),
     "dense_layers": Option("dense layers between (`--moe-layer-freq`)"),
     "hybrid": Option("hybrid models"),
-    "recompute_moe": Option("recompute of MoE layers (`--recompute-modules moe`)", "11"),
+    "recompute_moe": Option(
+        "recompute of MoE layers (`--recompute-modules moe`)", "11", brief="recomputed MoE layers"
+    ),
     "recompute_act": Option("recompute of activations (`--recompute-modules moe_act`)", "17", True),
     "recompute_full": Option("recompute of whole layers, uniform and block", "4"),
     "activation_offload": Option(
@@ -102,13 +127,17 @@ OPTIONS = {
     "sinkhorn": Option("sinkhorn routing"),
     "padding_mask": Option("padding masks"),
     "router_replay": Option("router replay"),
-    "fused_router": Option("fused router (`--moe-router-fusion`)", "232", True),
+    "fused_router": Option(
+        "fused router (`--moe-router-fusion`)", "232", True, brief="fused router"
+    ),
     "fused_permute": Option("fused permutation (`--moe-permute-fusion`)", "25, C", True),
     "capacity": Option("capacity factor (`--moe-expert-capacity-factor`)", "16"),
     "forward_only": Option("evaluation, log-probability passes, prefill"),
     "pretrain": Option("Megatron-LM's programs (`python -m megatron_ext.pretrain`)"),
     "bridge": Option("`provider.transformer_layer_spec` of Megatron-Bridge and NeMo"),
-    "checkpoints": Option("distributed checkpoints, with and without balancing"),
+    "checkpoints": Option(
+        "distributed checkpoints, with and without balancing", brief="distributed checkpoints"
+    ),
 }
 
 
@@ -122,29 +151,30 @@ def note_options(items: Iterable[pytest.Item]) -> None:
             item.user_properties.append(("option", name))
 
 
-_REFUSED_SHARES = {
-    "fp8": "153",
-    "fp4": "25",
-    "cuda_graph_impl": "158",
-    "delay_wgrad_compute": "63",
-    "overlap_moe_expert_parallel_comm": "64",
-    "moe_paged_stash": "44",
-    "moe_expert_rank_capacity_factor": "50",
+REFUSED = {
+    "cuda_graph_impl": ("CUDA graphs", "158"),
+    "fp8": ("FP8", "153"),
+    "overlap_moe_expert_parallel_comm": ("overlap of two microbatches", "64"),
+    "delay_wgrad_compute": ("delayed weight gradients", "63"),
+    "moe_expert_rank_capacity_factor": ("rank capacity factor", "50"),
+    "moe_paged_stash": ("paged stash of activations", "44"),
+    "fp4": ("FP4", "25"),
 }
-"""How many of the 293 recipes set what is refused, by field of TransformerConfig."""
+"""The refused fields of TransformerConfig that recipes set: README's words for the field, and how
+many of the 293 recipes set it."""
 
 
 _WORST = ("failed", "passed", "skipped")
 
 
 class Notes:
-    """Notes what became of the marked tests of a run."""
+    """Notes the outcomes of a run's marked tests."""
 
     def __init__(self) -> None:
         self._found: dict[str, dict[str, str]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note a test that was called, or skipped before: of its cases, the worst that was run."""
+        """Note the worst outcome among the cases of a test that ran or was skipped."""
         if report.when != "call" and not report.skipped:
             return
         test = report.nodeid.partition("[")[0]
@@ -174,7 +204,7 @@ Record = dict[str, dict[str, dict[str, str]]]
 
 
 def read_notes() -> Record:
-    """Return what the runs of this checkout noted, by version and option.
+    """Return the outcomes that this checkout's runs noted, by version and option.
 
     Raises:
         FileNotFoundError: A version was not run.
@@ -184,18 +214,28 @@ def read_notes() -> Record:
 
 def page(record: Record) -> str:
     """Return the page for a record."""
-    return "\n".join([_INTRODUCTION, *_table(record), _REFUSED, *_refusals(), ""])
+    return "\n".join([_INTRODUCTION, *_table(record), _REFUSED_HEAD, *_refusals(), ""])
 
 
 def readme(text: str, record: Record) -> str:
-    """Return README's text with the first rows of the page between its marks."""
-    before, begin, rest = text.partition("<!-- the first rows of docs/compatibility.md -->\n")
+    """Return README's text with the short table of a record between its marks."""
+    before, begin, rest = text.partition("<!-- written by python -m tests.compatibility -->\n")
     _, end, after = rest.partition("<!-- end -->\n")
-    return f"{before}{begin}{chr(10).join(_table(record)[:_FIRST_ROWS])}\n{end}{after}"
+    return f"{before}{begin}{chr(10).join(_short_table(record))}\n{end}{after}"
 
 
-_FIRST_ROWS = 12
-"""Lines of the table that README shows, with its head."""
+def _short_table(record: Record) -> list[str]:
+    works = [
+        f"| {option.brief} | {' | '.join(_words(option, _outcomes(name, record)))} |"
+        for name, option in OPTIONS.items()
+        if option.brief
+    ]
+    refused = [f" {words} | {share} |" for words, share in REFUSED.values()]
+    return [
+        f"| option | {' | '.join(VERSIONS)} | refused | recipes |",
+        "|---" * (3 + len(VERSIONS)) + "|",
+        *(left + right for left, right in zip_longest(works, refused, fillvalue=" | |")),
+    ]
 
 
 def _table(record: Record) -> list[str]:
@@ -206,34 +246,46 @@ def _table(record: Record) -> list[str]:
 
 _INTRODUCTION = f"""# Compatibility
 
-Written by `python -m tests.compatibility` from what the tests did, with Megatron-Core {VERSIONS[0]}
-under Python 3.11 and {VERSIONS[1]} under Python 3.12. All ran on CPU ranks: nothing has run on a
-GPU. *Works* means that training with balancing equals training without it, or what the named test
-says. *Works on twins*: compiled parts of Transformer Engine or Apex were replaced by PyTorch's.
-*Absent*: that version has no such thing.
+`python -m tests.compatibility` writes this page from the outcomes of the tests, which ran with
+Megatron-Core {VERSIONS[0]} under Python 3.11 and {VERSIONS[1]} under Python 3.12. All tests ran on
+CPU ranks: nothing has run on a GPU.
 
-"Recipes" counts who uses an option among the 293 MoE performance recipes of megatron-bridge 0.6.2;
-C: its convergence recipes.
+- *works*: training with balancing equals training without balancing, or the property in the test's
+  name holds.
+- *works on twins*: the same, with code of PyTorch in place of compiled parts of Transformer Engine
+  or Apex.
+- *absent*: that version of Megatron-Core does not have the option.
+
+The column *recipes* says how many of the 293 MoE performance recipes of megatron-bridge 0.6.2 use
+the option; C stands for its convergence recipes.
 """
 
-_REFUSED = """
+_REFUSED_HEAD = """
 ## Refused
 
-`megatron_ext.check(config, balance)` says so before anything is built, and each balanced layer when
-it is built. Where nothing else is said, of every strategy but `none` and `ideal`.
+`megatron_ext.check(config, balance)` lists all refused settings before a model is built; each
+balanced layer refuses them again when it is built. A row without an entry under *with* holds for
+every strategy but `none` and `ideal`.
 
-| setting | with | recipes | allowed | why, and the way out |
+| setting | with | recipes | allowed | reason, and the way out |
 |---|---|---|---|---|"""
 
 
+def _outcomes(name: str, record: Record) -> dict[str, dict[str, str]]:
+    return {each: record[each].get(name, {}) for each in VERSIONS}
+
+
 def _row(name: str, option: Option, record: Record) -> str | None:
-    found = {each: record[each].get(name, {}) for each in VERSIONS}
+    found = _outcomes(name, record)
     tests = {test for outcomes in found.values() for test in outcomes}
     if not tests:
         return None
-    words = [_word(option, set(found[each].values())) for each in VERSIONS]
     named = ", ".join(f"`{test}`" for test in sorted(tests)[:2])
-    return f"| {option.title} | {option.share} | {' | '.join(words)} | {named} |"
+    return f"| {option.title} | {option.share} | {' | '.join(_words(option, found))} | {named} |"
+
+
+def _words(option: Option, found: dict[str, dict[str, str]]) -> list[str]:
+    return [_word(option, set(found[each].values())) for each in VERSIONS]
 
 
 def _word(option: Option, outcomes: set[str]) -> str:
@@ -242,6 +294,10 @@ def _word(option: Option, outcomes: set[str]) -> str:
     if "passed" in outcomes:
         return "works on twins" if option.twins else "works"
     return "absent"
+
+
+def _share(field: str) -> str:
+    return REFUSED[field][1] if field in REFUSED else ""
 
 
 def _refusals() -> list[str]:
@@ -256,7 +312,7 @@ def _refusals() -> list[str]:
     transports = [name for name, each in TRANSPORTS.items() if not each.adds_float16]
     return [
         f"| `{rule.field}` | {', '.join(f'`{each}`' for each in used_with)} "
-        f"| {_REFUSED_SHARES.get(rule.field, '')} "
+        f"| {_share(rule.field)} "
         f"| {' or '.join(f'`{value!r}`' for value in rule.allowed)} "
         f"| {rule.reason}; {rule.way_out} |"
         for used_with, rules in (
@@ -271,7 +327,7 @@ def _refusals() -> list[str]:
 
 
 def main() -> None:
-    """Write the page, its record, and its first rows into README."""
+    """Write the page, its record and README's table."""
     argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     try:
         record = read_notes()

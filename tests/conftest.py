@@ -1,9 +1,11 @@
-"""What all tests share: repeatable generated examples, the rule for tests that need a GPU, and
-notes of what works.
+"""What all tests share: repeatable generated examples, the rule for tests that need a GPU, notes of
+what works, and a process that balancing leaves as it was.
 """
 
 import os
 import signal
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -37,3 +39,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             needed = marker.kwargs.get("n", 1)
             if devices < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices"))
+
+
+@pytest.fixture(autouse=True)
+def process_as_it_was() -> Iterator[None]:
+    """Take back what `balance_spec` and `balance_models` have done to the process of the tests."""
+    yield
+    if hooks := sys.modules.get("megatron_ext.mcore.process_hooks"):
+        hooks.uninstall()

@@ -46,8 +46,8 @@ from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
     MTPLossLoggingHelper,
 )
 
-from megatron_ext.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig  # noqa: E402
 from megatron_ext.mcore.spec import grouped_mm_spec  # noqa: E402
+from megatron_ext.trainer.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig  # noqa: E402
 from megatron_ext.trainer.model.norms import sequence_parallel_spec  # noqa: E402
 from megatron_ext.trainer.model.settings import (  # noqa: E402
     ddp_config,

@@ -6,12 +6,18 @@ import it while it imports them.
 
 from __future__ import annotations
 
+import sys
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from grimp import ImportGraph
 from importlinter import Contract, ContractCheck, fields, output
 from importlinter.application import contract_utils
+
+# import-linter imports this file before it looks for the packages. The finder of an editable
+# installation takes all of the checkout for parts of the package, `tests` and `runs`, too. Without
+# that finder the packages are those in the folder where import-linter is started.
+sys.meta_path[:] = [each for each in sys.meta_path if "ScikitBuild" not in type(each).__name__]
 
 
 class NoCircles(Contract):

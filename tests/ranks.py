@@ -92,8 +92,9 @@ def run_ranks(
             if failures:
                 # Give the peers a moment to report what they saw: it often explains the first
                 # failure.
-                time.sleep(1.0)
-                _collect(ranks, results, failures, wait_s=0.0)
+                deadline = time.monotonic() + 1.0
+                while len(results) + len(failures) < world_size and time.monotonic() < deadline:
+                    _collect(ranks, results, failures, wait_s=0.1)
                 texts = [f"--- rank {rank}\n{text}" for _, rank, text in sorted(failures)]
                 raise RuntimeError("\n".join(texts))
     except BaseException:

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Sets up and runs all tests: tests/run.sh [--quick] [--python VERSION] [arguments of pytest].
 # With --quick it runs those of the method, the plug-in and the documents that are not slow.
-# With --python the tests run in an environment of their own, .venv-VERSION.
+# With --python the tests run in an environment of their own, .venv-VERSION. Lint, format and types, which
+# depend on no version, are left to the run without.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -11,7 +12,7 @@ while [[ ${1:-} == --quick || ${1:-} == --python ]]; do
         chosen=(
             -m "not slow and not perf"
             tests/balance tests/transport tests/mcore tests/docs tests/test_*.py
-            megatron_ext/balance megatron_ext/transport megatron_ext/mcore/{schedule,measure}.py
+            megatron_ext/balance megatron_ext/transport megatron_ext/mcore/measure.py
         )
         shift
         continue
@@ -25,14 +26,13 @@ while [[ ${1:-} == --quick || ${1:-} == --python ]]; do
     export PYTHON VENV=.venv-$version
 done
 venv=${VENV:-.venv}
-launch/setup.sh
 
 # Jobs are tried on a Slurm of the tests' own, scripts with shellcheck, pages in Chromium; where these
-# are not to be had, such tests are skipped.
-if ((${#chosen[@]} == 0)) && [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
+# are not to be had, such tests are skipped. They are installed beside the set-up.
+install_packages() {
     mkdir -p build
     exec 9>build/.packages
-    flock 9 # Both versions of Python may run their tests at once.
+    flock 9 # Both versions of Python may run their tests at once, and a set-up may install a compiler.
     if ! { command -v slurmctld && command -v shellcheck && command -v chromium; } >/dev/null; then
         {
             apt-get -qq update
@@ -40,14 +40,19 @@ if ((${#chosen[@]} == 0)) && [[ $(id -u) == 0 ]] && command -v apt-get >/dev/nul
                 --option DPkg::Lock::Timeout=300 slurm-wlm munge shellcheck chromium >/dev/null
         } || echo "tests/run.sh: Slurm, shellcheck and Chromium could not be installed" >&2
     fi
-    exec 9>&-
+}
+if ((${#chosen[@]} == 0)) && [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
+    install_packages &
 fi
+launch/setup.sh
+wait
 
 export OMP_NUM_THREADS=1
-"$venv/bin/ruff" check .
-"$venv/bin/ruff" format --check .
-# One common cache would break where both versions of Python are checked at once.
-"$venv/bin/mypy" --cache-dir "$venv/.mypy_cache" --show-traceback
+if [[ ! ${version:-} ]]; then
+    "$venv/bin/ruff" check .
+    "$venv/bin/ruff" format --check .
+    "$venv/bin/mypy" --cache-dir "$venv/.mypy_cache" --show-traceback
+fi
 # CPU ranks stand in for GPUs, also where there are some; what needs those has a run of its own.
 if "$venv/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     "$venv/bin/python" -m pytest -m gpu tests/gpu tests/ops

@@ -1,14 +1,14 @@
-"""Notices plans that differ between the ranks that plan alike, at no collective of its own.
+"""Detects ranks whose plans differ. Adds no collective: digests travel with the next counts.
 
-Ranks plan alone, so a broken rank, or a bit that flipped in a load, would send tokens and replicas
-where nobody expects them. After each plan a rank seals it with its load: a 64-bit digest, which
-travels with the counts of the next layer. There every rank compares the seals of all. On a GPU the
-host waits for none of it: the device writes a difference into memory of the host, which looks
-there at every call.
+Each rank plans alone. A broken rank, or a bit that flipped in a load, would send tokens and
+replicas where no rank expects them. So a rank seals each plan and its load by a digest of 64 bits.
+The seal travels with the counts of the next layer, where every rank compares the seals of all
+ranks. On a GPU the host does not wait for the comparison: the device writes a difference into
+memory of the host, and the host looks there at every call.
 
-Where a plan says how many tokens come, ranks with different plans would not even end the exchange
-of tokens. So there the seals are compared before it, and the host looks where it waits for the
-sizes of that exchange anyway. Ranks that all reach each other gather them without a collective.
+If the dispatcher takes its sizes from the plan, ranks with different plans could not end the
+exchange of tokens. Then the ranks compare the seals before that exchange, where the host waits for
+the sizes anyway. Ranks that all reach each other's memory gather the seals without a collective.
 
 Legend: N local tokens, E logical experts, R ranks of the EP group, T ranks of an expert-TP group.
 """
@@ -123,7 +123,7 @@ class Agreement:
         if len(set(seals)) > 1:
             self._raise(self._layer, seals)
 
-    def settle(self) -> None:
+    def check_last_plan(self) -> None:
         """Compare the seals of the last plan, which no other load follows; all ranks call.
 
         Costs a small collective and waits for the device: for the end of a run, and before a

@@ -1,4 +1,4 @@
-"""Proven lower bounds that no legal plan can beat, and the target load above them.
+"""Proven lower bounds of the busiest rank's load and of the number of replicas; the target load.
 
 Legend: R ranks, E logical experts, M mains per rank, S slots per rank.
 """
@@ -14,10 +14,9 @@ from megatron_ext.ops import load_library
 
 
 def target_load(total: int, ranks: int, tolerance_ppm: int) -> int:
-    """Busiest-rank load that is good enough: `(1 + tolerance) * mean`, as far as integers allow.
+    """Return the busiest rank's load within the tolerance: `(1 + tolerance) * mean`, rounded down.
 
-    Rounded down, so that meeting the target means meeting the tolerance; no plan can go below the
-    mean rounded up.
+    The target is at least the mean rounded up, because no plan can go below that.
 
     Args:
         total: Assignments of all ranks together.
@@ -32,16 +31,17 @@ def target_load(total: int, ranks: int, tolerance_ppm: int) -> int:
 
 
 def lower_bound(load: Tensor, layout: ExpertLayout) -> Tensor:
-    """Assignments that the busiest rank must have in every legal plan.
+    """Return the least load of the busiest rank that a legal plan can have.
 
     Two arguments bound the load, for each NVLink domain and each k; the largest bound counts.
     docs/method.md has the proofs.
 
-    - By senders: n slots outside the k busiest ranks take off these at most the load of their n
-      hottest experts. One of the k ranks keeps at least a k-th of the rest. With k all ranks, that
-      is the mean, rounded up; with k = 1 and no slots anywhere, it is the busiest rank's own load.
-    - By receivers: a rank computes at most its own load and what the domain's S hottest experts
-      bring into its slots.
+    - By senders: n slots outside the k busiest ranks take at most the load of these ranks' n
+      hottest experts. One of the k ranks keeps at least a k-th of the rest. If k is the number of
+      all ranks, the bound is the mean, rounded up; if k = 1 and there are no slots, the bound is
+      the busiest rank's own load.
+    - By receivers: a rank computes at most its own load and the load of the domain's S hottest
+      experts.
 
     Args:
         load: Assignments, int64 [R, E] or [B, R, E].
@@ -62,11 +62,11 @@ def lower_bound(load: Tensor, layout: ExpertLayout) -> Tensor:
 
 
 def replicas_lower_bound(load: Tensor, layout: ExpertLayout, busiest: int) -> int:
-    """Replicas of every legal plan whose busiest rank has at most `busiest` assignments.
+    """Return the least number of replicas of plans whose busiest rank has at most `busiest`.
 
-    The argument counts edges, for each NVLink domain. Take replicas as edges between ranks. A
-    connected part with `n` ranks has at least `n - 1` edges, and the room of its ranks below
-    `busiest` covers the excess of its ranks above. So there are at least
+    The argument counts edges, for each NVLink domain. Replicas are edges between ranks. A connected
+    part with `n` ranks has at least `n - 1` edges, and the room of the part's ranks below `busiest`
+    covers the excess of the part's ranks above. So there are at least
 
     - as many replicas as ranks with excess;
     - as many as ranks with room are needed to cover all excess, the roomiest first;

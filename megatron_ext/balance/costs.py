@@ -1,8 +1,8 @@
-"""What a plan costs in time.
+"""Computes the time of a layer's forward under a plan, for the objective `time`.
 
-A tighter plan shortens the experts' work and lengthens the transfer of weights. Which of the two
-counts for more depends on the machine and the model: `LayerCosts` holds their numbers. Legend: B
-loads, R ranks, E logical experts.
+A tighter plan shortens the experts' work and lengthens the transfer of weights. `LayerCosts` holds
+the numbers of machine and model by which a planner weighs the two. Legend: B loads, R ranks, E
+logical experts.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from megatron_ext.config import field_problems
 
 _PICOSECONDS = 1e12
 _MOST_EXPERT_S, _MOST_TOKEN_S = 1e5, 100.0
-"""Most seconds of one expert's weights; of one token or assignment, which are more numerous. With
-larger costs, which no machine has, a layer's picoseconds would not fit int64."""
+"""Most seconds of one expert's weights; of one token or assignment. No machine has larger costs;
+with larger costs a layer's picoseconds would not fit int64."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCosts:
-    """What the machine and the model cost in one MoE layer's forward."""
+    """Costs in time of one MoE layer's forward, on one machine, with one model."""
 
     expert_bytes: int
-    """Weights of one expert: what a replica costs its sender."""
+    """Bytes of one expert's weights; the home rank sends them for each replica."""
     link_bandwidth: float
     """Bytes per second that a rank sends to, or receives from, its peers."""
     assignment_time: float
@@ -36,7 +36,7 @@ class LayerCosts:
     token_bytes: int = 0
     """Bytes of one token's hidden state, sent there and back."""
     token_bandwidth: float | None = None
-    """Bytes per second of tokens, if they take another way than weights; None: `link_bandwidth`."""
+    """Bytes per second of tokens, if tokens and weights use different links; None: the same."""
 
     def __post_init__(self) -> None:
         """Check each number."""
@@ -76,9 +76,9 @@ class LayerCosts:
         return expert, token, assignment
 
     def layer_time(self, load: Tensor, plan: BalancePlan) -> Tensor:
-        """Modelled time of the parts of a forward that depend on the plan, in picoseconds.
+        """Return the modelled time of the plan-dependent parts of a forward, in picoseconds.
 
-        It is the sum of `layer_parts`. The numbers are whole, so that all ranks choose alike.
+        The time is the sum of `layer_parts`, in whole numbers, so that all ranks choose alike.
 
         Args:
             load: Assignments, int64 [R, E] or [B, R, E].
@@ -95,11 +95,10 @@ class LayerCosts:
     def layer_parts(
         self, load: Tensor, plan: BalancePlan, sends: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Modelled time of weights, of tokens there and back, and of the experts, in picoseconds.
+        """Return the modelled picoseconds of weights, of tokens there and back, and of experts.
 
-        Weights take as long as the busiest sender needs, tokens as long as the rank that sends or
-        receives most, experts as long as the busiest rank. A token that stays on its rank is not
-        sent.
+        The busiest sender decides about the weights, the rank that sends or receives most about the
+        tokens, the busiest rank about the experts. A token that stays on its rank is not sent.
 
         Args:
             load: Assignments, int64 [R, E] or [B, R, E].
@@ -124,11 +123,11 @@ class LayerCosts:
     def least_time(
         self, load: Tensor, sends: Tensor, busiest: Tensor, layout: ExpertLayout
     ) -> Tensor:
-        """Lower bound of `layer_time` for plans with these sends and this busiest rank.
+        """Return a lower bound of `layer_time` for plans with these sends and this busiest rank.
 
-        A rank computes, of its own tokens, at most those for its mains and for as many other
-        experts as it has slots. It sends its other tokens. The busiest rank receives all that it
-        computes beyond such own tokens.
+        A rank computes at most those of its own tokens that chose its mains or one of S other
+        experts, and sends the others. The busiest rank receives every token that it computes beyond
+        these own tokens.
 
         Args:
             load: Assignments, int64 [..., R, E].

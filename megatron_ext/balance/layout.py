@@ -1,4 +1,4 @@
-"""Who holds which expert: logical and physical ids, home ranks, slots and NVLink domains.
+"""Numbers the experts of an EP group: logical and physical ids, home ranks, slots, NVLink domains.
 
 Legend: E logical experts, R ranks of the EP group, M main experts per rank (E = R * M), S slots per
 rank, P = R * (M + S) physical experts. Physical experts are numbered rank by rank, mains first,
@@ -16,7 +16,7 @@ from megatron_ext.config import field_problems
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayout:
-    """Where the experts of one EP group are: equal on its ranks, and for all microbatches.
+    """Says which rank holds which expert; equal on all ranks of the EP group, for all microbatches.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> layout.num_physical, layout.main_physical(2), layout.slot_physical(1, 0)
@@ -33,13 +33,13 @@ class ExpertLayout:
     """Replicas a rank can hold at a time (S)."""
 
     nvlink_domain: int
-    """Ranks per NVLink domain; `ep_size` if there is one. Replicas stay in their home's domain."""
+    """Ranks per NVLink domain; `ep_size` for one domain. Replicas stay in their home's domain."""
 
     def __post_init__(self) -> None:
         """Check the numbers against each other.
 
         Raises:
-            ValueError: One rule is broken; the message names the field, its value and the rule.
+            ValueError: A rule is broken; the message names the rule, the field and the value.
         """
         if problems := field_problems(type(self), self):
             raise ValueError("; ".join(problems))

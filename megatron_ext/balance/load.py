@@ -1,9 +1,9 @@
-"""Stage 1: the exact load of this microbatch, equal on every rank of the EP group.
+"""Stage 1: gathers the exact load of this microbatch, equal on every rank of the EP group.
 
-Takes the router's choices and gives the int64 [R, E] load to the planner. With expert tensor
-parallelism, the T ranks of an expert-TP group hold shards of the same experts, and each has tokens
-of its own: all of them are counted, and an EP rank's row of the load is their sum. Legend: N local
-tokens, E logical experts, R ranks of the EP group, T ranks of an expert-TP group.
+Each rank counts its router's choices; the planner gets the int64 [R, E] load. With expert tensor
+parallelism, the T ranks of an expert-TP group hold shards of the same experts, and each rank has
+tokens of its own: an EP rank's row of the load is the sum over the T ranks. Legend: N local tokens,
+E logical experts, R ranks of the EP group, T ranks of an expert-TP group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def gather_load(
     Args:
         routing_map_NE: The router's choices, bool [N, E]; N may differ between ranks and be 0.
         group: The ranks that plan alike: the EP group, or R * T ranks, those of an expert-TP group
-            side by side. With one rank nothing is sent.
+            side by side. One rank alone sends nothing.
         ep_size: Ranks of the EP group (R); by default all of `group`.
 
     Returns:
@@ -58,14 +58,14 @@ def gather_counts(
     Args:
         routing_map_NE: As for `gather_load`.
         group: As for `gather_load`.
-        tail: This rank's number, int64 [1], on the device of `routing_map_NE`.
-        rows: Gathers of the ranks of `group` without a collective; None if nothing does.
-        label: What this is for, to be named in errors of `rows`.
+        tail: One more number of this rank, int64 [1], on the device of `routing_map_NE`.
+        rows: Gathers one row per rank of `group` through peer memory; None for a collective.
+        label: Names the gather in errors of `rows`.
 
     Returns:
-        Each rank's assignments to each logical expert, int64 [R * T, E]; with `tail` the numbers
-        are in a column more, [R * T, E + 1]. And the marks of this rank's tokens, which `assign` of
-        reroute.py goes by.
+        Each rank's assignments to each logical expert, int64 [R * T, E]; with `tail` the ranks'
+        numbers are a further column, [R * T, E + 1]. And the marks of this rank's tokens, by which
+        `assign` of reroute.py chooses instances.
     """
     load_library()
     counts, marks = torch.ops.megatron_ext.count_load(routing_map_NE, tail)

@@ -1,8 +1,8 @@
-"""This rank's main expert weights, in the three ways in which experts keep them.
+"""Holds this rank's main expert weights, in the three forms that expert modules keep them in.
 
-A segment's weights are a parameter for each main (`SeparateMains`), or one stacked parameter for
-all, which products take whole (`StackedMains`) or main by main (`SplitMains`). Slot weights are
-held as products take the mains, so the same classes group them.
+The weights of a segment are one parameter for each main (`SeparateMains`), or one stacked parameter
+for all mains. Matrix products take a stacked parameter whole (`StackedMains`) or main by main
+(`SplitMains`). Slot weights have the form of the mains, so the same classes group slot weights.
 
 Legend: M mains per rank, S slots per rank.
 """
@@ -26,25 +26,25 @@ class Segment:
 
 
 class SegmentMains(Protocol):
-    """How one segment of the mains is held."""
+    """The weights of one segment of the mains, in one of the three forms."""
 
     def parameters(self) -> list[Tensor]:
-        """The parameters in a fixed order."""
+        """Return the parameters in a fixed order."""
 
     def rows(self) -> list[Tensor]:
-        """The values of each main, M tensors [*shape] without gradient."""
+        """Return the values of each main, M tensors [*shape] without gradient."""
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Views of slot weights [S, *shape] as autograd outputs; see `MainWeights.slot_views`."""
+        """Return slot weights [S, *shape] as autograd outputs: see `MainWeights.slot_views`."""
 
     def take(self, values: Iterator[Any], num_slots: int) -> Any:
-        """Take as many of `values`, from the front, as there are `views`; slot s indexes them."""
+        """Take one of `values` for each of `views`, from the front; slot s indexes the result."""
 
     def main_grad(self, m: int) -> Tensor | None:
-        """Main m's part [*shape] of `main_grad`, where there is one."""
+        """Return main m's part [*shape] of `main_grad`; None without `main_grad`."""
 
     def hand_over(self, sums: dict[int, Tensor]) -> list[Tensor | None]:
-        """Give the mains their sums [*shape] by main; see `MainWeights.hand_over`."""
+        """Add the sums [*shape] of replicas to the mains; see `MainWeights.hand_over`."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class SeparateMains:
 
 @dataclass(frozen=True)
 class StackedMains:
-    """One parameter [M, *shape] for all mains, and the memory with its values, as tensor."""
+    """One parameter [M, *shape] for all mains, and a tensor of the memory with its values."""
 
     mains: Tensor
     values: Tensor
@@ -130,7 +130,7 @@ class StackedMains:
 
 
 class SplitMains(StackedMains):
-    """The same where products take a weight for each main. An unused slot costs no gradient."""
+    """`StackedMains` for products that take one weight a main. An unused slot costs no gradient."""
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """See `SegmentMains.views`: one view a slot."""
@@ -142,34 +142,34 @@ class SplitMains(StackedMains):
 
 
 class Split(NamedTuple):
-    """A parameter of all mains of which products take a weight for each main."""
+    """A stacked parameter of all mains, for products that take one weight for each main."""
 
     parameter: Tensor
-    """[M, *shape]. It may keep its values in another tensor."""
+    """[M, *shape]. Another tensor, `values`, may keep its values."""
     values: Tensor
     """The memory with its values, [M, *shape]."""
 
 
 def _main_grad(main: Tensor) -> Tensor | None:
-    """Where data-parallel training accumulates the gradient of a main, if it has such a place.
+    """Return the buffer in which data-parallel training accumulates a main's gradient, or None.
 
-    A main that was frozen since may have one, and gets nothing.
+    A main that was frozen after its buffer was made gets None.
     """
     return getattr(main, "main_grad", None) if main.requires_grad else None
 
 
 def _takes_sums(main: Tensor, fused: bool) -> Tensor | None:
-    """The `main_grad` to which sums over replicas are added; None where autograd adds them.
+    """Return the `main_grad` that gets the sums over replicas; None if autograd adds the sums.
 
-    One that rounds would lose something by each part of a microbatch's gradient, at the full size
-    of all microbatches' sum. Autograd adds both parts before.
+    A `main_grad` narrower than float32 would round each part of a microbatch's gradient at the size
+    of all microbatches' sum. So autograd adds both parts first.
     """
     main_grad = _main_grad(main)
     return None if main_grad is None or (_rounds(main_grad) and not fused) else main_grad
 
 
 def _grad_dtype(mains: list[Tensor], fused: bool) -> torch.dtype | None:
-    """Dtype in which gradients of some mains are computed; None if none of them gets one."""
+    """Return the dtype of the gradients of these mains; None if none of the mains gets one."""
     for main in mains:
         holder = _main_grad(main) if fused else main
         if main.requires_grad and holder is not None:
@@ -178,7 +178,7 @@ def _grad_dtype(mains: list[Tensor], fused: bool) -> torch.dtype | None:
 
 
 def _rounds(main_grad: Tensor) -> bool:
-    """Whether adding to it loses more than float32 would: its error grows with every addition."""
+    """Whether an addition to `main_grad` rounds more than in float32."""
     return main_grad.element_size() < torch.float32.itemsize
 
 
@@ -199,7 +199,7 @@ def _segment_mains(held: Tensor | list[Tensor] | Split, fused: bool) -> SegmentM
 
 
 Aside = dict[int, list[Tensor | None]]
-"""What mains had in `main_grad`, by main and segment; None where it stayed there."""
+"""Copies of the mains' `main_grad` by main and segment; None if `main_grad` was left as it is."""
 
 
 class MainWeights:
@@ -208,8 +208,8 @@ class MainWeights:
     Args:
         per_segment: For each segment, the M parameters [*shape], or one stacked parameter [M,
             *shape], alone or as a `Split`.
-        fused: Whether what computes a weight's gradient adds it to the weight's `main_grad`, and
-            gives autograd none that counts: Megatron's gradient accumulation fusion.
+        fused: Whether Megatron's gradient accumulation fusion is on: the matrix product adds a
+            weight's gradient to `main_grad`, and autograd's gradient of the weight does not count.
     """
 
     def __init__(
@@ -219,30 +219,31 @@ class MainWeights:
         self._segments = [_segment_mains(held, fused) for held in per_segment]
 
     def parameters(self) -> list[Tensor]:
-        """The parameters in a fixed order: what autograd must see as inputs."""
+        """Return the parameters in a fixed order, as inputs for autograd."""
         return [parameter for segment in self._segments for parameter in segment.parameters()]
 
     @property
     def grad_dtypes(self) -> tuple[torch.dtype | None, ...]:
-        """By segment, the dtype in which gradients are computed; None if no main here gets one.
+        """Return the gradients' dtype by segment; None if no main of the segment gets a gradient.
 
-        It is that of `main_grad` if gradients are fused: then mains without one get none. Slots'
-        gradients have the same: a grouped product may take the first output's for all.
+        With fused gradients the dtype is that of `main_grad`, and mains without `main_grad` get no
+        gradient. Slots' gradients have the same dtype: a grouped product may use the dtype of its
+        first output for all outputs.
         """
         return tuple(_grad_dtype(each.parameters(), self.fused) for each in self._segments)
 
     def rows(self) -> list[list[Tensor]]:
-        """`rows()[g][m]`: the values of segment g of main m, without gradient."""
+        """Return the values of segment g of main m as `rows()[g][m]`, without gradient."""
         return [segment.rows() for segment in self._segments]
 
     def slot_views(self, buffers: Sequence[Tensor | None]) -> list[Tensor]:
-        """Slot weights as autograd outputs, held as the parameters are: slot by slot, or stacked.
+        """Return slot weights as autograd outputs: slot by slot or stacked, like the parameters.
 
         Args:
             buffers: One a segment, [S, *shape]; None for a segment that is left out.
         """
         # `.data` has a version counter of its own: other layers overwrite these buffers before this
-        # layer's backward reads them, which is right, because RematerializeFunction restores them.
+        # layer's backward reads them, and the backward restores the buffers before it reads them.
         pairs = zip(self._segments, buffers, strict=True)
         return [
             view
@@ -252,9 +253,9 @@ class MainWeights:
         ]
 
     def by_segment(self, flat: Sequence[Any], buffers: Sequence[Tensor | None]) -> list[Any]:
-        """Group values, one for each of `slot_views(buffers)`: for each segment, indexed by slot.
+        """Group values, one for each of `slot_views(buffers)`, by segment and slot.
 
-        None for a segment that is left out.
+        A segment that is left out gets None.
         """
         values = iter(flat)
         return [
@@ -263,24 +264,25 @@ class MainWeights:
         ]
 
     def set_aside(self, mains: Iterable[int]) -> Aside:
-        """Empty the mains' `main_grad` where it rounds; return what was in it, segment by segment.
+        """Empty those `main_grad` that are narrower than float32; return copies by segment.
 
-        A fused gradient is added to `main_grad`, and so are the sums over replicas: two additions
-        where Megatron has one. The first of them then meets nothing that it could round, and what
-        was set aside, a copy in the dtype of `main_grad`, comes back with the second.
+        With fused gradients, a matrix product adds the main's own part to `main_grad`, and the sums
+        over replicas are added after it: two rounded additions, where Megatron has one. The first
+        addition to an empty `main_grad` rounds nothing away, and the copies, in the dtype of
+        `main_grad`, are added with the second.
 
         Args:
-            mains: Those with replicas in the microbatch whose backward begins.
+            mains: The mains with replicas in the microbatch whose backward begins.
         """
         return {m: [_emptied(segment.main_grad(m)) for segment in self._segments] for m in mains}
 
     def hand_over(self, sums: dict[int, list[Tensor | None]]) -> list[Tensor | None]:
-        """Give the mains their sums over replicas; return what autograd shall add, by parameter.
+        """Add the sums over replicas to the mains; return autograd's gradients, by parameter.
 
-        Where a parameter has a `main_grad`, the sums are added to it here: they are rounded once,
-        to its dtype, and autograd adds nothing. Elsewhere they are rounded to the weights' dtype;
-        so are those of mains without fusion whose `main_grad` is narrower than float32. What is
-        frozen gets nothing.
+        If a parameter has a `main_grad`, the sums are added to `main_grad` here and rounded once,
+        to the dtype of `main_grad`; autograd then adds nothing. Otherwise, and for a `main_grad`
+        narrower than float32 without fusion, the sums are rounded to the weights' dtype and
+        autograd adds them. A frozen parameter gets nothing.
 
         Args:
             sums: For each main with replicas, one tensor a segment, or None.

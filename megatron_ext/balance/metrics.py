@@ -1,4 +1,7 @@
-"""What the reported numbers mean. Legend: R ranks of the EP group, E logical experts."""
+"""Computes the reported numbers: imbalance, replicas, sends, traffic, accuracy of predictions.
+
+Legend: R ranks of the EP group, E logical experts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from megatron_ext.balance.plan import BalancePlan
 
 
 def imbalance(rank_loads: Tensor) -> float:
-    """Busiest rank's assignments / mean: 1.0 is perfect, also when there is nothing to do.
+    """Return the busiest rank's assignments / mean: 1.0 is perfect. Without assignments: 1.0.
 
     Args:
         rank_loads: Assignments each rank computes, int64 [R].
@@ -23,7 +26,7 @@ def imbalance(rank_loads: Tensor) -> float:
 
 
 def imbalances(rank_loads: Tensor) -> Tensor:
-    """The imbalance of each of the rank loads, int64 [..., R]: float64 [...].
+    """Return the imbalance, float64 [...], of rank loads, int64 [..., R].
 
     >>> imbalances(torch.tensor([[13, 3], [8, 8]])).tolist()
     [1.625, 1.0]
@@ -34,12 +37,12 @@ def imbalances(rank_loads: Tensor) -> Tensor:
 
 
 def load_imbalance_rates(rank_loads: Tensor) -> Tensor:
-    """Busiest rank's assignments / median over the ranks, for rank loads int64 [..., R].
+    """Return the busiest rank's assignments / median over the ranks, for loads int64 [..., R].
 
     A median below one assignment counts as one.
 
     Returns:
-        Float64 [...]; 1.0 where there is nothing to do.
+        Float64 [...]; 1.0 without assignments.
 
     Source: Sem-MoE, section 4.6 (load-imbalance rate of Figure 5b).
 
@@ -51,10 +54,10 @@ def load_imbalance_rates(rank_loads: Tensor) -> Tensor:
 
 
 def load_accuracy(predicted: Tensor, load: Tensor) -> float:
-    """Part of the predicted assignments that fit the experts' exact loads, both int64 [R, E].
+    """Return the part of the predicted assignments that fit the experts' exact loads.
 
-    An expert's predicted assignments count up to its exact load, whichever tokens they come from. 1
-    if none is predicted.
+    Both loads are int64 [R, E]. An expert's predicted assignments count up to the expert's exact
+    load, from any token. The result is 1 without predictions.
 
     >>> load_accuracy(torch.tensor([[3, 1], [0, 0]]), torch.tensor([[1, 0], [1, 2]]))
     0.75
@@ -64,7 +67,7 @@ def load_accuracy(predicted: Tensor, load: Tensor) -> float:
 
 
 def home_loads(load: Tensor) -> Tensor:
-    """Assignments each rank computes without balancing, int64 [..., R], of a load [..., R, E].
+    """Return the assignments of each rank without balancing, int64 [..., R]; load [..., R, E].
 
     >>> home_loads(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])).tolist()
     [13, 3]
@@ -73,9 +76,9 @@ def home_loads(load: Tensor) -> Tensor:
 
 
 def home_imbalances(loads: Sequence[Tensor]) -> Tensor:
-    """The imbalances without balancing of loads [R, E] of several layers: float64 [len(loads)].
+    """Return the imbalances without balancing, float64 [len(loads)], of layers' loads [R, E].
 
-    Layers may differ in E. The loads of one E come together, in a few operations.
+    Layers may differ in E. A few operations compute all loads of one E together.
 
     >>> wide, narrow = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), torch.tensor([[1, 1], [1, 1]])
     >>> home_imbalances([wide, narrow, wide]).tolist()
@@ -88,7 +91,7 @@ def home_imbalances(loads: Sequence[Tensor]) -> Tensor:
 
 
 def mean_loads(load: Tensor) -> Tensor:
-    """Assignments that a rank computes on average, rounded up: int64 [...] of a load [..., R, E].
+    """Return the mean assignments of a rank, rounded up: int64 [...], of a load [..., R, E].
 
     >>> mean_loads(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 0]])).tolist()
     8
@@ -98,19 +101,19 @@ def mean_loads(load: Tensor) -> Tensor:
 
 
 def max_fanout(plan: BalancePlan) -> int:
-    """Replicas of the expert that has most replicas."""
+    """Return the number of replicas of the expert with most replicas."""
     return int(max_fanouts(plan))
 
 
 def max_fanouts(plan: BalancePlan) -> Tensor:
-    """`max_fanout` of each plan of a batch: int64 [...]."""
+    """Return `max_fanout` of each plan of a batch: int64 [...]."""
     held = plan.slots.flatten(-2).long() + 1  # 0 is an empty slot
     counts = held.new_zeros(*held.shape[:-1], plan.layout.num_experts + 1)
     return counts.scatter_add_(-1, held, torch.ones_like(held))[..., 1:].amax(-1)
 
 
 def rank_sends(plan: BalancePlan) -> Tensor:
-    """Replicas that each rank has to send, those of all its mains: int64 [..., R].
+    """Return how many replicas each rank sends, of all its mains: int64 [..., R].
 
     Source: UltraEP, Eq. 5.
     """
@@ -121,15 +124,15 @@ def rank_sends(plan: BalancePlan) -> Tensor:
 
 
 def max_rank_sends(plan: BalancePlan) -> int:
-    """Replicas that the busiest sender has to send."""
+    """Return how many replicas the busiest sender sends."""
     return int(rank_sends(plan).max())
 
 
 def remote_assignments(load: Tensor, plan: BalancePlan) -> int:
-    """Assignments computed on another rank than the token's; each costs a trip there and back.
+    """Return how many assignments another rank than the token's computes.
 
-    The split serves a rank's own assignments first. So the smaller of load and quota stays on the
-    rank.
+    Each such assignment costs a trip there and back. The split serves a rank's own assignments
+    first, so the smaller of load and quota stays on the rank.
 
     >>> from megatron_ext.balance.solve import solve
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
@@ -140,17 +143,17 @@ def remote_assignments(load: Tensor, plan: BalancePlan) -> int:
 
 
 def remote_counts(load: Tensor, plan: BalancePlan) -> Tensor:
-    """Remote assignments of each load, int64 [..., R, E], and its plan: int64 [...]."""
+    """Return `remote_assignments`, int64 [...], of loads, int64 [..., R, E], and their plans."""
     local = torch.minimum(load, plan.quota.mT)
     return load.sum((-2, -1)) - local.sum((-2, -1))
 
 
 def replica_use(placed: Tensor, plan: BalancePlan) -> dict[str, Tensor]:
-    """What became of replicas that were placed before the load was known.
+    """Count the replicas, placed before the load was known, that the load's plan uses.
 
     Args:
         placed: Logical expert in each slot, or -1: int32 [..., R, S].
-        plan: Plan of the load. A placed replica that it uses is in the slot it was placed in.
+        plan: Plan of the load. A placed replica that the plan uses stays in its slot.
 
     Returns:
         Int64 [...] each: `hit_replicas`, placed and used; `topped_up_replicas`, used and not

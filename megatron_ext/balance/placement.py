@@ -1,6 +1,6 @@
-"""Replicas that were placed before the run, layer by layer.
+"""Holds replicas that `megatron-ext place` placed before the run, layer by layer.
 
-`megatron-ext place` makes them; `files/placement.py` reads and writes them.
+`files/placement.py` reads and writes the file.
 
 Legend: L layers, R ranks of the EP group, E logical experts, S slots per rank.
 """
@@ -17,19 +17,19 @@ from megatron_ext.balance.layout import ExpertLayout
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Which replicas each layer has. Made offline from a trace, equal on all ranks, never changed.
+    """The replicas of each layer, made offline from a trace; equal on all ranks, never changed.
 
-    Strategy `craft` uses the replicas. Other planners only use no more slots in a layer than it.
+    Strategy `craft` uses the replicas. Other planners use at most `slot_limit` slots in a layer.
     """
 
     layers: tuple[int, ...]
-    """Number of each layer, counted from 1 as in Megatron; 0 alone where it is not known."""
+    """Number of each layer, counted from 1 as in Megatron; 0 alone for a file without numbers."""
 
     slots: Tensor
     """Logical expert in each slot, or -1: int32 [L, R, S]."""
 
     expert_load: Tensor
-    """Assignments of each expert in the trace it was made from: int64 [L, E]."""
+    """Assignments of each expert in the placement's trace: int64 [L, E]."""
 
     def replicas(self, layer: int, layout: ExpertLayout) -> Tensor:
         """Return the replicas of a layer in the slots of a layout: int32 [R, S].
@@ -66,7 +66,7 @@ class Placement:
         return slots
 
     def slot_limit(self, layer: int) -> int:
-        """Slots that the layer uses on the rank where it uses most: the limit of other planners.
+        """Return the largest number of slots that the layer uses on one rank.
 
         Raises:
             ValueError: The placement does not know the layer.
@@ -74,7 +74,7 @@ class Placement:
         return int((self.slots[self._index(layer)] >= 0).sum(-1).max()) if self.slots.numel() else 0
 
     def num_replicas(self) -> dict[str, int]:
-        """Replicas of each layer, by its number."""
+        """Return the number of replicas of each layer, by the layer's number."""
         counts = (self.slots >= 0).sum((1, 2)).tolist()
         return {str(layer): count for layer, count in zip(self.layers, counts, strict=True)}
 

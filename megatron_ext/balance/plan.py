@@ -188,7 +188,7 @@ def split_quota(load: Tensor, plan: BalancePlan, source_rank: int | None = None)
 class Shares:
     """What one rank does by a plan."""
 
-    quota: Tensor
+    split: Tensor
     """Assignments of this rank that the instance of expert e on rank t takes: int64 [E, R]."""
 
     physical_index: Tensor
@@ -216,11 +216,11 @@ class Shares:
             Shares whose sums over the ranks are `num_choices`.
 
         >>> shares = Shares(torch.tensor([[2, 3], [1, 4]]), torch.tensor([[0, 3], [1, 2]]))
-        >>> shares.fit(torch.tensor([4, 7])).quota.tolist()
+        >>> shares.fit(torch.tensor([4, 7])).split.tolist()
         [[2, 2], [1, 6]]
         """
-        num_ranks = self.quota.shape[1]
-        ends = self.quota.cumsum(1).clamp(max=num_choices[:, None])
+        num_ranks = self.split.shape[1]
+        ends = self.split.cumsum(1).clamp(max=num_choices[:, None])
         fitted = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
         at_home = fitted.view(num_ranks, -1, num_ranks).diagonal(dim1=0, dim2=2)
         at_home += (num_choices - ends[:, -1]).view(num_ranks, -1).T
@@ -237,7 +237,7 @@ class Shares:
             rank: The rank among the R * T that plan alike.
             counts: Assignments of each of these, int64 [R * T, E], those of a group side by side.
         """
-        experts, ranks = self.quota.shape
+        experts, ranks = self.split.shape
         num_shards = len(counts) // ranks
         if num_shards == 1:
             return self
@@ -245,7 +245,7 @@ class Shares:
         of_group = counts.view(ranks, num_shards, experts, 1)[ep_rank]
         # The instances lie on a line. A rank in turn takes its share of each piece of what is left.
         rest = of_group.sum(0)
-        line = self.quota.cumsum(1)
+        line = self.split.cumsum(1)
         for mine in of_group[: shard + 1]:
             after = rest - mine
             shorter = line * after // rest.clamp(min=1)
@@ -265,13 +265,13 @@ def share_plan(rank: int, counts: Tensor, plan: BalancePlan) -> Shares:
         plan: The plan for their load.
 
     Returns:
-        The shares. Rows of their quota sum to the rank's counts; those of an expert-TP group sum to
+        The shares. Rows of their split sum to the rank's counts; those of an expert-TP group sum to
         the EP rank's split.
 
     >>> from megatron_ext.balance.solve import solve
     >>> counts = torch.tensor([[4, 1, 0, 0], [2, 0, 1, 0], [4, 1, 0, 1], [0, 1, 1, 0]])
     >>> plan = solve(load_of(counts, ep_size=2), ep_size=2, slots=1)
-    >>> [share_plan(rank, counts, plan).quota[0].tolist() for rank in range(4)]
+    >>> [share_plan(rank, counts, plan).split[0].tolist() for rank in range(4)]
     [[4, 0], [1, 1], [0, 4], [0, 0]]
     """
     load = load_of(counts, plan.layout.ep_size)
@@ -335,25 +335,6 @@ def check_plan(load: Tensor, plan: BalancePlan, *, min_quota: int = _DEFAULTS.mi
     after = int(plan.rank_loads().max())
     if after > before:
         raise ValueError(f"the busiest rank has {after} assignments; without balancing {before}")
-
-
-def check_split(load: Tensor, plan: BalancePlan, split: Tensor) -> None:
-    """Check that a split serves every source and meets every quota exactly; slow, for tests.
-
-    Args:
-        load: The load the plan was made for, int64 [R, E].
-        plan: One plan (not a batch).
-        split: What `split_quota` gives for all ranks, int64 [R, E, R].
-
-    Raises:
-        ValueError: A rule is broken; the message names it.
-    """
-    if (split < 0).any():
-        raise ValueError(f"split has a negative entry ({int(split.min())})")
-    if not torch.equal(split.sum(2), load):
-        raise ValueError("split rows do not sum to the load of their source rank and expert")
-    if not torch.equal(split.sum(0), plan.quota):
-        raise ValueError("split columns do not sum to the quota of their instance")
 
 
 def check_load(load: Tensor, layout: ExpertLayout) -> None:

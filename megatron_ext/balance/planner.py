@@ -14,16 +14,40 @@ from torch.nn import functional
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan, check_load, stack_plans, with_spare_slots
-from megatron_ext.balance.strategies import get_planner
-from megatron_ext.balance.strategies.fastest import solver_for_time
+from megatron_ext.balance.strategies import get_planner, get_strategy
 from megatron_ext.balance.strategies.strategy import (
     FromHistory,
     FromPlacement,
     FromPrediction,
-    HistorySettings,
     PlanSettings,
     Solves,
 )
+from megatron_ext.config import HistorySettings
+
+
+def plan_layout(
+    strategy: str, *, num_experts: int, ep_size: int, slots: int, nvlink_domain: int | None
+) -> ExpertLayout:
+    """Return the layout that a strategy plans for; the strategy may change the number of slots.
+
+    Args:
+        strategy: A balancer of `megatron_ext.balance.strategies`.
+        num_experts: Logical experts (E).
+        ep_size: Ranks of the EP group (R).
+        slots: Replicas a rank can hold (S), by the settings.
+        nvlink_domain: Ranks per NVLink domain; one domain if None.
+
+    Raises:
+        ValueError: There is no such strategy, or the numbers do not fit each other.
+    """
+    asked = ExpertLayout(
+        num_experts=num_experts,
+        ep_size=ep_size,
+        slots=slots,
+        nvlink_domain=ep_size if nvlink_domain is None else nvlink_domain,
+    )
+    num_slots = get_strategy(strategy).num_slots
+    return dataclasses.replace(asked, slots=num_slots(slots, asked.mains_per_rank))
 
 
 class LayerPlanner:
@@ -66,10 +90,19 @@ class LayerPlanner:
         self._layout = layout
         self._settings = settings
         if settings.costs is not None:
+            # Here: nothing else needs it.
+            from megatron_ext.balance.strategies.fastest import solver_for_time
+
             assert isinstance(planner, Solves), "`get_planner` refused what does not solve"
             planner = Solves(solver_for_time(planner.solve))
         self._planner = planner
-        self._expert_load = torch.zeros(layout.num_experts, dtype=torch.int64)
+        self._first_slots = self._slots
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the history: ranks may have seen different parts of an aborted step."""
+        self._slots = self._first_slots
+        self._expert_load = torch.zeros(self._layout.num_experts, dtype=torch.int64)
         self._num_observed = 0
         self._previous_load: Tensor | None = None
 

@@ -1,10 +1,10 @@
-"""Names for the stages of a balanced layer in profiles: torch's, and those of Nsight Systems.
+"""Shows the stages of a balanced layer as ranges in torch's profiler and in Nsight Systems.
 
-A stage is a range wherever a torch profiler runs, `emit_nvtx` included, and otherwise an NVTX range
-where Megatron asks for these (`configure_nvtx_profiling`, which `mcore/` hands in). Without either
-it costs a look at both.
+While a torch profiler runs, `emit_nvtx` included, a stage is a range of that profiler. Otherwise a
+stage is an NVTX range if Megatron switches NVTX on (`configure_nvtx_profiling`; `mcore/` hands in
+the switch). Without either, a stage costs two checks.
 
-The stages are cut as in Megatron's own work on virtual experts, to be laid beside it:
+The stages correspond to those of Megatron's own work on virtual experts:
 
     expert_balance_load               1  the exact load gathered, within the plan
     expert_balance_plan               2  virtual_expert_plan
@@ -17,8 +17,8 @@ The stages are cut as in Megatron's own work on virtual experts, to be laid besi
     expert_balance_grad_reduce_start  8  virtual_expert_grad_reduce_start
     expert_balance_grad_reduce_wait      virtual_expert_grad_reduce_wait
 
-A layer's forward is a range around its stages. A backward is autograd's, so each stage in it has a
-range around it that names the layer.
+A layer's forward is a range around its stages. Autograd runs the backward, so each stage of a
+backward has its own range around it, which names the layer.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _wants_nvtx: Callable[[], bool] = bool
 
 
 def show_in_nvtx(wanted: Callable[[], bool]) -> None:
-    """Take the switch of NVTX ranges; it is asked at each range."""
+    """Set the function that says at each range whether NVTX ranges are on."""
     global _wants_nvtx
     _wants_nvtx = wanted
 
 
 def stage(name: str) -> AbstractContextManager[object]:
-    """Return a range of this name for the profiler that runs, if one does."""
+    """Return a range of this name for the running profiler; an empty one without a profiler."""
     if _profiler_enabled():
         return record_function(name)
     return _nvtx(name) if _wants_nvtx() else _NOTHING
@@ -70,7 +70,7 @@ def layer_forward(layer_number: int) -> AbstractContextManager[object]:
 
 
 def stage_of_backward(name: str, layer_number: int) -> AbstractContextManager[object]:
-    """Return the same within a range that names the layer."""
+    """Return a range of this name within a range that names the layer."""
     if _profiler_enabled() or _wants_nvtx():
         return _both(_layer(layer_number, "backward"), name)
     return _NOTHING
@@ -91,7 +91,7 @@ def _nvtx(name: str) -> Iterator[None]:
         torch.cuda.nvtx.range_pop()
 
 
-# Kept, because a range that was captured in a CUDA graph has nothing but the address of its name.
+# The names are kept: a range in a captured CUDA graph holds only the address of its name.
 @cache
 def _layer(number: int, direction: str) -> str:
     return f"{PREFIX}layer_{number}_{direction}"

@@ -61,7 +61,7 @@ def assign(
 
     Args:
         routing_map_NE: Logical choices, bool [N, E]. Its column sums must be the row sums of
-            `shares.quota`.
+            `shares.split`.
         shares: What this rank's tokens are to be split by.
         top_k: Most choices of a token (K).
         marks: What `gather_counts` gave for this routing map; made anew if None.
@@ -81,13 +81,13 @@ def assign(
     load_library()
     return Assignment(
         *torch.ops.megatron_ext.assign(
-            routing_map_NE, shares.quota, shares.physical_index, top_k, marks, shares.lines
+            routing_map_NE, shares.split, shares.physical_index, top_k, marks, shares.lines
         )
     )
 
 
 class RoutingMaps:
-    """Memory for one microbatch's dense maps; the next microbatch in its entry overwrites them.
+    """Memory for one microbatch's dense maps, until its virtual layer is lent again.
 
     Dispatchers keep the maps until the end of the layer's backward, so two microbatches between
     their forward and their backward need memory each.
@@ -195,7 +195,7 @@ class _Reroute(torch.autograd.Function):
         ctx.tables = torch.ops.megatron_ext.reroute(
             probs_NE,
             routing_map_NE,
-            shares.quota,
+            shares.split,
             shares.physical_index,
             top_k,
             marks,

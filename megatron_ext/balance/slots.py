@@ -21,10 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_ext.balance.in_flight import PlanHandle
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.main_weights import Aside, MainWeights, Segment
-from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.stage_times import TIMES, Mark
 from megatron_ext.transport import (
     Pending,
@@ -73,8 +71,10 @@ class SlotBuffers:
             for segment in segments
         ]
         self.grads: list[Tensor | None] = [None] * len(self.segments)
-        self._resident: tuple[int, int] | None = None
-        # Its sums live as long as somebody waits for them.
+        # The forward whose replicas are here. All of them: an aborted transfer must not look
+        # complete.
+        self._resident: weakref.ref[Any] | None = None
+        # The reduction that was started last. Its forward holds it, and the sums with it.
         self._reducing: weakref.ref[Reducing] | None = None
         self._num_virtual_layers = 0
 
@@ -115,69 +115,42 @@ class SlotBuffers:
             for grad, dtype in zip(self.grads, dtypes, strict=True)
         ]
 
-    def reserve_virtual_layers(self, count: int) -> int:
-        """Return the first of `count` virtual layer ids that no other layer uses."""
-        first = self._num_virtual_layers
-        self._num_virtual_layers += count
-        return first
+    def new_virtual_layer_id(self) -> int:
+        """Return a virtual layer id that no other layer with these slots uses."""
+        self._num_virtual_layers += 1
+        return self._num_virtual_layers - 1
 
-    def send_ahead(
-        self, slots: Tensor, mains: MainWeights, label: str, *, is_timed: bool
-    ) -> SentAhead:
-        """Start materializing in this rank's slots before the plan is known; every EP rank calls.
+    def hold_replicas_of(self, forward: object) -> bool:
+        """Whether the slots hold the replicas that were pushed for this forward."""
+        return self._resident is not None and self._resident() is forward
 
-        Args:
-            slots: Logical expert in each slot, or -1: int32 [R, S].
-            mains: This rank's mains; must not change before `wait()` returns.
-            label: Which layer this is for, to be named in errors.
-            is_timed: Whether its time is one of training.
-
-        Returns:
-            The transfer under way, for the `start_materialize` that comes next.
-        """
-        self._resident = None
-        transfers = Transfers(slots, self.layout.mains_per_rank, is_urgent=True)
-        return SentAhead(slots, self._push(transfers, mains, label), is_timed=is_timed)
-
-    def start_materialize(
+    def push(
         self,
-        plan: BalancePlan,
+        experts_in_slots: Tensor,
         mains: MainWeights,
-        handle: PlanHandle | None,
-        sent: SentAhead | None = None,
+        label: str,
+        *,
         slots_on_host: Tensor | None = None,
+        owner: object | None = None,
     ) -> Materializing:
-        """Start materializing the plan's replicas in this rank's slots; every EP rank calls.
-
-        Moves nothing if the slots still hold what `handle` names: the last layer's backward follows
-        its forward, and a recomputed forward is followed by its own backward. All ranks see the
-        same order of calls, so all decide alike.
+        """Start materializing replicas in this rank's slots; every EP rank calls.
 
         Args:
-            plan: Where replicas go.
+            experts_in_slots: Logical expert for each slot, or -1: int32 [R, S].
             mains: This rank's mains; must not change before `wait()` returns.
-            handle: Name of the kept plan; None when no backward will come.
-            sent: Replicas that were sent ahead into these slots. This call waits for them, and does
-                not move again what the plan has in the same slot.
-            slots_on_host: The plan's slots, where the host has them already; only without `sent`.
+            label: Which forward this is for, to be named in errors.
+            slots_on_host: The same on the host, where the host has it already.
+            owner: The forward with a backward that the replicas are for. None where no backward
+                will ask for them, as in evaluation, which is not timed.
 
         Returns:
             The transfer under way; the slots may be read after its `wait()`.
         """
-        key = (handle.virtual_layer_id, handle.generation) if handle else None
-        if key is not None and key == self._resident:
-            return Materializing(self, key, None)
-        # Until the last byte is here the slots belong to nobody: an aborted transfer must not look
-        # complete.
         self._resident = None
-        missing = plan.slots
-        if sent is not None:
-            sent.wait()
-            missing = torch.where(plan.slots == sent.slots.to(plan.slots.device), -1, plan.slots)
-        if handle is not None:
-            handle.moves.pushes += 1
-        transfers = Transfers(missing, self.layout.mains_per_rank, slots_on_host)
-        return Materializing(self, key, self._push(transfers, mains, _label(handle)))
+        # Do not iterate these transfers here: for a plan on a GPU the host would wait for it.
+        transfers = Transfers(experts_in_slots, self.layout.mains_per_rank, slots_on_host)
+        pending = self.transport.push(transfers, mains.rows(), self.weights, label)
+        return Materializing(pending, self, owner)
 
     def begin_fused(
         self, slots: Tensor, grads: Sequence[Tensor | None], mains: MainWeights
@@ -207,7 +180,7 @@ class SlotBuffers:
         slots: Tensor,
         grads: Sequence[Tensor | None],
         slot_grads: Sequence[Any],
-        handle: PlanHandle | None = None,
+        label: str,
         *,
         aside: Aside | None = None,
     ) -> Reducing:
@@ -221,7 +194,7 @@ class SlotBuffers:
             grads: What `allocate_grads` returned: the segments whose gradients are reduced.
             slot_grads: Gradients, one entry a segment, which slot s indexes. None for a segment or
                 a slot where nothing was computed.
-            handle: Name of the kept plan, for messages.
+            label: Which forward this is for, to be named in errors.
             aside: What `begin_fused` returned, if it came before; is added to the sums. A replica
                 without an entry in `slot_grads` has its gradient in `grads` then.
 
@@ -250,14 +223,15 @@ class SlotBuffers:
             transfers,
             [buffer for buffer in grads if buffer is not None],
             {m: [total for total in each if total is not None] for m, each in sums.items()},
-            _label(handle),
+            label,
         )
         reducing = Reducing(sums, pending, aside or {})
         self._reducing = weakref.ref(reducing)
         return reducing
 
     def _end_reduction(self) -> None:
-        # Whoever began one holds it until its end; else the step was aborted.
+        # A running reduction is held by its forward. If nothing holds it, the step was aborted,
+        # and there is nothing to wait for.
         if self._reducing is not None and (reducing := self._reducing()) is not None:
             reducing.wait()
 
@@ -265,10 +239,6 @@ class SlotBuffers:
         """This rank's slots with a replica."""
         of_rank = slots[self.ep_rank].tolist()
         return [slot_idx for slot_idx, expert in enumerate(of_rank) if expert >= 0]
-
-    def _push(self, transfers: Transfers, mains: MainWeights, label: str) -> Pending:
-        # Not listed here: whoever needs the list waits for the device that makes the plan.
-        return self.transport.push(transfers, mains.rows(), self.weights, label)
 
     def reset(self) -> None:
         """Forget an aborted step; every rank of the EP group calls before the next one."""
@@ -284,49 +254,35 @@ def _sum_like(buffer: Tensor | None) -> Tensor | None:
     return torch.empty_like(buffer[0], dtype=torch.promote_types(buffer.dtype, torch.float32))
 
 
-def _label(handle: PlanHandle | None) -> str:
-    if handle is None:
-        return "a forward without backward"
-    return f"layer {handle.layer_number}, virtual layer {handle.virtual_layer_id}"
+class Materializing:
+    """Replicas on their way into the slots.
 
-
-class SentAhead:
-    """Replicas on their way into slots before their plan is known.
-
-    Attributes:
-        slots: Logical expert in each slot, or -1: int32 [R, S].
+    Args:
+        pending: The transfer; None if there was nothing to move.
+        buffers: The slots.
+        owner: The forward whose replicas the slots hold then; None if no backward will ask.
     """
 
-    def __init__(self, slots: Tensor, pending: Pending, *, is_timed: bool) -> None:
-        self.slots = slots
-        self._pending = pending
-        self._started = TIMES.mark() if is_timed else None
-
-    def wait(self) -> None:
-        """Return when the slots hold the replicas; called once."""
-        with _timed("materialize", self._started):
-            self._pending.wait()
-
-
-class Materializing:
-    """Replicas on their way into the slots."""
-
     def __init__(
-        self, buffers: SlotBuffers, key: tuple[int, int] | None, pending: Pending | None
+        self,
+        pending: Pending | None,
+        buffers: SlotBuffers | None = None,
+        owner: object | None = None,
     ) -> None:
-        self._buffers = buffers
-        self._key = key
         self._pending = pending
-        # No plan is kept where no backward follows: that is evaluation.
-        self._started = TIMES.mark() if key is not None else None
+        self._buffers = buffers
+        self._owner = weakref.ref(owner) if owner is not None else None
+        self._started = TIMES.mark() if owner is not None else None
 
     def wait(self) -> None:
         """Return when the slots hold the replicas; it may be called again."""
-        if self._pending is not None:
-            with _timed("materialize", self._started):
-                self._pending.wait()
-            self._pending = None
-            self._buffers._resident = self._key
+        if self._pending is None:
+            return
+        with timed("materialize", self._started):
+            self._pending.wait()
+        self._pending = None
+        if self._buffers is not None:
+            self._buffers._resident = self._owner
 
 
 class Reducing:
@@ -347,7 +303,7 @@ class Reducing:
         for a segment without gradients. It may be called again.
         """
         if self._pending is not None:
-            with _timed("reduce", self._started):
+            with timed("reduce", self._started):
                 self._pending.wait()
             self._pending = None
             for main_idx, of_main in self._aside.items():
@@ -358,7 +314,7 @@ class Reducing:
 
 
 @contextmanager
-def _timed(stage: str, started: Mark) -> Iterator[None]:
+def timed(stage: str, started: Mark) -> Iterator[None]:
     """Add the block's time to what is exposed of a transfer, and the whole to the transfer's."""
     if started is None:
         yield
@@ -387,14 +343,14 @@ def shared_slot_buffers(
     ep_group: ProcessGroup,
     transport: str,
     options: TransportOptions,
-    slot_set: int,
+    set_name: str = "",
 ) -> SlotBuffers:
     """Return `ep_group`'s slot buffers for such experts; all its ranks call.
 
-    Made once, freed with the last user. Layers of different slot sets have buffers, and a
-    transport, of their own.
+    Made once, freed with the last user. Sets of other names have buffers, and a transport, of
+    their own.
     """
-    key = (ep_group, layout, tuple(segments), dtype, device, transport, options, slot_set)
+    key = (ep_group, layout, tuple(segments), dtype, device, transport, options, set_name)
     buffers = _SHARED.get(key)
     # When buffers without users are freed is up to each rank's garbage collector. A new model may
     # find those of an earlier one, and use them only if all ranks do.

@@ -1,13 +1,11 @@
-"""Stage 2: plans for loads, by the name of a strategy.
+"""Stage 2: plans loads by the name of a strategy, without a layer.
 
-In training a layer has a `LayerPlanner` of its own, which keeps a history; here each call begins
-without one.
+In training, the `LayerPlanner` of each layer keeps a history; here each call begins without one.
 Legend: R ranks of the EP group, E logical experts, S slots per rank, B independent loads.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -16,8 +14,8 @@ from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.plan import BalancePlan
-from megatron_ext.balance.planner import LayerPlanner
-from megatron_ext.balance.strategies import PlanSettings, get_strategy
+from megatron_ext.balance.planner import LayerPlanner, plan_layout
+from megatron_ext.balance.strategies import PlanSettings
 from megatron_ext.config import BalanceConfig, Section
 
 _DEFAULTS = BalanceConfig()
@@ -36,9 +34,9 @@ def solve_plan(
 ) -> BalancePlan:
     """Choose replicas and split each expert's load over its instances.
 
-    The plan is legal (see `check_plan`) and never worse than no balancing. How close to the mean it
-    comes depends on the strategy; see `megatron_ext.balance.strategies`. A strategy that plans from
-    history takes a batch for the first microbatches of one layer, in order.
+    The plan is legal (see `check_plan`) and never worse than no balancing. The strategy decides how
+    close to the mean the busiest rank comes; see `megatron_ext.balance.strategies`. For a strategy
+    that plans from history, a batch holds the first microbatches of one layer, in order.
 
     Args:
         load: Assignments from each source rank to each logical expert, int64 [R, E] or a batch [B,
@@ -49,7 +47,7 @@ def solve_plan(
         tolerance: How far above the mean the busiest rank may be, as a fraction of the mean;
             resolved to 1e-6.
         min_quota: Fewest assignments a replica may carry.
-        sections: Strategies' own settings, where they are not their defaults.
+        sections: Strategies' own settings that differ from the defaults.
         costs: Costs of the layer; if given, the objective is time.
         placement: Replicas placed before; see `PlanSettings.placement`.
 
@@ -101,9 +99,9 @@ def solve(
         tolerance: How far above the mean the busiest rank may be, as a fraction of the mean.
         min_quota: Fewest assignments a replica may carry.
         nvlink_domain: Ranks per NVLink domain; one domain if None.
-        sections: Strategies' own settings, where they are not their defaults: `LlepSettings(...)`.
+        sections: Strategies' own settings that differ from the defaults: `LlepSettings(...)`.
         costs: Costs of the layer; if given, the objective is time. Each load gets the tolerance at
-            which the modelled layer is fastest, and `tolerance` counts for nothing.
+            which the modelled layer is fastest; `tolerance` has no effect.
         placement: Replicas placed before; see `PlanSettings.placement`.
 
     Returns:
@@ -111,7 +109,7 @@ def solve(
 
     Raises:
         TypeError: If `load` is no int64 tensor.
-        ValueError: If a shape, a value or a setting is out of range; the message names it.
+        ValueError: A shape, a value or a setting is out of range; the message names which.
 
     >>> import torch
     >>> plan = solve(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), ep_size=2, slots=1)
@@ -141,35 +139,10 @@ def solve(
     )
 
 
-def plan_layout(
-    strategy: str, *, num_experts: int, ep_size: int, slots: int, nvlink_domain: int | None
-) -> ExpertLayout:
-    """Return the layout that a strategy plans for: it may need other slots than those asked for.
-
-    Args:
-        strategy: A balancer of `megatron_ext.balance.strategies`.
-        num_experts: Logical experts (E).
-        ep_size: Ranks of the EP group (R).
-        slots: Replicas a rank can hold (S), as asked for.
-        nvlink_domain: Ranks per NVLink domain; one domain if None.
-
-    Raises:
-        ValueError: There is no such strategy, or the numbers do not fit each other.
-    """
-    asked = ExpertLayout(
-        num_experts=num_experts,
-        ep_size=ep_size,
-        slots=slots,
-        nvlink_domain=ep_size if nvlink_domain is None else nvlink_domain,
-    )
-    num_slots = get_strategy(strategy).num_slots
-    return dataclasses.replace(asked, slots=num_slots(slots, asked.mains_per_rank))
-
-
 def idle_slots(
     slots: int, *, num_experts: int, ep_size: int, nvlink_domain: int | None
 ) -> str | None:
-    """Return a message if a rank has more slots than replicas to hold; None if it has not.
+    """Return a message if a rank has more slots than replicas to hold; else None.
 
     Args:
         slots: Slots of a rank (S).

@@ -1,11 +1,11 @@
-"""How long the stages of this rank's layers take, summed up until somebody asks.
+"""Sums the times of the stages of this rank's layers, for the metrics of a step.
 
-Nothing is noted until somebody wants to know. On a GPU times are between events on the current
-stream, which are read once the device is done: the host waits for nothing meanwhile. On a CPU they
-are the host's. Evaluation is not timed.
+Without a reader of the times nothing is noted. On a GPU a time lies between two events on the
+current stream, which are read after the device has passed them: the host waits for nothing
+meanwhile. On a CPU a time is the host's. Evaluation is not timed.
 
-A transfer is under way from its start to the end of the wait for it. The wait is exposed; in the
-rest of that time the rank computes, and the transfer may have ended before.
+The time of a transfer goes from its start to the end of the wait for it. The time of the wait is
+*exposed*. During the rest the rank computes; the transfer may end before the wait.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TypeAlias, cast
 import torch
 
 Mark: TypeAlias = "torch.cuda.Event | float | None"
-"""A point in time; None while nobody wants to know."""
+"""A point in time; None without a reader of the times."""
 
 STAGES = ("plan", "materialize", "materialize_exposed", "reduce", "reduce_exposed")
 
@@ -27,7 +27,7 @@ class StageTimes:
 
     def __init__(self) -> None:
         self.readers = 0
-        """Those that take the times; without any, none are noted."""
+        """The number of readers that call `take`; without readers nothing is noted."""
         self._spans: list[tuple[str, Mark, Mark]] = []
         self._free: list[torch.cuda.Event] = []
 
@@ -49,9 +49,9 @@ class StageTimes:
             self._spans.append((stage, start, end))
 
     def take(self) -> dict[str, float]:
-        """Return the milliseconds of each stage since the last call; for after a step.
+        """Return the milliseconds of each stage since the last call; called after a step.
 
-        On a GPU the device has done what was marked, or the host waits for it.
+        On a GPU the host waits until the device has passed the marks.
         """
         sums: defaultdict[str, float] = defaultdict(float)
         for stage, start, end in self._spans:

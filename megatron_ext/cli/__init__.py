@@ -3,29 +3,6 @@
 Exit status: 0 done, 1 failed, 2 wrong usage. An error about the input is one line. Results go to
 stdout, progress and errors to stderr. Each command imports the heavy modules that it needs, so that
 `--help` answers at once.
-
-    train.py       trains a model: hands over to `trainer/command.py`
-    dry_run.py     what a run would need, for `train --dry-run`
-    submit.py      the same as a job of Slurm
-    slurm.py       how `submit` talks to Slurm
-    logs.py        what the ranks of a run have said
-    report.py      runs compared, as a table and a page
-    dashboards.py  a workspace and a report for W&B
-    plan.py        plans for the loads of a file; lists the strategies
-    replay.py      several strategies on the same trace
-    place.py       places replicas, experts or samples before a run
-    simulate.py    a trace on other hardware
-    whatif.py      what balancing would bring to a run that was traced
-    synth.py       synthetic loads
-    data.py        text and datasets
-    checkpoint.py  shows what checkpoints hold; moves experts
-    doctor.py      examines or calibrates this machine, or looks at a training
-    examine.py     what this machine and installation have, for `doctor`
-    features.py    what may be here or not, for `doctor`
-    examine_gpus.py  how its GPUs reach each other, for `doctor --gpu`
-    run_state.py   what the ranks of a training do, for `doctor`
-    options.py     how commands and shared options are declared
-    output.py      results, progress, exit status
 """
 
 from __future__ import annotations
@@ -55,6 +32,7 @@ from megatron_ext.cli import (
 )
 from megatron_ext.cli.options import take_overrides
 from megatron_ext.cli.output import FAILED, INTERRUPTED
+from megatron_ext.trainer.command import of_extra
 
 # In the order in which `--help` lists them.
 _COMMANDS = (
@@ -75,10 +53,7 @@ _USAGE_ERRORS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        argv: Words after the command's name; None takes the process's.
+    """Run the command of these words, by default those of the process.
 
     Returns:
         The exit status.
@@ -87,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["train"]:
         return train.run(words[1:])
     if words[:1] == ["submit"]:
-        return submit.run(words[1:])
+        try:
+            return submit.run(words[1:])
+        except ModuleNotFoundError as error:
+            return _complain("megatron-ext submit", error, WRONG_USAGE)
     words, overrides = take_overrides(words)
     parser = _parser()
     arguments = parser.parse_args(words)
@@ -131,5 +109,7 @@ def _complain(command_name: str, error: Exception, status: int) -> int:
     message = str(error)
     if isinstance(error, OSError) and error.filename is not None:  # The system's own words.
         message = f"{error.filename}: {error.strerror}"
+    if isinstance(error, ModuleNotFoundError):
+        message = of_extra(error)
     sys.stderr.write(error_line(command_name, message))
     return status

@@ -1,15 +1,13 @@
-"""`megatron-ext doctor`: examines this machine, its GPUs or a running training; calibrates."""
+"""`megatron-ext doctor`: examines this machine, its GPUs or a running training."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.cli.options import add_command, add_out, add_overwrite
+from megatron_ext.cli.options import add_command
 from megatron_ext.cli.output import DONE, FAILED, columns, mib, show
 
 
@@ -21,8 +19,7 @@ def add(commands: Any) -> None:
         run,
         "show what this machine and installation have, and what is missing",
         "megatron-ext doctor --json\n  megatron-ext doctor --gpu\n"
-        "  megatron-ext doctor --run runs/train\n"
-        "  megatron-ext doctor --calibrate --out here.yaml",
+        "  megatron-ext doctor --run runs/train",
     )
     doctor.add_argument(
         "--run",
@@ -41,27 +38,16 @@ def add(commands: Any) -> None:
         action="store_true",
         help="say how the GPUs of this machine reach each other, and what balancing makes of it",
     )
-    doctor.add_argument(
-        "--calibrate",
-        action="store_true",
-        help="measure this machine instead, as hardware for `simulate`; takes a minute or less",
-    )
-    add_out(doctor, "HARDWARE.yaml", "where to write that", required=False)
-    add_overwrite(doctor, "an existing file")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show what is there, and fail if something is missing; or look at a run, or measure."""
+    """Show what is there, and fail if something is missing; or look at its GPUs or at a run."""
     if arguments.run_dir is not None:
         return _run_state(arguments)
     if arguments.stacks:
         raise ValueError("--stacks is for the ranks of --run")
     if arguments.gpu:
         return _gpus(arguments)
-    if arguments.calibrate:
-        return _calibrate(arguments)
-    if arguments.out is not None:
-        raise ValueError("--out is for what --calibrate measures")
     from megatron_ext.cli.examine import examine
 
     report = examine()
@@ -88,7 +74,8 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield from (f"problem: {problem}" for problem in report["problems"])
     if not report["problems"]:
-        yield "ready to train"
+        has_program = report["versions"].get("hydra-core")
+        yield "ready to train" if has_program else "ready to balance a program of your own"
 
 
 def _torch_lines(report: dict[str, Any]) -> Iterator[str]:
@@ -109,8 +96,6 @@ def _torch_lines(report: dict[str, Any]) -> Iterator[str]:
 def _gpus(arguments: argparse.Namespace) -> int:
     from megatron_ext.cli.examine_gpus import examine_gpus
 
-    if arguments.calibrate or arguments.out is not None:
-        raise ValueError("--gpu looks at GPUs; --calibrate and --out are for measuring")
     report = examine_gpus()
     show(arguments, report, _gpu_lines)
     return FAILED if report["problems"] else DONE
@@ -167,8 +152,8 @@ def _queues(limit: str | None) -> str:
 def _run_state(arguments: argparse.Namespace) -> int:
     from megatron_ext.cli.run_state import add_stacks, run_state
 
-    if arguments.gpu or arguments.calibrate or arguments.out is not None:
-        raise ValueError("--run looks at a training; --gpu, --calibrate and --out do not")
+    if arguments.gpu:
+        raise ValueError("--run looks at a training; --gpu does not")
     state = run_state(arguments.run_dir)
     if arguments.stacks:
         add_stacks(state)
@@ -191,25 +176,3 @@ def _rank_lines(state: dict[str, Any]) -> Iterator[str]:
             yield f"\nrank {row['rank']}\n{row['stacks'].rstrip()}"
     yield ""
     yield state["verdict"]
-
-
-def _calibrate(arguments: argparse.Namespace) -> int:
-    from megatron_ext.files.arrays import check_free
-    from megatron_ext.lab.calibrate import calibrate
-    from megatron_ext.lab.hardware import write_hardware
-
-    if arguments.out is not None:
-        check_free(arguments.out, overwrite=arguments.overwrite)
-    hardware = calibrate(arguments.out.stem if arguments.out else "here")
-    if arguments.out is not None:
-        write_hardware(arguments.out, hardware)
-    return show(arguments, asdict(hardware), _hardware_lines)
-
-
-def _hardware_lines(report: dict[str, Any]) -> Iterator[str]:
-    yield report["summary"]
-    yield ""
-    for name, source in report["sources"].items():
-        value = report[name]
-        text = f"{value:.4g}" if isinstance(value, int | float) else json.dumps(value)
-        yield f"{name:<22} {text:<12} {source}"

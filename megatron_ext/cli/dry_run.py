@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.cli.output import columns, show
 
 if TYPE_CHECKING:
-    from megatron_ext.config import TrainConfig
+    from megatron_ext.trainer.config import TrainConfig
 
 _GB = 1e9
 
@@ -85,7 +85,6 @@ def dry_run(options: argparse.Namespace) -> None:
             "transport": transport.name,
             "nvlink_domain": transport.domain_ranks,
             "why": transport.line,
-            "max_in_flight": [stage.plans_in_flight for stage in counted.stages],
             "timeout_s": config.balance.wait_limit_s or config.timeout_s,
             **_budget(config),
             "link_bandwidth": costs and costs.link_bandwidth,
@@ -152,7 +151,6 @@ def _stage(stage: Any, imbalance: float) -> dict[str, Any]:
         "slot_gradients": stage.slot_gradients,
         "activations": activations,
         "memory": {name: stage.static + size for name, size in activations.items()},
-        "plans_in_flight": stage.plans_in_flight,
     }
 
 
@@ -228,7 +226,7 @@ def _by_gpu(value: Any) -> str:
 
 _HEADER = (
     *("stage", "layers", "parameters", "weights", "gradients", "optimizer", "slots", "their grads"),
-    *("activations", "uneven", "all", "uneven", "plans"),
+    *("activations", "uneven", "all", "uneven"),
 )
 
 
@@ -243,5 +241,4 @@ def _row(stage: dict[str, Any]) -> tuple[str, ...]:
         str(len(stage["layers"])),
         f"{stage['params']:,}",
         *(f"{size / _GB:.2f}" for size in sizes),
-        str(stage["plans_in_flight"]),
     )

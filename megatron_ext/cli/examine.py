@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.cli.features import PACKAGES, features
-
 # What to look for where megatron-ext is on the path only, and says no requirements.
-_ESSENTIAL = ("torch", "megatron-core", "hydra-core")
+_ESSENTIAL = ("torch", "megatron-core")
 _SHARED_MEMORY = Path("/dev/shm")
+
+PACKAGES = {
+    "hydra-core": "pip install 'megatron-ext[train]' (for `megatron-ext train` and other commands)",
+    "transformer-engine": "pip install --no-build-isolation 'megatron-ext[te]' (with a GPU)",
+    "tensorboard": "pip install 'megatron-ext[tensorboard]'",
+    "wandb": "pip install 'megatron-ext[wandb]'",
+    "wandb-workspaces": "pip install 'megatron-ext[dashboards]' (for `megatron-ext dashboards`)",
+    "hydra-submitit-launcher": "pip install 'megatron-ext[sweeps]' (for sweeps on Slurm)",
+    "scipy": "pip install 'megatron-ext[lplb]' (for the strategy lplb)",
+}
+"""Packages that a run may want, and how to get them."""
 
 
 def examine() -> dict[str, Any]:
@@ -32,12 +43,12 @@ def examine() -> dict[str, Any]:
     }
     torch_report = _torch_report(problems) if versions["torch"] is not None else {}
     report |= torch_report
-    return report | {"features": features(torch_report, versions), "problems": problems}
+    return report | {"features": _features(torch_report, versions), "problems": problems}
 
 
 def _versions() -> tuple[dict[str, str | None], list[str]]:
     """Return the versions of the packages that matter (None: absent), and which are wrong."""
-    # A requirement of hydra-core; needed here only, so `--help` does not wait for it.
+    # A requirement of megatron-core; needed here only, so `--help` does not wait for it.
     from packaging.requirements import Requirement
 
     required = {name: Requirement(name) for name in _ESSENTIAL}
@@ -130,3 +141,59 @@ def _shared_memory() -> dict[str, int] | None:
         return None
     usage = shutil.disk_usage(_SHARED_MEMORY)
     return {"total_bytes": usage.total, "free_bytes": usage.free}
+
+
+def _features(
+    report: Mapping[str, Any], versions: Mapping[str, str | None]
+) -> list[dict[str, Any]]:
+    """Return name, whether it is here, and what it is or how to get it.
+
+    Args:
+        report: What `examine` found with torch; empty without.
+        versions: Versions of the packages, None where one is absent.
+    """
+    rows = _native_features(report) if report else []
+    rows += [
+        _row(name, bool(versions[name]), versions[name] or how) for name, how in PACKAGES.items()
+    ]
+    slurm = shutil.which("sbatch")
+    rows.append(_apex())
+    return [*rows, _row("Slurm", bool(slurm), slurm or "log in to a machine that has sbatch")]
+
+
+def _native_features(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    from megatron_ext.ops.build import missing_tool
+
+    gpus = ", ".join(device["name"] for device in report["devices"])
+    if report["cuda"] is None:
+        how = "install a torch that is built with CUDA"
+        nvcc = how
+    else:
+        how = "torch finds none: see whether nvidia-smi does"
+        nvcc = "install CUDA's compiler nvcc, then this package again"
+    missing = missing_tool()
+    return [
+        _row("GPU", bool(gpus), gpus or how),
+        _row("native part", report["native_library"], report["native_said"]),
+        _row("CUDA part", report["cuda_part"], "loads" if report["cuda_part"] else nvcc),
+        _row("what builds it", missing is None, missing or "compiler, cmake, ninja"),
+    ]
+
+
+# Not the module `apex`: the Python index has another project of that name.
+_APEX = {"amp_C": "optimizer", "fused_weight_gradient_mlp_cuda": "gradient accumulation"}
+"""Compiled modules of NVIDIA Apex that Megatron looks for, and what each fuses."""
+
+
+def _apex() -> dict[str, Any]:
+    if found := [what for module, what in _APEX.items() if importlib.util.find_spec(module)]:
+        return _row("NVIDIA Apex", True, f"Megatron fuses {' and '.join(found)}")
+    how = (
+        "nothing needs it; built from github.com/NVIDIA/apex, it gives Megatron fused kernels for "
+        "optimizer, norms and gradient accumulation"
+    )
+    return _row("NVIDIA Apex", False, how)
+
+
+def _row(name: str, here: bool, said: str) -> dict[str, Any]:
+    return {"name": name, "here": here, "said": said}

@@ -49,11 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _files(run_dir: Path, rank: int | None) -> list[Path]:
-    """Return the files of a run's ranks, or of one.
-
-    Raises:
-        FileNotFoundError: There is none.
-    """
     from megatron_ext.trainer.logs.rank_logs import LOGS_FOLDER, rank_log
 
     files = sorted((run_dir / LOGS_FOLDER).glob("rank_*.log"))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.arguments import did_you_mean
 from megatron_ext.arguments import positive as positive
 from megatron_ext.cli.output import warn
-from megatron_ext.config import COST_UNITS, MOVED, BalanceConfig
+from megatron_ext.config import COST_UNITS, BalanceConfig
 
 if TYPE_CHECKING:
     from megatron_ext.balance.costs import LayerCosts
@@ -57,15 +57,11 @@ def add_command(
     return parser
 
 
-# (field of `LayerCosts`, type, metavar, help).
+# (field of `LayerCosts`, type, metavar, help): the costs that are no settings of `balance`.
 _COSTS = (
     ("expert_bytes", positive, "N", "bytes of one expert's weights"),
-    ("link_bandwidth", float, "X", "bytes per second that a rank sends"),
-    ("assignment_time", float, "X", "seconds of expert computation per assignment"),
     ("token_bytes", int, "N", "bytes of a hidden state (0: tokens cost nothing)"),
 )
-_COST_FIELDS = tuple(field for field, *_ in _COSTS)
-_OPTIONAL_COSTS = ("token_bytes",)
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
@@ -88,10 +84,6 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
 
 def read_trace(arguments: argparse.Namespace, num_experts: int | None = None) -> Loads:
     """Read what `add_trace` was given.
-
-    Args:
-        arguments: Arguments of the command.
-        num_experts: The model's, if it is known.
 
     Raises:
         FileNotFoundError, ValueError: See `read_loads` and `read_routing_trace`; or an option does
@@ -171,17 +163,12 @@ def balance_config(arguments: argparse.Namespace) -> BalanceConfig:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from megatron_ext.balance.strategies import settings
-
     options = {
         name: value
         for name in (field.name for field in fields(BalanceConfig))
-        if name not in _COST_FIELDS and (value := getattr(arguments, name, None)) is not None
+        if (value := getattr(arguments, name, None)) is not None
     }
     words = [word.removeprefix("balance.") for word in arguments.overrides]
-    words += [
-        f"{now}={old}" for name, now in MOVED.items() if (old := getattr(arguments, name, ""))
-    ]
     names = [*options, *(word.split("=")[0] for word in words)]
     if "strategy" in names and hasattr(arguments, "strategies"):
         raise ValueError("balance.strategy: --strategies says which are compared")
@@ -189,12 +176,12 @@ def balance_config(arguments: argparse.Namespace) -> BalanceConfig:
         raise ValueError(f"balance.{twice[0]} is given twice")
     try:
         merged = OmegaConf.merge(
-            OmegaConf.structured(settings.BalanceConfig), OmegaConf.from_dotlist(words), options
+            OmegaConf.structured(BalanceConfig), OmegaConf.from_dotlist(words), options
         )
         balance = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         name = str(error.full_key or "")
-        known = [field.name for field in fields(settings.BalanceConfig)]
+        known = [field.name for field in fields(BalanceConfig)]
         near = "" if name in known else did_you_mean(name, known)
         said = str(error).splitlines()[0]
         raise ValueError(f"balance.{name}: {said}{near}".replace("balance.:", "balance:")) from None
@@ -223,13 +210,6 @@ def add_plan_settings(parser: argparse.ArgumentParser) -> None:
     """Add the options of planners; `balance_config` reads them."""
     add_balance(parser, ("slots", "S", "replicas that a rank can hold"), *_PLAN_SETTINGS)
     add_nvlink_domain(parser)
-    parser.add_argument(
-        "--placement",
-        metavar="FILE",
-        help="of `megatron-ext place craft`: replicas of craft, and slots of the other planners",
-    )
-    for name, now in MOVED.items():  # What these settings were called before.
-        parser.add_argument(_option(name), metavar="X", help=f"the same as balance.{now}=X")
     parser.epilog = f"{parser.epilog}\n\nOther settings of `balance`: balance.NAME=VALUE."
 
 
@@ -244,7 +224,8 @@ def plan_settings(balance: BalanceConfig, costs: LayerCosts | None = None) -> Pl
 
 def add_costs(parser: argparse.ArgumentParser, for_what: str) -> None:
     """Add the costs for planning for time; `layer_costs` reads them."""
-    group = parser.add_argument_group(f"for {for_what}")
+    settings = " and ".join(f"balance.{name}=X" for name in COST_UNITS)
+    group = parser.add_argument_group(f"for {for_what}", f"With {settings}.")
     for field, kind, metavar, text in _COSTS:
         group.add_argument(_option(field), type=kind, metavar=metavar, help=text)
 
@@ -271,20 +252,21 @@ def layer_costs(
     """
     from megatron_ext.balance.costs import LayerCosts
 
-    options = {name: getattr(arguments, name) for name in _COST_FIELDS}
+    options = {field: getattr(arguments, field) for field, *_ in _COSTS}
     given = {name: value for name, value in options.items() if value is not None}
     if not for_time:
         if stray := [field for field in given if field not in alone]:
             raise ValueError(f"{_option(stray[0])} is for {switch}")
         return None
     settings = {name: getattr(balance, name) for name in COST_UNITS}
-    given = {name: value for name, value in settings.items() if value != "auto"} | given
-    missing = [_option(name) for name in _COST_FIELDS if name not in {*given, *_OPTIONAL_COSTS}]
+    missing = [f"balance.{name}" for name, value in settings.items() if value == "auto"]
+    if "expert_bytes" not in given:
+        missing.insert(0, _option("expert_bytes"))
     if missing:
         raise ValueError(
             f"{switch} needs {', '.join(missing)}: only a training has the ranks to measure on"
         )
-    return LayerCosts(**given)
+    return LayerCosts(**given, **settings)
 
 
 def _option(field: str) -> str:

@@ -39,7 +39,7 @@ def _add_craft(place: Any) -> None:
         run_craft,
         "place replicas in the layers of a trace that gain most by them",
         "megatron-ext place craft runs/train/trace --slots 2 --out placement.npz\n"
-        "  megatron-ext replay runs/train/trace --strategies craft,eplb --placement placement.npz",
+        "  megatron-ext replay runs/train/trace --strategies craft balance.placement=placement.npz",
     )
     add_trace(craft)
     add_balance(
@@ -67,7 +67,7 @@ def _add_craft(place: Any) -> None:
 
 def run_craft(arguments: argparse.Namespace) -> int:
     """Place replicas, write them, and show what each layer gains."""
-    from megatron_ext.balance.solve import plan_layout
+    from megatron_ext.balance.planner import plan_layout
     from megatron_ext.files.arrays import check_free
     from megatron_ext.files.placement import write_placement
     from megatron_ext.methods.craft.place import place, replica_counts

@@ -144,7 +144,6 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _strategies() -> dict[str, Any]:
-    """Return the output of `--list`."""
     from megatron_ext.balance.strategies import STRATEGIES
 
     return {

@@ -46,7 +46,6 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan the trace with every strategy, and show their numbers side by side."""
-    from megatron_ext.lab.papers import make_exhibits, more_replays, to_json
     from megatron_ext.lab.planning import missing_history, read_name
     from megatron_ext.lab.replay import check_out, make_report, replay, write_report
 
@@ -72,10 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         loads, replayed, settings, slots=balance.slots, expert_bytes=arguments.expert_bytes
     )
     if arguments.out is not None:
-        with progress("Drawing", more_replays(loads, replayed, **room)) as on_load:
-            exhibits = make_exhibits(loads, replayed, settings, **room, on_load=on_load)
-        report["papers"] = to_json(exhibits)
-        write_report(arguments.out, report, exhibits)
+        write_report(arguments.out, report)
     return show(arguments, report, _lines)
 
 

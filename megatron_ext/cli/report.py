@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_ext.cli.options import add_command, add_out, add_overwrite
-from megatron_ext.cli.output import DONE, show, warn
-
-if TYPE_CHECKING:
-    from megatron_ext.trainer.reports.read import Run
+from megatron_ext.cli.output import show
 
 
 def add(commands: Any) -> None:
@@ -38,22 +34,10 @@ def add(commands: Any) -> None:
         required=False,
     )
     add_overwrite(report, "PAGE.html")
-    report.add_argument(
-        "--watch", action="store_true", help="serve the page while the runs go on, till Ctrl-C"
-    )
-    report.add_argument(
-        "--address", default="127.0.0.1", metavar="IP", help="to serve at (%(default)s)"
-    )
-    report.add_argument(
-        "--port", type=int, default=8420, metavar="N", help="to serve at (%(default)s; 0: any)"
-    )
-    report.add_argument(
-        "--token", metavar="WORD", help="asked of who opens the page; an address but this needs it"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the runs' numbers side by side, and write or serve the page."""
+    """Show the runs' numbers side by side, and write the page."""
     from megatron_ext.files.arrays import check_free
     from megatron_ext.trainer.reports.read import read_runs
     from megatron_ext.trainer.reports.run_page import FILE, write_run_page
@@ -66,10 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     elif len(arguments.runs) == 1:
         out = arguments.runs[0] / FILE
     runs = read_runs(arguments.runs)
-    if arguments.watch:
-        return _watch(arguments)
     if out is not None:
-        write_run_page(runs, out, _what_if(runs, arguments.runs))
+        write_run_page(runs, out)
     summaries = {name: summarize(run.metrics) for name, run in runs.items()}
     said, unknown = verdict(runs, summaries)
     report = {
@@ -80,36 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
         "page": None if out is None else str(out),
     }
     return show(arguments, report, _lines)
-
-
-def _what_if(runs: Mapping[str, Run], folders: Sequence[Path]) -> dict[str, Any] | None:
-    """What other settings would have brought to the last run with a trace; None if none has."""
-    from megatron_ext.files.run_dir import TRACE_FOLDER
-
-    for (name, of), folder in reversed(list(zip(runs.items(), folders, strict=True))):
-        if any((folder / TRACE_FOLDER).glob("*.npz")):
-            from megatron_ext.lab.alternatives import alternatives
-
-            try:
-                return alternatives(name, of, folder)
-            except (ValueError, OSError) as error:
-                warn(f"no other settings are tried: {error}")
-    return None
-
-
-def _watch(arguments: argparse.Namespace) -> int:
-    from megatron_ext.trainer.reports.live import LivePage, make_server
-
-    page = LivePage(arguments.runs)
-    with make_server(page, arguments.address, arguments.port, arguments.token) as server:
-        query = f"?token={arguments.token}" if arguments.token else ""
-        sys.stdout.write(f"http://{arguments.address}:{server.server_port}/{query} till Ctrl-C\n")
-        sys.stdout.flush()
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            return DONE
-    return DONE
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:

@@ -43,7 +43,8 @@ def add(commands: Any) -> None:
         "--hardware",
         required=True,
         metavar="NAME|FILE",
-        help="a name in recipes/hardware, or a file like those, as `doctor --calibrate` writes it",
+        help="a name in recipes/hardware, or a file like those; balance.link_bandwidth=X and "
+        "balance.assignment_time=X replace its rates by what a run measured",
     )
     simulate.add_argument(
         "--strategies",
@@ -76,15 +77,23 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_ext.lab.hardware import read_hardware
     from megatron_ext.lab.planning import missing_history
     from megatron_ext.lab.shape import read_shape
-    from megatron_ext.lab.simulate import IDEAL, NONE, Setting, check_out, simulate, write_report
+    from megatron_ext.lab.simulate import (
+        IDEAL,
+        NONE,
+        Setting,
+        as_measured,
+        check_out,
+        simulate,
+        write_report,
+    )
 
     strategies = arguments.strategies.split(",")
     balance = balance_config(arguments)
     settings = plan_settings(balance)
     if arguments.out is not None:
         check_out(arguments.out, overwrite=arguments.overwrite)
-    hardware = read_hardware(arguments.hardware)
     shape = read_shape(arguments.model, arguments.set)
+    hardware = as_measured(read_hardware(arguments.hardware), shape, balance)
     setting = Setting(
         shape=shape,
         hardware=hardware,

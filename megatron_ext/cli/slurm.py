@@ -108,11 +108,7 @@ def _print_new(file: Path, start: int, label: str) -> int:
 
 
 def _ask(*command: str, given: str | None = None, gone: str | None = None) -> str:
-    """Return what a command of Slurm prints, nothing where it fails with the words `gone`.
-
-    Raises:
-        RuntimeError: It failed.
-    """
+    """Return what a command of Slurm prints, nothing where it fails with the words `gone`."""
     done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
     if done.returncode != 0 and not (gone and gone in done.stderr):
         raise RuntimeError(done.stderr.strip() or f"{command[0]} failed")

@@ -17,7 +17,7 @@ from megatron_ext.arguments import WRONG_USAGE, OneLineParser, error_line, posit
 from megatron_ext.cli.output import DONE, FAILED, INTERRUPTED
 
 if TYPE_CHECKING:
-    from megatron_ext.config import TrainConfig
+    from megatron_ext.trainer.config import TrainConfig
 
 _PROGRAM = "megatron-ext submit"
 _SUMMARY = "train as a job of Slurm, and follow its log"
@@ -158,10 +158,6 @@ def _trainings(options: argparse.Namespace) -> tuple[list[list[str]], TrainConfi
     """Return the words of `train` for each job of an array, and the settings of the first.
 
     Runs that would share a directory get one each, inside it. All settings are checked.
-
-    Raises:
-        ConfigError: They are wrong.
-        ValueError: The options do not go with them.
     """
     from megatron_ext.trainer.ranks.launch import quiet_megatron
     from megatron_ext.trainer.train import check, load_config

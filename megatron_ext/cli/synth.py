@@ -94,7 +94,6 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _kinds() -> dict[str, Any]:
-    """Return the output of `--list`."""
     from megatron_ext.lab.synthetic import KINDS
 
     return {

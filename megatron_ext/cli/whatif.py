@@ -65,7 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_ext.lab import whatif
     from megatron_ext.lab.hardware import read_hardware
     from megatron_ext.lab.shape import read_shape
-    from megatron_ext.lab.whatif_page import page
 
     if (arguments.model is None) != (arguments.hardware is None):
         raise ValueError("--model and --hardware are given together, or neither")
@@ -92,5 +91,5 @@ def run(arguments: argparse.Namespace) -> int:
         report = whatif.what_if(loads, question, on_load=on_load)
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(page(report), encoding="utf-8")
+        arguments.out.write_text(whatif.page(report), encoding="utf-8")
     return show(arguments, report, whatif.text)

@@ -174,7 +174,6 @@ def _read(
 
 
 def _write_domain(folder: Path, name: str, texts: Iterator[str], tokenizer: Tokenizer) -> Domain:
-    """Write one domain's `.bin` and `.idx`."""
     prefix = folder / name
     builder = new_domain(prefix, vocab_size=tokenizer.vocab_size)
     documents = tokens = text_bytes = 0

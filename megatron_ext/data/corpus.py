@@ -168,7 +168,6 @@ def _package_folders() -> Iterator[tuple[Path, str]]:
 
 
 def _stdlib_files() -> Iterator[tuple[Path, str]]:
-    """Yield the standard library's own source files."""
     root = Path(sysconfig.get_path("stdlib"))
     for file in walk(root, _NOT_STDLIB_CODE):
         if file.suffix == ".py":

@@ -24,18 +24,13 @@ def fair_order(name: str) -> bytes:
     cap does not keep only the names with `a` and a validation split at the end is not one folder.
 
     Args:
-        name: What identifies the file wherever the tree lies, so a relative path with `/`.
+        name: Identifies the file in every copy of the tree: a relative path with `/`.
     """
     return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
 
 
 def walk(root: Path, skip: Set[str] = frozenset()) -> Iterator[Path]:
-    """Yield the files below `root`, in any order, without hidden ones and byte code.
-
-    Args:
-        root: Where to start.
-        skip: Names of folders not to look into.
-    """
+    """Yield the files below `root`, in any order, without hidden ones and byte code."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [
             s for s in subfolders if not s.startswith(".") and s != "__pycache__" and s not in skip
@@ -61,7 +56,7 @@ def find_files(where: str) -> list[Path]:
         # Not every entry is a file: reading a pipe would wait for ever.
         root, found = path, [file for file in walk(path) if file.is_file()]
     elif glob.has_magic(where):
-        # The part before the first wildcard, so that the order is the same wherever the tree lies.
+        # The part before the first wildcard, so that the order is the same in every copy.
         first_wildcard = min(where.find(c) for c in "*?[" if c in where)
         root = Path(os.path.dirname(where[:first_wildcard]))
         found = [Path(name) for name in glob.iglob(where, recursive=True) if Path(name).is_file()]

@@ -62,7 +62,6 @@ def open_domain(manifest: Manifest, name: str) -> Any:
 
 
 def _open(prefix: str, name: str) -> Any:
-    """Open a dataset whose files exist."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset, _IndexReader
 
     try:
@@ -77,13 +76,7 @@ def _open(prefix: str, name: str) -> Any:
 
 
 def read_tokens(dataset: Any, start: int, count: int, vocab_size: int) -> NDArray[np.int64]:
-    """Return consecutive tokens of a dataset, int64 [count], over document boundaries.
-
-    Args:
-        dataset: Made by `open_domain`.
-        start: Position of the first one in the `.bin`.
-        count: How many.
-        vocab_size: Number of token ids.
+    """Return tokens from a position of the `.bin` on, int64 [count], over document boundaries.
 
     Raises:
         ValueError: A token is not in the vocabulary; the message names file and position.

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config import field_problems
-from megatron_ext.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 
 MANIFEST = "manifest.json"
 BYTES = "bytes"
@@ -71,9 +70,6 @@ class Manifest:
     def load(cls, path: str | Path) -> Manifest:
         """Read the manifest of a dataset folder.
 
-        Args:
-            path: The folder, or its `manifest.json`.
-
         Raises:
             FileNotFoundError: There is no manifest.
             ValueError: The file is not a manifest.
@@ -111,14 +107,3 @@ class Manifest:
     def prefix(self, domain: str) -> str:
         """Return the path prefix of a domain's `.bin` and `.idx`, as Megatron wants it."""
         return str(self.folder / self.domains[domain].prefix)
-
-    def load_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer that made the tokens.
-
-        Raises:
-            ModuleNotFoundError: It needs the `tokenizers` library, which is not installed.
-            FileNotFoundError: Its file is gone.
-        """
-        if self.tokenizer == BYTES:
-            return ByteTokenizer()
-        return HuggingFaceTokenizer(self.folder / self.tokenizer, self.eod_token)

@@ -1,8 +1,8 @@
 """Mixes indexed datasets: which text a data-parallel rank sees in which microbatch.
 
 Everything is a pure function of the settings and of an index: microbatch i is the same on every
-rank, whatever was read before, however long the run is meant to last, and whatever the balance
-strategy is. So the only state of a run is one integer, and a resumed run continues exactly.
+rank, after any microbatches before, for any number of steps, and with any balance strategy. So the
+only state of a run is one integer, and a resumed run continues exactly.
 
 1. A *draw* picks a domain; a draw is a microbatch or a sample (`mix_by`). Draws come in periods of
    about `DRAWS_PER_PERIOD`, in which each domain has a number of draws in proportion to its weight,
@@ -241,10 +241,6 @@ def _period(
     """Return, for each draw of a period, its domain and the number of earlier draws of that domain.
 
     Kept in a cache, since thousands of draws in a row ask for the same period.
-
-    Args:
-        draws_per_period: Number of draws of each domain.
-        key: Which shuffle.
     """
     num_draws = sum(draws_per_period)
     order = shuffled(np.arange(num_draws), num_draws, key)

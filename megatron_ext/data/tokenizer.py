@@ -36,9 +36,6 @@ class Tokenizer(Protocol):
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Return the token ids of each text, int64 [tokens of that text], without eod."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; an eod becomes nothing."""
-
 
 class ByteTokenizer:
     """One token per UTF-8 byte (ids 0 to 255) and the eod (256). Knows every text, needs no file.
@@ -55,10 +52,6 @@ class ByteTokenizer:
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Return the UTF-8 bytes of each text as int64 ids."""
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; bytes that are not UTF-8 (a cut character) become U+FFFD."""
-        return bytes(i for i in ids if i != self.eod).decode(errors="replace")
 
 
 class HuggingFaceTokenizer:
@@ -86,7 +79,7 @@ class HuggingFaceTokenizer:
             raise FileNotFoundError(f"tokenizer file {path} does not exist")
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
-        # The library raises a bare Exception for whatever is wrong with the file.
+        # The library raises a bare Exception for every fault of the file.
         except Exception as error:
             raise ValueError(f"{path} is not a Hugging Face tokenizer.json: {error}") from error
         # Settings stored in the file which would cut or fill up documents.
@@ -110,11 +103,6 @@ class HuggingFaceTokenizer:
         """Return the token ids of each text, int64, without the tokenizer's special tokens."""
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids` without special tokens."""
-        text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
-        return text
 
 
 def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_parallel: int) -> int:

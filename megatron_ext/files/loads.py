@@ -33,13 +33,6 @@ _LOADS = Schema(
     },
     multiple=("E", "R"),
 )
-_PLANS = Schema(
-    arrays={
-        "quota": Array(dtype=np.int64, axes="B E R"),
-        "slots": Array(dtype=np.int32, axes="B R S"),
-        "split": Array(dtype=np.int64, axes="B R E R", required=False),
-    }
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,21 +60,6 @@ class Loads:
         if "layer" not in self.trace:
             return [0] * len(self)
         return [int(layer) for layer in self.trace["layer"]]
-
-
-@dataclass(frozen=True, eq=False)
-class Plans:
-    """Plans of a file. The file does not say which NVLink domains they keep to."""
-
-    quota: Tensor
-    """int64 [B, E, R]."""
-    slots: Tensor
-    """int32 [B, R, S]."""
-    split: Tensor | None = None
-    """int64 [B, R, E, R]."""
-
-    def __len__(self) -> int:
-        return self.quota.shape[0]
 
 
 def read_loads(path: Path) -> Loads:
@@ -157,18 +135,6 @@ def _check_prediction(path: Path, predicted: np.ndarray) -> None:
             f"{path}: predicted of load {int(mixed.argmax())} has entries of -1 beside counts; "
             "where nothing was predicted, all of a load's are -1"
         )
-
-
-def read_plans(path: Path) -> Plans:
-    """Read a file of plans and check that types and sizes fit each other.
-
-    It does not check that the plans are legal: `check_plan` does, and needs the loads.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: The file is no file of plans; the message names file, value and rule.
-    """
-    return Plans(**{name: torch.from_numpy(values) for name, values in _PLANS.read(path).items()})
 
 
 def write_loads(path: Path, loads: Loads, *, overwrite: bool = False) -> None:

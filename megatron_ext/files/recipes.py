@@ -44,11 +44,6 @@ def nearest_recipe(recipe: str, names: list[str], *, num_ranks: int) -> str | No
 
     It is one for the same model if there is such a one, and of those the one for most ranks.
 
-    Args:
-        recipe: Name of the recipe that needs more ranks.
-        names: The recipes to choose from.
-        num_ranks: Ranks there are.
-
     >>> names = ["demo_8_h200_bf16", "glm_4_h100_bf16", "glm_64_h100_bf16"]
     >>> nearest_recipe("glm_64_h100_bf16", names, num_ranks=8)
     'glm_4_h100_bf16'

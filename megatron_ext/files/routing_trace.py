@@ -107,7 +107,6 @@ def read_routing_trace(
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the file of each rank."""
     by_rank = {
         int(match[1]): file for file in folder.iterdir() if (match := _FILE.fullmatch(file.name))
     }

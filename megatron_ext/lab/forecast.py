@@ -14,10 +14,10 @@ from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.metrics import home_loads, imbalances
 from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies import get_strategy
-from megatron_ext.config import TrainConfig
 from megatron_ext.lab.hardware import Hardware
 from megatron_ext.lab.simulate import timed_sends
 from megatron_ext.lab.synthetic import generate, make_spec
+from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.transport import Choice, TransportKind, choose_transport
 
 _LOADS = 8
@@ -114,13 +114,7 @@ def forecast_replication(
 
 
 def forecast_costs(config: TrainConfig, expert: Expert, hardware: Hardware) -> LayerCosts:
-    """Return the costs that `balance.objective=time` plans by: as given, else of the machine.
-
-    Args:
-        config: The run.
-        expert: What a replica moves.
-        hardware: The machine. A run on it would measure what is not given.
-    """
+    """Return the costs that `balance.objective=time` plans by: as given, else of the machine."""
     balance = config.balance
     flops_per_s = hardware.peak_flops_per_s * hardware.expert_efficiency
     bandwidth, time = balance.link_bandwidth, balance.assignment_time
@@ -134,9 +128,7 @@ def forecast_costs(config: TrainConfig, expert: Expert, hardware: Hardware) -> L
 def forecast_transport(config: TrainConfig, hardware: Hardware | None) -> Choice:
     """Return what `balance.transport` and `balance.nvlink_domain` would stand for.
 
-    Args:
-        config: The run.
-        hardware: A machine with GPUs; None for ranks of this machine, without.
+    Without `hardware` they are those of ranks on this machine, without GPUs.
 
     Raises:
         ValueError, RuntimeError: The transport cannot serve there; the message says why.

@@ -16,12 +16,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING
 
 from megatron_ext.balance.strategies import STRATEGIES
-from megatron_ext.config import TrainConfig
 from megatron_ext.files.recipes import shipped_recipes
 from megatron_ext.files.yaml_files import find_file, read_into, read_yaml
+from megatron_ext.trainer.config import TrainConfig
 
 SOLVED_PAIRS = 64 * 256
 """Ranks x experts that `solve_us` is given for: 64 ranks, 256 experts."""
@@ -147,7 +147,6 @@ def recipe_hardware(config: TrainConfig) -> Hardware | None:
 
 
 def _hardware(content: dict[str, Any], path: Path) -> Hardware:
-    """Read what a file, or the section of a recipe, says."""
     given = content.get("constants")
     if not isinstance(given, dict):
         raise ValueError(f"{path} has no section 'constants'")
@@ -179,20 +178,3 @@ def _hardware(content: dict[str, Any], path: Path) -> Hardware:
         return Hardware(name=path.stem, summary=filed.summary, sources=sources, **values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def write_hardware(path: Path, hardware: Hardware) -> None:
-    """Write a hardware file, which `read_hardware` reads."""
-    content = {
-        "summary": hardware.summary,
-        "constants": {
-            name: {"value": _plain(getattr(hardware, name)), "source": hardware.sources[name]}
-            for name in constants()
-        },
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(OmegaConf.create(content), path)
-
-
-def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else value

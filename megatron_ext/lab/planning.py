@@ -12,11 +12,10 @@ from typing import Any
 from megatron_ext.balance.bounds import lower_bound
 from megatron_ext.balance.metrics import home_loads, imbalance, max_fanout, max_rank_sends
 from megatron_ext.balance.plan import BalancePlan
-from megatron_ext.balance.planner import LayerPlanner
-from megatron_ext.balance.solve import plan_layout
+from megatron_ext.balance.planner import LayerPlanner, plan_layout
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
-from megatron_ext.balance.strategies.strategy import FromHistory, HistorySettings
-from megatron_ext.config import BalanceConfig
+from megatron_ext.balance.strategies.strategy import FromHistory
+from megatron_ext.config import BalanceConfig, HistorySettings
 from megatron_ext.files.loads import Loads
 
 
@@ -33,9 +32,6 @@ class Planned:
 
 def read_name(name: str) -> tuple[str, bool]:
     """Return the strategy that a name in a comparison means, and whether it plans for time.
-
-    Args:
-        name: A strategy, with or without an objective behind a colon: `quota:time`.
 
     Raises:
         ValueError: There is no such objective.
@@ -75,13 +71,7 @@ def make_planners(
 
 
 def missing_history(loads: Loads, strategies: Iterable[str], settings: PlanSettings) -> str | None:
-    """Return a message that names strategies without a history for most loads; None if none.
-
-    Args:
-        loads: To be planned.
-        strategies: Names as for `read_name`.
-        settings: What planners are asked for.
-    """
+    """Return a message that names strategies without a history for most loads; None if none."""
     interval = settings.section(HistorySettings).interval
     names = [read_name(name)[0] for name in strategies]
     from_history = [name for name in names if isinstance(get_strategy(name).kind, FromHistory)]
@@ -101,13 +91,7 @@ def plan_loads(
     *,
     on_load: Callable[[int], object] = lambda count: None,
 ) -> list[Planned]:
-    """Plan loads one by one.
-
-    Args:
-        loads: At least one.
-        planners: Planner of each load, from `make_planners`.
-        on_load: Called with 1 after every load.
-    """
+    """Plan loads, at least one, each by its planner; call `on_load` with 1 after each."""
     planned = []
     # The first plan of a process pays for loading the library; its time does not count.
     planners[0].solve(loads.load[0])

@@ -29,7 +29,6 @@ from megatron_ext.balance.strategies import PlanSettings, get_strategy
 from megatron_ext.files.arrays import check_free
 from megatron_ext.files.loads import Loads
 from megatron_ext.files.tables import markdown_table
-from megatron_ext.lab.papers import Exhibit, to_markdown
 from megatron_ext.lab.planning import make_planners, missing_history, read_name
 from megatron_ext.lab.replay_page import replay_page
 from megatron_ext.methods.libra.libra import split_over_placed
@@ -148,13 +147,6 @@ def make_report(
     expert_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Return the comparison, for JSON.
-
-    Args:
-        loads: The loads that were replayed.
-        replayed: The result of `replay` for them.
-        settings: What planners were asked for.
-        slots: Replicas a rank can hold, as asked for.
-        expert_bytes: Bytes of one expert's weights, if known.
 
     Returns:
         `strategies`: for each strategy the slots it planned for, its numbers (see `_summarize`),
@@ -299,7 +291,6 @@ def _imbalance_cells(numbers: Mapping[str, float]) -> list[str]:
 
 
 def _layer_cells(report: Mapping[str, Any]) -> Cells:
-    """Mean and worst imbalance of every layer."""
     strategies = report["strategies"]
     layers = list(next(iter(strategies.values()))["layers"])
     rows = [
@@ -325,7 +316,7 @@ def check_out(folder: Path, *, overwrite: bool) -> None:
         check_free(folder / name, overwrite=overwrite)
 
 
-def write_report(folder: Path, report: Mapping[str, Any], exhibits: Sequence[Exhibit]) -> None:
+def write_report(folder: Path, report: Mapping[str, Any]) -> None:
     """Write `replay.json` (the report), `replay.md` and the page `replay.html` into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "replay.json").write_text(json.dumps(report, indent=2) + "\n")
@@ -349,7 +340,7 @@ def write_report(folder: Path, report: Mapping[str, Any], exhibits: Sequence[Exh
         "load.\nSolving includes placing from history; `before` is without balancing.\n"
         f"{moved}{prediction}\n"
         f"## Imbalance of each layer: mean (worst)\n\n{markdown_table(*_layer_cells(report))}\n\n"
-        f"{to_markdown(exhibits)}\n[The same in charts](replay.html)\n"
+        "[The same in charts](replay.html)\n"
     )
     tables = {
         "All layers": _overall_cells(report),
@@ -357,5 +348,5 @@ def write_report(folder: Path, report: Mapping[str, Any], exhibits: Sequence[Exh
         "Replicas placed by a prediction: mean of a load": _prediction_cells(report),
         "Imbalance of each layer: mean (worst)": _layer_cells(report),
     }
-    page = replay_page(report, exhibits, {name: of for name, of in tables.items() if of[1]})
+    page = replay_page(report, {name: of for name, of in tables.items() if of[1]})
     (folder / "replay.html").write_text(page_html(page), "utf-8")

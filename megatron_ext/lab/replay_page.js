@@ -1,10 +1,9 @@
-// Charts of a replay: strategies side by side; the papers' exhibits when they are asked for.
+// Charts of a replay: strategies side by side.
 
 function draw(data, main) {
   const all = data.strategies.map((one, number) => ({ ...one, number }));
   const shown = () => all.filter((one) => !state.hidden.has(one.name));
   legend(main, all.map((one) => one.name));
-  const before = Object.values(data.before)[0];
 
   const even = section(main, "How even ranks become", "Busiest rank / mean of each load: 1 is even.");
   chart(even, "Imbalance that is left", "bar: mean; diamond: 95 of 100 loads are below; cross: worst; dotted: without balancing", () => {
@@ -12,7 +11,7 @@ function draw(data, main) {
     const names = of.map((one) => plain(one.name));
     const dots = (key, name, symbol) => ({ type: "scatter", mode: "markers", name, x: names, y: of.map((one) => one[key]), marker: { symbol, size: 10, color: css("--ink") }, hovertemplate: `${name}: %{y:.3f}<extra></extra>` });
     const bars = { type: "bar", name: "mean", x: names, base: 1, y: of.map((one) => one.imbalance_mean - 1), marker: { color: of.map((one) => line(one.number).color) }, customdata: of.map((one) => one.imbalance_mean), hovertemplate: "mean: %{customdata:.3f}<extra></extra>" };
-    const level = { type: "line", xref: "paper", x0: 0, x1: 1, y0: before, y1: before, line: { color: css("--ink"), width: 1.5, dash: "dot" } };
+    const level = { type: "line", xref: "paper", x0: 0, x1: 1, y0: data.before, y1: data.before, line: { color: css("--ink"), width: 1.5, dash: "dot" } };
     const layout = { hovermode: "closest", shapes: [level], bargap: 0.5, xaxis: { type: "category" }, yaxis: { title: { text: "busiest rank / mean" } } };
     return { traces: [bars, dots("imbalance_p95", "95 of 100 loads", "diamond"), dots("imbalance_worst", "worst", "x")], layout, height: 340 };
   });
@@ -44,45 +43,4 @@ function draw(data, main) {
       return { traces: [bars], layout: { bargap: 0.4, yaxis: { type: "category" }, xaxis: { rangemode: "tozero" } }, height: 100 + 36 * of.length };
     });
   }
-  papers(main, data.exhibits, all);
-}
-
-function papers(main, exhibits, strategies) {
-  const inside = element("div");
-  const details = element("details", { id: "papers" }, element("summary", {}, "The same as in the papers"), element("p", {}, "Tables and figures as papers show them, of this trace."), inside);
-  main.append(element("section", {}, details));
-  const fill = () => {
-    state.papers = details.open;
-    if (!details.open || inside.childElementCount) return;
-    const known = charts.length;
-    Object.values(exhibits).forEach((one) => exhibit(inside, one, strategies));
-    charts.slice(known).forEach((one) => one.draw());
-  };
-  details.addEventListener("toggle", fill);
-  details.open = Boolean(state.papers);
-}
-
-// Strategies look as they do above; what was before balancing is grey.
-function exhibit(parent, one, strategies) {
-  const [axisName, ...names] = one.columns;
-  if (one.form === "table") {
-    const cells = (tag, row) => element("tr", {}, ...row.map((cell) => element(tag, {}, typeof cell === "number" ? digits(cell, 4) : cell)));
-    const table = element("table", {}, element("thead", {}, cells("th", one.columns)), element("tbody", {}, ...one.rows.map((row) => cells("td", row))));
-    parent.append(element("figure", {}, element("figcaption", {}, one.title), element("div", { class: "wide", tabindex: 0 }, table)));
-    return;
-  }
-  chart(parent, one.title, "", () => {
-    const rows = one.rows.filter((row) => !state.hidden.has(row[0]));
-    const x = rows.map((row) => (typeof row[0] === "number" ? row[0] : plain(row[0])));
-    const traces = names.flatMap((name, number) => {
-      if (state.hidden.has(name)) return [];
-      const known = strategies.find((strategy) => strategy.name === name);
-      const look = name === "before" ? { color: css("--muted"), width: 2, dash: "dot" } : line(known ? known.number : number);
-      const y = rows.map((row) => row[number + 1]);
-      const drawn = one.form === "bars" ? { type: "bar", marker: { color: look.color } } : { mode: x.length > 1 ? "lines" : "markers", line: look };
-      return [{ x, y, name: plain(name), ...drawn }];
-    });
-    const bars = one.form === "bars" ? { barmode: "group", xaxis: { type: "category" } } : { xaxis: { title: { text: axisName } } };
-    return { traces, layout: { showlegend: true, ...bars, yaxis: { title: { text: one.quantity } } }, height: 340 };
-  });
 }

@@ -1,4 +1,4 @@
-"""A replay as a page: strategies side by side, in words; the papers' exhibits behind a switch."""
+"""A replay as a page: strategies side by side, in words; `replay_page.js` draws the charts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_ext.files.tables import html_table
-from megatron_ext.lab.papers import BEFORE, Exhibit, to_json
 from megatron_ext.trainer.reports.page import Page, part, sentences, wide
 
 _SHOWN = (
@@ -19,16 +18,9 @@ _SHOWN = (
 
 def replay_page(
     report: Mapping[str, Any],
-    exhibits: Sequence[Exhibit],
     tables: Mapping[str, tuple[Sequence[str], Sequence[Sequence[str]]]],
 ) -> Page:
-    """Return the page of a replay.
-
-    Args:
-        report: As `replay.make_report` returns it.
-        exhibits: As `papers.make_exhibits` returns them.
-        tables: Titles to header and rows.
-    """
+    """Return the page of a report of `make_report`; `tables` has header and rows by title."""
     strategies = report["strategies"]
     title = f"Replay: {report['title']}"
     first, *more = tables.items()
@@ -37,7 +29,7 @@ def replay_page(
         top=f"<h1>{html.escape(title)}</h1>{sentences(_verdict(report), [])}"
         f"{wide(html_table(*first[1]))}",
         data={
-            "before": {BEFORE: report["before"]["imbalance_mean"]},
+            "before": report["before"]["imbalance_mean"],
             "strategies": [
                 {"name": name}
                 | {key: of[key] for key in _SHOWN if key in of}
@@ -48,7 +40,6 @@ def replay_page(
                 }
                 for name, of in strategies.items()
             ],
-            "exhibits": to_json(exhibits),
         },
         bottom="".join(f"<h2>{html.escape(name)}</h2>{wide(html_table(*of))}" for name, of in more),
         script=part(__package__, "replay_page.js"),

@@ -23,6 +23,7 @@ from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.metrics import home_loads, imbalances, rank_sends
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
+from megatron_ext.config import BalanceConfig
 from megatron_ext.files.arrays import check_free
 from megatron_ext.files.loads import Loads
 from megatron_ext.files.tables import markdown_table
@@ -49,7 +50,7 @@ PARTS = ("solve", "weights", "tokens", "experts", "dense", "reduce")
 """
 
 LEFT_OUT = (
-    "experts have one rate and dense parts another, whatever the number and size of products",
+    "experts have one rate and dense parts another, for any number and size of products",
     "kernel launches, latency of messages and waiting for the host, but for what is in a rate",
     "contention between transfers, and between transfers and computation beside them",
     "how uneven the traffic is inside an all-to-all: the busiest rank's bytes go at the full rate",
@@ -58,20 +59,17 @@ LEFT_OUT = (
     "other EP groups: all have the loads of this trace, at the same time",
     "embeddings, and balancing on the host beside planning: gathering loads, splitting quotas",
     "how an allocator fares with the sizes of one load: a rate has what it costs on average",
-    "memory that is fragmented, workspaces, and logits",
+    "memory, which `train --dry-run` counts",
 )
 """What the simulation leaves out; part of every report."""
 
 LEGEND = (
     "Imbalance: busiest rank / mean. Layer: forward and backward of a MoE layer. Vs none: more "
-    "tokens/s.\nVs ideal: share of its tokens/s. Memory: most that a rank needs / what it has. OOM "
-    "risk: share of the\nmicrobatches that need more than there is. Times are means over the loads."
+    "tokens/s.\nVs ideal: share of its tokens/s. Times are means over the loads."
 )
 """Explains the columns of `overall_table`."""
 
 _GRADIENT_BYTES = 4
-_OPTIMIZER_BYTES = 12
-"""Bytes of a parameter's optimizer state: float32 weight and two moments of Adam."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +147,11 @@ class Machine:
         dense_layers = self.shape.num_dense_layers / self.shape.pp_size
         return passes * dense * dense_layers + 3 * logits
 
+    def slot_bytes(self, slots: int) -> int:
+        """Memory of a rank's slots: weights, and gradients in float32."""
+        each = self.shape.element_bytes + _GRADIENT_BYTES
+        return slots * self.shape.expert_params * each
+
     def params(self) -> tuple[float, float]:
         """Weights of a rank: in its experts, and in the parts that all ranks of its stage have."""
         shape = self.shape
@@ -165,19 +168,8 @@ class Machine:
         dense = self.num_gpus // self.shape.pp_size
         return dense // self.ep_size, dense
 
-    def _sharded_params(self) -> float:
-        """Weights whose optimizer state a rank has."""
-        pairs = zip(self.params(), self._data_parallel(), strict=True)
-        return sum(
-            params / (ranks if self.shape.distributed_optimizer else 1) for params, ranks in pairs
-        )
-
     def after_backward_s(self, backward_s: float) -> float:
-        """Seconds of a step after its microbatches: gradients over data parallelism, optimizer.
-
-        Args:
-            backward_s: The backward that the reduction can hide behind.
-        """
+        """Seconds of a step after its microbatches: gradients over data parallelism, optimizer."""
         hardware, shape = self.hardware, self.shape
         crosses = self.num_gpus > hardware.domain_ranks
         bandwidth = hardware.outer_bandwidth if crosses else hardware.weight_bandwidth
@@ -186,36 +178,11 @@ class Machine:
             for params, ranks in zip(self.params(), self._data_parallel(), strict=True)
         )
         reduction = max(0.0, num_bytes / bandwidth - hardware.overlap * backward_s)
-        optimized_bytes = self._sharded_params() * shape.optimizer_bytes
-        return reduction + optimized_bytes / hardware.optimizer_bandwidth
-
-    def static_bytes(self, slots: int) -> float:
-        """Memory of a rank before any activation: weights, gradients, optimizer, slots."""
-        each = self.shape.element_bytes + _GRADIENT_BYTES
-        weights = sum(self.params()) + slots * self.shape.expert_params
-        return each * weights + _OPTIMIZER_BYTES * self._sharded_params()
-
-    def activation_bytes(self, rank_loads: Tensor) -> Tensor:
-        """Memory of each rank's activations at the peak of the first pipeline stage.
-
-        Args:
-            rank_loads: Assignments of each rank in every layer of a microbatch, int64 [layers, R].
-                The layers stand for all of the model.
-
-        Returns:
-            float64 [R].
-        """
-        shape = self.shape
-        each = shape.kept_per_assignment()
-        # 1F1B: the first stage holds as many microbatches as there are stages, each L / PP layers.
-        held = min(shape.pp_size, shape.num_microbatches) / shape.pp_size
-        dense_kept = held * shape.num_layers * self.tokens
-        if shape.recompute == "none":
-            experts = rank_loads.double().mean(0) * (held * shape.num_moe_layers)
-        else:  # Kept for one layer at a time, while it is computed again.
-            experts = rank_loads.double().amax(0)
-        per_token = shape.token_bytes if shape.recompute == "full" else shape.kept_per_token()
-        return experts * each + dense_kept * per_token
+        optimized = sum(
+            params / (ranks if shape.distributed_optimizer else 1)
+            for params, ranks in zip(self.params(), self._data_parallel(), strict=True)
+        )
+        return reduction + optimized * shape.optimizer_bytes / hardware.optimizer_bandwidth
 
 
 def relayed_sends(plan: BalancePlan, relay_threshold: int) -> Tensor:
@@ -303,6 +270,31 @@ class Setting:
         return Machine(self.shape, self.hardware, ranks, num_gpus, tokens)
 
 
+def as_measured(hardware: Hardware, shape: ModelShape, balance: BalanceConfig) -> Hardware:
+    """Return the machine with the two rates that a run of the model on it has measured.
+
+    Args:
+        hardware: The machine.
+        shape: The model.
+        balance: Costs that are not `auto` replace the machine's: `link_bandwidth` its
+            `weight_bandwidth`, `assignment_time` its `expert_efficiency`.
+
+    Raises:
+        ValueError: Experts would be faster than the machine's peak.
+    """
+    bandwidth, efficiency = hardware.weight_bandwidth, hardware.expert_efficiency
+    sources = dict(hardware.sources)
+    given = "given, as a run with balance.objective=time measures it"
+    if balance.link_bandwidth != "auto":
+        bandwidth, sources["weight_bandwidth"] = float(balance.link_bandwidth), given
+    if balance.assignment_time != "auto":
+        flops_per_s = shape.expert_flops / float(balance.assignment_time)
+        efficiency, sources["expert_efficiency"] = flops_per_s / hardware.peak_flops_per_s, given
+    return dataclasses.replace(
+        hardware, sources=sources, weight_bandwidth=bandwidth, expert_efficiency=efficiency
+    )
+
+
 def simulate(
     loads: Loads,
     strategies: Sequence[str],
@@ -377,7 +369,6 @@ def _result_of(
 def _report(
     loads: Loads, setting: Setting, machine: Machine, results: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the results of the strategies with everything they were computed from."""
     shape, hardware, slots = setting.shape, setting.hardware, setting.slots
     ranks, num_gpus, tokens = machine.ep_size, machine.num_gpus, machine.tokens
     return {
@@ -411,8 +402,8 @@ def _solve_s(name: str, hardware: Hardware, planned: Sequence[Any], pairs: int) 
 def _summarize(
     machine: Machine, loads: Loads, plans: Sequence[BalancePlan], *, solve_s: float, slots: int
 ) -> dict[str, Any]:
-    """Return the numbers of one strategy: times are means over the loads, memory is the worst."""
-    shape, hardware = machine.shape, machine.hardware
+    """Return the numbers of one strategy; times are means over the loads."""
+    shape = machine.shape
     forward, backward = _layer_times(machine, loads.load, plans, solve_s=solve_s, slots=slots)
     layers = shape.num_moe_layers / shape.pp_size
     layer_s = sum(float(part.mean()) for times in (forward, backward) for part in times.values())
@@ -422,8 +413,6 @@ def _summarize(
     turns = shape.num_microbatches + (shape.pp_size - 1) / shape.vpp_size
     step_s = turns * microbatch_s + machine.after_backward_s(backward_s)
     rank_loads = torch.stack([plan.rank_loads() for plan in plans])
-    activations = _activations(machine, loads, rank_loads)
-    static = machine.static_bytes(slots)
     dp_size = machine.num_gpus // shape.pp_size
     tokens = machine.tokens * shape.num_microbatches * dp_size
     return {
@@ -437,10 +426,6 @@ def _summarize(
         | {"total": 1e3 * layer_s},
         "step_ms": 1e3 * step_s,
         "tokens_per_s_per_gpu": tokens / step_s / machine.num_gpus,
-        "static_bytes": static,
-        "activation_bytes": float(activations.max()),
-        "memory_share": (static + float(activations.max())) / hardware.memory_bytes,
-        "oom_risk": float((static + activations > hardware.memory_bytes).double().mean()),
     }
 
 
@@ -489,23 +474,10 @@ def _layer_times(
     return forward, backward
 
 
-def _activations(machine: Machine, loads: Loads, rank_loads: Tensor) -> Tensor:
-    """Bytes of activations on the busiest rank in each microbatch, float64 [microbatches]."""
-    if "layer" in loads.trace and {"step", "microbatch"} <= loads.trace.keys():
-        keys = torch.stack([loads.trace["step"], loads.trace["microbatch"]], 1)
-        _, of = keys.unique(dim=0, return_inverse=True)
-    else:  # Each load stands for all layers of a microbatch.
-        of = torch.arange(len(loads))
-    return torch.stack(
-        [machine.activation_bytes(rank_loads[of == which]).max() for which in of.unique()]
-    )
-
-
 def overall_table(report: Mapping[str, Any]) -> str:
     """Return the strategies as a Markdown table."""
     header = (
         *("strategy", "imbalance", "layer ms", "step ms", "tokens/s/GPU", "vs none", "vs ideal"),
-        *("activations GB", "memory", "OOM risk"),
     )
     rows = [
         (
@@ -516,9 +488,6 @@ def overall_table(report: Mapping[str, Any]) -> str:
             f"{of['tokens_per_s_per_gpu']:.0f}",
             f"{100 * of['gain_over_none']:+.1f} %",
             f"{of['share_of_ideal']:.3f}",
-            f"{of['activation_bytes'] / 1e9:.2f}",
-            f"{of['memory_share']:.2f}",
-            f"{of['oom_risk']:.2f}",
         )
         for name, of in report["strategies"].items()
     ]

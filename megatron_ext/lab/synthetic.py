@@ -84,10 +84,6 @@ class LoadSpec:
 def make_spec(kind: str, **given: Any) -> LoadSpec:
     """Return a spec with the kind's own defaults.
 
-    Args:
-        kind: One of `KINDS`.
-        given: Fields of `LoadSpec`.
-
     Raises:
         ValueError: There is no such kind, a value is out of range or means nothing to the kind.
     """

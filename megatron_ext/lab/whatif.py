@@ -8,6 +8,7 @@ model of time is here. Legend: B loads, R ranks of the EP group, E logical exper
 from __future__ import annotations
 
 import dataclasses
+import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ import torch
 from megatron_ext.balance.metrics import home_loads, imbalances
 from megatron_ext.balance.strategies import PlanSettings
 from megatron_ext.files.loads import Loads
-from megatron_ext.files.tables import markdown_table
+from megatron_ext.files.tables import html_table, markdown_table
 from megatron_ext.lab.hardware import Hardware
 from megatron_ext.lab.replay import replay
 from megatron_ext.lab.simulate import LEFT_OUT, NONE, Setting, simulate
 from megatron_ext.trainer.model.shape import ModelShape
+from megatron_ext.trainer.reports.page import Page, page_html, part, sentences, wide
 
 STRATEGY = "quota"
 SLOTS = (1, 2, 4, 8)
@@ -91,17 +93,12 @@ def sample(loads: Loads, most: int = MOST_LOADS) -> Loads:
 def what_if(
     loads: Loads, question: Question, *, on_load: Callable[[int], object] = lambda count: None
 ) -> dict[str, Any]:
-    """Return what balancing would bring, for JSON.
-
-    Args:
-        loads: The loads, in the order of time; see `sample`.
-        question: What is asked.
-        on_load: Called with 1 after every plan.
+    """Return what balancing would bring, for JSON; the loads are in the order of time.
 
     Returns:
         `tried`: for each number of slots the imbalance before and after, and if model and machine
         are known what `simulate` says; `slots`: those to take; `speed_up`, `share_of_ideal`,
-        `slot_bytes` and `memory_share` with them, or None; `capacity_factor` before and after;
+        and `slot_bytes` with them, or None; `capacity_factor` before and after;
         `layers`: for each its imbalances and, or None, the time of a layer and its gain;
         `break_even`: None where times are not known, else whether balancing `gains` "always",
         "never", or "from" so many `tokens` of an expert in a microbatch.
@@ -143,7 +140,7 @@ def what_if(
 
 def best_of(tried: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a report says of the slots to take."""
-    names = ("slots", "speed_up", "share_of_ideal", "slot_bytes", "memory_share")
+    names = ("slots", "speed_up", "share_of_ideal", "slot_bytes")
     numbers = ("imbalance_before", "imbalance", "replicas")
     return {name: tried[name] for name in (*names, *numbers)}
 
@@ -154,7 +151,7 @@ def _try_slots(
     room: dict[str, Any] = {"slots": slots, "nvlink_domain": question.nvlink_domain}
     numbers, *of_loads = try_plans(loads, STRATEGY, question.planning, **room, on_load=on_load)
     numbers["of_loads"] = of_loads
-    times = dict.fromkeys(("speed_up", "share_of_ideal", "step_ms", "slot_bytes", "memory_share"))
+    times = dict.fromkeys(("speed_up", "share_of_ideal", "step_ms", "slot_bytes"))
     if setting := question.setting(slots):
         simulated = simulate(loads, [STRATEGY], setting)["strategies"]
         of, plain = simulated[STRATEGY], simulated[NONE]
@@ -162,8 +159,7 @@ def _try_slots(
             "speed_up": plain["step_ms"] / of["step_ms"],
             "share_of_ideal": of["share_of_ideal"],
             "step_ms": of["step_ms"],
-            "slot_bytes": of["static_bytes"] - plain["static_bytes"],
-            "memory_share": of["memory_share"],
+            "slot_bytes": setting.machine(loads).slot_bytes(slots),
         }
         on_load(len(loads))
     return numbers | times
@@ -368,7 +364,7 @@ def tried_cells(report: Mapping[str, Any]) -> tuple[Sequence[str], list[Sequence
     header = ["slots", "imbalance", "worst", "replicas"]
     with_times = report["speed_up"] is not None
     if with_times:
-        header += ["step ms", "speed-up", "of ideal", "memory"]
+        header += ["step ms", "speed-up", "of ideal", "slots GiB"]
     rows: list[Sequence[str]] = []
     for one in report["tried"]:
         cells = [
@@ -382,7 +378,7 @@ def tried_cells(report: Mapping[str, Any]) -> tuple[Sequence[str], list[Sequence
                 f"{one['step_ms']:.1f}",
                 f"{one['speed_up']:.3f}",
                 f"{one['share_of_ideal']:.3f}",
-                f"{one['memory_share']:.2f}",
+                f"{one['slot_bytes'] / 2**30:.2f}",
             ]
         rows.append(cells)
     return header, rows
@@ -421,8 +417,8 @@ def of_what(report: Mapping[str, Any]) -> str:
 
 
 LEGEND = (
-    "Imbalance: busiest rank / mean. Of ideal: share of the speed of forced even routing. Memory: "
-    "most that a rank needs / what it has."
+    "Imbalance: busiest rank / mean. Of ideal: share of the speed of forced even routing. Slots: "
+    "memory of a rank's slots, weights and gradients."
 )
 """Explains the columns of the tables."""
 
@@ -442,3 +438,28 @@ def text(report: Mapping[str, Any]) -> list[str]:
         f"Of {of_what(report)}. {LEGEND}",
         *(["Times are modelled, not measured."] if report["speed_up"] is not None else []),
     ]
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """Return the answer as a page of HTML that needs no other file."""
+    tables = (("Slots", tried_cells(report)), ("Layers", layer_cells(report)))
+    below = [f"<h2>{title}</h2>{wide(html_table(*cells))}" for title, cells in tables]
+    if report["left_out"]:
+        items = "".join(f"<li>{html.escape(each)}</li>" for each in report["left_out"])
+        below.append(f"<h2>What the times leave out</h2><ul>{items}</ul>")
+    title = "What balancing would bring"
+    return page_html(
+        Page(
+            title=title,
+            top="".join(
+                (
+                    f"<h1>{title}</h1>",
+                    sentences([report["verdict"], f"Of {of_what(report)}. {LEGEND}"], []),
+                    wide(html_table(("question", "answer"), answers(report))),
+                )
+            ),
+            data={key: report[key] for key in ("slots", "layers", "tried")},
+            bottom="".join(below),
+            script=part(__package__, "whatif_page.js"),
+        )
+    )

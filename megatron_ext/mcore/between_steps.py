@@ -8,6 +8,7 @@ from torch import nn
 
 from megatron_ext.balance.agreement import Agreement
 from megatron_ext.mcore import failures
+from megatron_ext.mcore.balancer import LayerBalancer
 from megatron_ext.mcore.moe_layer import BalancedMoELayer
 
 
@@ -25,9 +26,9 @@ def check_agreement(model: Iterable[nn.Module]) -> None:
         RuntimeError: Ranks had different loads or plans, or a wait for replicas has failed.
     """
     model = list(model)
-    failures.settle(model)
+    failures.count_and_look(model)
     for agreement in _agreements(_balanced_layers(model)):
-        agreement.settle()
+        agreement.check_last_plan()
 
 
 def reset_after_abort(model: Iterable[nn.Module]) -> None:
@@ -45,7 +46,7 @@ def reset_after_abort(model: Iterable[nn.Module]) -> None:
     for layer in layers:
         layer.forget_step()
     # Slots are shared, and their reset is collective: once each, in the layers' order.
-    for buffers in dict.fromkeys(layer.slot_buffers for layer in layers):
+    for buffers in dict.fromkeys(balancer.buffers for balancer in _started(layers)):
         if buffers is not None:
             buffers.reset()
     # Behind it no device waits for a peer any more.
@@ -54,7 +55,12 @@ def reset_after_abort(model: Iterable[nn.Module]) -> None:
 
 
 def _agreements(layers: list[BalancedMoELayer]) -> list[Agreement]:
-    return list(dict.fromkeys(each.state.agreement for each in layers if each.state is not None))
+    return list(dict.fromkeys(balancer.agreement for balancer in _started(layers)))
+
+
+def _started(layers: list[BalancedMoELayer]) -> list[LayerBalancer]:
+    """The balancers of the layers that had a forward."""
+    return [layer.balancer for layer in layers if layer.balancer is not None]
 
 
 def _balanced_layers(model: Iterable[nn.Module]) -> list[BalancedMoELayer]:

@@ -6,14 +6,14 @@ from typing import Any
 
 from megatron_ext.config import BalanceConfig, ConfigError
 from megatron_ext.mcore.limits import validate_for_balancing
-from megatron_ext.mcore.spec import balance_spec
+from megatron_ext.mcore.spec import with_balanced_layers
 
 
 def check(config: Any, balance: BalanceConfig, spec: Any = None) -> None:
     """Check that layers of `config` can be balanced as `balance` says.
 
-    Needs no process group and builds nothing. The balanced layer makes the same checks when it is
-    built, but that is after all ranks have started.
+    Needs no process group, builds nothing and changes nothing. The balanced layer makes the same
+    checks when it is built, but that is after all ranks have started.
 
     Args:
         config: Megatron's TransformerConfig.
@@ -29,7 +29,7 @@ def check(config: Any, balance: BalanceConfig, spec: Any = None) -> None:
     problems = validate_for_balancing(config, balance)
     if spec is not None:
         try:
-            balance_spec(spec, balance)
+            with_balanced_layers(spec, balance)
         except (ValueError, FileNotFoundError) as error:
             if str(error) not in problems:
                 problems.append(str(error))

@@ -1,47 +1,45 @@
-"""The MoE layer of the strategy `ideal`: Megatron's own, with even routing forced on it."""
+"""The MoE layer of the strategy `ideal`: Megatron's own layer with forced even routing."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
+from megatron_ext.balance.layer_report import LayerReport
 from megatron_ext.balance.load import gather_load
 from megatron_ext.balance.strategies.ideal import force_even
 from megatron_ext.config import BalanceConfig
-from megatron_ext.mcore.layer_report import LayerReport, Observer
 from megatron_ext.mcore.limits import require_valid
 from megatron_ext.mcore.planning_group import planning_group
-from megatron_ext.mcore.stages import NamedStages
+from megatron_ext.mcore.stages import ObservedMoELayer
 
 
-class EvenMoELayer(NamedStages, MoELayer):
-    """Megatron's MoE layer with even routing forced: the upper bound of what balancing can do.
+class EvenMoELayer(ObservedMoELayer):
+    """Megatron's MoE layer with forced even routing: the speed that balancing cannot exceed.
 
-    Not a way to train: tokens go to experts that the router did not choose.
+    This is no way to train: tokens go to experts that the router did not choose.
 
     Args:
         config: Megatron's TransformerConfig.
-        *args: What Megatron passes to its MoELayer.
+        *args: Arguments of Megatron's MoELayer.
         balance: The settings, with a strategy that forces even routing.
-        **kwargs: What Megatron passes to its MoELayer.
+        **kwargs: Arguments of Megatron's MoELayer.
 
     Raises:
-        ValueError: A setting of `config` excludes it (`check` says it earlier).
+        ValueError: A setting of `config` excludes the strategy (`check` says so earlier).
     """
 
     def __init__(self, config: Any, *args: Any, balance: BalanceConfig, **kwargs: Any) -> None:
         require_valid(config, balance)
         super().__init__(config, *args, **kwargs)
-        self.observers: list[Observer] = []
 
     def route(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Route as Megatron does, then hand the choices to experts in turn."""
+        """Route as Megatron does, then replace the chosen experts by all experts in turn."""
         probs, routing_map = super().route(*args, **kwargs)
         group, ep_size = planning_group(self), self.ep_group.size()
-        # As if all ranks had as many tokens and dropped none; else a few experts get one more.
+        # Exact if all ranks have equally many tokens and drop none; else some experts get one more.
         dealt_before = group.rank() * len(routing_map) * self.router.topk
         probs, routing_map = force_even(probs, routing_map, dealt_before)
         if self.observers and self.training and torch.is_grad_enabled():

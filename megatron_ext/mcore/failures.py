@@ -13,13 +13,14 @@ and the host waits for nothing more.
 
 A rank that finds a failure in its own call of a transport raises at once: its peer may have died,
 and then no reduction ends.
+
+`process_hooks.py` calls `start_count` and `look` at these three places.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,6 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_ext.balance.slots import transports_in_use
 
@@ -49,44 +49,7 @@ _counts: list[_Count] = []
 """Those that the host has not looked at: one for each chunk, of each model, of a step."""
 
 
-@functools.cache
-def stop_before_weights_change() -> None:
-    """Let failed waits end every step from now on.
-
-    All ranks of a model call, also those of pipeline stages without MoE layers.
-    """
-    finish = DistributedDataParallel.finish_grad_sync
-    DistributedDataParallel.finish_grad_sync = _counting(finish)
-    zero = DistributedDataParallel.zero_grad_buffer
-    DistributedDataParallel.zero_grad_buffer = _looking(zero)
-    register_optimizer_step_pre_hook(_look_before_step)
-
-
-def _counting(finish: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(finish)
-    def finish_and_count(ddp: Any, *args: Any, **kwargs: Any) -> None:
-        finish(ddp, *args, **kwargs)
-        _start_count(ddp)
-
-    return finish_and_count
-
-
-def _looking(zero: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(zero)
-    def look_and_zero(*args: Any, **kwargs: Any) -> None:
-        look()
-        zero(*args, **kwargs)
-
-    return look_and_zero
-
-
-def _look_before_step(*_: Any) -> None:
-    # A captured step is not run yet.
-    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-        look()
-
-
-def settle(model: Iterable[nn.Module]) -> None:
+def count_and_look(model: Iterable[nn.Module]) -> None:
     """Count, and look at once: before a checkpoint. All ranks of the model call.
 
     Args:
@@ -98,7 +61,7 @@ def settle(model: Iterable[nn.Module]) -> None:
     """
     for chunk in model:
         if isinstance(chunk, DistributedDataParallel):
-            _start_count(chunk)
+            start_count(chunk)
             look()
             return
 
@@ -126,7 +89,7 @@ def look() -> None:
         _raise_on_all([group for groups in failed for group in groups])
 
 
-def _start_count(ddp: Any) -> None:
+def start_count(ddp: Any) -> None:
     """Count the waits that have failed when the work issued so far is done."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     number = torch.zeros(1, dtype=torch.int32, device=device)

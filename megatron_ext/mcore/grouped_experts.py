@@ -1,4 +1,4 @@
-"""Grouped experts: stacked parameters, one grouped matrix product a layer.
+"""Experts with stacked parameters, which PyTorch's grouped matrix product computes.
 
 Legend: M mains per rank, S slots per rank, H hidden, F expert FFN width.
 """
@@ -30,8 +30,8 @@ _EXTRA_STATE = "_extra_state"
 class GroupedExperts(MegatronModule):
     """Experts with stacked weights, computed by PyTorch's `grouped_mm` (float32 and bfloat16).
 
-    It replaces `SequentialMLP` in a layer spec (`megatron_ext.grouped_mm_spec`). Both have the same
-    checkpoint keys, so each can load the other's checkpoints. No biases.
+    `GroupedExperts` replace `SequentialMLP` in a layer spec (`megatron_ext.grouped_mm_spec`). Both
+    have the same checkpoint keys, so each can load the other's checkpoints. No biases.
 
     Attributes:
         fc1: [M, F1, H], F1 = 2F with a gated linear unit, else F.
@@ -77,8 +77,8 @@ class GroupedExperts(MegatronModule):
             with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                 for row in weight.data:
                     init_method(row)
-        # As Megatron marks its own expert weights: counted once in the gradient norm, reduced over
-        # the expert DP group.
+        # Marks as on Megatron's own expert weights: the gradient norm counts the weights once, and
+        # the expert DP group reduces their gradients.
         set_tensor_model_parallel_attributes(weight, True, partition_dim, 1)
         setattr(weight, "allreduce", config.expert_model_parallel_size == 1)  # noqa: B010
         return weight
@@ -94,7 +94,7 @@ class GroupedExperts(MegatronModule):
     ) -> Tensor:
         """Run experts with the given stacked weights on tokens sorted by expert.
 
-        The counts may be on the host or the device; the host waits for neither.
+        The counts may be on the host or the device; the host does not wait.
         """
         config = self.config
         scale = probs.unsqueeze(-1)
@@ -137,8 +137,8 @@ class GroupedExperts(MegatronModule):
                 replica_id=replica_id,
                 prepend_axis_num=expert_axis,
             )
-            # Megatron's linear layers each save an empty extra state, and miss it when it is not
-            # there.
+            # Each of Megatron's linear layers saves an empty extra state, and refuses a checkpoint
+            # without one.
             for m in range(self.num_local_experts):
                 state[f"{prefix}{name}.{m}{_EXTRA_STATE}"] = ShardedObject(
                     f"{key}.{_EXTRA_STATE}",
@@ -156,7 +156,7 @@ class GroupedExperts(MegatronModule):
 
 
 class GroupedWeights:
-    """`GroupedExperts`: one stacked parameter a segment."""
+    """Mains and slots of `GroupedExperts`: one stacked parameter a segment."""
 
     def __init__(self, experts: GroupedExperts) -> None:
         self._experts = experts
@@ -167,7 +167,7 @@ class GroupedWeights:
 
     def mains(self) -> MainWeights:
         """See `ExpertWeights.mains`."""
-        # PyTorch's grouped product gives its gradients to autograd, whatever Megatron's setting is.
+        # PyTorch's grouped product gives its gradients to autograd, with fusion on or off.
         return MainWeights((self._experts.fc1, self._experts.fc2), fused=False)
 
     def run(
@@ -191,9 +191,9 @@ class GroupedWeights:
 
 
 def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Start to copy a tensor of the host; the host goes on at once.
+    """Start a copy of a host's tensor to a device; the host does not wait.
 
-    From memory that is not pinned a copy would wait for all earlier work on the device.
+    A copy from memory that is not pinned would wait for all earlier work on the device.
     """
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()

@@ -1,9 +1,9 @@
-"""Grouped matrix products whose weight gradients are right for experts without tokens as well.
+"""Multiplies groups of rows by their weights, with right weight gradients for empty groups.
 
-Experts without tokens are common where loads are uneven. PyTorch's grouped product leaves the
-gradients of their weights unwritten on some GPUs, as pytorch issue 172439 tells of Blackwell: the
-optimizer would get whatever the memory held. So the first product on a device is preceded by a
-small trial, and where that fails, these gradients are set to zero.
+Experts without tokens are common with uneven loads. On some GPUs PyTorch's grouped product leaves
+the weight gradients of such experts unwritten (pytorch issue 172439, for Blackwell), so that the
+optimizer would get arbitrary bytes. So a small trial runs before the first product on a device, and
+if the trial fails, a hook sets these gradients to zero.
 
 Legend: G groups, N' rows of all groups, K and F widths.
 """
@@ -26,7 +26,7 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     Args:
         rows: [N', K], sorted by group.
         weights: [G, K, F].
-        ends: Where each group ends, int32 [G], on the device of `rows`.
+        ends: Index behind each group's last row, int32 [G], on the device of `rows`.
 
     Returns:
         [N', F]. In backward, the weights of a group without rows get zeros.
@@ -34,11 +34,11 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     if len(rows) == 0:
         return rows @ weights[0]
     needs_grad = torch.is_grad_enabled() and weights.requires_grad
-    # Without values there is nothing to leave unwritten.
+    # A meta tensor has no values that could stay unwritten.
     has_values = not weights.is_meta
     if needs_grad and has_values and not writes_empty_groups(weights.device, weights.dtype):
         has_rows = ends.diff(prepend=ends.new_zeros(1)) > 0
-        weights = weights.view_as(weights)  # Of whose gradient only this product's part is changed.
+        weights = weights.view_as(weights)  # The hook changes this product's part only.
         weights.register_hook(lambda grad: torch.where(has_rows[:, None, None], grad, 0))
     return grouped_mm(rows, weights, offs=ends)
 
@@ -47,20 +47,20 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 def writes_empty_groups(device: torch.device, dtype: torch.dtype) -> bool:
     """Try whether a grouped product writes gradients of zero for groups without rows.
 
-    The trial waits for the device, once for each device and dtype.
+    In the trial the host waits for the device, once for each device and dtype.
     """
     counts, width = [0, 16, 0, 0, 8, 0], 32
     values = torch.arange(sum(counts) * width, device=device).view(-1, width) % 5 - 2.0
     rows = values.to(dtype)
     weights = rows.new_ones(len(counts), width, width).requires_grad_()
     ends = torch.tensor(counts, device=device).cumsum(0, dtype=torch.int32)
-    # Memory that was used before is not zero, as fresh memory often is.
+    # Fills memory with NaN and frees it, because fresh memory is often zero.
     used = [torch.full_like(weights, torch.nan) for _ in range(4)]
     del used
     with torch.enable_grad():
         product = grouped_mm(rows, weights, offs=ends)
         (found,) = torch.autograd.grad(product, weights, torch.ones_like(product))
-    # Small whole numbers: sums of them are exact in every order.
+    # Sums of small whole numbers are exact in every order.
     expected = torch.stack([part.sum(0) for part in values.split(counts)])[:, :, None]
     is_right = torch.equal(found.float(), expected.expand_as(found))
     if not is_right:

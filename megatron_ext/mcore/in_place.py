@@ -1,7 +1,7 @@
-"""Expert weights that are not where they seem: refused by name, at a layer's first forward.
+"""Refuses, at a layer's first forward, expert weights that are sharded, offloaded or freed.
 
-Replicas are copied from the memory where a parameter's data lies, at any time between forward and
-backward. What shards, offloads or frees parameters moves that memory, or leaves other bytes there.
+Home ranks copy replicas from the memory of a parameter, at any time between forward and backward. A
+program that shards, offloads or frees parameters moves that memory, or leaves other bytes there.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from megatron_ext.balance.main_weights import MainWeights
 
 
 def check_in_place(experts: nn.Module, device: torch.device, layer: int | None) -> None:
-    """Check that all weights of a layer's experts lie whole on the device that computes.
+    """Check that the device that computes has all weights of a layer's experts whole.
 
     Args:
         experts: Megatron's module with this rank's experts.
-        device: Where the layer's input is.
+        device: The device of the layer's input.
         layer: The layer's number, for messages.
 
     Raises:
@@ -33,7 +33,7 @@ def check_in_place(experts: nn.Module, device: torch.device, layer: int | None) 
 
 
 def check_main_grads(mains: MainWeights) -> None:
-    """Check that fused weight gradients have somewhere to go, before a backward looks for it."""
+    """Check that the mains have the `main_grad` that fused weight gradients are added to."""
     if not mains.fused:
         return
     if any(main.requires_grad and not hasattr(main, "main_grad") for main in mains.parameters()):
@@ -45,17 +45,17 @@ def check_main_grads(mains: MainWeights) -> None:
 
 
 def memory_of(parameter: Tensor) -> Tensor:
-    """The tensor with a parameter's values.
+    """Return the tensor with a parameter's values.
 
-    A `GroupedTensor` of Transformer Engine, as the single weight of all experts is one, keeps them
-    in another tensor. Megatron's DDP puts that one into its buffer.
+    A `GroupedTensor` of Transformer Engine, such as the single weight of all experts, keeps its
+    values in another tensor. Megatron's DDP puts that other tensor into its buffer.
     """
     held = getattr(parameter, "rowwise_data", None)
     return held if isinstance(held, Tensor) else parameter
 
 
 def _obstacle(parameter: Tensor, device: torch.device) -> str | None:
-    """Why replicas cannot be copied from where a parameter seems to be; None if they can."""
+    """Return why replicas cannot be copied from a parameter's memory, or None."""
     if isinstance(parameter, DTensor):
         return "is a DTensor, of which a rank holds a part (leave out --use-torch-fsdp2)"
     if getattr(parameter, "__fsdp_param__", False):

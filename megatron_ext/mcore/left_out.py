@@ -7,39 +7,31 @@ when a part is put into it.
 
 from __future__ import annotations
 
-import functools
 import warnings
 
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
-from megatron_ext.mcore.even_layer import EvenMoELayer
-from megatron_ext.mcore.moe_layer import BalancedMoELayer
-
-_BALANCED = (BalancedMoELayer, EvenMoELayer)
+from megatron_ext.mcore.stages import ObservedMoELayer
 
 
 class LayersLeftOutWarning(UserWarning):
     """Some MoE layers of a model are balanced and others are not."""
 
 
-@functools.cache
-def warn_of_layers_left_out() -> None:
-    """Look at every model that is built from now on."""
-    register_module_module_registration_hook(_look)
+def warn_of_layers_left_out(model: nn.Module, name: str, part: nn.Module | None) -> None:
+    """Warn if the part that is put into a model makes it one of both kinds of layers.
 
-
-def _look(model: nn.Module, name: str, part: nn.Module | None) -> None:
-    """Warn if the part that is put into a model makes it one of both kinds of layers."""
+    torch calls it for every module that is put into another one (`process_hooks.py`).
+    """
     if not isinstance(model, LanguageModule) or part is None or not _layers(part):
         return
     balanced, left_out = [], {}
     for part_name, each in {**dict(model.named_children()), name: part}.items():
         layers = _layers(each)
-        balanced += [layer for layer in layers if isinstance(layer, _BALANCED)]
-        if number := sum(not isinstance(layer, _BALANCED) for layer in layers):
+        balanced += [layer for layer in layers if isinstance(layer, ObservedMoELayer)]
+        if number := sum(not isinstance(layer, ObservedMoELayer) for layer in layers):
             left_out[part_name] = number
     if left_out and balanced and balanced[0].ep_group.rank() == 0:
         warnings.warn(

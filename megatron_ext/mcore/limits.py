@@ -1,4 +1,4 @@
-"""Settings of Megatron that exclude balancing: all problems at once, before training."""
+"""Refuses settings of Megatron that exclude balancing: all problems at once, before training."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron_ext.transport.gpus import lack_here
 
 
 def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
-    """Return every reason why layers of `config` cannot be balanced as `balance` says.
+    """Return every reason why layers of `config` cannot be balanced with the settings `balance`.
 
     Args:
         config: Megatron's TransformerConfig.
-        balance: What the balancer may do.
+        balance: The settings of balancing.
 
     Raises:
         TypeError: `balance` is no `BalanceConfig`.
@@ -29,7 +29,7 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
         return []
     with_strategy = f"balance.strategy={balance.strategy}"
     if _forces_even(balance):
-        # Megatron's own layer but for the choices: no plans, no slots, no replicas.
+        # Only the choices differ from Megatron's own layer: no plans, no slots, no replicas.
         return _expert_problems(config) + _broken(MUST_BE_TO_FORCE, config, with_strategy)
     problems = []
     for check in (partial(_check_strategy, balance), _check_gpu):
@@ -56,8 +56,8 @@ def require_valid(config: Any, balance: BalanceConfig) -> None:
     """Check the settings of a layer that is about to be built.
 
     Raises:
-        ValueError: Something excludes balancing. No ConfigError: Megatron raises errors anew, of
-            the same class with a longer text.
+        ValueError: A setting excludes balancing. The class is not ConfigError, because Megatron
+            raises an error of the same class with a longer text.
     """
     if problems := validate_for_balancing(config, balance):
         raise ValueError("; ".join(problems))
@@ -67,7 +67,7 @@ def require_balance_config(balance: Any) -> None:
     """Check that a user gave a `BalanceConfig`.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: `balance` is of another type.
     """
     if not isinstance(balance, BalanceConfig):
         raise TypeError(f"balance ({balance!r}) must be a BalanceConfig, as BalanceConfig(slots=2)")
@@ -119,7 +119,7 @@ def _transport_problems(balance: BalanceConfig, config: Any) -> list[str]:
     except ValueError as error:
         return [str(error)]
     ep_size = config.expert_model_parallel_size
-    if ep_size == 1:  # One rank has no slots, whatever is asked for.
+    if ep_size == 1:  # One rank has no slots.
         return []
     problems = []
     if not transport.adds_float16:
@@ -141,24 +141,27 @@ def _check_gpu() -> None:
         raise ValueError(f"experts cannot be balanced on this GPU: {lack}")
 
 
-class _Rule(NamedTuple):
-    """What a field of Megatron's TransformerConfig must be. A field that Megatron lacks is fine."""
+class _Demand(NamedTuple):
+    """The allowed values of a field of Megatron's TransformerConfig.
+
+    A field that this version of Megatron does not have breaks no rule.
+    """
 
     field: str
     allowed: tuple[Any, ...]
-    """Values that the field may have. None and False are always allowed: nothing is asked for."""
+    """Allowed values. None and False are always allowed, because they switch nothing on."""
     reason: str
     flag: str = ""
-    """What to do on the command line of Megatron's programs; by default, to leave out the flag that
-    is named as the field."""
+    """The cure on the command line of Megatron's programs; by default, to leave out the flag that
+    has the field's name."""
 
     @property
     def way_out(self) -> str:
-        """What to do on the command line of Megatron's programs."""
+        """Return the cure on the command line of Megatron's programs."""
         return self.flag or f"leave out --{self.field.replace('_', '-')}"
 
     def problem(self, config: Any, with_setting: str) -> str | None:
-        """What is wrong with the field in `config`; None if nothing is."""
+        """Return the problem with the field in `config`, or None."""
         value = getattr(config, self.field, None)
         if value in (*self.allowed, None, False):
             return None
@@ -169,128 +172,132 @@ class _Rule(NamedTuple):
         )
 
 
-def _broken(rules: tuple[_Rule, ...], config: Any, with_setting: str) -> list[str]:
+def _broken(rules: tuple[_Demand, ...], config: Any, with_setting: str) -> list[str]:
     """Return the problems of all rules that `config` breaks."""
     return [problem for rule in rules if (problem := rule.problem(config, with_setting))]
 
 
 MUST_BE = (
-    _Rule(
+    _Demand(
         "moe_use_legacy_grouped_gemm",
         (False,),
-        "replicas cannot join GroupedMLP; they join TEGroupedMLP",
+        "GroupedMLP cannot compute replicas, and TEGroupedMLP can",
     ),
-    _Rule("moe_single_grouped_bias", (False,), "replicas join experts with a bias each"),
-    _Rule(
+    _Demand("moe_single_grouped_bias", (False,), "each expert needs its own bias to have replicas"),
+    _Demand(
         "moe_expert_rank_capacity_factor",
         (None,),
-        "only HybridEP and NCCL EP read it, for buffers longer than the tokens in them; these need "
-        "a GPU to be tried on, and balanced ranks need no such limit",
+        "the limit is for buffers of HybridEP and NCCL EP, which were never tried on a GPU here, "
+        "and balanced ranks do not need the limit",
     ),
-    _Rule(
+    _Demand(
         "moe_ncclep_zero_copy",
         (False,),
-        "its buffers are NCCL EP's, made once on a GPU, for the experts without slots",
+        "NCCL EP makes its buffers once, for the experts without slots",
     ),
-    _Rule("moe_paged_stash", (False,), "a step that it runs again would be planned twice"),
-    _Rule(
+    _Demand(
+        "moe_paged_stash", (False,), "the stash may run a step again, and a step is planned once"
+    ),
+    _Demand(
         "moe_pad_experts_for_cuda_graph_inference",
         (False,),
-        "decoding would fill all experts up to a capacity that leaves out the slots",
+        "decoding would pad all experts to a capacity that leaves out the slots",
     ),
-    _Rule(
+    _Demand(
         "moe_flex_dispatcher_backend",
         ("deepep", "hybridep"),
-        "NCCL EP is set up once, for the experts without slots",
+        "NCCL EP makes its buffers once, for the experts without slots",
         "set --moe-flex-dispatcher-backend deepep",
     ),
-    _Rule(
+    _Demand(
         "expert_gtp_weight_remat_size",
         (1,),
-        "weights that are gathered for every use are not supported",
+        "weights that Megatron gathers for every use are not supported",
         "leave out --expert-tensor-parallel-num-weight-shards",
     ),
-    _Rule(
+    _Demand(
         "overlap_moe_expert_parallel_comm",
         (False,),
         "two layers would use the shared slots at once",
     ),
-    _Rule(
+    _Demand(
         "delay_wgrad_compute",
         (False,),
         "slot gradients must be complete when the experts' backward ends",
     ),
-    _Rule(
+    _Demand(
         "overlap_dispatch_backward_with_experts_wgrad",
         (False,),
         "slot gradients must not be delayed",
     ),
-    _Rule(
+    _Demand(
         "quant_recipe",
         (None,),
         "quantized experts are not supported",
         "leave out --te-precision-config-file",
     ),
-    _Rule("fp8", (None,), "quantized experts are not supported", "leave out --fp8-format"),
-    _Rule("fp4", (None,), "quantized experts are not supported", "leave out --fp4-format"),
-    _Rule(
+    _Demand("fp8", (None,), "quantized experts are not supported", "leave out --fp8-format"),
+    _Demand("fp4", (None,), "quantized experts are not supported", "leave out --fp4-format"),
+    _Demand(
         "transformer_impl",
         ("local", "transformer_engine"),
-        "its layers choose a dispatcher anew in every forward, over experts without slots",
+        "the layers of other implementations make a dispatcher in every forward, without slots",
         "set --transformer-impl transformer_engine",
     ),
-    _Rule("cuda_graph_impl", ("none",), "plans are read on the host", "set --cuda-graph-impl none"),
+    _Demand("cuda_graph_impl", ("none",), "the host reads plans", "set --cuda-graph-impl none"),
 )
-"""What every layer needs that is balanced by plans."""
+"""Rules for every layer that is balanced by plans."""
 
 MUST_BE_FOR_LOCAL_FIRST = (
-    _Rule(
+    _Demand(
         "moe_token_dispatcher_type",
         ("alltoall",),
-        "only there own tokens can be kept from travelling",
+        "only alltoall can leave own tokens on their rank",
         "set --moe-token-dispatcher-type alltoall",
     ),
-    _Rule("moe_pad_expert_input_to_capacity", (False,), "its exchanges carry no padding"),
-    _Rule(
+    _Demand("moe_pad_expert_input_to_capacity", (False,), "local_first sends no padding"),
+    _Demand(
         "expert_tensor_parallel_size",
         (1,),
-        "every token travels to all shards of its expert",
+        "every token travels to all shards of its expert, so no token stays on its rank",
         "set --expert-tensor-parallel-size 1",
     ),
-    _Rule(
+    _Demand(
         "moe_shared_expert_overlap",
         (False,),
-        "shared experts would want the same places of the exchange",
+        "shared experts would overlap with the same parts of dispatch and combine",
     ),
 )
-"""What `balance.local_first` needs besides."""
+"""Further rules with `balance.local_first`."""
 
 MUST_BE_TO_PREDICT = (
-    _Rule("moe_enable_routing_replay", (False,), "predictions would be recorded as choices"),
-    _Rule(
+    _Demand(
+        "moe_enable_routing_replay", (False,), "the replay would record predictions as choices"
+    ),
+    _Demand(
         "mlp_chunks_for_training",
         (1,),
-        "a chunk would be predicted from another chunk's tokens",
+        "a layer would predict a chunk from another chunk's tokens",
     ),
 )
-"""What strategies need besides whose layers predict the next one's load."""
+"""Further rules for strategies whose layers predict the next layer's load."""
 
 MUST_BE_TO_ADD = (
-    _Rule("fp16", (False,), "only balance.transport=collective adds float16 gradients"),
+    _Demand("fp16", (False,), "only balance.transport=collective adds float16 gradients"),
 )
-"""What a transport needs that adds no gradients in float16."""
+"""Rules for a transport that cannot add gradients in float16."""
 
 MUST_BE_TO_FORCE = (
-    _Rule(
+    _Demand(
         "moe_pad_expert_input_to_capacity",
         (False,),
         "experts would get more than their capacity",
     ),
-    _Rule(
+    _Demand(
         "cuda_graph_impl",
         ("none",),
-        "a graph that runs again counts no loads",
+        "a replayed graph counts no loads",
         "set --cuda-graph-impl none",
     ),
 )
-"""What a strategy needs that forces even routing, in place of `MUST_BE`."""
+"""Rules for a strategy that forces even routing, in place of `MUST_BE`."""

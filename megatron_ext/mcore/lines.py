@@ -1,4 +1,4 @@
-"""Lines for whoever trains: that layers are balanced, and what it brings.
+"""Writes lines for the person who trains: that layers are balanced, and what balancing brings.
 
 One rank of a pipeline stage speaks, through `logging`. A program that has set up logging gets the
 lines where it wants them; else they go to stderr, as Python's own warnings do.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -42,12 +43,12 @@ class BalanceLines:
     def watch(self, layer: Any) -> None:
         """Count the microbatches that a balanced layer is trained with."""
         self._layers.add(layer)
-        layer.observers.append(partial(self._observe, layer))
+        layer.observers.append(partial(self._observe, weakref.ref(layer)))
 
-    def _observe(self, layer: Any, report: Any) -> None:
+    def _observe(self, layer: weakref.ref[Any], report: Any) -> None:
         if not self._has_begun:
             self._has_begun = True
-            _say(f"{self._names()}: {_what_balances(layer)}")
+            _say(f"{self._names()}: {_what_balances(layer())}")
         self._reports.append(report)
         num_layers = len(self._training())
         if len(self._reports) >= num_layers:
@@ -89,14 +90,15 @@ def _what_balances(layer: Any) -> str:
             "not balanced, for moe_pad_expert_input_to_capacity (True) fills all experts, so that "
             "all ranks compute equally much"
         )
-    if layer.slot_buffers is None:
+    buffers = layer.started.buffers
+    if buffers is None:
         return f"not balanced, for there are no slots ({_number(layout.ep_size, 'EP rank')})"
     drops = f"; tokens beyond moe_expert_capacity_factor ({capacity}) are dropped before balancing"
     return (
         f"balanced over {_number(layout.ep_size, 'EP rank')} with strategy "
         f"{layer.balance.strategy}: {_number(layout.slots, 'slot')} on each, "
-        f"{layer.slot_buffers.num_bytes / 1e6:.1f} MB for all layers, transport "
-        f"{layer.slot_buffers.transport.name}, "
+        f"{buffers.num_bytes / 1e6:.1f} MB for all layers, transport "
+        f"{buffers.transport.name}, "
         f"{_number(layout.ep_size // layout.nvlink_domain, 'NVLink domain')}"
         f"{'' if capacity is None else drops}"
     )

@@ -8,7 +8,7 @@ its slowest rank; the median of a few rounds counts.
 
 When: in the first forward, between the load and its plan. Before it, wrappers have not settled the
 weights' dtype and device, and the size of a microbatch is not known. All ranks of the EP group are
-there together, whatever program trains the model. Layers that share slots share what was measured.
+there together, in every program. Layers that share slots share what was measured.
 
 Side effects: there is no autograd graph afterwards, no plan in flight, and no shared random
 generator has moved. Slots get weights, as by any push, and are marked to hold nobody's replicas.
@@ -86,12 +86,15 @@ class CostMeter:
         """Return the bytes per second that a rank sends while all ranks send as much."""
         slots = neighbor_experts(self.buffers.layout)
         sent_bytes = int((slots[0] >= 0).sum()) * self.expert_bytes
-        slots = slots.to(self._example.device)
+        on_device = slots.to(self._example.device)
 
         def push() -> None:
-            # Nobody's replicas, so also none that a plan would find there and not push again.
-            self.buffers.send_ahead(
-                slots, self.mains, "measuring balance.link_bandwidth", is_timed=False
+            # For no forward, so that no plan finds these replicas there and leaves them out.
+            self.buffers.push(
+                on_device,
+                self.mains,
+                "measuring balance.link_bandwidth",
+                slots_on_host=slots,
             ).wait()
 
         return sent_bytes / self._median_s(push)

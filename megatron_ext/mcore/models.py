@@ -1,8 +1,8 @@
 """Balances the models that a program builds, where Megatron's model classes are given their specs.
 
-Whatever a program makes its specs of (its command line, a pipeline chunk, a file of the user's),
-they end in the constructor of one of these classes: those of the decoder, of multi-token prediction
-and of hybrid stacks alike.
+A program may make its specs from its command line, a pipeline chunk or a file of the user's: all
+specs end in the constructor of one of these classes, those of the decoder, of multi-token
+prediction and of hybrid stacks.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import functools
 import importlib.util
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megatron_ext.config import BalanceConfig
-from megatron_ext.mcore import failures
+from megatron_ext.mcore import process_hooks
 from megatron_ext.mcore.check import check
 from megatron_ext.mcore.spec import balance_spec, has_moe_layers
+from megatron_ext.mcore.stages import ObservedMoELayer
 
 MODELS = (
     ("megatron.core.models.gpt.gpt_model", "GPTModel"),
@@ -37,7 +39,7 @@ def balance_models(balance: BalanceConfig, attend: Callable[[Any], None]) -> Non
         attend: Is called with each balanced layer of a model that was built.
     """
     # Here too: a pipeline stage without MoE layers has no spec to balance.
-    failures.stop_before_weights_change()
+    process_hooks.install()
     classes = {
         getattr(importlib.import_module(home), name)
         for home, name in MODELS
@@ -46,7 +48,9 @@ def balance_models(balance: BalanceConfig, attend: Callable[[Any], None]) -> Non
     for model_class in classes:
         # A class whose constructor ends in another one's: MambaModel is a HybridModel in 0.19.
         if classes.isdisjoint(model_class.__mro__[1:]):
-            model_class.__init__ = _balancing(model_class.__init__, balance, attend)
+            process_hooks.replace(
+                model_class, "__init__", partial(_balancing, balance=balance, attend=attend)
+            )
 
 
 def _balancing(
@@ -66,7 +70,7 @@ def _balancing(
         build(*given.args, **given.kwargs)
         model = args[0]
         for layer in model.modules():
-            if hasattr(layer, "observers"):
+            if isinstance(layer, ObservedMoELayer):
                 attend(layer)
 
     return build_balanced

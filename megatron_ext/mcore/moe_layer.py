@@ -3,19 +3,17 @@
     forward                                           backward
     route       choose logical experts (Megatron)     postprocess (Megatron)
     preprocess  1 gather load                         combine  4 start materializing from the plan
-                  (once: what plans cost, measure.py)
-                2 solve plan                          experts  6 experts' backward
-                4 start materializing replicas                 8 start reducing replica gradients
-                3 reroute: logical -> physical        dispatch (Megatron)
-                  wait for the replicas               preprocess  3 gradients of probabilities back
-                  tell the next layer (lookahead.py)
-    dispatch    5 tokens to physical experts          route (Megatron)
-    experts     6 mains and slots
-                  (in one part or more: dispatcher.py)
-    combine     7 outputs back                        layer's input (backward.py)
-                                                               8 sums into the mains
+                2 solve plan                          experts  4 wait for the replicas
+                4 start materializing replicas                 6 experts' backward
+                3 reroute: logical -> physical                 8 start reducing replica gradients
+    dispatch    5 tokens to physical experts          dispatch (Megatron)
+    experts     4 wait for the replicas               preprocess  3 gradients of probabilities back
+                6 mains and slots                     route (Megatron)
+    combine     7 outputs back                        layer's input  8 sums into the mains
 
-A recomputed forward has the plan of its first pass (recompute.py).
+Three objects hold what the method needs, each as long as its name says: `SlotBuffers`, shared by
+the layers of an EP group; a `LayerBalancer` a layer; a `Forward` a forward, with the plan and all
+that is under way. A recomputed forward has the `Forward` of its first pass (recompute.py).
 
 Replicas live for one microbatch in slots that all layers share; parameters, optimizer state and
 checkpoints hold logical experts only.
@@ -23,48 +21,207 @@ checkpoints hold logical experts only.
 
 from __future__ import annotations
 
-from functools import partial
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron_ext.balance.in_flight import Moves, PlanHandle
+from megatron_ext.balance.forward import Forward
+from megatron_ext.balance.layer_report import LayerReport
 from megatron_ext.balance.load import load_of
-from megatron_ext.balance.plan import BalancePlan, Shares, share_plan
-from megatron_ext.balance.ranges import (
-    EXPERTS,
-    LOAD,
-    PLAN,
-    PUSH_WAIT,
-    REROUTE,
-    stage,
-)
-from megatron_ext.balance.replicas import NoReplication, Replication, join_later
+from megatron_ext.balance.placement import Placement
+from megatron_ext.balance.plan import BalancePlan, share_plan
+from megatron_ext.balance.ranges import EXPERTS, LOAD, PLAN, REROUTE, stage
 from megatron_ext.balance.reroute import as_map, assign, reroute, reroute_ids
 from megatron_ext.balance.stage_times import TIMES
-from megatron_ext.mcore.dispatcher import Part, Planned, release_graph, release_maps
-from megatron_ext.mcore.equipped_layer import EquippedMoELayer, Microbatch
-from megatron_ext.mcore.experts import finish_parameter_gather, run_experts
-from megatron_ext.mcore.in_place import check_main_grads
-from megatron_ext.mcore.layer_report import LayerReport
-from megatron_ext.mcore.lookahead import LayerPlace, Prediction
-from megatron_ext.mcore.planning_group import check_equal_plans
+from megatron_ext.config import BalanceConfig
+from megatron_ext.mcore.balancer import LayerBalancer
+from megatron_ext.mcore.dispatcher import (
+    PlannedDispatcher,
+    physical_dispatcher,
+    release_graph,
+    release_maps,
+)
+from megatron_ext.mcore.experts import expert_weights, finish_parameter_gather, run_experts
+from megatron_ext.mcore.in_place import check_in_place, check_main_grads
+from megatron_ext.mcore.limits import require_valid
+from megatron_ext.mcore.lines import BalanceLines
+from megatron_ext.mcore.place import experts_device, layout_of
+from megatron_ext.mcore.planning_group import (
+    check_equal_config,
+    check_equal_plans,
+    planning_group,
+)
 from megatron_ext.mcore.recompute import (
-    LeftBehind,
-    first_pass_under_way,
+    checkpoint_under_way,
     leave,
     refuse_other_checkpoints,
     take,
 )
-from megatron_ext.mcore.stages import NamedStages
+from megatron_ext.mcore.stages import ObservedMoELayer
+from megatron_ext.transport import agree_on_transport
 
 
-class BalancedMoELayer(NamedStages, EquippedMoELayer):
+class BalancedMoELayer(ObservedMoELayer):
     """Megatron's MoE layer whose EP ranks compute equally many assignments. Made by `balance_spec`.
 
-    What it is made with: `EquippedMoELayer`.
+    It is made with settings, process groups and a dispatcher over physical experts. What hangs on
+    the weights' dtype and device it gets in its first forward (`start`). A method may bring a
+    subclass that overrides named points: `dispatcher_class`, `begin`, `solve`, `push`,
+    `before_dispatch`, `report` and `routed_experts_compute`.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        submodules: Submodules of Megatron's MoELayer.
+        layer_number: 1-based, as in Megatron.
+        pg_collection: Process groups; Megatron's global ones by default.
+        balance: What the balancer may do; equal on all ranks that plan alike.
+        placement: What the file `balance.placement` holds; None if that is empty.
+        lines: Writes what the layers of a spec do; None writes nothing.
+        **kwargs: What later versions of Megatron pass to their MoELayer.
+
+    Raises:
+        ValueError: A setting of `config` excludes balancing (`check` says it earlier), or the ranks
+            that plan alike disagree about `balance`.
     """
+
+    token_dispatcher: Any
+    set_name = ""
+    """Layers of one name share their slots."""
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any = None,
+        layer_number: int | None = None,
+        pg_collection: Any = None,
+        *,
+        balance: BalanceConfig,
+        placement: Placement | None = None,
+        lines: BalanceLines | None = None,
+        **kwargs: Any,
+    ) -> None:
+        assert (placement is None) == (not balance.placement), "`balance_spec` reads the file"
+        require_valid(config, balance)
+        if pg_collection is None:
+            pg_collection = get_default_pg_collection()
+        super().__init__(
+            config,
+            submodules=submodules,
+            layer_number=layer_number,
+            pg_collection=pg_collection,
+            **kwargs,
+        )
+        self.planning_group = planning_group(self)
+        """The ranks that plan alike: those of the EP group and, with expert tensor parallelism, of
+        the expert-TP groups of each."""
+        check_equal_config(balance, self.planning_group)
+        self.balance = balance
+        self._placement = placement
+        # One rank of a pipeline stage.
+        if lines is not None and self.planning_group.rank() == pg_collection.expt_dp.rank() == 0:
+            lines.watch(self)
+        self.layout = layout_of(config, balance, self.ep_group.size())
+        self._is_padded = bool(config.moe_pad_expert_input_to_capacity)
+        # A token may be another expert's padding beside its own choices.
+        self._most_choices = config.num_moe_experts if self._is_padded else config.moe_router_topk
+        self.transport = balance.transport
+        """Name of the transport of replicas, chosen where the setting is `auto`."""
+        if self.layout.slots > 0:
+            self.transport, domain_ranks = agree_on_transport(
+                balance.transport,
+                balance.domain_ranks,
+                self.ep_group,
+                experts_device(),
+                self.planning_group,
+            )
+            self.layout = dataclasses.replace(self.layout, nvlink_domain=domain_ranks)
+        self.token_dispatcher = physical_dispatcher(
+            self.dispatcher_class(self.token_dispatcher),
+            self.token_dispatcher,
+            self.layout,
+            config,
+            self.ep_group.rank(),
+            pg_collection,
+        )
+        self.expert_weights = expert_weights(self.experts)
+        self.first_layer_of_chunk: int | None = None
+        """Layers before the first layer of this chunk; set by the transformer layer."""
+        self.balancer: LayerBalancer | None = None
+        """What the layer holds from its first forward on; None before that."""
+        # The forward under way, and the edge of its join. Here because Megatron calls the stages
+        # one by one. The forward does not hold the edge: the edge holds the graph, and the graph
+        # the forward.
+        self._forward: Forward | None = None
+        self._edge: Tensor | None = None
+
+    @property
+    def is_for_mtp(self) -> bool:
+        """Whether this is a layer of multi-token prediction."""
+        return self.layer_number > self.config.num_layers
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Take the number in the model: layers of multi-token prediction follow the decoder's."""
+        super().set_layer_number(layer_number)
+        # Later versions of Megatron count these from 1; the router knows that by itself.
+        if getattr(self, "is_mtp_layer", False):
+            self.layer_number = layer_number + self.config.num_layers
+
+    def start(self, example: Tensor) -> LayerBalancer:
+        """Make the layer's balancer, in its first forward; all ranks that plan alike call.
+
+        Args:
+            example: A tensor with the dtype of the experts' weights, on their device.
+        """
+        self.balancer = LayerBalancer(
+            layer_number=self.layer_number,
+            balance=self.balance,
+            placement=self._placement,
+            layout=self.layout,
+            transport=self.transport,
+            set_name=self.set_name,
+            ep_group=self.ep_group,
+            planning_group=self.planning_group,
+            experts=self.experts,
+            expert_weights=self.expert_weights,
+            width=int(self.config.moe_latent_size or self.config.hidden_size),
+            dtype=example.dtype,
+            device=example.device,
+        )
+        return self.balancer
+
+    @property
+    def started(self) -> LayerBalancer:
+        """The layer's balancer, in a forward or after one."""
+        assert self.balancer is not None, "`start` comes first"
+        return self.balancer
+
+    @property
+    def under_way(self) -> Forward:
+        """The forward under way."""
+        assert self._forward is not None, "preprocess comes first in a forward"
+        return self._forward
+
+    @classmethod
+    def shared_by_layers(cls, balance: BalanceConfig) -> dict[str, Any]:
+        """See `ObservedMoELayer.shared_by_layers`."""
+        placement = None
+        if balance.placement:
+            from megatron_ext.files.placement import read_placement
+
+            placement = read_placement(Path(balance.placement))
+        lines = BalanceLines(balance.lines_every) if balance.lines_every else None
+        return {"placement": placement, "lines": lines}
+
+    def dispatcher_class(self, dispatcher: Any) -> type:
+        """Named point: the class over physical experts for Megatron's dispatcher."""
+        kind = type(dispatcher)
+        return PlannedDispatcher if kind is MoEAlltoAllTokenDispatcher else kind
 
     def join_reduction(self, hidden_states: Tensor) -> Tensor:
         """Let backward wait for the next forward's replica gradients at the layer's input.
@@ -73,20 +230,22 @@ class BalancedMoELayer(NamedStages, EquippedMoELayer):
         backward of router and attention. Without this call, backward waits where the reduction
         starts.
         """
+        self.drop_forward()
         # A recomputed MoE layer has a backward of its own inside the layer's: parameters must get
         # all of their gradient in one of the two.
         if self.layout.slots > 0 and torch.is_grad_enabled() and not self.moe_layer_recompute:
-            self._check_in_place(hidden_states.device)
-            microbatch = self._begin()
-            hidden_states, microbatch.joint = join_later(
-                hidden_states, microbatch.mains, self.layer_number
-            )
+            self._forward = self.begin(hidden_states.device)
+            hidden_states, self._edge = self._forward.join(hidden_states)
         return hidden_states
+
+    def drop_forward(self) -> None:
+        """Let go of the forward under way, which is over or has ended with an error."""
+        self._forward = self._edge = self.token_dispatcher.forward_under_way = None
 
     def preprocess(
         self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Stages 1 to 4: from logical to physical routing, with the replicas in their slots.
+        """Stages 1 to 4: from logical to physical routing, with the replicas under way.
 
         Args:
             hidden_states: The layer's input, [s, b, H].
@@ -95,153 +254,199 @@ class BalancedMoELayer(NamedStages, EquippedMoELayer):
                 The dispatcher gets physical choices in the same form.
         """
         self._check_padding()
-        self._check_in_place(hidden_states.device)
-        microbatch = self._begin()
+        if self._forward is None or not self._forward.is_joined:
+            self.drop_forward()
+            self._forward = self.begin(hidden_states.device)
+        forward = self._forward
         chosen = as_map(routing_map, self.layout.num_experts)
-        left = take(self)
-        started = TIMES.mark() if self.training else None
-        with stage(PLAN):
-            counts, marks, plan, shares, handle = (
-                self._make_plan(microbatch, chosen, probs.dtype)
-                if left is None
-                else self._recall(left, chosen)
-            )
-        if started is not None:
-            TIMES.add("plan", started, TIMES.mark())
-        sent = microbatch.prediction.sent if microbatch.prediction is not None else None
-        for observer in self.plan_observers:
-            observer(plan, sent.slots if sent is not None else None)
-        replication = microbatch.replication = self._replicate(microbatch, plan, handle)
-        # Between GPUs this does not make the host wait for the plan: it stays on the device, and
-        # what the host needs of it in backward is copied meanwhile (in_flight.py).
-        materializing = replication.start_materialize(sent)
-        # Where a forward is recomputed, its maps live as long as one pass: no entry holds them.
-        is_only_pass = torch.is_grad_enabled() and left is None
-        maps = replication.routing_maps() if is_only_pass else None
+        marks = self._plan(forward, chosen, probs.dtype)
+        self.push(forward)
         with stage(REROUTE):
-            if routing_map.dtype == torch.bool:
-                probs, physical = reroute(
-                    probs,
-                    chosen,
-                    shares,
-                    self._most_choices,
-                    self.layout.num_physical,
-                    marks=marks,
-                    maps=maps,
-                )
-            else:
-                assignment = assign(chosen, shares, self._most_choices, marks)
-                physical = reroute_ids(routing_map, assignment, self.layout.num_experts)
-        with stage(PUSH_WAIT):
-            materializing.wait()
-        if self.training and torch.is_grad_enabled():
-            # Neither evaluation nor the first pass of recompute: every microbatch once.
-            load = load_of(counts, self.layout.ep_size)
-            self._held.planner.observe(load)
-            self._report(chosen, load, plan, replication, microbatch.prediction)
-        if self.lookahead is not None:
-            self.lookahead.tell_next(hidden_states)
-        self.token_dispatcher.planned = self._planned(shares)
+            probs, physical = self._reroute(forward, probs, routing_map, chosen, marks)
+        self.before_dispatch(forward, hidden_states, chosen)
+        self.token_dispatcher.forward_under_way = forward
         hidden_states, probs = super().preprocess(hidden_states, probs, physical)
         release_graph(self.token_dispatcher)
         return hidden_states, probs
 
-    def _planned(self, shares: Shares) -> Planned | None:
-        """What the plan says of the exchange of tokens; None if it says nothing for sure.
+    def begin(self, device: torch.device) -> Forward:
+        """Named point: return the object of the forward that begins, in a second pass the first's.
 
-        Sizes must fit on all ranks, so ranks compare their plans before it.
+        Args:
+            device: Where the layer's input is.
         """
-        if shares.arriving is None:
-            return None
-        rows, agreement = self._held.rows, self._held.agreement
-        label = f"layer {self.layer_number}, seal"
-        return Planned(
-            shares.quota,
-            shares.arriving,
-            partial(agreement.send_seal, rows, label),
-            partial(agreement.compare_sent, rows),
+        if (of_first_pass := take(self)) is not None:
+            return of_first_pass
+        if self.balancer is None and self.layout.slots > 0:
+            check_in_place(self.experts, device, self.layer_number)
+        mains = self.expert_weights.mains()
+        balancer = self.balancer or self.start(mains.parameters()[0])
+        return balancer.new_forward(mains)
+
+    def _plan(self, forward: Forward, chosen: Tensor, probs_dtype: torch.dtype) -> Tensor | None:
+        """Stages 1 and 2: what all ranks count, its plan, and this rank's shares of the plan.
+
+        Returns:
+            The marks of this rank's tokens, for the reroute. None in a second pass, which shares
+            the first one's plan among its own choices.
+        """
+        started = TIMES.mark() if self.training else None
+        marks = None
+        with stage(PLAN):
+            if forward.is_planned:
+                shares = share_plan(self.planning_group.rank(), forward.counts, forward.plan)
+                forward.shares = shares.fit(chosen.sum(0))
+            else:
+                marks = self._make_plan(forward, chosen, probs_dtype)
+        if started is not None:
+            TIMES.add("plan", started, TIMES.mark())
+        return marks
+
+    def _make_plan(self, forward: Forward, chosen: Tensor, probs_dtype: torch.dtype) -> Tensor:
+        balancer = self.started
+        with stage(LOAD):
+            forward.counts, marks = balancer.agreement.gather_counts(
+                chosen, balancer.rows, f"layer {self.layer_number}, load"
+            )
+        load = load_of(forward.counts, self.layout.ep_size)
+        balancer.prepare_planner(forward.mains, load, probs_dtype)
+        forward.plan, forward.is_planned = self.solve(load), True
+        self._await_backward(forward)
+        kept = forward.virtual_layer
+        forward.shares = balancer.agreement.share(
+            forward.counts,
+            load,
+            forward.plan,
+            self.layer_number,
+            kept.slots_on_host if kept is not None else None,
+        )
+        if self.balance.check_plans:
+            check_equal_plans(forward.plan, self.planning_group, self.layer_number)
+        return marks
+
+    def solve(self, load: Tensor) -> BalancePlan:
+        """Named point, stage 2: plan the load, int64 [R, E], from what the layer knows."""
+        return self.started.planner.solve(load)
+
+    def _await_backward(self, forward: Forward) -> None:
+        """Let the plan wait for the backward, or for the second pass of a recomputed forward."""
+        checkpoint = checkpoint_under_way()
+        if self.layout.slots == 0 or not (torch.is_grad_enabled() or checkpoint is not None):
+            return
+        refuse_other_checkpoints(self.layer_number)
+        self.started.virtual_layers.lend(forward)
+        if checkpoint is not None:
+            leave(checkpoint, self, forward)
+
+    def push(self, forward: Forward, there: Tensor | None = None) -> None:
+        """Named point, stage 4: start materializing the replicas of the forward's plan.
+
+        Args:
+            forward: The forward under way.
+            there: See `Forward.push`.
+        """
+        if forward.buffers is not None:
+            if self.training and torch.is_grad_enabled():
+                check_main_grads(forward.mains)
+            finish_parameter_gather(self.experts)
+            forward.grads = self.started.slot_grads(forward.mains)
+        forward.push(there)
+
+    def _reroute(
+        self,
+        forward: Forward,
+        probs: Tensor,
+        routing_map: Tensor,
+        chosen: Tensor,
+        marks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Stage 3: probabilities and choices over physical experts, in the router's form."""
+        if routing_map.dtype != torch.bool:
+            assignment = assign(chosen, forward.shares, self._most_choices, marks)
+            return probs, reroute_ids(routing_map, assignment, self.layout.num_experts)
+        # A recomputed forward allocates its maps anew: only where one pass is all may a forward
+        # take the memory of its virtual layer.
+        is_only_pass = torch.is_grad_enabled() and marks is not None
+        kept = forward.virtual_layer if is_only_pass else None
+        return reroute(
+            probs,
+            chosen,
+            forward.shares,
+            self._most_choices,
+            self.layout.num_physical,
+            marks=marks,
+            maps=kept.maps if kept is not None else None,
         )
 
-    def _make_plan(
-        self, microbatch: Microbatch, chosen: Tensor, probs_dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor, BalancePlan, Shares, PlanHandle | None]:
-        """Stages 1 and 2: what all ranks count, and its plan, kept if a backward will come.
+    def before_dispatch(self, forward: Forward, hidden_states: Tensor, chosen: Tensor) -> None:
+        """Named point: the plan is made, the replicas are under way, nothing is dispatched yet.
 
-        The marks of this rank's tokens come second, its shares of the plan fourth.
+        Args:
+            forward: The forward under way.
+            hidden_states: The layer's input, [s, b, H].
+            chosen: Logical choices of this rank's tokens, bool [N, E].
         """
-        if self.lookahead is not None:
-            place = LayerPlace(self.chunk, self.layer_number)
-            microbatch.prediction = self.lookahead.arrive(place)
-        held = self._held
-        with stage(LOAD):
-            counts, marks = held.agreement.gather_counts(
-                chosen, held.rows, f"layer {self.layer_number}, load"
-            )
-        load = load_of(counts, self.layout.ep_size)
-        if held.to_measure:
-            held.measure_costs(microbatch.mains, load, probs_dtype)
-        prediction = microbatch.prediction
-        plan = held.planner.solve(load, prediction.sent.slots if prediction is not None else None)
-        handle = self._keep(counts, plan)
-        on_host = held.slots.in_flight.slots_on_host(handle) if held.slots and handle else None
-        shares = held.agreement.share(counts, load, plan, self.layer_number, on_host)
-        if self.balance.check_plans:
-            check_equal_plans(plan, self.planning_group, self.layer_number)
-        return counts, marks, plan, shares, handle
-
-    def _keep(self, counts: Tensor, plan: BalancePlan) -> PlanHandle | None:
-        """Keep a plan for the backward, or for the second pass of a forward that is recomputed."""
-        checkpoint, slots = first_pass_under_way(), self._held.slots
-        if slots is None or not (torch.is_grad_enabled() or checkpoint is not None):
-            return None
-        refuse_other_checkpoints(self.layer_number)
-        handle = slots.in_flight.keep(plan)
-        if checkpoint is not None:
-            leave(checkpoint, self, LeftBehind(counts, handle))
-        return handle
-
-    def _recall(
-        self, left: LeftBehind, chosen: Tensor
-    ) -> tuple[Tensor, None, BalancePlan, Shares, PlanHandle]:
-        """Return what the first pass planned, with shares for these choices; it kept no marks."""
-        assert self._held.slots is not None, "the first pass kept its plan there"
-        plan = self._held.slots.in_flight.recall(left.handle)
-        shares = share_plan(self.planning_group.rank(), left.counts, plan)
-        return left.counts, None, plan, shares.fit(chosen.sum(0)), left.handle
-
-    def _replicate(
-        self, microbatch: Microbatch, plan: BalancePlan, handle: PlanHandle | None
-    ) -> Replication | NoReplication:
-        """Gather what the microbatch's replicas need."""
-        slots = self._held.slots
-        if slots is None:
-            return NoReplication()
+        # Neither evaluation nor the first pass of recompute: every microbatch once.
         if self.training and torch.is_grad_enabled():
-            check_main_grads(microbatch.mains)
-        finish_parameter_gather(self.experts)
-        grads = slots.buffers.allocate_grads(self._held.grad_dtypes(microbatch.mains))
-        return Replication(*slots, microbatch.mains, plan, handle, grads, microbatch.joint)
+            load = load_of(forward.counts, self.layout.ep_size)
+            self.started.planner.observe(load)
+            if self.observers:
+                report = self.report(forward, load, chosen)
+                for observer in self.observers:
+                    observer(report)
+
+    def report(self, forward: Forward, load: Tensor, chosen: Tensor) -> LayerReport:
+        """Named point: what the layer tells of a forward with that load, int64 [R, E]."""
+        weight_bytes, grad_bytes = forward.bytes_of_one
+        return LayerReport(
+            self.layer_number,
+            load,
+            forward.plan.rank_loads(),
+            forward.plan.slots,
+            layout=forward.plan.layout,
+            weight_bytes=self.started.num_shards * weight_bytes,
+            grad_bytes=self.started.num_shards * grad_bytes,
+            moves=forward.moves,
+        )
 
     def routed_experts_compute(self, hidden_states: Any, probs: Any) -> tuple[Any, None]:
-        """Stage 6, with the hooks of stages 4 and 8 for backward around it."""
-        parts = self._dispatcher_kind.parts(self.token_dispatcher, hidden_states, probs)
-        first = next(parts)
-        tokens, slot_weights = self._replication.materialized(first.tokens)
-        outputs = [self._run_experts(slot_weights, first._replace(tokens=tokens))]
-        outputs += [self._run_experts(slot_weights, part) for part in parts]
-        return self._dispatcher_kind.outputs(self.token_dispatcher, outputs), None
+        """Named point, stage 6: wait for the replicas, and run mains and slots."""
+        tokens, counts, probs = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
+        release_graph(self.token_dispatcher)
+        tokens, slot_weights = self.under_way.materialized(tokens, self._edge)
+        output = self.run_experts(self.under_way, slot_weights, tokens, counts, probs)
+        return self.token_dispatcher.combine_preprocess(output), None
 
-    def _run_experts(self, slot_weights: list[Any], part: Part) -> Tensor:
-        with stage(EXPERTS), self._replication.kept_in_place():
-            output = run_experts(self.experts, self.expert_weights, slot_weights, *part)
-        # With several parts, the second backward finds the replicas in the slots.
-        return self._replication.rematerialize_before(output)
+    def run_experts(
+        self,
+        forward: Forward,
+        slot_weights: list[Any],
+        tokens: Tensor,
+        tokens_per_expert: Tensor,
+        probs: Tensor,
+    ) -> Tensor:
+        """Run mains and slots on tokens; before their backward the slots are as now.
+
+        Args:
+            forward: The forward under way.
+            slot_weights: Of `Forward.materialized`.
+            tokens: [N', H], sorted by this rank's physical experts.
+            tokens_per_expert: [M + S].
+            probs: [N'].
+        """
+        with stage(EXPERTS), forward.hide_slots():
+            output = run_experts(
+                self.experts, self.expert_weights, slot_weights, tokens, tokens_per_expert, probs
+            )
+        return forward.before_experts_backward(output)
 
     def combine(self, output: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Stage 7; in backward, stage 4 starts before it."""
-        replication, self._microbatch = self._replication, None
+        forward = self.under_way
+        self.drop_forward()
+        del forward.shares
         output = super().combine(output, *args, **kwargs)
-        return replication.start_rematerialize_before(output)
+        return forward.before_combine_backward(output)
 
     def postprocess(self, *args: Any, **kwargs: Any) -> Tensor:
         """The end of a forward (Megatron); layers that are recomputed keep no maps meanwhile."""
@@ -249,30 +454,49 @@ class BalancedMoELayer(NamedStages, EquippedMoELayer):
         release_maps(self.token_dispatcher)
         return output
 
-    def _report(
-        self,
-        chosen: Tensor,
-        load: Tensor,
-        plan: BalancePlan,
-        replication: Replication | NoReplication,
-        prediction: Prediction | None,
+    def _check_padding(self) -> None:
+        """Check that experts are padded as they were when the layer was made.
+
+        Megatron's text generation changes that where it begins to decode.
+        """
+        if bool(self.config.moe_pad_expert_input_to_capacity) != self._is_padded:
+            raise ValueError(
+                f"layer {self.layer_number}: moe_pad_expert_input_to_capacity must stay "
+                f"{self._is_padded}, as it was when the layer was made: balanced layers cannot "
+                "decode with moe_pad_experts_for_cuda_graph_inference (leave it out)"
+            )
+
+    def forget_step(self) -> None:
+        """Drop what an aborted step left in this layer."""
+        self.drop_forward()
+        if self.balancer is not None:
+            self.balancer.forget_step()
+
+
+class JoiningTransformerLayer(TransformerLayer):
+    """Megatron's transformer layer, at whose input backward waits for the replicas' gradients.
+
+    So the reduction runs beside the backward of router and attention.
+    """
+
+    def __init__(
+        self, config: Any, submodules: Any, layer_number: int = 1, *args: Any, **kwargs: Any
     ) -> None:
-        if not self.observers:
-            return
-        held = self._held
-        weight_bytes, grad_bytes = replication.bytes_of_one
-        report = LayerReport(
-            self.layer_number,
-            load,
-            plan.rank_loads(),
-            plan.slots,
-            None
-            if prediction is None
-            else prediction.report(chosen, load, plan, held.expert_bytes),
-            layout=plan.layout,
-            weight_bytes=held.num_shards * weight_bytes,
-            grad_bytes=held.num_shards * grad_bytes,
-            moves=replication.handle.moves if replication.handle is not None else Moves(),
-        )
-        for observer in self.observers:
-            observer(report)
+        super().__init__(config, submodules, layer_number, *args, **kwargs)
+        # What multi-token prediction begins with is not what the layer before it ends with.
+        if isinstance(self.mlp, BalancedMoELayer) and not self.mlp.is_for_mtp:
+            # The argument counts from the chunk's first layer, the attribute from the model's.
+            self.mlp.first_layer_of_chunk = self.layer_number - layer_number
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run Megatron's forward behind the point where backward will wait for the reduction."""
+        if not isinstance(self.mlp, BalancedMoELayer):
+            return super().forward(*args, **kwargs)
+        try:
+            if "hidden_states" in kwargs:
+                kwargs["hidden_states"] = self.mlp.join_reduction(kwargs["hidden_states"])
+            else:
+                args = (self.mlp.join_reduction(args[0]), *args[1:])
+            return super().forward(*args, **kwargs)
+        finally:
+            self.mlp.drop_forward()

@@ -1,4 +1,4 @@
-"""Where a layer's experts and slots are, and where a rank is among those with the same experts."""
+"""Where a layer's experts and slots are."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import dataclasses
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.solve import plan_layout
+from megatron_ext.balance.planner import plan_layout
 from megatron_ext.config import BalanceConfig
-from megatron_ext.telemetry.gather import Place
 
 
 def layout_of(config: Any, balance: BalanceConfig, ep_size: int) -> ExpertLayout:
@@ -39,19 +37,3 @@ def experts_device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def place_of_rank(num_layers: int) -> Place:
-    """Return this rank's place by Megatron's groups, once they are made.
-
-    Args:
-        num_layers: Layers of the model, with those of multi-token prediction.
-    """
-    is_first_shard = parallel_state.get_expert_tensor_parallel_rank() == 0
-    return Place(
-        group=parallel_state.get_expert_data_parallel_rank(),
-        groups=parallel_state.get_expert_data_parallel_world_size(),
-        ep_size=parallel_state.get_expert_model_parallel_world_size(),
-        speaks=is_first_shard and parallel_state.get_expert_model_parallel_rank() == 0,
-        num_layers=num_layers,
-    )

@@ -1,6 +1,6 @@
-"""The ranks that plan alike: who they are, and whether they do.
+"""Finds the ranks that must make the same plan, and checks their settings and plans.
 
-Each of them plans alone, from the same load and by the same settings.
+Each of these ranks plans alone, from the same load and by the same settings.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from megatron_ext.config import BalanceConfig
 
 
 def planning_group(layer: MoELayer) -> dist.ProcessGroup:
-    """Return the ranks that share a layer's experts, those with shards of the same side by side.
+    """Return the ranks that share a layer's experts; ranks with shards of one expert are adjacent.
 
-    Tokens of all of them meet at the experts. So all plan by the same load, and a replica's shards
-    go to the slots of the ranks with these shards: the EP group of each shard.
+    The experts compute the tokens of all these ranks. So all of them plan by the same load, and
+    each shard of a replica goes to a slot within the EP group of that shard.
     """
     dispatcher: Any = layer.token_dispatcher
     if dispatcher.tp_size == 1:
@@ -31,7 +31,7 @@ def planning_group(layer: MoELayer) -> dist.ProcessGroup:
 
 
 def check_equal_config(balance: BalanceConfig, group: dist.ProcessGroup) -> None:
-    """Check that settings are equal on all ranks: ranks plan alone and must plan alike."""
+    """Check that all ranks have equal settings, because each rank plans alone."""
     settings: list[Any] = [None] * group.size()
     dist.all_gather_object(settings, asdict(balance), group=group)
     for rank, other in enumerate(settings):
@@ -46,7 +46,7 @@ def check_equal_config(balance: BalanceConfig, group: dist.ProcessGroup) -> None
 def check_equal_plans(
     plan: BalancePlan, group: dist.ProcessGroup, layer_number: int | None
 ) -> None:
-    """Check that all ranks made the same plan, by what it holds; they all call (`check_plans`)."""
+    """Compare the content of all ranks' plans; all ranks call (`balance.check_plans`)."""
     digests: list[Any] = [None] * group.size()
     dist.all_gather_object(digests, plan.digest(), group=group)
     if different := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:

@@ -12,7 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.config import BalanceConfig
-from megatron_ext.mcore.backward import JoiningTransformerLayer
+from megatron_ext.mcore.moe_layer import JoiningTransformerLayer
 from megatron_ext.mcore.spec import balance_spec
 
 

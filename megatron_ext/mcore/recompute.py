@@ -1,15 +1,15 @@
-"""A recomputed forward takes the plan of its first pass.
+"""A recomputed forward goes on with the `Forward` of its first pass, and so with its plan.
 
 A checkpoint runs a forward twice: without gradients inside the forward of an autograd function, and
 with gradients inside that function's backward. The function's context is one object for both, and
-lives as long as the backward can come. So the first pass leaves its plan there:
+lives as long as the backward can come. So the first pass leaves its `Forward` there:
 
     first pass    gather load, solve plan, keep it; leave it in the checkpoint's context
     second pass   take it from there; materialize its replicas unless the slots still hold them
 
 No order of microbatches has to be known, and nothing of the plan on the host. A pass that no
 backward follows (evaluation, log-probabilities, in training mode as well) has a context that ends
-with it, and its plan with the context.
+with it, and its `Forward` with the context.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from __future__ import annotations
 import sys
 from collections import defaultdict, deque
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from megatron_ext.balance.in_flight import PlanHandle
+from megatron_ext.balance.forward import Forward
 
 _LEFT = "_megatron_ext_left"
 """Attribute of a checkpoint's context: what each layer's forwards left there, in order."""
@@ -32,31 +31,22 @@ _WITHOUT_REENTRY = ("torch.utils.checkpoint", "transformer_engine.pytorch.distri
 """Modules whose checkpoints can hook saved tensors."""
 
 
-class LeftBehind(NamedTuple):
-    """What a layer's first pass leaves for its second."""
-
-    counts: Tensor
-    """What the ranks that plan alike counted, int64 [R * T, E]: their load is what was planned."""
-    handle: PlanHandle
-    """Names the plan."""
-
-
-def leave(checkpoint: Any, layer: object, left: LeftBehind) -> None:
-    """Leave a plan in a checkpoint's context for the layer's second pass."""
+def leave(checkpoint: Any, layer: object, forward: Forward) -> None:
+    """Leave a layer's forward in a checkpoint's context for the second pass."""
     if not hasattr(checkpoint, _LEFT):
         setattr(checkpoint, _LEFT, defaultdict(deque))
-    getattr(checkpoint, _LEFT)[layer].append(left)
+    getattr(checkpoint, _LEFT)[layer].append(forward)
 
 
-def take(layer: object) -> LeftBehind | None:
-    """Return what the same forward left in its first pass; None if there was none."""
+def take(layer: object) -> Forward | None:
+    """Return what the first pass of this forward left; None if there was no first pass."""
     if not in_backward():
         return None
     left = getattr(torch._C._current_autograd_node(), _LEFT, {}).get(layer)
     return left.popleft() if left else None
 
 
-def first_pass_under_way() -> Any | None:
+def checkpoint_under_way() -> Any | None:
     """Return the context of the checkpoint whose first pass runs now; None if none does.
 
     PyTorch tells nobody which function's forward is under way, but Python's stack does.
@@ -76,7 +66,7 @@ def first_pass_under_way() -> Any | None:
 
 
 def refuse_other_checkpoints(layer_number: int | None) -> None:
-    """Check that no checkpoint without such a context runs this forward.
+    """Refuse checkpoints that do not re-enter autograd: a first pass would leave nothing there.
 
     A checkpoint without reentry hooks saved tensors. Its second pass runs in the middle of the
     first one's backward, whose replicas are in the slots or on their way, and may stop halfway.

@@ -1,4 +1,4 @@
-"""Megatron's `SequentialMLP`: one module for each expert."""
+"""Runs replicas in Megatron's `SequentialMLP`, which has one module for each expert."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_ext.balance.main_weights import MainWeights, Segment
 
 
 class SequentialWeights:
-    """`SequentialMLP`: M modules, each with the same named parameters."""
+    """Mains and slots of `SequentialMLP`: M modules, each with the same named parameters."""
 
     def __init__(self, experts: SequentialMLP) -> None:
         self._experts = experts
@@ -65,7 +65,7 @@ class SequentialWeights:
 
 
 RunSlots = Callable[[Sequence[Any], Tensor, list[int], Tensor], Tensor]
-"""From slot weights, tokens sorted by slot, tokens of each slot and probabilities: the outputs."""
+"""Computes outputs from slot weights, tokens sorted by slot, counts by slot, and probabilities."""
 
 
 def mains_then_slots(
@@ -76,17 +76,17 @@ def mains_then_slots(
     tokens_per_expert: Tensor,
     probs: Tensor,
 ) -> Tensor:
-    """Run the mains through their own module, and the slots by themselves.
+    """Run the mains with Megatron's module, then the slots with `run_slots`.
 
     Args:
         experts: Megatron's module with the mains.
-        run_slots: Is called if a slot has tokens.
-        slot_weights: As for `ExpertWeights.run`; so are the others, and what is returned.
+        run_slots: Runs the slots; not called if no slot has tokens.
+        slot_weights: As for `ExpertWeights.run`, like all further arguments and the result.
         tokens: [N', H].
         tokens_per_expert: [M + S].
         probs: [N'].
     """
-    counts = tokens_per_expert.cpu()  # The mains' module reads them on the host, too.
+    counts = tokens_per_expert.cpu()  # The mains' module reads the counts on the host, too.
     num_mains = counts.numel() - len(slot_weights[0])
     slot_counts = counts[num_mains:].tolist()
     num_slot_tokens = sum(slot_counts)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import pkgutil
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
@@ -21,21 +21,15 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_ext.balance.strategies import get_strategy
+from megatron_ext.balance.strategies import get_strategy, table_of_methods
 from megatron_ext.balance.strategies.strategy import ForcesEven, StaysMegatron
 from megatron_ext.config import BalanceConfig
-from megatron_ext.files.placement import read_placement
-from megatron_ext.mcore import failures
-from megatron_ext.mcore.backward import JoiningTransformerLayer
-from megatron_ext.mcore.even_layer import EvenMoELayer
+from megatron_ext.mcore import process_hooks
 from megatron_ext.mcore.experts import EXPERT_KINDS
 from megatron_ext.mcore.grouped_experts import GroupedExperts
-from megatron_ext.mcore.left_out import warn_of_layers_left_out
 from megatron_ext.mcore.limits import require_balance_config
-from megatron_ext.mcore.lines import BalanceLines
-from megatron_ext.mcore.lookahead import LayerOrder
-from megatron_ext.mcore.moe_layer import BalancedMoELayer
-from megatron_ext.mcore.stages import NamedMoELayer
+from megatron_ext.mcore.moe_layer import BalancedMoELayer, JoiningTransformerLayer
+from megatron_ext.mcore.stages import NamedMoELayer, ObservedMoELayer
 
 
 def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
@@ -44,9 +38,16 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
     Megatron's transformer layers around them become `JoiningTransformerLayer`s. A transformer layer
     of another class stays as it is; backward then waits for the reduction inside the MoE layer.
 
+    The first call also changes the whole process (`process_hooks.py`, all of it): two methods of
+    Megatron's `DistributedDataParallel`, `finish_grad_sync` and `zero_grad_buffer`, and the step
+    of every torch optimizer end on all ranks if a wait for replicas has failed on one. A hook on
+    every module that is put into another one warns of models that are balanced in part. And the
+    stages of MoE layers become NVTX ranges where Megatron is told to make these.
+
     Args:
         spec: A Megatron layer spec, block spec, or anything that holds such.
-        balance: What the balancer may do. With `none` and `sem_moe` the layers stay Megatron's own.
+        balance: What the balancer may do. With `none` and `sem_moe` the layers stay Megatron's own,
+            and the process as it was.
 
     Raises:
         TypeError: `balance` is no `BalanceConfig`.
@@ -54,14 +55,21 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
             experts that cannot be, or the file of placed replicas holds none.
         FileNotFoundError: There is no such file of placed replicas.
     """
+    balanced = with_balanced_layers(spec, balance)
+    if not isinstance(get_strategy(balance.strategy).kind, StaysMegatron):
+        process_hooks.install()
+    return balanced
+
+
+def with_balanced_layers(spec: Any, balance: BalanceConfig) -> Any:
+    """Return what `balance_spec` returns, or raise what it raises. Changes nothing."""
     require_balance_config(balance)
     kind = get_strategy(balance.strategy).kind
     if isinstance(kind, StaysMegatron):
         return spec
     _check_parts(spec)
-    is_even = isinstance(kind, ForcesEven)
-    layer_class: Any = EvenMoELayer if is_even else BalancedMoELayer
-    params = {"balance": balance} if is_even else _shared_by_layers(balance)
+    layer_class = balanced_layer_class(balance)
+    params = {"balance": balance, **layer_class.shared_by_layers(balance)}
 
     def balanced(layer: Any) -> Any:
         if isinstance(layer, ModuleSpec):
@@ -70,18 +78,15 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
             )
         return functools.partial(layer_class, *layer.args, **layer.keywords, **params)
 
-    warn_of_layers_left_out()
-    failures.stop_before_weights_change()
     spec = replace_parts(
         spec, lambda part: _is_spec_of(part, MoELayer), balanced, _required(spec, "MoE layer")
     )
-    if layer_class is not BalancedMoELayer:
+    if not issubclass(layer_class, BalancedMoELayer):
         return spec
     return replace_parts(
         spec,
         lambda part: (
-            _is_spec_of(part, TransformerLayer)
-            and _is_spec_of(part.submodules.mlp, BalancedMoELayer)
+            _is_spec_of(part, TransformerLayer) and _is_spec_of(part.submodules.mlp, layer_class)
         ),
         lambda layer: dataclasses.replace(layer, module=JoiningTransformerLayer),
     )
@@ -89,8 +94,8 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
 
 def _check_parts(spec: Any) -> None:
     """Check that the spec is not balanced, and that its experts can be."""
-    names = _module_names(spec)
-    if balanced := names & {BalancedMoELayer.__name__, EvenMoELayer.__name__}:
+    names, modules = _module_names(spec), _modules(spec)
+    if balanced := {each.__name__ for each in modules if issubclass(each, ObservedMoELayer)}:
         raise ValueError(f"the spec is balanced already: it has {', '.join(sorted(balanced))}")
     if unknown := _grouped_by_megatron(names - {kind.__name__ for kind in EXPERT_KINDS}):
         raise ValueError(
@@ -105,11 +110,28 @@ def _grouped_by_megatron(names: Collection[str]) -> str:
     return ", ".join(sorted(name for name in names if name.endswith("GroupedMLP")))
 
 
-def _shared_by_layers(balance: BalanceConfig) -> dict[str, Any]:
-    """Arguments that all balanced layers of a model share."""
-    placement = read_placement(Path(balance.placement)) if balance.placement else None
-    lines = BalanceLines(balance.lines_every) if balance.lines_every else None
-    return {"balance": balance, "placement": placement, "order": LayerOrder(), "lines": lines}
+def balanced_layer_class(balance: BalanceConfig) -> type[ObservedMoELayer]:
+    """Return the class of the layers that balance by these settings.
+
+    A method of `methods/` adds a subclass of `BalancedMoELayer` for its strategy, or for a setting
+    of `balance` that is true.
+    """
+    if isinstance(get_strategy(balance.strategy).kind, ForcesEven):
+        from megatron_ext.mcore.even_layer import EvenMoELayer
+
+        return EvenMoELayer
+    added = [
+        pkgutil.resolve_name(layer)
+        for name, layer in table_of_methods("LAYERS").items()
+        if name == balance.strategy or getattr(balance, name, None) is True
+    ]
+    return _combined(*added) if len(added) > 1 else [BalancedMoELayer, *added][-1]
+
+
+@functools.cache
+def _combined(*classes: type[BalancedMoELayer]) -> type[BalancedMoELayer]:
+    """Return one class that is all of these: each overrides other points of the layer."""
+    return type("And".join(each.__name__ for each in classes), classes, {})
 
 
 def name_stages(spec: Any) -> Any:
@@ -127,6 +149,7 @@ def name_stages(spec: Any) -> Any:
             return dataclasses.replace(layer, module=NamedMoELayer)
         return functools.partial(NamedMoELayer, *layer.args, **layer.keywords)
 
+    process_hooks.show_stages_in_nvtx()
     return replace_parts(spec, lambda part: _is_spec_of(part, MoELayer), named)
 
 
@@ -181,8 +204,8 @@ def has_moe_layers(spec: Any) -> bool:
     return MoELayer.__name__ in _module_names(spec)
 
 
-def _module_names(spec: Any) -> set[str]:
-    """Names of the modules that a spec makes."""
+def _modules(spec: Any) -> list[type]:
+    """Classes of the modules that a spec makes."""
     modules: list[Any] = []
 
     def note(part: Any) -> bool:
@@ -190,7 +213,11 @@ def _module_names(spec: Any) -> set[str]:
         return False
 
     replace_parts(spec, note, lambda part: part)
-    return {module.__name__ for module in modules if isinstance(module, type)}
+    return [module for module in modules if isinstance(module, type)]
+
+
+def _module_names(spec: Any) -> set[str]:
+    return {module.__name__ for module in _modules(spec)}
 
 
 def replace_parts(

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core import utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
+from megatron_ext.balance.layer_report import Observer
 from megatron_ext.balance.ranges import (
     COMBINE,
     DISPATCH,
     EXPERTS,
     layer_forward,
-    show_in_nvtx,
     stage,
 )
-
-# Megatron has no function that says whether `configure_nvtx_profiling` was called.
-show_in_nvtx(lambda: utils._nvtx_enabled)
+from megatron_ext.config import BalanceConfig
 
 
 class NamedStages:
@@ -50,6 +47,20 @@ class NamedStages:
         with stage(COMBINE):
             output: Tensor = super().combine(*args, **kwargs)  # type: ignore[misc]
         return output
+
+
+class ObservedMoELayer(NamedStages, MoELayer):
+    """A layer that tells its observers what it did: base of balanced layers and of even ones."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.observers: list[Observer] = []
+        """Told of every microbatch that is trained with, once."""
+
+    @classmethod
+    def shared_by_layers(cls, balance: BalanceConfig) -> dict[str, Any]:
+        """Return arguments that all layers of a spec share, besides `balance`."""
+        return {}
 
 
 class NamedMoELayer(NamedStages, MoELayer):

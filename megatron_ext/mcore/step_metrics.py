@@ -14,10 +14,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
-from megatron_ext.config import LoggingConfig
-from megatron_ext.mcore.place import place_of_rank
 from megatron_ext.telemetry.gather import Place, gather_step
-from megatron_ext.telemetry.names import TIERS, shown
+from megatron_ext.telemetry.names import MAX_KEYS, TIERS, shown
 from megatron_ext.telemetry.recorder import LoadRecorder
 
 
@@ -62,7 +60,7 @@ class StepMetrics:
 
         Args:
             tier: `brief`, or `detailed` for those of each layer as well; of more layers than fit
-                in `logging.max_keys` names, those with the largest imbalance before.
+                in `MAX_KEYS` names, those with the largest imbalance before.
 
         Returns:
             Numbers as `balance/imbalance_after` or `balance/imbalance_after_layer_3`, and under
@@ -81,8 +79,7 @@ class StepMetrics:
             return {}
         gathered = gather_step(loads.computed, self._place, loads.own)
         layers = gathered.layers(with_experts=False)
-        limit = LoggingConfig().max_keys
-        return shown(gathered.metrics(), layers, tier=tier, max_keys=limit)
+        return shown(gathered.metrics(), layers, tier=tier, max_keys=MAX_KEYS)
 
     def close(self) -> None:
         """Stop counting."""
@@ -94,3 +91,19 @@ def _largest_of_ranks(value: int) -> int:
     largest = torch.tensor(value, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)
+
+
+def place_of_rank(num_layers: int) -> Place:
+    """Return this rank's place by Megatron's groups, once they are made.
+
+    Args:
+        num_layers: Layers of the model, with those of multi-token prediction.
+    """
+    is_first_shard = parallel_state.get_expert_tensor_parallel_rank() == 0
+    return Place(
+        group=parallel_state.get_expert_data_parallel_rank(),
+        groups=parallel_state.get_expert_data_parallel_world_size(),
+        ep_size=parallel_state.get_expert_model_parallel_world_size(),
+        speaks=is_first_shard and parallel_state.get_expert_model_parallel_rank() == 0,
+        num_layers=num_layers,
+    )

@@ -1,10 +1,11 @@
-"""Transformer Engine's grouped experts: Megatron's `TEGroupedMLP`.
+"""Runs replicas in Transformer Engine's grouped experts, Megatron's `TEGroupedMLP`.
 
-Each of its two `GroupedLinear`s has a weight, and maybe a bias, for each main, or with
-`moe_single_grouped_weight` one weight for all, of which products take rows. For the time of a
-forward it is lent the slots' as further ones, so that mains and slots are one grouped product, in
-forward and in backward. What autograd keeps are the slots' tensors themselves: their memory must
-hold the forward's replicas again in backward, and a `main_grad` of theirs takes their gradients.
+`TEGroupedMLP` has two `GroupedLinear`s, with a weight, and maybe a bias, for each main. With
+`moe_single_grouped_weight` a linear has one weight for all mains, and products take its rows.
+During a forward the linear has the slots' weights as further weights, so that mains and slots are
+one grouped product, in forward and in backward. Autograd keeps the slots' tensors themselves: in
+backward the slots must hold the forward's replicas again, and the tensors' `main_grad` takes the
+gradients.
 
 Legend: M mains per rank, S slots per rank.
 """
@@ -20,18 +21,20 @@ import torch
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor, nn
 
+from megatron_ext.balance.forward import kept_in_place
 from megatron_ext.balance.main_weights import MainWeights, Segment, Split
-from megatron_ext.balance.replicas import kept_in_place
 from megatron_ext.mcore.in_place import memory_of
 
 _LINEARS = ("linear_fc1", "linear_fc2")
 
 
 class TEGroupedWeights:
-    """`TEGroupedMLP`: in each linear `weight0` to `weight{M - 1}` and biases, or one `weight`.
+    """Mains and slots of `TEGroupedMLP`.
+
+    Each linear has parameters `weight0` to `weight{M - 1}` and biases, or one `weight`.
 
     Raises:
-        ValueError: The op fuser is to compute experts with biases.
+        ValueError: The op fuser is on, and the experts have biases.
     """
 
     def __init__(self, experts: TEGroupedMLP) -> None:
@@ -52,7 +55,7 @@ class TEGroupedWeights:
 
     @property
     def _kinds(self) -> tuple[str, ...]:
-        """Kinds of parameters that a linear has of each expert."""
+        """Return the kinds of parameters that a linear has for each expert."""
         return ("weight", "bias") if self._experts.config.add_bias_linear else ("weight",)
 
     def mains(self) -> MainWeights:
@@ -73,13 +76,13 @@ class TEGroupedWeights:
         tokens_per_expert: Tensor,
         probs: Tensor,
     ) -> Tensor:
-        """See `ExpertWeights.run`. The host reads the counts once, as Megatron does without us.
+        """See `ExpertWeights.run`. The host reads the counts once, as in Megatron.
 
         Raises:
-            ValueError: Replicas of trained weights are on a rank whose own are frozen.
+            ValueError: This rank holds replicas of trained weights, and its own weights are frozen.
         """
         for name, of_slots in zip(_LINEARS, slot_weights[:: len(self._kinds)], strict=True):
-            # Its products look at the first weight, whether all get gradients or none.
+            # A linear's products give all weights gradients if the first weight needs one.
             is_trained = next(getattr(self._experts, name).parameters()).requires_grad
             if of_slots[0].requires_grad and not is_trained:
                 raise ValueError(
@@ -102,8 +105,8 @@ class TEGroupedWeights:
 
 
 def _is_single(linear: Any) -> bool:
-    """Whether a linear's experts are one parameter, `weight`, a `GroupedTensor`."""
-    # Transformer Engine makes it only where NVTE_GROUPED_LINEAR_SINGLE_PARAM allows that.
+    """Whether all experts of a linear are one parameter, `weight`, a `GroupedTensor`."""
+    # Transformer Engine has the attribute only if NVTE_GROUPED_LINEAR_SINGLE_PARAM allows it.
     return getattr(linear, "single_grouped_weight", False)
 
 
@@ -120,12 +123,12 @@ def _mains(linear: Any, kind: str) -> list[Tensor] | Split:
 
 
 def _values(single_weight: Tensor) -> Tensor:
-    """The memory with a single weight's values, [M, *shape]."""
+    """Return the memory with a single weight's values, [M, *shape]."""
     return memory_of(single_weight).view(single_weight.shape)
 
 
 def _rows(linear: Any) -> list[Tensor]:
-    """A single weight as one weight for each main, part of the autograd graph; else none."""
+    """Return a single weight's rows, one for each main, in the autograd graph; otherwise []."""
     if not _is_single(linear):
         return []
     rows = SplitFunction.apply(linear.weight, linear.fuse_wgrad_accumulation)
@@ -136,9 +139,9 @@ def _rows(linear: Any) -> list[Tensor]:
 
 
 class SplitFunction(torch.autograd.Function):
-    """A single weight -> a weight for each main; its backward gives the one parameter its gradient.
+    """Splits a single weight into one weight for each main; its backward joins the gradients.
 
-    So DDP hears of the parameter once, after all that was computed with its rows.
+    So DDP's hook on the parameter runs once, after the backward of everything that used the rows.
     """
 
     @staticmethod
@@ -146,18 +149,19 @@ class SplitFunction(torch.autograd.Function):
         """Return the rows of `weight` [M, *shape]; fused, products add to rows of `main_grad`."""
         ctx.weight, ctx.fused = weight, fused
         ctx.set_materialize_grads(False)
-        # As with parameters of each, changes elsewhere in DDP's buffer are none of these.
+        # `.data` has a version counter of its own: changes elsewhere in DDP's buffer do not count
+        # as changes of these rows.
         return _values(weight).data.unbind()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
-        """Return the rows' gradients as one, or what stands for it where they are fused."""
+        """Return the rows' gradients as one; with fused gradients, Megatron's placeholder."""
         if not ctx.fused:
             return torch.stack([_required(grad) for grad in grads]), None
-        # Here, as nothing else needs Transformer Engine to be there.
+        # Imported here, because the rest of the file works without Transformer Engine.
         from transformer_engine.pytorch.ops._common import get_dummy_wgrads_for_params
 
-        # Tells DDP, by a mark on the parameter, that its gradient is in `main_grad`.
+        # Marks the parameter, so that DDP knows that the gradient is in `main_grad`.
         (stands_for_it,) = get_dummy_wgrads_for_params([ctx.weight])
         return stands_for_it, None
 
@@ -168,12 +172,12 @@ def _required(grad: Tensor | None) -> Tensor:
 
 
 Further = Sequence[Mapping[str, Sequence[Tensor]]]
-"""Of each linear, what it shall have further: for each kind of parameters, one tensor a slot."""
+"""For each linear, the slots' parameters by kind: one tensor a slot."""
 
 
 @contextmanager
 def _lent(experts: TEGroupedMLP, further: Further) -> Iterator[None]:
-    """Let the linears of `experts` have further weights, and biases if they have any."""
+    """Add the slots' weights, and biases if there are any, to the linears of `experts`."""
     with ExitStack() as stack:
         for name, of_linear in zip(_LINEARS, further, strict=True):
             stack.enter_context(_lent_to(getattr(experts, name), of_linear))
@@ -183,10 +187,10 @@ def _lent(experts: TEGroupedMLP, further: Further) -> Iterator[None]:
 class _Fused:
     """Operations of Transformer Engine's op fuser over mains and slots, without biases.
 
-    They take parameters only: made as Megatron makes them, they have parameters that stand for the
-    slots, in the slots' memory, and for the rows of a single weight. A forward has the tensors of
-    its microbatch in their places, for autograd. Backward reads them again, and needs the memory
-    and its `main_grad` only.
+    The operations take parameters only. Megatron's own function makes the operations with
+    stand-ins: parameters in the slots' memory, and parameters for the rows of a single weight.
+    During a forward the tensors of the microbatch replace the stand-ins, for autograd. Backward
+    reads the stand-ins, and needs their memory and `main_grad` only.
     """
 
     def __init__(self, experts: Any) -> None:
@@ -195,10 +199,10 @@ class _Fused:
 
     @contextmanager
     def lent(self, slot_weights: Sequence[Sequence[Tensor]]) -> Iterator[None]:
-        """Let the experts compute with slots' weights, of each linear one tensor a slot."""
+        """Let the experts compute with the slots' weights, one tensor a slot for each linear."""
         experts = self._experts
         if self._operations is None:
-            # In the first forward, as Megatron does: parameters may be moved until then.
+            # In the first forward, as in Megatron: parameters may move before that.
             self._operations = self._make(slot_weights)
         before, experts._fused_ops = experts._fused_ops, (self._operations,)
         linears = [getattr(experts, name) for name in _LINEARS]
@@ -207,7 +211,7 @@ class _Fused:
         try:
             with ExitStack() as stack:
                 for index, linear, tensors in zip(_FUSED_LINEARS, linears, lent, strict=True):
-                    # Without biases a linear has weights only: all are trained, or none.
+                    # A linear without biases has weights only: all are trained, or none.
                     trained = next(linear.parameters()).requires_grad
                     stack.enter_context(self._lent_to(index, tensors, trained))
                 stack.enter_context(_in_place(self._operations, [*chain(*lent)]))
@@ -225,13 +229,13 @@ class _Fused:
                 stack.enter_context(_split(getattr(self._experts, name)))
             stack.enter_context(_lent(self._experts, stand_ins))
             operations = self._experts._make_fused_ops()
-        # Made here, so that its lists of parameters are there to be changed.
+        # Made here, because `_take_for_inputs` changes its lists of parameters.
         operations._module_groups = operations._make_module_groups(operations._modules.values())
         return operations
 
     @contextmanager
     def _lent_to(self, index: int, tensors: Sequence[Tensor], trained: bool) -> Iterator[None]:
-        """Put tensors in the place of an operation's last parameters, which stand for them."""
+        """Replace an operation's stand-ins, which are its last parameters, by tensors."""
         operation = self._operations[index]
         parameters = list(operation.parameters())
         first = len(parameters) - len(tensors)
@@ -240,33 +244,33 @@ class _Fused:
                 stand_in.main_grad = tensor.main_grad
         lent = [_trained_or_not(tensor, trained) for tensor in tensors]
         names = [f"weight{i}" for i in range(first, len(parameters))]
-        # Past nn.Module, whose parameters they hide.
+        # Set in `vars`, past nn.Module: there the tensors hide the parameters of the same names.
         vars(operation).update(zip(names, lent, strict=True))
         self._take_for_inputs(index, [*parameters[:first], *lent])
         try:
             yield
         finally:
-            # What stays would keep the microbatch's graph alive.
+            # A tensor that stayed here would keep the microbatch's graph alive.
             for name in names:
                 del vars(operation)[name]
             self._take_for_inputs(index, parameters)
 
     def _take_for_inputs(self, index: int, tensors: list[Tensor]) -> None:
-        """Set what autograd sees as an operation's inputs."""
+        """Set the tensors that autograd sees as an operation's inputs."""
         (fuser,) = self._operations._module_groups
         fuser._basic_op_params[index][:] = tensors
         fuser._flat_basic_op_params[:] = chain(*fuser._basic_op_params)
 
 
 _FUSED_LINEARS = (0, 2)
-"""Where the two linears are among the op fuser's operations: the activation is between them."""
+"""Indices of the two linears in the op fuser's operations; the activation is between them."""
 
 
 def _trained_or_not(tensor: Tensor, trained: bool) -> Tensor:
-    """Return the tensor, which needs a gradient if the parameters do: all shall, or none.
+    """Return the tensor, or a copy that needs a gradient exactly if the parameters do.
 
-    They differ in a forward without gradients, and where mains are frozen. Operations with fused
-    gradients look for the first weight's `main_grad` even so.
+    Tensor and parameters differ in a forward without gradients, and if mains are frozen. Operations
+    with fused gradients look for the first weight's `main_grad` in these cases, too.
     """
     if tensor.requires_grad == trained:
         return tensor
@@ -278,13 +282,13 @@ def _trained_or_not(tensor: Tensor, trained: bool) -> Tensor:
 
 @contextmanager
 def _split(linear: Any) -> Iterator[None]:
-    """Let a linear with a single weight have a parameter for each main instead, in its memory."""
+    """Give a linear with a single weight one parameter for each main, in the weight's memory."""
     if not _is_single(linear):
         yield
         return
     names = [f"weight{m}" for m in range(linear.num_gemms)]
     stand_ins = map(nn.Parameter, _values(linear.weight).detach())
-    # Past nn.Module, which has these names with nothing behind them.
+    # Set in `vars`, past nn.Module, which has these names without parameters.
     vars(linear).update(zip(names, stand_ins, strict=True), single_grouped_weight=False)
     try:
         yield
@@ -296,11 +300,11 @@ def _split(linear: Any) -> Iterator[None]:
 
 @contextmanager
 def _lent_to(linear: Any, further: Mapping[str, Sequence[Tensor]]) -> Iterator[None]:
-    """Let a `GroupedLinear` have further weights, and biases where it has any.
+    """Add the slots' weights, and biases if there are any, to a `GroupedLinear`.
 
     Args:
-        linear: It reads `weight{i}` and `bias{i}` for i below `num_gemms`, and nothing else that
-            depends on their number without FP8.
+        linear: Reads `weight{i}` and `bias{i}` for i below `num_gemms`. Without FP8, nothing else
+            in the linear depends on the number of weights.
         further: For each kind, one tensor a slot.
     """
     num_mains, num_slots = linear.num_gemms, len(further["weight"])
@@ -311,7 +315,7 @@ def _lent_to(linear: Any, further: Mapping[str, Sequence[Tensor]]) -> Iterator[N
         for kind, tensors in further.items()
         for s, tensor in enumerate(tensors)
     }
-    # Past nn.Module, to which these would be parameters.
+    # Set in `vars`, past nn.Module, which would register the tensors as parameters.
     vars(linear).update(lent, num_gemms=num_mains + num_slots)
     try:
         with _in_place(linear, further["weight"]):
@@ -326,8 +330,8 @@ def _lent_to(linear: Any, further: Mapping[str, Sequence[Tensor]]) -> Iterator[N
 def _in_place(module: nn.Module, slots: Sequence[Tensor]) -> Iterator[None]:
     """Let a module's forwards hide slots from hooks on saved tensors; see `kept_in_place`.
 
-    Megatron's offload of activations begins inside the experts, around a linear. What it copies may
-    be on its way to the host when the next layer's replicas come into the slots.
+    Megatron's offload of activations begins inside the experts, around a linear. A copied tensor
+    may still be on its way to the host when the next layer's replicas come into the slots.
     """
     forward, own = module.forward, vars(module).get("forward")
 
@@ -345,11 +349,12 @@ def _in_place(module: nn.Module, slots: Sequence[Tensor]) -> Iterator[None]:
 
 
 def let_all_microbatches_accumulate(experts: nn.Module) -> None:
-    """Have fused weight gradients added to `main_grad` from the first microbatch on.
+    """Let fused weight gradients be added to `main_grad` from the first microbatch on.
 
-    Transformer Engine's linears take their first forward for the first of a step, and its gradient
-    overwrites `main_grad`, which DDP has zeroed already. Experts that are run in parts would lose
-    the parts whose backward came before. Megatron says "first" again only where it quantizes.
+    Transformer Engine's linears treat their first forward as the first microbatch of a step: the
+    gradient overwrites `main_grad`. Experts that run in parts would lose the gradients of the parts
+    whose backward came before. DDP has zeroed `main_grad` already, so adding is right. Megatron
+    sets "first" again only for quantized weights.
     """
     module: Any
     for module in experts.modules():

@@ -1,7 +1,7 @@
-"""What all ranks know of a step, on every rank: the layers of all pipeline stages together.
+"""Brings the numbers of a step's MoE layers, of all pipeline stages, to every rank.
 
-Two reductions over all ranks: one of maxima, which also says how large the step was, and one of
-sums, in which every number is written by one rank alone or is a sum over EP groups.
+All ranks make two reductions: one of maxima, which also gives the sizes of the step, and one of
+sums, in which one rank alone writes a number, or one rank of each EP group adds to it.
 
 Legend: G EP groups that hold the same experts, L layers of the model, M microbatches of a step,
     R ranks of an EP group, E logical experts, S slots per rank.
@@ -41,42 +41,42 @@ _CELL = (
 
 
 class Place(NamedTuple):
-    """Where a rank is among those that hold the same experts."""
+    """A rank's position among the ranks that hold the same experts."""
 
     group: int
-    """Its EP group, from 0 to `groups - 1`."""
+    """The rank's EP group, from 0 to `groups - 1`."""
     groups: int
     """EP groups that hold the same experts (G)."""
     ep_size: int
     """Ranks of an EP group (R)."""
     speaks: bool
-    """Whether it is the one of its EP group, with all shards of its experts, that reports."""
+    """Whether the rank reports for its EP group and for all shards of the experts."""
     num_layers: int
     """Layers of the model, with those of multi-token prediction (L)."""
 
 
 @dataclass(frozen=True)
 class GatheredStep:
-    """A step of all ranks; equal on all of them."""
+    """The numbers of a step, of all ranks; equal on all ranks."""
 
     cells: dict[str, np.ndarray]
-    """By name of `_CELL`: float64 [G, L, M]; NaN where nothing was counted."""
+    """By name of `_CELL`: float64 [G, L, M]; NaN for a forward that was not counted."""
     num_experts: tuple[int, ...]
     """Experts of each layer (E); 0 for a layer that counted nothing."""
     rank_loads: np.ndarray
     """Assignments of each rank before and after, of all microbatches and EP groups: int64 [2, L,
     R]."""
     expert_loads: np.ndarray
-    """Assignments to each expert, of the same: int64 [L, E of the layer that has most]."""
+    """Assignments to each expert, of all microbatches and EP groups: int64 [L, largest E]."""
     num_slots: int
-    """Slots of a rank (S), where it has most."""
+    """Slots of a rank (S), in the layer with most slots."""
     worst: dict[str, Any]
     """The microbatch and layer with the largest imbalance before, as in `layers.jsonl`."""
     largest: dict[str, float]
-    """What ranks gave as their own numbers: the largest of all ranks."""
+    """The ranks' own numbers: the largest of all ranks."""
 
     def metrics(self) -> dict[str, float]:
-        """The step's metrics, by the names of `names.METRICS`; empty if nothing was counted."""
+        """Return the step's metrics, named as in `METRICS`; {} without counted forwards."""
         numbers = {name: values[~np.isnan(values)] for name, values in self.cells.items()}
         if not numbers["replicas"].size:
             return {}
@@ -102,11 +102,7 @@ class GatheredStep:
         return metrics | self._experts() | self.largest
 
     def layers(self, *, with_experts: bool) -> dict[str, Any]:
-        """The step's columns of `layers.jsonl`, but for its number.
-
-        Args:
-            with_experts: Whether the loads of single experts are among them.
-        """
+        """Return the step's columns of `layers.jsonl`, without the step's number."""
         counted = [layer for layer, experts in enumerate(self.num_experts) if experts]
         columns: dict[str, Any] = {"layer": [layer + 1 for layer in counted]}
         for name in ("imbalance_before", "imbalance_after"):
@@ -126,7 +122,7 @@ class GatheredStep:
         return how(self.cells[name][:, layers], axis=(0, 2)).tolist() if layers else []
 
     def _experts(self) -> dict[str, float]:
-        """Experts that get nothing, and experts that get much, in a layer on average."""
+        """Return the mean number of experts of a layer without tokens, and with many tokens."""
         loads = [
             self.expert_loads[layer, :experts]
             for layer, experts in enumerate(self.num_experts)
@@ -141,16 +137,16 @@ class GatheredStep:
 def gather_step(
     computed: Sequence[Computed], place: Place, own: Mapping[str, float]
 ) -> GatheredStep:
-    """Bring together what all ranks know of a step; all ranks of the world call.
+    """Gather the numbers of a step from all ranks; all ranks of the world call.
 
     Args:
-        computed: The counted forwards of this rank's layers; those of a layer in the order of its
-            microbatches.
-        place: Where this rank is.
-        own: Further numbers of this rank, by the same names on all ranks; NaN for none.
+        computed: The counted forwards of this rank's layers; the forwards of a layer are in the
+            order of the microbatches.
+        place: This rank's position.
+        own: Further numbers of this rank, by the same names on all ranks; NaN for no number.
     """
     mine = _Mine.of(computed if place.speaks else (), place.ep_size)
-    # First what says how much there is, and whose layer is the worst.
+    # First the maxima: sizes, and the layer and EP group with the largest imbalance.
     sizes = [mine.num_microbatches, mine.slots.shape[2]]
     experts, worst = np.zeros(place.num_layers), np.zeros((place.groups, place.num_layers))
     experts[mine.layers] = mine.num_experts
@@ -210,7 +206,7 @@ def gather_step(
 
 @dataclass(frozen=True)
 class _Mine:
-    """The counted forwards of this rank (F), as arrays; filled up where layers differ."""
+    """The counted forwards of this rank (F) as arrays, padded to the largest layer."""
 
     layers: np.ndarray
     """From 0 on, int [F]."""
@@ -229,8 +225,9 @@ class _Mine:
     bytes: np.ndarray
     """Bytes pushed and pulled, int [2, F]."""
     gaps: np.ndarray
-    """Busiest rank's load over the proven bound, minus 1: float64 [F]. Of each layer's first
-    microbatch only, for a bound takes 0.15 ms with 64 ranks and 256 experts; elsewhere -1."""
+    """Busiest rank's load over the proven bound, minus 1: float64 [F]. Only the first microbatch of
+    each layer has a gap, because a bound takes 0.15 ms with 64 ranks and 256 experts; others have
+    -1."""
 
     @classmethod
     def of(cls, computed: Sequence[Computed], ep_size: int) -> _Mine:
@@ -266,7 +263,7 @@ class _Mine:
 
     @cached_property
     def cells(self) -> np.ndarray:
-        """The numbers of `_CELL` of each forward, float64 [len(_CELL), F]."""
+        """Return the numbers of `_CELL` of each forward, float64 [len(_CELL), F]."""
         total = self.experts.sum(1)
         hottest = self.experts.max(1, initial=0) * self.num_experts / np.maximum(total, 1)
         mains = self.num_experts // max(self.before.shape[1], 1)
@@ -286,7 +283,7 @@ class _Mine:
 
 
 def _gap(one: Computed) -> float:
-    """Busiest rank's load over what no plan can beat, minus 1; -1 where nothing was planned."""
+    """Return the busiest rank's load over the proven bound, minus 1; -1 without a plan."""
     if one.layout is None or not one.load.any():
         return -1
     return float(one.rank_loads_after.max()) / float(lower_bound(one.load, one.layout)) - 1
@@ -297,7 +294,7 @@ def _imbalances(rank_loads: np.ndarray) -> np.ndarray:
 
 
 def _stacked(arrays: Sequence[np.ndarray], least: tuple[int, ...], fill: int) -> np.ndarray:
-    """Arrays with a first axis for each, filled up at their ends to the largest of them."""
+    """Stack arrays on a new first axis, each padded at its ends to the largest shape."""
     shapes = [each.shape for each in arrays]
     if len(set(shapes)) == 1:
         return np.stack(arrays)
@@ -309,7 +306,7 @@ def _stacked(arrays: Sequence[np.ndarray], least: tuple[int, ...], fill: int) ->
 
 
 def _reduced(parts: Sequence[np.ndarray], how: Any) -> list[np.ndarray]:
-    """Arrays of equal shapes on all ranks, reduced over all ranks in one operation."""
+    """Reduce arrays, of equal shapes on all ranks, over all ranks in one operation."""
     ends = np.cumsum([0, *(part.size for part in parts)])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     total = torch.from_numpy(np.concatenate([part.ravel() for part in parts])).double().to(device)

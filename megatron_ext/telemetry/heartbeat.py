@@ -1,15 +1,15 @@
-"""Where every rank of a run is, in a small file of each rank in the run directory.
+"""Writes the position of every rank of a run to a small file in the run directory.
 
-A training program notes what its main thread does, which costs an assignment:
+A training program notes the work of its main thread; a note costs one assignment of Python:
 
     heartbeat.note("load")
     heartbeat.note("forward", step=3)
-    heartbeat.note_layers(moe_layers)   # from then on they note themselves
+    heartbeat.note_layers(moe_layers)   # from then on the layers make notes
 
-A thread writes the last note to `status/rank_00000.json` every few seconds, for whoever wants to
-know from outside: the watchdogs of the other ranks (`trainer/ranks/watchdog.py`) and `megatron-ext
-doctor --run`. A rank whose process is stopped, or has ended, does not beat any more; a rank whose
-main thread hangs beats on but does not move.
+A thread writes the last note to `status/rank_00000.json` every few seconds. The watchdogs of the
+other ranks (`trainer/ranks/watchdog.py`) and `megatron-ext doctor --run` read the files. A rank
+whose process is stopped or has ended writes no more heartbeats; a rank whose main thread hangs
+writes heartbeats, but its note stays the same.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:  # Who only reads the files need not wait for torch.
+if TYPE_CHECKING:  # A program that only reads the files does not import torch.
     from torch import Tensor, nn
 
 STATUS_FOLDER = "status"
 
 RUNNING, DONE, FAILED = "running", "done", "failed"
-"""What a rank says of itself."""
+"""States of a rank in the rank's file."""
 
 START = "start"
-"""Stage before the first note, in which programs are imported: however long that takes."""
+"""Stage before the first note, in which the program is imported; it has no time limit."""
 
 BEAT_S = 2.0
 """Longest time between two heartbeats, in seconds."""
 
 LOST_BEATS = 4
-"""So many heartbeats late, a rank does not beat any more: one or two a busy machine may delay."""
+"""A rank counts as lost after so many missing heartbeats: a busy machine may delay one or two."""
 
 
 _WAITING_ROOMS = ("/torch/distributed/", "/megatron_ext/transport/")
 _WAITING = ".wait("
-"""By these a program waits for other ranks: code in such folders, and handles of collectives."""
+"""A main thread in code of these folders, or at `.wait(` of a handle, waits for other ranks."""
 
 
 class Note(NamedTuple):
-    """What the main thread does."""
+    """The work of the main thread."""
 
     stage: str = START
     step: int = 0
-    """The step under way, from 1 on; 0 before the first."""
+    """The current step, from 1 on; 0 before the first."""
     layer: int | None = None
-    """1-based, as in Megatron; of the MoE layer that was entered last in this stage."""
+    """1-based, as in Megatron: the MoE layer that began last in this stage."""
     microbatch: int | None = None
-    """From 0 on, within the step and the layer."""
+    """The microbatch of the step in the layer, from 0 on."""
 
     def __str__(self) -> str:
-        """Write it for people, as `step 149, forward, layer 2`."""
+        """Return the note in words, such as `step 149, forward, layer 2`."""
         parts = [f"step {self.step}", self.stage] if self.step else [self.stage]
         if self.layer is not None:
             parts.append(f"layer {self.layer}")
@@ -71,36 +71,33 @@ class Note(NamedTuple):
 
 
 class _MainThread:
-    """The last note. Written by the main thread alone, always as a whole and as a new object."""
+    """Holds the last note. Only the main thread writes it, each time as a new object."""
 
     note = Note()
 
 
 def note(stage: str, step: int | None = None) -> None:
-    """Note what the main thread does from now on.
+    """Note the stage that the main thread begins.
 
     Args:
-        stage: Such as `load`, `forward`, `optimizer`, `save`.
-        step: The step that begins; by default the step before goes on.
+        stage: A name such as `load`, `forward`, `optimizer`, `save`.
+        step: The step that begins; by default the step of the last note.
     """
     _MainThread.note = Note(stage, _MainThread.note.step if step is None else step)
 
 
 def last_note() -> Note:
-    """Return the last note; another object than before if the main thread has moved."""
+    """Return the last note; the note is a new object if the main thread has moved."""
     return _MainThread.note
 
 
 def note_layers(layers: Sequence[Any]) -> Callable[[], None]:
-    """Have MoE layers note when their forward or backward begins.
+    """Let MoE layers note when their forward or backward begins.
 
-    Stages are then `forward` and `backward`, but a stage `evaluate` keeps its name.
-
-    Args:
-        layers: Megatron's, or layers derived from it; with a `layer_number`.
+    The stages are then `forward` and `backward`; the stage `evaluate` keeps its name.
 
     Returns:
-        A function that ends it.
+        A function that ends the notes of these layers.
     """
     hooks = [hook for layer in layers for hook in _LayerNotes(layer.layer_number).attach(layer)]
 
@@ -112,7 +109,7 @@ def note_layers(layers: Sequence[Any]) -> Callable[[], None]:
 
 
 class _LayerNotes:
-    """Hooks of one layer. Its backward begins where the gradient of its output is known."""
+    """Hooks of one layer. The layer's backward begins when autograd has its output's gradient."""
 
     def __init__(self, layer: int) -> None:
         import torch
@@ -150,15 +147,14 @@ class _LayerNotes:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """What a rank's file says."""
+    """The content of a rank's file."""
 
     rank: int
     num_ranks: int
     host: str
     pid: int
     started: int
-    """When the process began, in the machine's own ticks: another process of this id has another
-    number."""
+    """Start of the process, in the machine's ticks; it differs for another process with this id."""
     beat_s: float
     """Time between two heartbeats, in seconds."""
     limit_s: float
@@ -166,19 +162,19 @@ class Status:
     beat: int = 0
     """Heartbeats since the start."""
     time: float = 0.0
-    """Of the heartbeat, in seconds since 1970."""
+    """Time of the heartbeat, in seconds since 1970."""
     still_s: float = 0.0
-    """Seconds since the main thread moved, as counted by the rank."""
+    """Seconds since the main thread moved, counted by the rank."""
     moves: int = 0
-    """Changes of the note in this step that the thread has seen."""
+    """Changes of the note in this step, as far as the thread has seen them."""
     note: Note = field(default_factory=Note)
     line: str = ""
-    """Where in the program the main thread is: function, file and line."""
+    """The main thread's place in the program: function, file and line."""
     waits: bool = False
-    """Whether the main thread waits for other ranks there."""
+    """Whether the main thread waits for other ranks in `line`."""
     state: str = RUNNING
     reason: str = ""
-    """Why it failed, in one line."""
+    """The reason of a failure, in one line."""
 
     @property
     def is_here(self) -> bool:
@@ -187,7 +183,7 @@ class Status:
 
     @property
     def process(self) -> str:
-        """State of its process, by a look at it: `runs`, `stopped`, `gone`; `?` elsewhere."""
+        """Return the process's present state: `runs`, `stopped`, `gone`; `?` on other machines."""
         if not self.is_here:
             return "?"
         letter, started = _process(self.pid)
@@ -197,12 +193,12 @@ class Status:
 
     @property
     def lost_s(self) -> float:
-        """Seconds without a heartbeat after which the rank does not beat any more."""
+        """Return the seconds without a heartbeat after which the rank counts as lost."""
         return LOST_BEATS * self.beat_s
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last heartbeat, by the clocks of both machines."""
+        """Return the seconds since the last heartbeat, by the clocks of both machines."""
         return max(time.time() - self.time, 0.0)
 
 
@@ -227,15 +223,10 @@ def own_status(*, rank: int, num_ranks: int, limit_s: float) -> Status:
 
 
 class Pulse:
-    """Writes this rank's file, at every call of `beat`, with the time counted by these calls.
+    """Writes this rank's file at every call of `beat`, and counts time by these calls.
 
-    A machine that is paused and continued makes one long time between two calls. No time between
-    two calls counts for more than a few heartbeats, so that a pause is not taken for a rank that
-    hangs.
-
-    Args:
-        folder: Where the file is.
-        status: This rank's first status.
+    A pause of the machine makes one long time between two calls. A time between two calls counts
+    for a few heartbeats at most, so that a pause does not look like a rank that hangs.
     """
 
     def __init__(self, folder: Path, status: Status) -> None:
@@ -246,7 +237,7 @@ class Pulse:
         self._write()
 
     def beat(self) -> Status:
-        """Look at the main thread, write the file, and return what is in it."""
+        """Look at the main thread, write the file, and return the file's content."""
         now_s = time.monotonic()
         tick_s = min(now_s - self._last_s, LOST_BEATS * self.status.beat_s)
         self._last_s = now_s
@@ -268,12 +259,7 @@ class Pulse:
         return self.status
 
     def end(self, state: str, reason: str = "") -> None:
-        """Write what has become of this rank: the last thing in its file.
-
-        Args:
-            state: `DONE` or `FAILED`.
-            reason: Why it failed; only its first line is kept.
-        """
+        """Write the rank's final state, `DONE` or `FAILED`, and the first line of a reason."""
         first = reason.strip().split("\n")[0]
         self.status = replace(self.status, note=last_note(), state=state, reason=first, waits=False)
         self._write()
@@ -281,28 +267,28 @@ class Pulse:
     def _write(self) -> None:
         self.status = replace(self.status, time=time.time())
         path = status_path(self._folder, self.status.rank)
-        # In one piece, so that who reads finds this heartbeat or the one before. Not synced: what
-        # a power failure takes is no loss.
+        # Renamed into place, so that a reader finds this heartbeat or the one before. Not synced,
+        # because a heartbeat that a power failure takes is no loss.
         beside = path.with_suffix(".partial")
         try:
             beside.write_text(json.dumps(asdict(self.status)))
             beside.replace(path)
         except OSError:
-            pass  # Telemetry never stops a training; the others see a rank that does not beat.
+            pass  # Telemetry never stops a training; to the others the rank counts as lost.
 
 
 def status_path(folder: Path, rank: int) -> Path:
-    """Path of a rank's status."""
+    """Return the path of a rank's status."""
     return folder / f"rank_{rank:05d}.json"
 
 
 def stacks_path(folder: Path, rank: int) -> Path:
-    """Path of the Python stacks that a rank was asked for."""
+    """Return the path of the Python stacks that a rank writes on request."""
     return folder / f"rank_{rank:05d}.stacks"
 
 
 def read_statuses(folder: Path) -> list[Status]:
-    """Return the statuses in a folder, by rank; a file that cannot be read is left out."""
+    """Return the statuses in a folder, by rank, without files that cannot be read."""
     statuses = []
     for rank_path in sorted(os.listdir(folder)) if folder.is_dir() else ():
         if not rank_path.endswith(".json"):
@@ -312,12 +298,12 @@ def read_statuses(folder: Path) -> list[Status]:
             values = json.loads(path.read_text())
             statuses.append(Status(**values | {"note": Note(*values["note"])}))
         except (OSError, ValueError, TypeError, KeyError):
-            continue  # Torn, or of another version: as good as not there.
+            continue  # A torn file, or a file of another version.
     return statuses
 
 
 def _main_thread_line() -> tuple[str, bool]:
-    """Where the main thread is in Python, and whether it waits for other ranks there."""
+    """Return the main thread's line of Python, and whether it waits for other ranks there."""
     frames = sys._current_frames()
     main = frames.get(threading.main_thread().ident or 0)
     if main is None:
@@ -330,9 +316,9 @@ def _main_thread_line() -> tuple[str, bool]:
 
 
 def _process(pid: int) -> tuple[str, int]:
-    """State letter and start of a process of this machine; `X` and 0 if there is none."""
+    """Return state letter and start of a process of this machine; `X` and 0 without one."""
     try:
-        # Behind the name, which may hold anything, in parentheses.
+        # The values follow the process's name, which is in parentheses and may hold any character.
         values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "X", 0

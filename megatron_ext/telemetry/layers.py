@@ -1,6 +1,6 @@
-"""`layers.jsonl` in a run directory: a step by layer, of all pipeline stages, one object a step.
+"""Reads `layers.jsonl` of a run directory: one object a step, with all layers of all stages.
 
-Columns have one entry a layer, by the layers of the column `layer`:
+Columns have one entry for each layer of the column `layer`:
 
     imbalance_before, imbalance_after           mean over the step's microbatches and EP groups
     imbalance_before_max, imbalance_after_max   largest of them

@@ -11,8 +11,11 @@ describes a layer, as `balance/imbalance_after_layer_3`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+MAX_KEYS = 1000
+"""Most names of a step in W&B and the like, where a program says nothing else."""
 
 SECTIONS = ("train", "balance", "cost", "system")
 """Names in front of the metrics, in the order in which they are shown."""
@@ -61,7 +64,6 @@ METRICS: dict[str, Metric] = {
     "slot_use": Metric("balance", "", "part of the slots that hold a replica"),
     "dead_experts": Metric("balance", "", "experts of a layer without a token in the step: mean"),
     "hot_experts": Metric("balance", "", "experts of a layer beyond 4 x the mean load: mean"),
-    "ring_use": Metric("balance", "", "most plans in flight / room for them"),
     "max_cum_overload": Metric(
         "balance", "", "most assignments that a rank holds between forward and backward / mean"
     ),
@@ -153,7 +155,8 @@ def shown(
     keys = dict(list(keys.items())[:max_keys])
     if tier == "brief" or not layers:
         return keys
-    for place in _worst_first(layers["imbalance_before"]):
+    imbalances = layers["imbalance_before"]
+    for place in sorted(range(len(imbalances)), key=lambda place: -imbalances[place]):
         of_layer: dict[str, float] = {}
         for name in LAYER_METRICS:
             if name in layers:
@@ -171,7 +174,3 @@ def _keys(name: str, value: float, layer: int | None = None) -> dict[str, float]
     if name in MEGATRON_NAMES:
         keys[MEGATRON_NAMES[name] + theirs] = value
     return keys
-
-
-def _worst_first(imbalances: Sequence[float]) -> list[int]:
-    return sorted(range(len(imbalances)), key=lambda place: -imbalances[place])

@@ -1,11 +1,11 @@
-"""Some steps of a training as one trace of all ranks, for Perfetto or chrome://tracing.
+"""Records some steps of a training as one trace of all ranks, for Perfetto or chrome://tracing.
 
-Each rank records with torch's profiler: operators, the stages of balanced layers (their names are
-in `balance/ranges.py`), kernels. Rank 0 merges what they wrote: a process of the trace is a rank,
-and a thread of it is a stream of its GPU, or a thread of its host. What the run measured of these
-steps is there as counter tracks of rank 0.
+Each rank records with torch's profiler: operators, the stages of balanced layers (named in
+`balance/ranges.py`), kernels. Rank 0 merges the ranks' files: a process of the trace is a rank, and
+a thread of the trace is a stream of the rank's GPU or a thread of the rank's host. The run's
+metrics of these steps are counter tracks of rank 0.
 
-Ranks of several machines are laid beside each other by their clocks.
+The clocks of several machines place their ranks in time.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _HOST_THREADS = 1000
 
 
 class StepProfile:
-    """Records steps of this rank; all ranks of the training make one, and call it alike.
+    """Records steps of this rank; all ranks of the training make the same calls.
 
     Args:
-        folder: Where the trace will be: one folder for all ranks.
+        folder: The trace's folder, one for all ranks.
         first: First step that is recorded, from 1.
-        steps: Steps that are recorded; 0 records nothing.
-        ranks: The ranks that record; empty is all of them.
+        steps: Number of steps that are recorded; 0 records nothing.
+        ranks: The ranks that record; empty means all ranks.
     """
 
     def __init__(self, folder: Path, *, first: int, steps: int, ranks: Collection[int]) -> None:
@@ -61,17 +61,15 @@ class StepProfile:
             yield
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        """Whether to write what was recorded: after the last of the steps, or of the run."""
+        """Return whether `write` is due: after the last recorded step, or the run's last step."""
         return self._has_begun and (is_last or step == self._steps[-1])
 
     def write(self, counters: Counters) -> Path | None:
-        """Write the trace of what was recorded; all ranks call, after a step.
-
-        Args:
-            counters: Counter tracks of the recorded steps; of rank 0.
+        """Write the trace of the recorded steps; all ranks call, after a step.
 
         Returns:
-            The trace; None if nothing was recorded since the last call, or on other ranks than 0.
+            Path of the trace; None without a recorded step since the last call, and on all ranks
+            but rank 0.
         """
         if not self._has_begun:
             return None
@@ -84,7 +82,7 @@ class StepProfile:
         return self._merge(counters) if dist.get_rank() == 0 else None
 
     def close(self) -> None:
-        """Stop recording; what was not written is dropped. For after an error."""
+        """Stop recording after an error, and drop steps that were not written."""
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
@@ -100,12 +98,7 @@ class StepProfile:
 def counters_of(
     metrics: Iterable[Mapping[str, Any]], layers: Iterable[Mapping[str, Any]]
 ) -> Counters:
-    """Return the counter tracks of a run: imbalance and replicas, of all layers and of each.
-
-    Args:
-        metrics: Lines of `metrics.jsonl`.
-        layers: Lines of `layers.jsonl`.
-    """
+    """Return the counter tracks of a run: imbalance and replicas, of all layers and of each."""
     tracks: dict[int, dict[str, dict[str, float]]] = {}
     for line in metrics:
         tracks[line["step"]] = {
@@ -127,9 +120,9 @@ def merge_traces(parts: Mapping[int, Path], counters: Counters, merged: Path) ->
     """Merge the traces of ranks into one.
 
     Args:
-        parts: What torch's profiler exported, by rank. One of them is in memory at a time.
-        counters: Counter tracks, shown from the beginning of each step; they belong to the first of
-            the ranks, whose ranges `step N` say when.
+        parts: The files that torch's profiler exported, by rank. One file is in memory at a time.
+        counters: Counter tracks. A track belongs to the first of the ranks and begins with that
+            rank's range `step N`.
         merged: The trace: JSON, compressed by gzip.
     """
     partial = merged.with_name(f".{merged.name}.partial")
@@ -151,7 +144,6 @@ def merge_traces(parts: Mapping[int, Path], counters: Counters, merged: Path) ->
 
 
 def _events_of(rank: int, trace: Mapping[str, Any], later_us: float) -> Iterator[dict[str, Any]]:
-    """The events of a rank, as those of one process."""
     yield _named(rank, 0, "process_name", name=f"rank {rank}")
     yield _named(rank, 0, "process_labels", labels=trace.get("host_name", ""))
     yield _named(rank, 0, "process_sort_index", sort_index=rank)
@@ -165,11 +157,11 @@ def _events_of(rank: int, trace: Mapping[str, Any], later_us: float) -> Iterator
     for event in events:
         pid, tid = event.get("pid"), event.get("tid")
         if not isinstance(pid, int) or event["name"].startswith("process_"):
-            continue  # Of the profiler itself, or said above.
+            continue  # An event of the profiler itself, or one of those above.
         if pid not in gpus:
             tid = hosts.setdefault((pid, tid), _HOST_THREADS + len(hosts))
         moved = {**event, "pid": rank, "tid": tid, "ts": event["ts"] + later_us}
-        if "id" in event:  # Of an arrow between events: ranks must not share it.
+        if "id" in event:  # The id of an arrow between events; ranks must not share ids.
             moved["id"] = (rank << 32) + event["id"]
         yield moved
 

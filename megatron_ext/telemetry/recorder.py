@@ -97,7 +97,6 @@ class StepLoads:
 
 
 OWN = (
-    "ring_use",
     "max_cum_overload",
     "max_cum_overload_routed",
     *(f"{stage}_ms" for stage in STAGES),
@@ -119,7 +118,6 @@ class LoadRecorder:
         self._reports: list[Any] = []
         self._counts: list[LayerLoad] = []
         self._held = _Held()
-        self._ring_use = math.nan
         self._hooks: list[Any] = []
         self._observed: list[tuple[list[Any], Any]] = []
         for layer in layers:
@@ -201,9 +199,6 @@ class LoadRecorder:
     def _observe(self, layer: Any, report: Any) -> None:
         self._held.forward_counted(layer, ("report", len(self._reports)))
         self._reports.append(report)
-        if ring_size := getattr(layer, "ring_size", 0):
-            # Its plan is kept by now, so nothing is missed.
-            self._ring_use = _larger(layer.num_in_flight / ring_size, self._ring_use)
 
     def _count(self, layer: Any, router: Any, inputs: Any, outputs: tuple[Tensor, Tensor]) -> None:
         if torch.is_grad_enabled() and router.training:
@@ -215,11 +210,9 @@ class LoadRecorder:
     def _own(self, computed: Sequence[Computed]) -> dict[str, float]:
         """Return `OWN`, and begin the next step."""
         first = {"report": 0, "count": len(self._reports)}
-        ring_use, self._ring_use = self._ring_use, math.nan
         routed, held = self._held.take(computed, first)
         times = TIMES.take()
         numbers = (
-            ring_use,
             held,
             routed,
             *(times.get(stage, math.nan) for stage in STAGES),
@@ -301,10 +294,6 @@ def _peak_memory_bytes() -> float:
     if torch.cuda.is_available():
         return float(torch.cuda.max_memory_allocated())
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def _larger(value: float, other: float) -> float:
-    return value if math.isnan(other) else max(value, other)
 
 
 def _on_host(*lists: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -1,8 +1,8 @@
-"""Records which experts tokens chose, with the tokens' ids, to `routes/` in the run directory.
+"""Records the tokens' chosen experts, with the tokens' ids, to `routes/` in the run directory.
 
-`megatron-ext place sem_moe` learns from them. One rank of each pipeline stage records the first of
-its own samples in every step: ranks send each other nothing. As with loads, a forward without
-gradients does not count (evaluation, the first pass of recompute).
+`megatron-ext place sem_moe` reads these files. One rank of each pipeline stage records the first of
+its own samples in every step: ranks send each other nothing. A forward without gradients does not
+count (evaluation, the first pass of recompute).
 
 Legend: b samples of a microbatch, s tokens of a sample, K experts of a token, E logical experts.
 """
@@ -26,18 +26,19 @@ ROUTES_FOLDER = "routes"
 class RouteRecorder:
     """Watches a rank's model from its construction until `close()`.
 
-    If a run continues from a checkpoint, a file that reaches beyond that checkpoint is dropped as a
-    whole. Its steps before the checkpoint are lost to learning; no step is there twice.
+    If a run continues from a checkpoint, the recorder drops every file that has a step after that
+    checkpoint, as a whole. The file's steps before the checkpoint are lost; no step is recorded
+    twice.
 
     Args:
-        files: Where to write.
-        chunks: The model's chunks on this rank. Their first argument is tokens [b, s].
-        layers: Their MoE layers: balanced, even or Megatron's own; at least one.
-        samples: Samples of a step to record, >= 1; all samples of this rank if it has fewer.
+        files: Writes the files.
+        chunks: The model's chunks on this rank. A chunk's first argument is tokens [b, s].
+        layers: The chunks' MoE layers: balanced, even or Megatron's own; at least one.
+        samples: Samples of a step to record, >= 1; a rank with fewer samples records all.
         start_step: The step of the checkpoint that the run continues from, 0 for a new run.
         vocab_size: Ids that a token can have.
-        bytes_per_token: Memory of a token and its choices, equal on all stages, so that the files
-            of all stages end with the same steps.
+        bytes_per_token: Memory of a token and the token's choices, equal on all stages, so that the
+            files of all stages end with the same steps.
     """
 
     def __init__(
@@ -56,11 +57,12 @@ class RouteRecorder:
         self._vocab_size = vocab_size
         self._num_experts = int(layers[0].config.num_moe_experts)
         self._bytes_per_token = bytes_per_token
-        # Of this step, by microbatch: of all chunks, which have the same, tokens are the first's.
+        # This step's tokens and choices, by microbatch. All chunks have the same tokens; the first
+        # chunk's are recorded.
         self._tokens: list[Tensor] = []
         self._layers = tuple(sorted(layer.layer_number for layer in layers))
         self._choices: dict[int, list[Tensor]] = {number: [] for number in self._layers}
-        # Of the steps since the last file.
+        # Tokens and choices of the steps since the last file.
         self._step_tokens: list[Tensor] = []
         self._step_choices: list[Tensor] = []
         for last_step, path in files.existing():
@@ -84,7 +86,7 @@ class RouteRecorder:
             self._start_file(step)
 
     def flush(self, step: int) -> None:
-        """Write the steps collected up to this step, and wait until all is written."""
+        """Write the steps collected up to this step, and wait for the end of all writes."""
         if self._step_tokens:
             self._start_file(step)
         self._files.wait()
@@ -97,7 +99,7 @@ class RouteRecorder:
         self._files.close()
 
     def _kept(self, microbatch: int, size: int) -> int:
-        """How many samples of a microbatch of this size to record."""
+        """Return how many samples of a microbatch of this size to record."""
         return min(size, max(self._samples - microbatch * size, 0))
 
     def _see_tokens(self, chunk: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -1,11 +1,11 @@
-"""Files that a run writes every few steps, beside the training: whole, or not there.
+"""Writes files every few steps, beside the training; a file is whole, or not there.
 
-A file is named by its last step and by the pipeline stage of the rank that writes it. Steps that a
-killed run has not written are lost. When the run continues from a checkpoint, the recorder of the
-files decides what becomes of files beyond it.
+A file's name has its last step and the pipeline stage of the writing rank. Steps that a killed run
+has not written are lost. When a run continues from a checkpoint, the recorder of the files decides
+about files with later steps.
 
-The training goes on whatever happens to a file: one that cannot be written is left out, and one
-that cannot be read is moved aside, each with a warning.
+No file can stop the training: a file that cannot be written is left out, and a file that cannot be
+read is moved aside, each with a warning.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 64 << 20
-"""A file is written early when its steps take so many bytes of memory."""
+"""A file is due early when its steps take more bytes of memory than this."""
 
 
 class StepFiles:
-    """One rank's files in a folder, written by a thread, one at a time.
+    """One rank's files in a folder; a thread writes one file at a time.
 
-    So memory is bounded: two files are in it at most, each of at most `_MOST_BYTES` and one step
-    more.
+    So memory holds two files at most, each of at most `_MOST_BYTES` and one step more.
 
     Args:
-        folder: Where they are; made with the first file.
+        folder: The folder of the files; made with the first file.
         steps_per_file: Steps in a file, >= 1.
         pp_rank: This rank's pipeline stage.
         pp_size: Pipeline stages of the run.
@@ -47,14 +46,14 @@ class StepFiles:
             self.change(unfinished, unfinished.unlink)
 
     def path(self, last_step: int) -> Path:
-        """Path of the file that ends with this step."""
+        """Return the path of the file that ends with this step."""
         return self._folder / f"step_{last_step:08d}_{self._suffix}"
 
     def existing(self) -> Iterator[tuple[int, Path]]:
-        """Last step and path of each existing file of this rank's stages, in the order of steps.
+        """Yield last step and path of each existing file of this rank's stages, by step.
 
-        An earlier part of the run may have had more pipeline stages than now; each rank then also
-        has some of these stages.
+        If an earlier part of the run had more pipeline stages than now, each rank also cares for
+        the files of some of these stages.
         """
         for path in sorted(self._folder.glob("step_*_stage_*.npz")):
             name = re.fullmatch(r"step_(\d+)_stage_(\d+)", path.stem)
@@ -64,7 +63,7 @@ class StepFiles:
     def change(self, path: Path, change: Callable[[], object]) -> None:
         """Call `change`, which reads or changes an existing file; warn if that fails.
 
-        A file that cannot be read for what is in it is moved aside.
+        A damaged file is moved aside.
         """
         try:
             change()
@@ -76,26 +75,26 @@ class StepFiles:
             self.change(path, partial(path.replace, aside))
 
     def shortened(self, path: Path, last_step: int) -> Path:
-        """Path of an existing file if its last step becomes this step."""
+        """Return the path of an existing file after its last step has become this step."""
         return path.with_name(f"step_{last_step:08d}_{path.name.split('_', 2)[2]}")
 
     def is_due(self, num_steps: int, num_bytes: int) -> bool:
-        """Whether a file of so many steps, which take so many bytes, is to be written."""
+        """Return whether a file with so many steps and bytes is due."""
         return num_steps == self._steps_per_file or num_bytes > _MOST_BYTES
 
     def start(self, path: Path, write: Callable[[Path], None]) -> None:
-        """Begin to write a file, after waiting for the file before."""
+        """Wait for the file before, and start to write a file."""
         self.wait()
         self._writing = self._thread.submit(_write_or_warn, path, write)
 
     def wait(self) -> None:
-        """Wait until all is written that was begun."""
+        """Wait until the started file is written."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def close(self) -> None:
-        """Wait until all is written, and end the thread."""
+        """Wait until the started file is written, and end the thread."""
         self.wait()
         self._thread.shutdown()
 
@@ -103,5 +102,5 @@ class StepFiles:
 def _write_or_warn(path: Path, write: Callable[[Path], None]) -> None:
     try:
         write(path)
-    except Exception as error:  # Whatever it is: the steps of the training are worth more.
+    except Exception as error:  # Of any class, because a file must not stop the training.
         logger.warning("warning: %s is left out: %s", path, error)

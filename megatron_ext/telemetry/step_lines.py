@@ -1,7 +1,7 @@
-"""Files of a run with one line of JSON a step, which is an object with the number `step`.
+"""Writes and reads files of a run with one line of JSON a step: an object with the number `step`.
 
-A line counts only with its end, so the last line of a run that was killed may be torn. Lines that a
-killed run wrote after the checkpoint that it continues from are dropped.
+A line counts only with its end, so the last line of a killed run may be torn. A run that continues
+from a checkpoint drops the lines of later steps.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ logger = logging.getLogger(__name__)
 
 
 class StepLines:
-    """Writes one line a step behind those that are there.
+    """Adds one line a step to a file.
 
     Args:
         file: The file, in a folder that exists.
-        start_step: Lines of later steps are dropped first.
+        start_step: The writer first drops the lines of later steps.
 
     Raises:
-        ValueError: A line that is there is not one of a step; the message names file and line.
+        ValueError: An existing line is not the line of a step; the message names file and line.
     """
 
     def __init__(self, file: Path, *, start_step: int) -> None:
         write_whole(file, (_line(one) for one in read_lines(file) if one["step"] <= start_step))
         self._path = file
-        # Without a buffer: what a full disk did not take is known to the byte.
+        # Without a buffer, `write` returns the exact number of bytes that a full disk has taken.
         self._file = file.open("ab", buffering=0)
         self._unwritten = b""
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Write the line of a step, whose number is the value `step`.
 
-        What cannot be written now, as on a full disk, is a warning and is written later.
+        If the disk is full, the writer warns and keeps the line for the next call.
         """
         self._unwritten += _line(values).encode()
         self._write_out()
 
     def close(self) -> None:
-        """Try once more to write what is not yet written, and close the file."""
+        """Try once more to write the kept lines, and close the file."""
         self._write_out()
         self._file.close()
 
     def _write_out(self) -> None:
-        """Write what is not yet written, be it the rest of a line of which a disk took a part."""
+        """Write the kept bytes; a full disk may have taken the first part of a line."""
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
@@ -63,12 +63,12 @@ class StepLines:
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file, none if it is not there; an unfinished last line is dropped.
+    """Yield the objects of a file; a missing file has none, and a torn last line is dropped.
 
-    Null stands for what was no finite number; here it is NaN.
+    The file has null for numbers that are not finite; the objects have NaN.
 
     Raises:
-        ValueError: A line is not one of a step; the message names file and line.
+        ValueError: A line is not the line of a step; the message names file and line.
     """
     if not file.exists():
         return

@@ -1,7 +1,7 @@
-"""Writes the exact loads of a run to `trace/`, as files of loads that are whole or not there.
+"""Writes the exact loads of a run to `trace/`; a file is whole, or not there.
 
-One rank of each pipeline stage writes the loads of one EP group: the first of the groups that hold
-the same experts.
+One rank of each pipeline stage writes the loads of one EP group: the first EP group of those that
+hold the same experts.
 Legend: R ranks of the EP group, E logical experts.
 """
 
@@ -31,13 +31,13 @@ class LayerLoad(NamedTuple):
     load: Tensor
     """Assignments from source rank to logical expert, int64 [R, E]."""
     predicted: Tensor | None = None
-    """The load as the layer before predicted it, int64 [R, E]; None where it did not."""
+    """The layer before's prediction of the load, int64 [R, E]; None without one."""
 
 
 class TraceWriter:
     """Collects a run's loads and writes a file every few steps.
 
-    Loads that a killed run wrote after the checkpoint that this run continues from are dropped.
+    A run that continues from a checkpoint drops the recorded loads of later steps.
 
     Args:
         run_dir: The run's directory.
@@ -60,10 +60,11 @@ class TraceWriter:
         self._predicted: list[Tensor | None] = []
         self._keys: list[Key] = []
         self._num_steps = 0
-        self._drop_after(start_step)
+        for _, path in self._files.existing():  # The loads of later steps are dropped.
+            self._files.change(path, partial(self._shorten, path, start_step))
 
     def write(self, step: int, loads: Sequence[LayerLoad]) -> None:
-        """Take the loads of a step; those of a layer are in the order of its microbatches."""
+        """Take the loads of a step; the loads of a layer are in the order of the microbatches."""
         microbatches: dict[int, int] = {}
         for layer, load, predicted in loads:
             microbatch = microbatches.get(layer, 0)
@@ -78,7 +79,7 @@ class TraceWriter:
             self._start_file()
 
     def flush(self) -> None:
-        """Write the loads collected so far, and wait until all is written."""
+        """Write the loads collected so far, and wait for the end of all writes."""
         self._start_file()
         self._files.wait()
 
@@ -93,11 +94,6 @@ class TraceWriter:
             self._files.start(path, partial(_write_file, self._keys, *loads))
         self._keys, self._loads, self._predicted = [], [], []
         self._num_steps = 0
-
-    def _drop_after(self, last_step: int) -> None:
-        """Drop the loads of later steps."""
-        for _, path in self._files.existing():
-            self._files.change(path, partial(self._shorten, path, last_step))
 
     def _shorten(self, path: Path, last_step: int) -> None:
         loads = read_loads(path)

@@ -42,7 +42,10 @@ def main(
         said.error("--multirun makes runs; --dry-run and --print are about one")
     if "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
         sys.stderr.write("loading PyTorch and Megatron ...\n")
-    from megatron_ext.trainer.train import run, said_in_lines
+    try:
+        from megatron_ext.trainer.train import run, said_in_lines
+    except ModuleNotFoundError as missing:
+        said.error(of_extra(missing))
 
     with said_in_lines():
         if options.dry_run and dry_run is not None:
@@ -53,6 +56,14 @@ def main(
             sweep(options)
         else:
             run(options)
+
+
+def of_extra(missing: ModuleNotFoundError) -> str:
+    """Return what to install where a package is absent that the plug-in alone does without."""
+    module = (missing.name or "").partition(".")[0]
+    if module in ("", "megatron_ext"):  # The error's own words say what to do; or it is a fault.
+        return str(missing)
+    return f"the package {module} is not installed: pip install 'megatron-ext[train]'"
 
 
 def parser() -> OneLineParser:

@@ -23,8 +23,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from megatron_ext.config import TrainConfig
 from megatron_ext.mcore.grouped_experts import GroupedExperts
+from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.ranks.launch import NO_RESTART
 
 logger = logging.getLogger(__name__)
@@ -240,15 +240,7 @@ def _parts(
     path: str = "",
     experts: Sequence[int] = (),
 ) -> Iterator[_Part]:
-    """Yield what `take` takes of every parameter, named by layer and logical expert.
-
-    Args:
-        module: A model chunk, or a module in it.
-        take: Returns a tensor of a parameter's shape; None leaves the parameter out.
-        layer: The layer around the module, counted from 1.
-        path: Name of the module, in its layer if it is in one.
-        experts: The logical experts of this rank in that layer.
-    """
+    """Yield what `take` takes of every parameter, if anything, by layer and logical expert."""
     if isinstance(module, TransformerLayer):
         layer, path = module.layer_number, ""
     if isinstance(module, MoELayer):

@@ -23,13 +23,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_ext.balance.strategies import get_strategy
-from megatron_ext.config import TrainConfig
 from megatron_ext.data import Manifest, MixedDataset, microbatches
 from megatron_ext.mcore.between_steps import check_agreement
 from megatron_ext.mcore.moe_layer import BalancedMoELayer
-from megatron_ext.mcore.place import place_of_rank
-from megatron_ext.methods.sem_moe.samples import scheduled_microbatches
-from megatron_ext.methods.sem_moe.semantics import read_semantics
+from megatron_ext.mcore.step_metrics import place_of_rank
+from megatron_ext.methods.run_hook import Reader
 from megatron_ext.telemetry import heartbeat
 from megatron_ext.telemetry.gather import gather_step
 from megatron_ext.telemetry.layers import read_layers
@@ -39,6 +37,7 @@ from megatron_ext.telemetry.routes import ROUTES_FOLDER, RouteRecorder
 from megatron_ext.telemetry.step_files import StepFiles
 from megatron_ext.telemetry.trace import TraceWriter
 from megatron_ext.trainer.checkpoints.checkpoint import Checkpoints
+from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.finite import StepGuard
 from megatron_ext.trainer.logs.progress import TrainingProgress
 from megatron_ext.trainer.logs.run_log import RunLog, read_metrics
@@ -53,12 +52,9 @@ Batches = list[Iterator[dict[str, Tensor]]]
 
 
 class Training:
-    """Model, optimizer and data of one rank, as of the run's newest checkpoint.
+    """Model, optimizer and data of one rank of a valid run, as of its newest checkpoint.
 
     Made on all ranks, after the process group.
-
-    Args:
-        config: The run, validated.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -95,11 +91,7 @@ class Training:
         )
         train_data = build.dataset(config, manifest, "train")
         consumed_samples = self.step * config.data.global_batch_size
-        self._batches = (
-            self._read_by_affinity(train_data, consumed_samples)
-            if config.data.affinity
-            else self._read(train_data, consumed_samples)
-        )
+        self._batches = self._read(train_data, consumed_samples, build.reader(config))
         self._validation = (
             build.dataset(config, manifest, "validation") if config.eval_every else None
         )
@@ -236,7 +228,7 @@ class Training:
     def evaluate(self) -> float:
         """Return the loss over the validation batches, always the same; does not touch training."""
         assert self._validation is not None, "there is a validation split only with eval_every"
-        batches = self._read(self._validation, 0)
+        batches = self._read(self._validation, 0, microbatches)
         heartbeat.note("evaluate")
         losses: list[float] = []
         for chunk in self.chunks:
@@ -249,29 +241,12 @@ class Training:
         loss, num_losses = _sum_over_ranks(sum(losses), len(losses))
         return loss / num_losses
 
-    def _read(self, data: MixedDataset, consumed_samples: int) -> Batches:
+    def _read(self, data: MixedDataset, consumed_samples: int, reader: Reader) -> Batches:
         return [
-            microbatches(
+            reader(
                 data,
                 consumed_samples=consumed_samples,
                 data_parallel_rank=parallel_state.get_data_parallel_rank(),
-                data_parallel_size=parallel_state.get_data_parallel_world_size(),
-            )
-            for _ in self.chunks
-        ]
-
-    def _read_by_affinity(self, data: MixedDataset, consumed_samples: int) -> Batches:
-        affinity = read_semantics(Path(self.config.data.affinity)).affinity
-        dp_rank = parallel_state.get_data_parallel_rank()
-        ep_rank = parallel_state.get_expert_model_parallel_rank()
-        assert ep_rank == dp_rank % affinity.shape[1], (ep_rank, dp_rank, affinity.shape)
-        return [
-            scheduled_microbatches(
-                data,
-                affinity,
-                consumed_samples=consumed_samples,
-                global_batch_size=self.config.data.global_batch_size,
-                data_parallel_rank=dp_rank,
                 data_parallel_size=parallel_state.get_data_parallel_world_size(),
             )
             for _ in self.chunks
@@ -385,7 +360,8 @@ def _prediction_metrics(config: TrainConfig, loads: StepLoads) -> dict[str, floa
 def _measured_costs(chunks: list[Any]) -> dict[str, float]:
     """Costs that this rank's EP group measured to choose plans by; empty if it measured none."""
     layers = (one for one in build.moe_layers(chunks) if isinstance(one, BalancedMoELayer))
-    return next((layer.measured for layer in layers if layer.measured), {})
+    balancers = (layer.balancer for layer in layers if layer.balancer is not None)
+    return next((balancer.measured for balancer in balancers if balancer.measured), {})
 
 
 def _sum_over_ranks(*values: float) -> list[float]:

@@ -30,11 +30,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_ext.config import ConfigError, TrainConfig
+from megatron_ext.config import ConfigError
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.files.json_files import json_text
 from megatron_ext.files.loads import read_loads
 from megatron_ext.files.run_dir import TRACE_FOLDER
+from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.logs.progress import TrainingProgress
 from megatron_ext.trainer.logs.run_log import RunLog, hold_run_dir, read_metrics
 from megatron_ext.trainer.ranks.launch import join_ranks, launch_ranks, quiet_megatron
@@ -60,9 +61,6 @@ YARDSTICK = "none_reversed"
 
 def main(overrides: Sequence[str] | None = None) -> None:
     """Run the quickstart; its runs are in the working directory.
-
-    Args:
-        overrides: Overrides of the recipe; by default the arguments of the process.
 
     Raises:
         SystemExit: With status 2 if a setting is wrong, 1 if a rank failed or the machine has too
@@ -205,7 +203,7 @@ def write_report(runs: dict[str, TrainConfig], folder: Path) -> str:
 
 
 def open_page(page: Path) -> None:
-    """Open the page in the browser of whoever sits in front of this machine, if somebody does.
+    """Open the page in a browser, if a user sits in front of this machine.
 
     `BROWSER`, or a display, says so; `CI` says that nobody looks. What fails here is not worth a
     word: the page's path has been printed.

@@ -32,11 +32,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_ext.arguments import WRONG_USAGE, did_you_mean
 from megatron_ext.balance.solve import idle_slots
-from megatron_ext.balance.strategies import get_strategy, settings
-from megatron_ext.config import MOVED, ConfigError, Section, TrainConfig
+from megatron_ext.balance.strategies import get_strategy
+from megatron_ext.config import BalanceConfig, ConfigError, Section
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.files.recipes import recipe_names, shipped_recipes
 from megatron_ext.ops import load_library
+from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.logs.rank_logs import keep_output
 from megatron_ext.trainer.logs.run_log import hold_run_dir
 from megatron_ext.trainer.ranks.launch import join_ranks, launch_ranks, quiet_megatron
@@ -49,7 +50,7 @@ logger = logging.getLogger(__name__)
 SCHEMA = "train"
 """Name under which recipes put `TrainConfig` first in their `defaults`."""
 
-ConfigStore.instance().store(SCHEMA, settings.TrainConfig)
+ConfigStore.instance().store(SCHEMA, TrainConfig)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -96,7 +97,9 @@ def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     """
     is_rank = "RANK" in os.environ
     if num_ranks is None and not is_rank and not config.type_problems():
-        num_ranks = _too_few_ranks(config)
+        # Those that this machine has place for, if the recipe is for more.
+        here = _num_gpus() or max(2, len(os.sched_getaffinity(0)))
+        num_ranks = here if config.parallel.num_ranks > here else None
     num_ranks = check(config, num_ranks=num_ranks)
     _check_machine(config, num_ranks=None if is_rank else num_ranks)
     # Rank 0 holds it for all ranks of torchrun.
@@ -113,11 +116,6 @@ def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
 
 def check(config: TrainConfig, *, num_ranks: int | None = None, needs_data: bool = True) -> int:
     """Check the settings of a run, and warn of those without effect.
-
-    Args:
-        config: The run.
-        num_ranks: Ranks to start, as for `train`.
-        needs_data: Whether the data have to be there.
 
     Returns:
         The ranks that the run would have.
@@ -157,12 +155,6 @@ def _num_ranks(config: TrainConfig) -> int:
     return needed
 
 
-def _too_few_ranks(config: TrainConfig) -> int | None:
-    """Return the ranks that this machine has place for if the recipe is for more; else None."""
-    here = _num_gpus() or max(2, len(os.sched_getaffinity(0)))
-    return here if config.parallel.num_ranks > here else None
-
-
 def _num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -170,12 +162,7 @@ def _num_gpus() -> int:
 def _check_machine(config: TrainConfig, *, num_ranks: int | None) -> None:
     """Check that a run can start here, and load the library, which may have to be built.
 
-    Args:
-        config: The run.
-        num_ranks: Ranks to start; None if this process is a rank.
-
-    Raises:
-        ConfigError: It cannot.
+    A process that is a rank gives no number of ranks.
     """
     gpus = _num_gpus()
     if gpus and num_ranks is not None and num_ranks > gpus:
@@ -213,7 +200,7 @@ def _idle_slots(config: TrainConfig) -> str | None:
     """Return a message if ranks of a balanced model have more slots than replicas; else None."""
     balance, ep_size = config.balance, config.parallel.ep_size
     strategy = get_strategy(balance.strategy)
-    # One rank has no slots, whatever is asked for.
+    # One rank has no slots.
     if strategy.kind is not strategy.planner or ep_size == 1:
         return None
     experts = config.model.num_experts
@@ -234,11 +221,7 @@ def load_without_data(
 ) -> tuple[TrainConfig, int]:
     """Compose and check a run whose data need not be there, and find everything that is wrong.
 
-    Args:
-        overrides: As for `load_config`.
-        config_dir: As for `load_config`.
-        config_name: As for `load_config`.
-        num_ranks: As for `check`.
+    Arguments are those of `load_config` and `check`.
 
     Returns:
         The run, and its ranks.
@@ -370,7 +353,7 @@ def _limit(composed: DictConfig, overrides: Sequence[str]) -> None:
 def _unknown_settings(composed: DictConfig) -> list[str]:
     """What `+section.name=value` added that no section has, with names that are near."""
     problems = []
-    for name, kind in _sections_of(settings.TrainConfig).items():
+    for name, kind in _sections_of(TrainConfig).items():
         known = {each.name for each in dataclasses.fields(kind)}
         section = OmegaConf.select(composed, name) if name else composed
         for key in map(str, section if isinstance(section, DictConfig) else ()):
@@ -414,7 +397,7 @@ def _balance_problems(composed: DictConfig) -> list[str]:
         OmegaConf.to_object(composed.balance)
     except ConfigError as error:
         rest = OmegaConf.merge(composed, {})
-        rest.balance = OmegaConf.structured(settings.BalanceConfig)
+        rest.balance = OmegaConf.structured(BalanceConfig)
         config = OmegaConf.to_object(rest)
         others = config.problems() if isinstance(config, TrainConfig) else []
         return error.problems + others
@@ -446,15 +429,12 @@ def _hydra_problem(error: Exception) -> str:
     if key := re.search(r"Key '(\w+)' not in '(\w+)'", problem):
         known = [
             each.name
-            for kind in _sections_of(settings.TrainConfig).values()
+            for kind in _sections_of(TrainConfig).values()
             if kind.__name__ == key[2]
             for each in dataclasses.fields(kind)
         ]
         problem += did_you_mean(key[1], known)
-    for name, now in MOVED.items():
-        if f"Key '{name}' not in 'BalanceConfig'" in problem:
-            problem += f": it is balance.{now}"
-    for each in dataclasses.fields(settings.BalanceConfig):
+    for each in dataclasses.fields(BalanceConfig):
         if f"Key '{each.name}' not in 'TrainConfig'" in problem:
             problem += f": it is balance.{each.name}"
     return problem

@@ -8,16 +8,14 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace, UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatron_ext.arguments import did_you_mean
 from megatron_ext.balance.strategies import STRATEGIES
-from megatron_ext.config import ConfigError, TrainConfig, field_problems
+from megatron_ext.config import ConfigError, field_problems
 from megatron_ext.files.recipes import nearest_recipe, recipe_names, shipped_recipes
 from megatron_ext.files.yaml_files import read_yaml
-
-if TYPE_CHECKING:
-    from megatron_ext.data import Manifest
+from megatron_ext.trainer.config import TrainConfig
 
 
 def validate(config: TrainConfig, *, num_ranks: int, needs_data: bool = True) -> None:
@@ -45,7 +43,8 @@ def validate(config: TrainConfig, *, num_ranks: int, needs_data: bool = True) ->
     if not problems:
         problems = _check_placement(config)
     problems += _check_megatron(config, values_fit=values_fit, sizes_fit=not problems)
-    problems += _check_semantics(config)
+    problems += _check_needed_file(config)
+    problems += _check_hooks(config) if values_fit else []
     problems += _check_engine(config) if needs_data else []
     if needs_data or has_data(config):
         problems += _check_data(config, values_fit=values_fit)
@@ -177,7 +176,6 @@ def _check_ranks(config: TrainConfig, num_ranks: int) -> list[str]:
 
 
 def _check_recipe_ranks(config: TrainConfig, num_ranks: int) -> list[str]:
-    """Check that there are as many ranks as the recipe is for."""
     wanted = config.parallel.num_ranks
     if num_ranks >= wanted:
         return []
@@ -209,7 +207,6 @@ _INSTEAD = {"moe_grouped_gemm": "; model.experts=grouped_mm computes experts in 
 def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -> list[str]:
     """Check the section `megatron` and the balancing, and let Megatron check its settings."""
     from megatron_ext.mcore.limits import validate_for_balancing
-    from megatron_ext.methods.sem_moe.attach import validate_for_rebatching
     from megatron_ext.trainer.model.settings import (
         overridable_settings,
         transformer_class,
@@ -242,11 +239,6 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
     sizes = {"num_moe_experts": ep_size, "expert_model_parallel_size": ep_size}
     checked = SimpleNamespace(**(overridable_settings(config) | config.megatron | settings | sizes))
     problems += validate_for_balancing(checked, config.balance)
-    if config.data.rebatch and values_fit:
-        problems += [
-            f"data.rebatch ({config.data.rebatch}): {problem}"
-            for problem in validate_for_rebatching(checked, config.balance)
-        ]
     if sizes_fit and not problems:
         try:
             transformer_config(config)
@@ -256,7 +248,6 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
 
 
 def _check_engine(config: TrainConfig) -> list[str]:
-    """Check that Transformer Engine is here if its layers are asked for."""
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     asked = config.model.transformer_impl
@@ -264,7 +255,7 @@ def _check_engine(config: TrainConfig) -> list[str]:
         return []
     return [
         f"model.transformer_impl ({asked}): Transformer Engine is not installed: "
-        "pip install 'transformer-engine[pytorch]', or model.transformer_impl=local"
+        "pip install --no-build-isolation 'megatron-ext[te]', or model.transformer_impl=local"
     ]
 
 
@@ -287,12 +278,10 @@ def _has_type(value: Any, hint: Any) -> bool:
 
 
 def _check_placement(config: TrainConfig) -> list[str]:
-    """Check the file of placed replicas against the model and its ranks."""
     balance = config.balance
     if not balance.placement:
         return []
-    from megatron_ext.balance.planner import LayerPlanner
-    from megatron_ext.balance.solve import plan_layout
+    from megatron_ext.balance.planner import LayerPlanner, plan_layout
     from megatron_ext.balance.strategies import PlanSettings
     from megatron_ext.files.placement import read_placement
 
@@ -315,18 +304,36 @@ def _check_placement(config: TrainConfig) -> list[str]:
     return []
 
 
-def _check_semantics(config: TrainConfig) -> list[str]:
+def _check_needed_file(config: TrainConfig) -> list[str]:
+    """Check that a setting names the file without which the strategy does nothing."""
     from megatron_ext.balance.strategies.strategy import StaysMegatron
 
-    strategy = STRATEGIES.get(config.balance.strategy)
-    kind = None if strategy is None else strategy.kind
-    if strategy is None or not (isinstance(kind, StaysMegatron) and kind.needs_semantics):
-        return []
-    if config.data.affinity or config.data.rebatch:
+    name = config.balance.strategy
+    kind = STRATEGIES[name].kind if name in STRATEGIES else None
+    needs = kind.needs if isinstance(kind, StaysMegatron) else ()
+    if not needs or any(_value(config, setting) for setting in needs):
         return []
     return [
-        f"data.affinity or data.rebatch must name a file with balance.strategy={strategy.name}: "
-        "`megatron-ext place sem_moe` makes one from a run's routes"
+        f"{' or '.join(needs)} must name a file with balance.strategy={name}: "
+        f"`megatron-ext place {name}` makes one from a run's routes"
+    ]
+
+
+def _check_hooks(config: TrainConfig) -> list[str]:
+    """Check the files of methods' hooks, and that the run can follow these files."""
+    from megatron_ext.data import Manifest
+    from megatron_ext.methods.run_hook import run_hooks
+    from megatron_ext.trainer.model.settings import overridable_settings, transformer_settings
+
+    settings = overridable_settings(config) | transformer_settings(config) | config.megatron
+    try:
+        vocab_size = Manifest.load(config.data.path).vocab_size
+    except (FileNotFoundError, ValueError):  # If the run needs it, the check of the data says so.
+        vocab_size = None
+    return [
+        f"{setting} ({path}): {_one_line(problem)}"
+        for setting, path, hook in run_hooks(config.data)
+        for problem in hook.problems(path, SimpleNamespace(**settings), config.balance, vocab_size)
     ]
 
 
@@ -356,45 +363,11 @@ def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:
             dataset(config, manifest, "train")
             if config.eval_every:
                 dataset(config, manifest, "validation")
-            return [
-                f"{name} ({path}): {problem}"
-                for name in ("data.affinity", "data.rebatch")
-                if (path := _value(config, name))
-                and (problem := _semantics_problem(config, manifest, name))
-            ]
     except (FileNotFoundError, ValueError) as error:
         problem = _one_line(error)
         known = problem.startswith("data.")
         return [problem if known else f"data.path ({config.data.path}): {problem}"]
     return []
-
-
-def _semantics_problem(config: TrainConfig, manifest: Manifest, name: str) -> str | None:
-    """Problem with the file by which samples (`data.affinity`) or tokens (`data.rebatch`) move."""
-    from megatron_ext.methods.sem_moe.semantics import read_semantics
-
-    if name == "data.affinity" and config.parallel.tp_size > 1:
-        return f"must be empty with parallel.tp_size ({config.parallel.tp_size}) > 1"
-    try:
-        semantics = read_semantics(Path(_value(config, name)))
-    except (FileNotFoundError, ValueError) as error:
-        return _one_line(error)
-    vocab_size, ranks = semantics.affinity.shape
-    if ranks != config.parallel.ep_size:
-        return f"is for {ranks} ranks, parallel.ep_size is {config.parallel.ep_size}"
-    if vocab_size < manifest.vocab_size:
-        return f"knows {vocab_size} tokens, the dataset has {manifest.vocab_size}"
-    if name == "data.rebatch":
-        experts, model = semantics.expert.shape[1], config.model
-        # Not every layer has experts if Megatron was told so.
-        all_layers = tuple(range(1, model.num_layers + 1))
-        layers = semantics.layers if "moe_layer_freq" in config.megatron else all_layers
-        if (experts, semantics.layers) != (model.num_experts, layers):
-            return (
-                f"is for {experts} experts in layers {semantics.layers}, the model has "
-                f"{model.num_experts} in layers {layers}"
-            )
-    return None
 
 
 def _check_run_dir(config: TrainConfig) -> list[str]:
@@ -409,7 +382,8 @@ def _check_run_dir(config: TrainConfig) -> list[str]:
         check_free(run_dir / METRICS_FILE, overwrite=True)
         read_metrics(run_dir)
         read_layers(run_dir)
-        recipe = _recipe_of(run_dir / CONFIG_FILE)
+        earlier = run_dir / CONFIG_FILE
+        recipe = read_yaml(earlier).get("recipe") if earlier.is_file() else None
     except (OSError, ValueError) as error:
         return [f"run_dir ({config.run_dir}): {_one_line(error)}"]
     if recipe and config.recipe and recipe != config.recipe:
@@ -418,11 +392,6 @@ def _check_run_dir(config: TrainConfig) -> list[str]:
             "another, or remove it"
         ]
     return []
-
-
-def _recipe_of(config_file: Path) -> Any:
-    """Name of the recipe of an earlier run in the same folder; empty or None if there is none."""
-    return read_yaml(config_file).get("recipe") if config_file.is_file() else None
 
 
 def _check_checkpoint(config: TrainConfig) -> list[str]:
@@ -435,5 +404,5 @@ def _check_checkpoint(config: TrainConfig) -> list[str]:
     return model_differences(config, checkpoint) if checkpoint else []
 
 
-def _one_line(error: BaseException) -> str:
+def _one_line(error: BaseException | str) -> str:
     return " ".join(str(error).split()) or type(error).__name__

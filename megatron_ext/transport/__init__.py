@@ -1,20 +1,7 @@
-"""How bytes reach a peer's slot.
+"""Moves weights and gradients between mains and the slots of other ranks.
 
-    transport.py       what a transport is
-    collective.py      over torch.distributed
-    shared_memory.py   over memory that CPU ranks of one machine share
-    shared_heap.py     how CPU ranks come to share memory
-    cuda.py            over GPU memory that ranks reach over NVLink
-    symmetric_heap.py  how GPU ranks come to share memory
-    gpu_probe.py       which GPUs reach each other's memory
-    gpu_driver.py      the calls of the driver that this needs
-    reach.py           who reaches whose memory, and the domains that follow
-    one_sided.py       what `shared_memory.py` and `cuda.py` have in common
-    gpus.py            what the kernels ask of a GPU, and take of it
-    relay.py           who copies what to whom, so that no rank sends too much
-
-A new transport is a file with a `TransportKind` and an entry of `TRANSPORTS`: the later it stands
-there, the sooner `auto` takes it.
+A new transport is a file with a `TransportKind` and an entry of `TRANSPORTS`; `auto` prefers later
+entries.
 """
 
 from __future__ import annotations
@@ -54,7 +41,7 @@ logger = logging.getLogger(__name__)
 TRANSPORTS: dict[str, TransportKind] = {
     kind.name: kind for kind in (COLLECTIVE, SHARED_MEMORY, CUDA)
 }
-"""All transports by name. `auto` takes the last transport that can serve."""
+"""All transports by name. `auto` takes the last one that works on the ranks' devices and links."""
 
 
 def make_transport(
@@ -65,50 +52,51 @@ def make_transport(
     Args:
         name: Name of a transport, or `auto`.
         ep_group: The ranks that move replicas.
-        device: Where the experts are.
-        options: What else it is told.
+        device: The experts' device.
+        options: Further settings of the transport.
 
     Raises:
         ValueError: No such transport, or not for this device.
-        RuntimeError: The group's ranks are not where the transport needs them.
+        RuntimeError: The group's ranks do not reach each other in the transport's way.
     """
     if name == "auto":
-        name, domain_ranks = settle_transport(name, options.domain_ranks, ep_group, device)
+        name, domain_ranks = agree_on_transport(name, options.domain_ranks, ep_group, device)
         options = replace(options, domain_ranks=domain_ranks)
     return _kind(name, device.type).make(ep_group, device, options)
 
 
-_SETTLED: WeakKeyDictionary[ProcessGroup, dict[Any, tuple[str, int]]] = WeakKeyDictionary()
+_AGREED: WeakKeyDictionary[ProcessGroup, dict[Any, tuple[str, int]]] = WeakKeyDictionary()
 
 
-def settle_transport(
+def agree_on_transport(
     name: str,
     domain_ranks: int | None,
     ep_group: ProcessGroup,
     device: torch.device,
     planning_group: ProcessGroup | None = None,
 ) -> tuple[str, int]:
-    """Return the transport that `name` stands for, and the ranks per domain; all ranks call.
+    """Return the name of the transport, and the ranks per domain; all ranks call.
 
-    Ranks try to reach each other, once for an EP group. A domain is as many ranks as do, unless
-    their number is given. What reaches ranks of several domains is `collective`.
+    Ranks try to reach each other's memory, once for an EP group. A domain has as many ranks as
+    reach each other, unless `domain_ranks` is given. Only `collective` reaches ranks of other
+    domains.
 
     Args:
         name: Name of a transport, or `auto`.
         domain_ranks: Ranks per NVLink domain; None for as many as the transport finds.
         ep_group: The ranks that move replicas.
-        device: Where the experts are.
+        device: The experts' device.
         planning_group: The ranks that plan alike: `ep_group` or, with expert tensor parallelism,
-            several such groups, which then get the same answer.
+            several EP groups, which then get the same answer.
 
     Raises:
         ValueError: No such transport, or not for this device.
-        RuntimeError: Ranks do not reach each other, and `name` is a transport that needs it.
+        RuntimeError: Ranks do not reach each other, and transport `name` needs that.
     """
     planning_group = planning_group or ep_group
-    settled = _SETTLED.setdefault(ep_group, {})
+    agreed = _AGREED.setdefault(ep_group, {})
     key = name, domain_ranks, device
-    if key not in settled:
+    if key not in agreed:
 
         def look(kind: TransportKind) -> list[list[str]]:
             assert kind.obstacles is not None
@@ -119,14 +107,14 @@ def settle_transport(
         if choice.domain_ranks > 1:
             is_slow = TRANSPORTS[choice.name].is_slow(device)
             choice = warn_of_slow(choice, gather(is_slow, planning_group))
-        settled[key] = choice.name, choice.domain_ranks
+        agreed[key] = choice.name, choice.domain_ranks
         if dist.get_rank(planning_group) == 0:
             logger.log(choice.level, choice.line)
-    return settled[key]
+    return agreed[key]
 
 
 class Choice(NamedTuple):
-    """What settings stand for, and what to say about it."""
+    """The chosen transport and domain, and the line of the log about the choice."""
 
     name: str
     domain_ranks: int
@@ -141,18 +129,18 @@ def choose_transport(
     device_type: str,
     look: Callable[[TransportKind], list[list[str]]],
 ) -> Choice:
-    """Return the transport that settings stand for, by what ranks reach.
+    """Choose the transport by the settings and by the memory that ranks reach.
 
     Args:
         name: Name of a transport, or `auto`.
         domain_ranks: Ranks per NVLink domain; None for as many as the transport finds.
         num_ranks: Ranks of the EP group (R).
         device_type: Type of the experts' device.
-        look: Returns why rank a does not reach rank b with a transport, or nothing: [R][R].
+        look: Returns, for a transport, the reason why rank a does not reach rank b, or "": [R][R].
 
     Raises:
         ValueError: No such transport, or not for this device.
-        RuntimeError: Ranks do not reach each other, and `name` is a transport that needs it.
+        RuntimeError: Ranks do not reach each other, and transport `name` needs that.
     """
     wanted = domain_ranks or num_ranks
     asked = (
@@ -182,7 +170,7 @@ _COST_OF_MESSAGES = (
 
 
 def warn_of_slow(choice: Choice, is_slow: Sequence[bool]) -> Choice:
-    """Return the choice with a warning if ranks are reached slowly; `is_slow` by rank."""
+    """Return the choice, with a warning if some rank's memory is slow; `is_slow` by rank."""
     slow = [rank for rank, each in enumerate(is_slow) if each]
     if not slow:
         return choice
@@ -199,12 +187,12 @@ _COST_OF_PCIE = (
 def _describe(
     obstacles: Sequence[Sequence[str]], domain_ranks: int, *, is_asked: bool
 ) -> tuple[int, str]:
-    """Return how loudly to say what domains there are, and the words.
+    """Return the level and the words of the log about the domains.
 
     Args:
-        obstacles: Why rank a does not reach rank b, or nothing: [R][R].
+        obstacles: The reason why rank a does not reach rank b, or "": [R][R].
         domain_ranks: Ranks per domain.
-        is_asked: Whether the settings say so; several domains are a surprise where they do not.
+        is_asked: Whether the settings give `domain_ranks`; otherwise several domains are a warning.
     """
     problem = first_obstacle(obstacles, len(obstacles))
     if problem is None:
@@ -220,7 +208,7 @@ def _describe(
 
 
 def resolve_transport(name: str, *, device_type: str = "cpu", mapped: bool = True) -> str:
-    """Return the transport that `name` stands for.
+    """Return the name of a transport: `name`, or the one that `auto` stands for.
 
     Args:
         name: Name of a transport, or `auto`.
@@ -259,7 +247,7 @@ def _kind(name: str, device_type: str) -> TransportKind:
 
 
 def _candidates(device_type: str | None) -> list[TransportKind]:
-    """Transports that `auto` may take for experts on that device, the best first."""
+    """Return the transports that `auto` may take for experts on that device, the best first."""
     return [
         kind for kind in reversed(TRANSPORTS.values()) if kind.device_type in (None, device_type)
     ]

@@ -1,11 +1,11 @@
-"""Transport over torch.distributed point-to-point: works wherever the EP group's backend does.
+"""Moves replicas by torch.distributed's send and receive, over any backend of the EP group.
 
-It is the baseline. It is two-sided: every replica is a message, which one rank sends and one
-receives, and both post it in the order of the transfers. A message has all segments of an expert,
-so it is packed by the sender, and staged by the receiver: memory of one expert for each replica.
+This transport is the baseline. Every replica is a message: the home rank sends, the replica's rank
+receives, and both post the message in the order of the transfers. A message has all segments of an
+expert, so the sender packs and the receiver stages: each needs memory of one expert for a replica.
 
-The host must know the transfers to post them. A plan on a GPU is copied to the host beside what
-follows `push`, and the messages are posted in `wait()`; what the host knows is posted at once.
+The host must know the transfers to post the messages. For a plan on a GPU, `push` starts a copy of
+the plan to the host, and `wait()` posts the messages; for a plan on the host, `push` posts them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.distributed import P2POp, ProcessGroup, Work
 from megatron_ext.transport.transport import HostCopy, Transfer, Transfers, TransportKind
 
 _Arrival = Callable[[], None]
-"""What to do with a message that has arrived."""
+"""Copies or adds a message that has arrived."""
 
 
 class _Batch:
-    """Posted messages, with the tensors that must stay alive until they are done."""
+    """Posted messages, and the tensors that must stay alive until the messages are done."""
 
     def __init__(self, ops: list[P2POp], arrivals: list[_Arrival]) -> None:
         self._ops = ops
@@ -43,7 +43,7 @@ class _Batch:
 
 
 class _Push:
-    """A push, posted when the host knows what moves."""
+    """A push, whose messages are posted when the host knows the transfers."""
 
     def __init__(self, transfers: Transfers, post: Callable[[Iterable[Transfer]], _Batch]) -> None:
         self._mains_per_rank = transfers.mains_per_rank
@@ -56,8 +56,6 @@ class _Push:
         shape, dtype, device = transfers.slots.shape, transfers.slots.dtype, transfers.slots.device
         self._on_host = HostCopy(tuple(shape), dtype, device)
         self._on_host.start(transfers.slots)
-        if transfers.is_urgent:
-            self._batch = self._post_copied()
 
     def wait(self) -> None:
         if self._batch is None:
@@ -80,7 +78,7 @@ class CollectiveTransport:
         self._rank = dist.get_rank(ep_group)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return zeroed local memory, which is enough for a two-sided transport."""
+        """Return zeroed local memory: peers send to it, and need not reach it."""
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def push(
@@ -123,7 +121,7 @@ class CollectiveTransport:
         arrivals: list[_Arrival] = []
         started: set[int] = set()
         for transfer in transfers:
-            # For a rank that receives, only shapes and dtypes of this slot matter.
+            # A rank that receives uses the shapes and dtypes of this slot only.
             grads = [grad[transfer.slot_idx] for grad in slot_grads]
             if transfer.replica_rank == self._rank:
                 ops.append(self._op(dist.isend, _pack(grads), transfer.home_rank))
@@ -136,10 +134,10 @@ class CollectiveTransport:
         return _Batch(ops, arrivals)
 
     def raise_failure(self) -> None:
-        """Do nothing: torch.distributed raises by itself."""
+        """Do nothing: torch.distributed raises its own errors."""
 
     def reset(self) -> None:
-        """Do nothing: sends and receives that an aborted step has posted cannot be taken back.
+        """Do nothing: posted sends and receives of an aborted step cannot be withdrawn.
 
         The next step is right if all ranks aborted between the same two calls.
         """
@@ -154,7 +152,7 @@ def _pack(segments: Sequence[Tensor]) -> Tensor:
 
 
 def _message_for(segments: Sequence[Tensor]) -> Tensor:
-    """Return memory for what `_pack` makes of such segments."""
+    """Return memory for the packed bytes of such segments."""
     num_bytes = sum(each.nbytes for each in segments)
     return torch.empty(num_bytes, dtype=torch.uint8, device=segments[0].device)
 

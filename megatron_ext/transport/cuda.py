@@ -1,24 +1,24 @@
-"""Transport over GPU memory that the ranks reach directly, over NVLink.
+"""Moves replicas between GPUs whose memory the ranks reach directly, over NVLink.
 
-It is one-sided: kernels of the home rank write into a peer's slot and read a peer's slot gradients.
-Generation counters in the peers' memory say when a rank may do so. The kernels advance these
-counters and wait for them (`csrc/include/megatron_ext/peer_exchange.h`): no barrier, no host. Calls
-return at once; what they promise holds for the work that is put on the current stream afterwards.
-Pushes and pulls run on streams of their own. The time limit of a wait holds on the device, and a
-later call raises its error.
+Kernels of the home rank write into a peer's slot and read a peer's slot gradients. Generation
+counters in the peers' memory say when a rank may do so. The kernels advance these counters and wait
+for them (`csrc/include/megatron_ext/peer_exchange.h`), without a barrier and without the host.
+Calls return at once; work that follows on the current stream sees the results. Pushes and pulls run
+on their own streams. The device enforces the time limit of a wait, and a later call raises the
+error.
 
-The host does not know what a push moves: its kernel compiles the plan, on the device, into this
-rank's copies (`csrc/cuda/compile_copies.cuh`). The host lists the transfers of a pull, because it
-has allocated the sums.
+The host does not know the transfers of a push: the kernel of the push compiles the plan, on the
+device, into this rank's copies (`csrc/cuda/compile_copies.cuh`). The host lists the transfers of a
+pull, because the host has allocated the sums.
 
 All calls but `reset` can be captured in a CUDA graph. A captured push follows the plan that is in
-memory when it is replayed; a captured pull repeats its transfers. Three rules then hold: every
-layer has pushed before, a push or a pull is finished in the graph in which it was started, and all
-ranks replay alike.
+memory at the replay; a captured pull repeats its transfers. Three rules then hold: every layer has
+pushed before, a push or a pull ends in the graph in which it started, and all ranks replay the same
+graphs in the same order.
 
 With `CUDA_DEVICE_MAX_CONNECTIONS=1` a GPU starts the work of all streams in the order of the calls.
-No launch of theirs waits for another one that waits for peers, so later work goes on beside a push
-or a pull. Work issued after `Pending.wait` waits for it, whatever its stream.
+No launch here waits for another launch that waits for peers, so later work runs beside a push or a
+pull. Work on any stream that follows `Pending.wait` waits for the push or pull.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class PeerHeap(Protocol):
     """Memory on GPUs that every rank of a domain reaches."""
 
     rank: int
-    """In the EP group."""
+    """This rank in the EP group."""
     num_ranks: int
-    """Of the EP group."""
+    """Ranks of the EP group."""
     peers: range
-    """Ranks of this rank's domain, itself among them."""
+    """Ranks of this rank's domain, this rank among them."""
     device: torch.device
 
     def share(self, num_bytes: int) -> tuple[Tensor, Tensor]:
-        """Return this rank's new zeroed bytes and the addresses of its peers', int64 [R].
+        """Return this rank's new zeroed bytes and the addresses of its peers' bytes, int64 [R].
 
-        All ranks call alike. Both tensors are on `device`. The addresses are valid there as long as
-        the bytes are kept; those of other ranks than `peers` are 0. All bytes are zero when this
-        returns.
+        All ranks call with the same size. Both tensors are on `device`. The addresses are valid on
+        `device` while the bytes live; the addresses of ranks outside `peers` are 0. The bytes of
+        all peers are zero when `share` returns.
         """
 
     def highest(self, value: int) -> int:
@@ -72,9 +72,9 @@ class CudaTransport(OneSidedTransport):
     """Moves replicas with kernels over memory that all ranks of a domain reach.
 
     Args:
-        heap: Where buffers come from. Ranks may also be streams of one process on one GPU, each
-            with a heap and a transport of its own; then the blocks of all their launches must fit
-            on the GPU together.
+        heap: Allocates the buffers. Ranks may also be streams of one process on one GPU, each
+            with its own heap and transport; then the blocks of all launches must fit on the GPU
+            together.
         timeout_s: Longest wait for a peer, in seconds.
         relay_threshold: Most sends of a rank without relays (`relay.py`).
         push_blocks: Blocks that copy, of one warp each; by default as `budget_of` the GPU.
@@ -158,11 +158,11 @@ class CudaTransport(OneSidedTransport):
         return self._heap.share(num_bytes)
 
     def raise_failure(self) -> None:
-        """Raise the error of a wait that has failed by now; every other call does so, too."""
+        """Raise the error of a failed wait; every other call does so, too."""
         self._exchange.raise_failure()
 
     def close(self) -> None:
-        """Free all memory that no tensor uses; to be called once no rank moves anything more."""
+        """Free all memory that no tensor uses; called after the last transfer of all ranks."""
         super().close()
         self._heap.close()
 

@@ -1,8 +1,8 @@
-"""Shares a little of a GPU's memory through the CUDA driver, and tries to read another GPU's.
+"""Shares a page of a GPU's memory through the CUDA driver, and tries to read another GPU's page.
 
-What torch's symmetric memory does later with buffers is done here with one page, so that a failure
-has a name and hangs nobody. Numbers of devices, and what the driver says of cliques, are not
-believed: a GPU reaches another when it has read there what the other has written.
+torch's symmetric memory later shares whole buffers in the same way; a try with one page gives a
+failure a name, and hangs no rank. Numbers of devices and the driver's cliques prove nothing: GPU A
+reaches GPU B when A has read from B's page the bytes that B has written.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class _Access(ctypes.Structure):
 
 
 _MOST_LINKS = 18
-"""Of a GPU, as nvml.h has it."""
+"""Most NVLinks of a GPU, as in nvml.h."""
 
 
 def num_links(uuid: str, library: Any = None) -> int | None:
-    """Return how many NVLinks of a GPU are up; None if the driver does not say.
+    """Return how many NVLinks of a GPU are up; None without an answer of the driver.
 
     Args:
         uuid: As `torch.cuda.get_device_properties` has it.
@@ -65,7 +65,7 @@ def num_links(uuid: str, library: Any = None) -> int | None:
             return None
         for link in range(_MOST_LINKS):
             is_up = c_int()
-            # An error where the GPU has no such link.
+            # The call fails if the GPU has no such link.
             if library.nvmlDeviceGetNvLinkState(gpu, link, byref(is_up)) == 0:
                 found += is_up.value
     finally:
@@ -74,25 +74,20 @@ def num_links(uuid: str, library: Any = None) -> int | None:
 
 
 class DriverError(RuntimeError):
-    """A call of the driver failed; the message has its name and the driver's words."""
+    """A call of the driver failed; the message has the call's name and the driver's words."""
 
 
 @dataclass
 class SharedPage:
-    """Memory of a GPU that other GPUs may try to read, until it is closed."""
+    """Memory of a GPU that other GPUs may try to read, until `close`."""
 
     handle: bytes | int
-    """A fabric handle, which means something on other machines too, or a file descriptor."""
+    """A fabric handle, which is valid on other machines, too, or a file descriptor."""
     num_bytes: int
     _held: ExitStack
 
-    @property
-    def is_fabric(self) -> bool:
-        """Whether the handle is one of the fabric."""
-        return isinstance(self.handle, bytes)
-
     def close(self) -> None:
-        """Free the memory. Ranks that have mapped it keep it until they let it go."""
+        """Free the memory. Ranks that have mapped the memory keep it until they unmap it."""
         self._held.close()
 
 
@@ -113,14 +108,14 @@ class Driver:
             DriverError: The GPU can share no memory.
         """
         with torch.cuda.device(device):
-            torch.cuda.synchronize()  # makes this thread's calls ones for this GPU
+            torch.cuda.synchronize()  # binds this thread's calls of the driver to this GPU
             try:
                 return self._share(device, token, _FABRIC)
             except DriverError:  # no fabric here, or no channel to it
                 return self._share(device, token, _FILE)
 
     def fabric_obstacle(self, device: int) -> str:
-        """Return why a GPU has no handles of the fabric, or nothing if it has."""
+        """Return the reason why a GPU has no fabric handles, or ""."""
         with torch.cuda.device(device):
             torch.cuda.synchronize()
             try:
@@ -166,7 +161,7 @@ class Driver:
             return SharedPage(mine, page.value, held.pop_all())
 
     def _map(self, memory: c_uint64, num_bytes: int, device: int, held: ExitStack) -> c_uint64:
-        """Return where a GPU sees memory, until `held` is closed."""
+        """Map memory for a GPU until `held` is closed; return the address."""
         address, size, none = c_uint64(), c_size_t(num_bytes), c_uint64(0)
         self._call("cuMemAddressReserve", byref(address), size, c_size_t(0), none, none)
         held.callback(self._call, "cuMemAddressFree", address, size)

@@ -1,7 +1,7 @@
-"""Which GPUs reach each other's memory: every rank shares a page, and all others try to read it.
+"""Finds the GPUs that reach each other's memory: all ranks try to read a page of every rank.
 
-Pages travel as fabric handles where GPUs have them (one NVLink domain, on one machine or several);
-else as file descriptors, which a socket takes to the other ranks of a machine.
+Ranks pass their pages as fabric handles if the GPUs have them (one NVLink domain, on one machine or
+several), otherwise as file descriptors, which a socket takes to the other ranks of a machine.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from megatron_ext.transport.shared_heap import machine_of_this_process
 
 _TOKEN_BYTES = 16
 _FILES_TIMEOUT_S = 10.0
-"""For a descriptor of a rank that has just said that it will send one."""
+"""Longest wait for the descriptor of a rank that has announced one."""
 
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank says of its page."""
+    """A rank's page, as the rank announces it to the others."""
 
     machine: object
     gpu: str
-    """UUID: a number of a device means nothing to another process."""
+    """UUID, because another process may number the devices differently."""
     token: bytes
     num_bytes: int = 0
     fabric: bytes | None = None
     mailbox: str = ""
     problem: str = ""
-    """Why there is no page."""
+    """The reason why the rank has no page, or ""."""
 
 
 def gpu_obstacles(
     ep_group: ProcessGroup, device: torch.device, driver: Driver | None = None
 ) -> list[str]:
-    """Return why this rank's GPU does not reach each rank's memory, or nothing; all ranks call.
+    """Return by rank why this rank's GPU does not reach the rank's memory, or ""; all ranks call.
 
     Args:
         ep_group: The ranks, each with a GPU.
-        device: This rank's GPU, whatever its number.
+        device: This rank's GPU, with or without a number.
         driver: Shares and reads memory; by default the driver of this machine.
     """
     number = device.index if device.index is not None else torch.cuda.current_device()
@@ -81,7 +81,7 @@ def gpu_obstacles(
             _obstacle(driver, number, mine, other, files.get(rank))
             for rank, other in enumerate(offers)
         ]
-        gather(None, ep_group)  # until then others read this rank's page
+        gather(None, ep_group)  # other ranks read this rank's page until all ranks are here
     for file in files.values():
         os.close(file)
     if page is not None:
@@ -90,12 +90,12 @@ def gpu_obstacles(
 
 
 def has_no_link(device: torch.device) -> bool:
-    """Return whether this rank's GPU has no NVLink, so that others reach it over PCIe only."""
+    """Return whether this rank's GPU has no NVLink, so that other GPUs use PCIe to reach it."""
     return num_links(str(torch.cuda.get_device_properties(device).uuid)) == 0
 
 
 def reach_of_devices(driver: Driver, devices: Sequence[int]) -> list[list[str]]:
-    """Return why GPU a of this process does not reach GPU b, or nothing, for all pairs: [a][b]."""
+    """Return why GPU a of this process does not reach GPU b, or "", for all pairs: [a][b]."""
     found = [["" for _ in devices] for _ in devices]
     for b, sharer in enumerate(devices):
         token = secrets.token_bytes(_TOKEN_BYTES)
@@ -144,7 +144,7 @@ def _try(driver: Driver, device: int, handle: bytes | int, num_bytes: int, token
 def _exchange_files(
     page: SharedPage | None, offers: Sequence[_Offer], rank: int, mailbox: socket.socket
 ) -> dict[int, int]:
-    """Send this rank's file descriptor to those who can use it; return theirs by rank."""
+    """Send this rank's file descriptor to the machine's other ranks; return theirs by rank."""
     files: dict[int, int] = {}
     machine = [
         peer
@@ -158,7 +158,7 @@ def _exchange_files(
     for hop in range(1, len(machine)):  # in turns, so that no mailbox is ever full
         peer = machine[(at + hop) % len(machine)]
         rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [int(page.handle)])
-        with suppress(OSError):  # whose descriptor does not come is not reached
+        with suppress(OSError):  # a rank without a descriptor counts as not reached
             # Not `socket.send_fds`, which ignores the address.
             mailbox.sendmsg([str(rank).encode()], [rights], 0, offers[peer].mailbox)
         with suppress(OSError):

@@ -1,7 +1,7 @@
-"""What the kernels ask of a GPU, and what of it they take, by its architecture.
+"""Says which GPUs the kernels run on, and how many blocks they use, by the GPU's architecture.
 
-The figures of `BUDGETS` are arithmetic, not measured: with 2 us for a hand-over, a link of 450 GB/s
-wants 0.9 MB in flight and one of 900 GB/s wants 1.8 MB. A block of a push or a pull has 32 KiB in
+The figures of `BUDGETS` are computed, not measured: with 2 us for a hand-over, a link of 450 GB/s
+needs 0.9 MB in flight and a link of 900 GB/s 1.8 MB. A block of a push or a pull has 32 KiB in
 flight.
 """
 
@@ -14,22 +14,22 @@ import torch
 
 
 class Budget(NamedTuple):
-    """What moving replicas may take of a GPU beside other work."""
+    """The part of a GPU that moves replicas while the rest computes."""
 
     push_blocks: int
-    """Blocks of one warp that copy weights. On all multiprocessors they would lock out products
-    that need a multiprocessor whole."""
+    """Blocks of one warp that copy weights. Blocks on all multiprocessors would lock out products
+    that need a whole multiprocessor."""
     grad_reduce_share: float
     """Multiprocessors that add gradients, as a share of all."""
 
     def pull_blocks(self, multiprocessors: int) -> int:
-        """Blocks that add gradients, one a multiprocessor."""
+        """Return the number of blocks that add gradients, one a multiprocessor."""
         return math.ceil(self.grad_reduce_share * multiprocessors)
 
 
 BUDGETS = {9: Budget(32, 0.25), 10: Budget(64, 0.4)}
-"""By the major number of the compute capability: Hopper, then Blackwell. A later one is as the last
-of these."""
+"""Budgets by the major number of the compute capability: Hopper, then Blackwell. A later GPU has
+the last of these budgets."""
 
 OLDEST = min(BUDGETS)
 """The first major number whose GPUs have bulk copies between global and shared memory."""
@@ -40,7 +40,7 @@ def budget_of(
     push_blocks: int | None = None,
     grad_reduce_share: float | None = None,
 ) -> Budget:
-    """Return what moving replicas takes of a GPU: what is given, else what is right there.
+    """Return the budget of a GPU, with the given numbers in place of the architecture's.
 
     >>> budget_of((9, 0))
     Budget(push_blocks=32, grad_reduce_share=0.25)
@@ -55,11 +55,11 @@ def budget_of(
 
 
 def what_it_lacks(name: str, capability: tuple[int, int]) -> str | None:
-    """Return why the kernels cannot run on a GPU, in one line; None if they can.
+    """Return the reason why the kernels cannot run on a GPU, in one line, or None.
 
     Args:
-        name: Of the GPU, as `torch.cuda.get_device_name` has it.
-        capability: As `torch.cuda.get_device_capability` has it.
+        name: The GPU's name, from `torch.cuda.get_device_name`.
+        capability: The GPU's compute capability, from `torch.cuda.get_device_capability`.
 
     >>> what_it_lacks("NVIDIA H100 80GB HBM3", (9, 0))
     >>> what_it_lacks("NVIDIA A100-SXM4-80GB", (8, 0))
@@ -75,7 +75,7 @@ memory; the kernels need compute capability 9.0 or later'
 
 
 def lack_here() -> str | None:
-    """Return why the kernels cannot run on this process's GPU; None if they can, or without one."""
+    """Return the reason why the kernels cannot run on this process's GPU, or None."""
     if not torch.cuda.is_available():
         return None
     return what_it_lacks(torch.cuda.get_device_name(), torch.cuda.get_device_capability())

@@ -1,8 +1,8 @@
-"""What the transports have in common whose ranks reach into each other's memory.
+"""Base of the transports whose ranks read and write each other's memory.
 
-This file turns the transfers of a pull into one rank's sums, as an exchange takes them. An exchange
-is a compiled class (`csrc/bindings/exchange.cpp`, `peer_exchange.cpp`), which moves the bytes when
-its flags say so. How a push becomes copies is up to the subclass.
+This file turns the transfers of a pull into one rank's sums, in the form that an exchange takes. An
+exchange is a compiled class (`csrc/bindings/exchange.cpp`, `peer_exchange.cpp`), which moves the
+bytes when the flags of the peers allow. The subclass turns a push into copies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RELAY_THRESHOLD = 4
 
 
 def group_timeout_s(group: ProcessGroup, device: torch.device) -> float:
-    """Return how long collectives of a group wait for other ranks on this device, in seconds."""
+    """Return the time limit of a group's collectives on this device, in seconds."""
     options = getattr(group._get_backend(device), "options", None)
     limit = (
         options._timeout
@@ -36,7 +36,7 @@ def group_timeout_s(group: ProcessGroup, device: torch.device) -> float:
 
 
 class UnderWay:
-    """Handle of a transfer. If dropped without `wait`, the next transfer still waits for it."""
+    """Handle of a push or pull. If a handle is dropped, the next transfer waits in its place."""
 
     def __init__(self, finish: Callable[[int], None], generation: int) -> None:
         self._finish = finish
@@ -51,11 +51,11 @@ class OneSidedTransport(ABC):
     """Transport that pulls with an exchange; a subclass pushes, and allocates the buffers.
 
     Args:
-        exchange: The exchange of this rank. It numbers ranks as the EP group does, but has no
-            memory of those that are not among `peers`.
+        exchange: The exchange of this rank. The exchange numbers ranks as the EP group does, and
+            has the memory of `peers` only.
         rank: This rank in the EP group.
         num_ranks: Ranks of the EP group.
-        peers: Ranks of its domain, itself among them.
+        peers: Ranks of this rank's domain, this rank among them.
     """
 
     name: str
@@ -109,17 +109,17 @@ class OneSidedTransport(ABC):
 
     @abstractmethod
     def _share_tables(self, num_bytes: int) -> Sequence[Any]:
-        """Share zeroed memory of all ranks, as the exchange takes tables; all ranks call."""
+        """Share zeroed memory of all ranks for the exchange's table of rows; all ranks call."""
 
     def reset(self) -> None:
         """Forget an aborted step; see `Transport.reset`."""
-        # A rank that has left `abort` writes no more, and all ranks have left it when the highest
-        # generation is known. From then on nothing of the aborted step moves, and no flag is above
-        # that generation.
+        # A rank that has left `abort` writes no more, and all ranks have left `abort` when the
+        # highest generation is known. From then on nothing of the aborted step moves, and no flag
+        # is above that generation.
         self._exchange.restart(self._highest(self._exchange.abort()))
 
     def close(self) -> None:
-        """End the copying, and free the shared memory that no tensor uses."""
+        """End all copying, and free the shared memory that no tensor uses."""
         self._exchange.close()
 
     @abstractmethod
@@ -131,7 +131,7 @@ class OneSidedTransport(ABC):
         """See `Transport.raise_failure`."""
 
     def _check_within(self, transfers: Iterable[Transfer]) -> None:
-        """Check that this rank's transfers stay in its domain: it has no other ranks' memory."""
+        """Check that no transfer leaves or enters this rank's domain."""
         for each in transfers:
             if (each.home_rank in self._peers) != (each.replica_rank in self._peers):
                 raise ValueError(

@@ -1,8 +1,8 @@
-"""Who reaches whose memory, and the domains that follow.
+"""Finds the NVLink domains of an EP group: the ranks that reach each other's memory.
 
-Every rank tries to reach each other rank of its EP group; nothing is concluded from names or
-numbers of devices. Ranks of a domain are neighbours in the EP group, all domains are equally large,
-and inside a domain every rank reaches every other. So one number says where replicas may go.
+Every rank tries to reach each other rank of its EP group; names and numbers of devices decide
+nothing. Ranks of a domain are neighbours in the EP group, all domains are equally large, and inside
+a domain every rank reaches every other. So one number, the ranks per domain, describes all domains.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ def domain_of(rank: int, domain_ranks: int) -> range:
 
 
 def gather_obstacles(mine: Sequence[str], planning_group: ProcessGroup) -> list[list[str]]:
-    """Return why one rank of an EP group does not reach another; all planning ranks call.
+    """Gather the reasons why ranks of an EP group do not reach others; all planning ranks call.
 
     Args:
-        mine: Why this rank does not reach each rank of its EP group; empty where it does.
+        mine: By rank of the EP group, the reason why this rank does not reach the rank, or "".
         planning_group: The EP group or, with expert tensor parallelism, the EP groups of all shards
-            side by side: a replica's shards travel alike, so one obstacle is one for all of them.
+            side by side: all shards of a replica move alike, so an obstacle of one shard counts for
+            all shards.
 
     Returns:
-        `obstacles[a][b]`: why rank a does not reach rank b, empty if all shards do. R x R; equal on
-        all ranks.
+        `obstacles[a][b]`: the reason why rank a does not reach rank b, "" if all shards reach it.
+        R x R; equal on all ranks.
     """
     rows = gather(list(mine), planning_group)
     num_shards = len(rows) // len(mine)
@@ -54,7 +55,7 @@ def gather_obstacles(mine: Sequence[str], planning_group: ProcessGroup) -> list[
 
 
 def first_obstacle(obstacles: Sequence[Sequence[str]], domain_ranks: int) -> str | None:
-    """Return who does not reach whom in domains of so many ranks, and why; None if all do.
+    """Describe the first pair of a domain's ranks that do not reach each other; None without one.
 
     >>> first_obstacle([["", "it is on another machine"], ["", ""]], domain_ranks=2)
     'rank 0 does not reach rank 1: it is on another machine'
@@ -82,7 +83,7 @@ def largest_domain(obstacles: Sequence[Sequence[str]]) -> int:
 
 
 def reaches_across(obstacles: Sequence[Sequence[str]], domain_ranks: int) -> bool:
-    """Return whether a rank reaches one of another domain: a link that replicas do not use.
+    """Return whether some rank reaches a rank of another domain: replicas do not use that link.
 
     >>> reaches_across([["", ""], ["no link", ""]], domain_ranks=1)
     True

@@ -1,11 +1,12 @@
-"""Who copies what to whom: transfers compiled into each rank's copies, with relays for busy ranks.
+"""Turns transfers into each rank's copies, with relays for ranks that send to many ranks.
 
-A rank that sends to many ranks would be done long after all others. Above a threshold it sends each
-of its experts to a few relays only, which pass the expert on from their own slots, chunk by chunk
-as it arrives. The threshold is for all sends of a rank together, not for each expert.
+A rank that sends to many ranks would finish long after all others. If a rank has more sends than a
+threshold, the rank sends each of its experts to a few relays only. A relay passes the expert on
+from its own slot, chunk by chunk as the chunks arrive. The threshold counts all sends of a rank
+together, not those of one expert.
 
-A rank has n sends, and f of them send one expert. Then the expert gets ceil(f / sqrt(n)) relays:
-the rank itself sends about sqrt(n) times, and so does a relay, against n times without relays.
+If a rank has n sends, and f of them send one expert, that expert gets ceil(f / sqrt(n)) relays: the
+rank then sends about sqrt(n) times instead of n times, and so does each relay.
 
 On GPUs a kernel makes the same choices (`csrc/cuda/compile_copies.cuh`); this is its specification.
 """
@@ -89,5 +90,6 @@ def compile_copies(
                 relayed[relay.replica_rank].append(
                     Copy(home, main_idx, relay.slot_idx, tuple(onward))
                 )
-    # A copy from a main waits for no other copy, so with these first no rank waits in a circle.
+    # A copy from a main waits for no other copy. These copies come first, so no ranks wait for each
+    # other in a circle.
     return [own + onward for own, onward in zip(copies, relayed, strict=True)]

@@ -1,8 +1,8 @@
-"""Memory that ranks of one machine map: one region a rank, all of the same size.
+"""Shares memory between the ranks of one machine: one region a rank, all of the same size.
 
-A region is an anonymous file (memfd): it has no name, so nothing is left when its processes end,
-however they end. Peers open it through `/proc/<pid>/fd/<fd>` while its rank still holds it open, so
-all ranks must see each other's processes. A region lives as long as a tensor over it.
+A region is an anonymous file (memfd). The file has no name, so nothing is left after its processes
+end or are killed. Peers open the file through `/proc/<pid>/fd/<fd>` while the rank holds it open,
+so all ranks must see each other's processes. A region lives as long as a tensor over the region.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MADV_POPULATE_WRITE = 23
 
 @dataclass(frozen=True)
 class _Machine:
-    """What identifies a machine: processes with equal values can open each other's files."""
+    """Identifies a machine: processes with equal values can open each other's files."""
 
     host: str
     boot_id: str
@@ -49,7 +49,7 @@ _ELSEWHERE = "it is on another machine or in another container"
 
 
 def machine_obstacles(ep_group: ProcessGroup) -> list[str]:
-    """Return why this rank cannot map each rank's memory, or nothing if it can; all ranks call."""
+    """Return by rank why this rank cannot map the rank's memory, or ""; all ranks call."""
     mine = machine_of_this_process()
     return ["" if other == mine else _ELSEWHERE for other in gather(mine, ep_group)]
 
@@ -59,10 +59,10 @@ def share(num_bytes: int, purpose: str, ep_group: ProcessGroup, peers: range) ->
 
     Args:
         num_bytes: Size of each region, >= 1; the same on all ranks.
-        purpose: What the regions are for; must be the same on all ranks, to notice different calls.
-        ep_group: All ranks call, whoever shares with whom.
-        peers: The ranks that this one shares with, itself among them. Others have no bytes in what
-            is returned.
+        purpose: Names the use of the regions; ranks with different purposes raise an error.
+        ep_group: The EP group; all of its ranks call.
+        peers: The ranks that share with this rank, this rank among them. The result has no bytes of
+            other ranks.
 
     Raises:
         ValueError: The ranks do not ask for the same.
@@ -71,7 +71,8 @@ def share(num_bytes: int, purpose: str, ep_group: ProcessGroup, peers: range) ->
     fd = os.memfd_create("megatron_ext", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, num_bytes)
-        # Before anyone else can: a page lies in the memory nearest to who touches it first.
+        # This rank touches the pages first, because a page lies in the memory nearest to the
+        # processor that touches the page first.
         mine = _map(fd, num_bytes)
         offer = _Offer(machine_of_this_process(), os.getpid(), fd, _inode(fd), num_bytes, purpose)
         offers = gather(offer, ep_group)
@@ -83,7 +84,7 @@ def share(num_bytes: int, purpose: str, ep_group: ProcessGroup, peers: range) ->
                 regions[rank] = mine if other == offer else _open(other, offer)
         except (ValueError, RuntimeError) as error:
             failure = error
-        # Also what keeps the file open until the last peer has opened it.
+        # This gather also keeps the file open until the last peer has opened it.
         failures = gather(failure, ep_group)
     finally:
         os.close(fd)
@@ -132,7 +133,7 @@ def _inode(fd: int) -> tuple[int, int]:
 
 
 def machine_of_this_process() -> _Machine:
-    """Return what identifies this machine; equal for processes that see each other's files."""
+    """Identify this machine; the result is equal for processes that see each other's files."""
     return _Machine(
         socket.gethostname(),
         Path("/proc/sys/kernel/random/boot_id").read_text().strip(),

@@ -1,9 +1,9 @@
-"""Transport over memory that the ranks of one machine share.
+"""Moves replicas through memory that the CPU ranks of one machine share.
 
-It is one-sided: the home rank writes into a peer's slot and reads a peer's slot gradients.
-Generation counters in the shared memory say when a rank may do so
-(`csrc/include/megatron_ext/exchange.h`), never a barrier. A thread of the transport's own copies
-and adds, beside what the caller does meanwhile.
+The home rank writes into a peer's slot and reads a peer's slot gradients. Generation counters in
+the shared memory, and no barrier, say when a rank may do so
+(`csrc/include/megatron_ext/exchange.h`). A thread of the transport copies and adds while the rank
+computes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_ext.transport.shared_heap import machine_obstacles, share
 from megatron_ext.transport.transport import Transfers, TransportKind
 
 _MAX_SLOTS = 256
-"""Most slots of a rank: as many have flags."""
+"""Most slots of a rank: the number of slots with flags."""
 
 _FLAGS_BYTES = _MAX_SLOTS * 256
 """Flags of the slots of a rank, 256 bytes each."""
@@ -39,12 +39,12 @@ class SharedMemoryTransport(OneSidedTransport):
 
     Args:
         ep_group: The ranks that make the same calls.
-        domain_ranks: Ranks per domain: those of one machine, whose processes see each other. By
-            default the whole EP group is one.
-        timeout_s: Longest wait for a peer, in seconds; by default as long as collectives of the
-            group wait.
+        domain_ranks: Ranks per domain. The ranks of a domain run on one machine and see each
+            other's processes. By default the whole EP group is one domain.
+        timeout_s: Longest wait for a peer, in seconds; by default the time limit of the group's
+            collectives.
         relay_threshold: Most sends of a rank without relays (`relay.py`).
-        max_delay_us: Longest sleep around flags, now and then: for tests of the ordering.
+        max_delay_us: Longest random sleep around flags, for tests of the order of accesses.
 
     Raises:
         RuntimeError: The ranks cannot map each other's memory.

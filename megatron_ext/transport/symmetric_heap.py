@@ -1,9 +1,10 @@
-"""Memory on GPUs that the ranks of a domain reach, from torch's symmetric memory.
+"""Shares GPU memory between the ranks of a domain by torch's symmetric memory.
 
-No other file knows that module, which torch calls alpha. Its backend `CUDA` shares memory by
-handles of the driver, over several machines by fabric handles where the GPUs have them; `NCCL`
-takes windows of the group's communicator. What they promise is checked here: an address for every
-rank of the domain, and buffers of all ranks equally far behind the start of their allocations.
+Only this file uses torch's symmetric memory, a module that torch calls alpha. The module's backend
+`CUDA` shares memory by handles of the driver, over several machines by fabric handles if the GPUs
+have them; its backend `NCCL` uses windows of the group's communicator. `SymmetricHeap` checks that
+every rank of the domain has an address, and that the buffers of all ranks are equally far behind
+the start of their allocations.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class SymmetricHeap:
     Args:
         ep_group: The ranks that make the same calls, each with a GPU of its own.
         device: This rank's GPU.
-        domain_ranks: Ranks per domain: those that reach each other's memory. By default the whole
-            EP group is one.
+        domain_ranks: Ranks per domain. The ranks of a domain reach each other's memory. By default
+            the whole EP group is one domain.
         backend: Backend of torch's symmetric memory, `cuda` or `nccl`; by default as torch is set.
 
     Raises:
@@ -54,23 +55,23 @@ class SymmetricHeap:
         _use_backend(backend, device)
         gpus = gather(str(torch.cuda.get_device_properties(device).uuid), self._group)
         if len(set(gpus)) == len(gpus):
-            # Where every process sees one GPU, all have number 0. Torch looks at the numbers only.
+            # If every process sees one GPU, all GPUs have number 0. Torch compares numbers only.
             os.environ.setdefault(_SHARED_NUMBERS, "1")
 
     def share(self, num_bytes: int) -> tuple[Tensor, Tensor]:
         """Return zeroed bytes and the peers' addresses; see `PeerHeap.share`.
 
         Raises:
-            RuntimeError: A rank has no address for another's bytes, or they lie elsewhere in it.
+            RuntimeError: A rank has no address for a peer's bytes, or the offsets differ.
         """
-        # Here and not above: not every installation of torch has it.
+        # Imported here, because not every installation of torch has the module.
         from torch.distributed import _symmetric_memory
 
         mine = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=self.device)
         handle = _symmetric_memory.rendezvous(mine, self._group)
         self._handles.append(handle)  # while it lives, peers' memory stays mapped
         starts = [int(start) for start in handle.buffer_ptrs]
-        # The addresses are those of whole allocations, of which this may be a part.
+        # The addresses are those of whole allocations; `mine` may be a part of an allocation.
         offset = mine.data_ptr() - starts[self.rank - self.peers.start]
         self._check(starts, offset)
         addresses = torch.zeros(self.num_ranks, dtype=torch.int64, device=self.device)
@@ -91,7 +92,7 @@ class SymmetricHeap:
         self._handles.clear()
 
     def _check(self, starts: list[int], offset: int) -> None:
-        """Check what all ranks got, so that all raise alike."""
+        """Check the addresses and offsets of all ranks; all ranks raise the same error."""
         missing = [rank for rank, start in zip(self.peers, starts, strict=True) if start == 0]
         found = gather((offset, missing), self._group)
         what = "torch's symmetric memory (alpha, see balance.symmetric_memory)"

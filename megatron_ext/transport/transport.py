@@ -1,8 +1,8 @@
-"""What a transport is: what it moves, what it promises, and where it can be used.
+"""Defines the interface of a transport, which moves weights and gradients of replicas.
 
-A transport allocates the slot buffers (a symmetric heap must own them), pushes main weights into
-peers' slots and adds peers' slot gradients into the mains' sums. It knows transfers, not plans:
-`balance/` decides what to replicate.
+A transport allocates the slot buffers (a symmetric heap must own them), copies main weights into
+peers' slots and adds peers' slot gradients into the mains' sums. A transport knows transfers, not
+plans: `balance/` decides which experts are replicated.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class Transfers:
-    """Every replica of the group, as a plan has them; equal on all ranks.
+    """Every replica of a plan, in the whole group; equal on all ranks.
 
-    Iterating lists them by rank, then slot. For a plan on a GPU the host waits for the device to do
-    so; a transport that needs no list leaves the plan on the device, and `known` asks for no wait.
+    An iteration lists the replicas by rank, then slot. For a plan on a GPU, an iteration makes the
+    host wait for the device. A transport that needs no list leaves the plan on the device; `known`
+    never waits.
 
     >>> list(Transfers(torch.tensor([[-1], [0]], dtype=torch.int32), mains_per_rank=2))
     [Transfer(home_rank=0, main_idx=0, replica_rank=1, slot_idx=0)]
@@ -42,13 +43,11 @@ class Transfers:
     mains_per_rank: int
     """Expert e is main e % mains_per_rank of rank e // mains_per_rank."""
     on_host: Tensor | None = None
-    """`slots` on the host, where that is known already."""
-    is_urgent: bool = False
-    """Whether they shall be under way at once, even if the host has to wait for the plan."""
+    """`slots` on the host, if the host has a copy already."""
 
     @property
     def known(self) -> Transfers | None:
-        """The same on the host, if the host need not wait for them; else None."""
+        """Return the transfers with `slots` on the host; None if the host would have to wait."""
         on_host = self.on_host if self.slots.is_cuda else self.slots
         return None if on_host is None else replace(self, slots=on_host)
 
@@ -61,53 +60,53 @@ class Transfers:
 
 
 class HostCopy:
-    """The values of a tensor on the host: copied there, or written there by a kernel."""
+    """Memory of the host with the values of a tensor, from a copy or from a kernel's writes."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._written = torch.cuda.Event() if device.type == "cuda" else None
         self.memory = torch.empty(shape, dtype=dtype, pin_memory=self._written is not None)
-        """Where the values are; for a GPU's kernels to write to, or a launch on the CPU."""
+        """The values. A kernel of the GPU, or a launch on the CPU, may write here."""
 
     def start(self, source: Tensor) -> None:
-        """Start to copy, behind the work of the current stream; the host does not wait."""
+        """Start a copy of `source` behind the current stream's work; the host does not wait."""
         self.memory.copy_(source, non_blocking=True)
         self.mark_written()
 
     def mark_written(self) -> None:
-        """Note that the work of the current stream so far writes the values."""
+        """Note that the current stream's work so far has written the values."""
         if self._written is not None:
             self._written.record()
 
     def wait(self) -> Tensor:
-        """Wait until the values are there; return them."""
+        """Wait until the values are on the host; return the values."""
         if self._written is not None:
             self._written.synchronize()
         return self.memory
 
 
 class Pending(Protocol):
-    """A push or a pull under way."""
+    """A push or a pull that has started."""
 
     def wait(self) -> None:
         """Return when the push or pull is done; see `Transport`."""
 
 
 class GathersRows(Protocol):
-    """Gathers words of all ranks of an EP group; all call alike, in the same order."""
+    """Gathers one row per rank of an EP group; all ranks make the same calls in the same order."""
 
     def gather(self, row: Tensor, label: str = "") -> Tensor:
         """Return the rows of all ranks.
 
         Args:
             row: int64 [W], with the same W on all ranks, on the device of the slots.
-            label: What this is for, to be named in errors.
+            label: Names the gather in errors.
 
         Returns:
-            int64 [R, W], in memory of its own.
+            int64 [R, W], in new memory.
 
         Raises:
-            RuntimeError: A rank was too late. Between GPUs this comes when the device has noticed,
-                from `raise_failure` or a later call, and the row of that rank is zeros.
+            RuntimeError: A rank was too late. Between GPUs, `raise_failure` or a later call raises
+                the error after the device has noticed, and the row of the late rank is zeros.
         """
 
     def raise_failure(self) -> None:
@@ -115,16 +114,19 @@ class GathersRows(Protocol):
 
 
 class Transport(Protocol):
-    """Moves expert state between the ranks of an EP group; all call alike, in the same order."""
+    """Moves weights and gradients of experts between the ranks of an EP group.
+
+    All ranks make the same calls in the same order.
+    """
 
     name: str
-    """As in `balance.transport`."""
+    """The value of `balance.transport` for this transport."""
 
     @property
     def failed(self) -> Tensor | None:
-        """1 once a wait of this rank has failed, else 0: int32 [1] in memory of the host.
+        """Return int32 [1] in memory of the host: 1 after a wait of this rank has failed, else 0.
 
-        The device writes it. None if waits that fail raise where they are made.
+        The device writes the number. None for transports whose failed waits raise at once.
         """
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -137,15 +139,16 @@ class Transport(Protocol):
         slots: list[Tensor],
         label: str = "",
     ) -> Pending:
-        """Start copying mains into slots. The caller does not read their old content any more.
+        """Start copying mains into slots; the caller no longer reads the slots' old content.
 
-        `wait()` returns when this rank's slots hold their replicas and its mains may be changed.
+        `wait()` returns when this rank's slots hold their replicas and this rank may change its
+        mains.
 
         Args:
             transfers: Every replica of the group.
             mains: `mains[g][m]` is segment g of this rank's main m.
             slots: `slots[g]` is segment g of all slots of this rank, [S, *segment shape].
-            label: Which layer this is for, to be named in errors.
+            label: Names the layer in errors.
         """
 
     def pull_add(
@@ -157,24 +160,24 @@ class Transport(Protocol):
     ) -> Pending:
         """Start adding slot gradients at the mains' home, in the order of `transfers`.
 
-        `wait()` returns when the sums are there and this rank may overwrite its slot gradients.
+        `wait()` returns when the sums are complete and this rank may overwrite its slot gradients.
 
         Args:
             transfers: Every replica of the group, in an order that is the same on all ranks.
             slot_grads: `slot_grads[g]` is segment g of all slot gradients of this rank, [S,
                 *segment shape].
-            sums: For each main m of this rank that has replicas, one tensor a segment, overwritten
-                with the sum of its replicas' gradients. Of the dtype of `slot_grads`, but float32
-                for gradients stored in bfloat16 or float16.
-            label: Which layer this is for, to be named in errors.
+            sums: For each main m of this rank that has replicas, one tensor a segment; `pull_add`
+                overwrites the tensors with the sums of the replicas' gradients. Their dtype is that
+                of `slot_grads`, but float32 for gradients stored in bfloat16 or float16.
+            label: Names the layer in errors.
         """
 
     @property
     def rows(self) -> GathersRows | None:
-        """Gathers without a collective, where every rank reaches all ranks' memory; else None."""
+        """Return gathers through peer memory; None if some ranks do not reach each other."""
 
     def raise_failure(self) -> None:
-        """Raise the error of a wait that has failed by now, if the host has not heard of it yet.
+        """Raise the error of a failed wait, if the host has not raised the error yet.
 
         Raises:
             RuntimeError: A peer was too late or made other calls.
@@ -183,14 +186,15 @@ class Transport(Protocol):
     def reset(self) -> None:
         """Forget an aborted step, as if no call had been made yet; every rank calls.
 
-        After an error on any rank the ranks may have made different calls. Once all have left the
-        step and called this, they go on alike; slots and slot gradients then hold nothing useful.
+        After an error on any rank, the ranks may have made different calls. After all ranks have
+        left the step and called `reset`, their next calls match again; slots and slot gradients
+        then hold nothing useful.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransportOptions:
-    """What a transport is told beside its EP group and device; equal on all ranks."""
+    """Settings of a transport beside its EP group and device; equal on all ranks."""
 
     push_blocks: int | None = None
     """Blocks that copy weights; by default as the GPU's architecture wants (`gpus.py`)."""
@@ -206,20 +210,20 @@ class TransportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TransportKind:
-    """A transport's entry in the registry: how it is named, chosen and made."""
+    """A transport's entry in the registry `TRANSPORTS`."""
 
     name: str
-    """Its value of the setting `balance.transport`."""
+    """The value of the setting `balance.transport`."""
     device_type: str | None
-    """Type of device that the experts must be on; None if any."""
+    """Type of the experts' device; None for any type."""
     max_slots: int | None = None
-    """Most slots of a rank; None if any number."""
+    """Most slots of a rank; None for any number."""
     adds_float16: bool = False
-    """Whether it adds gradients that are stored in float16."""
+    """Whether the transport adds gradients that are stored in float16."""
     obstacles: Callable[[ProcessGroup, torch.device], list[str]] | None
-    """Tries to reach each rank of an EP group from this rank; says why it does not, or nothing
-    where it does. All ranks call. None if the transport reaches ranks wherever they are."""
+    """Tries to reach each rank of an EP group from this rank. Returns the reason why a rank is not
+    reached, or "", by rank. All ranks call. None for a transport that reaches every rank."""
     is_slow: Callable[[torch.device], bool] = lambda device: False
-    """Whether others reach this rank's memory on that device, but slowly."""
+    """Whether other ranks reach this rank's memory on that device by a slow link only."""
     make: Callable[[ProcessGroup, torch.device, TransportOptions], Transport]
     """Makes the transport for an EP group and its device; all ranks call."""

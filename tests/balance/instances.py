@@ -12,9 +12,8 @@ from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.strategies import PlanSettings
-from megatron_ext.balance.strategies.strategy import HistorySettings
+from megatron_ext.config import HistorySettings, LlepSettings
 from megatron_ext.methods.eplb import eplb
-from megatron_ext.methods.llep.llep import LlepSettings
 
 TIME = "quota:time"
 """The planner `quota` for the objective of time."""

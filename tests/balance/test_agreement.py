@@ -1,4 +1,4 @@
-"""Ranks that plan differently are named by the next exchange of loads, or by `settle`."""
+"""Ranks that plan differently are named by the next exchange of loads, or by `check_last_plan`."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def _layer(agreement, rank, layer, fault=None):
     shares = agreement.share(load, spoiled, other, layer, on_host)
     assert torch.equal(on_host.wait(), other.slots)
     if fault is None:
-        assert torch.equal(shares.quota, split_quota(load, plan, rank))
+        assert torch.equal(shares.split, split_quota(load, plan, rank))
 
 
 def _make_faults(rank, broken):
@@ -65,12 +65,12 @@ def _make_faults(rank, broken):
         # The last layer of all is followed by no other.
         _layer(agreement, rank, 6, fault if rank == broken else None)
         try:
-            agreement.settle()
+            agreement.check_last_plan()
         except RuntimeError as error:
             said.append(str(error))
         agreement.forget()
     _layer(agreement, rank, 7)
-    agreement.settle()
+    agreement.check_last_plan()
     return said
 
 
@@ -82,7 +82,7 @@ def _outlive(rank):
     after = shared_agreement(torch.distributed.group.WORLD, CPU)
     assert (after is kept) == (rank == 0)
     _layer(after, rank, 2)
-    after.settle()
+    after.check_last_plan()
 
 
 def test_a_new_user_does_not_find_what_only_some_ranks_remember():
@@ -111,7 +111,7 @@ def _plan_alone_and_forget(rank):
     agreement.forget()
     _layer(agreement, rank, 1)
     _layer(agreement, rank, 2)
-    agreement.settle()
+    agreement.check_last_plan()
 
 
 def test_a_difference_that_the_device_finds_after_an_abort_is_forgotten():

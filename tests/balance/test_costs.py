@@ -8,8 +8,7 @@ from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.plan import check_plan
 from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies.fastest import TOLERANCES
-from megatron_ext.config import BalanceConfig
-from megatron_ext.methods.llep.llep import LlepSettings
+from megatron_ext.config import BalanceConfig, LlepSettings
 from tests import workloads
 
 

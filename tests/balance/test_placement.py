@@ -14,9 +14,8 @@ from megatron_ext.balance.plan import check_plan
 from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies import PlanSettings
-from megatron_ext.balance.strategies.strategy import HistorySettings
+from megatron_ext.config import HistorySettings, LlepSettings
 from megatron_ext.methods.craft import craft
-from megatron_ext.methods.llep.llep import LlepSettings
 from tests import workloads
 from tests.balance.instances import instances, placement_for
 

@@ -5,9 +5,9 @@ import torch
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.planner import LayerPlanner
-from megatron_ext.balance.strategies.strategy import HistorySettings, PlanSettings
+from megatron_ext.balance.strategies.strategy import PlanSettings
+from megatron_ext.config import HistorySettings, LlepSettings
 from megatron_ext.lab.planning import read_name
-from megatron_ext.methods.llep.llep import LlepSettings
 from tests import workloads
 from tests.balance.instances import TIME, needs_of
 

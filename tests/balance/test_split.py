@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.balance.load import load_of
 from megatron_ext.balance.metrics import remote_assignments
-from megatron_ext.balance.plan import check_split, share_plan, split_quota
+from megatron_ext.balance.plan import share_plan, split_quota
 from megatron_ext.balance.solve import solve, solve_plan
 from tests import workloads
 from tests.balance.instances import instances, worked_example
@@ -19,14 +19,16 @@ def test_rows_and_columns_are_exact_and_local_comes_first(instance):
     load = instance.load
     plan = solve_plan(load, instance.layout, **instance.settings)
     split = split_quota(load, plan)
-    check_split(load, plan, split)
+    assert (split >= 0).all()
+    assert torch.equal(split.sum(2), load)
+    assert torch.equal(split.sum(0), plan.quota)
     local = split.diagonal(dim1=0, dim2=2)  # [E, R]: what stays on its rank
     assert torch.equal(local, torch.minimum(load.T, plan.quota))
     assert int(load.sum() - local.sum()) == remote_assignments(load, plan)
     for source_rank in range(instance.layout.ep_size):
         shares = share_plan(source_rank, load, plan)
-        assert torch.equal(shares.quota, split[source_rank])
-        assert torch.equal(split_quota(load, plan, source_rank), shares.quota)
+        assert torch.equal(shares.split, split[source_rank])
+        assert torch.equal(split_quota(load, plan, source_rank), shares.split)
         assert torch.equal(shares.physical_index, plan.physical_index())
         first = source_rank * instance.layout.physical_per_rank
         arriving = torch.zeros_like(shares.arriving)
@@ -45,7 +47,7 @@ def test_ranks_with_shards_of_the_same_experts_share_in_proportion(instance, num
     counts = instance.load.repeat_interleave(num_shards, 0) * factors
     load = load_of(counts, ranks)
     plan = solve_plan(load, instance.layout, **instance.settings)
-    shares = torch.stack([share_plan(rank, counts, plan).quota for rank in range(len(counts))])
+    shares = torch.stack([share_plan(rank, counts, plan).split for rank in range(len(counts))])
     assert (shares >= 0).all()
     assert torch.equal(shares.sum(2), counts)
     split = split_quota(load, plan)
@@ -105,20 +107,3 @@ def test_wrong_shapes():
         split_quota(instance.load[:, :2], plan)
     with pytest.raises(ValueError, match="load must be int64, got Int"):
         split_quota(instance.load.int(), plan)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda split: split[0, 0].copy_(torch.tensor([7, -1])), "negative entry"),
-        (lambda split: split[0, 0].copy_(torch.tensor([4, 1])), "rows do not sum"),
-        (lambda split: split[:, 0].copy_(torch.tensor([[6, 0], [0, 4]])), "columns do not sum"),
-    ],
-)
-def test_check_split_notices(change, message):
-    instance = worked_example()
-    plan = solve_plan(instance.load, instance.layout)
-    split = split_quota(instance.load, plan)
-    change(split)
-    with pytest.raises(ValueError, match=message):
-        check_split(instance.load, plan, split)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from megatron_ext.balance.strategies import STRATEGIES, get_planner, get_strategy
 from megatron_ext.balance.strategies.ideal import force_even
-from megatron_ext.balance.strategies.settings import sections
 from megatron_ext.balance.strategies.strategy import (
     ForcesEven,
     FromHistory,
@@ -18,6 +17,7 @@ from megatron_ext.balance.strategies.strategy import (
     Solves,
     StaysMegatron,
 )
+from megatron_ext.config import BalanceConfig
 from tests import workloads
 
 
@@ -94,5 +94,5 @@ def test_even_routing_is_differentiable():
 def test_no_two_settings_are_told_under_one_name():
     """Reports of plans tell the settings of all sections side by side."""
     told = ["tolerance", "min_quota", "costs", "placement"]
-    told += [field.name for section in sections().values() for field in fields(section)]
+    told += [field.name for section in BalanceConfig().sections() for field in fields(section)]
     assert len(set(told)) == len(told)

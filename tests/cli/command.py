@@ -3,7 +3,7 @@
 from megatron_ext.cli import main
 
 # What planning for time needs.
-COSTS = "--expert-bytes 1000 --link-bandwidth 1e9 --assignment-time 1e-6"
+COSTS = "--expert-bytes 1000 balance.link_bandwidth=1e9 balance.assignment_time=1e-6"
 
 
 def run(capsys, *words):

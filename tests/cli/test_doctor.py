@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 from packaging.requirements import Requirement
 
-from megatron_ext.cli.features import PACKAGES
+from megatron_ext.cli.examine import PACKAGES
 from megatron_ext.transport.gpu_driver import Driver
 from tests.cli.command import run
 from tests.transport.test_gpu_probe import Cuda
@@ -72,7 +72,7 @@ def test_doctor_says_what_is_here_and_how_to_get_the_rest(capsys, monkeypatch, t
     here, how = found["what builds it"]
     assert not here
     assert how.startswith("there is no c++: install g++")
-    assert len(found) == 5 + len(PACKAGES)
+    assert len(found) == 6 + len(PACKAGES)
     monkeypatch.setenv("PATH", "")
     status, stdout, _ = run(capsys, "doctor")
     assert "not here             Slurm: log in to a machine that has sbatch" in stdout
@@ -163,5 +163,5 @@ def test_doctor_without_a_gpu_says_so_in_one_line(capsys, monkeypatch):
     assert (status, stdout, stderr) == (0, "no GPU: torch sees none on this machine\n", "")
     status, stdout, _ = run(capsys, "doctor", "--gpu", "--json")
     assert (status, json.loads(stdout)) == (0, {"gpus": [], "problems": []})
-    status, _, stderr = run(capsys, "doctor", "--gpu", "--calibrate")
-    assert (status, "--gpu looks at GPUs; --calibrate" in stderr) == (2, True)
+    status, _, stderr = run(capsys, "doctor", "--gpu", "--run", "runs/none")
+    assert (status, "--run looks at a training; --gpu does not" in stderr) == (2, True)

@@ -73,9 +73,6 @@ def test_every_recipe_says_what_it_would_need(recipe: str) -> None:
     assert layers == list(range(1, model["num_layers"] + 1))
     for stage in report["stages"]:
         assert stage["memory"]["uneven"] > stage["memory"]["even"] > stage["weights"] > 0
-    first = report["stages"][0]["plans_in_flight"]
-    if parallel["vpp_size"] == 1:
-        assert first == parallel["pp_size"]
     assert report["layers"] == ("transformer_engine" if report["machine"] else "local")
     if report["machine"] is not None:
         assert report["auto"]["transport"] == "cuda"

@@ -46,6 +46,50 @@ def test_as_a_process(texts):
 
 
 @pytest.mark.parametrize(
+    ("program", "module", "words"),
+    [
+        ("megatron-ext train", "hydra", []),
+        ("megatron-ext train", "omegaconf", ["--dry-run"]),
+        ("megatron-ext submit", "psutil", ["steps=1"]),
+        ("megatron-ext plan", "omegaconf", ["loads.npz"]),
+        ("megatron-ext report", "prettytable", ["runs"]),
+        ("megatron-ext checkpoint inspect", "xxhash", ["runs"]),
+    ],
+)
+def test_what_the_plug_in_does_without_is_named_with_its_extra(program, module, words):
+    """A fresh process, where `import` finds the module absent."""
+    main = f"import sys\nsys.modules[{module!r}] = None\nfrom megatron_ext.cli import main"
+    words = [*program.split()[1:], *words]
+    result = subprocess.run(
+        [sys.executable, "-c", f"{main}\nsys.exit(main({words!r}))"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2, result.stderr
+    said = result.stderr.removeprefix("loading PyTorch and Megatron ...\n")
+    assert said == (
+        f"{program}: error: the package {module} is not installed: "
+        "pip install 'megatron-ext[train]'\n"
+    )
+
+
+def test_doctor_examines_the_plug_in_alone():
+    absent = ("hydra", "omegaconf", "prettytable", "psutil", "rich", "tokenizers", "xxhash")
+    program = (
+        f"import sys\nsys.modules |= dict.fromkeys({absent})\nfrom megatron_ext.cli import main"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", f"{program}\nsys.exit(main(['doctor']))"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "NVIDIA Apex" in result.stdout, result.stderr
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
     "words",
     [
         ["data", "build"],
@@ -170,7 +214,6 @@ def test_out_is_checked_before_any_work(loads, capsys, monkeypatch):
         ["simulate", *trace, "--model", "traced", "--hardware", "rack_64"],
         ["synth", "zipf", "--ranks", 2, "--experts", 4],
         ["report", loads.parent],
-        ["doctor", "--calibrate"],
     )
     folder = loads.parent
     for words in commands:

@@ -24,7 +24,7 @@ def test_place_craft(loads, capsys):
     assert list(layer["gains"]) == ["1", "2", "4", "8"]
     assert layer["balancedness_after"] > layer["balancedness_before"] + 0.1
 
-    settings = ["--placement", out, "--slots", 2, "--json"]
+    settings = [f"balance.placement={out}", "--slots", 2, "--json"]
     status, stdout, _ = run(capsys, "plan", loads, "--strategy", "craft", *settings)
     assert status == 0
     planned = json.loads(stdout)
@@ -54,13 +54,14 @@ def test_place_craft(loads, capsys):
             ["plan", "LOADS", "--strategy", "craft"],
             "'craft' needs a placement: `megatron-ext place",
         ),
-        (["plan", "LOADS", "--placement", "absent"], "absent does not exist"),
-        (["plan", "LOADS", "--placement", "LOADS"], "has no array 'layer'; it has load"),
+        (["plan", "LOADS", "balance.placement=absent"], "absent does not exist"),
+        (["plan", "LOADS", "balance.placement=LOADS"], "has no array 'layer'; it has load"),
     ],
 )
 def test_place_with_wrong_settings(loads, capsys, words, message):
-    names = {"LOADS": loads, "OUT": loads.parent / "placement.npz"}
-    status, stdout, stderr = run(capsys, *(names.get(word, word) for word in words))
+    out = loads.parent / "placement.npz"
+    words = [str(word).replace("LOADS", str(loads)).replace("OUT", str(out)) for word in words]
+    status, stdout, stderr = run(capsys, *words)
     assert (status, stdout) == (2, "")
     assert stderr.startswith(f"megatron-ext {words[0]}")
     assert message in stderr

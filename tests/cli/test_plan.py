@@ -60,7 +60,7 @@ def test_plan_writes_plans(loads, capsys):
 
 
 def test_plan_for_the_least_time(loads, capsys):
-    words = ["--objective", "time", "--link-bandwidth", "4e11", "--assignment-time", "1e-7"]
+    words = ["--objective", "time", "balance.link_bandwidth=4e11", "balance.assignment_time=1e-7"]
     replicas = []
     for expert_bytes in (10**3, 10**12):
         status, stdout, _ = run(
@@ -72,7 +72,7 @@ def test_plan_for_the_least_time(loads, capsys):
 
 
 def test_plan_from_history(loads, capsys):
-    words = ["--strategy", "eplb", "--interval", 1, "--slots", 2, "--json"]
+    words = ["--strategy", "eplb", "balance.history.interval=1", "--slots", 2, "--json"]
     status, stdout, _ = run(capsys, "plan", loads, *words)
     assert status == 0
     report = json.loads(stdout)
@@ -86,7 +86,7 @@ def test_settings_are_those_of_recipes(loads, capsys):
     summaries = []
     for asked in (
         ["plan", *words[:1], loads, *words[1:], "balance.strategy=llep"],
-        ["plan", loads, "--strategy", "llep", "balance.slots=1", "--alpha", 1, *words[3:]],
+        ["plan", loads, "--strategy", "llep", "balance.slots=1", words[0], *words[3:]],
     ):
         status, stdout, _ = run(capsys, *asked)
         assert status == 0
@@ -134,7 +134,7 @@ def test_plan_lists_the_strategies(capsys):
         (["--strategy", "best"], "unknown strategy 'best'; known: craft, eplb"),
         (["--strategy", "ideal"], "strategy 'ideal' makes no plans"),
         (["--slots", 1, "balance.slots=2"], "balance.slots is given twice"),
-        (["--alpha", 2, "balance.llep.alpha=2"], "balance.llep.alpha is given twice"),
+        (["balance.llep.alpha=1", "balance.llep.alpha=2"], "balance.llep.alpha is given twice"),
         (["balance.slot=2"], "Key 'slot' not in 'BalanceConfig'; did you mean slots?"),
         (["balance.llep.alpha=x"], "balance.llep.alpha: Value 'x' of type 'str'"),
         (["--strategy", "quotaa"], "; did you mean quota?"),
@@ -145,14 +145,13 @@ def test_plan_lists_the_strategies(capsys):
         (["--objective", "speed"], "balance.objective ('speed') must be one of tolerance, time"),
         (
             ["--objective", "time"],
-            "--objective time needs --expert-bytes, --link-bandwidth, --assignment-time: only a "
-            "training has the ranks to measure on",
+            "--objective time needs --expert-bytes, balance.link_bandwidth, "
+            "balance.assignment_time: only a training has the ranks to measure on",
         ),
         (["--expert-bytes", 5], "--expert-bytes is for --objective time"),
         (["--strategy", "time"], "'time' is no strategy but an objective: balance.objective=time"),
-        (["--strategy", "eplb", "--interval", 0], "interval (0) must be >= 1"),
-        (["--strategy", "llep", "--alpha", 0.5], "alpha (0.5) must be from 1"),
-        (["--min-tokens-per-gemm", 0], "min_tokens_per_gemm (0) must be >= 1"),
+        (["balance.history.interval=0"], "interval (0) must be >= 1"),
+        (["balance.llep.min_tokens_per_gemm=0"], "min_tokens_per_gemm (0) must be >= 1"),
         (
             f"--strategy eplb --objective time {COSTS}".split(),
             "strategy 'eplb' fills replicas placed before, without a tolerance",

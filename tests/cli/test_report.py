@@ -236,26 +236,3 @@ def test_layers_that_do_not_fit_are_left_out(runs):
     assert layers.rank_loads["before"].tolist() == [[[1.5, 0.5], [1.0, 1.0]]]
     assert [one["replicas"] for one in layers.worst] == [[[1, 0, 1]]]
     assert [one["step"] for one in layers.worst] == [1]
-
-
-def test_other_settings_are_tried_on_a_trace(runs, loads, capsys):
-    """Slots, strategies and tolerances, on the loads that the run recorded."""
-    (runs / "quota" / "trace").mkdir()
-    loads.rename(runs / "quota" / "trace" / "loads.npz")
-    assert run(capsys, "report", runs / "quota")[0] == 0
-    page = (runs / "quota" / "report.html").read_text()
-    data = re.search('<script type="application/json" id="data">(.*)</script>', page)[1]
-    found = json.loads(data)["data"]["what_if"]
-    assert (found["run"], found["loads"], found["sampled"]) == ("quota", 3, 3)
-    by_slots = {one["slots"]: one for one in found["slots"] if one["strategy"] == "quota"}
-    assert found["before"] == pytest.approx(1.5, abs=0.1)
-    assert found["before"] > by_slots[1]["imbalance"] >= by_slots[8]["imbalance"] >= 1
-    replicas = [one["replicas"] for one in found["tolerances"]]
-    assert replicas == sorted(replicas, reverse=True)
-    assert replicas[0] > replicas[-1]
-    (runs / "quota" / "config.yaml").write_text("balance: {domain_ranks: .inf, slots: .nan}\n")
-    assert run(capsys, "report", runs / "quota")[::2] == (0, "")
-    (runs / "quota" / "trace" / "loads.npz").write_bytes(b"torn")
-    status, _, err = run(capsys, "report", runs / "quota")
-    assert status == 0
-    assert err.startswith("warning: no other settings are tried: ")

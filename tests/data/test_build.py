@@ -10,6 +10,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_ext.data import Manifest, build_dataset, parse_sources
 from megatron_ext.data.files import fair_order
+from megatron_ext.data.tokenizer import HuggingFaceTokenizer
 
 
 def build(domains, out, **settings):
@@ -252,9 +253,10 @@ class TestHuggingFace:
         assert tokens_of(manifest, "a") == [[1, 2, 3, 5]]
         # It _ was a dark ... : one known word of eight.
         assert tokens_of(manifest, "prose") == [[0, 0, 0, 4, 0, 0, 0, 0, 5]]
-        # The dataset folder is enough to read the text again.
+        # The dataset folder is enough to make more tokens, and to read these again.
         (tmp_path / "t.json").unlink()
-        assert manifest.load_tokenizer().decode([1, 2, 3, 5]) == "x = 1"
+        kept = HuggingFaceTokenizer(manifest.folder / manifest.tokenizer, manifest.eod_token)
+        assert [ids.tolist() for ids in kept.encode(["x = 1"])] == [[1, 2, 3]]
 
     def test_eod_token_by_name(self, texts, tmp_path):
         word_tokenizer("<stop>").save(str(tmp_path / "t.json"))
@@ -264,7 +266,7 @@ class TestHuggingFace:
         manifest = build(
             sources, tmp_path / "out", tokenizer_file=tmp_path / "t.json", eod_token="<stop>"
         ).manifest
-        assert manifest.load_tokenizer().eod == 5
+        assert (manifest.eod, manifest.eod_token) == (5, "<stop>")
 
     def test_not_a_tokenizer(self, texts, tmp_path):
         pytest.importorskip("tokenizers")

@@ -19,11 +19,11 @@ import yaml
 
 import megatron_ext
 from megatron_ext import cli
-from megatron_ext.config import TrainConfig
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.files.loads import read_loads
 from megatron_ext.pretrain import read_balance
 from megatron_ext.trainer.command import parser as training_parser
+from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.logs.run_log import read_metrics
 from megatron_ext.trainer.sweep import combinations
 from megatron_ext.trainer.train import load_config
@@ -141,7 +141,6 @@ def test_every_command_of_the_package_is_shown():
         "output",
         "examine",
         "examine_gpus",
-        "features",
         "run_state",
         "slurm",
         "dry_run",
@@ -193,6 +192,9 @@ def test_command_is_understood(words, capsys):
         check_training(words[1:])
     elif words[0] == "megatron-ext":
         check_options(words[1:], capsys)
+    elif words[0] == "python" and words[1].startswith("tests/"):
+        for option in options_of(words):
+            assert option in (ROOT / words[1]).read_text(), option
     elif (ROOT / words[0]).is_file():
         assert os.access(ROOT / words[0], os.X_OK), words[0]
         for option in options_of(words):
@@ -205,6 +207,8 @@ def test_command_is_understood(words, capsys):
 NOT_RUN = {
     "launch/setup.sh": "tests/run.sh begins with it; tests/test_setup.py",
     "pip install .": "it needs a network; tests/ops/test_build.py",
+    "pip install '.[train]'": "the same",
+    "pip install --no-build-isolation '.[train,te]'": "the same, and a GPU",
     "launch/quickstart.sh": "minutes; tests/trainer/reports/test_report.py with fewer steps",
     "tests/run.sh": "it runs this",
     "torchrun --nproc-per-node 8 -m megatron_ext.pretrain pretrain_gpt.py"

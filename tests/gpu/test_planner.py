@@ -126,7 +126,7 @@ def test_tokens_go_where_the_host_sends_them(tokens, experts, ranks, top_k, dtyp
         rows = torch.cat([load, load[:, :1]], 1).to(device)[:, :-1]
         shares = share_plan(0, rows, there)
         assignment = assign(routed.to(device), shares, top_k)
-        of_tables = assign(routed.to(device), Shares(shares.quota, shares.physical_index), top_k)
+        of_tables = assign(routed.to(device), Shares(shares.split, shares.physical_index), top_k)
         assert torch.equal(of_tables.physical, assignment.physical)
         probs = (
             torch.rand(routed.shape, generator=torch.Generator().manual_seed(1)) + 0.1

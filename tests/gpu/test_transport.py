@@ -20,11 +20,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.balance.in_flight import InFlightPlans
-from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.solve import solve
 from megatron_ext.ops import has_cuda_part
-from megatron_ext.transport import Transfer, Transfers, TransportOptions, make_transport
+from megatron_ext.transport import HostCopy, Transfer, Transfers, TransportOptions, make_transport
 from megatron_ext.transport.collective import CollectiveTransport
 from megatron_ext.transport.cuda import CudaTransport
 from megatron_ext.transport.symmetric_heap import SymmetricHeap
@@ -289,23 +287,19 @@ def test_the_row_of_a_late_rank_is_zeros() -> None:
 def test_a_push_of_a_plan_waits_for_no_host() -> None:
     """From a load on the device to filled slots, and what backward must know of it."""
     ranks = VirtualRanks(1)
-    device, layout = ranks.device, ExpertLayout(num_experts=4, ep_size=1, slots=1, nvlink_domain=1)
+    device = ranks.device
     transport = transport_of(ranks, 0)
     slots = [transport.allocate((1, 64), torch.float32, device)]
     mains = [[torch.ones(64, device=device) for _ in range(4)]]
     load = torch.ones(1, 4, dtype=torch.int64, device=device)
-    ring = InFlightPlans(
-        layout, ring_size=2, layer_number=1, first_virtual_layer_id=0, device=device
-    )
-    host = None
+    on_host, host = HostCopy((1, 1), torch.int32, device), None
     for _ in range(2):  # the caching allocators get what a step needs
         torch.cuda.set_sync_debug_mode("error" if host is not None else "default")
         try:
             plan = solve(load, ep_size=1, slots=1)
-            handle = ring.keep(plan)
-            ring.slots_on_host(handle).start(plan.slots)
+            on_host.start(plan.slots)
             transport.push(Transfers(plan.slots, 4), mains, slots).wait()
-            host = ring.recall_slots(handle)
+            host = on_host.wait()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert host.device.type == "cpu"

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from megatron_ext.cli import main
-from megatron_ext.lab.calibrate import ROUNDS, _uneven_loads, calibration_run
 from megatron_ext.lab.hardware import constants, read_hardware
 from megatron_ext.trainer.train import load_config
+from tests.perf import calibrate
+from tests.perf.calibrate import ROUNDS, StepBlocks, _uneven_loads, calibration_run
 from tests.ranks import run_ranks
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="only CPU ranks are calibrated")
@@ -34,7 +35,6 @@ def test_loads_are_those_of_all_tokens_and_never_the_same():
 
 def _blocks(rank: int) -> None:
     import tests.gpt  # noqa: F401  Enables the CPU platform, and drops the model afterwards.
-    from megatron_ext.trainer.model.blocks import StepBlocks
 
     config = calibration_run(2)
     config.model.num_layers = 1
@@ -76,7 +76,7 @@ def test_blocks_run_what_they_are_named_for():
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory):
     out = tmp_path_factory.mktemp("calibrated") / "here.yaml"
-    assert main(["doctor", "--calibrate", "--json", "--out", str(out)]) == 0
+    calibrate.main(["--out", str(out)])
     return out
 
 
@@ -92,15 +92,6 @@ def test_all_constants_are_there_and_plausible(calibrated):
     assert 0.01 < read.expert_efficiency <= 1
     for name in ("memory", "optimizer", "token", "weight", "outer"):
         assert 1e5 < getattr(read, f"{name}_bandwidth") < 1e12
-
-
-@pytest.mark.slow
-@on_a_cpu
-def test_a_calibration_is_not_overwritten_unasked(calibrated, capsys):
-    before = calibrated.read_text()
-    assert main(["doctor", "--calibrate", "--out", str(calibrated)]) == 2
-    assert "replace it with --overwrite" in capsys.readouterr().err
-    assert calibrated.read_text() == before
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import imbalance, max_rank_sends, remote_assignments
 from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies import STRATEGIES
-from megatron_ext.balance.strategies.strategy import HistorySettings, PlanSettings
+from megatron_ext.balance.strategies.strategy import PlanSettings
+from megatron_ext.config import HistorySettings, LlepSettings
 from megatron_ext.files.loads import Loads
-from megatron_ext.lab.papers import make_exhibits, to_json, to_markdown
 from megatron_ext.lab.planning import read_name
 from megatron_ext.lab.replay import (
     FILES,
@@ -24,7 +24,6 @@ from megatron_ext.lab.replay import (
     replay,
     write_report,
 )
-from megatron_ext.methods.llep.llep import LlepSettings
 from tests import workloads
 from tests.balance.instances import TIME, needs_of, worked_example
 
@@ -140,11 +139,7 @@ def test_files(trace, tmp_path):
     report = make_report(
         trace, replayed, PlanSettings(sections=(HISTORY,)), slots=1, expert_bytes=2**20
     )
-    exhibits = make_exhibits(
-        trace, replayed, PlanSettings(sections=(HISTORY,)), slots=1, nvlink_domain=None
-    )
-    report["papers"] = to_json(exhibits)
-    write_report(folder, report, exhibits)
+    write_report(folder, report)
     assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
     read = json.loads((folder / "replay.json").read_text())
     assert read == report
@@ -159,7 +154,6 @@ def test_files(trace, tmp_path):
     assert "| eplb " in text
     assert prediction_table(report) in text
     assert bytes_table(report) in text
-    assert to_markdown(exhibits) in text
     worst = np.max(replayed["eplb"]["imbalance"][::2])
     assert f"({worst:.3f})" in text
     page = (folder / "replay.html").read_text("utf-8")

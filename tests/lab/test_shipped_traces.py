@@ -12,10 +12,10 @@ import torch
 
 from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.strategies import STRATEGIES, PlanSettings
-from megatron_ext.balance.strategies.strategy import FromPlacement, HistorySettings
+from megatron_ext.balance.strategies.strategy import FromPlacement
+from megatron_ext.config import HistorySettings, LlepSettings
 from megatron_ext.files.loads import Loads, read_loads
 from megatron_ext.lab.replay import Measured, make_report, replay
-from megatron_ext.methods.llep.llep import LlepSettings
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "traces"
 TRACES = ("early", "late", "late_ep8", "mixed", "switch")

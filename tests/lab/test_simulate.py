@@ -16,20 +16,16 @@ from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies.strategy import PlanSettings
 from megatron_ext.cli import main
+from megatron_ext.config import BalanceConfig
 from megatron_ext.files.loads import Loads, write_loads
-from megatron_ext.lab.hardware import (
-    SOLVED_PAIRS,
-    Hardware,
-    constants,
-    read_hardware,
-    write_hardware,
-)
+from megatron_ext.lab.hardware import SOLVED_PAIRS, Hardware, constants, read_hardware
 from megatron_ext.lab.shape import read_shape
 from megatron_ext.lab.simulate import (
     LEGEND,
     Machine,
     Setting,
     _layer_times,
+    as_measured,
     even_load,
     layer_table,
     relayed_sends,
@@ -39,6 +35,7 @@ from megatron_ext.lab.simulate import (
 from megatron_ext.trainer.model.shape import ModelShape
 from tests import workloads
 from tests.balance.instances import worked_example
+from tests.perf.calibrate import write_hardware
 
 
 def a_shape(**changes) -> ModelShape:
@@ -255,52 +252,30 @@ def test_solving_is_the_machines_in_proportion(load):
     assert "Solving of" not in layer_table(simulated(Loads(load[None]), "quota"))
 
 
-def test_activations_by_hand():
-    """An assignment keeps 4 x (2 x 2 + 2 x 3) bytes a layer, a token 4 x (6 x 2 + 4 x 2)."""
-    rank_loads = torch.tensor([[10, 6], [4, 12]])  # Two of the layers, which stand for 4.
-    machine = Machine(a_shape(num_layers=4), a_machine(), 2, 2, tokens=8.0)
-    dense = 4 * 8 * 80
-    assert machine.activation_bytes(rank_loads).tolist() == [28 * 40 + dense, 36 * 40 + dense]
-    again = Machine(a_shape(num_layers=4, recompute="selective"), a_machine(), 2, 2, tokens=8.0)
-    assert again.activation_bytes(rank_loads).tolist() == [10 * 40 + dense, 12 * 40 + dense]
-    full = Machine(a_shape(num_layers=4, recompute="full"), a_machine(), 2, 2, tokens=8.0)
-    assert full.activation_bytes(rank_loads).tolist() == [400 + 4 * 64, 480 + 4 * 64]
-
-
-def test_few_microbatches_fill_a_part_of_a_pipeline():
-    """2 microbatches on 4 stages of one layer each: the first holds 2, as of half of the layers."""
-    shape = a_shape(num_layers=4, pp_size=4, num_microbatches=2)
-    machine = Machine(shape, a_machine(), 2, 8, tokens=8.0)
-    rank_loads = torch.tensor([[10, 6], [4, 12]])
-    dense = 2 * 8 * 80
-    assert machine.activation_bytes(rank_loads).tolist() == [14 * 40 + dense, 18 * 40 + dense]
-
-
 def test_one_stage_has_both_embeddings():
     for pp_size, embeddings in ((1, 2 * 7 * 2), (2, 7 * 2)):
         machine = Machine(a_shape(vocab_size=7, pp_size=pp_size), a_machine(), 2, 4, tokens=8.0)
         assert machine.params()[1] == 2 * (16 + 8) / pp_size + embeddings
 
 
-def test_static_memory_by_hand():
-    """2 layers of (2 experts of 12) and (16 + 8); 8 bytes, and 12 of Adam; a slot has no Adam."""
-    machine = Machine(a_shape(), a_machine(), 2, 2, tokens=8.0)
-    assert machine.static_bytes(slots=1) == (48 + 48) * 20 + 12 * 8
-    sharded = Machine(a_shape(distributed_optimizer=True), a_machine(), 2, 4, tokens=8.0)
-    assert sharded.static_bytes(slots=0) == 96 * 8 + (48 / 2 + 48 / 4) * 12
+def test_memory_of_slots_by_hand():
+    """An expert of 12 weights, float32 as their gradients."""
+    assert Machine(a_shape(), a_machine(), 2, 2, tokens=8.0).slot_bytes(3) == 3 * 12 * 8
 
 
-def test_oom_risk_counts_microbatches():
-    """Of 4 microbatches the two uneven ones exceed the memory, when nothing is balanced."""
-    even = torch.full((2, 4), 2)
-    uneven = torch.tensor([[8, 0, 0, 0], [8, 0, 0, 0]])
-    loads = Loads(torch.stack([even, uneven, even, uneven]))
-    # Static 1920 bytes; activations 2 x (8 or 16) x 40 and 2 x 8 x 80.
-    risks = {}
-    for memory_bytes in (1920 + 640 + 1280 + 200, 1920 + 1280 + 1280, 1000):
-        report = simulated(loads, "exact", hardware=a_machine(memory_bytes=float(memory_bytes)))
-        risks[memory_bytes] = [report["strategies"][s]["oom_risk"] for s in ("none", "ideal")]
-    assert list(risks.values()) == [[0.5, 0.0], [0.0, 0.0], [1.0, 1.0]]
+def test_rates_that_a_run_has_measured_replace_the_machines():
+    """An assignment has 24 FLOPs; three times as long as at the peak is a third of it."""
+    hardware, shape = a_machine(), a_shape()
+    assert as_measured(hardware, shape, BalanceConfig()) == hardware
+    peak = hardware.peak_flops_per_s
+    told = BalanceConfig(link_bandwidth=7.0, assignment_time=3 * 24 / peak)
+    measured = as_measured(hardware, shape, told)
+    assert measured.weight_bandwidth == 7.0
+    assert measured.expert_efficiency == pytest.approx(1 / 3)
+    assert "a run with balance.objective=time" in measured.sources["weight_bandwidth"]
+    assert measured.sources["dense_efficiency"] == hardware.sources["dense_efficiency"]
+    with pytest.raises(ValueError, match=r"expert_efficiency .* must be > 0 and <= 1"):
+        as_measured(hardware, shape, BalanceConfig(assignment_time=24 / peak / 2))
 
 
 @pytest.fixture
@@ -559,8 +534,7 @@ def test_command_writes_what_it_says(files, capsys):
     assert list(report["strategies"]) == ["none", "quota", "ideal"]
     assert set(report["strategies"]["quota"]) == {
         *("imbalance_mean", "imbalance_before", "layer_ms", "step_ms", "tokens_per_s_per_gpu"),
-        *("static_bytes", "activation_bytes", "memory_share", "oom_risk", "solve_from"),
-        *("share_of_ideal", "gain_over_none"),
+        *("solve_from", "share_of_ideal", "gain_over_none"),
     }
     text = (out / "simulate.md").read_text()
     assert all(name in text for name in constants())
@@ -592,8 +566,3 @@ def test_command_says_what_is_wrong(files, capsys, change, message):
     assert stdout == ""
     assert stderr.count("\n") == 1
     assert message in stderr
-
-
-def test_calibration_goes_into_a_file_only_if_asked(capsys, tmp_path):
-    assert main(["doctor", "--out", str(tmp_path / "here.yaml")]) == 2
-    assert "--out is for what --calibrate measures" in capsys.readouterr().err

@@ -29,6 +29,7 @@ SCRIPTS = [
     *sorted((ROOT / "launch").glob("*.sh")),
     ROOT / "launch/slurm.sbatch",
     ROOT / "tests/run.sh",
+    ROOT / ".ci/run",
 ]
 
 
@@ -38,6 +39,18 @@ def test_shellcheck_finds_nothing() -> None:
         ["shellcheck", "--external-sources", *SCRIPTS], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
+
+
+def test_the_tests_shared_between_versions_are_there() -> None:
+    lists = (ROOT / ".ci/run").read_text().partition("\nrun() {")[0].partition("both=")
+    shown = f'{lists[1]}{lists[2]}\nprintf "%s\\n" "${{both[@]}}" "${{newer[@]}}" "$trained"'
+    done = subprocess.run(["bash", "-uc", shown], capture_output=True, text=True, check=True)
+    paths, (trained,) = done.stdout.split()[:-1], done.stdout.split()[-1:]
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    file, _, test = trained.partition("::")
+    assert file in paths
+    assert f"\ndef {test}(" in (ROOT / file).read_text()
 
 
 def test_an_image_is_made_as_the_environment_of_the_tests_is() -> None:

@@ -6,11 +6,11 @@ the same ranks, in float64; in float32 where what computes knows no float64.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Collection, Container, Mapping
 from typing import Any
 
 import pytest
-from allpairspy import AllPairs
 
 from megatron_ext.config import BalanceConfig
 from tests.mcore.parity import (
@@ -84,6 +84,7 @@ OPTIONS: dict[str, dict[str, Settings]] = {
         "shared memory": {},
         "collective": dict(balance=dict(transport="collective")),
     },
+    "exchange": {"at once": {}, "own first": dict(balance=dict(local_first=True))},
 }
 
 IN_FLOAT32 = (
@@ -93,28 +94,84 @@ IN_FLOAT32 = (
 
 
 def combinations(
-    options: Options, impossible: Iterable[set[str]], shown: Mapping[str, str]
+    options: Options, impossible: Collection[set[str]], shown: Mapping[str, str]
 ) -> list[Any]:
     """The trainings as parameters of a test.
 
     Args:
-        options: What to combine.
+        options: What to combine. A value is of one option.
         impossible: Pairs of values that Megatron refuses.
         shown: Rows of docs/compatibility.md by value.
     """
-    impossible = list(impossible)
-
-    def is_possible(of_first_options: list[str]) -> bool:
-        return not any(pair <= set(of_first_options) for pair in impossible)
-
     return [
         pytest.param(
-            dict(zip(options, values, strict=True)),
-            marks=[pytest.mark.option(shown[value]) for value in values if value in shown],
-            id=", ".join(values),
+            combination,
+            marks=[pytest.mark.option(shown[v]) for v in combination.values() if v in shown],
+            id=", ".join(combination.values()),
         )
-        for values in AllPairs([list(each) for each in options.values()], filter_func=is_possible)
+        for combination in covering(options, impossible)
     ]
+
+
+def covering(options: Options, impossible: Collection[set[str]]) -> list[Combination]:
+    """Return few combinations that have every possible pair of values of two options.
+
+    Each next combination is the one with the most pairs that are still missing, of those that begin
+    with one of the first such pairs.
+    """
+    missing = dict.fromkeys(possible_pairs(options, impossible))
+    found = []
+    while missing:
+        begun = [_complete(pair, options, impossible, missing) for pair in [*missing][:_BEGUN]]
+        best = max(begun, key=lambda combination: len(missing.keys() & _pairs(combination)))
+        for pair in _pairs(best):
+            missing.pop(pair, None)
+        found.append({option: best[option] for option in options})
+    return found
+
+
+def possible_pairs(options: Options, impossible: Collection[set[str]]) -> list[frozenset[str]]:
+    """Return all pairs of values of two options, but for the impossible ones."""
+    pairs = [
+        frozenset(pair)
+        for of_two in itertools.combinations(options.values(), 2)
+        for pair in itertools.product(*of_two)
+    ]
+    return [pair for pair in pairs if pair not in map(frozenset, impossible)]
+
+
+_BEGUN = 40
+"""Missing pairs of which each is tried as the beginning of the next combination."""
+
+
+def _pairs(combination: Combination) -> set[frozenset[str]]:
+    return set(map(frozenset, itertools.combinations(combination.values(), 2)))
+
+
+def _complete(
+    begun: frozenset[str],
+    options: Options,
+    impossible: Collection[set[str]],
+    missing: Container[frozenset[str]],
+) -> Combination:
+    """Give each option a value: the possible one with the most missing pairs."""
+    chosen = {
+        option: value for option, values in options.items() for value in values if value in begun
+    }
+    for option in sorted(options.keys() - chosen, key=lambda each: (-len(options[each]), each)):
+        possible = [
+            value
+            for value in options[option]
+            if not any({value, other} in impossible for other in chosen.values())
+        ]
+        assert possible, f"no {option} goes with {chosen}"
+        chosen[option] = max(
+            possible,
+            key=lambda value: sum(
+                frozenset((value, other)) in missing for other in chosen.values()
+            ),
+        )
+    return chosen
 
 
 def assert_equals_unbalanced_megatron(options: Options, combination: Combination) -> None:

@@ -7,20 +7,18 @@ own layers on the same ranks.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 
 from megatron_ext.balance.metrics import replica_use
 from megatron_ext.config import BalanceConfig
 from tests.gpt import TinyGPT, build_gpt
+from tests.mcore import inside
 
 GRADIENT_TOLERANCE = 1e-10
 """float64 sums in another order differ by about 1e-16 x their length; the rest is cancellation."""
@@ -53,15 +51,13 @@ def balanced(spec: Any, balance: BalanceConfig) -> Any:
 @contextmanager
 def balancing_models(balance: BalanceConfig, attend: Callable[[Any], None]) -> Iterator[None]:
     """`balance_models` for as long as the block."""
-    from megatron_ext.mcore import models
+    from megatron_ext.mcore import models, process_hooks
 
-    with ExitStack() as stack:
-        for home, name in models.MODELS:
-            if importlib.util.find_spec(home.rpartition(".")[0]) is not None:
-                built = getattr(importlib.import_module(home), name)
-                stack.enter_context(mock.patch.object(built, "__init__", built.__init__))
-        models.balance_models(balance, attend)
+    models.balance_models(balance, attend)
+    try:
         yield
+    finally:
+        process_hooks.uninstall()
 
 
 def balanced_gpt(case: dict[str, Any], balance: BalanceConfig, **settings: Any) -> TinyGPT:
@@ -71,7 +67,7 @@ def balanced_gpt(case: dict[str, Any], balance: BalanceConfig, **settings: Any) 
         layer.num_replicas = 0
         layer.num_hits = 0
         layer.observers.append(partial(_count, layer))
-        layer.plan_observers.append(partial(_count_hits, layer))
+        inside.watch_plans(layer, partial(_count_hits, layer))
     return gpt
 
 
@@ -101,7 +97,7 @@ def gradient_difference(
     gpt = balanced_gpt(case, balance, dtype=torch.float64)
     found = _outcome(gpt, num_microbatches)
     for layer in balanced_layers(gpt):
-        assert layer.num_in_flight == 0
+        assert inside.in_flight(layer) == 0
     return _difference(expected, found, gpt)
 
 
@@ -140,14 +136,14 @@ def _difference(
 ) -> Difference:
     assert expected.keys() == found.keys()
     assert all(value.isfinite().all() for value in found.values())
-    distances = {name: _relative_distance(found[name], value) for name, value in expected.items()}
+    distances = {name: relative_distance(found[name], value) for name, value in expected.items()}
     where = max(distances, key=lambda name: distances[name])
     replicas = sum(layer.num_replicas for layer in balanced_layers(gpt))
     hits = sum(layer.num_hits for layer in balanced_layers(gpt))
     return Difference(distances[where], where, replicas, hits)
 
 
-def _relative_distance(a: torch.Tensor, b: torch.Tensor) -> float:
+def relative_distance(a: torch.Tensor, b: torch.Tensor) -> float:
     a, b = a.double(), b.double()
     scale = float(b.norm())
     distance = float((a - b).norm())

@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_ext.balance.strategies.settings import BalanceConfig
-from megatron_ext.balance.strategies.strategy import HistorySettings
+from megatron_ext.config import BalanceConfig, HistorySettings
 from tests.gpt import TinyGPT  # first: it enables the CPU platform
+from tests.mcore import inside
 from tests.mcore.parity import balanced_gpt, balanced_layers
 from tests.ranks import run_ranks
 
@@ -25,27 +25,25 @@ BROKEN = 1
 
 def _spoil(gpt: TinyGPT, fault: str) -> Any:
     """Break the second MoE layer of this rank."""
-    from megatron_ext.balance.agreement import Agreement
     from megatron_ext.balance.plan import BalancePlan
-    from megatron_ext.balance.planner import LayerPlanner
 
     second = balanced_layers(gpt)[1]
     if fault == "load":
-        gather, calls = Agreement.gather_counts, []
+        gather, calls = inside.original(inside.GATHER_LOAD), []
 
-        def with_a_flipped_bit(agreement: Agreement, *args: Any) -> Any:
+        def with_a_flipped_bit(agreement: Any, *args: Any) -> Any:
             load, marks = gather(agreement, *args)
             calls.append(load)
             if len(calls) == 2:
                 load[0, 0] ^= 1  # Of a rank's copy of the load, as memory may fail.
             return load, marks
 
-        return mock.patch.object(Agreement, "gather_counts", with_a_flipped_bit)
-    solve = LayerPlanner.solve
+        return mock.patch(inside.GATHER_LOAD, with_a_flipped_bit)
+    solve = inside.original(inside.SOLVE)
 
-    def otherwise(planner: LayerPlanner, *args: Any) -> BalancePlan:
+    def otherwise(planner: Any, *args: Any) -> BalancePlan:
         plan = solve(planner, *args)
-        if planner is not second.state.planner:
+        if planner is not inside.planner(second):
             return plan
         # Legal, but without replicas: all assignments stay at home.
         quota = torch.zeros_like(plan.quota)
@@ -53,7 +51,7 @@ def _spoil(gpt: TinyGPT, fault: str) -> Any:
         quota[torch.arange(len(quota)), homes] = plan.quota.sum(1)
         return BalancePlan(plan.layout, quota, torch.full_like(plan.slots, -1))
 
-    return mock.patch.object(LayerPlanner, "solve", otherwise)
+    return mock.patch(inside.SOLVE, otherwise)
 
 
 def _train(rank: int, case: dict[str, Any], balance: BalanceConfig, fault: str) -> None:
@@ -73,16 +71,14 @@ def _train(rank: int, case: dict[str, Any], balance: BalanceConfig, fault: str) 
 
 def _count_loads(spoiled: Any) -> list[Any]:
     """Notes of this rank's loads, from the next one of that layer on."""
-    from megatron_ext.balance.planner import LayerPlanner
+    solve, loads = inside.original(inside.SOLVE), []
 
-    solve, loads = LayerPlanner.solve, []
-
-    def counted(planner: LayerPlanner, *args: Any) -> Any:
-        if loads or planner is spoiled.state.planner:
+    def counted(planner: Any, *args: Any) -> Any:
+        if loads or planner is inside.planner(spoiled):
             loads.append(planner)
         return solve(planner, *args)
 
-    LayerPlanner.solve = counted  # The process ends with the error.
+    mock.patch(inside.SOLVE, counted).start()  # The process ends with the error.
     return loads
 
 

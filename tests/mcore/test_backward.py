@@ -17,6 +17,7 @@ import torch
 
 from megatron_ext.config import BalanceConfig
 from tests.gpt import SEQUENCE, VOCAB, TinyGPT, build_gpt  # first: it enables the CPU platform
+from tests.mcore import inside
 from tests.mcore.parity import balanced_gpt, balanced_layers
 from tests.ranks import run_ranks
 
@@ -34,9 +35,7 @@ class OtherTransformerLayer(TransformerLayer):
 @contextmanager
 def noted(gpt: TinyGPT, events: list[str]) -> Iterator[None]:
     """Note the start and end of reductions, attention's backward, and the mains' gradients."""
-    from megatron_ext.balance.slots import Reducing, SlotBuffers
-
-    start, wait = SlotBuffers.reduce_replica_grads, Reducing.wait
+    start, wait = inside.original(inside.START_REDUCE), inside.original(inside.REDUCED)
 
     def noted_start(self: Any, *arguments: Any, **options: Any) -> Any:
         reducing = start(self, *arguments, **options)
@@ -44,7 +43,7 @@ def noted(gpt: TinyGPT, events: list[str]) -> Iterator[None]:
         return reducing
 
     def noted_wait(self: Any) -> Any:
-        if self._pending is not None:
+        if inside.is_reducing(self):
             events.append("end")
         return wait(self)
 
@@ -53,8 +52,8 @@ def noted(gpt: TinyGPT, events: list[str]) -> Iterator[None]:
         main = next(layer.mlp.experts.parameters())
         main.register_post_accumulate_grad_hook(lambda _: events.append("main"))
     with (
-        mock.patch.object(SlotBuffers, "reduce_replica_grads", noted_start),
-        mock.patch.object(Reducing, "wait", noted_wait),
+        mock.patch(inside.START_REDUCE, noted_start),
+        mock.patch(inside.REDUCED, noted_wait),
     ):
         yield
 
@@ -78,16 +77,13 @@ def _events(rank: int, transform: Any, case: dict[str, Any]) -> list[str]:
 def _restoring(rank: int, dispatcher: str) -> list[str]:
     from megatron.core.tensor_parallel.mappings import _AllToAll
 
-    from megatron_ext.balance.replicas import Replication
-    from megatron_ext.balance.slots import Materializing
-
     gpt = balanced_gpt({**CASE, "dispatcher": dispatcher}, BalanceConfig(tolerance=0.0))
     events: list[str] = []
-    start, exchange = Replication.start_rematerialize, _AllToAll.backward
-    wait = Materializing.wait
+    start, exchange = inside.original(inside.START_REMATERIALIZE), _AllToAll.backward
+    wait = inside.original(inside.MATERIALIZED)
 
     def noted_start(self: Any) -> Any:
-        if self.rematerializing is None:
+        if not inside.is_rematerializing(self):
             events.append("start")
         return start(self)
 
@@ -101,8 +97,8 @@ def _restoring(rank: int, dispatcher: str) -> list[str]:
 
     loss = gpt.chunks[0].module(*_inputs())
     with (
-        mock.patch.object(Replication, "start_rematerialize", noted_start),
-        mock.patch.object(Materializing, "wait", noted_wait),
+        mock.patch(inside.START_REMATERIALIZE, noted_start),
+        mock.patch(inside.MATERIALIZED, noted_wait),
         mock.patch.object(_AllToAll, "backward", staticmethod(noted_exchange)),
     ):
         loss.sum().backward()
@@ -136,14 +132,11 @@ def test_attention_runs_beside_the_reduction(recompute: str) -> None:
 
 def _alive(rank: int, case: dict[str, Any], transport: str) -> tuple[int, int]:
     """How many tensors with gradients were made for reductions; and most that lived at once."""
-    from megatron_ext.balance.main_weights import MainWeights
-    from megatron_ext.balance.slots import SlotBuffers
-
     balance = BalanceConfig(tolerance=0.0, transport=transport)
     gpt = balanced_gpt({**CASE, **case}, balance, dtype=torch.bfloat16)
     made: list[Any] = []
     alive: list[int] = []
-    set_aside, reduce = MainWeights.set_aside, SlotBuffers.reduce_replica_grads
+    set_aside, reduce = map(inside.original, (inside.SET_ASIDE, inside.START_REDUCE))
 
     def note(tensors: Any) -> None:
         made.extend(weakref.ref(each) for of_main in tensors.values() for each in of_main)
@@ -156,12 +149,12 @@ def _alive(rank: int, case: dict[str, Any], transport: str) -> tuple[int, int]:
 
     def noted_reduce(*args: Any, **kwargs: Any) -> Any:
         reducing = reduce(*args, **kwargs)
-        note(reducing._sums)
+        note(inside.sums_of(reducing))
         return reducing
 
     with (
-        mock.patch.object(MainWeights, "set_aside", noted_aside),
-        mock.patch.object(SlotBuffers, "reduce_replica_grads", noted_reduce),
+        mock.patch(inside.SET_ASIDE, noted_aside),
+        mock.patch(inside.START_REDUCE, noted_reduce),
     ):
         loss = gpt.chunks[0].module(*_inputs()).sum()
         loss.backward()

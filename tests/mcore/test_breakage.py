@@ -6,13 +6,15 @@ by five orders.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from megatron_ext.config import BalanceConfig
+from tests.mcore import inside
 from tests.mcore.parity import gradient_difference
 from tests.ranks import run_ranks
 
@@ -22,16 +24,12 @@ CASE = dict(ep=2, experts=32, topk=1)
 
 
 def _skip_reduce() -> Any:
-    from megatron_ext.balance.slots import SlotBuffers
-
     nothing = mock.Mock(wait=lambda: {})
-    return mock.patch.object(SlotBuffers, "reduce_replica_grads", return_value=nothing)
+    return mock.patch(inside.START_REDUCE, return_value=nothing)
 
 
 def _skip_rematerialize() -> Any:
-    from megatron_ext.balance.replicas import Replication
-
-    return mock.patch.object(Replication, "start_rematerialize")
+    return mock.patch(inside.START_REMATERIALIZE)
 
 
 def _swap_slots() -> Any:
@@ -48,25 +46,18 @@ def _swap_slots() -> Any:
     return mock.patch.object(SharedMemoryTransport, "push", swapped)
 
 
-def _reuse_plan_of_other_microbatch() -> Any:
-    from megatron_ext.balance.in_flight import InFlightPlans
+@contextmanager
+def _reuse_plan_of_other_microbatch() -> Iterator[None]:
+    recall_slots = inside.original(inside.RECALL_SLOTS)
+    first: dict[int, tuple[Any, Any]] = {}
 
-    recall, recall_slots = InFlightPlans.recall, InFlightPlans.recall_slots
-    first: dict[int, Any] = {}
-    first_slots: dict[int, Any] = {}
+    def stale_slots(forward: Any) -> Any:
+        mine = forward.plan, recall_slots(forward).clone()
+        forward.plan, slots = first.setdefault(forward.layer_number, mine)
+        return slots
 
-    def stale(self: Any, handle: Any) -> Any:
-        plan = recall(self, handle)
-        if id(self) not in first:
-            first[id(self)] = type(plan)(
-                layout=plan.layout, quota=plan.quota.clone(), slots=plan.slots.clone()
-            )
-        return first[id(self)]
-
-    def stale_slots(self: Any, handle: Any) -> Any:
-        return first_slots.setdefault(id(self), recall_slots(self, handle).clone())
-
-    return mock.patch.multiple(InFlightPlans, recall=stale, recall_slots=stale_slots)
+    with mock.patch(inside.RECALL_SLOTS, stale_slots):
+        yield
 
 
 def _worst(rank: int, sabotage: Callable[[], Any] | None) -> Any:

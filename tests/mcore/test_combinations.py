@@ -12,6 +12,8 @@ from tests.mcore.covering import (
     Combination,
     assert_equals_unbalanced_megatron,
     combinations,
+    covering,
+    possible_pairs,
 )
 
 SHOWN = {
@@ -47,8 +49,22 @@ IMPOSSIBLE = (
     # PyTorch's norm, which multi-token prediction has without Transformer Engine.
     {"mtp", "tp2"},
     {"mtp", "etp2"},
+    # Own tokens first is a way of the all-to-all dispatcher, and of ranks with whole experts.
+    {"own first", "allgather"},
+    {"own first", "beside"},
+    {"own first", "etp2"},
 )
-"""What Megatron does not take together."""
+"""What Megatron, or the plug-in, does not take together."""
+
+
+def test_every_possible_pair_is_trained() -> None:
+    trained = [set(combination.values()) for combination in covering(OPTIONS, IMPOSSIBLE)]
+    pairs = possible_pairs(OPTIONS, IMPOSSIBLE)
+    assert len(set(pairs)) == len(pairs), "a value is of one option"
+    assert [pair for pair in pairs if not any(pair <= values for values in trained)] == []
+    assert not any(pair <= values for pair in IMPOSSIBLE for values in trained)
+    # No fewer would do: every two of these come together.
+    assert len(trained) == len(OPTIONS["layout"]) * len(OPTIONS["router"])
 
 
 @pytest.mark.parametrize("combination", combinations(OPTIONS, IMPOSSIBLE, SHOWN))

@@ -1,4 +1,4 @@
-"""Kinds of dispatchers by name (no processes), and what the plan says instead of an exchange.
+"""What methods add to a layer (no processes), and what the plan says instead of an exchange.
 
 Layer 2: two and four gloo ranks. Sizes are compared with those that Megatron's dispatcher counts.
 """
@@ -18,29 +18,27 @@ from tests.ranks import run_ranks
 from megatron.core.transformer.moe.token_dispatcher import (  # isort: skip
     MoEAlltoAllTokenDispatcher,
 )
-from megatron_ext.mcore import dispatcher  # isort: skip
+from megatron_ext.mcore import dispatcher, spec  # isort: skip
+from megatron_ext.mcore.moe_layer import BalancedMoELayer  # isort: skip
 
 SIZES = ("input_splits", "output_splits", "num_global_tokens_per_local_expert")
 """Sizes that Megatron's `preprocess` leaves, with tensor parallelism of 1."""
 
 
-def test_kinds_are_found_by_name() -> None:
-    from megatron_ext.methods.libra.local_first import LOCAL_FIRST
+def test_methods_add_to_the_layer_what_settings_ask_for() -> None:
+    from megatron_ext.methods.libra.local_first import LocalFirstMoELayer
+    from megatron_ext.methods.libra.lookahead import LookaheadMoELayer
 
-    assert dispatcher.dispatcher_kind("megatron") is dispatcher.MEGATRON
-    assert dispatcher.dispatcher_kind("local_first") is LOCAL_FIRST
+    assert spec.balanced_layer_class(BalanceConfig()) is BalancedMoELayer
+    assert spec.balanced_layer_class(BalanceConfig(strategy="libra")) is LookaheadMoELayer
+    assert spec.balanced_layer_class(BalanceConfig(local_first=True)) is LocalFirstMoELayer
+    both = spec.balanced_layer_class(BalanceConfig(strategy="libra", local_first=True))
+    assert both.__bases__ == (LookaheadMoELayer, LocalFirstMoELayer)
 
 
-def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'ring'; known: local_first, megatron"):
-        dispatcher.dispatcher_kind("ring")
-
-
-def test_without_methods_megatrons_dispatchers_are_left() -> None:
-    with mock.patch.object(dispatcher.importlib.util, "find_spec", return_value=None):
-        assert dispatcher.dispatcher_kind("megatron") is dispatcher.MEGATRON
-        with pytest.raises(ValueError, match=r"'local_first'; known: megatron"):
-            dispatcher.dispatcher_kind("local_first")
+def test_without_methods_nothing_is_added() -> None:
+    with mock.patch.object(spec, "table_of_methods", return_value={}):
+        assert spec.balanced_layer_class(BalanceConfig(local_first=True)) is BalancedMoELayer
 
 
 def _counted_and_planned(

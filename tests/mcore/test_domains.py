@@ -8,19 +8,17 @@ from unittest import mock
 import pytest
 
 from megatron_ext.config import BalanceConfig
+from tests.mcore import inside
 from tests.mcore.parity import GRADIENT_TOLERANCE, gradient_difference
 from tests.ranks import run_ranks
 from tests.transport.test_domains import on_machines
 
 
 def _train_on_two_machines(rank: int) -> Any:
-    from megatron_ext.mcore import layer_state
-
+    make_slots = inside.original(inside.MAKE_SLOTS)
     with (
         on_machines(rank, ranks_each=2),
-        mock.patch.object(
-            layer_state, "shared_slot_buffers", wraps=layer_state.shared_slot_buffers
-        ) as made,
+        mock.patch(inside.MAKE_SLOTS, side_effect=make_slots) as made,
     ):
         difference = gradient_difference(
             dict(ep=4, experts=8, num_layers=1),

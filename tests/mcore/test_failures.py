@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.balance import slots
 from megatron_ext.config import BalanceConfig
 from megatron_ext.transport.collective import CollectiveTransport
+from tests.mcore import inside
 from tests.mcore.parity import balanced_gpt, balanced_layers  # first: enables the CPU platform
 from tests.ranks import run_ranks
 
-from megatron_ext.mcore import failures, models  # isort: skip
+from megatron_ext.mcore import failures, models, process_hooks  # isort: skip
 from megatron_ext.mcore.between_steps import check_agreement, reset_after_abort  # isort: skip
 
 MESSAGE = "rank 1 waited 0.2 s for rank 0 to offer the gradient of slot 0"
@@ -60,7 +60,7 @@ def _fail_late(rank: int, case: dict[str, Any]) -> None:
         return made[-1]
 
     balance = BalanceConfig(slots=1, tolerance=0.0, transport="collective")
-    with mock.patch.object(slots, "make_transport", make):
+    with mock.patch(inside.MAKE_TRANSPORT, make):
         gpt = balanced_gpt(case, balance)
         gpt.train_step(0, num_microbatches=2)
     assert len(made) == (1 if rank >= 2 else 0), "the first stage has no MoE layer"
@@ -113,9 +113,9 @@ def _two_models(rank: int) -> None:
     transport = mock.Mock(failed=torch.tensor([rank], dtype=torch.int32))
     transport.raise_failure.side_effect = RuntimeError(MESSAGE) if rank else None
     with mock.patch.object(failures, "transports_in_use", return_value=[transport]):
-        failures._start_count(_Grid(dp_cp_group=dist.group.WORLD))
+        failures.start_count(_Grid(dp_cp_group=dist.group.WORLD))
         if rank == 0:
-            failures._start_count(_Grid(dp_cp_group=SimpleNamespace(size=lambda: 1)))
+            failures.start_count(_Grid(dp_cp_group=SimpleNamespace(size=lambda: 1)))
         with pytest.raises(RuntimeError, match=f"weight: global rank 1: {MESSAGE}$"):
             failures.look()
         failures.look()  # Each count once.
@@ -128,7 +128,7 @@ def test_a_model_of_some_ranks_hides_no_failure_of_another() -> None:
 def test_a_program_counts_on_stages_that_have_nothing_to_balance() -> None:
     with (
         mock.patch.object(models, "MODELS", ()),
-        mock.patch.object(failures, "stop_before_weights_change") as stop,
+        mock.patch.object(process_hooks, "install") as install,
     ):
         models.balance_models(BalanceConfig(), lambda layer: None)
-    stop.assert_called_once()
+    install.assert_called_once()

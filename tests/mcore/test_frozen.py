@@ -18,6 +18,7 @@ import torch
 
 from megatron_ext.config import BalanceConfig
 from tests.gpt import TinyGPT, build_gpt
+from tests.mcore import inside
 from tests.mcore.parity import (
     GRADIENT_TOLERANCE,
     STEP_TOLERANCE,
@@ -28,8 +29,6 @@ from tests.mcore.parity import (
     step_difference,
 )
 from tests.ranks import run_ranks
-
-from megatron_ext.balance.slots import SlotBuffers  # isort: skip
 
 EXACT = BalanceConfig(tolerance=0.0)
 
@@ -69,19 +68,19 @@ STEP_CASES: list[Case] = [
 @contextmanager
 def _moving(layers: set[str]) -> Iterator[None]:
     """Note the layers whose gradients move, and that of frozen segments none do."""
-    reduce = SlotBuffers.reduce_replica_grads
+    reduce = inside.original(inside.START_REDUCE)
 
-    def noted(self: Any, slots: Any, grads: Any, slot_grads: Any, handle: Any, **rest: Any) -> Any:
-        layers.add(f"layer {handle.layer_number}")
+    def noted(self: Any, slots: Any, grads: Any, slot_grads: Any, label: str, **rest: Any) -> Any:
+        layers.add(label.split(",")[0])
         with mock.patch.object(self, "transport", wraps=self.transport) as transport:
-            reducing = reduce(self, slots, grads, slot_grads, handle, **rest)
+            reducing = reduce(self, slots, grads, slot_grads, label, **rest)
         (_, buffers, sums, *_), _ = transport.pull_add.call_args
         num_trained = sum(grad is not None for grad in grads)
         assert 0 < num_trained == len(buffers)
         assert all(len(of_main) == num_trained for of_main in sums.values())
         return reducing
 
-    with mock.patch.object(SlotBuffers, "reduce_replica_grads", noted):
+    with mock.patch(inside.START_REDUCE, noted):
         yield
 
 
@@ -160,7 +159,7 @@ def _bytes_and_dtypes(rank: int, main_grads_in_fp32: bool) -> None:
         layer.observers.append(reports.append)
     for model in (gpt, plain, exact):
         model.forward_backward(num_microbatches=2)
-    fc1, fc2 = upper.slot_buffers.grads
+    fc1, fc2 = inside.slot_grads(upper)
     dtype = torch.float32 if main_grads_in_fp32 else torch.bfloat16
     assert fc1 is None
     assert fc2.dtype == dtype

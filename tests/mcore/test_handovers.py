@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.balance.placement import Placement
-from megatron_ext.balance.strategies.settings import BalanceConfig
+from megatron_ext.config import BalanceConfig
 from megatron_ext.files.placement import write_placement
 from megatron_ext.transport import TransportOptions
 from tests.gpt import build_gpt  # first: it enables the CPU platform
+from tests.mcore import inside
 from tests.mcore.parity import balanced_gpt, balanced_layers
 from tests.ranks import run_ranks
 
@@ -28,9 +28,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP  # isort: skip
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules  # isort: skip
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
-from megatron_ext.mcore import layer_state  # isort: skip
 from megatron_ext.mcore.moe_layer import BalancedMoELayer  # isort: skip
-from megatron_ext.mcore.schedule import most_in_flight, ring_size  # isort: skip
 from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec  # isort: skip
 
 
@@ -55,9 +53,8 @@ def _layer_of_its_own(rank: int) -> None:
         push_blocks=8,
         grad_reduce_share=0.5,
     )
-    with mock.patch.object(
-        layer_state, "shared_slot_buffers", wraps=layer_state.shared_slot_buffers
-    ) as shared_slot_buffers:
+    make_slots = inside.original(inside.MAKE_SLOTS)
+    with mock.patch(inside.MAKE_SLOTS, side_effect=make_slots) as made:
         layer = BalancedMoELayer(
             config, _submodules(), 3, groups, balance=balance, **of_later_versions
         )
@@ -69,7 +66,7 @@ def _layer_of_its_own(rank: int) -> None:
     assert all(getattr(layer, name) == value for name, value in of_later_versions.items())
     assert layer.ep_group is layer.token_dispatcher.ep_group is groups.ep
     assert config.num_moe_experts == layer.router.num_experts == 4
-    asked = shared_slot_buffers.call_args.kwargs
+    asked = made.call_args.kwargs
     assert asked["ep_group"] is groups.ep
     assert asked["transport"] == "collective"
     assert asked["options"] == TransportOptions(
@@ -113,38 +110,6 @@ def test_a_layer_has_the_replicas_placed_for_its_number(tmp_path: Any) -> None:
     for first, second in run_ranks(_replicas_by_layer, 2, str(tmp_path / "placement.npz")):
         assert first == 0
         assert second > 0
-
-
-def test_the_ring_follows_the_groups_of_microbatches() -> None:
-    config = SimpleNamespace(
-        pipeline_model_parallel_size=4,
-        virtual_pipeline_model_parallel_size=2,
-        microbatch_group_size_per_vp_stage=6,
-    )
-    asked = dict(pp_size=4, pp_rank=1, num_chunks=2)
-    found = ring_size(BalanceConfig(), config, pp_rank=1, is_for_mtp=False)
-    assert found == most_in_flight(**asked, group_size=6)
-    assert found != most_in_flight(**asked)
-
-
-def test_the_ring_holds_every_forward_of_a_microbatch() -> None:
-    config = SimpleNamespace(
-        pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=None,
-        microbatch_group_size_per_vp_stage=2,
-        mtp_use_repeated_layer=True,
-        mtp_num_layers=None,
-        is_hybrid_model=True,
-    )
-
-    def found() -> int:
-        return ring_size(BalanceConfig(), config, pp_rank=0, is_for_mtp=False)
-
-    assert found() == 2, "nothing is predicted"
-    config.mtp_num_layers = 3
-    assert found() == 6
-    config.mlp_chunks_for_training = 4
-    assert found() == 24
 
 
 @pytest.mark.parametrize("form", ["ModuleSpec", "partial"])

@@ -6,6 +6,8 @@ compared with Megatron's own layer in float64; counts and bytes are compared exa
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,7 @@ from tests.gpt import (
     TransformerConfig,
     build_gpt,
 )  # first: it enables the CPU platform
+from tests.mcore import inside
 from tests.mcore.parity import balanced_gpt, balanced_layers
 from tests.ranks import run_ranks
 
@@ -114,16 +117,14 @@ def _abort_in_different_places(rank: int) -> None:
     """Rank 0 has started to push when it fails, rank 1 has neither sealed its plan nor offered its
     slots."""
     from megatron_ext import reset_after_abort
-    from megatron_ext.balance.agreement import Agreement
-    from megatron_ext.mcore import moe_layer
 
     case = dict(ep=2)
     clean, aborted = balanced_gpt(case, EXACT), balanced_gpt(case, EXACT)
     assert clean.train_step(0) == aborted.train_step(0)
     place = (
-        mock.patch.object(moe_layer, "reroute", side_effect=ArithmeticError)
+        mock.patch(inside.REROUTE, side_effect=ArithmeticError)
         if rank == 0
-        else mock.patch.object(Agreement, "share", side_effect=ArithmeticError)
+        else mock.patch(inside.SHARE, side_effect=ArithmeticError)
     )
     failures = []
     for _ in range(3):
@@ -147,15 +148,13 @@ def test_ranks_that_failed_in_different_places_go_on_after_a_reset() -> None:
 def _reset(rank: int) -> None:
     """What waits for the device comes when no device waits for a peer any more."""
     from megatron_ext import reset_after_abort
-    from megatron_ext.balance.agreement import Agreement
-    from megatron_ext.balance.slots import SlotBuffers
 
     gpt = balanced_gpt(dict(ep=2), EXACT)
     gpt.train_step(0)
     done = mock.Mock()
     with (
-        mock.patch.object(SlotBuffers, "reset", done.reset),
-        mock.patch.object(Agreement, "forget", done.forget),
+        mock.patch(inside.RESET_SLOTS, done.reset),
+        mock.patch(inside.FORGET_SEALS, done.forget),
     ):
         reset_after_abort(gpt.chunks)
     assert done.mock_calls == [mock.call.reset(), mock.call.forget()]
@@ -193,7 +192,7 @@ def _evaluate_in_between(rank: int) -> None:
         )
         assert busy.train_step(step) == loss
     for layer in balanced_layers(busy):
-        assert layer.num_in_flight == 0
+        assert inside.in_flight(layer) == 0
 
 
 def test_evaluation_in_the_middle_of_training_changes_nothing() -> None:
@@ -218,7 +217,7 @@ def _evaluate_between_forward_and_backward(rank: int) -> None:
     output, _ = layer(hidden)
     with torch.no_grad():
         layer(other)
-    for slot_weights in layer.slot_buffers.weights:
+    for slot_weights in inside.slot_weights(layer):
         slot_weights.fill_(float("nan"))
     output.backward(upstream)
     gradients = {f"grad {n}": g for n, g in gpt.gradients().items() if "layers.0.mlp" in n}
@@ -240,7 +239,7 @@ def _offload(rank: int) -> None:
     expected = layer_outcome(plain, hidden, upstream)
     (layer, *_) = balanced_layers(gpt)
     layer_outcome(gpt, hidden, upstream)
-    slots = {weights.untyped_storage().data_ptr() for weights in layer.slot_buffers.weights}
+    slots = {weights.untyped_storage().data_ptr() for weights in inside.slot_weights(layer)}
     moved = []
 
     def to_host(saved: torch.Tensor) -> torch.Tensor:
@@ -265,7 +264,7 @@ def _abort_a_step(rank: int, dispatcher: str, local_first: bool) -> None:
     clean, aborted = balanced_gpt(case, balance), balanced_gpt(case, balance)
 
     def fail(*_: Any) -> None:
-        in_flight = [layer.num_in_flight for layer in balanced_layers(aborted)]
+        in_flight = [inside.in_flight(layer) for layer in balanced_layers(aborted)]
         raise ArithmeticError(f"loss is not finite with {in_flight} plans in flight")
 
     # Between forward and backward: no backward comes, the graph is dropped.
@@ -275,7 +274,7 @@ def _abort_a_step(rank: int, dispatcher: str, local_first: bool) -> None:
             pytest.raises(ArithmeticError, match=r"with \[1, 1\] plans"),
         ):
             aborted.forward_backward()
-    for slot_grads in balanced_layers(aborted)[0].slot_buffers.grads:
+    for slot_grads in inside.slot_grads(balanced_layers(aborted)[0]):
         slot_grads.fill_(float("nan"))
     for step in range(2):
         assert clean.train_step(step) == aborted.train_step(step)
@@ -302,7 +301,7 @@ def _fail_in_the_experts(rank: int) -> None:
 
     for _ in range(2):
         with (
-            mock.patch("megatron_ext.mcore.moe_layer.run_experts", fail),
+            mock.patch(inside.RUN_EXPERTS, fail),
             pytest.raises(ArithmeticError),
         ):
             failing.forward_backward()
@@ -318,7 +317,7 @@ def _slot_bytes(rank: int, num_layers: int, dtype: torch.dtype) -> tuple[int, in
     gpt = balanced_gpt(dict(ep=2, num_layers=num_layers), EXACT, dtype=dtype)
     gpt.forward_backward(num_microbatches=2)
     layers = balanced_layers(gpt)
-    buffers = {id(layer.slot_buffers): layer.slot_buffers for layer in layers}
+    buffers = {id(inside.slot_buffers(layer)): inside.slot_buffers(layer) for layer in layers}
     assert len(layers) == num_layers
     expert = gpt.chunks[0].module.decoder.layers[0].mlp.experts.local_experts[0]
     return (
@@ -343,10 +342,10 @@ def _forward_only_bytes(rank: int, recompute: str) -> list[int]:
         gpt.chunks[0].train(is_training)
         with torch.set_grad_enabled(has_gradients):
             output = gpt.chunks[0](positions, positions, None)
-        assert layer.num_in_flight == int(has_gradients)
+        assert inside.in_flight(layer) == int(has_gradients)
         if has_gradients:
             output.sum().backward()
-        num_bytes.append(layer.slot_buffers.num_bytes)
+        num_bytes.append(inside.slot_buffers(layer).num_bytes)
     weights = layer.experts.local_experts[0].parameters()
     return [*num_bytes, sum(weight.nbytes for weight in weights)]
 
@@ -385,7 +384,7 @@ def _generate(rank: int) -> float:
     prompt, token, balanced_prompt, balanced_token = logits
     torch.testing.assert_close(balanced_prompt, prompt)
     torch.testing.assert_close(balanced_token, token)
-    buffers = balanced_layers(gpt)[0].slot_buffers
+    buffers = inside.slot_buffers(balanced_layers(gpt)[0])
     assert not any(grad is not None for grad in buffers.grads)
     return max(float(weights.abs().max()) for weights in buffers.weights)
 
@@ -414,6 +413,24 @@ def test_padding_experts_for_decoding_is_refused_where_it_begins() -> None:
         assert "moe_pad_expert_input_to_capacity must stay False" in message
 
 
+def _freed(rank: int) -> None:
+    gpt = balanced_gpt(dict(ep=2), EXACT)
+    gpt.train_step(0)
+    (layer, *_) = balanced_layers(gpt)
+    held = weakref.ref(layer.balancer)
+    gc.collect()
+    gc.disable()
+    try:
+        layer.balancer = None
+        assert held() is None
+    finally:
+        gc.enable()
+
+
+def test_what_a_layer_holds_is_freed_without_the_garbage_collector() -> None:
+    run_ranks(_freed, 2)
+
+
 def _names(rank: int) -> None:
     plain, gpt = build_gpt(ep=2), balanced_gpt(dict(ep=2), EXACT)
     gpt.forward_backward()
@@ -430,35 +447,32 @@ def test_slots_are_in_no_parameter_buffer_bucket_or_state() -> None:
     run_ranks(_names, 2)
 
 
-def test_a_ring_smaller_than_the_schedule_fails_before_any_wrong_gradient() -> None:
-    case = dict(ep=2, pp=2)
-    with pytest.raises(RuntimeError) as raised:
-        run_ranks(_small_ring_raises, 4, case, 1)
-    assert "layer 1: no entry for the plan of microbatch 1" in str(raised.value)
-    assert "set balance.max_in_flight to 2 or more (ring size now 1)" in str(raised.value)
+def test_a_limit_below_the_schedule_fails_before_any_wrong_gradient() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"layer 1: balance.max_in_flight \(1\) must be 2 or more"
+    ):
+        run_ranks(_small_limit_raises, 4)
 
 
-def _small_ring_raises(rank: int, case: dict[str, Any], ring_size: int) -> None:
-    gpt = balanced_gpt(case, BalanceConfig(tolerance=0.0, max_in_flight=ring_size))
+def _small_limit_raises(rank: int) -> None:
+    gpt = balanced_gpt(dict(ep=2, pp=2), BalanceConfig(tolerance=0.0, max_in_flight=1))
     gpt.forward_backward(num_microbatches=4)
 
 
-def _peak_in_flight(rank: int, case: dict[str, Any], num_microbatches: int) -> tuple[int, int]:
-    from megatron_ext.balance.in_flight import InFlightPlans
-
+def _in_flight(rank: int, case: dict[str, Any], num_microbatches: int) -> tuple[int, int]:
     peak = 0
-    keep = InFlightPlans.keep
+    keep = inside.original(inside.KEEP_PLAN)
 
-    def watched(self: InFlightPlans, *args: Any, **kwargs: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:
         nonlocal peak
-        handle = keep(self, *args, **kwargs)
-        peak = max(peak, self.num_in_flight)
-        return handle
+        lent = keep(*args, **kwargs)
+        peak = max(peak, *map(inside.in_flight, balanced_layers(gpt)))
+        return lent
 
     gpt = balanced_gpt(case, EXACT)
-    with mock.patch.object(InFlightPlans, "keep", watched):
+    with mock.patch(inside.KEEP_PLAN, watched):
         gpt.forward_backward(num_microbatches=num_microbatches)
-    return peak, max(layer.ring_size for layer in balanced_layers(gpt))
+    return peak, max(inside.plans_kept(layer)[0] for layer in balanced_layers(gpt))
 
 
 @pytest.mark.parametrize(
@@ -469,11 +483,11 @@ def _peak_in_flight(rank: int, case: dict[str, Any], num_microbatches: int) -> t
         (2, dict(ep=2), 4, [1, 1]),
     ],
 )
-def test_the_default_ring_is_what_the_schedule_holds(
+def test_a_layer_has_places_for_as_many_plans_as_the_schedule_holds(
     world_size: int, case: dict[str, Any], num_microbatches: int, by_rank: list[int]
 ) -> None:
-    found = run_ranks(_peak_in_flight, world_size, case, num_microbatches)
-    assert [peak for peak, _ in found] == [ring for _, ring in found] == by_rank
+    found = run_ranks(_in_flight, world_size, case, num_microbatches)
+    assert [peak for peak, _ in found] == [places for _, places in found] == by_rank
 
 
 def _check_plans(rank: int, tamper: bool) -> None:
@@ -519,7 +533,7 @@ PADDED = dict(
         (
             dict(cuda_graph_impl="local"),
             {},
-            "cuda_graph_impl ('local') must be 'none' with balance.strategy=quota: plans are read",
+            "cuda_graph_impl ('local') must be 'none' with balance.strategy=quota",
         ),
         ({}, dict(strategy="magic"), "unknown strategy 'magic'; known: "),
         ({}, dict(transport="rdma"), "balance.transport ('rdma') is not available here"),
@@ -554,7 +568,7 @@ PADDED = dict(
         (
             dict(cuda_graph_impl="local"),
             dict(strategy="ideal"),
-            "cuda_graph_impl ('local') must be 'none' with balance.strategy=ideal: a graph",
+            "cuda_graph_impl ('local') must be 'none' with balance.strategy=ideal",
         ),
         (
             dict(
@@ -622,7 +636,7 @@ def _bfloat16(rank: int) -> None:
         max(abs(model.train_step(step) - exact[step]) for step in range(3))
         for model in (plain, gpt)
     ]
-    buffers = balanced_layers(gpt)[0].slot_buffers
+    buffers = inside.slot_buffers(balanced_layers(gpt)[0])
     assert {weight.dtype for weight in buffers.weights} == {torch.bfloat16}
     assert {grad.dtype for grad in buffers.grads} == {torch.bfloat16}
     # Low precision by the usual rule: at most twice the error that the plain path makes against

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_ext.config import BalanceConfig
 from tests.gpt import TinyGPT, TransformerConfig  # first: it enables the CPU platform
+from tests.mcore import inside
 from tests.mcore.parity import balanced_gpt, balanced_layers
 from tests.ranks import run_ranks
 
@@ -74,37 +75,35 @@ def test_a_prediction_is_the_next_routers_choice_for_this_layers_input() -> None
 @contextmanager
 def noted(events: list[Any]) -> Iterator[None]:
     """Note what is sent ahead, what is moved with the plan, and when backward begins."""
-    from megatron_ext.balance.slots import SentAhead, SlotBuffers
+    points = inside.SEND_AHEAD, inside.START_MATERIALIZE, inside.ARRIVED
+    send, materialize, wait = map(inside.original, points)
 
-    send, materialize, wait = SlotBuffers.send_ahead, SlotBuffers.start_materialize, SentAhead.wait
+    def noted_send(layer: Any, predicted: Any) -> Any:
+        sent = send(layer, predicted)
+        events.append(("send", f"layer {layer.layer_number}", sent.slots))
+        return sent
 
-    def noted_send(self: Any, slots: Any, mains: Any, label: str, **options: Any) -> Any:
-        events.append(("send", label.split(",")[0], slots))
-        return send(self, slots, mains, label, **options)
+    def noted_wait(sent: Any) -> None:
+        events.append(("arrive", None, sent.slots))
+        wait(sent)
 
-    def noted_wait(self: Any) -> None:
-        events.append(("arrive", None, self.slots))
-        wait(self)
-
-    def noted_materialize(
-        self: Any, plan: Any, mains: Any, handle: Any, sent: Any = None, **on_host: Any
-    ) -> Any:
+    def noted_materialize(forward: Any, there: Any = None) -> None:
         moved: list[Any] = []
-        push = self.transport.push
+        transport = forward.buffers.transport
+        push = transport.push
 
         def noted_push(transfers: Any, *arguments: Any) -> Any:
             moved.extend(transfers)
             return push(transfers, *arguments)
 
-        with mock.patch.object(self.transport, "push", noted_push):
-            pending = materialize(self, plan, mains, handle, sent, **on_host)
-        events.append(("materialize", id(self), (plan, sent, moved)))
-        return pending
+        with mock.patch.object(transport, "push", noted_push):
+            materialize(forward, there)
+        events.append(("materialize", id(forward.buffers), (forward.plan, there, moved)))
 
     with (
-        mock.patch.object(SlotBuffers, "send_ahead", noted_send),
-        mock.patch.object(SentAhead, "wait", noted_wait),
-        mock.patch.object(SlotBuffers, "start_materialize", noted_materialize),
+        mock.patch(inside.SEND_AHEAD, noted_send),
+        mock.patch(inside.ARRIVED, noted_wait),
+        mock.patch(inside.START_MATERIALIZE, noted_materialize),
     ):
         yield
 
@@ -131,8 +130,8 @@ def _forward(rank: int, transport: str) -> None:
     assert [label for name, label, _ in events if name == "send"] == ["layer 2", "layer 3"]
     first, second, third = [label for name, label, _ in events if name == "materialize"]
     assert first == third != second, "the layers take two sets of slots in turn"
-    for _, _, (plan, sent, moved) in [event for event in events if event[0] == "materialize"]:
-        there = sent.slots if sent is not None else torch.full_like(plan.slots, -1)
+    for _, _, (plan, there, moved) in [event for event in events if event[0] == "materialize"]:
+        there = there if there is not None else torch.full_like(plan.slots, -1)
         missing = (plan.slots >= 0) & (plan.slots != there)
         assert {(t.replica_rank, t.slot_idx) for t in moved} == set(
             map(tuple, missing.nonzero().tolist())
@@ -150,13 +149,7 @@ def _listed(rank: int) -> list[int]:
     gpt.forward_backward(num_microbatches=1)  # Layers get to know each other.
     listed = []
     for layer in balanced_layers(gpt):
-        list_mains = layer.expert_weights.mains
-
-        def noted_list(number: int = layer.layer_number, list_mains: Any = list_mains) -> Any:
-            listed.append(number)
-            return list_mains()
-
-        layer.expert_weights.mains = noted_list
+        inside.watch_mains(layer, partial(listed.append, layer.layer_number))
     gpt.forward_backward(num_microbatches=2)
     return listed
 
@@ -172,7 +165,7 @@ def _recomputed(rank: int, recompute: str) -> None:
     # Of each microbatch in its forward; none in backward, where layers run in reverse.
     assert sends == ["layer 2", "layer 3"] * 2
     assert sum(name == "arrive" for name, _, _ in events) == len(sends)
-    assert all(layer.lookahead.is_idle for layer in balanced_layers(gpt))
+    assert all(inside.sends_nothing_ahead(layer) for layer in balanced_layers(gpt))
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -183,7 +176,7 @@ def test_nothing_is_sent_ahead_in_a_recomputed_forward(recompute: str) -> None:
 def _chunks(rank: int) -> list[Any]:
     gpt = balanced_gpt(dict(ep=1, pp=2, vpp=2, num_layers=8), LIBRA)
     gpt.forward_backward(num_microbatches=2)
-    return [(layer.layer_number, layer.chunk) for layer in balanced_layers(gpt)]
+    return [(layer.layer_number, inside.chunk(layer)) for layer in balanced_layers(gpt)]
 
 
 def test_a_layer_knows_its_chunk() -> None:
@@ -235,27 +228,25 @@ def test_a_prediction_leaves_no_trace_in_the_router() -> None:
 def _abort(rank: int, place: str) -> None:
     """Rank 0 fails when it has sent ahead, rank 1 before it or at the same place."""
     from megatron_ext import reset_after_abort
-    from megatron_ext.balance.slots import SlotBuffers
-    from megatron_ext.mcore.lookahead import Lookahead
 
     # So large that a thread copies them: small ones are copied, and peers waited for, at once.
     case = dict(ep=2, num_layers=LAYERS, ffn=4096)
     clean, aborted = balanced_gpt(case, LIBRA), balanced_gpt(case, LIBRA)
     assert clean.train_step(0) == aborted.train_step(0)
-    tell_next = Lookahead.tell_next
+    tell_next = inside.original(inside.TELL_NEXT)
 
     def fail(*arguments: Any) -> None:
         tell_next(*arguments)
         raise ArithmeticError
 
-    failing: Any = mock.patch.object(Lookahead, "tell_next", fail)
+    failing: Any = mock.patch(inside.TELL_NEXT, fail)
     if rank == 1 and place == "before":
-        failing = mock.patch.object(SlotBuffers, "send_ahead", side_effect=ArithmeticError)
+        failing = mock.patch(inside.PLACE_PREDICTED, side_effect=ArithmeticError)
     for _ in range(3):
         with failing, pytest.raises(ArithmeticError):
             aborted.forward_backward()
         reset_after_abort(aborted.chunks)
-        assert all(layer.lookahead.is_idle for layer in balanced_layers(aborted))
+        assert all(inside.sends_nothing_ahead(layer) for layer in balanced_layers(aborted))
     for step in range(1, 3):
         assert clean.train_step(step) == aborted.train_step(step)
     for name, value in clean.parameters().items():
@@ -269,7 +260,7 @@ def test_a_clean_step_after_an_abort_with_replicas_on_their_way(place: str) -> N
 
 def _other_transformer_layers(rank: int) -> int:
     """Layers that are told of no chunk balance as well, and send nothing ahead."""
-    from megatron_ext.mcore.backward import JoiningTransformerLayer
+    from megatron_ext.mcore.moe_layer import JoiningTransformerLayer
 
     def forget_chunk(self: Any, *arguments: Any, **keywords: Any) -> None:
         super(JoiningTransformerLayer, self).__init__(*arguments, **keywords)
@@ -286,19 +277,25 @@ def test_without_a_chunk_nothing_is_sent_ahead() -> None:
 
 
 def test_a_report_waits_for_no_device() -> None:
-    """Tensors on `meta` have no values: whoever asks for one in the forward fails."""
+    """Tensors on `meta` have no values: a look at one in the forward fails."""
+    from megatron_ext.balance.layer_report import PredictionReport
     from megatron_ext.balance.layout import ExpertLayout
+    from megatron_ext.balance.metrics import replica_use
     from megatron_ext.balance.plan import BalancePlan
-    from megatron_ext.balance.slots import SentAhead
-    from megatron_ext.mcore.lookahead import Prediction
 
     layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     choices = torch.zeros(5, 4, dtype=torch.bool).to("meta")
     load = torch.zeros(2, 4, dtype=torch.int64).to("meta")
     slots = torch.zeros(2, 1, dtype=torch.int32).to("meta")
     plan = BalancePlan(layout, torch.zeros(4, 2, dtype=torch.int64).to("meta"), slots)
-    prediction = Prediction(choices, load, SentAhead(slots, mock.Mock(), is_timed=True))
-    report = prediction.report(choices, load, plan, expert_bytes=8)
+    report = PredictionReport(
+        load=load,
+        exact_load=load,
+        num_choices=choices.sum(),
+        num_right_choices=choices.sum(),
+        replica_use=replica_use(slots, plan),
+        expert_bytes=8,
+    )
     for name in ("load_accuracy", "choice_accuracy", "sent_ahead_bytes", "topped_up_bytes"):
         with pytest.raises(RuntimeError, match="meta"):
             getattr(report, name)

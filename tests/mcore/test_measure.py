@@ -18,6 +18,7 @@ import torch
 
 from megatron_ext.config import BalanceConfig
 from tests.gpt import build_gpt  # first: it enables the CPU platform
+from tests.mcore import inside
 from tests.mcore.clock import DEAR_EXPERTS_MS, ROUNDS, rounds_take
 from tests.mcore.parity import balanced_gpt, balanced_layers, gradient_difference, step_difference
 from tests.mcore.test_parity import GRADIENT_TOLERANCE, STEP_TOLERANCE
@@ -36,7 +37,7 @@ MEDIAN_S = 4e-3
 
 
 def _costs(layer: Any) -> Any:
-    return layer.state.planner._settings.costs
+    return inside.costs(layer)
 
 
 def _measure(rank: int) -> Any:
@@ -49,7 +50,7 @@ def _measure(rank: int) -> Any:
     logger.setLevel(logging.INFO)
     try:
         gpt = balanced_gpt(dict(ep=2), TIME)
-        assert [layer.measured for layer in balanced_layers(gpt)] == [{}, {}]
+        assert [inside.measured(layer) for layer in balanced_layers(gpt)] == [{}, {}]
         with rounds_take(ROUNDS_MS[rank]) as clock:
             for step in range(2):
                 gpt.train_step(step)
@@ -58,7 +59,7 @@ def _measure(rank: int) -> Any:
         logger.setLevel(level)
     assert gpt.chunks[0].module.config.num_layers == len(balanced_layers(gpt)) == 2
     costs = [_costs(layer) for layer in balanced_layers(gpt)]
-    return [layer.measured for layer in balanced_layers(gpt)], costs, clock.rounds, records
+    return [inside.measured(layer) for layer in balanced_layers(gpt)], costs, clock.rounds, records
 
 
 def test_measured_once_by_the_slowest_rank_and_used() -> None:
@@ -87,7 +88,7 @@ def _long_rounds(rank: int) -> Any:
     gpt = balanced_gpt(dict(ep=2), TIME)
     with rounds_take([900.0, 500.0]) as clock:
         gpt.forward_backward()
-    return clock.rounds, balanced_layers(gpt)[0].measured["assignment_time"]
+    return clock.rounds, inside.measured(balanced_layers(gpt)[0])["assignment_time"]
 
 
 def test_long_rounds_are_few_and_the_first_does_not_count() -> None:
@@ -105,10 +106,13 @@ def _given(rank: int) -> None:
         with rounds_take([1.0]) as clock:
             gpt.forward_backward()
         for layer in balanced_layers(gpt):
-            assert layer.measured.keys() == {"link_bandwidth", "assignment_time"} - given.keys()
+            assert (
+                inside.measured(layer).keys()
+                == {"link_bandwidth", "assignment_time"} - given.keys()
+            )
             for name, value in given.items():
                 assert getattr(_costs(layer), name) == value
-            for name, value in layer.measured.items():
+            for name, value in inside.measured(layer).items():
                 assert getattr(_costs(layer), name) == value
         assert clock.rounds == rounds
         models.append(gpt)
@@ -142,7 +146,7 @@ UNDISTURBED = (
 
 
 def _state(gpt: Any) -> list[Any]:
-    """Losses and gradients, the generators, and the rings of plans, after a schedule."""
+    """Losses and gradients, the generators, and the places of plans, after a schedule."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     torch.manual_seed(3)
@@ -152,7 +156,7 @@ def _state(gpt: Any) -> list[Any]:
         *gpt.gradients().values(),
         torch.get_rng_state(),
         *get_cuda_rng_tracker().get_states().values(),
-        *(torch.tensor(layer.state.slots.in_flight._generation) for layer in balanced_layers(gpt)),
+        *(torch.tensor(inside.plans_kept(layer)) for layer in balanced_layers(gpt)),
         *(torch.tensor(layer.num_replicas) for layer in balanced_layers(gpt)),
     ]
 
@@ -162,7 +166,7 @@ def _measure_undisturbed(rank: int, case: dict[str, Any]) -> int:
         measuring = balanced_gpt(case, TIME)
         found = _state(measuring)
         assert clock.rounds == 2 * ROUNDS
-    costs = balanced_layers(measuring)[0].measured
+    costs = inside.measured(balanced_layers(measuring)[0])
     given = _state(balanced_gpt(case, BalanceConfig(objective="time", **costs)))
     assert len(found) == len(given)
     assert all(torch.equal(one, other) for one, other in zip(found, given, strict=True))
@@ -195,9 +199,8 @@ def _measure_between(rank: int) -> None:
         # Another layer, as this one would leave the very weights in the slots that were there.
         other = balanced_layers(balanced_gpt(case, TIME))[1]
         with rounds_take(DEAR_EXPERTS_MS):
-            mains, load = other.expert_weights.mains(), torch.full((2, 4), 16)
-            other._held.measure_costs(mains, load, torch.float32)
-        assert other.measured
+            inside.measure(other, torch.full((2, 4), 16), torch.float32)
+        assert inside.measured(other)
 
     expected = gradients(lambda: None)
     found = gradients(measure)
@@ -210,16 +213,15 @@ def test_slots_of_a_forward_that_waits_for_its_backward_are_filled_again() -> No
 
 def _fail_and_go_on(rank: int) -> str:
     from megatron_ext import reset_after_abort
-    from megatron_ext.mcore import layer_state
 
     gpt = balanced_gpt(dict(ep=2), TIME)
-    broken = mock.patch.object(layer_state, "run_experts", side_effect=MemoryError("no room"))
+    broken = mock.patch(inside.MEASURED_EXPERTS, side_effect=MemoryError("no room"))
     with broken, pytest.raises(RuntimeError) as error, rounds_take(DEAR_EXPERTS_MS):
         gpt.forward_backward()
     reset_after_abort(gpt.chunks)
     with rounds_take(DEAR_EXPERTS_MS[ROUNDS:]):
         gpt.train_step(0)
-    assert all(layer.measured for layer in balanced_layers(gpt))
+    assert all(inside.measured(layer) for layer in balanced_layers(gpt))
     return str(error.value)
 
 
@@ -239,7 +241,7 @@ def _nothing_to_choose(rank: int, case: dict[str, Any], settings: dict[str, Any]
         gpt.train_step(0)
     plain.train_step(0)
     assert clock.rounds == 0
-    assert all(layer.measured == {} for layer in balanced_layers(gpt))
+    assert all(inside.measured(layer) == {} for layer in balanced_layers(gpt))
     found = gpt.parameters()
     assert all(torch.equal(found[name], value) for name, value in plain.parameters().items())
 
@@ -267,8 +269,8 @@ def _real_clock(rank: int) -> list[Any]:
         gpt = balanced_gpt(case, BalanceConfig(objective="time", check_plans=True, **settings))
         gpt.forward_backward(num_microbatches=2)
         layers = balanced_layers(gpt)
-        assert all(layer.measured == layers[0].measured for layer in layers)
-        measured.append(layers[0].measured)
+        assert all(inside.measured(layer) == inside.measured(layers[0]) for layer in layers)
+        measured.append(inside.measured(layers[0]))
     return measured
 
 

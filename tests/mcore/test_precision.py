@@ -17,6 +17,7 @@ import torch
 
 from megatron_ext.config import BalanceConfig
 from tests.gpt import TinyGPT, build_gpt
+from tests.mcore import inside
 from tests.mcore.parity import balanced_gpt
 from tests.ranks import run_ranks
 
@@ -84,7 +85,7 @@ def _square_errors(
     assert layer.num_replicas >= NUM_MICROBATCHES
     main_grads = {weight.main_grad.dtype for weight in layer.experts.parameters()}
     if layer.config.gradient_accumulation_fusion:  # One product has one dtype.
-        assert {grad.dtype for grad in layer.slot_buffers.grads} == main_grads
+        assert {grad.dtype for grad in inside.slot_grads(layer)} == main_grads
     return tuple(map(partial(_square_distances, expected), (plain, balanced)))
 
 

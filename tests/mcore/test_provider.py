@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.balance.strategies.settings import BalanceConfig
+from megatron_ext.config import BalanceConfig
 from tests.gpt import build_gpt  # first: it enables the CPU platform
 from tests.ranks import run_ranks
 

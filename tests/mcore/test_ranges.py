@@ -19,7 +19,7 @@ enable_cpu_platform()
 
 from megatron.core.utils import configure_nvtx_profiling  # noqa: E402
 
-import megatron_ext.mcore.stages  # noqa: E402, F401  (hands Megatron's switch in)
+from megatron_ext.mcore import process_hooks  # noqa: E402
 from megatron_ext.mcore.spec import balance_spec, name_stages  # noqa: E402
 from tests.gpt import build_gpt  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
@@ -28,6 +28,7 @@ from tests.ranks import run_ranks  # noqa: E402
 @pytest.fixture
 def pushed(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """NVTX ranges in order; None where one ends."""
+    process_hooks.install()  # It hands Megatron's switch in.
     seen: list[str | None] = []
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", seen.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append(None))

@@ -18,9 +18,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_ext.balance.strategies.settings import BalanceConfig
-from megatron_ext.balance.strategies.strategy import HistorySettings
+from megatron_ext.config import BalanceConfig, HistorySettings
 from tests.gpt import SEQUENCE, VOCAB, TinyGPT, build_gpt  # first: it enables the CPU platform
+from tests.mcore import inside
 from tests.mcore.parity import balanced_gpt, balanced_layers
 from tests.ranks import run_ranks
 
@@ -67,31 +67,27 @@ class Noted:
 @contextmanager
 def noted(gpt: TinyGPT) -> Iterator[Noted]:
     """Note plans, and count what is gathered, solved and pushed."""
-    from megatron_ext.balance.agreement import Agreement
-    from megatron_ext.balance.planner import LayerPlanner
-    from megatron_ext.balance.slots import SlotBuffers
-
     found = Noted()
 
-    def counted(cls: type, name: str) -> Any:
-        method = getattr(cls, name)
+    def counted(name: str, point: str) -> Any:
+        method = inside.original(point)
 
         def count(*args: Any) -> Any:
             found.counts[name] += 1
             return method(*args)
 
-        return mock.patch.object(cls, name, count)
+        return mock.patch(point, count)
 
     def note(number: int, plan: Any, _: Any) -> None:
         passes = found.second if torch.is_grad_enabled() else found.first
         passes.setdefault(number, []).append(plan.digest())
 
     for layer in balanced_layers(gpt):
-        layer.plan_observers.append(partial(note, layer.layer_number))
+        inside.watch_plans(layer, partial(note, layer.layer_number))
     with (
-        counted(Agreement, "gather_counts"),
-        counted(LayerPlanner, "solve"),
-        counted(SlotBuffers, "_push"),
+        counted("gather", inside.GATHER_LOAD),
+        counted("solve", inside.SOLVE),
+        counted("push", inside.PUSH),
     ):
         yield found
 
@@ -99,8 +95,8 @@ def noted(gpt: TinyGPT) -> Iterator[Noted]:
 def move_on(layer: Any, plan: Any, _: Any) -> None:
     """Let the layer's history move on after every plan, as later microbatches' would."""
     load = torch.zeros(plan.layout.ep_size, plan.layout.num_experts, dtype=torch.int64)
-    load[:, layer.state.planner._num_observed % plan.layout.num_experts] = 1000
-    layer.state.planner.observe(load)
+    load[:, inside.num_observed(layer) % plan.layout.num_experts] = 1000
+    inside.planner(layer).observe(load)
 
 
 def gradients(gpt: TinyGPT, num_microbatches: int) -> dict[str, torch.Tensor]:
@@ -124,12 +120,12 @@ def _one_plan(rank: int) -> list[Noted]:
         gpt = balanced_gpt(dict(ep=2, **case), HISTORY, dtype=torch.float64)
         gpt.forward_backward()  # The first microbatch has no history to be planned from.
         for layer in balanced_layers(gpt):
-            layer.plan_observers.append(partial(move_on, layer))
+            inside.watch_plans(layer, partial(move_on, layer))
             layer.num_replicas = 0
         with noted(gpt) as found:
             assert_equal(expected, gradients(gpt, 2))
         assert all(layer.num_replicas > 0 for layer in balanced_layers(gpt)), "nothing was tested"
-        assert all(layer.num_in_flight == 0 for layer in balanced_layers(gpt))
+        assert all(inside.in_flight(layer) == 0 for layer in balanced_layers(gpt))
         maps = (gpt.micro_batch_size * SEQUENCE, balanced_layers(gpt)[0].layout.num_physical)
         assert not any(
             isinstance(one, torch.Tensor) and one.shape == maps for one in gc.get_objects()
@@ -144,7 +140,7 @@ def test_the_second_pass_plans_nothing_and_pushes_what_is_missing() -> None:
     for of_rank in run_ranks(_one_plan, 2):
         for (case, pushes), found in zip(CASES, of_rank, strict=True):
             plans = 2 * 2  # of two microbatches and layers
-            counts = dict(gather_counts=plans, solve=plans, _push=2 * pushes)
+            counts = dict(gather=plans, solve=plans, push=2 * pushes)
             assert found.counts == counts, case
             recomputed = {1, 2} if case else set()
             recomputed -= {2} if case.get("recompute_method") == "block" else set()
@@ -191,7 +187,7 @@ def _without_backward(rank: int) -> None:
         for step in range(2):
             with torch.no_grad():
                 busy.chunks[0](*_inputs())
-            assert [layer.num_in_flight for layer in balanced_layers(busy)] == [0, 0]
+            assert [inside.in_flight(layer) for layer in balanced_layers(busy)] == [0, 0]
             with noted(busy) as found:
                 assert busy.train_step(step) == quiet.train_step(step)
             assert found.first == found.second
@@ -266,7 +262,7 @@ def in_a_checkpoint(rank: int, settings: dict[str, Any]) -> list[int]:
             outcomes.append(each.gradients() | {"inputs": inputs.grad})
         assert_equal(*outcomes)
         assert balanced_layers(gpt)[0].num_replicas > 0
-        assert balanced_layers(gpt)[0].num_in_flight == 0
+        assert inside.in_flight(balanced_layers(gpt)[0]) == 0
         solved.append(found.counts["solve"])
         with torch.no_grad():
             checkpoint(lambda x, run=layer: run(x)[0], hidden, use_reentrant=False)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.balance.strategies.settings import BalanceConfig
+from megatron_ext.config import BalanceConfig
 from tests.gpt import SEQUENCE, TinyGPT, build_gpt  # first: it enables the CPU platform
 from tests.mcore.parity import balanced_gpt, balanced_layers
 from tests.ranks import run_ranks

@@ -16,8 +16,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_ext.balance.strategies.settings import BalanceConfig
+from megatron_ext.config import BalanceConfig
 from tests.gpt import build_gpt  # first: it enables the CPU platform
+from tests.mcore import inside
 from tests.mcore.parity import (
     GRADIENT_TOLERANCE,
     balanced_gpt,
@@ -95,7 +96,7 @@ def _come_back(rank: int) -> None:
     for grid in GRIDS:
         gpt = balanced_gpt(grid, BalanceConfig(tolerance=0.0), dtype=torch.float64)
         layer = balanced_layers(gpt)[0]
-        layer._run_experts = _hand_back
+        inside.replace_experts(layer, _hand_back)
         generator = torch.Generator().manual_seed(rank)
         hidden = torch.randn(24, 1, 16, generator=generator, dtype=torch.float64)
         routed = [value.detach() for value in layer.route(hidden)]
@@ -136,11 +137,11 @@ def _policy_and_reference(rank: int) -> None:
     with torch.no_grad():
         evaluated = [float(_loss(other)) for other in others]
     losses = [_loss(model) for model in (gpt, *others)]
-    buffers = [{layer.slot_buffers for layer in balanced_layers(m)} for m in (gpt, *others)]
+    buffers = [{inside.slot_buffers(layer) for layer in balanced_layers(m)} for m in (gpt, *others)]
     assert buffers[0] == buffers[1] != buffers[2]
     assert [len(each) for each in buffers] == [1, 1, 1]
     for model in (gpt, *others):
-        assert all(layer.num_in_flight == 1 for layer in balanced_layers(model))
+        assert all(inside.in_flight(layer) == 1 for layer in balanced_layers(model))
         model.chunks[0].zero_grad_buffer()
     with torch.no_grad():
         assert [float(_loss(other)) for other in others] == evaluated
@@ -157,7 +158,7 @@ def _policy_and_reference(rank: int) -> None:
                 ones[name].norm()
             ), name
     for model in (gpt, *others):
-        assert all(layer.num_in_flight == 0 for layer in balanced_layers(model))
+        assert all(inside.in_flight(layer) == 0 for layer in balanced_layers(model))
         assert all(layer.num_replicas > 0 for layer in balanced_layers(model))
 
 
@@ -184,14 +185,14 @@ def _freed_on_one_rank(rank: int) -> None:
     build = partial(balanced_gpt, dict(ep=2), BalanceConfig(tolerance=0.0), dtype=torch.float64)
     gpt = build()
     expected, gradients = _loss_and_gradients(gpt)
-    kept = balanced_layers(gpt)[0].slot_buffers if rank == 0 else None
+    kept = inside.slot_buffers(balanced_layers(gpt)[0]) if rank == 0 else None
     del gpt
     gc.collect()
     gpt = build()
     found, again = _loss_and_gradients(gpt)
     assert found == expected
     assert all(torch.equal(again[name], gradient) for name, gradient in gradients.items())
-    assert balanced_layers(gpt)[0].slot_buffers is not kept
+    assert inside.slot_buffers(balanced_layers(gpt)[0]) is not kept
 
 
 def test_slots_that_one_rank_still_has_of_a_model_before_do_not_serve_the_next() -> None:

@@ -16,17 +16,14 @@ from unittest import mock
 import torch
 
 import megatron_ext
-from megatron_ext.balance.planner import LayerPlanner
-from megatron_ext.balance.slots import SlotBuffers
 from megatron_ext.balance.stage_times import STAGES, TIMES
 from megatron_ext.config import BalanceConfig
 from tests.gpt import build_gpt  # first: it enables the CPU platform
+from tests.mcore import inside
 from tests.mcore.parity import balanced_layers
 from tests.ranks import run_ranks
 
-from megatron_ext.mcore import moe_layer  # isort: skip
-from megatron_ext.transport.shared_memory import SharedMemoryTransport  # isort: skip
-
+PULL_ADD = "megatron_ext.transport.shared_memory.SharedMemoryTransport.pull_add"
 DELAY_S = 0.1
 LAYERS = 2
 
@@ -69,13 +66,13 @@ def _delayed(where: str, delays: _Delays, gpt: Any) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         return
-    place, name, wrap = {
-        "plan": (LayerPlanner, "solve", delays.before),
-        "reroute": (moe_layer, "reroute", delays.before),
-        "wait for weights": (SlotBuffers, "_push", delays.before_wait),
-        "wait for gradients": (SharedMemoryTransport, "pull_add", delays.before_wait),
+    point, wrap = {
+        "plan": (inside.SOLVE, delays.before),
+        "reroute": (inside.REROUTE, delays.before),
+        "wait for weights": (inside.PUSH, delays.before_wait),
+        "wait for gradients": (PULL_ADD, delays.before_wait),
     }[where]
-    with mock.patch.object(place, name, wrap(getattr(place, name))):
+    with mock.patch(point, wrap(inside.original(point))):
         yield
 
 
@@ -132,16 +129,16 @@ def _measure_sent_ahead(rank: int) -> None:
     balanced = partial(megatron_ext.balance_spec, balance=libra)
     gpt = build_gpt(ep=2, num_layers=LAYERS, spec_transform=balanced)
     gpt.forward_backward()  # Layers get to know each other.
-    delays, send = _Delays(), SlotBuffers.send_ahead
+    delays, send = _Delays(), inside.original(inside.SEND_AHEAD)
 
     def sent_late(*args: Any, **kwargs: Any) -> Any:
         sent = send(*args, **kwargs)
-        sent._pending = mock.Mock(wait=delays.before(sent._pending.wait))
+        inside.delay_arrival(sent, lambda pending: mock.Mock(wait=delays.before(pending.wait)))
         return sent
 
     with (
         mock.patch.object(TIMES, "readers", 1),
-        mock.patch.object(SlotBuffers, "send_ahead", sent_late),
+        mock.patch(inside.SEND_AHEAD, sent_late),
     ):
         gpt.forward_backward()
         times = TIMES.take()

@@ -12,8 +12,9 @@ from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.plan import BalancePlan, check_plan
 from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies import get_strategy
-from megatron_ext.balance.strategies.strategy import HistorySettings, PlanSettings
-from megatron_ext.methods.eplb import eplb, eplb_exact
+from megatron_ext.balance.strategies.strategy import PlanSettings
+from megatron_ext.config import HistorySettings, LlepSettings
+from megatron_ext.methods.eplb import eplb
 from megatron_ext.methods.llep import llep
 from megatron_ext.methods.lplb import lplb
 from megatron_ext.methods.moonep import moonep
@@ -95,7 +96,7 @@ class TestEplb:
 def test_eplb_exact_deals_each_source_by_itself():
     """Three instances of e0. Sources have 5, 4 and 2: dealt 2 2 1, 2 1 1 and 1 1 0."""
     load = torch.tensor([[5, 1, 0], [4, 0, 0], [2, 0, 1]])
-    plan = eplb_exact.solve(load, layout(3, 1), PlanSettings())
+    plan = eplb.solve(load, layout(3, 1), PlanSettings())
     assert plan.slots.tolist() == [[-1], [0], [0]]
     assert plan.quota.tolist() == [[5, 4, 2], [0, 1, 0], [0, 0, 1]]
 
@@ -153,7 +154,7 @@ class TestLplb:
 class TestLlep:
     @staticmethod
     def solve(loads, where, alpha=1.0, least=1):
-        asked = PlanSettings(sections=(llep.LlepSettings(alpha=alpha, min_tokens_per_gemm=least),))
+        asked = PlanSettings(sections=(LlepSettings(alpha=alpha, min_tokens_per_gemm=least),))
         return llep.solve(one_source(where.ep_size, *loads), where, asked)
 
     def test_spills_what_is_above_the_capacity(self):

@@ -226,7 +226,7 @@ def test_strided_inputs_are_read_as_they_are():
     assert torch.equal(native.count_load(routed.T.contiguous().T)[0], routed.sum(0))
 
 
-def test_opcheck():
+def test_what_schemas_say_of_arguments_is_true():
     load = worked_example().load
     quota, _ = native.solve_quota(load, 1, 2, 10_000, 1)
     batch = torch.stack([load, load])
@@ -264,7 +264,7 @@ def test_opcheck():
         (native.split_quota, (load, quota, None)),
         (native.split_quota, (load, quota, 1)),
     ):
-        torch.library.opcheck(op.default, args)
+        torch.library.opcheck(op.default, args, test_utils="test_schema")
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ from megatron_ext.config import BalanceConfig  # noqa: E402
 from megatron_ext.trainer.quickstart import build_data  # noqa: E402
 from megatron_ext.trainer.ranks.launch import join_ranks, launch_ranks  # noqa: E402
 from megatron_ext.trainer.train import load_config  # noqa: E402
+from tests.mcore import inside  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 
 WARMUP = 5
@@ -317,7 +318,8 @@ def count_layer(rank: int, balance: BalanceConfig | None, **settings: Any) -> di
         if hasattr(layer.token_dispatcher, name):  # of the all-to-all dispatcher
             counting.host.add(getattr(layer.token_dispatcher, name))
     if balance is not None:
-        layer.slot_buffers.transport = _CountedTransport(layer.slot_buffers.transport, counting)
+        buffers = inside.slot_buffers(layer)
+        buffers.transport = _CountedTransport(buffers.transport, counting)
     ours, megatrons = layer.preprocess, MoELayer.preprocess
 
     def preprocess(*args: Any) -> Any:

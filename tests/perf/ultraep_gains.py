@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_ext.balance.strategies.strategy import HistorySettings, PlanSettings
+from megatron_ext.balance.strategies.strategy import PlanSettings
+from megatron_ext.config import HistorySettings
 from megatron_ext.files.loads import Loads
 from megatron_ext.files.tables import markdown_table
 from megatron_ext.lab.hardware import read_hardware

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.mcore import inside
 from tests.mcore.parity import balanced_gpt, balanced_layers
 from tests.mcore.test_recompute import in_a_checkpoint
 from tests.ranks import run_ranks
@@ -81,7 +82,7 @@ def _offloaded(rank: int) -> None:
         assert differ == []
         first, *others = balanced_layers(gpt)
         assert all(layer.num_replicas > 0 for layer in (first, *others))
-        slots = {weights.untyped_storage().data_ptr() for weights in first.slot_buffers.weights}
+        slots = {weights.untyped_storage().data_ptr() for weights in inside.slot_weights(first)}
         assert ToHost.copied
         assert not slots & set(ToHost.copied)
 

@@ -20,6 +20,7 @@ from megatron_ext.telemetry.layers import read_layers
 from megatron_ext.telemetry.names import METRICS, SECTIONS, shown
 from megatron_ext.trainer.logs.run_log import read_metrics
 from megatron_ext.trainer.train import load_config
+from tests.mcore import inside
 from tests.ranks import run_ranks
 from tests.reference.bound import lower_bound
 from tests.trainer.dataset import overrides
@@ -42,16 +43,15 @@ class Found:
     layers slots and rank loads, of every forward."""
     bytes: dict[tuple[int, str], int] = field(default_factory=dict)
     """Bytes that the replicas of an EP group moved, by step and direction; of its first rank."""
-    kept: list[tuple[int, int, int, int, float]] = field(default_factory=list)
-    """Step, 1 where a plan is kept and -1 where it is released, layer, microbatch, and part of the
-    ring in use, in their order."""
+    kept: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """Step, 1 where a plan is kept and -1 where it is released, layer and microbatch, in
+    their order."""
 
 
 def _counted(rank: int, arguments: list[str]) -> Found:
     enable_cpu_platform()
     from megatron.core import parallel_state
 
-    from megatron_ext.balance.in_flight import InFlightPlans
     from megatron_ext.trainer.loop import Training
     from megatron_ext.trainer.model import build
     from megatron_ext.transport.shared_memory import SharedMemoryTransport
@@ -81,7 +81,7 @@ def _counted(rank: int, arguments: list[str]) -> Found:
     names: dict[Any, tuple[int, int]] = {}
     seen_plans: dict[tuple[int, int], int] = {}
     move = {way: getattr(SharedMemoryTransport, way) for way in ("push", "pull_add")}
-    keep_plan, release_plan = InFlightPlans.keep, InFlightPlans.release
+    keep_plan, release_plan = map(inside.original, (inside.KEEP_PLAN, inside.RELEASE_PLAN))
 
     def moving(way: str) -> Any:
         def count(self: Any, transfers: Any, *buffers: Any, **kwargs: Any) -> Any:
@@ -94,25 +94,24 @@ def _counted(rank: int, arguments: list[str]) -> Found:
 
         return count
 
-    def kept(self: Any, plan: Any) -> Any:
-        handle = keep_plan(self, plan)
-        key = training.step, self.layer_number - 1
+    def kept(self: Any, forward: Any) -> Any:
+        lent = keep_plan(self, forward)
+        key = training.step, forward.layer_number - 1
         seen_plans[key] = seen_plans.get(key, -1) + 1
-        names[handle.layer_number, handle.microbatch_idx] = key[1], seen_plans[key]
-        use = self.num_in_flight / self.ring_size
-        found.kept.append((training.step, 1, *names[self.layer_number, handle.microbatch_idx], use))
-        return handle
+        names[forward.layer_number, forward.microbatch_idx] = key[1], seen_plans[key]
+        found.kept.append((training.step, 1, *names[forward.layer_number, forward.microbatch_idx]))
+        return lent
 
-    def released(self: Any, handle: Any) -> None:
-        name = names[handle.layer_number, handle.microbatch_idx]
-        found.kept.append((training.step, -1, *name, 0))
-        release_plan(self, handle)
+    def released(forward: Any) -> None:
+        name = names[forward.layer_number, forward.microbatch_idx]
+        found.kept.append((training.step, -1, *name))
+        release_plan(forward)
 
     with (
         mock.patch.object(SharedMemoryTransport, "push", moving("push")),
         mock.patch.object(SharedMemoryTransport, "pull_add", moving("pull_add")),
-        mock.patch.object(InFlightPlans, "keep", kept),
-        mock.patch.object(InFlightPlans, "release", released),
+        mock.patch(inside.KEEP_PLAN, kept),
+        mock.patch(inside.RELEASE_PLAN, released),
     ):
         training.run()
     return found
@@ -211,7 +210,7 @@ def test_what_balancing_took_is_what_was_counted(run: tuple[Path, list[Found]]) 
         if not line["replicas"]:
             costs = {name for name, metric in METRICS.items() if metric.section == "cost"}
             assert not costs & line.keys()
-            assert not {"ring_use", "bound_gap"} & line.keys()
+            assert "bound_gap" not in line
             assert line["max_cum_overload"] == line["max_cum_overload_routed"] > 1
             continue
         for name, way in (("pushed_bytes", "push"), ("pulled_bytes", "pull_add")):
@@ -219,7 +218,6 @@ def test_what_balancing_took_is_what_was_counted(run: tuple[Path, list[Found]]) 
             assert line[name] == moved > 0
         # Pushed again for backward, except where the slots still held the replicas.
         assert line["pulled_bytes"] < line["pushed_bytes"] < 2 * line["pulled_bytes"]
-        assert line["ring_use"] == max(one[4] for each in found for one in each.kept)
         bounds = {
             key: lower_bound(load.tolist(), num_slots=1, nvlink_domain=2)
             for key, load in loads.items()

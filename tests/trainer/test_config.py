@@ -15,11 +15,10 @@ import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_ext import BalanceConfig
-from megatron_ext.balance.strategies import settings
-from megatron_ext.config import ConfigError, DataConfig, LoggingConfig, Section, TrainConfig
+from megatron_ext.config import ConfigError, LlepSettings, Section
 from megatron_ext.files.recipes import shipped_recipes
-from megatron_ext.methods.llep.llep import LlepSettings
 from megatron_ext.trainer.command import main
+from megatron_ext.trainer.config import DataConfig, LoggingConfig, TrainConfig
 from megatron_ext.trainer.train import check, load_config, train
 from megatron_ext.trainer.validate import validate
 from tests.trainer.dataset import overrides
@@ -57,7 +56,6 @@ WRONG = {
         ["balance.llep.alpha=0.9"],
         ["balance.llep.alpha (0.9) must be from 1"],
     ),
-    "a setting that is of a strategy now": (["balance.alpha=2"], ["it is balance.llep.alpha"]),
     "time with a link that sends nothing": (
         ["balance.objective=time", "balance.link_bandwidth=0"],
         [
@@ -103,7 +101,7 @@ WRONG = {
     ),
     "affinity with tensor parallelism": (
         ["data.affinity=absent.npz", "parallel.tp_size=2"],
-        ["data.affinity (absent.npz): must be empty with parallel.tp_size (2) > 1"],
+        ["data.affinity (absent.npz): must be empty with tensor_model_parallel_size (2) > 1"],
     ),
     "re-batching without tensor parallelism": (
         ["data.rebatch=absent.npz"],
@@ -278,7 +276,7 @@ def test_wrong_settings_end_with_one_line_each(
         (
             "model.transformer_impl=transformer_engine",
             "model.transformer_impl (transformer_engine): Transformer Engine is not installed: "
-            "pip install 'transformer-engine[pytorch]', or model.transformer_impl=local",
+            "pip install --no-build-isolation 'megatron-ext[te]', or model.transformer_impl=local",
         ),
     ],
 )
@@ -452,7 +450,7 @@ def test_values_of_another_type_that_are_set_later_are_refused_before_ranks_star
 
 
 def test_defaults_and_whole_numbers_for_others_are_of_the_declared_types() -> None:
-    assert settings.TrainConfig().problems() == []
+    assert TrainConfig().problems() == []
     BalanceConfig(tolerance=1, link_bandwidth=10**9, max_in_flight=2, nvlink_domain="auto")
 
 

@@ -21,8 +21,7 @@ import pytest
 import torch
 
 from megatron_ext.balance.metrics import home_loads, imbalance
-from megatron_ext.balance.strategies.settings import BalanceConfig
-from megatron_ext.config import ConfigError, Section
+from megatron_ext.config import BalanceConfig, ConfigError, Section
 from megatron_ext.pretrain import PROGRAM, balance_parser, main, read_balance
 from tests.boards import written_for_tensorboard, written_for_wandb
 from tests.gpt import GPTModel, build_gpt, get_gpt_decoder_block_spec  # enables the CPU platform
@@ -184,7 +183,7 @@ def test_settings_are_taken_out_of_a_command_line() -> None:
     [
         ("x.py --moe-balance-slotz 3", "--moe-balance-slotz; did you mean --moe-balance-slots?"),
         ("x.py --moe-balance-slots -1", "--moe-balance-slots (-1) must be >= 0"),
-        ("x.py --moe-balance-slots x", "--moe-balance-slots: Value 'x' of type 'str' could not"),
+        ("x.py --moe-balance-slots x", "--moe-balance-slots ('x') must be a whole number >= 0"),
         ("x.py --moe-balance-tolerance 1", "--moe-balance-tolerance needs --moe-balance-slots: "),
         ("x.py --moe-balance-objective=x", "--moe-balance-objective: invalid choice: 'x'"),
         ("y.py", "SCRIPT (y.py) must be a file, and come first"),

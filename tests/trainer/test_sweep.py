@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config import ConfigError, TrainConfig
+from megatron_ext.config import ConfigError
 from megatron_ext.trainer import sweep
 from megatron_ext.trainer.command import parser
+from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.logs.run_log import METRICS_FILE, read_metrics
 from tests.trainer.dataset import overrides
 

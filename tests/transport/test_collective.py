@@ -49,11 +49,9 @@ def _count(rank: int) -> None:
     assert len(SHAPES) == 3, "several segments"
     mine = sum(rank in (t.home_rank, t.replica_rank) for t in TRANSFERS)
     plan = in_slots(TRANSFERS, 4)
-    urgent = Transfers(plan.slots, plan.mains_per_rank, is_urgent=True)
     for pushed, is_on_device, at_once, waits in (
         (plan, False, True, 0),
         (plan, True, False, 1),
-        (urgent, True, True, 1),
     ):
         watch = Watch()
         unknown = mock.patch.object(Transfers, "known", None) if is_on_device else nullcontext()

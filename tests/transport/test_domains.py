@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megatron_ext.transport import TRANSPORTS, Transfer, settle_transport, shared_heap
+from megatron_ext.transport import TRANSPORTS, Transfer, agree_on_transport, shared_heap
 from megatron_ext.transport.reach import domain_of, gather_obstacles, largest_domain
 from megatron_ext.transport.shared_memory import SharedMemoryTransport
 from tests.ranks import run_ranks
@@ -58,7 +58,7 @@ class _Lines(logging.Handler):
         self.lines.append((record.levelname, record.getMessage()))
 
 
-def _settle(rank: int, asked: list[tuple[Any, ...]]) -> list[Any]:
+def _agree(rank: int, asked: list[tuple[Any, ...]]) -> list[Any]:
     """What becomes of settings, with what is logged."""
     logger = logging.getLogger("megatron_ext.transport")
     logger.setLevel(logging.INFO)
@@ -72,7 +72,7 @@ def _settle(rank: int, asked: list[tuple[Any, ...]]) -> list[Any]:
         logger.addHandler(handler)
         with mock.patch.dict(TRANSPORTS, {"shared_memory": fake}):
             try:
-                answer: Any = settle_transport(name, domain_ranks, dist.new_group(), CPU)
+                answer: Any = agree_on_transport(name, domain_ranks, dist.new_group(), CPU)
             except RuntimeError as error:
                 answer = str(error)
         logger.removeHandler(handler)
@@ -97,7 +97,7 @@ def test_auto_takes_what_ranks_found_and_says_what_it_costs() -> None:
         (NONE, "shared_memory", None),
         (CLIQUES, "auto", 2),
     ]
-    first, *others = run_ranks(_settle, 4, asked)
+    first, *others = run_ranks(_agree, 4, asked)
     for other in others:
         assert [answer for answer, _ in other] == [answer for answer, _ in first]
         assert not any(lines for _, lines in other), "one rank of a group says it"
@@ -140,7 +140,7 @@ def within_domains(transfers: list[Transfer], domain_ranks: int) -> list[Transfe
 
 def _move_in_two_machines(rank: int) -> None:
     with on_machines(rank, ranks_each=2):
-        assert settle_transport("auto", None, dist.group.WORLD, CPU) == ("shared_memory", 2)
+        assert agree_on_transport("auto", None, dist.group.WORLD, CPU) == ("shared_memory", 2)
         transport = SharedMemoryTransport(dist.group.WORLD, domain_ranks=2, relay_threshold=0)
         side = Side(transport, dist.group.WORLD, LARGE)
     generator = random.Random(5)

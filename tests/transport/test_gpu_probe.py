@@ -252,14 +252,14 @@ def test_a_gpu_without_links_is_reached_over_pcie() -> None:
                 assert transport.CUDA.is_slow(torch.device("cuda", 0)) == has_none
 
 
-def _settle_slowly(rank: int, slow: list[int]) -> None:
+def _agree_slowly(rank: int, slow: list[int]) -> None:
     kind = dataclasses.replace(transport.SHARED_MEMORY, is_slow=lambda device: rank in slow)
     with (
         mock.patch.dict(transport.TRANSPORTS, shared_memory=kind),
         mock.patch.object(transport.logger, "log") as log,
     ):
         group: Any = dist.new_group()
-        chosen = transport.settle_transport("auto", None, group, torch.device("cpu"))
+        chosen = transport.agree_on_transport("auto", None, group, torch.device("cpu"))
     assert chosen == ("shared_memory", 2)
     if rank == 0:
         (level, line), _ = log.call_args
@@ -269,4 +269,4 @@ def _settle_slowly(rank: int, slow: list[int]) -> None:
 
 def test_what_pcie_costs_is_said() -> None:
     for slow in ([], [1]):
-        run_ranks(_settle_slowly, 2, slow)
+        run_ranks(_agree_slowly, 2, slow)

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ext.balance.in_flight import PlanHandle
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.main_weights import MainWeights, Segment
 from megatron_ext.balance.plan import BalancePlan
@@ -355,13 +354,14 @@ def _reset_slots(rank: int) -> None:
         ep_rank=rank,
         transport=transport,
     )
-    handle = PlanHandle(virtual_layer_id=7, generation=1, layer_number=3, microbatch_idx=0)
+    forward = mock.Mock()
     for is_reset, expected in ((False, 1.0), (False, 1.0), (True, 3.0)):
         value = 3.0 if is_reset else 1.0
         if is_reset:
             buffers.reset()
         mains = MainWeights((torch.full((2, 2), value),), fused=False)
-        buffers.start_materialize(plan, mains, handle).wait()
+        if not buffers.hold_replicas_of(forward):
+            buffers.push(plan.slots, mains, "layer 3", owner=forward).wait()
         if rank == 1:
             assert buffers.weights[0].tolist() == [[expected, expected]]
     assert transport.bytes_sent == (16 if rank == 0 else 0)

@@ -1,13 +1,5 @@
 """The balancers by name: our own, one file each, and those of `methods/` if that folder is there.
 
-    strategy.py   what a balancer is, and what it is asked for
-    none.py       no balancing
-    quota.py      the quota planner
-    exact.py      the quota planner without slack: all ranks equal
-    ideal.py      even routing forced: the upper bound
-    settings.py   the strategies' own settings, as sections of `balance`
-    fastest.py    objective `time`: the tolerance at which a planner's plan is fastest
-
 A new strategy of our own is one file with a `Strategy` and one line here. A strategy of a paper is
 a file in `methods/` and one line of the table there.
 """
@@ -21,7 +13,6 @@ from collections.abc import Iterator, Mapping
 
 from megatron_ext.arguments import did_you_mean
 from megatron_ext.balance.strategies.exact import EXACT
-from megatron_ext.balance.strategies.ideal import IDEAL
 from megatron_ext.balance.strategies.none import NONE
 from megatron_ext.balance.strategies.quota import QUOTA
 from megatron_ext.balance.strategies.strategy import Planner, Solves, Strategy
@@ -32,31 +23,45 @@ _METHODS = "megatron_ext.methods"
 
 
 class _Registry(Mapping[str, Strategy]):
-    """Every balancer by its name; one of `methods/` is imported when it is asked for."""
+    """Every balancer by its name, in the order of listing.
 
-    def __init__(self, entries: Mapping[str, Strategy | str]) -> None:
-        """Take strategies, or their names as `module:constant`, in the order of listing."""
-        self._entries = dict(entries)
+    A balancer that is given as `module:constant` is imported when it is asked for. The table of
+    `methods/` is imported when a name is asked for that is not our own.
+    """
+
+    def __init__(self, *own: tuple[str, Strategy | str]) -> None:
+        self._own = dict(own)
+        self._entries: dict[str, Strategy | str] = {}
+
+    def _all(self) -> dict[str, Strategy | str]:
+        if not self._entries:
+            *plans, (even, forced) = self._own.items()
+            self._entries = {**dict(plans), **table_of_methods("STRATEGIES"), even: forced}
+        return self._entries
+
+    def _table_with(self, name: object) -> dict[str, Strategy | str]:
+        return self._own if name in self._own else self._all()
 
     def __getitem__(self, name: str) -> Strategy:
-        entry = self._entries[name]
+        table = self._table_with(name)
+        entry = table[name]
         if isinstance(entry, str):
-            entry = self._entries[name] = pkgutil.resolve_name(entry)
+            entry = table[name] = pkgutil.resolve_name(entry)
         return entry
 
     def __contains__(self, name: object) -> bool:
         # `Mapping`'s own method would import the module.
-        return name in self._entries
+        return name in self._table_with(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self._all())
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._all())
 
 
-def _of_methods() -> Mapping[str, str]:
-    """Return the modules of the strategies of `methods/`; none if the folder is absent."""
+def table_of_methods(name: str) -> Mapping[str, str]:
+    """Return a table of `methods/`, such as `STRATEGIES`; an empty one if the folder is absent."""
     try:
         methods = importlib.import_module(_METHODS)
     except ModuleNotFoundError as missing:
@@ -64,16 +69,15 @@ def _of_methods() -> Mapping[str, str]:
             raise
         return {}
     # A folder without files, such as one with nothing but caches, imports as an empty namespace.
-    table: Mapping[str, str] = getattr(methods, "STRATEGIES", {})
+    table: Mapping[str, str] = getattr(methods, name, {})
     return table
 
 
 STRATEGIES: Mapping[str, Strategy] = _Registry(
-    {
-        **{strategy.name: strategy for strategy in (NONE, QUOTA, EXACT)},
-        **_of_methods(),
-        IDEAL.name: IDEAL,
-    }
+    (NONE.name, NONE),
+    (QUOTA.name, QUOTA),
+    (EXACT.name, EXACT),
+    ("ideal", "megatron_ext.balance.strategies.ideal:IDEAL"),
 )
 
 

@@ -18,7 +18,7 @@ from megatron_ext.balance.strategies.strategy import PlanSettings, Solves, Strat
 
 
 def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
-    """Plan for busiest - idlest <= 1, whatever the tolerance.
+    """Plan for busiest - idlest <= 1, with any tolerance.
 
     With several NVLink domains that holds in the hottest domain, and the other domains need only
     come down to its load. `min_quota` above 1 can make it impossible; then the plan comes as close

@@ -12,7 +12,7 @@ from megatron_ext.balance.strategies.strategy import PlanSettings, Solves, Stays
 
 
 def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
-    """Leave every assignment on its expert's home rank, whatever the tolerance.
+    """Leave every assignment on its expert's home rank, with any tolerance.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])

@@ -2,10 +2,10 @@
 
 `csrc/include/megatron_ext/planner/search.h` describes how it plans; `solve_quota` of
 `tests/reference/` specifies its result, bit by bit. It promises a legal plan that is never worse
-than no balancing, after work that is bounded whatever the load. Within the tolerance it needs no
-more replicas than Algorithm 1 of UltraEP for the same threshold. Where it misses the tolerance, an
-NVLink domain never ends worse than by that algorithm. With tolerance 0 it needs no more replicas
-than MoonEP's exact fill.
+than no balancing, after bounded work for every load. Within the tolerance it needs no more replicas
+than Algorithm 1 of UltraEP for the same threshold. Where it misses the tolerance, an NVLink domain
+never ends worse than by that algorithm. With tolerance 0 it needs no more replicas than MoonEP's
+exact fill.
 """
 
 from __future__ import annotations

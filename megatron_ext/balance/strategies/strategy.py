@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from megatron_ext.config import BalanceConfig, Section, field_problems, setting
+from megatron_ext.config import BalanceConfig, Section, field_problems
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,18 +86,6 @@ class PlanSettings:
         return told
 
 
-@dataclass(kw_only=True, slots=True)
-class HistorySettings(Section):
-    """Settings that strategies which place from history have in common."""
-
-    NAME: ClassVar[str] = "balance.history"
-
-    interval: int = setting(50, least=1)
-    """Microbatches of a layer between two placements (`eplb`, `lplb`); for n global batches, n
-    times the microbatches of a step. 50 is what UltraEP takes for EPLB in serving; in training it
-    takes 3 global batches (section 8.1)."""
-
-
 class Solver(Protocol):
     """A pure function from load to plan: equal input gives bit-equal output on every rank."""
 
@@ -168,8 +156,8 @@ class StaysMegatron:
     offline: Solves | None = None
     """Plans that stand for it where strategies are compared; None if there is nothing to plan."""
 
-    needs_semantics: bool = False
-    """Whether a run's samples or tokens are to go to ranks by a file of semantics."""
+    needs: tuple[str, ...] = ()
+    """Settings of a training run, one of which has to name the file that the strategy follows."""
 
 
 @dataclass(frozen=True)
@@ -193,9 +181,6 @@ class Strategy:
 
     kind: Planner | StaysMegatron | ForcesEven
     """How it balances a model."""
-
-    settings: type[Section] | None = None
-    """Its section of settings, if it has any of its own."""
 
     num_slots: Callable[[int, int], int] = lambda asked, mains_per_rank: asked
     """Slots per rank that it plans for, given those asked for and the mains per rank."""

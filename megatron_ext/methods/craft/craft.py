@@ -1,6 +1,6 @@
-"""CRAFT: replicas placed before the run, each load split over them for the least busiest rank.
+"""CRAFT: splits each load over replicas that were placed before the run.
 
-`place.py` decides from a trace which layers get how many replicas, and where. Legend: R
+`place.py` decides from a trace how many replicas each layer gets, and on which ranks. Legend: R
 ranks of the EP group, E logical experts, S slots per rank.
 """
 
@@ -19,18 +19,14 @@ from megatron_ext.balance.strategies.strategy import FromPlacement, PlanSettings
 
 
 def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
-    """Split every load over fixed replicas: within the tolerance, else the best that they allow.
+    """Split every load over fixed replicas: within the tolerance, or as evenly as these allow.
 
     The busiest rank has at most `(1 + tolerance)` times the mean, or the least load that whole
     numbers can reach with these replicas (proof: `_level`). A replica below `min_quota` is dropped,
-    and the load split again. The plan is never worse than no balancing, from which the search
-    begins. It runs on the CPU, one load after the other.
+    and the load is split again. The search begins at no balancing, so that the plan is never worse.
+    Loads are planned on the CPU, one after the other.
 
-    Args:
-        load: Assignments, int64 [R, E] or [B, R, E].
-        slots: Replicas that may be used, int32 [R, S].
-        layout: Where experts and slots are.
-        settings: Only `tolerance` and `min_quota` are used.
+    A `Sharer`, which uses only `tolerance` and `min_quota` of the settings.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
@@ -39,7 +35,7 @@ def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSetti
     ([[5, 5], [3, 0], [0, 2], [0, 1]], [8, 8])
 
     Source: CRAFT, section 4.2, which leaves the split to the serving framework (even by Algorithm
-    1); differs from it in that mains do not move and that the split is the best one.
+    1). Here mains do not move, and the split is the best one.
     """
     slots = slots.cpu()
     return plan_each(load, layout, lambda one: _plan(one, slots, layout, settings))
@@ -64,10 +60,10 @@ def _level(quota: Tensor, slots: Tensor, layout: ExpertLayout, level: int) -> No
     """Move assignments between instances, in place, until no rank has more than `level`.
 
     Assignments go from a rank above the level along a shortest path of instances to a rank below
-    it. Where no path is left, all ranks that can be reached are at or above the level, and their
-    assignments cannot leave them. So no split has a busiest rank below the mean of these ranks,
-    rounded up, which becomes the level. In the end the level is the least that can be met, or still
-    the first.
+    the level. Where no path is left, all ranks that a path reaches are at or above the level, and
+    the assignments of these ranks cannot leave them. So no split has a busiest rank below the mean
+    of these ranks. The mean, rounded up, becomes the level. In the end the level is the least that
+    a split can meet, or still the first.
 
     Args:
         quota: Quotas of the split that is to be improved, int64 [E, R].

@@ -1,14 +1,14 @@
-"""CRAFT: which layers gain by replicas, how many each gets, and where they go.
+"""CRAFT: chooses the layers that get replicas, how many each gets, and their ranks.
 
     1 estimate   replay a trace with 1, 2, 4, ... replicas in every layer
     2 budget     replicas a rank: given, or where the gain of one more falls below the average
     3 allocate   replicas among layers, so that all layers together gain most
-    4 spread     if asked for: a layer's replicas over ranks, so that all ranks hold equally many
+    4 spread     with `--even`: a layer's replicas over ranks, so that all ranks hold equally many
     5 place      the hottest experts of each layer on the least loaded (of these) ranks
 
-This is CRAFT for training: mains do not move, and a rank's slots are shared by its layers. So a
-replica costs no memory of its own, but its weights are sent in every microbatch.
-docs/decisions/012-what-craft-leaves-open.md says what follows from that. Legend: L layers, R ranks
+This is CRAFT for training: mains do not move, and all layers of a rank share the rank's slots. So a
+replica costs no memory of its own, but its weights are sent in every microbatch:
+docs/decisions/012-what-craft-leaves-open.md. Legend: L layers, R ranks
 of the EP group, E logical experts, S slots per rank, C numbers of replicas that are compared.
 
 Source: CRAFT (A. Zhao et al.), section 4 and Algorithms 1 to 3.
@@ -33,16 +33,11 @@ from megatron_ext.methods.eplb import eplb
 
 
 @dataclass(frozen=True, eq=False)
-class Crafted:
-    """A placement, and the numbers it was decided by. Balancedness is mean / busiest rank load."""
+class Estimate:
+    """Gain of each layer of a trace by replicas. Balancedness is mean / busiest rank load."""
 
-    placement: Placement
-
-    budget: int
-    """Replicas of a rank, over all layers, that could be allocated."""
-
-    counts: np.ndarray
-    """Replicas that were allocated to each layer: int64 [L]."""
+    by_layer: dict[int, Loads]
+    """The loads of each layer, L of them, by its number."""
 
     compared: np.ndarray
     """Numbers of replicas that were compared: int64 [C]."""
@@ -52,6 +47,19 @@ class Crafted:
 
     gains: np.ndarray
     """Mean balancedness gained by each number of replicas: float64 [L, C]."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Crafted(Estimate):
+    """A placement, and the estimate by which `place` chose the placement."""
+
+    placement: Placement
+
+    budget: int
+    """Replicas of a rank, over all layers, that could be allocated."""
+
+    counts: np.ndarray
+    """Replicas that were allocated to each layer: int64 [L]."""
 
     achieved: np.ndarray
     """Mean balancedness of each layer with the placement: float64 [L]."""
@@ -93,9 +101,9 @@ def place(
         layout: Where experts and slots are.
         settings: Settings of the run to come: the loads are replayed with them.
         budget: Most replicas of a rank, over all layers; None takes `knee` of the gains.
-        even: Place equally many replicas over all layers on every rank, as `assign` spreads them:
-            for replicas that stay in memory. Otherwise a layer's replicas go where its load is
-            least.
+        even: Place equally many replicas over all layers on every rank, by `assign`: for replicas
+            that stay in memory. Otherwise a layer's replicas go to the ranks with the layer's least
+            load.
         on_load: Called with 1 after every load that was replayed, C + 1 times for each load.
 
     Raises:
@@ -133,13 +141,7 @@ def place(
         ]
     )
     return Crafted(
-        placement,
-        budget,
-        counts,
-        estimate.compared,
-        estimate.baseline,
-        estimate.gains,
-        achieved,
+        **vars(estimate), placement=placement, budget=budget, counts=counts, achieved=achieved
     )
 
 
@@ -151,23 +153,6 @@ def replica_counts(layout: ExpertLayout) -> np.ndarray:
     """
     most = layout.ep_size * layout.slots
     return np.array(sorted({1 << power for power in range(most.bit_length())} | {most}))
-
-
-@dataclass(frozen=True, eq=False)
-class Estimate:
-    """What each layer of a trace gains by replicas. Balancedness is mean / busiest rank load."""
-
-    by_layer: dict[int, Loads]
-    """The loads of each layer, L of them, by its number."""
-
-    compared: np.ndarray
-    """Numbers of replicas that were compared: int64 [C]."""
-
-    baseline: np.ndarray
-    """Mean balancedness of each layer without replicas: float64 [L]."""
-
-    gains: np.ndarray
-    """Mean balancedness gained by each number of replicas: float64 [L, C]."""
 
 
 def estimate_gains(
@@ -185,8 +170,8 @@ def estimate_gains(
         settings: Settings of the run to come.
         on_load: Called with 1 after every load that was replayed, C times for each load.
 
-    Source: CRAFT, Algorithm 1; differs from it in that loads are split as strategy `craft` splits
-    them in training, instead of evenly, and that replicas go to the ranks with least load.
+    Source: CRAFT, Algorithm 1. Here loads are split as strategy `craft` does in training, instead
+    of evenly, and replicas go to the ranks with least load.
     """
     layers = np.array(loads.layers())
     by_layer = {int(n): Loads(loads.load[layers == n]) for n in np.unique(layers)}
@@ -237,8 +222,8 @@ def allocate(gains: np.ndarray, counts: np.ndarray, capacity: int) -> Allocation
     >>> best.counts(2).tolist(), best.counts(1).tolist(), best.gain.tolist()
     ([1, 1], [1, 0], [0.0, 0.3, 0.5])
 
-    Source: CRAFT, Algorithm 2; differs from it in the objective, which there is the gain times the
-    number of replicas: docs/decisions/012-what-craft-leaves-open.md.
+    Source: CRAFT, Algorithm 2, whose objective is the gain times the number of replicas:
+    docs/decisions/012-what-craft-leaves-open.md.
     """
     best = np.zeros(capacity + 1)
     choice = np.zeros((len(gains), capacity + 1), dtype=np.int64)
@@ -257,7 +242,7 @@ def allocate(gains: np.ndarray, counts: np.ndarray, capacity: int) -> Allocation
 def knee(gain: np.ndarray) -> int:
     """Return the index up to which a step gains at least as much as the average step does.
 
-    There the curve is highest above the straight line from its first to its last point.
+    At this index the curve is highest above the straight line from its first to its last point.
 
     Args:
         gain: Rising, float64 [points].
@@ -276,9 +261,9 @@ def knee(gain: np.ndarray) -> int:
 def assign(counts: Sequence[int] | np.ndarray, ranks: int) -> np.ndarray:
     """Spread each layer's replicas over ranks, so that ranks end up with equally many.
 
-    As many of a layer's replicas as ranks divide go to all ranks alike. The rest goes to the ranks
-    that have fewest so far, evenly spaced among ranks that tie, so that neighbors on a node share
-    it.
+    Each rank gets the same whole number of a layer's replicas. The remainder goes to the ranks that
+    have fewest so far, evenly spaced among ranks that tie, so that neighbors on a node share the
+    remainder.
 
     Args:
         counts: Replicas of each layer, int64 [L].
@@ -292,7 +277,7 @@ def assign(counts: Sequence[int] | np.ndarray, ranks: int) -> np.ndarray:
     [[1, 0, 1, 0], [0, 1, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0]]
 
     Source: CRAFT, Algorithm 3 and Figure 10. The text asks for even spacing with both endpoints
-    included, the figure takes the first rank of every equal part: so does this function.
+    included; the figure and this function take the first rank of every equal part.
     """
     counts = np.asarray(counts)
     assigned = np.repeat(counts[:, None] // ranks, ranks, axis=1)

@@ -1,9 +1,8 @@
-"""EPLB: replicas for the experts that were hot in the past, loads split evenly over instances.
+"""EPLB: replicas for hot experts of the past or of the exact load, split evenly over instances.
 
-Mains are fixed here, so that parameters and optimizer state stay where they are; the published
-rearrangement of all experts is `rearrange.py`. Legend: R ranks of the EP group, D ranks of an
-NVLink domain, E logical experts, M mains per rank, S slots per rank, G groups of assignments, each
-dealt by itself.
+Mains do not move here, so that parameters and optimizer state stay on their ranks; the published
+rearrangement of all experts is `rearrange.py`. Legend: R ranks of the EP group, E logical experts,
+S slots per rank, G groups of assignments, each dealt by itself.
 """
 
 from __future__ import annotations
@@ -14,14 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.plan import BalancePlan, plan_each
 from megatron_ext.balance.strategies import none
-from megatron_ext.balance.strategies.strategy import (
-    FromHistory,
-    HistorySettings,
-    PlanSettings,
-    Strategy,
-)
+from megatron_ext.balance.strategies.strategy import FromHistory, PlanSettings, Solves, Strategy
 
 
 def place(expert_load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Tensor:
@@ -33,15 +27,15 @@ def place(expert_load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> 
         settings: Not used.
 
     Returns:
-        Logical expert in each slot, or -1: int32 [R, S]. Slots stay empty where every expert with a
-        load is on every rank already, or where the last replicas fit on no rank.
+        Logical expert in each slot, or -1: int32 [R, S]. Slots stay empty if every expert with a
+        load is on every rank already, or if the last replicas fit on no rank.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> place(torch.tensor([10, 3, 4, 1]), layout, PlanSettings()).tolist()
     [[2], [0]]
 
-    Source: DeepSeek EPLB, README (replicate the heavy, pack on the light); differs from it in that
-    mains do not move and that replicas stay in their NVLink domain.
+    Source: DeepSeek EPLB, README (replicate the heavy, pack on the light). Here mains do not move,
+    and replicas stay in their NVLink domain.
     """
     return place_replicas(expert_load, layout, most_replicas=layout.nvlink_domain - 1)
 
@@ -90,15 +84,11 @@ def place_replicas(
 def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Split every expert's load evenly over its instances.
 
-    The remainder of the division goes to the main and the first replicas, by rank. Where the shares
-    would be below `min_quota`, the last replicas are dropped. Where the result is worse than no
-    balancing, as it can be when the hot experts changed, that load is planned without replicas.
+    The remainder of the division goes to the main and the first replicas, by rank. If the shares
+    would be below `min_quota`, the last replicas are dropped. If the plan would be worse than no
+    balancing, as can be when the hot experts changed, the load is planned without replicas.
 
-    Args:
-        load: Assignments, int64 [R, E] or [B, R, E].
-        slots: Replicas that may be used, int32 [R, S].
-        layout: Where experts and slots are.
-        settings: Only `min_quota` is used.
+    A `Sharer`, which uses only `min_quota` of the settings.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
@@ -106,9 +96,8 @@ def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSetti
     >>> plan.quota.tolist(), plan.rank_loads().tolist()
     ([[5, 5], [3, 0], [1, 1], [0, 1]], [9, 7])
 
-    Source: DeepSeek EPLB, README (an expert's load is shared evenly by its instances); differs from
-    it in that no load gets worse: as published, stale replicas make some loads worse (UltraEP,
-    Figure 6).
+    Source: DeepSeek EPLB, README (an expert's load is shared evenly by its instances). Here no load
+    gets worse; as published, stale replicas make some loads worse (UltraEP, Figure 6).
     """
     return deal(load, load.sum(-2, keepdim=True), slots, layout, settings)
 
@@ -116,7 +105,7 @@ def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSetti
 def deal(
     load: Tensor, groups: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings
 ) -> BalancePlan:
-    """Share loads as `share` does, but deal every group's assignments by themselves.
+    """Share loads as `share` does, but deal each group of assignments by itself.
 
     Args:
         load: Assignments, int64 [R, E] or [B, R, E].
@@ -128,7 +117,7 @@ def deal(
     """
     turn = _turns(slots, layout)  # [..., E, R]
     used = (turn >= 0).sum(-1).expand(*load.shape[:-2], -1)
-    # A share grows when there are fewer of them, and an expert needs but its main.
+    # With fewer instances each share is larger; a main alone is always allowed.
     while True:
         least = (groups // used[..., None, :]).sum(-2)
         too_small = (least < settings.min_quota) & (used > 1)
@@ -149,7 +138,7 @@ def deal(
 
 
 def _turns(slots: Tensor, layout: ExpertLayout) -> Tensor:
-    """The turn at which each rank serves an expert, or -1: int64 [..., E, R].
+    """Return the turn at which each rank serves an expert, or -1: int64 [..., E, R].
 
     The main has turn 0; the replicas follow by rank.
     """
@@ -165,7 +154,7 @@ def _turns(slots: Tensor, layout: ExpertLayout) -> Tensor:
 
 
 def _replicate(load: Tensor, room: Tensor, num_replicas: int, most_instances: int) -> list[int]:
-    """Instances of each expert: the next replica always goes to the most load per instance.
+    """Count the instances of each expert: the next replica goes to the most load per instance.
 
     Args:
         load: Load of each expert, float64 [E].
@@ -209,9 +198,34 @@ def _pack(loads: list[int], instances: list[int], capacities: Sequence[int]) -> 
     return held
 
 
+def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+    """Place replicas by the exact load; every source rank deals its assignments in turn.
+
+    Each source rank begins at the main. If the plan would be worse than no balancing, the load is
+    planned without replicas.
+
+    >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
+    >>> plan = solve(torch.tensor([[5, 1, 1, 0], [5, 2, 1, 1]]), layout, PlanSettings())
+    >>> plan.slots.tolist(), plan.quota.tolist()
+    ([[-1], [0]], [[6, 4], [3, 0], [0, 2], [0, 1]])
+
+    Source: UltraEP, section 8.1 (EPLB++: standard EPLB and round-robin reroute).
+    """
+
+    def solve_one(one: Tensor) -> BalancePlan:
+        return deal(one, one, place(one.sum(0), layout, settings), layout, settings)
+
+    return plan_each(load, layout, solve_one)
+
+
 EPLB = Strategy(
     name="eplb",
     summary="EPLB: replicas by load history, every `interval` microbatches; even split",
     kind=FromHistory(place, share),
-    settings=HistorySettings,
+)
+
+EPLB_EXACT = Strategy(
+    name="eplb_exact",
+    summary="EPLB++: EPLB fed the exact load of every microbatch; round-robin split",
+    kind=Solves(solve),
 )

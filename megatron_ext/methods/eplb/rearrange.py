@@ -1,9 +1,9 @@
-"""EPLB's full rearrangement: where all experts go, mains included, and which have replicas.
+"""EPLB's full rearrangement: chooses a rank for every expert, mains included, and for replicas.
 
-It is for a moment at which weights are rewritten anyway, as when a checkpoint is saved: between two
-microbatches it would move most of the weights. A checkpoint has every expert once (`rearrange`);
-replicas are decided anew during the run. Legend: B loads, L layers, E logical experts, P physical
-experts, N nodes, R ranks.
+A rearrangement is for a moment at which weights are rewritten anyway, as when a checkpoint is
+saved: between two microbatches a rearrangement would move most of the weights. A checkpoint has
+every expert once (`rearrange`); the run chooses replicas anew. Legend: B loads, E logical experts,
+P physical experts, N nodes, R ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Rearranged:
     """Logical expert at each position, rank by rank: int64 [E]."""
 
     before: float
-    """Mean imbalance of the layer's loads with the experts where they were."""
+    """Mean imbalance of the layer's loads with the experts on their old ranks."""
 
     after: float
     """Mean imbalance of the layer's loads with this arrangement."""
@@ -70,10 +70,11 @@ def relayout(
 ) -> np.ndarray:
     """Arrange all logical experts, the hot ones more than once, so that ranks are equally loaded.
 
-    The policy is hierarchical where nodes divide groups: groups of experts, which a router may be
-    limited to, are packed on nodes whole; then each node's hottest experts per instance get its
-    further positions; then the instances are packed on the node's ranks. Otherwise it is global:
-    all experts are one group of one node. The load of an expert is shared evenly by its instances.
+    The policy is hierarchical if the number of nodes divides the number of groups. Groups of
+    experts, to which a router may be limited, are packed on nodes whole; then each node's hottest
+    experts per instance get the node's further positions; then the instances are packed on the
+    node's ranks. Otherwise the policy is global: all experts are one group of one node. The
+    instances of an expert share the expert's load evenly.
 
     Args:
         expert_load: Assignments of each logical expert, int [E].

@@ -12,8 +12,6 @@ ranks of an NVLink domain, E logical experts, M mains per rank, S slots per rank
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,18 +21,7 @@ from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan, plan_each
 from megatron_ext.balance.strategies import quota as quota_planner
 from megatron_ext.balance.strategies.strategy import FromPrediction, PlanSettings, Strategy
-from megatron_ext.config import Section, setting
-
-
-@dataclass(kw_only=True, slots=True)
-class LibraSettings(Section):
-    """How `libra` and `libra_paper` place replicas by a prediction."""
-
-    NAME: ClassVar[str] = "balance.libra"
-
-    locality_share: float = setting(0.5, least=0, most=1)
-    """Part of a rank's slots for the experts that the rank's own tokens are predicted to ask for
-    most; the rest goes by load. 0.5 is what Libra takes."""
+from megatron_ext.config import LibraSettings
 
 
 def place(predicted: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Tensor:
@@ -46,10 +33,7 @@ def place(predicted: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Te
     free slot. This host then keeps its own assignments to the expert, and must stay within the mean
     with them. Placing ends when the busiest rank finds no such host.
 
-    Args:
-        predicted: Assignments from each source rank to each expert, int64 [R, E].
-        layout: Where experts and slots are.
-        settings: Only `locality_share` is used.
+    A `PredictedPlacer`, which uses only `locality_share` of the settings.
 
     Returns:
         Logical expert in each slot, or -1: int32 [R, S].
@@ -123,11 +107,7 @@ def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSetti
 
     A replica that was there and is used stays in its slot.
 
-    Args:
-        load: Assignments, int64 [R, E] or [B, R, E].
-        slots: Replicas that are there, int32 [R, S]; legal as those of a plan are.
-        layout: Where experts and slots are.
-        settings: Only `tolerance` and `min_quota` are used.
+    A `Sharer`, which uses only `tolerance` and `min_quota` of the settings.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
@@ -161,11 +141,7 @@ def split_over_placed(
 
     With `min_quota` 1 no split over them has a lower busiest rank, down to the tolerance.
 
-    Args:
-        load: Assignments, int64 [R, E] or [B, R, E].
-        slots: Replicas that are there, int32 [R, S].
-        layout: Where experts and slots are.
-        settings: Only `tolerance` and `min_quota` are used.
+    Arguments are those of `share`.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> slots = torch.tensor([[2], [1]], dtype=torch.int32)
@@ -376,5 +352,4 @@ LIBRA = Strategy(
     name="libra",
     summary="Libra with top-up: replicas from a predicted load, then from the exact one",
     kind=FromPrediction(place, share),
-    settings=LibraSettings,
 )

@@ -28,11 +28,7 @@ def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSetti
     A replica below `min_quota` is dropped; its assignments stay at home. A load whose busiest rank
     ends higher than without balancing is planned without replicas.
 
-    Args:
-        load: Assignments, int64 [R, E] or [B, R, E].
-        slots: Replicas that are there, int32 [R, S].
-        layout: Where experts and slots are.
-        settings: Only `tolerance` and `min_quota` are used.
+    A `Sharer`, which uses only `tolerance` and `min_quota` of the settings.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
@@ -107,5 +103,4 @@ LIBRA_PAPER = Strategy(
     name="libra_paper",
     summary="Libra: replicas from a predicted load; adaptive token sharding",
     kind=FromPrediction(libra.place, share),
-    settings=libra.LibraSettings,
 )

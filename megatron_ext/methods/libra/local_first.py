@@ -25,14 +25,14 @@ tokens travel by all-to-all; and there is a backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.mcore.dispatcher import DispatcherKind, Part, PlannedDispatcher
+from megatron_ext.mcore.dispatcher import PlannedDispatcher, release_graph
+from megatron_ext.mcore.moe_layer import BalancedMoELayer
 from megatron_ext.transport import HostCopy
 
 
@@ -164,7 +164,9 @@ class LocalFirstDispatcher(PlannedDispatcher):
         self.input_splits[rank] = 0
         self.output_splits[rank] = 0
         if self.num_local_experts > 1:
-            self.num_global_tokens_per_local_expert[rank] = 0
+            counts = self.num_global_tokens_per_local_expert.clone()  # They may be the plan's.
+            counts[rank] = 0
+            self.num_global_tokens_per_local_expert = counts
         return tokens_per_expert - own
 
     def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Dispatched, Dispatched]:
@@ -216,20 +218,25 @@ class LocalFirstDispatcher(PlannedDispatcher):
         return torch.cat([before, own, after])
 
 
-def _own_then_others(
-    dispatcher: LocalFirstDispatcher, tokens: Dispatched, probs: Dispatched
-) -> Iterator[Part]:
-    yield Part(tokens.own, dispatcher.own_tokens_per_expert.wait(), probs.own)
-    yield Part(*dispatcher.dispatch_postprocess(tokens, probs))
+class LocalFirstMoELayer(BalancedMoELayer):
+    """A balanced layer that computes its rank's own tokens while the others travel."""
 
+    def dispatcher_class(self, dispatcher: Any) -> type:
+        """Return `LocalFirstDispatcher`, unless there is no other rank to send tokens to."""
+        if self.ep_group.size() == 1:
+            return super().dispatcher_class(dispatcher)
+        return LocalFirstDispatcher
 
-def _both_outputs(dispatcher: LocalFirstDispatcher, outputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-    own, others = outputs
-    return own, dispatcher.combine_preprocess(others)
-
-
-LOCAL_FIRST = DispatcherKind(
-    class_for=lambda dispatcher: LocalFirstDispatcher,
-    parts=_own_then_others,
-    outputs=_both_outputs,
-)
+    def routed_experts_compute(self, hidden_states: Any, probs: Any) -> tuple[Any, None]:
+        """Stage 6 in two parts: own tokens, then those of other ranks."""
+        dispatcher = self.token_dispatcher
+        if not isinstance(dispatcher, LocalFirstDispatcher):
+            return super().routed_experts_compute(hidden_states, probs)
+        forward = self.under_way
+        own, slot_weights = forward.materialized(hidden_states.own, self._edge)
+        own_counts = dispatcher.own_tokens_per_expert.wait()
+        own_output = self.run_experts(forward, slot_weights, own, own_counts, probs.own)
+        others = dispatcher.dispatch_postprocess(hidden_states, probs)
+        release_graph(dispatcher)
+        output = self.run_experts(forward, slot_weights, *others)
+        return (own_output, dispatcher.combine_preprocess(output)), None

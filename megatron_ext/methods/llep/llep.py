@@ -6,8 +6,6 @@ Legend: R ranks of the EP group, E logical experts, S slots per rank.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,35 +13,21 @@ from torch import Tensor
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan, plan_each
 from megatron_ext.balance.strategies.strategy import PlanSettings, Solves, Strategy
-from megatron_ext.config import Section, setting
-
-
-@dataclass(kw_only=True, slots=True)
-class LlepSettings(Section):
-    """How much load LLEP leaves on a rank, and the least that it moves."""
-
-    NAME: ClassVar[str] = "balance.llep"
-
-    alpha: float = setting(1.1, least=1, most=1_000_000)
-    """Capacity of a rank, as a multiple of the mean rank load: load above it spills to other
-    ranks."""
-
-    min_tokens_per_gemm: int = setting(1024, least=1)
-    """Fewest assignments that are moved to another rank in one piece."""
+from megatron_ext.config import LlepSettings
 
 
 def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
-    """Load ranks up to `alpha` times the mean, and spill what is above.
+    """Load ranks up to `alpha` times the mean, and spill the load above to other ranks.
 
-    The hottest expert comes first. Its home rank takes what it has room for, beside its other
-    experts; the rest goes to the least loaded ranks of the NVLink domain that have a free slot, in
-    pieces of at least `min_tokens_per_gemm` (and `min_quota`). Load that no rank has room for goes
-    to the least loaded rank that can take it all the same. Planning is on the CPU, one load after
-    the other.
+    The hottest expert comes first. Its home rank takes as much of the expert's load as fits beside
+    the rank's other experts; the rest goes to the least loaded ranks of the NVLink domain that have
+    a free slot, in pieces of at least `min_tokens_per_gemm` (and `min_quota`). Load for which no
+    rank has room goes to the least loaded of the home rank, the expert's other ranks and the ranks
+    with a free slot. Loads are planned on the CPU, one after the other.
 
     The plan cannot be worse than no balancing. A piece ends within the capacity, and the busiest
-    rank is above the capacity when anything is moved. Load without room goes to a rank that then
-    has no more than the home rank would have with it.
+    rank is above the capacity when anything is moved. A rank that takes load without room ends with
+    no more than the home rank would have with that load.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
@@ -51,10 +35,10 @@ def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Balance
     >>> solve(load, layout, PlanSettings(sections=(small,))).quota.tolist()
     [[5, 5], [3, 0], [0, 2], [0, 1]]
 
-    Source: LLEP (ICML 2026), abstract, and the settings of its published test; differs from it in
-    that a rank takes no more foreign experts than it has slots, that no piece is smaller than the
-    least, that load without room may go home, and that there is no further threshold of imbalance
-    (1.3 in that test) below which nothing is planned.
+    Source: LLEP (ICML 2026), abstract, and the settings of its published test. Here a rank takes no
+    more foreign experts than it has slots, no piece is smaller than the least, load without room
+    may go home, and there is no threshold of imbalance (1.3 in that test) below which nothing is
+    planned.
     """
     return plan_each(load, layout, lambda one: _spill(one.sum(0).tolist(), layout, settings))
 
@@ -105,5 +89,4 @@ LLEP = Strategy(
     name="llep",
     summary="LLEP: what is above `alpha` times the mean spills to the least loaded ranks",
     kind=Solves(solve),
-    settings=LlepSettings,
 )

@@ -1,4 +1,4 @@
-"""LPLB: a linear program splits the exact load over replicas that were placed from history.
+"""LPLB: splits the exact load by a linear program over replicas that were placed from history.
 
 Legend: R ranks of the EP group, E logical experts, S slots per rank, X replicas.
 """
@@ -13,12 +13,7 @@ from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.plan import BalancePlan, plan_each
 from megatron_ext.balance.strategies import none
-from megatron_ext.balance.strategies.strategy import (
-    FromHistory,
-    HistorySettings,
-    PlanSettings,
-    Strategy,
-)
+from megatron_ext.balance.strategies.strategy import FromHistory, PlanSettings, Strategy
 from megatron_ext.methods.eplb import eplb
 
 
@@ -36,12 +31,12 @@ def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSetti
 
     HiGHS solves the program, on the CPU, one load after the other. The replicas' quotas are rounded
     to the nearest whole numbers, and mains take the rest; a replica below `min_quota` is dropped.
-    Where rounding ends worse than no balancing, the load is planned without replicas. EP ranks plan
-    alike if they run the same HiGHS on the same kind of processor; `balance.check_plans` finds out
-    if they do not.
+    If rounding ends worse than no balancing, the load is planned without replicas. EP ranks plan
+    alike if all of them run the same HiGHS on the same kind of processor; `balance.check_plans`
+    notices ranks that do not.
 
-    Source: DeepSeek LPLB, as described by UltraEP (section 8.1); differs from it in the solver and
-    in that EPLB places the replicas, instead of a fixed topology.
+    Source: DeepSeek LPLB, as described by UltraEP (section 8.1). Here HiGHS is the solver, and EPLB
+    places the replicas instead of a fixed topology.
     """
     slots = slots.cpu()
     plan = plan_each(load, layout, lambda one: _plan(one, slots, layout, settings))
@@ -66,10 +61,10 @@ def _plan(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSetti
 
 
 def _solve_program(home: Tensor, most: Tensor, source: Tensor, host: Tensor) -> Tensor:
-    """Assignments to move along each replica so that the busiest rank has least: int64 [X].
+    """Return the assignments to move to each replica so that the busiest rank has least: int64 [X].
 
-    Minimizes T where `0 <= moved <= most`, and every rank has at most T. A rank has its home load,
-    less what leaves it, plus what comes to it.
+    Minimizes T under `0 <= moved <= most`, where every rank has at most T. A rank has its home
+    load, less the assignments that leave the rank, plus those that come.
 
     Args:
         home: Loads of the ranks without balancing, int64 [R].
@@ -77,7 +72,7 @@ def _solve_program(home: Tensor, most: Tensor, source: Tensor, host: Tensor) -> 
         source: Home rank of each replica's expert, int64 [X].
         host: Rank of each replica, int64 [X].
     """
-    # An extra of this strategy.
+    # An extra: only this strategy needs SciPy.
     from scipy.optimize import linprog
 
     replicas = len(host)
@@ -100,6 +95,5 @@ LPLB = Strategy(
     name="lplb",
     summary="LPLB: linear program over at most one replica per expert, placed as EPLB does",
     kind=FromHistory(place, share),
-    settings=HistorySettings,
     package="scipy",
 )

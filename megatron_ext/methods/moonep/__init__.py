@@ -1,6 +1,1 @@
-"""MoonEP: overloaded ranks fill others completely, till all are even.
-
-    moonep.py  strategy `moonep`
-
-It solves every load by itself.
-"""
+"""MoonEP: overloaded ranks fill others completely, till all are even."""

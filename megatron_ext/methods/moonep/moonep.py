@@ -1,6 +1,6 @@
 """MoonEP's exact fill: an overloaded rank fills the roomiest rank completely, until all are even.
 
-Every rank computes the mean, rounded down or up, whatever that costs in replicas; it needs as many
+Every rank computes the mean, rounded down or up, at any number of replicas; a rank needs as many
 slots as mains. Legend: R ranks of the EP group, E logical experts.
 """
 
@@ -16,19 +16,19 @@ from megatron_ext.balance.strategies.strategy import PlanSettings, Solves, Strat
 
 
 def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
-    """Plan for busiest - idlest <= 1 in each NVLink domain, which is planned by itself.
+    """Plan each NVLink domain by itself, so that its ranks differ by at most one assignment.
 
-    The rank that is furthest above the mean, the sender, gives the roomiest rank all that this rank
-    has room for. That may be more than the sender has above the mean; then another rank fills the
-    sender. Every rank is filled at most once, so it holds replicas of one home rank only, and as
-    many slots as mains suffice. Only then experts are chosen: the transfer with most left to choose
-    takes from the main with most left. Where the mean is no whole number, the ranks that were
-    busiest get it rounded up. Planning is on the CPU, one load after the other.
+    The rank that is furthest above the mean, the sender, gives the roomiest rank as much as this
+    rank has room for. The sender may give more than it has above the mean; then another rank fills
+    the sender. Every rank is filled at most once, so a rank holds replicas of one home rank only,
+    and as many slots as mains suffice. Then experts are chosen: the transfer with most left to
+    choose takes from the main with most left. If the mean is no whole number, the ranks that were
+    busiest get the mean rounded up. Loads are planned on the CPU, one after the other.
 
     The algorithm has no tolerance and no least quota, and expects as many slots as mains. With
-    `min_quota` above 1 or fewer slots, it drops replicas below `min_quota`, and of each rank the
-    smallest replicas that find no slot; their assignments stay at home. Where that is worse than no
-    balancing, no replica is used. Such plans are not even.
+    `min_quota` above 1 or fewer slots, replicas below `min_quota` are dropped, and on each rank the
+    smallest replicas that find no slot; their assignments stay at home. If the plan would then be
+    worse than no balancing, it has no replicas. Such plans are not even.
 
     Rank 0 has 14, rank 1 has 9, and rank 2 has room for 7: rank 0 gives it all 7, and gets 1 back.
 
@@ -78,10 +78,10 @@ def _plan_one(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Bal
 
 
 def _transfers(loads: list[int]) -> list[dict[int, int]]:
-    """Assignments that each rank gives to each other rank, so that all ranks are even.
+    """Return the assignments that each rank gives to each other rank, so that all ranks are even.
 
-    A sender always has what it gives: with at least one more than the mean, rounded down or up, it
-    has at least as many as a host has room for. Each round makes a rank even for good.
+    A sender always has enough: it has at least one more than the mean, rounded down or up, and no
+    host has room for more than the mean. Each round makes a rank even for good.
     """
     mean, num_rounded_up = divmod(sum(loads), len(loads))
     excess = [load - mean for load in loads]
@@ -99,7 +99,7 @@ def _transfers(loads: list[int]) -> list[dict[int, int]]:
 def _choose(loads: list[int], given: dict[int, int]) -> list[tuple[int, int, int]]:
     """Choose the mains that a sender gives: host, main and assignments of each replica.
 
-    Each round settles a main or a host, so no pair of them comes twice.
+    Each round empties a main or fills a host, so no pair of a main and a host comes twice.
     """
     left, chosen = list(loads), []
     missing = dict(sorted(given.items()))

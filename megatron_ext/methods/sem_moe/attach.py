@@ -1,28 +1,29 @@
-"""Token re-batching: tokens are with their experts, probably, before the router has seen them.
+"""Token re-batching: tokens move to the ranks of their probable experts ahead of the router.
 
 With sequence parallelism each tensor-parallel rank brings a slice of the sequence to an MoE layer.
-Where that group is also the EP group, its tokens can be dealt by their experts instead. The layer
-computes token by token, so it gives the same result whichever rank brings a token.
+Where the tensor-parallel group is also the EP group, the ranks can deal the tokens by their experts
+instead. The layer computes token by token, so its result does not depend on the rank that brings a
+token.
 
     model's input    keep the microbatch's token ids
     MoE layer        1 predict each token's rank, 2 rebatch, all-to-all of hidden states
       router         note which rank each token goes to, for the layers after
       output         3 resume: all-to-all back
 
-In backward each all-to-all is the adjoint of the other, in reverse order. Re-batching is attached
-by module hooks: off means stock Megatron, and any MoE layer works. It does not go with strategies
-by which a layer predicts the next one's load: dealing gives the two layers different tokens.
+In backward each all-to-all is the adjoint of the other, in reverse order. Module hooks attach
+re-batching: a model without the hooks is stock Megatron, and any kind of MoE layer works.
+Re-batching excludes strategies by which a layer predicts the next layer's load, because dealing
+gives the two layers different tokens.
 
-If MoE layers alone are recomputed, the all-to-all stays outside and is not repeated. If whole
-layers are, it is repeated with the ids and ranks of the last microbatch that came in, which is the
-right microbatch only without a pipeline.
+If Megatron recomputes MoE layers alone, the all-to-all is outside of what is recomputed. If
+Megatron recomputes whole layers, each layer repeats the all-to-all with the ids and ranks of the
+last microbatch that came in, which is the right microbatch only without a pipeline.
 
 Legend: N tokens of a rank, R ranks, H hidden, s tokens of a sample, b samples of a microbatch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,72 +39,46 @@ from megatron_ext.methods.sem_moe.semantics import Semantics
 from megatron_ext.methods.sem_moe.tokens import LayerTables, predict, rebatch, resume
 
 
-@dataclass(frozen=True, eq=False)
-class AllToAll:
-    """The all-to-all that sends this rank's tokens to the ranks a permutation deals them to."""
+class Dealing:
+    """Brings tokens to the ranks of a permutation, and back.
 
-    group: dist.ProcessGroup
-    send_order: Tensor
-    """Tokens of this rank in the order in which they are sent, rank by rank: int64 [N]."""
-    send_counts: list[int]
-    """Tokens that go to each rank: [R]."""
-    receive_order: Tensor
-    """Position of each token in the order of arrival, rank by rank: int64 [N]."""
-    receive_counts: list[int]
+    The backward of each way is the other way. Lives from a layer's input to the layer's output.
 
-    @classmethod
-    def of(cls, permutation: Tensor, group: dist.ProcessGroup) -> AllToAll:
-        """Derive from a permutation what this rank sends and receives.
+    Args:
+        permutation: The token at each position, int64 [R N]; equal on all ranks.
+        group: The ranks, this one among them.
+    """
 
-        Args:
-            permutation: The token at each position, int64 [R N]; equal on all ranks.
-            group: The ranks, this one among them.
-        """
+    def __init__(self, permutation: Tensor, group: dist.ProcessGroup) -> None:
+        self.permutation = permutation
+        self._group = group
         ranks, rank = group.size(), group.rank()
         num_tokens = len(permutation) // ranks
         source = permutation // num_tokens
         place_rank = torch.arange(ranks, device=permutation.device).repeat_interleave(num_tokens)
         counts = torch.bincount(place_rank * ranks + source, minlength=ranks**2)
         by_place = counts.view(ranks, ranks).tolist()
-        return cls(
-            group,
+        # Rank by rank: this rank's tokens in the order of sending, and how many go to each rank;
+        # the position of each token in the order of arrival, and how many come from each rank.
+        self._own = (
             permutation[source == rank] - rank * num_tokens,
             [of_place[rank] for of_place in by_place],
-            source.view(ranks, -1)[rank].argsort(stable=True),
-            by_place[rank],
         )
+        self._dealt = source.view(ranks, -1)[rank].argsort(stable=True), by_place[rank]
 
-    def inverse(self) -> AllToAll:
-        """The all-to-all that brings the tokens back; also the adjoint."""
-        return AllToAll(
-            self.group,
-            self.receive_order,
-            self.receive_counts,
-            self.send_order,
-            self.send_counts,
-        )
+    def deal(self, hidden_states: Tensor) -> Tensor:
+        """Send this rank's tokens [s / R, b, H]; return the tokens dealt to this rank."""
+        return self._exchange(hidden_states, self._own, self._dealt)
 
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        """Send hidden states, or other values of each token; autograd sends gradients back.
+    def put_back(self, outputs: Tensor) -> Tensor:
+        """Send the outputs of the tokens dealt to this rank; return those of its own tokens."""
+        return self._exchange(outputs, self._dealt, self._own)
 
-        Args:
-            hidden_states: Hidden states of this rank's tokens, [s / R, b, H].
-
-        Returns:
-            Hidden states of the tokens dealt to this rank, in the same shape.
-        """
-        flat = hidden_states.flatten(0, 1)[self.send_order]
-        arrived = all_to_all(self.group, flat, self.receive_counts, self.send_counts)
-        return arrived[self.receive_order.argsort()].view_as(hidden_states)
-
-
-@dataclass(frozen=True, eq=False)
-class _Dealt:
-    """How a layer's tokens were dealt; lives between the layer's input and its output."""
-
-    layer: int
-    permutation: Tensor
-    all_to_all: AllToAll
+    def _exchange(
+        self, rows: Tensor, send: tuple[Tensor, list[int]], receive: tuple[Tensor, list[int]]
+    ) -> Tensor:
+        arrived = all_to_all(self._group, rows.flatten(0, 1)[send[0]], receive[1], send[1])
+        return arrived[receive[0].argsort()].view_as(rows)
 
 
 class TokenRebatcher:
@@ -123,11 +98,11 @@ class TokenRebatcher:
         self._tables = {layer: LayerTables.of(semantics, layer, device) for layer in layers}
         looks_back = [layer for layer in layers if {layer - 1, layer - 2} <= layers.keys()]
         self._noted = {layer - back for layer in looks_back for back in (1, 2)}
-        # Ids of the last microbatch that came in; kept until the next microbatch, for recompute.
+        # Ids of the last microbatch that came in; recompute needs them until the next microbatch.
         self._ids: Tensor | None = None
         self._went: dict[int, Tensor] = {}
-        # Handed from a layer's input to its output; never outlives the layer's forward.
-        self._dealt: _Dealt | None = None
+        # From a layer's input to the layer's output; None outside of the layer's forward.
+        self._dealt: tuple[int, Dealing] | None = None
         chunk.register_forward_pre_hook(self._keep_ids, with_kwargs=True)
         for layer, module in layers.items():
             module.register_forward_pre_hook(partial(self._deal, layer), with_kwargs=True)
@@ -157,27 +132,26 @@ class TokenRebatcher:
             went = self._went[layer - 2], self._went[layer - 1]
         ranks = self._group.size()
         guess = predict(self._tables[layer], self._ids, ranks, went)
-        permutation = rebatch(guess, ranks)
-        self._dealt = _Dealt(layer, permutation, AllToAll.of(permutation, self._group))
+        dealing = Dealing(rebatch(guess, ranks), self._group)
+        self._dealt = layer, dealing
         if "hidden_states" in kwargs:
-            dealt = self._dealt.all_to_all(kwargs["hidden_states"])
-            return args, kwargs | {"hidden_states": dealt}
-        return (self._dealt.all_to_all(args[0]), *args[1:]), kwargs
+            return args, kwargs | {"hidden_states": dealing.deal(kwargs["hidden_states"])}
+        return (dealing.deal(args[0]), *args[1:]), kwargs
 
     def _note(
         self, layer: int, router: nn.Module, args: tuple[Any, ...], outputs: tuple[Tensor, Tensor]
     ) -> None:
-        """Gather on all ranks which rank each of a layer's tokens went to, in sequence order."""
-        dealt = self._dealt
-        if dealt is None or dealt.layer != layer:
-            return  # The MoE layer alone is recomputed: it was noted before.
+        """Gather on all ranks in sequence order the rank that each of a layer's tokens went to."""
+        if self._dealt is None or self._dealt[0] != layer:
+            return  # The MoE layer alone is recomputed: its first forward noted the ranks.
+        permutation = self._dealt[1].permutation
         ranks = self._group.size()
         _, routing_map = outputs
         of_ranks = routing_map.view(-1, ranks, self._num_experts // ranks)
         mine = of_ranks.sum(-1).argmax(1)
-        together = mine.new_empty(len(dealt.permutation))
+        together = mine.new_empty(len(permutation))
         dist.all_gather_into_tensor(together, mine, group=self._group)
-        self._went[layer] = together[resume(dealt.permutation)]
+        self._went[layer] = together[resume(permutation)]
 
     def _put_back(
         self, module: nn.Module, args: tuple[Any, ...], outputs: tuple[Tensor, Any]
@@ -186,18 +160,18 @@ class TokenRebatcher:
         dealt, self._dealt = self._dealt, None
         assert dealt is not None, "an MoE layer ended that had not begun"
         output, bias = outputs
-        return dealt.all_to_all.inverse()(output), bias
+        return dealt[1].put_back(output), bias
 
 
 def rebatch_tokens(chunk: nn.Module, semantics: Semantics) -> TokenRebatcher | None:
     """Deal the tokens of every MoE layer of a model chunk by where their experts probably are.
 
     The model must start with its experts placed by the same semantics (`megatron-ext checkpoint
-    relayout`). Otherwise tokens go to the wrong ranks, which is no error but saves nothing.
+    relayout`). Otherwise tokens go to the wrong ranks: training stays right, but nothing is saved.
 
     Args:
-        chunk: A Megatron model, or one of its chunks, before it is wrapped. Every forward gets the
-            microbatch's ids.
+        chunk: A Megatron model, or one of its chunks, before DDP wraps the chunk. Every forward
+            needs the microbatch's ids.
         semantics: See `TokenRebatcher`.
 
     Returns:

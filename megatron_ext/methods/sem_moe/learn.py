@@ -1,9 +1,9 @@
-"""Sem-MoE: experts and samples that belong together on one rank, so that fewer tokens travel.
+"""Sem-MoE: puts experts and samples that belong together on one rank, so that fewer tokens travel.
 
     1 predict     how often a token id goes to an expert, from recorded routes
     2 co-cluster  experts to ranks for fixed samples, samples to ranks for fixed experts, by turns
     3 tables      expert at each position of each layer; share of a token id's choices on each rank;
-                  which rank a token goes to, by its id, and by its ranks in the last two layers
+                  rank of a token by its id, and by the token's ranks in the last two layers
 
 `checkpoints_tools.relayout` moves a checkpoint's experts, `samples.py` a run's samples, `tokens.py`
 its single tokens. Legend: N tokens, Q samples, L layers, K experts of a token, V vocabulary, E
@@ -25,7 +25,7 @@ from megatron_ext.methods.sem_moe.samples import schedule
 from megatron_ext.methods.sem_moe.semantics import Semantics
 
 STEPS = 10
-"""Rounds of Algorithm 1 at most; it ends when a round changes nothing."""
+"""Most rounds of Algorithm 1; the algorithm ends when a round changes nothing."""
 
 
 def learn(
@@ -88,9 +88,9 @@ def co_cluster(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Place experts and samples on ranks, by turns, and return the best result of all turns.
 
-    The best result has the least cost: choices on other ranks than the sample's, plus choices on
-    the busiest rank, summed over layers. Every rank has equally many experts of each layer, and
-    equally many samples up to one.
+    The cost of a result is the number of choices on other ranks than the sample's, plus the choices
+    on the busiest rank, summed over layers; the best result costs least. Every rank has equally
+    many experts of each layer, and equally many samples up to one.
 
     Args:
         predicted: Choices of each expert by each sample, float64 [Q, L, E].
@@ -128,9 +128,10 @@ def co_cluster(
 def place_experts(predicted: np.ndarray, sample_rank: np.ndarray, ranks: int) -> np.ndarray:
     """Place the experts of one layer on ranks, the hottest first.
 
-    An expert goes to the rank with room that has the highest score. The score counts the expert's
-    choices by the rank's own samples and its choices together with the rank's experts, less the
-    load that the rank has already. Then experts are swapped as long as that lowers the cost.
+    An expert goes to the rank with room that has the highest score. The score counts how often the
+    rank's own samples choose the expert, and how often samples choose the expert together with the
+    rank's experts, less the load that the rank has already. Then pairs of experts are swapped as
+    long as a swap lowers the cost.
 
     Args:
         predicted: Choices of each expert by each sample, float64 [Q, E].
@@ -250,8 +251,8 @@ def ranks_of_tokens(routes: Routes, home: np.ndarray, ranks: int) -> np.ndarray:
 def ranks_of_ids(routes: Routes, rank_of: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
     """Count which rank tokens of an id go to, and return the likeliest with its chance.
 
-    Every id counts one token more than was seen, spread over all ranks. So an id that was seen once
-    is not certain, and an id that was not seen has chance 1 / R.
+    For every id one token more is counted than was seen, spread over all ranks. So the rank of an
+    id that was seen once is not certain, and an id that was not seen has chance 1 / R everywhere.
 
     Args:
         routes: Which tokens, with their ids.

@@ -1,7 +1,7 @@
-"""Which rank a sample goes to, by the experts that its tokens choose (Sem-MoE's data scheduling).
+"""Sends each sample to the rank that has the experts of its tokens (Sem-MoE's data scheduling).
 
-The samples of a step stay the same, and every rank has equally many; only which rank computes a
-sample changes. Legend: Q samples, V vocabulary, R ranks.
+The samples of a step stay the same, and every rank has equally many samples; only the rank that
+computes a sample changes. Legend: Q samples, V vocabulary, R ranks.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def scores(tokens: np.ndarray, affinity: np.ndarray) -> np.ndarray:
 def schedule(score: np.ndarray) -> np.ndarray:
     """Place the samples of a global batch on ranks, equally many on each.
 
-    The samples for which it matters most, by best score less the mean, choose first; each goes to
-    the rank of highest score that has room.
+    A sample's gain is its best score less its mean score. The sample with the largest gain chooses
+    first; each sample goes to the rank of highest score that has room.
 
     Args:
         score: How much each sample belongs to each rank, float64 [Q, R]; R divides Q.
@@ -43,8 +43,8 @@ def schedule(score: np.ndarray) -> np.ndarray:
     >>> schedule(np.array([[0.6, 0.4], [0.8, 0.2], [0.7, 0.3], [0.5, 0.5]])).tolist()
     [1, 0, 0, 1]
 
-    Source: Sem-MoE, Algorithm 2; differs from it in that the whole global batch is known, so that
-    ranks have to be even over it instead of after every R samples, and the order is free.
+    Source: Sem-MoE, Algorithm 2. There every R consecutive samples go to R different ranks; here
+    the whole global batch is known, so that ranks are even over the batch, in any order.
     """
     num_samples, ranks = score.shape
     rank_of = np.empty(num_samples, dtype=np.int64)
@@ -68,7 +68,7 @@ def scheduled_microbatches(
     """Return the microbatches of one data-parallel rank, from where a run stands, without end.
 
     The global batches are those of `microbatches`, sample by sample. Every rank reads the whole
-    global batch, to know which samples are its own.
+    global batch to find its own samples.
 
     Args:
         dataset: What to read.

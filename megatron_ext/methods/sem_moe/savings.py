@@ -1,4 +1,4 @@
-"""Measures on recorded routes what re-batching would save.
+"""Measures on recorded routes how many hidden states re-batching would save.
 
 The tensor-parallel group is the EP group, and a microbatch is one sample: outside of MoE layers,
 rank r holds the r-th part of its tokens. Legend: N tokens of a rank, R ranks.
@@ -21,11 +21,11 @@ from megatron_ext.methods.sem_moe.tokens import LayerTables, predict, rebatch, r
 def compare_tokens(
     routes: Routes, semantics: Semantics, *, on_layer: Callable[[int], object] = lambda count: None
 ) -> dict[str, dict[str, float]]:
-    """Measure tokens where the sequence puts them against tokens dealt by their experts.
+    """Compare tokens on the ranks of their sequence slices with tokens dealt by their experts.
 
     Args:
-        routes: What tokens choose; of each sample, the last tokens that ranks do not divide are
-            dropped.
+        routes: The tokens' choices. Each sample loses its last tokens if the ranks do not divide
+            the number of its tokens.
         semantics: Learned for the same layers, ids and experts.
         on_layer: Called with 1 after each layer.
 
@@ -65,7 +65,16 @@ def compare_tokens(
                 measured.setdefault(name, []).append(_measure(own, dealt, expert_rank[part], ranks))
         on_layer(1)
     num_choices = routes.choice.shape[2]
-    return {name: _mean(values, num_choices) for name, values in measured.items()}
+    means: dict[str, dict[str, float]] = {}
+    for name, values in measured.items():
+        local, moved, imbalance = np.mean(values, axis=0).tolist()
+        means[name] = {
+            "local_activation_rate": local,
+            "moved": moved,
+            "sent": num_choices * (1 - local) + moved,
+            "imbalance": imbalance,
+        }
+    return means
 
 
 def sample_starts(routes: Routes, ranks: int) -> np.ndarray:
@@ -103,13 +112,3 @@ def _measure(
         float((dealt != own).float().mean()),
         float(load.max() * ranks / load.sum()),
     )
-
-
-def _mean(values: list[tuple[float, float, float]], num_choices: int) -> dict[str, float]:
-    local, moved, imbalance = np.mean(values, axis=0).tolist()
-    return {
-        "local_activation_rate": local,
-        "moved": moved,
-        "sent": num_choices * (1 - local) + moved,
-        "imbalance": imbalance,
-    }

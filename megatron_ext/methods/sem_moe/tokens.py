@@ -1,12 +1,12 @@
-"""Which rank a token goes to for an MoE layer, by where its experts probably are.
+"""Deals tokens to the ranks that probably have the tokens' experts in an MoE layer.
 
-    1 predict   guess each token's rank from its id or from the ranks it went to, by the surer guess
+    1 predict   guess each token's rank from its id or from the token's last ranks, as is surer
     2 rebatch   deal the tokens, equally many to each rank; the surest of a rank come first
-    3 resume    the order that they had
+    3 resume    put the tokens back into their order
 
 A tensor-parallel group has slices of one sequence: rank r has tokens r N to (r + 1) N - 1.
-Tables and tokens may be on any device; every step is deterministic, so that ranks which compute it
-from equal arguments agree. Legend: N tokens of a rank, R ranks, V vocabulary.
+Tables and tokens may be on any device. Every step is deterministic, so that ranks with equal
+arguments agree. Legend: N tokens of a rank, R ranks, V vocabulary.
 
 Source: Sem-MoE (Y. Li et al.), Algorithm 3 and section B.2.
 """
@@ -22,7 +22,7 @@ from megatron_ext.methods.sem_moe.semantics import Semantics
 
 
 class Guess(NamedTuple):
-    """Likeliest ranks and their chances: for each token, or for each entry of a table."""
+    """Likeliest ranks and their chances, for each token or for each entry of a table."""
 
     rank: Tensor
     """The likeliest rank, int64."""
@@ -60,14 +60,14 @@ class LayerTables(NamedTuple):
 def predict(
     tables: LayerTables, ids: Tensor, ranks: int, went: tuple[Tensor, Tensor] | None = None
 ) -> Guess:
-    """Guess the rank of each token in a layer.
+    """Guess for each token which rank has most of its experts in a layer.
 
     Args:
         tables: Tables of the layer.
         ids: Ids of the tokens, int64 [R N].
         ranks: Ranks (R).
         went: Ranks that the tokens went to two layers before and in the layer before, int64 [R N]
-            each; None if they are not known, and then ids decide alone.
+            each; None if these ranks are not known, so that ids decide alone.
 
     Source: Sem-MoE, Algorithm 3, line 2; if both guesses are equally sure, the ranks decide.
     """
@@ -85,10 +85,10 @@ def predict(
 def rebatch(guess: Guess, ranks: int) -> Tensor:
     """Deal the tokens to ranks, equally many to each.
 
-    A token goes to its guessed rank, if that has room. The surest tokens choose first; of equally
-    sure tokens, those that are on the rank already, then by their order. A token that finds no
-    room, or has no rank likelier than others, stays on its rank if that has room, else it goes to
-    any rank with room.
+    A token goes to its guessed rank if the rank has room. The surest tokens choose first; of
+    equally sure tokens, those that are on the rank already, then by their order. A token that finds
+    no room, or has no rank likelier than others, stays on its own rank if there is room, else the
+    token goes to any rank with room.
 
     Args:
         guess: Guess for each token of the group, in order: [R N].

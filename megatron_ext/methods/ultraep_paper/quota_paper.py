@@ -1,7 +1,7 @@
 """Algorithm 1 of UltraEP as published: the baseline of the quota planner.
 
-It searches the busiest rank's load with a greedy test: overloaded ranks shed to the roomiest ranks.
-With one or two slots it can stop a few percent above what is possible.
+The algorithm bisects the busiest rank's load with a greedy test: overloaded ranks shed load to the
+roomiest ranks. With one or two slots it can stop a few percent above the best plan.
 """
 
 from __future__ import annotations

@@ -34,7 +34,6 @@ from checkpoints_tools.folder import (
     read_run,
     sync,
 )
-from megatron_ext.config import TrainConfig
 from megatron_ext.trainer.checkpoints.choice import (
     distrust,
     fallback_warning,
@@ -49,6 +48,7 @@ from megatron_ext.trainer.checkpoints.state import (
     sharded_state,
 )
 from megatron_ext.trainer.checkpoints.writer import CheckpointWriter, describe, gather, tell
+from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.model.settings import transformer_config
 from megatron_ext.trainer.ranks.launch import NO_RESTART
 
@@ -57,11 +57,6 @@ logger = logging.getLogger(__name__)
 
 class Checkpoints:
     """The checkpoints of a run, as one rank sees them. Every method is called by all ranks.
-
-    Args:
-        config: The run.
-        chunks: The model's chunks of this rank.
-        optimizer: Megatron's.
 
     Where a checkpoint cannot be loaded, or one that is required cannot be saved, all ranks raise
     `SystemExit` with status `NO_RESTART`, after rank 0 has said why in one line.
@@ -250,7 +245,6 @@ def _name(step: int) -> str:
 
 
 def _of_all(found: list[str]) -> list[str]:
-    """Return what all ranks found, on all of them."""
     everything: list[str] = tell(list(chain.from_iterable(gather(found))))
     return everything
 

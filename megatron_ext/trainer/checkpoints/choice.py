@@ -14,7 +14,7 @@ from checkpoints_tools.folder import (
     list_checkpoints,
     read_run,
 )
-from megatron_ext.config import ModelConfig, TrainConfig
+from megatron_ext.trainer.config import ModelConfig, TrainConfig
 
 _FREE_MODEL_FIELDS = ("experts", "transformer_impl", "precision", "aux_loss")
 """Fields of the section `model` that may change between saving and loading."""

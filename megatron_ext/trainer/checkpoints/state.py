@@ -63,13 +63,7 @@ def load_state(
     """Put what a checkpoint holds into model, optimizer and generators.
 
     The generators continue only if the number of ranks is the same as when saving; otherwise they
-    keep their seeds.
-
-    Args:
-        chunks: The model's.
-        optimizer: Megatron's.
-        run: `run.json` of the checkpoint.
-        read: Fills the sharded state that it is given from the checkpoint's files.
+    keep their seeds. `read` fills a sharded state from the checkpoint's files.
     """
     # Skipped steps are not the optimizer's; a checkpoint without this number has none of them.
     with _adam_can_load(optimizer, run.get("optimizer_steps", run["step"])):

@@ -1,10 +1,10 @@
-"""How a checkpoint becomes files: by Megatron's plan of who writes what, in this process.
+"""Writes a checkpoint's files by Megatron's plan, with threads of this process.
 
-Megatron plans, cuts the state into items and writes each of them. Around that stand here: threads
-in place of its writer processes and of the process that it collects their results with, so that
-nothing outlives a rank; checksums, taken while the bytes pass; and an agreement of all ranks
-wherever one of them may fail. All of Megatron's own collectives are over before the first byte is
-written, so no rank waits in one for a rank that failed.
+Megatron plans, cuts the state into items and writes each item. This file adds threads in place of
+Megatron's writer processes and of the process that collects their results, so that no process
+outlives a rank; checksums of the bytes; and an agreement of all ranks after each step in which a
+rank may fail. All of Megatron's own collectives end before the first byte is written, so no rank
+waits in a collective for a rank that failed.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ class CheckpointWriter:
     def finish(self, others: dict[str, bytes]) -> str | None:
         """Wait for all ranks' parts, then write what there is once. All ranks call it.
 
-        Args:
-            others: Contents of files to add, by name.
+        `others` are contents of files to add, by name.
 
         Returns:
             Why the checkpoint could not be written, the same on all ranks; None if it was.
@@ -209,7 +208,6 @@ def describe(error: BaseException, path: Path) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, what caused it, and so on."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -250,7 +248,6 @@ class _File:
 
 
 def _write_file(bucket: Any) -> _File:
-    """Write one file and sync it."""
     stream = _HashedStream()
     # Megatron's function tells two queues, as it may run in a process.
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -22,14 +22,7 @@ _BAR_WIDTH = 8
 
 
 class TrainingProgress:
-    """The display of one run; a context manager.
-
-    Args:
-        title: Name of the run.
-        start_step: Steps that were done before this start.
-        steps: Steps of the whole run.
-        every: Steps between two plain lines.
-    """
+    """The display of one run; a context manager."""
 
     def __init__(self, title: str, *, start_step: int, steps: int, every: int) -> None:
         self._start_step = start_step
@@ -77,7 +70,6 @@ class TrainingProgress:
             logger.info("step %d/%d  %s%s", step, self._steps, line, self._left(step))
 
     def _is_due(self, step: int) -> bool:
-        """Whether a step has a plain line."""
         if time.monotonic() - self._said >= _SILENCE_S:
             return True
         return step in (self._start_step + 1, self._steps) or step % self._every == 0

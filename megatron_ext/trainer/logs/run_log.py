@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
+import os
+import platform
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from megatron_ext.config import COST_UNITS, ConfigError, TrainConfig
+from megatron_ext.config import COST_UNITS, ConfigError
 from megatron_ext.files.json_files import json_text
 from megatron_ext.files.locks import FolderInUseError, held
 from megatron_ext.files.run_dir import ABOUT_FILE, CONFIG_FILE, LAYERS_FILE, METRICS_FILE
 from megatron_ext.files.whole import write_whole
 from megatron_ext.telemetry.step_lines import StepLines, read_lines
-from megatron_ext.trainer.logs.about import about_this_run
+from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.sinks import SINKS
 from megatron_ext.trainer.sinks.sink import Sink
 
 logger = logging.getLogger(__name__)
 
+_PACKAGES = ("megatron-ext", "megatron-core", "torch", "transformer-engine")
+"""Packages whose versions are written down."""
 
 _NOTHING: Mapping[str, Any] = {}
 
@@ -80,10 +87,6 @@ class RunLog:
         """Write a step, whose number is the value `step`.
 
         What cannot be written now, as on a full disk, is a warning and is written later.
-
-        Args:
-            metrics: The line of `metrics.jsonl`.
-            layers: The line of `layers.jsonl`, if there is one.
         """
         self._metrics.write(metrics)
         if layers is not None:
@@ -108,7 +111,7 @@ class RunLog:
     def _may_fail(self, sink: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # Whatever it is: the steps of the training are worth more.
+        except Exception as error:  # Of any class, because a sink must not stop the training.
             self._sinks.pop(sink, None)
             logger.warning("warning: %s is written no more: %s", sink, error)
 
@@ -165,3 +168,41 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         ValueError: A line is not the metrics of a step; the message names file and line.
     """
     return list(read_lines(run_dir / METRICS_FILE))
+
+
+def about_this_run() -> dict[str, Any]:
+    """Return start, host, processors, versions and commit, for JSON.
+
+    What is not installed is left out; the commit is None where the working directory has none.
+    """
+    import torch
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(num_gpus)],
+        "versions": {"python": platform.python_version()} | dict(_versions()),
+        "commit": _commit(),
+    }
+
+
+def _versions() -> list[tuple[str, str]]:
+    installed = []
+    for package in _PACKAGES:
+        try:
+            installed.append((package, importlib.metadata.version(package)))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return installed
+
+
+def _commit() -> str | None:
+    """Return the commit of the working directory, with `-dirty` where files differ from it."""
+    words = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        asked = subprocess.run(words, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout.strip() or None

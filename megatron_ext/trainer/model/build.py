@@ -13,7 +13,6 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,11 +29,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron_ext.config import TrainConfig
-from megatron_ext.data import Manifest, MixedDataset, padded_vocab_size
+from megatron_ext.data import Manifest, MixedDataset, microbatches, padded_vocab_size
 from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec, name_stages
-from megatron_ext.methods.sem_moe.attach import rebatch_tokens
-from megatron_ext.methods.sem_moe.semantics import read_semantics
+from megatron_ext.methods.run_hook import Reader, run_hooks
+from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.model.latent import latent_attention_spec
 from megatron_ext.trainer.model.norms import sequence_parallel_spec
 from megatron_ext.trainer.model.settings import (
@@ -68,14 +66,19 @@ def dataset(config: TrainConfig, manifest: Manifest, split: str) -> MixedDataset
     )
 
 
+def reader(config: TrainConfig) -> Reader:
+    """Return what reads the training data: a method's reader if the run asks for one."""
+    for _, path, hook in run_hooks(config.data):
+        if hook.reader:
+            return hook.reader(path, config.data.global_batch_size)
+    return microbatches
+
+
 def start_parallelism(config: TrainConfig, *, with_gloo: bool = True) -> None:
     """Make Megatron's process groups, unless they exist, and seed every random generator.
 
-    Several models of equal parallel sizes may live in one process.
-
-    Args:
-        config: The run.
-        with_gloo: Whether there are groups over gloo besides, for checkpoints.
+    Several models of equal parallel sizes may live in one process. Groups over
+    gloo are for checkpoints.
     """
     parallel = config.parallel
     if not parallel_state.model_parallel_is_initialized():
@@ -100,10 +103,7 @@ def start_parallelism(config: TrainConfig, *, with_gloo: bool = True) -> None:
 def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataParallel]:
     """Build this rank's model chunks, balanced as the config says, inside Megatron's DDP.
 
-    Args:
-        config: The run.
-        vocab_size: Size of the tokenizer's vocabulary, without padding. `model.vocab_size` goes
-            before it.
+    `vocab_size` is the tokenizer's, without padding; `model.vocab_size` goes before it.
     """
     megatron = transformer_config(config)
     parallel = config.parallel
@@ -112,7 +112,7 @@ def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataPar
         divisible_by=128,
         tensor_parallel=parallel.tp_size,
     )
-    semantics = read_semantics(Path(config.data.rebatch)) if config.data.rebatch else None
+    attach = [hook.attach(path) for _, path, hook in run_hooks(config.data) if hook.attach]
     balance = config.balance
     if balance.wait_limit_s is None:
         balance = dataclasses.replace(balance, timeout_s=config.timeout_s)
@@ -160,20 +160,15 @@ def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataPar
             mtp_block_spec=mtp_spec,
             vp_stage=vp_stage,
         ).cuda()
-        if semantics is not None:
-            rebatch_tokens(module, semantics)
+        for each in attach:
+            each(module)
         modules.append(Float16Module(megatron, module) if megatron.bf16 else module)
     return wrap_in_ddp(megatron, modules, ddp_config(config))
 
 
 @cache
 def _say_whose_layers(with_engine: bool, *, assumed: bool) -> None:
-    """Say, once in a process, what `model.transformer_impl=auto` stands for on this GPU.
-
-    Args:
-        with_engine: Whether layers are Transformer Engine's.
-        assumed: Whether a dry run counts on them.
-    """
+    """Say, once in a process, what `model.transformer_impl=auto` stands for on this GPU."""
     if with_engine:
         logger.info("model.transformer_impl=auto: layers of Transformer Engine")
         return
@@ -217,7 +212,7 @@ def build_scheduler(
 
 
 def moe_layers(chunks: list[DistributedDataParallel]) -> list[MoELayer]:
-    """Return this rank's MoE layers, of whatever kind."""
+    """Return this rank's MoE layers: balanced, even and Megatron's own."""
     return [layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, MoELayer)]
 
 

@@ -23,10 +23,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
 from megatron_ext.balance.strategies import get_strategy
-from megatron_ext.config import BalanceConfig, TrainConfig
+from megatron_ext.config import BalanceConfig
 from megatron_ext.mcore.experts import expert_weights
 from megatron_ext.mcore.place import layout_of
-from megatron_ext.mcore.schedule import held_by_chunks, ring_size
+from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.model.build import build_model, moe_layers
 from megatron_ext.trainer.model.meta_model import (
     Kept,
@@ -35,6 +35,7 @@ from megatron_ext.trainer.model.meta_model import (
     kernels_of_a_gpu,
     without_recompute,
 )
+from megatron_ext.trainer.model.schedule import held_by_chunks
 from megatron_ext.trainer.model.settings import assumes_transformer_engine
 
 _MOMENT_BYTES = 8
@@ -91,8 +92,6 @@ class Stage:
     """The same in bytes: what a replica moves."""
     expert_grad_bytes: int
     """Gradient of a replica, as it is stored and moved."""
-    plans_in_flight: int
-    """Plans that a layer keeps from forward to backward; the most of its layers."""
     activations: dict[float, int]
     """By imbalance: the most that is kept for backward on the busiest rank, if the imbalance is
     that of all layers in all microbatches."""
@@ -216,18 +215,6 @@ def _count(
         expert_params=expert_params,
         expert_bytes=expert_bytes,
         expert_grad_bytes=expert_grad_bytes,
-        plans_in_flight=max(
-            (
-                ring_size(
-                    config.balance,
-                    layer.config,
-                    pp_rank=pp_rank,
-                    is_for_mtp=layer.layer_number > config.model.num_layers,
-                )
-                for layer in layers
-            ),
-            default=0,
-        ),
         activations={
             imbalance: _activation_bytes(config, chunks, pp_rank, imbalance)
             for imbalance in imbalances
@@ -251,7 +238,6 @@ def _model(chunk: Any) -> Any:
 
 
 def _routed(layers: Sequence[MoELayer]) -> set[nn.Parameter]:
-    """The parameters of routed experts."""
     return {weight for layer in layers for weight in layer.experts.parameters()}
 
 
@@ -353,7 +339,6 @@ def _activation_bytes(
 
 
 def _forward(config: TrainConfig, model: Any) -> Kept:
-    """Run a microbatch through a model chunk."""
     data, parallel = config.data, config.parallel
     tokens = torch.zeros(data.micro_batch_size, data.sequence_length, dtype=torch.int64)
     model.set_input_tensor(

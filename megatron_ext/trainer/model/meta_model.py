@@ -27,8 +27,8 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_ext.config import TrainConfig
 from megatron_ext.cpu_platform import FACTORIES
+from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.model.build import start_parallelism
 
 
@@ -56,7 +56,7 @@ def fake_rank(config: TrainConfig, *, rank: int, num_ranks: int) -> Iterator[Non
 
 
 class _OnMeta(TorchFunctionMode):
-    """Creates tensors on the meta device, whatever device is asked for."""
+    """Creates tensors on the meta device in place of every other device."""
 
     # The CPU platform wraps them. A tensor of given values is one that somebody reads: it stays on
     # the host where no device is asked for.

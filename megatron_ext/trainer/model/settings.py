@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch.nn import functional
 
-from megatron_ext.config import TrainConfig
+from megatron_ext.trainer.config import TrainConfig
 
 OVERRIDABLE: dict[str, Any] = {
     "expert_tensor_parallel_size": 1,
@@ -118,7 +118,7 @@ def uses_transformer_engine(config: TrainConfig) -> bool:
 
 
 def assumes_transformer_engine(config: TrainConfig) -> bool:
-    """Whether a run is counted with Transformer Engine's layers, whatever this machine has.
+    """Return whether a dry run counts with Transformer Engine's layers, installed here or not.
 
     With `auto` it is where the recipe names a machine: those have GPUs.
     """
@@ -142,12 +142,7 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
 
 
 def ddp_config(config: TrainConfig, **megatron: Any) -> DistributedDataParallelConfig:
-    """Return the settings of Megatron's DDP: how it reduces gradients.
-
-    Args:
-        config: The run.
-        megatron: Fields whose values replace the run's, by Megatron's names.
-    """
+    """Return the settings of Megatron's DDP: the run's, with `megatron` in their place."""
     parallel = config.parallel
     of_run: dict[str, Any] = {
         "use_distributed_optimizer": parallel.distributed_optimizer,
@@ -159,12 +154,7 @@ def ddp_config(config: TrainConfig, **megatron: Any) -> DistributedDataParallelC
 
 
 def optimizer_config(config: TrainConfig, **megatron: Any) -> OptimizerConfig:
-    """Return the settings of Megatron's optimizer.
-
-    Args:
-        config: The run.
-        megatron: Fields whose values replace the run's, by Megatron's names.
-    """
+    """Return the settings of Megatron's optimizer: the run's, with `megatron` in their place."""
     settings, parallel = config.optimizer, config.parallel
     of_run: dict[str, Any] = {
         "optimizer": "adam",
@@ -188,13 +178,7 @@ def wrap_in_ddp(
     modules: list[torch.nn.Module],
     ddp: DistributedDataParallelConfig,
 ) -> list[DistributedDataParallel]:
-    """Wrap a rank's model chunks in Megatron's DDP, and tell its schedules how to finish a step.
-
-    Args:
-        megatron: TransformerConfig of the model. Its hooks for schedules are set.
-        modules: The chunks, in their order.
-        ddp: How gradients are reduced.
-    """
+    """Wrap a rank's model chunks in Megatron's DDP, and tell its schedules how to finish a step."""
     chunks = [
         # Only the first chunk's gradients become ready late enough to be worth reducing in parts.
         DistributedDataParallel(megatron, ddp, module, disable_bucketing=index > 0)

@@ -1,4 +1,4 @@
-"""Sizes of a model, and its work, memory and bytes per token: for `simulate`, and a run's FLOP/s.
+"""Sizes of a model, and its work and bytes per token: for `simulate`, and a run's FLOP/s.
 
 Letters: H hidden, F width inside an expert, E logical experts, K choices of a token.
 """
@@ -9,8 +9,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext.config import TrainConfig
 from megatron_ext.data import Manifest, padded_vocab_size
+from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.model.settings import transformer_config
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
@@ -143,21 +143,6 @@ class ModelShape:
         """
         return 7 * 4 + self.element_bytes
 
-    def kept_per_assignment(self) -> int:
-        """Bytes of activations that one assignment keeps for backward in a layer.
-
-        Expert input and output, what goes into the activation function and what comes out of it.
-        """
-        inside = (3 if self.is_gated else 2) * self.expert_hidden_size
-        return self.element_bytes * (2 * self.hidden_size + inside)
-
-    def kept_per_token(self) -> int:
-        """Bytes of activations that one token keeps for backward in the rest of a layer.
-
-        They are the inputs of norms, attention and router.
-        """
-        return self.element_bytes * (6 * self.hidden_size + 4 * self.attention_width)
-
 
 _MAY_BE_ZERO = (
     "num_dense_layers",
@@ -204,7 +189,6 @@ def shape_of(config: TrainConfig, name: str) -> ModelShape:
 
 
 def _attention(config: TrainConfig) -> tuple[int, int]:
-    """Return `attention_params` and `attention_width` of a run's model."""
     megatron: Any = transformer_config(config)
     hidden, heads = megatron.hidden_size, megatron.num_attention_heads
     if megatron.multi_latent_attention:

@@ -48,10 +48,7 @@ _LEFT_TO_TORCHRUN = (signal.SIGHUP, signal.SIGQUIT)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run this machine's ranks.
-
-    Args:
-        arguments: torchrun's; by default those of the process.
+    """Run this machine's ranks, by torchrun's arguments.
 
     Raises:
         SystemExit: With status 1 if a rank or the rendezvous failed; with 2 if there is no secret

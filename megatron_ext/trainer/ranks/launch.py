@@ -133,11 +133,7 @@ def _noted_signals() -> Iterator[list[signal.Signals]]:
 def _attempt(
     call: Callable[[], None], num_ranks: int, noted: list[signal.Signals]
 ) -> _Failure | None:
-    """Run ranks to their end; return what failed.
-
-    Raises:
-        SystemExit: A signal ended them.
-    """
+    """Run ranks to their end; return what failed."""
     # A file in memory: ranks open it by this process's number of it, as long as this process lives.
     store = os.memfd_create("megatron_ext_store", os.MFD_CLOEXEC)
     ranks: list[SpawnProcess] = []
@@ -153,7 +149,6 @@ def _attempt(
 
 
 def _start(ranks: list[SpawnProcess], call: Callable[[], None], num_ranks: int, store: str) -> None:
-    """Add started ranks to `ranks`."""
     context = get_context("spawn")
     # Else it starts with the first rank, and unblocks SIGINT then.
     resource_tracker.ensure_running()
@@ -231,7 +226,6 @@ def _end_at_once(stop: signal.Signals) -> NoReturn:
 
 
 def _be_rank(rank: int, num_ranks: int, store: str, call: Callable[[], None]) -> None:
-    """Do the call as one rank."""
     global _store
     _store = store
     os.environ.update(

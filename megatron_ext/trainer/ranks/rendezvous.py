@@ -1,12 +1,13 @@
-"""Where the machines of a run find each other: torch's c10d rendezvous, less open.
+"""Lets the machines of a run find each other: torch's c10d rendezvous, less open.
 
-torch's own has two weaknesses that anyone who reaches the first machine can use: its stores listen
-on every interface, and the agents unpickle what they find in one of them. Here a store listens only
-on the address that the machines were told to meet at, or on a machine's own address towards it, and
-agents unpickle only what was signed with the run's secret.
+torch's own rendezvous has two weaknesses for every process that reaches the first machine: its
+stores listen on every interface, and its agents unpickle a store's contents. Here a store listens
+only on the address at which the machines meet, or on a machine's own address towards that address,
+and agents unpickle only contents that are signed with the run's secret.
 
-Nothing else in the stores is signed, and nothing is secret: whoever reaches them can end a run or
-lead its ranks to another address. So the network between the machines has to be trusted.
+Nothing else in the stores is signed, and nothing is secret: every process that reaches the stores
+can end a run or lead its ranks to another address. So the network between the machines must be
+trusted.
 """
 
 from __future__ import annotations
@@ -134,13 +135,7 @@ class BoundRendezvous(DynamicRendezvousHandler):
 
 
 class _SignedBackend(RendezvousBackend):
-    """Keeps the state of a rendezvous in a store, and takes only what its own agents wrote.
-
-    Args:
-        store: Where it is kept.
-        run_id: By this name.
-        secret: What all agents know, and nobody else.
-    """
+    """Keeps the state of a rendezvous in a store, and takes only what holders of a secret wrote."""
 
     def __init__(self, store: TCPStore, run_id: str, secret: str) -> None:
         self._secret = secret.encode()

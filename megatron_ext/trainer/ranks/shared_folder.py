@@ -15,8 +15,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_ext.arguments import WRONG_USAGE
-from megatron_ext.config import TrainConfig
 from megatron_ext.telemetry.heartbeat import STATUS_FOLDER, own_status, read_statuses
+from megatron_ext.trainer.config import TrainConfig
 
 logger = logging.getLogger(__name__)
 

@@ -31,13 +31,7 @@ def ends_at_once(noted: Sequence[signal.Signals]) -> bool:
 
 
 class Stopped(SystemExit):
-    """A rank leaves because its run was asked to stop; all its ranks leave after the same step.
-
-    Args:
-        stop: The signal.
-        step: Steps that were done.
-        saved: The checkpoint of that step, or None.
-    """
+    """A rank leaves because its run was asked to stop; all its ranks leave after the same step."""
 
     def __init__(self, stop: signal.Signals, step: int, saved: Path | None) -> None:
         super().__init__(exit_status(stop))

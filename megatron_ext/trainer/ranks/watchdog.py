@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_ext.config import TrainConfig
 from megatron_ext.telemetry.heartbeat import (
     DONE,
     FAILED,
@@ -37,6 +36,7 @@ from megatron_ext.telemetry.heartbeat import (
     stacks_path,
     status_path,
 )
+from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.ranks.signals import Stopped
 
 logger = logging.getLogger(__name__)
@@ -56,11 +56,7 @@ _MOST_NAMED = 4
 
 @contextmanager
 def watch_over(config: TrainConfig) -> Iterator[None]:
-    """Watch over this rank while the block runs: around all that a rank of a launch does.
-
-    Args:
-        config: The run: its directory and time limit.
-    """
+    """Watch over this rank while the block runs: around all that a rank of a launch does."""
     watchdog = Watchdog(
         Path(config.run_dir) / STATUS_FOLDER,
         own_status(
@@ -82,12 +78,7 @@ def watch_over(config: TrainConfig) -> Iterator[None]:
 
 
 class Watchdog:
-    """Heartbeat and judge of this rank, from its construction until `end`.
-
-    Args:
-        folder: Where all ranks have their files.
-        status: This rank's first status.
-    """
+    """Heartbeat and judge of this rank, from its construction until `end`."""
 
     def __init__(self, folder: Path, status: Status) -> None:
         self._folder = folder
@@ -166,8 +157,8 @@ class Watchdog:
         self._pulse.end(GAVE_UP, verdict)
         faulthandler.dump_traceback(self._stacks, all_threads=True)
         logger.error("rank %d: %s (own stacks: %s)", self._rank, verdict, self._stacks.name)
-        # Not by an exception: whoever hangs does not come to it, and tearing down groups whose
-        # ranks hang takes for ever.
+        # Not by an exception: the main thread that hangs would not raise it, and the end of process
+        # groups with hanging ranks takes for ever.
         os._exit(HANGING)
 
 
@@ -177,12 +168,7 @@ def told(statuses: Sequence[Status]) -> str:
 
 
 def ended(statuses: Sequence[Status], *, besides: int | None = None) -> str:
-    """Say which rank ended without being done; empty if none has, as far as can be seen here.
-
-    Args:
-        statuses: Of all ranks.
-        besides: A rank that is not to be named.
-    """
+    """Say which rank, besides one, ended without being done; empty if none is seen to have."""
     others = [status for status in statuses if status.rank != besides]
     if failed := [status for status in others if status.state == FAILED]:
         first = min(failed, key=lambda status: status.time)

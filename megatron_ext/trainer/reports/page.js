@@ -1,4 +1,4 @@
-// What all pages share: colours, charts, controls, and data that comes anew while a run goes on.
+// What all pages share: colours, charts and controls.
 // A page's own script defines `draw(data, main)`. Names come from strangers: into the document they
 // only go as text, and into Plotly, which reads a little HTML, through `plain`.
 "use strict";
@@ -8,7 +8,7 @@ const COLORS = ["#e69f00", "#0090d0", "#009e73", "#cc79a7", "#d55e00", "#7a7fd1"
 const DASHES = ["solid", "dash", "dot", "dashdot"];
 const SCALE = "Cividis";
 const preferences = ["(prefers-color-scheme: dark)", "(max-width: 40rem)"].map((query) => matchMedia(query));
-const state = { hidden: new Set() }; // What the reader chose: it stays when data come anew.
+const state = { hidden: new Set() }; // What the reader chose: it stays when the page is drawn again.
 let charts = [];
 let current; // What is drawn.
 
@@ -143,31 +143,7 @@ function show(data) {
   scrollTo(0, top);
 }
 
-// Asks for newer data while the page is served; says so when nobody answers.
-async function follow(seconds, version) {
-  const status = document.getElementById("live");
-  try {
-    const query = new URLSearchParams(location.search);
-    query.set("have", version);
-    const answer = await fetch(`data.json?${query}`, { cache: "no-store" });
-    if (answer.status === 200) {
-      const fresh = await answer.json();
-      version = fresh.version;
-      document.title = fresh.title;
-      document.getElementById("top").innerHTML = fresh.top; // Escaped where it was made.
-      document.getElementById("bottom").innerHTML = fresh.bottom;
-      show(fresh.data);
-    } else if (!answer.ok) throw new Error(answer.status);
-    status.textContent = `Live: looked at ${new Date().toLocaleTimeString()}`;
-  } catch {
-    status.textContent = "Not live any more: what served this page does not answer";
-  }
-  setTimeout(follow, seconds * 1000, seconds, version);
-}
-
 addEventListener("DOMContentLoaded", () => {
-  const { data, version, seconds } = JSON.parse(document.getElementById("data").textContent);
-  show(data);
+  show(JSON.parse(document.getElementById("data").textContent));
   preferences.forEach((preference) => preference.addEventListener("change", redraw));
-  if (seconds) follow(seconds, version);
 });

@@ -15,10 +15,10 @@ from typing import Any
 
 from megatron_ext.files.json_files import json_text
 
-# Whatever a page is made to hold, it asks nobody but who served it.
-CONTENT_POLICY = (
+# No content of a page can make the browser ask another server.
+_CONTENT_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "img-src data: blob:; connect-src {whom}; base-uri 'none'; form-action 'none'"
+    "img-src data: blob:; connect-src 'none'; base-uri 'none'; form-action 'none'"
 )
 
 
@@ -38,28 +38,22 @@ class Page:
     """JavaScript that defines `draw(data, main)`; what it can use is in `page.js`."""
 
 
-def page_html(page: Page, *, version: str = "", live_seconds: int = 0) -> str:
-    """Return the page as one file.
-
-    Args:
-        page: The content.
-        version: Of the data, for a page that asks for newer ones.
-        live_seconds: How often it asks; 0 for never.
-    """
-    policy = CONTENT_POLICY.format(whom="'self'" if live_seconds else "'none'")
-    data = {"data": page.data, "version": version, "seconds": live_seconds}
+def page_html(page: Page) -> str:
+    """Return the page as one file."""
+    # Nothing in the data ends the script that holds it.
+    data = json_text(page.data).replace("<", "\\u003c")
     text = "\n".join(
         (
             '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            f'<meta http-equiv="Content-Security-Policy" content="{_CONTENT_POLICY}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<link rel="icon" href="data:,">',
             f"<title>{html.escape(page.title)}</title>",
             f"<style>\n{part(__package__, 'page.css')}</style>",
             f'<header id="top">{page.top}</header>',
             '<main></main>\n<div id="bottom">',
-            f'{page.bottom}</div>\n<footer><span id="live" role="status"></span></footer>',
-            f'<script type="application/json" id="data">{_no_tags(json_text(data))}</script>',
+            f"{page.bottom}</div>",
+            f'<script type="application/json" id="data">{data}</script>',
             # After what can be read without it.
             f"<script>{_plotly()}</script>",
             f"<script>{part(__package__, 'page.js')}{page.script}</script>\n</html>\n",
@@ -89,11 +83,6 @@ def sentences(verdict: Sequence[str], unknown: Sequence[str]) -> str:
 def wide(table: str) -> str:
     """Return a table that scrolls by itself where the screen is narrow."""
     return f'<div class="wide" tabindex="0">{table}</div>'
-
-
-def _no_tags(text: str) -> str:
-    """Write JSON so that nothing in it ends the script that holds it."""
-    return text.replace("<", "\\u003c")
 
 
 def _plotly() -> str:

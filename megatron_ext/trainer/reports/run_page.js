@@ -16,7 +16,6 @@ function draw(data, main) {
   if (withLayers.some((run) => run.layers.worst.length)) worst(main, withLayers.filter((run) => run.layers.worst.length));
   const withCosts = runs.filter((run) => Object.keys(run.costs).length);
   if (withCosts.length) costs(main, withCosts);
-  if (data.what_if) whatIf(main, data.what_if);
 }
 
 const shown = (runs) => runs.filter((run) => !state.hidden.has(run.name));
@@ -164,29 +163,4 @@ function costs(main, runs) {
     const layout = { barmode: "stack", hovermode: "closest", showlegend: true, xaxis: { ticksuffix: " %", rangemode: "tozero" }, yaxis: { type: "category", autorange: "reversed" }, bargap: 0.4 };
     return { traces, layout, height: 130 + 44 * of.length + (narrow() ? 90 : 0) };
   });
-}
-
-function whatIf(main, found) {
-  const part = section(main, "What if", `${found.sampled} of the trace's ${found.loads} loads of ${found.run}, planned anew with other settings: the imbalance that would be left, mean and, dotted, worst.`);
-  const row = part.appendChild(element("div", { class: "row" }));
-  const names = [...new Set(found.slots.map((one) => one.strategy))];
-  const curves = (rows, key, name, number) => {
-    const of = rows.filter((one) => one.strategy === name);
-    const x = of.map((one) => String(one[key]));
-    const extra = of.map((one) => `${digits(one.replicas)} replicas`);
-    const one = (y, dash, what) => ({ x, y, text: extra, name: `${plain(name)}${what}`, showlegend: !what, mode: "lines+markers", line: { ...line(number), dash }, marker: { size: 7 }, hovertemplate: "%{y:.3f}, %{text}" });
-    return [one(of.map((each) => each.imbalance), "solid", ""), one(of.map((each) => each.imbalance_worst), "dot", ", worst")];
-  };
-  const layout = (text) => ({ showlegend: true, xaxis: { type: "category", title: { text } }, yaxis: { title: { text: LOAD } } });
-  chart(row, "More slots, other strategies", `${digits(found.before)} without balancing; tolerance ${found.tolerance}`, () => ({
-    traces: names.flatMap((name, number) => curves(found.slots, "slots", name, number)), layout: layout("slots of a rank"), height: 320,
-  }));
-  chart(row, "Another tolerance", `with ${found.num_slots} slots; fewer replicas move at a larger tolerance`, () => ({
-    traces: [
-      ...curves(found.tolerances, "tolerance", found.strategy, 0),
-      { x: found.tolerances.map((one) => String(one.tolerance)), y: found.tolerances.map((one) => one.replicas), yaxis: "y2", type: "bar", name: "replicas of a load", marker: { color: COLORS[1] }, hovertemplate: "%{y:.1f}" },
-    ],
-    layout: { ...layout("tolerance"), yaxis: { title: { text: LOAD }, domain: [0.5, 1] }, yaxis2: { title: { text: "replicas" }, domain: [0, 0.38], rangemode: "tozero" }, xaxis: { type: "category", title: { text: "tolerance" }, anchor: "y2" } },
-    height: 320,
-  }));
 }

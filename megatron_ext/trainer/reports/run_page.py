@@ -15,13 +15,13 @@ import numpy as np
 
 from megatron_ext.files.tables import html_table
 from megatron_ext.files.whole import write_whole
-from megatron_ext.trainer.reports.costs import cost_shares
 from megatron_ext.trainer.reports.layers import Layers
 from megatron_ext.trainer.reports.page import Page, page_html, part, sentences, wide
 from megatron_ext.trainer.reports.read import Run
 from megatron_ext.trainer.reports.summary import (
     WARMUP_STEPS,
     cells,
+    cost_shares,
     differing_settings,
     steps_line,
     summarize,
@@ -36,13 +36,8 @@ _MOST_POINTS = 500
 """Points of a curve, and columns of a heat map: about what a screen shows. Of more steps, means."""
 
 
-def run_page(runs: Mapping[str, Run], what_if: Mapping[str, Any] | None = None) -> Page:
-    """Return the page of runs; throughput, imbalance and loss are compared with the first one's.
-
-    Args:
-        runs: As `read_runs` returns them.
-        what_if: What other settings would bring, as `megatron_ext.lab.what_if` returns it.
-    """
+def run_page(runs: Mapping[str, Run]) -> Page:
+    """Return the page of runs; throughput, imbalance and loss are compared with the first one's."""
     against = list(runs)[:1] if len(runs) > 1 else []
     summaries = {name: summarize(run.metrics) for name, run in runs.items()}
     said, unknown = verdict(runs, summaries)
@@ -65,22 +60,19 @@ def run_page(runs: Mapping[str, Run], what_if: Mapping[str, Any] | None = None) 
                 for name, run in runs.items()
             ],
             "warmup": WARMUP_STEPS,
-            "what_if": what_if,
         },
         bottom=_settings(runs) + _about(runs),
         script=part(__package__, "run_page.js"),
     )
 
 
-def write_run_page(
-    runs: Mapping[str, Run], file: Path, what_if: Mapping[str, Any] | None = None
-) -> None:
+def write_run_page(runs: Mapping[str, Run], file: Path) -> None:
     """Write `run_page` to a file, whose folder is made if it is not there.
 
     A link of that name is replaced: a run directory may be a stranger's.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, [page_html(run_page(runs, what_if))])
+    write_whole(file, [page_html(run_page(runs))])
 
 
 def _curves(run: Run) -> dict[str, np.ndarray]:

@@ -18,6 +18,9 @@ from megatron_ext.trainer.reports.read import Metrics, Run, number
 WARMUP_STEPS = 5
 """First steps, which allocate memory and load code: they do not count in timings."""
 
+_PARTS = {"weights": "materialize", "gradients": "reduce"}
+"""What moves, and how its metrics begin."""
+
 
 def summarize(metrics: Metrics) -> dict[str, Any]:
     """Return the numbers of a run; NaN where no step knows one.
@@ -135,3 +138,28 @@ def steps_line(steps: Mapping[str, int]) -> str:
     """
     each = ", ".join(f"{name} {number}" for name, number in steps.items())
     return f"Steps: {each}. Times are medians after the first {WARMUP_STEPS}."
+
+
+def cost_shares(run: Run) -> dict[str, float]:
+    """Return parts of a step's time, means over the steps after the first; empty if not known.
+
+    Returns:
+        `planning`, and of weights and gradients that move `weights_exposed`, `weights_hidden` and
+        so on: exposed is what a rank waits for, hidden what happens behind other work.
+    """
+    timed = run.metrics[WARMUP_STEPS:] or run.metrics
+    shares: dict[str, list[float]] = {}
+    for step in timed:
+        of_step = number(step.get("step_ms")) or math.nan
+        shares.setdefault("planning", []).append(number(step.get("plan_ms")) / of_step)
+        for part, metric in _PARTS.items():
+            exposed = number(step.get(f"{metric}_exposed_ms"))
+            hidden = max(number(step.get(f"{metric}_ms")) - exposed, 0.0)
+            shares.setdefault(f"{part}_exposed", []).append(exposed / of_step)
+            shares.setdefault(f"{part}_hidden", []).append(hidden / of_step)
+    means = {
+        name: fmean(known)
+        for name, values in shares.items()
+        if (known := [value for value in values if not math.isnan(value)])
+    }
+    return means if "planning" in means else {}

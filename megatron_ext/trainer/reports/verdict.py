@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_ext.trainer.reports.costs import cost_shares
 from megatron_ext.trainer.reports.read import Run
-from megatron_ext.trainer.reports.summary import WARMUP_STEPS
+from megatron_ext.trainer.reports.summary import WARMUP_STEPS, cost_shares
 
 LIMIT = "ideal"
 """The strategy that forces even routing: no balancing is faster."""

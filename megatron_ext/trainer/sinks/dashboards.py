@@ -28,7 +28,7 @@ WORKSPACE, REPORT = "Balance of experts", "Is balancing worth it?"
 _BY_STRATEGY = "config.balance.strategy"
 
 
-class Question(NamedTuple):
+class PanelGroup(NamedTuple):
     """A part of the report: what it asks, how to read the answer, and the panels' titles."""
 
     asks: str
@@ -37,14 +37,14 @@ class Question(NamedTuple):
 
 
 QUESTIONS = (
-    Question(
+    PanelGroup(
         "How much faster does it train?",
         "Each bar is the mean of a strategy's runs. `none` is Megatron alone; `ideal` forces even "
         "routing, which no training would want: it is the limit. The part of the way from `none` "
         "to `ideal` that a strategy goes is what it brings.",
         ("Tokens per second", "Time of a step (ms)", "TFLOP/s per GPU"),
     ),
-    Question(
+    PanelGroup(
         "Are the ranks even?",
         "The busiest rank's load over the mean. Before is what the router chose, after is what "
         "was computed. Near 1 before, there is nothing to gain; above 1 + tolerance after, slots "
@@ -53,10 +53,10 @@ QUESTIONS = (
             "Imbalance, before and after",
             "Imbalance as computed, over layers and microbatches",
             "Above what any plan reaches",
-            "Slots and plans in use",
+            "Slots in use",
         ),
     ),
-    Question(
+    PanelGroup(
         "What does it cost?",
         "Only what ranks wait for costs time; the rest is beside other work. Memory is that of "
         "the slots.",
@@ -67,7 +67,7 @@ QUESTIONS = (
             "Memory of the fullest rank (bytes)",
         ),
     ),
-    Question(
+    PanelGroup(
         "Does it learn the same?",
         "Every token goes to the experts that it chose, so losses differ by rounding alone.",
         ("Loss", "Gradient norm"),
@@ -76,12 +76,7 @@ QUESTIONS = (
 
 
 def workspace(entity: str, project: str) -> ws.Workspace:
-    """Return the workspace: a section for each section of metrics, for layers and for Megatron's.
-
-    Args:
-        entity: User or team; may be empty if it is not saved.
-        project: Where the runs are.
-    """
+    """Return the workspace: a section for each one of metrics, for layers and for Megatron's."""
     sections = {
         section: [_curves(title, names) for title, names in panels.items()]
         for section, panels in panels_by_section()
@@ -113,12 +108,7 @@ def workspace(entity: str, project: str) -> ws.Workspace:
 
 
 def report(entity: str, project: str) -> wr.Report:
-    """Return the report, which compares the project's runs by strategy.
-
-    Args:
-        entity: As for `workspace`.
-        project: As for `workspace`.
-    """
+    """Return the report, which compares the project's runs by strategy."""
     blocks: list[Any] = [wr.TableOfContents()]
     for question in QUESTIONS:
         panels = [_curves(title, names_of(title)) for title in question.panels]
@@ -150,11 +140,7 @@ def serialised(entity: str, project: str) -> dict[str, Any]:
 
 
 def save(entity: str | None, project: str) -> dict[str, str]:
-    """Make both at W&B; return their addresses.
-
-    Args:
-        entity: User or team; None is the login's own.
-        project: Where the runs are.
+    """Make both at W&B; return their addresses. Without an entity they are the login's own.
 
     Raises:
         ValueError: There is no login on this machine.

@@ -26,7 +26,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
     "Above what any plan reaches": ("bound_gap",),
     "Replicas of a layer": ("replicas", "replicas_max"),
     "Replicas that the busiest rank sends": ("rank_sends_max",),
-    "Slots and plans in use": ("slot_use", "ring_use"),
+    "Slots in use": ("slot_use",),
     "Hottest expert over the mean (MaxVio)": ("maxvio",),
     "Dead and hot experts": ("dead_experts", "hot_experts"),
     "Most activations held, over the mean": ("max_cum_overload", "max_cum_overload_routed"),

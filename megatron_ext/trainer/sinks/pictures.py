@@ -35,11 +35,7 @@ def has_pictures(layers: Mapping[str, Any]) -> bool:
 
 
 def relative_loads(layers: Mapping[str, Any]) -> dict[str, NDArray[np.float64]]:
-    """Return loads over their layer's mean, by what they are of: [layers, ranks or experts].
-
-    Args:
-        layers: A line of `layers.jsonl` that has pictures.
-    """
+    """Return loads over their layer's mean, by what they are of: [layers, ranks or experts]."""
     loads = {
         name: np.array(layers[name.removeprefix("balance/")], dtype=np.float64)
         for name in (RANKS_BEFORE, RANKS_AFTER, EXPERTS)
@@ -52,11 +48,7 @@ def relative_loads(layers: Mapping[str, Any]) -> dict[str, NDArray[np.float64]]:
 
 
 def heat_maps(layers: Mapping[str, Any]) -> dict[str, Image]:
-    """Return pictures by name: layers x ranks, before and after, and layers x experts.
-
-    Args:
-        layers: A line of `layers.jsonl` that has pictures.
-    """
+    """Return pictures by name: layers x ranks, before and after, and layers x experts."""
     loads = relative_loads(layers)
     shown = {RANKS_MAP: (RANKS_BEFORE, RANKS_AFTER), EXPERTS_MAP: (EXPERTS,)}
     return {

@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_ext.config import LoggingConfig, TrainConfig
+from megatron_ext.trainer.config import LoggingConfig, TrainConfig
 
 
 class Sink(ABC):
-    """Takes the steps of one run, on rank 0. Whatever it raises ends it, and not the run.
+    """Takes the steps of one run, on rank 0. An error of a sink ends the sink, not the run.
 
     Args:
         config: The run.
@@ -29,12 +29,7 @@ class Sink(ABC):
 
     @abstractmethod
     def write(self, metrics: Mapping[str, Any], layers: Mapping[str, Any] | None) -> None:
-        """Take a step.
-
-        Args:
-            metrics: Its line of `metrics.jsonl`.
-            layers: Its line of `layers.jsonl`, if there is one.
-        """
+        """Take a step: its line of `metrics.jsonl`, and that of `layers.jsonl` if there is one."""
 
     @abstractmethod
     def close(self, *, failed: bool) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.config import LoggingConfig, TrainConfig
 from megatron_ext.files.json_files import json_text
 from megatron_ext.telemetry.names import shown
+from megatron_ext.trainer.config import LoggingConfig, TrainConfig
 from megatron_ext.trainer.sinks import pictures
 from megatron_ext.trainer.sinks.panels import panels_by_section
 from megatron_ext.trainer.sinks.sink import Sink

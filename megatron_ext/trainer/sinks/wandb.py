@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.config import LoggingConfig, TrainConfig
 from megatron_ext.files.run_dir import TRACE_FOLDER
 from megatron_ext.files.whole import write_whole
 from megatron_ext.telemetry.names import METRICS, SECTIONS, section_of, shown
 from megatron_ext.telemetry.profile import PROFILE_FILE
+from megatron_ext.trainer.config import LoggingConfig, TrainConfig
 from megatron_ext.trainer.sinks import pictures
 from megatron_ext.trainer.sinks.panels import STEP
 from megatron_ext.trainer.sinks.sink import Sink

@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from megatron_ext.config import TrainConfig
+from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.quickstart import build_data
 from megatron_ext.trainer.ranks.launch import join_ranks, launch_ranks
 from megatron_ext.trainer.ranks.watchdog import watch_over

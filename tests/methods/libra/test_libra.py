@@ -19,6 +19,7 @@ from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies import get_strategy, quota
 from megatron_ext.balance.strategies.strategy import PlanSettings
+from megatron_ext.config import LibraSettings
 from megatron_ext.methods.libra import libra, libra_paper
 from tests import workloads
 from tests.balance.instances import instances
@@ -49,18 +50,18 @@ class TestPlace:
         assert libra.place(LOAD, LAYOUT, PlanSettings()).tolist() == PLACED
 
     def test_locality_alone(self):
-        asked = PlanSettings(sections=(libra.LibraSettings(locality_share=1.0),))
+        asked = PlanSettings(sections=(LibraSettings(locality_share=1.0),))
         assert libra.place(LOAD, LAYOUT, asked).tolist() == [[4, 2], [0, -1], [2, -1]]
 
     def test_load_alone(self):
         """Rank loads 1, 14, 9: e2 to rank 0, now 3, 12, 9; then rank 2 has no room for e2."""
         placed = libra.place(
-            LOAD, LAYOUT, PlanSettings(sections=(libra.LibraSettings(locality_share=0.0),))
+            LOAD, LAYOUT, PlanSettings(sections=(LibraSettings(locality_share=0.0),))
         )
         assert placed.tolist() == [[2, -1], [-1, -1], [-1, -1]]
 
     def test_share_is_rounded_down(self):
-        asked = PlanSettings(sections=(libra.LibraSettings(locality_share=0.99),))
+        asked = PlanSettings(sections=(LibraSettings(locality_share=0.99),))
         assert libra.place(LOAD, layout(3, 2, slots=1), asked).tolist() == [[2], [-1], [-1]]
 
     def test_replicas_stay_in_their_domain(self):
@@ -68,7 +69,7 @@ class TestPlace:
         placed = libra.place(
             load,
             layout(4, 1, domain=2),
-            PlanSettings(sections=(libra.LibraSettings(locality_share=1.0),)),
+            PlanSettings(sections=(LibraSettings(locality_share=1.0),)),
         )
         assert placed.tolist() == [[-1]] * 4
 
@@ -252,9 +253,7 @@ def algorithm_2(load, slots, where, tolerance):
 @settings(max_examples=200)
 def test_the_papers_algorithms(first, data):
     share = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
-    asked = PlanSettings(
-        tolerance=first.tolerance, sections=(libra.LibraSettings(locality_share=share),)
-    )
+    asked = PlanSettings(tolerance=first.tolerance, sections=(LibraSettings(locality_share=share),))
     placed = libra.place(first.load, first.layout, asked)
     found = [set(row) - {-1} for row in placed.tolist()]
     assert found == algorithm_1(first.load.tolist(), first.layout, share)
@@ -273,7 +272,7 @@ def test_plans_from_any_prediction_are_legal(strategy, first, data):
     """What was placed for one load is legal, and not worse than nothing, for any other."""
     planner = get_strategy(strategy).planner
     share = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
-    asked = PlanSettings(**first.settings, sections=(libra.LibraSettings(locality_share=share),))
+    asked = PlanSettings(**first.settings, sections=(LibraSettings(locality_share=share),))
     placed = planner.place(first.load, first.layout, asked)
     mixed = data.draw(st.permutations(range(first.layout.num_experts)))
     load = first.load[:, mixed]
@@ -338,4 +337,4 @@ def test_expect_checks_the_prediction():
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
 def test_locality_share_out_of_range(share):
     with pytest.raises(ValueError, match=r"locality_share \(.*\) must be .*from 0 to 1"):
-        PlanSettings(sections=(libra.LibraSettings(locality_share=share),))
+        PlanSettings(sections=(LibraSettings(locality_share=share),))

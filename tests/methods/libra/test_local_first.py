@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_ext.config import BalanceConfig
 from tests.gpt import TinyGPT, build_gpt
+from tests.mcore import inside
 from tests.mcore.parity import balanced_gpt, balanced_layers
 from tests.mcore.test_layer import assert_close, layer_outcome
 from tests.ranks import run_ranks
@@ -40,9 +41,7 @@ class _NotedWork:
 @contextmanager
 def noted(gpt: TinyGPT, events: list[str]) -> Iterator[None]:
     """Note exchanges, experts and reductions of a model with one layer, forward and backward."""
-    from megatron_ext.balance.slots import SlotBuffers
-
-    exchange, reduce = dist.all_to_all_single, SlotBuffers.reduce_replica_grads
+    exchange, reduce = dist.all_to_all_single, inside.original(inside.START_REDUCE)
 
     def noted_exchange(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
         events.append("start" if async_op else "exchange")
@@ -60,7 +59,7 @@ def noted(gpt: TinyGPT, events: list[str]) -> Iterator[None]:
     ]
     with (
         mock.patch.object(dist, "all_to_all_single", noted_exchange),
-        mock.patch.object(SlotBuffers, "reduce_replica_grads", noted_reduce),
+        mock.patch(inside.START_REDUCE, noted_reduce),
     ):
         yield
     for hook in hooks:

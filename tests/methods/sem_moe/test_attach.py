@@ -27,7 +27,7 @@ from tests.mcore.parity import balanced_gpt
 from tests.ranks import run_ranks
 
 from megatron_ext.methods.sem_moe import attach  # isort: skip
-from megatron_ext.methods.sem_moe.attach import AllToAll, rebatch_tokens, validate_for_rebatching  # isort: skip
+from megatron_ext.methods.sem_moe.attach import Dealing, rebatch_tokens, validate_for_rebatching  # isort: skip
 
 TOLERANCE = 1e-12
 HIDDEN = 16
@@ -200,13 +200,13 @@ def _exchange(rank: int, permutation: list[int]) -> None:
     ranks = dist.get_world_size()
     size = len(order) // ranks
     own = slice(rank * size, (rank + 1) * size)
-    all_to_all = AllToAll.of(order, dist.group.WORLD)
+    dealing = Dealing(order, dist.group.WORLD)
     # Two tokens of the sequence by half as many samples; every element another number.
     tokens = torch.arange(len(order) * 3.0).view(-1, 3)
     mine = tokens[own].view(2, -1, 3).requires_grad_()
-    dealt = all_to_all(mine)
+    dealt = dealing.deal(mine)
     assert torch.equal(dealt.detach().flatten(0, 1), tokens[order][own])
-    assert torch.equal(all_to_all.inverse()(dealt), mine)
+    assert torch.equal(dealing.put_back(dealt), mine)
     # The adjoint brings gradients to where the tokens came from.
     upstream = tokens + 100
     dealt.backward(upstream[own].view_as(dealt))

@@ -22,7 +22,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_ext.config import TrainConfig
+from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.logs.run_log import RunLog, read_metrics
 from megatron_ext.trainer.reports.read import read_runs
 from megatron_ext.trainer.reports.summary import summarize, table

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.config import TrainConfig
+from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.logs.rank_logs import rank_log
 from megatron_ext.trainer.ranks import launch
 from megatron_ext.trainer.ranks.cpu_environment import CPU_ENVIRONMENT

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_ext.trainer.reports.costs import cost_shares
 from megatron_ext.trainer.reports.layers import LayerLines, Layers
 from megatron_ext.trainer.reports.read import Run
-from megatron_ext.trainer.reports.summary import summarize
+from megatron_ext.trainer.reports.summary import cost_shares, summarize
 from megatron_ext.trainer.reports.verdict import verdict
 
 

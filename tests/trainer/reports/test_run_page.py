@@ -1,18 +1,14 @@
-"""The page of runs in a browser: from disk and served, with what strangers may have put into it."""
+"""The page of runs in a browser: with what strangers may have put into it."""
 
 from __future__ import annotations
 
-import http.client
 import json
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page
 
 from megatron_ext.trainer.reports.layers import LayerLines
-from megatron_ext.trainer.reports.live import LivePage, make_server
 from megatron_ext.trainer.reports.page import page_html
 from megatron_ext.trainer.reports.read import read_runs
 from megatron_ext.trainer.reports.run_page import run_page, write_run_page
@@ -139,69 +135,3 @@ def test_a_large_run_is_cut_down_while_it_is_read() -> None:
     assert layers.kept_steps[0] == 1
     assert layers.kept_steps[-1] > 1000 - 2 * layers.kept_steps[1]
     assert layers.columns["imbalance_before"].shape == (2, 1000)
-
-
-@pytest.fixture
-def live(folders: list[Path]) -> Iterator[int]:
-    yield from _serving(LivePage(folders[:2]), None)
-
-
-def _serving(page: LivePage, token: str | None) -> Iterator[int]:
-    with make_server(page, "127.0.0.1", 0, token) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield server.server_port
-        server.shutdown()
-        thread.join()
-
-
-def _status(port: int, path: str, **headers: str) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    connection.request("GET", path, headers=headers)
-    answer = connection.getresponse()
-    answer.read()
-    connection.close()
-    return answer.status
-
-
-def test_only_this_machine_by_its_own_names_is_answered(live: int) -> None:
-    assert _status(live, "/") == 200
-    assert _status(live, "/data.json", Host="localhost:9999") == 200
-    assert _status(live, "/data.json", Host="[::1]") == 200
-    for host in ("evil.example", "evil.example:80", "10.0.0.7", "127.0.0.1.evil.example", "", "["):
-        assert _status(live, "/data.json", Host=host) == 421, host
-    assert _status(live, "/../etc/passwd") == 404
-
-
-def test_a_token_is_asked_for_where_there_is_one(folders: list[Path]) -> None:
-    page = LivePage(folders[:1])
-    for address in ("0.0.0.0", "::"):
-        with pytest.raises(ValueError, match="which needs --token WORD"):
-            make_server(page, address, 0, None)
-    with pytest.raises(ValueError, match="--address node-7 is no IP address"):
-        make_server(page, "node-7", 0, "secret")
-    for port in _serving(page, "s\u00e9cret"):
-        assert _status(port, "/") == _status(port, "/data.json?token=wrong") == 403
-        assert _status(port, "/data.json?token=s%C3%A9cret") == 200
-        assert _status(port, "/data.json?token=%ED%B2%80") == 403
-
-
-@browser.needs_chromium
-def test_a_page_that_is_open_follows_the_run(
-    live: int, folders: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megatron_ext.trainer.reports.live.SECONDS", 0.1)
-    with browser.opened(f"http://127.0.0.1:{live}/") as page:
-        page.wait_for_selector(".main-svg")
-        page.click("#show-0")
-        page.focus("#rank_step")
-        for name in ("metrics.jsonl", "layers.jsonl"):
-            file = folders[1] / name
-            line = json.loads(file.read_text().splitlines()[-1]) | {"step": 13}
-            with file.open("a") as lines:
-                lines.write(json.dumps(line) + "\n")
-        page.wait_for_selector("text=Steps: none 12, quota 13.")
-        # What the reader chose is as it was.
-        assert page.get_attribute("#show-0", "aria-pressed") == "false"
-        assert page.evaluate("document.activeElement.id") == "rank_step"
-        assert "Live" in page.inner_text("#live")

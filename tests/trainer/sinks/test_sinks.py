@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_ext.config import TrainConfig
 from megatron_ext.telemetry.names import METRICS
 from megatron_ext.telemetry.profile import PROFILE_FILE
+from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.logs.run_log import RunLog, read_metrics
 from megatron_ext.trainer.sinks import panels, pictures
 from megatron_ext.trainer.sinks.wandb import keep_comparison

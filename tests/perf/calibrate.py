@@ -1,9 +1,12 @@
-"""Measures this machine's constants for `simulate`, on ranks that work at the same time.
+"""Measures this machine's constants for `simulate`, on CPU ranks that work at the same time.
 
-Ranks are on CPUs: as many as there are cores, but two at least, with one thread each, as in a
-training here. The rates of experts, dense parts, tokens and optimizer are measured on the parts of
-the quickstart's step (`trainer/model/blocks.py`), never on a whole step, which a simulation is to
-predict.
+    python tests/perf/calibrate.py --out HARDWARE.yaml [--json FILE]
+
+There are as many ranks as cores, but two at least, with one thread each, as in a training here. The
+rates of experts, dense parts, tokens and optimizer are measured on the parts of the quickstart's
+step, never on a whole step, which a simulation is to predict. The parts are the objects of a run's
+own model, as Megatron makes them, so each part takes as long as in the run: its unfused attention,
+its permutations, its DDP hooks, its optimizer.
 
 Ranks wait for each other between the parts of a step. So a round takes as long as its slowest rank.
 The median of the rounds counts: the machine as it is, with everything else that runs on it.
@@ -11,24 +14,37 @@ The median of the rounds counts: the machine as it is, with everything else that
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import torch
-import torch.distributed as dist
-from torch import Tensor
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
 
-from megatron_ext.config import TrainConfig
-from megatron_ext.lab.hardware import Hardware
-from megatron_ext.mcore.timing import slowest_s
-from megatron_ext.trainer.model.shape import shape_of
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from megatron_ext.cpu_platform import enable_cpu_platform  # noqa: E402
+from megatron_ext.lab.hardware import Hardware, constants  # noqa: E402
+from megatron_ext.mcore.timing import slowest_s  # noqa: E402
+from megatron_ext.trainer.config import TrainConfig  # noqa: E402
+from megatron_ext.trainer.model.shape import shape_of  # noqa: E402
+from megatron_ext.trainer.ranks.launch import join_ranks, launch_ranks, quiet_megatron  # noqa: E402
+from megatron_ext.trainer.train import load_config  # noqa: E402
+from megatron_ext.transport.one_sided import RELAY_THRESHOLD  # noqa: E402
+from tests.perf.planner import describe_machine  # noqa: E402
 
 ROUNDS = 100
 """Rounds of each measurement."""
@@ -50,8 +66,6 @@ def calibration_run(num_ranks: int) -> TrainConfig:
 
     On more than two ranks the run has more experts.
     """
-    from megatron_ext.trainer.train import load_config
-
     config = load_config(
         [
             "balance=none",
@@ -73,13 +87,11 @@ def calibrate(name: str, *, num_ranks: int | None = None) -> Hardware:
         num_ranks: Ranks that work at the same time; by default one for each core, two at least.
 
     Raises:
-        RuntimeError: There is a GPU; GPUs are not measured yet.
+        RuntimeError: There is a GPU, which is not measured here.
         SystemExit: With status 1 if a rank failed.
     """
-    from megatron_ext.trainer.ranks.launch import launch_ranks
-
     if torch.cuda.is_available():
-        raise RuntimeError("--calibrate measures CPU ranks only, and this machine has a GPU")
+        raise RuntimeError("CPU ranks are measured, and this machine has a GPU")
     cores = len(os.sched_getaffinity(0))
     num_ranks = max(2, cores) if num_ranks is None else num_ranks
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +107,7 @@ def calibrate(name: str, *, num_ranks: int | None = None) -> Hardware:
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_ranks,
         outer_bandwidth=measured["token_bandwidth"],
         overlap=0.0,
-        relay_threshold=_relay_threshold(),
+        relay_threshold=RELAY_THRESHOLD,
         solve_us=measured.pop("solve_us"),
         **measured,
     )
@@ -103,7 +115,7 @@ def calibrate(name: str, *, num_ranks: int | None = None) -> Hardware:
 
 def _sources() -> dict[str, str]:
     """Where each constant comes from."""
-    rate = "measured by doctor --calibrate: "
+    rate = "measured by tests/perf/calibrate.py: "
     part = f"{rate}the quickstart's "
     return {
         "domain_ranks": "ranks of this machine that were measured",
@@ -123,16 +135,8 @@ def _sources() -> dict[str, str]:
     }
 
 
-def _relay_threshold() -> int:
-    from megatron_ext.transport.one_sided import RELAY_THRESHOLD
-
-    return RELAY_THRESHOLD
-
-
 def _measure(folder: str) -> None:
     """Measure on one rank of a launch; rank 0 writes what was measured."""
-    from megatron_ext.trainer.ranks.launch import join_ranks
-
     with join_ranks(TrainConfig().group_timeout):
         rates = _part_rates(calibration_run(dist.get_world_size()))
         peak = max(_matrix_rate(), rates["expert"], rates["dense"])
@@ -173,8 +177,6 @@ def _part_rates(config: TrainConfig) -> dict[str, float]:
     A round is all parts in the order of a step, so that each part finds caches and allocator as in
     a step.
     """
-    from megatron_ext.trainer.model.blocks import StepBlocks
-
     shape, ranks = shape_of(config, ""), config.parallel.ep_size
     num_tokens = config.data.sequence_length * config.data.micro_batch_size
     blocks = StepBlocks(config, _VOCAB_SIZE)
@@ -194,6 +196,91 @@ def _part_rates(config: TrainConfig) -> dict[str, float]:
         "expert": 3 * shape.expert_flops / _median(times["expert"]),
         "optimizer": shape.optimizer_bytes * blocks.optimizer_params / _median(times["optimizer"]),
     }
+
+
+class StepBlocks:
+    """One rank's model, and one of its layers run in parts. Made on all ranks of a launch.
+
+    Letters: N tokens of a rank, H hidden, E logical experts, M mains per rank.
+
+    Args:
+        config: The run, without balancing and with one choice a token; its data are not read.
+        vocab_size: Size of the tokenizer's vocabulary.
+    """
+
+    def __init__(self, config: TrainConfig, vocab_size: int) -> None:
+        # With Megatron, which a process imports after the CPU platform.
+        from megatron.core.transformer.transformer_layer import TransformerLayer
+
+        from megatron_ext.trainer.model import build
+
+        build.start_parallelism(config)
+        self._chunks = build.build_model(config, vocab_size)
+        self._optimizer = build.build_optimizer(config, self._chunks)
+        model = self._chunks[0].module
+        self._layer: Any = next(m for m in model.modules() if isinstance(m, TransformerLayer))
+        self._moe: Any = self._layer.mlp
+        self._layer.mlp = _RouterAlone(self._moe)
+        data, hidden = config.data, config.model.hidden_size
+        self._rotary = model.rotary_pos_emb(data.sequence_length)
+        self._hidden = torch.randn(
+            data.sequence_length, data.micro_batch_size, hidden, requires_grad=True
+        )
+        num_tokens, experts = data.sequence_length * data.micro_batch_size, config.model.num_experts
+        self._routing = nn.functional.one_hot(torch.arange(num_tokens) % experts, experts).bool()
+        self._probs = torch.rand(num_tokens, experts).mul(self._routing).requires_grad_()
+
+    @property
+    def optimizer_params(self) -> int:
+        """Weights whose optimizer state this rank has."""
+        groups = self._optimizer.param_groups
+        return sum(parameter.numel() for group in groups for parameter in group["params"])
+
+    def run_dense(self) -> None:
+        """Run a layer without its experts forward and backward: attention, norms, sums, router."""
+        output, _ = self._layer(self._hidden, attention_mask=None, rotary_pos_emb=self._rotary)
+        output.backward(output.detach())
+
+    def run_tokens(self) -> None:
+        """Dispatch and combine evenly routed tokens, with their probabilities, and back."""
+        dispatcher = self._moe.token_dispatcher
+        tokens, probs = dispatcher.dispatch_preprocess(self._hidden, self._routing, self._probs)
+        tokens, probs = dispatcher.token_dispatch(tokens, probs)
+        tokens, _, probs = dispatcher.dispatch_postprocess(tokens, probs)
+        output = dispatcher.token_combine(dispatcher.combine_preprocess(tokens))
+        output = dispatcher.combine_postprocess(output)
+        torch.autograd.backward([output, probs], [output.detach(), probs.detach()])
+
+    def run_experts(self, tokens_per_expert: Tensor) -> None:
+        """Run this rank's experts forward and backward.
+
+        Args:
+            tokens_per_expert: Tokens of each main, int64 [M].
+        """
+        num_tokens = int(tokens_per_expert.sum())
+        tokens = torch.ones(num_tokens, self._hidden.shape[-1], requires_grad=True)
+        probs = torch.ones(num_tokens, requires_grad=True)
+        output, _ = self._moe.experts(tokens, tokens_per_expert, probs)
+        output.backward(output.detach())
+
+    def run_optimizer(self) -> None:
+        """Clip the gradients, make an optimizer step, and clear the gradients."""
+        self._optimizer.step()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+
+class _RouterAlone(nn.Module):
+    """Replaces a MoE layer by its router, whose probabilities scale the tokens."""
+
+    def __init__(self, moe: Any) -> None:
+        super().__init__()
+        self._moe = moe
+
+    def forward(self, hidden: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+        probs, _ = self._moe.route(hidden)
+        return hidden * probs.sum(-1).view(*hidden.shape[:-1], 1), None
 
 
 def _uneven_loads(assignments: int, ranks: int) -> Tensor:
@@ -259,3 +346,41 @@ def _solve_us() -> dict[str, float]:
             times.append(time.perf_counter() - started)
         times_us[name] = float(f"{1e6 * _median(times):.4g}")
     return times_us
+
+
+def write_hardware(path: Path, hardware: Hardware) -> None:
+    """Write a hardware file, which `read_hardware` reads."""
+    content = {
+        "summary": hardware.summary,
+        "constants": {
+            name: {"value": _plain(getattr(hardware, name)), "source": hardware.sources[name]}
+            for name in constants()
+        },
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(OmegaConf.create(content), path)
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def main(words: list[str] | None = None) -> None:
+    """Measure, print the constants, and write them as asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, metavar="HARDWARE.yaml")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the same as JSON")
+    options = parser.parse_args(words)
+    quiet_megatron()
+    enable_cpu_platform()
+    hardware = calibrate(options.out.stem)
+    write_hardware(options.out, hardware)
+    print(describe_machine())
+    print(options.out.read_text())
+    if options.json:
+        report = {"machine": describe_machine()} | dataclasses.asdict(hardware)
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,477 @@
+"""One forward of a balanced layer and its backward: stages 4 and 8 as autograd sees them.
+
+Replication is a linear map from main weights to slots, and the gradient reduction is its adjoint.
+Autograd sees both, at four points of a layer. At each of them `OnBackward` passes tensors on and
+calls the forward's object in backward; `push` is a plain call:
+
+    forward, from the first line             backward, from the last line
+    join          at the layer's input       8 wait for the sums, and add them to the mains'
+    push          4 start materializing
+    materialized  4 wait; slot weights       8 start reducing the slots' gradients
+    before_experts_backward                  4 wait for the replicas
+    before_combine_backward                  4 start materializing the same replicas again
+
+All layers share the slots, so by the time of a layer's backward another layer's replicas are in
+them. The backward materializes the replicas of the saved plan again, beside the combine's backward,
+and its gradient reduction runs beside the backward of router and attention.
+
+The join gives `materialized` an edge of the graph. So autograd comes to the join only after the
+reduction was started, also where the MoE layer's input is cut off from its transformer layer's. And
+a main's gradient is complete, for autograd and for the hooks of data-parallel reduction, when both
+its own part and its replicas' part are there: the mains are inputs of the join, or without a join
+of `materialized`. The replicas' part is added to `main_grad` where data-parallel training has made
+one, else autograd adds both. With gradient accumulation fusion, slot gradients are added to the
+slots' buffers where they are computed.
+
+Sums of gradients are rounded once, to the dtype of `main_grad` or of the weights. Legend: R ranks,
+E logical experts, S slots per rank, N local tokens, P physical experts, T ranks of an expert-TP
+group.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.balance.agreement import Agreement
+from megatron_ext.balance.main_weights import Aside, MainWeights
+from megatron_ext.balance.plan import BalancePlan, Shares
+from megatron_ext.balance.ranges import (
+    PUSH_START,
+    PUSH_WAIT,
+    REDUCE_START,
+    REDUCE_WAIT,
+    stage,
+    stage_of_backward,
+)
+from megatron_ext.balance.reroute import RoutingMaps
+from megatron_ext.balance.slots import Materializing, Reducing, SlotBuffers
+from megatron_ext.transport import GathersRows, HostCopy
+
+NO_SLOTS: list[Any] = [()]
+"""Slot weights, by segment, of a layer without slots."""
+
+
+class OnBackward(torch.autograd.Function):
+    """(call, passed, *inputs) -> passed; backward calls `call`.
+
+    `call` gets the gradients of the passed tensors, None for one that has none, and returns those
+    of the inputs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Callable[..., Sequence[Tensor | None]],
+        passed: Sequence[Tensor],
+        *_inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Return the passed tensors, with the inputs before them in the graph."""
+        ctx.call = call
+        # PyTorch's word, not ours: a gradient that nothing made arrives as None, not as zeros.
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in passed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return what `call` makes of the gradients."""
+        return (None, None, *ctx.call(*grads))
+
+
+@dataclass(eq=False)
+class Moves:
+    """How often a forward's replicas have moved; outlives the forward, for telemetry."""
+
+    pushes: int = 0
+    """Times that weights were pushed: forward, backward, and a recomputed forward."""
+
+
+@dataclass(frozen=True, eq=False)
+class VirtualLayer:
+    """One microbatch in flight of one MoE layer: its name in messages, and its memory.
+
+    Made by `VirtualLayers`, and lent to one forward at a time. The next forward overwrites the
+    memory.
+    """
+
+    virtual_layer_id: int
+    """Which (MoE layer of this rank, microbatch in flight) it is."""
+    slots_on_host: HostCopy
+    """The plan's slots, int32 [R, S]. For a plan on a GPU, the launch that seals the plan writes
+    them to the host long before a backward needs them, and the host waits for nothing."""
+    maps: RoutingMaps
+    """The microbatch's dense maps over physical experts."""
+
+
+class VirtualLayers:
+    """The virtual layers of one MoE layer: as many as the pipeline schedule has in flight.
+
+    Args:
+        limit: Most forwards that may wait for their backward; None if any number may.
+        make: Makes a virtual layer with an id of its own.
+    """
+
+    def __init__(self, limit: int | None, make: Callable[[], VirtualLayer]) -> None:
+        self._limit = limit
+        self._make = make
+        self._num_made = 0
+        self._num_lent = 0
+        self._free: list[VirtualLayer] = []
+        self._borrowers: weakref.WeakSet[Forward] = weakref.WeakSet()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Forwards whose backward is still to come."""
+        return self._num_made - len(self._free)
+
+    def lend(self, forward: Forward) -> VirtualLayer:
+        """Give a forward a virtual layer, until its reduction starts or its graph is dropped.
+
+        Raises:
+            RuntimeError: As many forwards as the limit allows wait for their backward.
+        """
+        if not self._free:
+            if self._num_made == self._limit:
+                waiting = sorted(f.microbatch_idx for f in self._borrowers if not f.is_over)
+                raise RuntimeError(
+                    f"layer {forward.layer_number}: balance.max_in_flight ({self._limit}) must be "
+                    f"{self._limit + 1} or more: microbatches {waiting} wait for their backward "
+                    f"when the forward of microbatch {self._num_lent} begins"
+                )
+            self._free.append(self._make())
+            self._num_made += 1
+        # The lowest, so that a schedule that repeats itself finds the same memory again.
+        virtual_layer = min(self._free, key=lambda each: each.virtual_layer_id)
+        self._free.remove(virtual_layer)
+        forward.microbatch_idx = self._num_lent
+        forward.virtual_layer = virtual_layer
+        forward.give_back = weakref.finalize(forward, self._free.append, virtual_layer)
+        self._num_lent += 1
+        self._borrowers.add(forward)
+        return virtual_layer
+
+    def forget_step(self) -> None:
+        """End all forwards in flight: no backward will come any more."""
+        for forward in list(self._borrowers):
+            forward.end()
+
+
+@dataclass(eq=False)
+class Forward:
+    """One forward of a balanced layer, until its backward is over.
+
+    Made by the layer where the forward begins. The layer holds it until the combine, the autograd
+    graph until the backward, and between the two passes of a recomputed forward the checkpoint's
+    context holds it. Without slots nothing is moved, and nothing is added to the graph.
+    """
+
+    layer_number: int
+    """1-based, as in Megatron."""
+    mains: MainWeights
+    """This rank's main weights in this forward."""
+    buffers: SlotBuffers | None
+    """The slots; None if the layer has none."""
+    agreement: Agreement
+    rows: GathersRows | None
+    """Gathers one row a rank through peer memory; None if the transport cannot."""
+    counts: Tensor = field(init=False)
+    """Assignments of the ranks that plan alike, int64 [R * T, E]: the plan is for their load."""
+    plan: BalancePlan = field(init=False)
+    is_planned: bool = False
+    """Whether there are counts and a plan: in the second pass of a recomputed forward, too."""
+    shares: Shares = field(init=False)
+    """What this rank does by the plan; from the plan to the combine."""
+    is_sealed: bool = False
+    """Whether the other ranks have this rank's seal, and the seals are not compared yet."""
+    grads: Sequence[Tensor | None] = ()
+    """`SlotBuffers.grads` of the segments that are trained; None for one that is frozen."""
+    virtual_layer: VirtualLayer | None = None
+    """None where no backward will come: in evaluation, and without slots."""
+    microbatch_idx: int = -1
+    """Forwards of this layer, before this one, with a backward to come."""
+    give_back: Callable[[], object] | None = None
+    """Gives the virtual layer back; does nothing the second time."""
+    moves: Moves = field(default_factory=Moves)
+    is_over: bool = False
+    """Whether the plan was read for the last time: the reduction starts, or no backward comes."""
+    is_joined: bool = False
+    """Whether the layer's input waits for the reduction; else backward waits where it starts."""
+    pushing: Materializing | None = None
+    """The transfer that begins behind the plan and ends before the experts."""
+    rematerializing: Materializing | None = None
+    """The transfer that begins beside the combine's backward and ends before the experts'."""
+    aside: Aside | None = None
+    """With fused gradients, until the reduction: what the mains had from other microbatches."""
+    reducing: Reducing | None = None
+    """The reduction, until the join."""
+
+    @property
+    def bytes_of_one(self) -> tuple[int, int]:
+        """Bytes of one replica's weights and gradients on this rank."""
+        weights = self.buffers.weights if self.buffers is not None else ()
+        trained = (grad for grad in self.grads if grad is not None)
+        return sum(each[0].nbytes for each in weights), sum(each[0].nbytes for each in trained)
+
+    @property
+    def label(self) -> str:
+        """Name of the forward in errors of the transport."""
+        if self.virtual_layer is None:
+            return f"layer {self.layer_number}, a forward without backward"
+        return f"layer {self.layer_number}, virtual layer {self.virtual_layer.virtual_layer_id}"
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the backward has a reduction, or only computes with the slots' weights."""
+        return any(grad is not None for grad in self.grads)
+
+    def send_seal(self) -> None:
+        """Tell the other ranks what this rank planned."""
+        self.is_sealed = True
+        self.agreement.send_seal(self.rows, f"layer {self.layer_number}, seal")
+
+    def compare_seals(self) -> None:
+        """Compare what all ranks told, once; the host waits for it.
+
+        Raises:
+            RuntimeError: Ranks have planned differently.
+        """
+        if self.is_sealed:
+            self.is_sealed = False
+            self.agreement.compare_sent(self.rows)
+
+    def join(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Make the point at which backward waits for the reduction, and gives the mains the sums.
+
+        Args:
+            hidden: The layer's input. Everything that shall run beside the reduction is computed
+                from the returned `hidden`.
+
+        Returns:
+            `hidden`, to go on with; and the edge for `materialized`, which has no elements.
+        """
+        self.is_joined = True
+        edge = _edge(hidden)
+        hidden, edge = OnBackward.apply(
+            self._add_to_mains, (hidden, edge), hidden, edge, *self.mains.parameters()
+        )
+        return hidden, edge
+
+    def push(self, there: Tensor | None = None) -> None:
+        """Start materializing the plan's replicas in this rank's slots; every EP rank calls.
+
+        Between GPUs this does not make the host wait for the plan, which stays on the device.
+
+        Args:
+            there: Logical experts that the slots hold already, or -1: int32 [R, S]. What the plan
+                has in the same slot is not moved again. By default the slots hold nothing of use.
+        """
+        if self.buffers is not None:
+            with stage(PUSH_START):
+                self.pushing = self._materialize(there=there)
+
+    def materialized(self, tokens: Tensor, edge: Tensor | None = None) -> tuple[Tensor, list[Any]]:
+        """Wait for the replicas; return the tokens and, by segment, the slots' weights.
+
+        Trained weights are parts of the autograd graph. The tokens pass through it, so that the
+        backward reduces on every rank, also where no slot was used: the reduction needs all ranks
+        of the group at the same point of their backward.
+
+        Args:
+            tokens: [N', H], for the experts.
+            edge: From `join`; None without a join.
+        """
+        if self.buffers is None:
+            return tokens, NO_SLOTS
+        assert self.pushing is not None, "the push comes before the experts"
+        with stage(PUSH_WAIT):
+            self.pushing.wait()
+        self.pushing = None
+        frozen = self._slot_weights(trained=False)
+        constants = self.mains.by_segment(self.mains.slot_views(frozen), frozen)
+        if not self.reduces:
+            return tokens, constants
+        views = self.mains.slot_views(self._slot_weights(trained=True))
+        # With a join the mains get these gradients there, and must not wait for them here.
+        parameters = () if self.is_joined else self.mains.parameters()
+        tokens, *views = OnBackward.apply(
+            self._start_reduction,
+            (tokens, *views),
+            tokens,
+            _edge(tokens) if edge is None else edge,
+            *parameters,
+        )
+        if self.mains.fused:
+            # Where the slots' gradients are added as the mains' are. Nothing is to be told that it
+            # was done, so a view has no `grad_added_to_main_grad`, and autograd gets None.
+            for view, grad in zip(views, self.mains.slot_views(self.grads), strict=True):
+                view.main_grad = grad
+        pairs = zip(self.mains.by_segment(views, self.grads), constants, strict=True)
+        return tokens, [one if one is not None else other for one, other in pairs]
+
+    def hide_slots(self) -> AbstractContextManager[None]:
+        """Hide the slots' weights from hooks on saved tensors."""
+        return kept_in_place(self.buffers.weights) if self.buffers is not None else nullcontext()
+
+    def before_experts_backward(self, output: Tensor) -> Tensor:
+        """Return the experts' output; before their backward the slots are as in the forward."""
+        if self.buffers is None:
+            return output
+        (output,) = OnBackward.apply(self._await_replicas, (output,), output)
+        return output
+
+    def before_combine_backward(self, output: Tensor) -> Tensor:
+        """Return the combine's output; its backward starts to materialize the replicas again."""
+        if self.buffers is None:
+            return output
+        (output,) = OnBackward.apply(self._begin_backward, (output,), output)
+        return output
+
+    def end(self) -> None:
+        """Note that no backward reads the plan any more."""
+        self.is_over = True
+        if self.give_back is not None:
+            self.give_back()
+
+    def _begin_backward(self, grad: Tensor | None) -> tuple[Tensor | None]:
+        """Start to materialize the replicas again; with fusion their gradients begin at zero."""
+        slots = self._slots_of_backward()
+        self.rematerializing = (
+            None  # An earlier backward stopped halfway: its replicas may be gone.
+        )
+        self._rematerialize()
+        if not self.reduces:
+            self.end()
+        elif self.mains.fused:
+            assert self.buffers is not None
+            aside = self.buffers.begin_fused(slots, self.grads, self.mains)
+            # What a backward that stopped halfway has set aside comes back with this one's.
+            for main_idx, of_main in (self.aside or {}).items():
+                for total, before in zip(aside[main_idx], of_main, strict=True):
+                    if total is not None and before is not None:
+                        total.add_(before)
+            self.aside = aside
+        return (grad,)
+
+    def _await_replicas(self, grad: Tensor | None) -> tuple[Tensor | None]:
+        """Wait for the replicas; starts to materialize them if nothing has done so yet."""
+        rematerializing = self._rematerialize()
+        with stage_of_backward(PUSH_WAIT, self.layer_number):
+            rematerializing.wait()
+        return (grad,)
+
+    def _start_reduction(
+        self, grad: Tensor | None, *view_grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Start the reduction, and without a join wait for it; the plan is not read any more."""
+        assert self.buffers is not None
+        with stage_of_backward(REDUCE_START, self.layer_number):
+            slots = self._slots_of_backward()
+            slot_grads = self.mains.by_segment(view_grads, self.grads)
+            aside, self.aside = self.aside, None
+            self.reducing = self.buffers.reduce_replica_grads(
+                slots, self.grads, slot_grads, self.label, aside=aside
+            )
+        self.end()
+        return (grad, None) if self.is_joined else self._add_to_mains(grad)
+
+    def _add_to_mains(
+        self, grad: Tensor | None, _edge_grad: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """Wait for the reduction, if there is one, and add its sums to the mains' gradients.
+
+        What `main_grad` cannot take is returned, for autograd to add: see `MainWeights.hand_over`.
+        """
+        sums = {}
+        if self.reducing is not None:
+            with stage_of_backward(REDUCE_WAIT, self.layer_number):
+                sums = self.reducing.wait()
+        self.reducing = None
+        return (grad, None, *self.mains.hand_over(sums))
+
+    def _rematerialize(self) -> Materializing:
+        """Start materializing for the backward, once; return the transfer under way."""
+        if self.rematerializing is None:
+            with stage_of_backward(PUSH_START, self.layer_number):
+                self.rematerializing = self._materialize(on_host=self._slots_of_backward())
+        return self.rematerializing
+
+    def _materialize(
+        self, *, there: Tensor | None = None, on_host: Tensor | None = None
+    ) -> Materializing:
+        """Start to move the plan's replicas, unless the slots still hold them for this forward.
+
+        The last layer's backward follows its forward, and a recomputed forward is followed by its
+        own backward. All ranks see the same order of forwards, so all decide alike.
+        """
+        assert self.buffers is not None
+        if self.buffers.hold_replicas_of(self):
+            return Materializing(None)
+        missing = self.plan.slots
+        if there is not None:
+            missing = torch.where(missing == there.to(missing.device), -1, missing)
+        has_backward = self.virtual_layer is not None
+        self.moves.pushes += has_backward
+        return self.buffers.push(
+            missing,
+            self.mains,
+            self.label,
+            slots_on_host=on_host,
+            owner=self if has_backward else None,
+        )
+
+    def _slot_weights(self, *, trained: bool) -> list[Tensor | None]:
+        """The slots' weights, [S, *shape] a segment; None for one that is trained, or is not."""
+        assert self.buffers is not None
+        pairs = zip(self.buffers.weights, self.grads, strict=True)
+        return [weight if (grad is not None) == trained else None for weight, grad in pairs]
+
+    def _slots_of_backward(self) -> Tensor:
+        """The plan's slots on the host, for the one backward that a forward has.
+
+        Raises:
+            RuntimeError: The backward is over, or the step of the forward was aborted.
+        """
+        assert self.virtual_layer is not None, "a backward runs for a forward that kept no plan"
+        if self.is_over:
+            raise RuntimeError(
+                f"layer {self.layer_number}: the plan of microbatch {self.microbatch_idx} "
+                f"(virtual layer id {self.virtual_layer.virtual_layer_id}) is gone: its backward "
+                "is over, or its step was aborted; one forward has one backward"
+            )
+        return self.virtual_layer.slots_on_host.wait()
+
+
+def _edge(like: Tensor) -> Tensor:
+    """A tensor without elements that autograd sees as trained: what it goes into has a backward."""
+    return like.new_empty(0).requires_grad_(torch.is_grad_enabled())
+
+
+@contextmanager
+def kept_in_place(buffers: Sequence[Tensor]) -> Iterator[None]:
+    """Hide buffers from hooks on saved tensors, as those that offload activations to the host.
+
+    Backward finds the same values there without a copy: `before_experts_backward` sees to that.
+    """
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        yield
+        return
+    pack, unpack = hooks
+    hidden = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+
+    def pack_others(saved: Tensor) -> tuple[bool, Any]:
+        is_hidden = saved.untyped_storage().data_ptr() in hidden
+        return is_hidden, saved if is_hidden else pack(saved)
+
+    def unpack_others(packed: tuple[bool, Any]) -> Tensor:
+        is_hidden, kept = packed
+        return kept if is_hidden else unpack(kept)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack_others, unpack_others):
+        yield

@@ -1,0 +1,224 @@
+"""What a balanced layer holds between its forwards: slots, planner, virtual layers, agreement.
+
+A layer makes its balancer in its first forward, and not earlier: only then have wrappers settled
+the dtype and the device of the weights, and Megatron has told the layer its number.
+
+Legend: N local tokens, E logical experts, R ranks of the EP group, T ranks of an expert-TP group.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron_ext.balance.agreement import Agreement, shared_agreement
+from megatron_ext.balance.forward import NO_SLOTS, Forward, VirtualLayer, VirtualLayers
+from megatron_ext.balance.layout import ExpertLayout
+from megatron_ext.balance.main_weights import MainWeights
+from megatron_ext.balance.placement import Placement
+from megatron_ext.balance.planner import LayerPlanner
+from megatron_ext.balance.reroute import RoutingMaps
+from megatron_ext.balance.slots import SlotBuffers, shared_slot_buffers
+from megatron_ext.balance.strategies import PlanSettings
+from megatron_ext.config import COST_UNITS, BalanceConfig
+from megatron_ext.mcore.experts import ExpertWeights, finish_parameter_gather, run_experts
+from megatron_ext.transport import GathersRows, HostCopy, TransportOptions
+from megatron_ext.transport.reach import gather
+
+if TYPE_CHECKING:
+    from megatron_ext.balance.costs import LayerCosts
+
+GradDtypes = tuple[torch.dtype | None, ...]
+"""See `MainWeights.grad_dtypes`."""
+
+
+@dataclass(kw_only=True, eq=False)
+class LayerBalancer:
+    """All that one layer balances by, from its first forward to its end; made by all EP ranks.
+
+    Slots, transport and agreement are shared with the other layers of the group.
+    """
+
+    layer_number: int
+    """1-based, as in Megatron."""
+    balance: BalanceConfig
+    placement: Placement | None
+    layout: ExpertLayout
+    transport: str
+    """Name of the transport of replicas."""
+    set_name: str
+    """Layers of one name share their slots."""
+    ep_group: ProcessGroup
+    planning_group: ProcessGroup
+    """The ranks that plan alike."""
+    experts: nn.Module
+    """Megatron's module with this rank's experts."""
+    expert_weights: ExpertWeights
+    width: int
+    """Elements of an expert's input, and of its output, for an assignment."""
+    dtype: torch.dtype
+    """Of the experts' weights, and so of the slots."""
+    device: torch.device
+    """Where they are."""
+    agreement: Agreement = field(init=False)
+    buffers: SlotBuffers | None = field(default=None, init=False)
+    """None without slots."""
+    virtual_layers: VirtualLayers = field(init=False)
+    planner: LayerPlanner = field(init=False)
+    """Made by `prepare_planner`, before the first plan."""
+    measured: dict[str, float] = field(default_factory=dict, init=False)
+    """Measured costs that plans are chosen by, by their setting."""
+    _grad_dtypes: GradDtypes | None = field(default=None, init=False)
+    """What the EP ranks have agreed on."""
+
+    def __post_init__(self) -> None:
+        self.agreement = shared_agreement(self.planning_group, self.device, self.num_shards)
+        if self.layout.slots > 0:
+            self.buffers = shared_slot_buffers(
+                self.layout,
+                self.expert_weights.segments,
+                dtype=self.dtype,
+                device=self.device,
+                ep_group=self.ep_group,
+                transport=self.transport,
+                options=TransportOptions(
+                    push_blocks=self.balance.copying_blocks,
+                    grad_reduce_share=self.balance.adding_share,
+                    timeout_s=self.balance.wait_limit_s,
+                    domain_ranks=self.layout.nvlink_domain,
+                    symmetric_memory=self.balance.symmetric_backend,
+                ),
+                set_name=self.set_name,
+            )
+        limit = self.balance.max_in_flight
+        self.virtual_layers = VirtualLayers(
+            None if limit == "auto" else int(limit),
+            # Not a method: the balancer would hold itself.
+            partial(_virtual_layer, self.buffers, self.device),
+        )
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share an expert (T)."""
+        return self.planning_group.size() // self.layout.ep_size
+
+    @property
+    def rows(self) -> GathersRows | None:
+        """Gathers one row a rank of all that plan alike; None if the transport cannot."""
+        if self.buffers is None or self.planning_group is not self.ep_group:
+            return None
+        return self.buffers.transport.rows
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert's weights, which a replica moves."""
+        num_elements = sum(math.prod(segment.shape) for segment in self.expert_weights.segments)
+        return self.dtype.itemsize * num_elements
+
+    def new_forward(self, mains: MainWeights) -> Forward:
+        """Return the object of a forward that begins."""
+        return Forward(self.layer_number, mains, self.buffers, self.agreement, self.rows)
+
+    def prepare_planner(self, mains: MainWeights, load: Tensor, probs_dtype: torch.dtype) -> None:
+        """Make the planner before the first plan; measures the costs that are asked for.
+
+        All EP ranks call, with the same load.
+
+        Args:
+            mains: This rank's main weights.
+            load: Of the microbatch that is to be planned: int64 [R, E].
+            probs_dtype: Dtype of the router's probabilities.
+        """
+        if hasattr(self, "planner"):
+            return
+        # Where no replica can go anywhere, all plans are the same.
+        if self.layout.slots > 0 and self.layout.nvlink_domain > 1:
+            self._measure_costs(mains, load, probs_dtype)
+        settings = PlanSettings.of(self.balance, self._costs(), self.placement)
+        self.planner = LayerPlanner(
+            self.balance.strategy, self.layout, settings, layer=self.layer_number
+        )
+
+    def _measure_costs(self, mains: MainWeights, load: Tensor, probs_dtype: torch.dtype) -> None:
+        """Measure the costs that are needed and not given."""
+        if not self.balance.costs_to_measure:
+            return
+        from megatron_ext.mcore.measure import CostMeter, measure_costs
+
+        assert self.buffers is not None
+        finish_parameter_gather(self.experts)
+        meter = CostMeter(
+            buffers=self.buffers,
+            mains=mains,
+            run_mains=partial(run_experts, self.experts, self.expert_weights, NO_SLOTS),
+            width=self.width,
+            probs_dtype=probs_dtype,
+            load=load,
+            group=self.planning_group,
+        )
+        self.measured = measure_costs(
+            self.balance.costs_to_measure, meter, f"layer {self.layer_number}"
+        )
+
+    def _costs(self) -> LayerCosts | None:
+        """Costs for the fastest plan; None if it is not asked for, or there is no choice of plans.
+
+        A cost is the setting's value, or the measured value if that is `auto`.
+        """
+        costs = {name: getattr(self.balance, name) for name in COST_UNITS} | self.measured
+        if not self.balance.plans_for_time or "auto" in costs.values():
+            return None
+        from megatron_ext.balance.costs import LayerCosts
+
+        return LayerCosts(
+            expert_bytes=self.expert_bytes, token_bytes=self.dtype.itemsize * self.width, **costs
+        )
+
+    def slot_grads(self, mains: MainWeights) -> list[Tensor | None]:
+        """Return by segment the slots' gradients; all EP ranks call.
+
+        None for a segment whose mains get no gradient on any EP rank. The ranks tell each other in
+        their first forward with gradients, and again when mains are trained that were all frozen:
+        what is frozen on all ranks is thawed on all ranks at once.
+
+        Raises:
+            ValueError: A segment has gradients of several dtypes.
+        """
+        assert self.buffers is not None
+        mine = mains.grad_dtypes
+        if not torch.is_grad_enabled():
+            return [None] * len(mine)
+        agreed = self._grad_dtypes
+        if agreed is None or any(own not in (None, a) for own, a in zip(mine, agreed, strict=True)):
+            by_rank = gather(mine, self.ep_group)
+            agreed = self._grad_dtypes = tuple(map(self._only_dtype, zip(*by_rank, strict=True)))
+        return self.buffers.allocate_grads(agreed)
+
+    def forget_step(self) -> None:
+        """Forget an aborted step, of which ranks may have seen different parts; all ranks call."""
+        self.virtual_layers.forget_step()
+        if hasattr(self, "planner"):
+            self.planner.forget()
+
+    def _only_dtype(self, by_rank: tuple[torch.dtype | None, ...]) -> torch.dtype | None:
+        found = dict.fromkeys(dtype for dtype in by_rank if dtype is not None)
+        if len(found) > 1:
+            raise ValueError(
+                f"layer {self.layer_number}: expert gradients must have one dtype, got {by_rank} "
+                "by EP rank: give all ranks the same gradient_accumulation_fusion and "
+                "grad_reduce_in_fp32"
+            )
+        return next(iter(found), None)
+
+
+def _virtual_layer(buffers: SlotBuffers | None, device: torch.device) -> VirtualLayer:
+    assert buffers is not None, "without slots no plan is kept"
+    slots = buffers.layout.ep_size, buffers.layout.slots
+    on_host = HostCopy(slots, torch.int32, device)
+    return VirtualLayer(buffers.new_virtual_layer_id(), on_host, RoutingMaps())

@@ -1,0 +1,100 @@
+"""All that balancing does to the whole process, beyond the layers of a balanced spec.
+
+    DistributedDataParallel.finish_grad_sync   counts failed waits when it is done    failures.py
+    DistributedDataParallel.zero_grad_buffer   looks at the counts before             failures.py
+    the step of every torch optimizer          looks at the counts before             failures.py
+    a module put into a Megatron model         looks for layers left out              left_out.py
+    Megatron's switch of NVTX ranges           is asked by the stages' ranges         ranges.py
+    the constructors of Megatron's models      balance their specs                    models.py
+
+`balance_spec` installs all but the constructors, which `balance_models` adds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from megatron.core import utils
+from megatron.core.distributed import DistributedDataParallel
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from megatron_ext.balance.ranges import show_in_nvtx
+from megatron_ext.mcore import failures
+from megatron_ext.mcore.left_out import warn_of_layers_left_out
+
+_undo: ExitStack | None = None
+"""Takes back what was installed; None if nothing is."""
+
+
+def install() -> None:
+    """Install all but the constructors, once.
+
+    All ranks of a model call, also those of pipeline stages without MoE layers: the counts of
+    failed waits are reduced over the whole model.
+    """
+    global _undo
+    if _undo is not None:
+        return
+    _undo = ExitStack()
+    try:
+        replace(DistributedDataParallel, "finish_grad_sync", _counting)
+        replace(DistributedDataParallel, "zero_grad_buffer", _looking)
+        _undo.callback(register_optimizer_step_pre_hook(_look_before_step).remove)
+        _undo.callback(register_module_module_registration_hook(warn_of_layers_left_out).remove)
+        show_stages_in_nvtx()
+        _undo.callback(show_in_nvtx, bool)  # `bool()` is False: no ranges.
+    except BaseException:
+        uninstall()
+        raise
+
+
+def replace(owner: type, name: str, around: Callable[[Any], Any]) -> None:
+    """Put what `around` makes of a class's method in its place; `install` was called before."""
+    assert _undo is not None
+    method = getattr(owner, name)
+    setattr(owner, name, around(method))
+    _undo.callback(setattr, owner, name, method)
+
+
+def uninstall() -> None:
+    """Take everything back: for tests."""
+    global _undo
+    if _undo is not None:
+        _undo.close()
+        _undo = None
+        failures.forget()
+
+
+def show_stages_in_nvtx() -> None:
+    """Let the stages of MoE layers be NVTX ranges where Megatron is told to make these."""
+    # Megatron has no function that says whether `configure_nvtx_profiling` was called.
+    show_in_nvtx(lambda: utils._nvtx_enabled)
+
+
+def _counting(finish: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(finish)
+    def finish_and_count(ddp: Any, *args: Any, **kwargs: Any) -> None:
+        finish(ddp, *args, **kwargs)
+        failures.start_count(ddp)
+
+    return finish_and_count
+
+
+def _looking(zero: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(zero)
+    def look_and_zero(*args: Any, **kwargs: Any) -> None:
+        failures.look()
+        zero(*args, **kwargs)
+
+    return look_and_zero
+
+
+def _look_before_step(*_: Any) -> None:
+    # A captured step is not run yet.
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        failures.look()
