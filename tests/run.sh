@@ -60,5 +60,7 @@ fi
 export CUDA_VISIBLE_DEVICES=
 # Measurements (`perf`) are left out by the settings in pyproject.toml. Tests of Transformer Engine have
 # processes of their own, where Megatron finds it; not when the tests to run are named.
-[[ -e ${1:-} ]] || VENV=$venv tests/te/run.sh "${chosen[@]:0:2}"
-exec "$venv/bin/python" -m pytest "${chosen[@]}" "$@"
+status=0
+[[ -e ${1:-} ]] || VENV=$venv tests/te/run.sh "${chosen[@]:0:2}" || status=$?
+"$venv/bin/python" -m pytest "${chosen[@]}" "$@"
+exit "$status"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,10 +47,27 @@ def environment(cluster: Cluster) -> dict[str, str]:
     return {"SLURM_CONF": cluster.environment["SLURM_CONF"], "VENV": "/nowhere"}
 
 
-def attempt(cluster: Cluster, restarts: int) -> bool:
-    """Return whether job 1 runs after so many restarts."""
+@pytest.fixture(autouse=True)
+def _empty_queue(cluster: Cluster) -> Iterator[None]:
+    """A test that fails leaves no job that others would wait for."""
+    yield
+    while jobs := cluster.ask("squeue", "-ho", "%A"):
+        cluster.ask("scancel", *jobs.split())
+        time.sleep(0.1)
+
+
+def restarts(cluster: Cluster) -> int:
+    """Return how often job 1 was started again; -1 while it does not run."""
     shown = cluster.ask("scontrol", "show", "job", "1", "--oneliner")
-    return f" Restarts={restarts} " in shown and "JobState=RUNNING" in shown
+    fields = dict(field.split("=", 1) for field in shown.split() if "=" in field)
+    return int(fields["Restarts"]) if fields.get("JobState") == "RUNNING" else -1
+
+
+def end_soon(cluster: Cluster) -> None:
+    """Give job 1 half a minute to a minute and a half more, by a limit in whole minutes."""
+    *hours, minutes, seconds = map(int, cluster.ask("squeue", "-ho", "%M", "-j", "1").split(":"))
+    limit = 60 * sum(hours) + minutes + (seconds + 30) // 60 + 1
+    cluster.ask("scontrol", "update", "JobId=1", f"TimeLimit={limit}")
 
 
 def test_a_job_survives_its_limit_and_a_lost_node(
@@ -63,20 +81,23 @@ def test_a_job_survives_its_limit_and_a_lost_node(
     def steps() -> int:
         return len(read_metrics(run_dir))
 
-    limit = ["--time", "1", "--notice", "10"]
+    limit = ["--time", "60", "--notice", "10"]
     job = words("submit", data, run_dir, *settings, *on_both, *limit)
     with running(job, tmp_path / "output", **environment(cluster)) as follower:
-        # Slurm gives the notice, after half a minute of the one.
-        follower.wait_for(lambda: attempt(cluster, 1), "second attempt")
+        follower.wait_for(steps, "first steps")
+        # Slurm gives the notice. Half a minute is more than it is early.
+        end_soon(cluster)
+        follower.wait_for(lambda: restarts(cluster) >= 1, "second attempt")
         cluster.ask("scontrol", "update", "JobId=1", "TimeLimit=UNLIMITED")
         follower.wait_for_output("stopped by SIGUSR1 after step")
         follower.wait_for_output("job 1 asks to be queued again: it had notice")
         saved = steps()
         follower.wait_for(lambda: steps() > saved + 10, "steps after the notice")
+        before = restarts(cluster)
         cluster.kill_node(NODES[1])
-        follower.wait_for(lambda: not attempt(cluster, 1), "notice of the loss")
+        follower.wait_for(lambda: restarts(cluster) != before, "notice of the loss")
         cluster.start_node(NODES[1])
-        follower.wait_for(lambda: attempt(cluster, 2), "third attempt")
+        follower.wait_for(lambda: restarts(cluster) > before, "attempt after the loss")
         lost = steps()
         follower.wait_for(lambda: steps() > lost, "steps after the loss")
         cluster.ask("scontrol", "update", "JobId=1", "Requeue=0")
