@@ -48,8 +48,8 @@ def planned_moves(counts: Sequence[int], ranks: int) -> list[Move]:
     mains = len(counts) // ranks
     moves = [
         Move(expert, expert // mains, host, int(plan.quota[expert, host]))
-        for host, slots in enumerate(plan.slots.tolist())
-        for expert in slots
+        for host, held in enumerate(plan.experts_in_slots.tolist())
+        for expert in held
         if expert >= 0
     ]
     home_loads = [sum(counts[rank * mains : (rank + 1) * mains]) for rank in range(ranks)]

@@ -69,7 +69,7 @@ class Agreement:
         load: Tensor,
         plan: BalancePlan,
         layer: int,
-        slots_on_host: HostCopy | None = None,
+        on_host: HostCopy | None = None,
     ) -> Shares:
         """Return this rank's shares of a plan; compare the last seals, and seal the plan.
 
@@ -78,7 +78,7 @@ class Agreement:
             load: `load_of` that, int64 [R, E].
             plan: Its plan, on the same device.
             layer: The layer's number, for messages.
-            slots_on_host: Gets the plan's slots; None if the host needs them not.
+            on_host: Gets the plan's `experts_in_slots`; None if the host does not need them.
 
         Raises:
             RuntimeError: Ranks had different loads or plans in the layer before. On a GPU this
@@ -88,15 +88,15 @@ class Agreement:
         *shares, self._seal = torch.ops.megatron_ext.share_and_seal(
             load,
             plan.quota,
-            plan.slots,
+            plan.experts_in_slots,
             rank // self._num_shards,
             self._gathered,
             self._layer,
             self._difference,
-            slots_on_host.memory if slots_on_host is not None else None,
+            on_host.memory if on_host is not None else None,
         )
-        if slots_on_host is not None:
-            slots_on_host.mark_written()
+        if on_host is not None:
+            on_host.mark_written()
         self._layer = layer
         self._raise_difference()
         return Shares(*shares).of_shard(rank, counts)

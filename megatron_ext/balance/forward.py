@@ -102,8 +102,8 @@ class VirtualLayer:
 
     virtual_layer_id: int
     """Which (MoE layer of this rank, microbatch in flight) it is."""
-    slots_on_host: HostCopy
-    """The plan's slots, int32 [R, S]. For a plan on a GPU, the launch that seals the plan writes
+    experts_in_slots: HostCopy
+    """Those of the plan, int32 [R, S]. For a plan on a GPU, the launch that seals the plan writes
     them to the host long before a backward needs them, and the host waits for nothing."""
     maps: RoutingMaps
     """The microbatch's dense maps over physical experts."""
@@ -189,8 +189,8 @@ class Forward:
     """What this rank does by the plan; from the plan to the combine."""
     is_sealed: bool = False
     """Whether the other ranks have this rank's seal, and the seals are not compared yet."""
-    grads: Sequence[Tensor | None] = ()
-    """`SlotBuffers.grads` of the segments that are trained; None for one that is frozen."""
+    slot_grads: Sequence[Tensor | None] = ()
+    """`SlotBuffers.slot_grads` of the segments that are trained; None for one that is frozen."""
     virtual_layer: VirtualLayer | None = None
     """None where no backward will come: in evaluation, and without slots."""
     microbatch_idx: int = -1
@@ -214,8 +214,8 @@ class Forward:
     @property
     def bytes_of_one(self) -> tuple[int, int]:
         """Bytes of one replica's weights and gradients on this rank."""
-        weights = self.buffers.weights if self.buffers is not None else ()
-        trained = (grad for grad in self.grads if grad is not None)
+        weights = self.buffers.slot_weights if self.buffers is not None else ()
+        trained = (grad for grad in self.slot_grads if grad is not None)
         return sum(each[0].nbytes for each in weights), sum(each[0].nbytes for each in trained)
 
     @property
@@ -228,7 +228,7 @@ class Forward:
     @property
     def reduces(self) -> bool:
         """Whether the backward has a reduction, or only computes with the slots' weights."""
-        return any(grad is not None for grad in self.grads)
+        return any(grad is not None for grad in self.slot_grads)
 
     def send_seal(self) -> None:
         """Tell the other ranks what this rank planned."""
@@ -309,14 +309,16 @@ class Forward:
         if self.mains.fused:
             # Where the slots' gradients are added as the mains' are. Nothing is to be told that it
             # was done, so a view has no `grad_added_to_main_grad`, and autograd gets None.
-            for view, grad in zip(views, self.mains.slot_views(self.grads), strict=True):
+            for view, grad in zip(views, self.mains.slot_views(self.slot_grads), strict=True):
                 view.main_grad = grad
-        pairs = zip(self.mains.by_segment(views, self.grads), constants, strict=True)
+        pairs = zip(self.mains.by_segment(views, self.slot_grads), constants, strict=True)
         return tokens, [one if one is not None else other for one, other in pairs]
 
     def hide_slots(self) -> AbstractContextManager[None]:
         """Hide the slots' weights from hooks on saved tensors."""
-        return kept_in_place(self.buffers.weights) if self.buffers is not None else nullcontext()
+        return (
+            kept_in_place(self.buffers.slot_weights) if self.buffers is not None else nullcontext()
+        )
 
     def before_experts_backward(self, output: Tensor) -> Tensor:
         """Return the experts' output; before their backward the slots are as in the forward."""
@@ -340,7 +342,7 @@ class Forward:
 
     def _begin_backward(self, grad: Tensor | None) -> tuple[Tensor | None]:
         """Start to materialize the replicas again; with fusion their gradients begin at zero."""
-        slots = self._slots_of_backward()
+        experts_in_slots = self._experts_of_backward()
         self.rematerializing = (
             None  # An earlier backward stopped halfway: its replicas may be gone.
         )
@@ -349,7 +351,7 @@ class Forward:
             self.end()
         elif self.mains.fused:
             assert self.buffers is not None
-            aside = self.buffers.begin_fused(slots, self.grads, self.mains)
+            aside = self.buffers.begin_fused(experts_in_slots, self.slot_grads, self.mains)
             # What a backward that stopped halfway has set aside comes back with this one's.
             for main_idx, of_main in (self.aside or {}).items():
                 for total, before in zip(aside[main_idx], of_main, strict=True):
@@ -371,11 +373,11 @@ class Forward:
         """Start the reduction, and without a join wait for it; the plan is not read any more."""
         assert self.buffers is not None
         with stage_of_backward(REDUCE_START, self.layer_number):
-            slots = self._slots_of_backward()
-            slot_grads = self.mains.by_segment(view_grads, self.grads)
+            experts_in_slots = self._experts_of_backward()
+            replica_grads = self.mains.by_segment(view_grads, self.slot_grads)
             aside, self.aside = self.aside, None
             self.reducing = self.buffers.reduce_replica_grads(
-                slots, self.grads, slot_grads, self.label, aside=aside
+                experts_in_slots, self.slot_grads, replica_grads, self.label, aside=aside
             )
         self.end()
         return (grad, None) if self.is_joined else self._add_to_mains(grad)
@@ -398,7 +400,7 @@ class Forward:
         """Start materializing for the backward, once; return the transfer under way."""
         if self.rematerializing is None:
             with stage_of_backward(PUSH_START, self.layer_number):
-                self.rematerializing = self._materialize(on_host=self._slots_of_backward())
+                self.rematerializing = self._materialize(on_host=self._experts_of_backward())
         return self.rematerializing
 
     def _materialize(
@@ -412,7 +414,7 @@ class Forward:
         assert self.buffers is not None
         if self.buffers.hold_replicas_of(self):
             return Materializing(None)
-        missing = self.plan.slots
+        missing = self.plan.experts_in_slots
         if there is not None:
             missing = torch.where(missing == there.to(missing.device), -1, missing)
         has_backward = self.virtual_layer is not None
@@ -421,18 +423,18 @@ class Forward:
             missing,
             self.mains,
             self.label,
-            slots_on_host=on_host,
+            on_host=on_host,
             owner=self if has_backward else None,
         )
 
     def _slot_weights(self, *, trained: bool) -> list[Tensor | None]:
         """The slots' weights, [S, *shape] a segment; None for one that is trained, or is not."""
         assert self.buffers is not None
-        pairs = zip(self.buffers.weights, self.grads, strict=True)
+        pairs = zip(self.buffers.slot_weights, self.slot_grads, strict=True)
         return [weight if (grad is not None) == trained else None for weight, grad in pairs]
 
-    def _slots_of_backward(self) -> Tensor:
-        """The plan's slots on the host, for the one backward that a forward has.
+    def _experts_of_backward(self) -> Tensor:
+        """The plan's `experts_in_slots` on the host, for the one backward that a forward has.
 
         Raises:
             RuntimeError: The backward is over, or the step of the forward was aborted.
@@ -444,7 +446,7 @@ class Forward:
                 f"(virtual layer id {self.virtual_layer.virtual_layer_id}) is gone: its backward "
                 "is over, or its step was aborted; one forward has one backward"
             )
-        return self.virtual_layer.slots_on_host.wait()
+        return self.virtual_layer.experts_in_slots.wait()
 
 
 def _edge(like: Tensor) -> Tensor:

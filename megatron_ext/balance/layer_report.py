@@ -79,7 +79,7 @@ class LayerReport:
     """Assignments from source rank r to logical expert e, int64 [R, E]."""
     rank_loads_after: Tensor
     """Assignments that each rank computes, int64 [R]."""
-    slots: Tensor
+    experts_in_slots: Tensor
     """Logical expert in each slot of each rank by the plan, or -1, int32 [R, S]."""
     prediction: PredictionReport | None = None
     """How good the prediction by the layer before was; None without a prediction, as in a
@@ -96,7 +96,7 @@ class LayerReport:
     @property
     def num_replicas(self) -> int:
         """Slots in use. Waits for the device, so it is better read after the step."""
-        return int((self.slots >= 0).sum())
+        return int((self.experts_in_slots >= 0).sum())
 
 
 Observer = Callable[[LayerReport], None]

@@ -107,7 +107,7 @@ def max_fanout(plan: BalancePlan) -> int:
 
 def max_fanouts(plan: BalancePlan) -> Tensor:
     """Return `max_fanout` of each plan of a batch: int64 [...]."""
-    held = plan.slots.flatten(-2).long() + 1  # 0 is an empty slot
+    held = plan.experts_in_slots.flatten(-2).long() + 1  # 0 is an empty slot
     counts = held.new_zeros(*held.shape[:-1], plan.layout.num_experts + 1)
     return counts.scatter_add_(-1, held, torch.ones_like(held))[..., 1:].amax(-1)
 
@@ -118,8 +118,9 @@ def rank_sends(plan: BalancePlan) -> Tensor:
     Source: UltraEP, Eq. 5.
     """
     mains = plan.layout.mains_per_rank
-    ranks = torch.arange(plan.layout.ep_size, device=plan.slots.device)
-    home = torch.where(plan.slots >= 0, plan.slots // mains, -1).flatten(-2)
+    held = plan.experts_in_slots.flatten(-2)
+    home = torch.where(held >= 0, held // mains, -1)
+    ranks = torch.arange(plan.layout.ep_size, device=held.device)
     return (home[..., None] == ranks).sum(-2)
 
 
@@ -161,14 +162,14 @@ def replica_use(placed: Tensor, plan: BalancePlan) -> dict[str, Tensor]:
 
     >>> from megatron_ext.balance.layout import ExpertLayout
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=2, nvlink_domain=2)
-    >>> slots = torch.tensor([[2, -1], [0, 1]], dtype=torch.int32)
-    >>> plan = BalancePlan(layout, torch.zeros(4, 2, dtype=torch.int64), slots)
+    >>> used = torch.tensor([[2, -1], [0, 1]], dtype=torch.int32)
+    >>> plan = BalancePlan(layout, torch.zeros(4, 2, dtype=torch.int64), used)
     >>> use = replica_use(torch.tensor([[2, 3], [-1, 0]], dtype=torch.int32), plan)
     >>> {name: int(count) for name, count in use.items()}
     {'hit_replicas': 1, 'topped_up_replicas': 2, 'wasted_replicas': 2}
     """
-    was_placed, is_used = placed >= 0, plan.slots >= 0
-    is_hit = was_placed & (placed == plan.slots)
+    was_placed, is_used = placed >= 0, plan.experts_in_slots >= 0
+    is_hit = was_placed & (placed == plan.experts_in_slots)
     return {
         "hit_replicas": is_hit.sum((-2, -1)),
         "topped_up_replicas": (is_used & ~is_hit).sum((-2, -1)),

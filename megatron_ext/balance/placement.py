@@ -25,7 +25,7 @@ class Placement:
     layers: tuple[int, ...]
     """Number of each layer, counted from 1 as in Megatron; 0 alone for a file without numbers."""
 
-    slots: Tensor
+    experts_in_slots: Tensor
     """Logical expert in each slot, or -1: int32 [L, R, S]."""
 
     expert_load: Tensor
@@ -38,7 +38,7 @@ class Placement:
             ValueError: The placement was made for other experts, ranks or NVLink domains, does not
                 know the layer, or needs more slots.
         """
-        held = self.slots[self._index(layer)]
+        held = self.experts_in_slots[self._index(layer)]
         experts, ranks = self.expert_load.shape[1], held.shape[0]
         if (experts, ranks) != (layout.num_experts, layout.ep_size):
             raise ValueError(
@@ -59,11 +59,11 @@ class Placement:
                     f"the placement has a replica of expert {expert} on rank {rank}, outside the "
                     f"NVLink domain of its home rank {home}"
                 )
-        slots = torch.full((ranks, layout.slots), -1, dtype=torch.int32)
+        experts_in_slots = torch.full((ranks, layout.slots), -1, dtype=torch.int32)
         for rank, row in enumerate(held):
             kept = row[row >= 0]
-            slots[rank, : len(kept)] = kept
-        return slots
+            experts_in_slots[rank, : len(kept)] = kept
+        return experts_in_slots
 
     def slot_limit(self, layer: int) -> int:
         """Return the largest number of slots that the layer uses on one rank.
@@ -71,11 +71,12 @@ class Placement:
         Raises:
             ValueError: The placement does not know the layer.
         """
-        return int((self.slots[self._index(layer)] >= 0).sum(-1).max()) if self.slots.numel() else 0
+        held = self.experts_in_slots[self._index(layer)]
+        return int((held >= 0).sum(-1).max()) if held.numel() else 0
 
     def num_replicas(self) -> dict[str, int]:
         """Return the number of replicas of each layer, by the layer's number."""
-        counts = (self.slots >= 0).sum((1, 2)).tolist()
+        counts = (self.experts_in_slots >= 0).sum((1, 2)).tolist()
         return {str(layer): count for layer, count in zip(self.layers, counts, strict=True)}
 
     def _index(self, layer: int) -> int:

@@ -39,8 +39,13 @@ class BalancePlan:
     quota: Tensor
     """Assignments of expert e computed on rank t, mains included: int64 [E, R]."""
 
-    slots: Tensor
+    experts_in_slots: Tensor
     """Logical expert in each slot of each rank, or -1: int32 [R, S]."""
+
+    @property
+    def slots(self) -> Tensor:
+        """`experts_in_slots`, as files of plans call it."""
+        return self.experts_in_slots
 
     def rank_loads(self) -> Tensor:
         """Assignments each rank computes: int64 [R]."""
@@ -48,7 +53,7 @@ class BalancePlan:
 
     def num_replicas(self) -> int:
         """Slots in use (over all plans of a batch)."""
-        return int((self.slots >= 0).sum())
+        return int((self.experts_in_slots >= 0).sum())
 
     def physical_index(self) -> Tensor:
         """Physical id of expert e's instance on rank t, or -1 where it has none: int64 [E, R].
@@ -61,11 +66,12 @@ class BalancePlan:
         layout, device = self.layout, self.quota.device
         experts, ranks = layout.num_experts, layout.ep_size
         # Row E takes what empty slots write, so that no entry needs a test.
+        replicas = torch.where(self.experts_in_slots < 0, experts, self.experts_in_slots.long())
         index = torch.full((*self.quota.shape[:-2], experts + 1, ranks), -1, device=device)
         first = torch.arange(ranks, device=device) * layout.physical_per_rank
         for held, start in (
             (torch.arange(experts, device=device).view(ranks, -1), 0),
-            (torch.where(self.slots < 0, experts, self.slots.long()), layout.mains_per_rank),
+            (replicas, layout.mains_per_rank),
         ):
             ids = first[:, None] + start + torch.arange(held.shape[-1], device=device)
             shape = (*index.shape[:-2], *ids.T.shape)
@@ -75,15 +81,15 @@ class BalancePlan:
     def digest(self) -> int:
         """Hash of quota and slots below 2**63, equal for equal plans on every machine."""
         state = hashlib.blake2b(digest_size=8)
-        for tensor in (self.quota, self.slots):
+        for tensor in (self.quota, self.experts_in_slots):
             state.update(tensor.cpu().contiguous().numpy().tobytes())
         return int.from_bytes(state.digest(), "little") >> 1
 
     def unbatch(self) -> list[BalancePlan]:
         """The plans of a batch, one by one."""
         return [
-            BalancePlan(self.layout, quota, slots)
-            for quota, slots in zip(self.quota, self.slots, strict=True)
+            BalancePlan(self.layout, quota, held)
+            for quota, held in zip(self.quota, self.experts_in_slots, strict=True)
         ]
 
 
@@ -99,7 +105,7 @@ def pick_plans(is_first: Tensor, first: BalancePlan, second: BalancePlan) -> Bal
     return BalancePlan(
         first.layout,
         torch.where(is_first, first.quota, second.quota),
-        torch.where(is_first, first.slots, second.slots),
+        torch.where(is_first, first.experts_in_slots, second.experts_in_slots),
     )
 
 
@@ -108,25 +114,25 @@ def with_spare_slots(plan: BalancePlan, num_slots: int) -> BalancePlan:
 
     >>> from megatron_ext.balance.solve import solve
     >>> plan = solve(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), ep_size=2, slots=1)
-    >>> with_spare_slots(plan, 1).slots.tolist()
+    >>> with_spare_slots(plan, 1).experts_in_slots.tolist()
     [[-1, -1], [0, -1]]
     """
     if num_slots == 0:
         return plan
     layout = dataclasses.replace(plan.layout, slots=plan.layout.slots + num_slots)
-    return BalancePlan(layout, plan.quota, F.pad(plan.slots, (0, num_slots), value=-1))
+    return BalancePlan(layout, plan.quota, F.pad(plan.experts_in_slots, (0, num_slots), value=-1))
 
 
 def stack_plans(plans: list[BalancePlan], layout: ExpertLayout) -> BalancePlan:
     """Make a batch of plans of one layout; the batch may be empty."""
     sizes = (0, layout.num_experts, layout.ep_size), (0, layout.ep_size, layout.slots)
     if not plans:
-        quota, slots = (torch.zeros(size, dtype=torch.int64) for size in sizes)
-        return BalancePlan(layout, quota, slots.int())
+        quota, experts_in_slots = (torch.zeros(size, dtype=torch.int64) for size in sizes)
+        return BalancePlan(layout, quota, experts_in_slots.int())
     return BalancePlan(
         layout,
         torch.stack([plan.quota for plan in plans]),
-        torch.stack([plan.slots for plan in plans]),
+        torch.stack([plan.experts_in_slots for plan in plans]),
     )
 
 
@@ -147,7 +153,7 @@ def plan_each(
         plan = plan_one(load.cpu())
     else:
         plan = stack_plans([plan_one(one) for one in load.cpu()], layout)
-    return BalancePlan(layout, plan.quota.to(load.device), plan.slots.to(load.device))
+    return BalancePlan(layout, plan.quota.to(load.device), plan.experts_in_slots.to(load.device))
 
 
 def split_quota(load: Tensor, plan: BalancePlan, source_rank: int | None = None) -> Tensor:
@@ -277,7 +283,7 @@ def share_plan(rank: int, counts: Tensor, plan: BalancePlan) -> Shares:
     load = load_of(counts, plan.layout.ep_size)
     load_library()
     shares = torch.ops.megatron_ext.share_plan(
-        load, plan.quota, plan.slots, rank * len(load) // len(counts)
+        load, plan.quota, plan.experts_in_slots, rank * len(load) // len(counts)
     )
     return Shares(*shares).of_shard(rank, counts)
 
@@ -297,14 +303,13 @@ def check_plan(load: Tensor, plan: BalancePlan, *, min_quota: int = _DEFAULTS.mi
     experts, ranks = layout.num_experts, layout.ep_size
     if quota.shape != (experts, ranks) or quota.dtype != torch.int64:
         raise ValueError(f"quota must be int64 [{experts}, {ranks}], got {_describe(quota)}")
-    if plan.slots.shape != (ranks, layout.slots) or plan.slots.dtype != torch.int32:
-        raise ValueError(
-            f"slots must be int32 [{ranks}, {layout.slots}], got {_describe(plan.slots)}"
-        )
+    held = plan.experts_in_slots
+    if held.shape != (ranks, layout.slots) or held.dtype != torch.int32:
+        raise ValueError(f"slots must be int32 [{ranks}, {layout.slots}], got {_describe(held)}")
 
     instances = {(expert, layout.home_rank(expert)) for expert in range(experts)}
-    for rank, held in enumerate(plan.slots.tolist()):
-        for slot, expert in enumerate(held):
+    for rank, row in enumerate(held.tolist()):
+        for slot, expert in enumerate(row):
             if expert == -1:
                 continue
             what = f"slot {slot} of rank {rank} holds expert {expert}"

@@ -73,7 +73,7 @@ class LayerPlanner:
         self, strategy: str, layout: ExpertLayout, settings: PlanSettings, *, layer: int = 0
     ) -> None:
         planner = get_planner(strategy, for_time=settings.costs is not None)
-        self._slots = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
+        self._placed = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
         self._num_spare_slots = 0
         if isinstance(planner, FromPlacement):
             if settings.placement is None:
@@ -81,12 +81,12 @@ class LayerPlanner:
                     f"strategy {strategy!r} needs a placement: `megatron-ext place craft` makes one"
                 )
             if layout.slots > 0:
-                self._slots = settings.placement.replicas(layer, layout)
+                self._placed = settings.placement.replicas(layer, layout)
         elif settings.placement is not None:
             used = min(layout.slots, settings.placement.slot_limit(layer))
             self._num_spare_slots = layout.slots - used
             layout = dataclasses.replace(layout, slots=used)
-            self._slots = self._slots[:, :used]
+            self._placed = self._placed[:, :used]
         self._layout = layout
         self._settings = settings
         if settings.costs is not None:
@@ -96,12 +96,12 @@ class LayerPlanner:
             assert isinstance(planner, Solves), "`get_planner` refused what does not solve"
             planner = Solves(solver_for_time(planner.solve))
         self._planner = planner
-        self._first_slots = self._slots
+        self._first_placed = self._placed
         self.forget()
 
     def forget(self) -> None:
         """Forget the history: ranks may have seen different parts of an aborted step."""
-        self._slots = self._first_slots
+        self._placed = self._first_placed
         self._expert_load = torch.zeros(self._layout.num_experts, dtype=torch.int64)
         self._num_observed = 0
         self._previous_load: Tensor | None = None
@@ -126,11 +126,11 @@ class LayerPlanner:
         """
         assert isinstance(self._planner, FromPrediction), "others place nothing by a prediction"
         if predicted is None:
-            slots = torch.full_like(self._slots, -1)
+            placed = torch.full_like(self._placed, -1)
         else:
             check_load(predicted, self._layout)
-            slots = self._planner.place(predicted, self._layout, self._settings)
-        return functional.pad(slots, (0, self._num_spare_slots), value=-1)
+            placed = self._planner.place(predicted, self._layout, self._settings)
+        return functional.pad(placed, (0, self._num_spare_slots), value=-1)
 
     def solve(self, load: Tensor, placed: Tensor | None = None) -> BalancePlan:
         """Plan a load, or a batch of loads, from the history so far, which stays as it is.
@@ -151,8 +151,8 @@ class LayerPlanner:
         if isinstance(self._planner, Solves):
             plan = self._planner.solve(load, self._layout, self._settings)
         else:
-            slots = self._slots if placed is None else placed[..., : self._layout.slots]
-            plan = self._planner.share(load, slots.to(load.device), self._layout, self._settings)
+            placed = self._placed if placed is None else placed[..., : self._layout.slots]
+            plan = self._planner.share(load, placed.to(load.device), self._layout, self._settings)
         return with_spare_slots(plan, self._num_spare_slots)
 
     def observe(self, load: Tensor) -> None:
@@ -166,7 +166,9 @@ class LayerPlanner:
         self._expert_load = self._expert_load.to(load.device) + load.sum(-2)
         self._num_observed += 1
         if self._num_observed % self._settings.section(HistorySettings).interval == 0:
-            self._slots = self._planner.place(self._expert_load.cpu(), self._layout, self._settings)
+            self._placed = self._planner.place(
+                self._expert_load.cpu(), self._layout, self._settings
+            )
             self._expert_load = torch.zeros_like(self._expert_load)
 
     def expect_in_order(self, predicted: Tensor | None = None) -> Tensor | None:

@@ -48,8 +48,8 @@ class SlotBuffers:
         transport: Allocates the buffers and moves bytes between ranks.
 
     Attributes:
-        weights: One tensor a segment, [S, *shape].
-        grads: One tensor a segment, [S, *shape]; None before `allocate_grads` has made it.
+        slot_weights: One tensor a segment, [S, *shape].
+        slot_grads: One tensor a segment, [S, *shape]; None before `allocate_grads` has made it.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class SlotBuffers:
         self.segments = tuple(segments)
         self.ep_rank = ep_rank
         self.transport = transport
-        self.weights = [
+        self.slot_weights = [
             transport.allocate((layout.slots, *segment.shape), dtype, device)
             for segment in segments
         ]
-        self.grads: list[Tensor | None] = [None] * len(self.segments)
+        self.slot_grads: list[Tensor | None] = [None] * len(self.segments)
         # The forward whose replicas are here. All of them: an aborted transfer must not look
         # complete.
         self._resident: weakref.ref[Any] | None = None
@@ -81,10 +81,12 @@ class SlotBuffers:
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers on this rank."""
-        return sum(buffer.nbytes for buffer in (*self.weights, *self.grads) if buffer is not None)
+        return sum(
+            buffer.nbytes for buffer in (*self.slot_weights, *self.slot_grads) if buffer is not None
+        )
 
     def allocate_grads(self, dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
-        """Return a layer's gradient slots, made once; every EP rank calls with the same dtypes.
+        """Return a layer's slot gradients, made once; every EP rank calls with the same dtypes.
 
         A model that is only evaluated has none, and neither has one whose experts are frozen.
 
@@ -92,7 +94,7 @@ class SlotBuffers:
             dtypes: Dtype of each segment's gradients; None for a segment that gets none.
 
         Returns:
-            `grads` of the segments that get gradients; None for the others.
+            `slot_grads` of the segments that get gradients; None for the others.
 
         Raises:
             ValueError: Another layer with these slots has gradients of another dtype.
@@ -100,10 +102,10 @@ class SlotBuffers:
         for segment_idx, dtype in enumerate(dtypes):
             if dtype is None:
                 continue
-            weight, grad = self.weights[segment_idx], self.grads[segment_idx]
+            weight, grad = self.slot_weights[segment_idx], self.slot_grads[segment_idx]
             if grad is None:
                 grad = self.transport.allocate(tuple(weight.shape), dtype, weight.device)
-                self.grads[segment_idx] = grad
+                self.slot_grads[segment_idx] = grad
             if grad.dtype != dtype:
                 raise ValueError(
                     f"expert gradients of a layer are {dtype}, and {grad.dtype} of another that "
@@ -112,7 +114,7 @@ class SlotBuffers:
                 )
         return [
             grad if dtype is not None else None
-            for grad, dtype in zip(self.grads, dtypes, strict=True)
+            for grad, dtype in zip(self.slot_grads, dtypes, strict=True)
         ]
 
     def new_virtual_layer_id(self) -> int:
@@ -130,7 +132,7 @@ class SlotBuffers:
         mains: MainWeights,
         label: str,
         *,
-        slots_on_host: Tensor | None = None,
+        on_host: Tensor | None = None,
         owner: object | None = None,
     ) -> Materializing:
         """Start materializing replicas in this rank's slots; every EP rank calls.
@@ -139,7 +141,7 @@ class SlotBuffers:
             experts_in_slots: Logical expert for each slot, or -1: int32 [R, S].
             mains: This rank's mains; must not change before `wait()` returns.
             label: Which forward this is for, to be named in errors.
-            slots_on_host: The same on the host, where the host has it already.
+            on_host: The same on the host, where the host has it already.
             owner: The forward with a backward that the replicas are for. None where no backward
                 will ask for them, as in evaluation, which is not timed.
 
@@ -148,62 +150,62 @@ class SlotBuffers:
         """
         self._resident = None
         # Do not iterate these transfers here: for a plan on a GPU the host would wait for it.
-        transfers = Transfers(experts_in_slots, self.layout.mains_per_rank, slots_on_host)
-        pending = self.transport.push(transfers, mains.rows(), self.weights, label)
+        transfers = Transfers(experts_in_slots, self.layout.mains_per_rank, on_host)
+        pending = self.transport.push(transfers, mains.rows(), self.slot_weights, label)
         return Materializing(pending, self, owner)
 
     def begin_fused(
-        self, slots: Tensor, grads: Sequence[Tensor | None], mains: MainWeights
+        self, experts_in_slots: Tensor, slot_grads: Sequence[Tensor | None], mains: MainWeights
     ) -> Aside:
         """Zero the gradients of this rank's replicas, to be added to where they are computed.
 
-        The gradient slots are shared by all layers: this call waits for a reduction under way.
+        All layers share the slots' gradients: this call waits for a reduction under way.
 
         Args:
-            slots: As for `reduce_replica_grads`; so is `grads`.
-            grads: What `allocate_grads` returned.
+            experts_in_slots: As for `reduce_replica_grads`.
+            slot_grads: What `allocate_grads` returned.
             mains: This rank's mains, whose fused gradients are computed with them.
 
         Returns:
             `MainWeights.set_aside` of those with replicas, for `reduce_replica_grads`.
         """
         self._end_reduction()
-        for slot_idx in self._used(slots):
-            for buffer in grads:
+        for slot_idx in self._used(experts_in_slots):
+            for buffer in slot_grads:
                 if buffer is not None:
                     buffer[slot_idx].zero_()
-        transfers = Transfers(slots, self.layout.mains_per_rank)
+        transfers = Transfers(experts_in_slots, self.layout.mains_per_rank)
         return mains.set_aside({t.main_idx for t in transfers if t.home_rank == self.ep_rank})
 
     def reduce_replica_grads(
         self,
-        slots: Tensor,
-        grads: Sequence[Tensor | None],
-        slot_grads: Sequence[Any],
+        experts_in_slots: Tensor,
+        slot_grads: Sequence[Tensor | None],
+        replica_grads: Sequence[Any],
         label: str,
         *,
         aside: Aside | None = None,
     ) -> Reducing:
         """Start adding the gradients of all replicas; every rank of the EP group calls.
 
-        The gradient slots are shared by all layers: this call waits for a reduction under way.
+        All layers share the slots' gradients: this call waits for a reduction under way.
 
         Args:
-            slots: Logical expert in each slot, or -1, in the forward that the gradients belong to:
-                int32 [R, S], on the host, which allocates sums for experts with replicas only.
-            grads: What `allocate_grads` returned: the segments whose gradients are reduced.
-            slot_grads: Gradients, one entry a segment, which slot s indexes. None for a segment or
-                a slot where nothing was computed.
+            experts_in_slots: In the forward that the gradients belong to, int32 [R, S], on the
+                host, which allocates sums for experts with replicas only.
+            slot_grads: What `allocate_grads` returned: the segments whose gradients are reduced.
+            replica_grads: What autograd computed, one entry a segment, which slot s indexes. None
+                for a segment or a slot where nothing was computed.
             label: Which forward this is for, to be named in errors.
             aside: What `begin_fused` returned, if it came before; is added to the sums. A replica
-                without an entry in `slot_grads` has its gradient in `grads` then.
+                without an entry in `replica_grads` has its gradient in `slot_grads` then.
 
         Returns:
             The reduction under way.
         """
         self._end_reduction()
-        used = self._used(slots)
-        for buffer, grad in zip(grads, slot_grads, strict=True):
+        used = self._used(experts_in_slots)
+        for buffer, grad in zip(slot_grads, replica_grads, strict=True):
             if buffer is None:
                 continue
             for slot_idx in used:
@@ -213,15 +215,15 @@ class SlotBuffers:
                 elif aside is None:
                     # A recomputed router may send no token to a replica that the plan has.
                     buffer[slot_idx].zero_()
-        transfers = list(Transfers(slots, self.layout.mains_per_rank))
+        transfers = list(Transfers(experts_in_slots, self.layout.mains_per_rank))
         sums = {
-            t.main_idx: [_sum_like(buffer) for buffer in grads]
+            t.main_idx: [_sum_like(buffer) for buffer in slot_grads]
             for t in transfers
             if t.home_rank == self.ep_rank
         }
         pending = self.transport.pull_add(
             transfers,
-            [buffer for buffer in grads if buffer is not None],
+            [buffer for buffer in slot_grads if buffer is not None],
             {m: [total for total in each if total is not None] for m, each in sums.items()},
             label,
         )
@@ -235,9 +237,9 @@ class SlotBuffers:
         if self._reducing is not None and (reducing := self._reducing()) is not None:
             reducing.wait()
 
-    def _used(self, slots: Tensor) -> list[int]:
+    def _used(self, experts_in_slots: Tensor) -> list[int]:
         """This rank's slots with a replica."""
-        of_rank = slots[self.ep_rank].tolist()
+        of_rank = experts_in_slots[self.ep_rank].tolist()
         return [slot_idx for slot_idx, expert in enumerate(of_rank) if expert >= 0]
 
     def reset(self) -> None:

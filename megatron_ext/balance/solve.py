@@ -63,7 +63,7 @@ def solve_plan(
     >>> import torch
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> plan = solve_plan(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), layout)
-    >>> plan.quota[0].tolist(), plan.slots.tolist(), plan.rank_loads().tolist()
+    >>> plan.quota[0].tolist(), plan.experts_in_slots.tolist(), plan.rank_loads().tolist()
     ([5, 5], [[-1], [0]], [8, 8])
     """
     asked = PlanSettings(

@@ -171,7 +171,7 @@ def write_plans(
     """
     arrays = {
         "quota": torch.stack([plan.quota for plan in plans]),
-        "slots": torch.stack([plan.slots for plan in plans]),
+        "slots": torch.stack([plan.experts_in_slots for plan in plans]),
     }
     if with_split:
         pairs = zip(load, plans, strict=True)

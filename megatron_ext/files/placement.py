@@ -38,18 +38,20 @@ def read_placement(path: Path) -> Placement:
         ValueError: The file holds no placement; the message names file, value and rule.
     """
     arrays = _SCHEMA.read(path)
-    layer, slots, expert_load = arrays["layer"], arrays["slots"], arrays["expert_load"]
-    num_layers, ranks, _ = slots.shape
+    layer, experts_in_slots, expert_load = arrays["layer"], arrays["slots"], arrays["expert_load"]
+    num_layers, ranks, _ = experts_in_slots.shape
     mains = expert_load.shape[1] // ranks
     for index, rank in np.ndindex(num_layers, ranks):
-        held = slots[index, rank][slots[index, rank] != -1].tolist()
+        row = experts_in_slots[index, rank]
+        held = row[row != -1].tolist()
         where = f"{path}: layer {layer[index]}, rank {rank}"
         for expert in held:
             if not 0 <= expert < expert_load.shape[1]:
                 raise ValueError(f"{where}: no expert {expert}; there are {expert_load.shape[1]}")
             if expert // mains == rank or held.count(expert) > 1:
                 raise ValueError(f"{where}: expert {expert} is there twice")
-    return Placement(tuple(layer.tolist()), torch.from_numpy(slots), torch.from_numpy(expert_load))
+    tensors = torch.from_numpy(experts_in_slots), torch.from_numpy(expert_load)
+    return Placement(tuple(layer.tolist()), *tensors)
 
 
 def write_placement(path: Path, placement: Placement, *, overwrite: bool = False) -> None:
@@ -60,7 +62,7 @@ def write_placement(path: Path, placement: Placement, *, overwrite: bool = False
     """
     arrays = {
         "layer": torch.tensor(placement.layers),
-        "slots": placement.slots,
+        "slots": placement.experts_in_slots,
         "expert_load": placement.expert_load,
     }
     write_arrays(path, arrays, overwrite=overwrite)

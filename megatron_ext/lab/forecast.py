@@ -102,7 +102,7 @@ def forecast_replication(
     return Replication(
         imbalance_before=float(imbalances(before).mean()),
         imbalance_after=float(imbalances(after).mean()),
-        replicas=float((plan.slots >= 0).sum()) / _LOADS,
+        replicas=float((plan.experts_in_slots >= 0).sum()) / _LOADS,
         sends=mean_sends,
         weight_bytes=mean_sends * expert.weight_bytes,
         weight_ms=1e3 * mean_sends * expert.weight_bytes / hardware.weight_bandwidth,

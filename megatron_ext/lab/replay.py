@@ -111,7 +111,7 @@ def _measure(load: torch.Tensor, plan: BalancePlan) -> dict[str, np.ndarray]:
     measures = {
         "imbalance": imbalances(rank_loads),
         "load_imbalance_rate": load_imbalance_rates(rank_loads),
-        "replicas": (plan.slots >= 0).sum((-2, -1)),
+        "replicas": (plan.experts_in_slots >= 0).sum((-2, -1)),
         "max_fanout": max_fanouts(plan),
         "max_rank_sends": rank_sends(plan).amax(-1),
         "remote_assignments": remote_counts(load, plan),
@@ -128,8 +128,8 @@ def _measure_prediction(
     replicas that were added when the load was known.
     """
     alone = [
-        split_over_placed(one, slots, plan.layout, settings).rank_loads()
-        for one, slots in zip(load, placed, strict=True)
+        split_over_placed(one, there, plan.layout, settings).rank_loads()
+        for one, there in zip(load, placed, strict=True)
     ]
     measures = {
         **replica_use(placed, plan),

@@ -192,7 +192,7 @@ def relayed_sends(plan: BalancePlan, relay_threshold: int) -> Tensor:
     """
     if int(rank_sends(plan).max()) <= relay_threshold:
         return rank_sends(plan)
-    transfers = Transfers(plan.slots, plan.layout.mains_per_rank)
+    transfers = Transfers(plan.experts_in_slots, plan.layout.mains_per_rank)
     copies = compile_copies(transfers, plan.layout.ep_size, relay_threshold)
     return torch.tensor([sum(len(copy.destinations) for copy in of_rank) for of_rank in copies])
 
@@ -204,14 +204,13 @@ def timed_sends(plan: BalancePlan, hardware: Hardware) -> Tensor:
     go over the inner link; receivers have the same links.
     """
     domain, layout = hardware.domain_ranks, plan.layout
-    home = torch.where(plan.slots >= 0, plan.slots // layout.mains_per_rank, -1)
+    held = plan.experts_in_slots
+    home = torch.where(held >= 0, held // layout.mains_per_rank, -1)
     host = torch.arange(layout.ep_size)[:, None].expand_as(home)
     outside = (home >= 0) & (home // domain != host // domain)
     if not outside.any():
-        return torch.maximum(
-            relayed_sends(plan, hardware.relay_threshold), (plan.slots >= 0).sum(-1)
-        )
-    inner = dataclasses.replace(plan, slots=torch.where(outside, -1, plan.slots))
+        return torch.maximum(relayed_sends(plan, hardware.relay_threshold), (held >= 0).sum(-1))
+    inner = dataclasses.replace(plan, experts_in_slots=torch.where(outside, -1, held))
     sent = torch.bincount(home[outside], minlength=layout.ep_size)
     slower = hardware.weight_bandwidth / hardware.outer_bandwidth
     outer = torch.maximum(sent, outside.sum(-1)) * slower

@@ -219,6 +219,6 @@ class LayerBalancer:
 
 def _virtual_layer(buffers: SlotBuffers | None, device: torch.device) -> VirtualLayer:
     assert buffers is not None, "without slots no plan is kept"
-    slots = buffers.layout.ep_size, buffers.layout.slots
-    on_host = HostCopy(slots, torch.int32, device)
+    shape = buffers.layout.ep_size, buffers.layout.slots
+    on_host = HostCopy(shape, torch.int32, device)
     return VirtualLayer(buffers.new_virtual_layer_id(), on_host, RoutingMaps())

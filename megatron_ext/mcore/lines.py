@@ -60,11 +60,12 @@ class BalanceLines:
 
     def _count(self) -> None:
         """Count the reports so far, in as many operations as one of them would take."""
+        in_slots = torch.stack([one.experts_in_slots for one in self._reports])
         values = torch.stack(
             [
                 home_imbalances([one.load for one in self._reports]),
                 imbalances(torch.stack([one.rank_loads_after for one in self._reports])),
-                (torch.stack([one.slots for one in self._reports]) >= 0).sum((1, 2)).double(),
+                (in_slots >= 0).sum((1, 2)).double(),
             ]
         )
         total, worst = values.sum(1), values.amax(1)

@@ -75,7 +75,7 @@ class CostMeter:
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert's weights."""
-        return sum(buffer[0].nbytes for buffer in self.buffers.weights)
+        return sum(buffer[0].nbytes for buffer in self.buffers.slot_weights)
 
     @property
     def assignments_per_expert(self) -> int:
@@ -84,9 +84,9 @@ class CostMeter:
 
     def link_bandwidth(self) -> float:
         """Return the bytes per second that a rank sends while all ranks send as much."""
-        slots = neighbor_experts(self.buffers.layout)
-        sent_bytes = int((slots[0] >= 0).sum()) * self.expert_bytes
-        on_device = slots.to(self._example.device)
+        experts_in_slots = neighbor_experts(self.buffers.layout)
+        sent_bytes = int((experts_in_slots[0] >= 0).sum()) * self.expert_bytes
+        on_device = experts_in_slots.to(self._example.device)
 
         def push() -> None:
             # For no forward, so that no plan finds these replicas there and leaves them out.
@@ -94,7 +94,7 @@ class CostMeter:
                 on_device,
                 self.mains,
                 "measuring balance.link_bandwidth",
-                slots_on_host=slots,
+                on_host=experts_in_slots,
             ).wait()
 
         return sent_bytes / self._median_s(push)
@@ -193,8 +193,8 @@ def neighbor_experts(layout: ExpertLayout) -> Tensor:
     ranks = torch.arange(layout.ep_size)
     first_of_domain = ranks - ranks % layout.nvlink_domain
     before = first_of_domain + (ranks - 1) % layout.nvlink_domain
-    slots = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
+    experts_in_slots = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
     num_filled = min(layout.slots, layout.mains_per_rank)
     experts = before[:, None] * layout.mains_per_rank + torch.arange(num_filled)
-    slots[:, :num_filled] = experts.to(torch.int32)
-    return slots
+    experts_in_slots[:, :num_filled] = experts.to(torch.int32)
+    return experts_in_slots

@@ -318,7 +318,7 @@ class BalancedMoELayer(ObservedMoELayer):
             load,
             forward.plan,
             self.layer_number,
-            kept.slots_on_host if kept is not None else None,
+            kept.experts_in_slots if kept is not None else None,
         )
         if self.balance.check_plans:
             check_equal_plans(forward.plan, self.planning_group, self.layer_number)
@@ -349,7 +349,7 @@ class BalancedMoELayer(ObservedMoELayer):
             if self.training and torch.is_grad_enabled():
                 check_main_grads(forward.mains)
             finish_parameter_gather(self.experts)
-            forward.grads = self.started.slot_grads(forward.mains)
+            forward.slot_grads = self.started.slot_grads(forward.mains)
         forward.push(there)
 
     def _reroute(
@@ -402,7 +402,7 @@ class BalancedMoELayer(ObservedMoELayer):
             self.layer_number,
             load,
             forward.plan.rank_loads(),
-            forward.plan.slots,
+            forward.plan.experts_in_slots,
             layout=forward.plan.layout,
             weight_bytes=self.started.num_shards * weight_bytes,
             grad_bytes=self.started.num_shards * grad_bytes,

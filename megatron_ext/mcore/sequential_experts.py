@@ -51,14 +51,14 @@ class SequentialWeights:
             probs = torch.ones_like(probs)
         names = [segment.name for segment in self.segments]
         rows = zip(*weights, strict=True)
-        slots = zip(rows, tokens.split(num_tokens), probs.split(num_tokens), strict=True)
+        of_slots = zip(rows, tokens.split(num_tokens), probs.split(num_tokens), strict=True)
         outputs = [
             torch.func.functional_call(
                 self._experts.local_experts[0],
                 dict(zip(names, row, strict=True)),
                 (slot_tokens, slot_probs),
             )[0]
-            for row, slot_tokens, slot_probs in slots
+            for row, slot_tokens, slot_probs in of_slots
             if slot_tokens.shape[0] > 0
         ]
         return torch.cat(outputs)

@@ -327,7 +327,7 @@ def _lent_to(linear: Any, further: Mapping[str, Sequence[Tensor]]) -> Iterator[N
 
 
 @contextmanager
-def _in_place(module: nn.Module, slots: Sequence[Tensor]) -> Iterator[None]:
+def _in_place(module: nn.Module, slot_weights: Sequence[Tensor]) -> Iterator[None]:
     """Let a module's forwards hide slots from hooks on saved tensors; see `kept_in_place`.
 
     Megatron's offload of activations begins inside the experts, around a linear. A copied tensor
@@ -336,7 +336,7 @@ def _in_place(module: nn.Module, slots: Sequence[Tensor]) -> Iterator[None]:
     forward, own = module.forward, vars(module).get("forward")
 
     def forward_in_place(*args: Any, **kwargs: Any) -> Any:
-        with kept_in_place(slots):
+        with kept_in_place(slot_weights):
             return forward(*args, **kwargs)
 
     vars(module)["forward"] = forward_in_place

@@ -147,7 +147,7 @@ def gather_step(
     """
     mine = _Mine.of(computed if place.speaks else (), place.ep_size)
     # First the maxima: sizes, and the layer and EP group with the largest imbalance.
-    sizes = [mine.num_microbatches, mine.slots.shape[2]]
+    sizes = [mine.num_microbatches, mine.experts_in_slots.shape[2]]
     experts, worst = np.zeros(place.num_layers), np.zeros((place.groups, place.num_layers))
     experts[mine.layers] = mine.num_experts
     np.maximum.at(worst[place.group], mine.layers, mine.cells[0])
@@ -169,13 +169,13 @@ def gather_step(
     np.add.at(expert_loads[:, : mine.experts.shape[1]], mine.layers, mine.experts)
     if place.group == worst_group and worst_layer in mine.layers:
         one = int(np.argmax(np.where(mine.layers == worst_layer, mine.cells[0], 0)))
-        slots = np.full((place.ep_size, num_slots), -1)
-        slots[:, : mine.slots.shape[2]] = mine.slots[one]
-        of_one = ([mine.microbatches[one]], mine.before[one], mine.after[one], slots.ravel())
+        held = np.full((place.ep_size, num_slots), -1)
+        held[:, : mine.experts_in_slots.shape[2]] = mine.experts_in_slots[one]
+        of_one = ([mine.microbatches[one]], mine.before[one], mine.after[one], held.ravel())
         shown = np.concatenate(of_one)
     reduced = _reduced((cells, rank_loads, expert_loads, shown), dist.ReduceOp.SUM)
     cells, rank_loads, expert_loads, shown = reduced
-    before, after, slots = np.split(shown[1:], [place.ep_size, 2 * place.ep_size])
+    before, after, experts_in_slots = np.split(shown[1:], [place.ep_size, 2 * place.ep_size])
     counted = cells[0] > 0
     gaps = cells[_CELL.index("bound_gap")]
     gaps[gaps < 0] = math.nan
@@ -193,7 +193,7 @@ def gather_step(
             "microbatch": int(shown[0]),
             "rank_loads_before": before.astype(int).tolist(),
             "rank_loads_after": after.astype(int).tolist(),
-            "slots": slots.reshape(place.ep_size, num_slots).astype(int).tolist(),
+            "slots": experts_in_slots.reshape(place.ep_size, num_slots).astype(int).tolist(),
             "num_experts": int(experts[worst_layer]),
         },
         largest={
@@ -220,7 +220,7 @@ class _Mine:
     """Assignments that each rank computes, int [F, R]."""
     experts: np.ndarray
     """Assignments to each expert, int [F, E]."""
-    slots: np.ndarray
+    experts_in_slots: np.ndarray
     """Logical expert in each slot, or -1: int [F, R, S]."""
     bytes: np.ndarray
     """Bytes pushed and pulled, int [2, F]."""
@@ -238,6 +238,7 @@ class _Mine:
             seen[one.layer_number] = microbatches[-1] + 1
         experts = [one.load.numpy().sum(0) for one in computed]
         before = [each.reshape(ep_size, -1).sum(1) for each in experts]
+        held = [one.experts_in_slots.numpy() for one in computed]
         return cls(
             layers=np.array([one.layer_number - 1 for one in computed], dtype=int),
             microbatches=np.array(microbatches, dtype=int),
@@ -245,7 +246,7 @@ class _Mine:
             before=_stacked(before, (ep_size,), 0),
             after=_stacked([one.rank_loads_after.numpy() for one in computed], (ep_size,), 0),
             experts=_stacked(experts, (0,), 0),
-            slots=_stacked([one.slots.numpy() for one in computed], (ep_size, 0), -1),
+            experts_in_slots=_stacked(held, (ep_size, 0), -1),
             bytes=np.array([(one.pushed_bytes, one.pulled_bytes) for one in computed])
             .reshape(-1, 2)
             .T,
@@ -267,14 +268,15 @@ class _Mine:
         total = self.experts.sum(1)
         hottest = self.experts.max(1, initial=0) * self.num_experts / np.maximum(total, 1)
         mains = self.num_experts // max(self.before.shape[1], 1)
-        homes = np.where(self.slots >= 0, self.slots // np.maximum(mains, 1)[:, None, None], -1)
+        held = self.experts_in_slots
+        homes = np.where(held >= 0, held // np.maximum(mains, 1)[:, None, None], -1)
         sends = [(homes == rank).sum((1, 2)) for rank in range(self.before.shape[1])]
         return np.stack(
             [
                 _imbalances(self.before),
                 _imbalances(self.after),
                 np.where(total > 0, hottest - 1, 0),
-                (self.slots >= 0).sum((1, 2)),
+                (held >= 0).sum((1, 2)),
                 np.max(sends, axis=0),
                 *self.bytes,
                 self.gaps,

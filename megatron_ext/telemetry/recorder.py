@@ -63,7 +63,7 @@ class Computed(NamedTuple):
     """Assignments from source rank to logical expert, int64 [R, E]."""
     rank_loads_after: Tensor
     """Assignments that each rank computes, int64 [R]."""
-    slots: Tensor
+    experts_in_slots: Tensor
     """Logical expert in each slot of each rank, or -1, int64 [R, S]."""
     layout: ExpertLayout | None = None
     """Where experts and slots are; None where nothing was planned."""
@@ -141,15 +141,15 @@ class LoadRecorder:
         replicas, counted = 0, []
         computed: list[Computed] = []
         if self._reports:
-            loads, rank_loads_after, slots = _on_host(
+            loads, rank_loads_after, experts_in_slots = _on_host(
                 [report.load for report in self._reports],
                 [report.rank_loads_after for report in self._reports],
-                [report.slots for report in self._reports],
+                [report.experts_in_slots for report in self._reports],
             )
             before += home_imbalances(loads).tolist()
             after += imbalances(torch.stack(rank_loads_after)).tolist()
-            replicas = sum(int((of_forward >= 0).sum()) for of_forward in slots)
-            arrays = (loads, rank_loads_after, slots)
+            replicas = sum(int((of_forward >= 0).sum()) for of_forward in experts_in_slots)
+            arrays = (loads, rank_loads_after, experts_in_slots)
             computed += map(_computed, self._reports, *arrays)
             counted += [
                 LayerLoad(
@@ -271,8 +271,10 @@ class _Held:
         )
 
 
-def _computed(report: Any, load: Tensor, rank_loads_after: Tensor, slots: Tensor) -> Computed:
-    replicas = int((slots >= 0).sum())
+def _computed(
+    report: Any, load: Tensor, rank_loads_after: Tensor, experts_in_slots: Tensor
+) -> Computed:
+    replicas = int((experts_in_slots >= 0).sum())
     pushed = report.weight_bytes * replicas * report.moves.pushes
     if report.prediction is not None:
         # The first push moved what was predicted, and what the prediction lacked.
@@ -282,7 +284,7 @@ def _computed(report: Any, load: Tensor, rank_loads_after: Tensor, slots: Tensor
         report.layer_number,
         load,
         rank_loads_after,
-        slots,
+        experts_in_slots,
         layout=report.layout,
         pushed_bytes=pushed,
         pulled_bytes=report.grad_bytes * replicas,

@@ -53,9 +53,9 @@ class _Push:
         if known is not None:
             self._batch = post(known)
             return
-        shape, dtype, device = transfers.slots.shape, transfers.slots.dtype, transfers.slots.device
-        self._on_host = HostCopy(tuple(shape), dtype, device)
-        self._on_host.start(transfers.slots)
+        held = transfers.experts_in_slots
+        self._on_host = HostCopy(tuple(held.shape), held.dtype, held.device)
+        self._on_host.start(held)
 
     def wait(self) -> None:
         if self._batch is None:
@@ -85,7 +85,7 @@ class CollectiveTransport:
         self,
         transfers: Transfers,
         mains: list[list[Tensor]],
-        slots: list[Tensor],
+        slot_weights: list[Tensor],
         label: str = "",
     ) -> _Push:
         """Start copying mains into slots; see `Transport.push`."""
@@ -101,7 +101,7 @@ class CollectiveTransport:
                         packed[main_idx] = _pack([segment[main_idx] for segment in mains])
                     ops.append(self._op(dist.isend, packed[main_idx], transfer.replica_rank))
                 elif transfer.replica_rank == self._rank:
-                    slot = [segment[transfer.slot_idx] for segment in slots]
+                    slot = [segment[transfer.slot_idx] for segment in slot_weights]
                     message = _message_for(slot)
                     ops.append(self._op(dist.irecv, message, transfer.home_rank))
                     arrivals.append(partial(_fill, slot, message, slot))

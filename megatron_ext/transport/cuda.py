@@ -129,15 +129,15 @@ class CudaTransport(OneSidedTransport):
         slot_bytes = math.prod(shape[1:]) * dtype.itemsize
         num_bytes = torch.classes.megatron_ext.PeerExchange.segment_bytes(shape[0], slot_bytes)
         mine, addresses = self._heap.share(num_bytes)
-        slots = mine[: shape[0] * slot_bytes].view(dtype).view(shape)
-        self._segment_ids[slots.data_ptr()] = self._exchange.add_segment(slots, addresses)
-        return slots
+        buffer = mine[: shape[0] * slot_bytes].view(dtype).view(shape)
+        self._segment_ids[buffer.data_ptr()] = self._exchange.add_segment(buffer, addresses)
+        return buffer
 
     def push(
         self,
         transfers: Transfers,
         mains: list[list[Tensor]],
-        slots: list[Tensor],
+        slot_weights: list[Tensor],
         label: str = "",
     ) -> UnderWay:
         """Start copying mains into slots; see `Transport.push`. The host waits for no plan.
@@ -146,10 +146,10 @@ class CudaTransport(OneSidedTransport):
             ValueError: The plan is too large; the message says how large it may be.
         """
         push = self._exchange.start_push(
-            self._segments(slots),
+            self._segments(slot_weights),
             [segment for main in zip(*mains, strict=True) for segment in main],
             transfers.mains_per_rank,
-            transfers.slots.to(self._heap.device).contiguous(),
+            transfers.experts_in_slots.to(self._heap.device).contiguous(),
             label,
         )
         return UnderWay(self._exchange.finish_push, push)

@@ -147,5 +147,6 @@ class OneSidedTransport(ABC):
             return [self._segment_ids[buffer.data_ptr()] for buffer in buffers]
         except KeyError:
             raise ValueError(
-                "slots and slot_grads must be buffers that this transport's allocate() returned"
+                "slot_weights and slot_grads must be buffers that this transport's allocate() "
+                "returned"
             ) from None

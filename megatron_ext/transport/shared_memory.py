@@ -97,7 +97,7 @@ class SharedMemoryTransport(OneSidedTransport):
         self,
         transfers: Transfers,
         mains: list[list[Tensor]],
-        slots: list[Tensor],
+        slot_weights: list[Tensor],
         label: str = "",
     ) -> UnderWay:
         """Start copying mains into slots; see `Transport.push`."""
@@ -124,7 +124,7 @@ class SharedMemoryTransport(OneSidedTransport):
         }
         expected = [value for slot_idx, rank in filled_by.items() for value in (rank, slot_idx)]
         generation = self._exchange.start_push(
-            self._segments(slots), sources, flat, expected, transfers.slots, label
+            self._segments(slot_weights), sources, flat, expected, transfers.experts_in_slots, label
         )
         return UnderWay(self._exchange.finish_push, generation)
 

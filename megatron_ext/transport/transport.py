@@ -38,21 +38,21 @@ class Transfers:
     [Transfer(home_rank=0, main_idx=0, replica_rank=1, slot_idx=0)]
     """
 
-    slots: Tensor
+    experts_in_slots: Tensor
     """Logical expert in each slot of each rank, or -1: int32 [R, S]."""
     mains_per_rank: int
     """Expert e is main e % mains_per_rank of rank e // mains_per_rank."""
     on_host: Tensor | None = None
-    """`slots` on the host, if the host has a copy already."""
+    """`experts_in_slots` on the host, if the host has a copy already."""
 
     @property
     def known(self) -> Transfers | None:
-        """Return the transfers with `slots` on the host; None if the host would have to wait."""
-        on_host = self.on_host if self.slots.is_cuda else self.slots
-        return None if on_host is None else replace(self, slots=on_host)
+        """Return the transfers listed on the host; None if the host would have to wait."""
+        on_host = self.on_host if self.experts_in_slots.is_cuda else self.experts_in_slots
+        return None if on_host is None else replace(self, experts_in_slots=on_host)
 
     def __iter__(self) -> Iterator[Transfer]:
-        for rank, experts in enumerate(self.slots.tolist()):
+        for rank, experts in enumerate(self.experts_in_slots.tolist()):
             for slot_idx, expert in enumerate(experts):
                 if expert >= 0:
                     home_rank, main_idx = divmod(expert, self.mains_per_rank)
@@ -136,7 +136,7 @@ class Transport(Protocol):
         self,
         transfers: Transfers,
         mains: list[list[Tensor]],
-        slots: list[Tensor],
+        slot_weights: list[Tensor],
         label: str = "",
     ) -> Pending:
         """Start copying mains into slots; the caller no longer reads the slots' old content.
@@ -147,7 +147,7 @@ class Transport(Protocol):
         Args:
             transfers: Every replica of the group.
             mains: `mains[g][m]` is segment g of this rank's main m.
-            slots: `slots[g]` is segment g of all slots of this rank, [S, *segment shape].
+            slot_weights: `slot_weights[g]` is segment g of all slots of this rank, [S, *shape].
             label: Names the layer in errors.
         """
 
@@ -164,8 +164,7 @@ class Transport(Protocol):
 
         Args:
             transfers: Every replica of the group, in an order that is the same on all ranks.
-            slot_grads: `slot_grads[g]` is segment g of all slot gradients of this rank, [S,
-                *segment shape].
+            slot_grads: `slot_grads[g]` is segment g of all slots' gradients, [S, *shape].
             sums: For each main m of this rank that has replicas, one tensor a segment; `pull_add`
                 overwrites the tensors with the sums of the replicas' gradients. Their dtype is that
                 of `slot_grads`, but float32 for gradients stored in bfloat16 or float16.

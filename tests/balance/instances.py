@@ -51,8 +51,8 @@ def needs_of(strategy: str, layout: ExpertLayout) -> dict[str, Any]:
 def placement_for(layout: ExpertLayout) -> Placement:
     """Replicas of layers 0 to 2, all alike: the slots filled as for loads of 1, 2, 3, ..."""
     expert_load = torch.arange(1, layout.num_experts + 1)
-    slots = eplb.place(expert_load, layout, PlanSettings())
-    return Placement((0, 1, 2), torch.stack([slots] * 3), torch.stack([expert_load] * 3))
+    placed = eplb.place(expert_load, layout, PlanSettings())
+    return Placement((0, 1, 2), torch.stack([placed] * 3), torch.stack([expert_load] * 3))
 
 
 @st.composite

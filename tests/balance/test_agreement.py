@@ -23,13 +23,13 @@ def _flip_load(load, plan):
 def _move_quota(load, plan):
     quota = plan.quota.clone()
     quota[0] = quota[0].flip(0) + torch.tensor([1, -1] + [0] * (quota.shape[1] - 2))
-    return load, BalancePlan(plan.layout, quota, plan.slots)
+    return load, BalancePlan(plan.layout, quota, plan.experts_in_slots)
 
 
 def _empty_slot(load, plan):
-    slots = plan.slots.clone()
-    slots[-1, 0] = -1 if slots[-1, 0] >= 0 else 0
-    return load, BalancePlan(plan.layout, plan.quota, slots)
+    held = plan.experts_in_slots.clone()
+    held[-1, 0] = -1 if held[-1, 0] >= 0 else 0
+    return load, BalancePlan(plan.layout, plan.quota, held)
 
 
 FAULTS = [_flip_load, _move_quota, _empty_slot]
@@ -42,9 +42,9 @@ def _layer(agreement, rank, layer, fault=None):
     assert torch.equal(load[rank], routing_map.sum(0))
     plan = solve(load, ep_size=ranks, slots=1)
     spoiled, other = (load, plan) if fault is None else fault(load, plan)
-    on_host = HostCopy(tuple(plan.slots.shape), torch.int32, CPU)
+    on_host = HostCopy(tuple(plan.experts_in_slots.shape), torch.int32, CPU)
     shares = agreement.share(load, spoiled, other, layer, on_host)
-    assert torch.equal(on_host.wait(), other.slots)
+    assert torch.equal(on_host.wait(), other.experts_in_slots)
     if fault is None:
         assert torch.equal(shares.split, split_quota(load, plan, rank))
 

@@ -77,7 +77,7 @@ def test_by_tensors_as_on_the_cpu(instance, expert_bytes, token_bytes):
         for solve in (fastest.solve, fastest.solve_by_tensors)
     )
     assert torch.equal(on_cpu.quota, by_tensors.quota)
-    assert torch.equal(on_cpu.slots, by_tensors.slots)
+    assert torch.equal(on_cpu.experts_in_slots, by_tensors.experts_in_slots)
     for load, plan in zip(loads, on_cpu.unbatch(), strict=True):
         assert fastest.solve(load, instance.layout, settings).digest() == plan.digest()
         assert fastest.solve_by_tensors(load, instance.layout, settings).digest() == plan.digest()
@@ -113,9 +113,9 @@ def made_up(sends, busiest):
     """A plan of these numbers, legal or not."""
     quota = torch.zeros(8, 2, dtype=torch.int64)
     quota[0] = torch.tensor([busiest, 1600 - busiest])
-    slots = torch.full((2, 4), -1, dtype=torch.int32)
-    slots[1, :sends] = torch.arange(sends, dtype=torch.int32)
-    return BalancePlan(LAYOUT, quota, slots)
+    held = torch.full((2, 4), -1, dtype=torch.int32)
+    held[1, :sends] = torch.arange(sends, dtype=torch.int32)
+    return BalancePlan(LAYOUT, quota, held)
 
 
 def chosen_of(expert_s, **changed):

@@ -35,12 +35,12 @@ def new_forward() -> Forward:
 def lent(layers: VirtualLayers, value: int) -> Forward:
     """A forward whose plan has that expert in all slots."""
     forward = new_forward()
-    layers.lend(forward).slots_on_host.start(torch.full((2, 1), value, dtype=torch.int32))
+    layers.lend(forward).experts_in_slots.start(torch.full((2, 1), value, dtype=torch.int32))
     return forward
 
 
-def slots(forward: Forward) -> list[int]:
-    return forward._slots_of_backward().flatten().tolist()
+def held(forward: Forward) -> list[int]:
+    return forward._experts_of_backward().flatten().tolist()
 
 
 def test_plans_come_back_in_any_order() -> None:
@@ -51,7 +51,7 @@ def test_plans_come_back_in_any_order() -> None:
         f"layer 3, virtual layer {number}" for number in (10, 11, 12)
     ]
     for value in (1, 0, 2):
-        assert slots(forwards[value]) == [value, value]
+        assert held(forwards[value]) == [value, value]
         forwards[value].end()
     assert layers.num_in_flight == 0
 
@@ -62,9 +62,9 @@ def test_a_virtual_layer_is_lent_again_and_the_old_forward_does_not_read_it() ->
     first.end()
     third = lent(layers, 2)
     assert third.virtual_layer is first.virtual_layer
-    assert (slots(second), slots(third)) == ([1, 1], [2, 2])
+    assert (held(second), held(third)) == ([1, 1], [2, 2])
     with pytest.raises(RuntimeError, match=r"layer 3: the plan of microbatch 0 .*id 10\) is gone"):
-        slots(first)
+        held(first)
     # The end of the old forward must not give back what the new one has.
     first.end()
     assert layers.num_in_flight == 2
@@ -87,9 +87,9 @@ def test_a_limit_that_is_reached_names_the_setting() -> None:
     )
     with pytest.raises(RuntimeError, match=message):
         lent(layers, 2)
-    assert slots(forwards[1]) == [1, 1]
+    assert held(forwards[1]) == [1, 1]
     forwards[0].end()
-    assert slots(lent(layers, 2)) == [2, 2]
+    assert held(lent(layers, 2)) == [2, 2]
 
 
 def test_a_dropped_graph_gives_its_virtual_layer_back() -> None:
@@ -100,7 +100,7 @@ def test_a_dropped_graph_gives_its_virtual_layer_back() -> None:
     assert layers.num_in_flight == 1
     del output
     assert layers.num_in_flight == 0, "by its reference count: no garbage collector is needed"
-    assert slots(lent(layers, 1)) == [1, 1]
+    assert held(lent(layers, 1)) == [1, 1]
 
 
 def test_no_backward_follows_an_aborted_step() -> None:
@@ -110,8 +110,8 @@ def test_no_backward_follows_an_aborted_step() -> None:
     assert layers.num_in_flight == 0
     for forward in forwards:
         with pytest.raises(RuntimeError, match="one forward has one backward"):
-            slots(forward)
-    assert slots(lent(layers, 1)) == [1, 1]
+            held(forward)
+    assert held(lent(layers, 1)) == [1, 1]
 
 
 def test_backward_calls_with_the_gradients_of_what_was_passed() -> None:

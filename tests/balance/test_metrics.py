@@ -32,12 +32,12 @@ def test_home_loads_of_one_and_of_many():
 
 def test_fanout_and_sends():
     layout = ExpertLayout(num_experts=8, ep_size=4, slots=2, nvlink_domain=4)
-    slots = torch.tensor([[-1, -1], [0, 6], [0, 1], [0, -1]], dtype=torch.int32)
-    plan = BalancePlan(layout, torch.zeros(8, 4, dtype=torch.int64), slots)
+    held = torch.tensor([[-1, -1], [0, 6], [0, 1], [0, -1]], dtype=torch.int32)
+    plan = BalancePlan(layout, torch.zeros(8, 4, dtype=torch.int64), held)
     assert plan.num_replicas() == 5
     assert max_fanout(plan) == 3  # expert 0
     assert max_rank_sends(plan) == 4  # rank 0 sends experts 0 (three times) and 1
-    empty = BalancePlan(layout, plan.quota, torch.full_like(slots, -1))
+    empty = BalancePlan(layout, plan.quota, torch.full_like(held, -1))
     assert (max_fanout(empty), max_rank_sends(empty)) == (0, 0)
 
 

@@ -25,15 +25,15 @@ LAYOUT = ExpertLayout(num_experts=8, ep_size=4, slots=2, nvlink_domain=4)
 def placement(*layers: list[list[int]]) -> Placement:
     """Of layers 1, 2, ... on 4 ranks with 2 mains each."""
     expert_load = torch.ones(len(layers), 8, dtype=torch.int64)
-    slots = torch.tensor(layers, dtype=torch.int32)
-    return Placement(tuple(range(1, len(layers) + 1)), slots, expert_load)
+    placed = torch.tensor(layers, dtype=torch.int32)
+    return Placement(tuple(range(1, len(layers) + 1)), placed, expert_load)
 
 
-def least_busiest(load, slots, layout) -> int:
+def least_busiest(load, placed, layout) -> int:
     """By the theorem of Hall: any ranks have to compute what no other rank can."""
     ranks = range(layout.ep_size)
     hosts = {expert: {layout.home_rank(expert)} for expert in range(layout.num_experts)}
-    for rank, held in enumerate(slots.tolist()):
+    for rank, held in enumerate(placed.tolist()):
         for expert in held:
             if expert >= 0:
                 hosts[expert].add(rank)
@@ -49,16 +49,16 @@ def least_busiest(load, slots, layout) -> int:
 @given(instance=instances())
 def test_the_busiest_rank_is_the_least_busy_that_replicas_allow(instance):
     load, layout = instance.load, instance.layout
-    slots = placement_for(layout).replicas(0, layout)
+    placed = placement_for(layout).replicas(0, layout)
     settings = PlanSettings(tolerance=instance.tolerance, min_quota=1)
-    plan = craft.share(load, slots, layout, settings)
+    plan = craft.share(load, placed, layout, settings)
     check_plan(load, plan)
     target = target_load(int(load.sum()), layout.ep_size, round(instance.tolerance * 1e6))
-    least = least_busiest(load, slots, layout)
+    least = least_busiest(load, placed, layout)
     busiest = int(plan.rank_loads().max())
     assert busiest <= max(target, least)
     assert busiest >= least
-    assert ((plan.slots == -1) | (plan.slots == slots)).all()
+    assert ((plan.experts_in_slots == -1) | (plan.experts_in_slots == placed)).all()
 
 
 def test_assignments_pass_through_ranks_that_are_neither_busy_nor_idle():
@@ -68,17 +68,17 @@ def test_assignments_pass_through_ranks_that_are_neither_busy_nor_idle():
     """
     layout = ExpertLayout(num_experts=3, ep_size=3, slots=1, nvlink_domain=3)
     load = torch.tensor([[12, 6, 0], [0, 0, 0], [0, 0, 0]])
-    slots = torch.tensor([[-1], [0], [1]], dtype=torch.int32)
-    plan = craft.share(load, slots, layout, PlanSettings(tolerance=0.0))
+    placed = torch.tensor([[-1], [0], [1]], dtype=torch.int32)
+    plan = craft.share(load, placed, layout, PlanSettings(tolerance=0.0))
     assert plan.quota.tolist() == [[6, 6, 0], [0, 0, 6], [0, 0, 0]]
 
 
 def test_replicas_below_the_least_quota_are_left_out():
     layout = ExpertLayout(num_experts=2, ep_size=2, slots=1, nvlink_domain=2)
-    load, slots = torch.tensor([[7, 1], [0, 0]]), torch.tensor([[-1], [0]], dtype=torch.int32)
+    load, placed = torch.tensor([[7, 1], [0, 0]]), torch.tensor([[-1], [0]], dtype=torch.int32)
     for min_quota, quota in ((3, [[4, 3], [0, 1]]), (4, [[7, 0], [0, 1]])):
         settings = PlanSettings(tolerance=0.0, min_quota=min_quota)
-        assert craft.share(load, slots, layout, settings).quota.tolist() == quota
+        assert craft.share(load, placed, layout, settings).quota.tolist() == quota
 
 
 def test_each_layer_has_its_replicas():
@@ -87,7 +87,8 @@ def test_each_layer_has_its_replicas():
     load = torch.zeros(4, 8, dtype=torch.int64)
     load[:, 0] = 100
     held = [
-        LayerPlanner("craft", LAYOUT, settings, layer=layer).solve(load).slots for layer in (1, 2)
+        LayerPlanner("craft", LAYOUT, settings, layer=layer).solve(load).experts_in_slots
+        for layer in (1, 2)
     ]
     # Rank 0's slot for expert 2, which has no load, stays empty.
     assert held[0].tolist() == [[-1, -1], [0, -1], [-1, -1], [-1, -1]]
@@ -112,10 +113,10 @@ def test_other_planners_keep_to_a_layers_slots(strategy):
     for layer in (1, 2, 3):
         plans = LayerPlanner(strategy, LAYOUT, settings, layer=layer).plan_in_order(loads)
         assert plans.layout == LAYOUT
-        assert plans.slots.shape == (2, 4, 2)
+        assert plans.experts_in_slots.shape == (2, 4, 2)
         for load, plan in zip(loads, plans.unbatch(), strict=True):
             check_plan(load, plan)
-        used.append(int((plans.slots >= 0).sum(-1).max()))
+        used.append(int((plans.experts_in_slots >= 0).sum(-1).max()))
     # `quota` and `llep` fill no slot that they can do without.
     assert used in ([2, 1, 0], [1, 1, 0])
     assert used[0] == 2 or not strategy.startswith("eplb")

@@ -66,7 +66,7 @@ def test_worked_example():
     plan = solve_plan(instance.load, instance.layout)
     assert imbalance(home_loads(instance.load)) == 1.625
     assert plan.quota.tolist() == [[5, 5], [3, 0], [0, 2], [0, 1]]
-    assert plan.slots.tolist() == [[-1], [0]]
+    assert plan.experts_in_slots.tolist() == [[-1], [0]]
     assert plan.rank_loads().tolist() == [8, 8]
     assert imbalance(plan.rank_loads()) == 1.0
     assert plan.num_replicas() == 1
@@ -81,7 +81,7 @@ def test_physical_index_of_a_batch_is_that_of_its_plans():
         for expert in range(8):
             home = plan.layout.home_rank(expert)
             expected[b, expert, home] = plan.layout.main_physical(expert)
-        for rank, held in enumerate(plan.slots.tolist()):
+        for rank, held in enumerate(plan.experts_in_slots.tolist()):
             for slot, expert in enumerate(held):
                 if expert >= 0:
                     expected[b, expert, rank] = plan.layout.slot_physical(rank, slot)
@@ -100,11 +100,11 @@ def test_a_batch_is_its_loads_one_by_one(planner):
     for load, plan in zip(loads, batch.unbatch(), strict=True):
         alone = solve(load, ep_size=4, slots=1, strategy=read_name(planner)[0], **needs)
         assert torch.equal(plan.quota, alone.quota)
-        assert torch.equal(plan.slots, alone.slots)
+        assert torch.equal(plan.experts_in_slots, alone.experts_in_slots)
         assert plan.digest() == alone.digest()
     empty = solve(loads[:0], ep_size=4, slots=1, strategy=read_name(planner)[0], **needs)
     assert empty.quota.shape == (0, 16, 4)
-    assert empty.slots.shape == (0, *batch.slots.shape[1:])
+    assert empty.experts_in_slots.shape == (0, *batch.experts_in_slots.shape[1:])
 
 
 def test_defaults_are_those_of_the_config():
@@ -133,7 +133,7 @@ class TestCorners:
         load = workloads.zipf(4, 8, 100, 1.0)
         plan = solve(load, ep_size=4, slots=0)
         assert torch.equal(plan.quota, solve(load, ep_size=4, slots=0, strategy="none").quota)
-        assert plan.slots.shape == (4, 0)
+        assert plan.experts_in_slots.shape == (4, 0)
         assert torch.equal(plan.physical_index() >= 0, torch.eye(4).bool().repeat_interleave(2, 0))
 
     def test_no_assignments(self):
@@ -150,7 +150,7 @@ class TestCorners:
             workloads.one_hot_expert(4, 8, 100, expert=3), ep_size=4, slots=1, tolerance=0.0
         )
         assert plan.quota[3].tolist() == [100, 100, 100, 100]
-        assert plan.slots.tolist() == [[3], [-1], [3], [3]]
+        assert plan.experts_in_slots.tolist() == [[3], [-1], [3], [3]]
 
     def test_fewer_assignments_than_ranks(self):
         load = torch.zeros(4, 8, dtype=torch.int64)
@@ -198,7 +198,7 @@ class TestDeterminism:
             for load in (instance.load, instance.load.T.contiguous().T)
         )
         assert torch.equal(first.quota, second.quota)
-        assert torch.equal(first.slots, second.slots)
+        assert torch.equal(first.experts_in_slots, second.experts_in_slots)
         assert first.digest() == second.digest()
 
     def test_digest_is_the_same_in_another_process(self):
@@ -217,13 +217,13 @@ class TestDeterminism:
     def test_digest_sees_quota_and_slots(self):
         instance = worked_example()
         plan = solve_plan(instance.load, instance.layout)
-        other_quota, other_slots = plan.quota.clone(), plan.slots.clone()
+        other_quota, other_held = plan.quota.clone(), plan.experts_in_slots.clone()
         other_quota[0] = torch.tensor([4, 6])
-        other_slots[0, 0] = 2
+        other_held[0, 0] = 2
         digests = {
             plan.digest(),
-            BalancePlan(plan.layout, other_quota, plan.slots).digest(),
-            BalancePlan(plan.layout, plan.quota, other_slots).digest(),
+            BalancePlan(plan.layout, other_quota, plan.experts_in_slots).digest(),
+            BalancePlan(plan.layout, plan.quota, other_held).digest(),
         }
         assert len(digests) == 3
 
@@ -298,7 +298,7 @@ class TestCheckPlan:
         return BalancePlan(
             plan.layout,
             plan.quota if quota is None else torch.tensor(quota),
-            plan.slots if slots is None else torch.tensor(slots, dtype=torch.int32),
+            plan.experts_in_slots if slots is None else torch.tensor(slots, dtype=torch.int32),
         )
 
     @pytest.mark.parametrize(
@@ -338,7 +338,9 @@ class TestCheckPlan:
         plan = self.broken()
         layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=1)
         with pytest.raises(ValueError, match="slot 0 of rank 1 holds expert 0; replicas stay"):
-            check_plan(worked_example().load, BalancePlan(layout, plan.quota, plan.slots))
+            check_plan(
+                worked_example().load, BalancePlan(layout, plan.quota, plan.experts_in_slots)
+            )
 
     def test_the_plan_itself_passes(self):
         check_plan(worked_example().load, self.broken())

@@ -141,7 +141,7 @@ def test_exact_is_even_and_needs_no_more_replicas_than_the_exact_fill(ranks: int
         loads = plan.rank_loads()
         assert int(loads.max() - loads.min()) <= 1
         assert plan.num_replicas() <= fill.num_replicas()
-        assert plan.slots.shape == (ranks, load.shape[1] // ranks)
+        assert plan.experts_in_slots.shape == (ranks, load.shape[1] // ranks)
 
 
 def nearly_cold(ranks: int, mains: int, cold: int, seed: int) -> Tensor:

@@ -186,7 +186,7 @@ def test_plans_come_back(tmp_path, with_split, nvlink_domain):
     assert (read["slots"].dtype, read["slots"].shape) == (torch.int32, (3, 4, 2))
     for b, plan in enumerate(plans):
         assert torch.equal(read["quota"][b], plan.quota)
-        assert torch.equal(read["slots"][b], plan.slots)
+        assert torch.equal(read["slots"][b], plan.experts_in_slots)
         check_plan(load[b], BalancePlan(plan.layout, read["quota"][b], read["slots"][b]))
     if with_split:
         assert (read["split"].dtype, read["split"].shape) == (torch.int64, (3, 4, 8, 4))

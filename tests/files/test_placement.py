@@ -27,7 +27,7 @@ def test_written_and_read(tmp_path):
     found = read_placement(path)
     assert found.layers == (1, 4)
     assert found.num_replicas() == {"1": 1, "4": 1}
-    assert torch.equal(found.slots, placement.slots)
+    assert torch.equal(found.experts_in_slots, placement.experts_in_slots)
     assert torch.equal(found.expert_load, placement.expert_load)
     with pytest.raises(FileExistsError, match="--overwrite"):
         write_placement(path, placement)

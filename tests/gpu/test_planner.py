@@ -29,7 +29,7 @@ SIZES = [
 
 def assert_equal_plans(host, device):
     assert torch.equal(host.quota, device.quota.cpu())
-    assert torch.equal(host.slots, device.slots.cpu())
+    assert torch.equal(host.experts_in_slots, device.experts_in_slots.cpu())
 
 
 @pytest.mark.parametrize(("ranks", "experts", "slots", "domain"), SIZES)
@@ -75,7 +75,7 @@ def test_fastest_plans_equal_the_host(ranks, experts, slots, domain, expert_byte
 def test_splits_equal_the_host(ranks, experts, slots, domain):
     load = workloads.zipf(ranks, experts, 2000, 1.0)
     plan = solve(load, ep_size=ranks, slots=slots, nvlink_domain=domain)
-    there = BalancePlan(plan.layout, plan.quota.cuda(), plan.slots.cuda())
+    there = BalancePlan(plan.layout, plan.quota.cuda(), plan.experts_in_slots.cuda())
     for source in (None, 0, ranks // 2, ranks - 1):
         host, device = split_quota(load, plan, source), split_quota(load.cuda(), there, source)
         assert torch.equal(host, device.cpu())
@@ -121,7 +121,7 @@ def test_tokens_go_where_the_host_sends_them(tokens, experts, ranks, top_k, dtyp
     routed, load, plan = case(tokens, experts, ranks, top_k)
     outcomes = []
     for device in ("cpu", "cuda"):
-        there = BalancePlan(plan.layout, plan.quota.to(device), plan.slots.to(device))
+        there = BalancePlan(plan.layout, plan.quota.to(device), plan.experts_in_slots.to(device))
         # As from a gathered load, with a column more.
         rows = torch.cat([load, load[:, :1]], 1).to(device)[:, :-1]
         shares = share_plan(0, rows, there)
@@ -165,7 +165,7 @@ def test_tensors_on_two_devices_are_rejected():
     with pytest.raises(ValueError, match="all tensors must be on one device, got cuda:0 and cpu"):
         assign(routed.cuda(), Shares(shares, plan.physical_index()), 2)
     with pytest.raises(ValueError, match="all tensors must be on one device, got cpu and cuda:0"):
-        split_quota(load, BalancePlan(plan.layout, plan.quota.cuda(), plan.slots.cuda()))
+        split_quota(load, BalancePlan(plan.layout, plan.quota.cuda(), plan.experts_in_slots.cuda()))
 
 
 @pytest.mark.parametrize(("ranks", "experts", "slots", "domain"), SIZES)
@@ -178,13 +178,15 @@ def test_seals_equal_the_host(ranks, experts, slots, domain):
         gathered[wrong, -1] = 6
         for device in ("cpu", "cuda"):
             difference = torch.zeros(2 + ranks, dtype=torch.int64, pin_memory=device == "cuda")
-            tensors = [one.to(device) for one in (load, plan.quota, plan.slots, gathered)]
+            tensors = [
+                one.to(device) for one in (load, plan.quota, plan.experts_in_slots, gathered)
+            ]
             on_host = torch.zeros(ranks, slots, dtype=torch.int32, pin_memory=device == "cuda")
             *_, seal = torch.ops.megatron_ext.share_and_seal(
                 *tensors[:3], 0, tensors[3], 3, difference, on_host
             )
             seals.append(seal.item())
-            assert torch.equal(on_host, plan.slots)
+            assert torch.equal(on_host, plan.experts_in_slots)
             is_different = bool(wrong) and ranks > 1
             assert difference.tolist() == (
                 [1, 3, *gathered[:, -1].tolist()] if is_different else [0] * (2 + ranks)

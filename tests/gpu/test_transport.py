@@ -100,7 +100,7 @@ def test_steps_wait_for_no_host() -> None:
 
     def step(side: Side, idx: int) -> None:
         side.push(there[idx], idx).wait()
-        pushed[side.rank].append([slots.clone() for slots in side.slots])
+        pushed[side.rank].append([each.clone() for each in side.slot_weights])
 
     for idx in range(2):  # the caching allocators get what a step needs
         for side in sides:
@@ -117,8 +117,8 @@ def test_steps_wait_for_no_host() -> None:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     for side in sides:
-        for idx, slots in enumerate(pushed[side.rank]):
-            side.slots = slots
+        for idx, filled in enumerate(pushed[side.rank]):
+            side.slot_weights = filled
             side.check_slots(plans[idx], idx)
 
 
@@ -128,17 +128,17 @@ def test_replays_of_a_graph_go_on_counting() -> None:
     device, shape = ranks.device, (5000,)
     there = in_slots(plan, 3, mains=2, device=device)
     transports = [transport_of(ranks, rank, relay_threshold=0) for rank in range(3)]
-    slots = [[each.allocate((2, *shape), torch.float32, device)] for each in transports]
-    grads = [[each.allocate((2, *shape), torch.float32, device)] for each in transports]
+    slot_weights = [[each.allocate((2, *shape), torch.float32, device)] for each in transports]
+    slot_grads = [[each.allocate((2, *shape), torch.float32, device)] for each in transports]
     mains = [[[torch.zeros(shape, device=device) for _ in range(2)]] for _ in transports]
     sums = [{m: [torch.zeros(shape, device=device)] for m in range(2)} for _ in transports]
 
     def step(rank: int) -> None:
-        transports[rank].push(there, mains[rank], slots[rank]).wait()
-        grads[rank][0].copy_(slots[rank][0])
+        transports[rank].push(there, mains[rank], slot_weights[rank]).wait()
+        slot_grads[rank][0].copy_(slot_weights[rank][0])
         homes = {t.main_idx for t in plan if t.home_rank == rank}
         mine = {m: sums[rank][m] for m in homes}
-        transports[rank].pull_add(plan, grads[rank], mine).wait()
+        transports[rank].pull_add(plan, slot_grads[rank], mine).wait()
 
     def all_ranks(call: Any) -> None:
         for rank in range(3):
@@ -159,7 +159,7 @@ def test_replays_of_a_graph_go_on_counting() -> None:
         all_ranks(lambda rank: graphs[rank].replay())
         for t in plan:
             value = 100.0 * replay + 10 * t.home_rank + t.main_idx
-            assert slots[t.replica_rank][0][t.slot_idx].eq(value).all()
+            assert slot_weights[t.replica_rank][0][t.slot_idx].eq(value).all()
             num_replicas = sum((o.home_rank, o.main_idx) == (t.home_rank, t.main_idx) for o in plan)
             assert sums[t.home_rank][t.main_idx][0].eq(value * num_replicas).all()
     # A call outside of the graphs finds the generation that the replays have come to.
@@ -181,7 +181,7 @@ def test_replays_of_a_graph_follow_the_plan_in_memory(relay_threshold: int) -> N
     ]
 
     def push(side: Side) -> None:
-        side.transport.push(there, mains[side.rank], side.slots).wait()
+        side.transport.push(there, mains[side.rank], side.slot_weights).wait()
 
     def all_ranks(call: Any) -> None:
         for side in sides:
@@ -202,9 +202,9 @@ def test_replays_of_a_graph_follow_the_plan_in_memory(relay_threshold: int) -> N
     generator = random.Random(9)
     for _ in range(10):
         plan = random_transfers(generator, num_ranks)
-        there.slots.copy_(in_slots(plan, num_ranks).slots)
+        there.experts_in_slots.copy_(in_slots(plan, num_ranks).experts_in_slots)
         for side in sides:
-            for segment in side.slots:
+            for segment in side.slot_weights:
                 segment.fill_(float("nan"))
         torch.cuda.synchronize()
         all_ranks(lambda side: graphs[side.rank].replay())
@@ -289,7 +289,7 @@ def test_a_push_of_a_plan_waits_for_no_host() -> None:
     ranks = VirtualRanks(1)
     device = ranks.device
     transport = transport_of(ranks, 0)
-    slots = [transport.allocate((1, 64), torch.float32, device)]
+    slot_weights = [transport.allocate((1, 64), torch.float32, device)]
     mains = [[torch.ones(64, device=device) for _ in range(4)]]
     load = torch.ones(1, 4, dtype=torch.int64, device=device)
     on_host, host = HostCopy((1, 1), torch.int32, device), None
@@ -297,32 +297,32 @@ def test_a_push_of_a_plan_waits_for_no_host() -> None:
         torch.cuda.set_sync_debug_mode("error" if host is not None else "default")
         try:
             plan = solve(load, ep_size=1, slots=1)
-            on_host.start(plan.slots)
-            transport.push(Transfers(plan.slots, 4), mains, slots).wait()
+            on_host.start(plan.experts_in_slots)
+            transport.push(Transfers(plan.experts_in_slots, 4), mains, slot_weights).wait()
             host = on_host.wait()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert host.device.type == "cpu"
-        assert torch.equal(host, plan.slots.cpu())
+        assert torch.equal(host, plan.experts_in_slots.cpu())
 
 
 def test_a_plan_that_is_too_large_is_refused() -> None:
     ranks = VirtualRanks(1)
     transport = transport_of(ranks, 0)
-    slots = [transport.allocate((1, 4), torch.float32, ranks.device)]
+    slot_weights = [transport.allocate((1, 4), torch.float32, ranks.device)]
     plan = in_slots([], 513, slots=1, device=ranks.device)
     mains = [[torch.ones(4, device=ranks.device)] * MAINS]
     with pytest.raises(ValueError, match=r"at most 512 ranks.*use balance.transport=collective"):
-        transport.push(plan, mains, slots)
+        transport.push(plan, mains, slot_weights)
 
 
 def test_a_late_peer_is_named() -> None:
     ranks = VirtualRanks(2)
     transports = [transport_of(ranks, rank, timeout_s=0.2) for rank in range(2)]
-    slots = [[each.allocate((1, 64), torch.float32, ranks.device)] for each in transports]
+    slot_weights = [[each.allocate((1, 64), torch.float32, ranks.device)] for each in transports]
     main = [[torch.ones(64, device=ranks.device)]]
     plan = in_slots([Transfer(0, 0, 1, 0)], 2, mains=1, slots=1, device=ranks.device)
-    transports[0].push(plan, main, slots[0], "layer 3").wait()
+    transports[0].push(plan, main, slot_weights[0], "layer 3").wait()
     start = time.monotonic()
     torch.cuda.synchronize()
     assert time.monotonic() - start < 10
@@ -330,7 +330,7 @@ def test_a_late_peer_is_named() -> None:
     with pytest.raises(RuntimeError, match=message):
         transports[0].raise_failure()
     with pytest.raises(RuntimeError, match=message):
-        transports[0].push(plan, main, slots[0])
+        transports[0].push(plan, main, slot_weights[0])
 
 
 def test_an_aborted_step_is_forgotten() -> None:
@@ -355,18 +355,18 @@ def test_an_aborted_step_is_forgotten() -> None:
 def test_arguments_are_checked() -> None:
     ranks = VirtualRanks(1)
     transport = transport_of(ranks, 0)
-    slots = [transport.allocate((1, 4), torch.float32, ranks.device)]
-    grads = [transport.allocate((1, 4), torch.float64, ranks.device)]
+    slot_weights = [transport.allocate((1, 4), torch.float32, ranks.device)]
+    slot_grads = [transport.allocate((1, 4), torch.float64, ranks.device)]
     plan = in_slots([], 1, mains=1, slots=1, device=ranks.device)
     with pytest.raises(ValueError, match="has memory of cuda:0 only, not of cpu"):
         transport.allocate((1, 4), torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match="main must be contiguous"):
-        transport.push(plan, [[torch.ones(4)]], slots)
+        transport.push(plan, [[torch.ones(4)]], slot_weights)
     with pytest.raises(ValueError, match="must be float32 or bfloat16"):
-        transport.pull_add([], grads, {})
+        transport.pull_add([], slot_grads, {})
     transport.close()
     with pytest.raises(RuntimeError, match="closed"):
-        transport.push(plan, [[torch.ones(4, device=ranks.device)]], slots)
+        transport.push(plan, [[torch.ones(4, device=ranks.device)]], slot_weights)
 
 
 def _move_between_processes(rank: int) -> None:
@@ -398,15 +398,15 @@ def _work_goes_on(rank: int) -> None:
     torch.cuda.set_device(device)
     heap = SymmetricHeap(dist.group.WORLD, device)
     transport = CudaTransport(heap, timeout_s=60.0, push_blocks=BLOCKS, grad_reduce_share=SHARE)
-    slots, grads = (
+    slot_weights, slot_grads = (
         [transport.allocate((1, 4096), torch.float32, device)] for _ in ("weights", "gradients")
     )
     moved = [Transfer(0, 0, 1, 0), Transfer(1, 0, 0, 0)]
     plan = in_slots(moved, 2, mains=1, slots=1, device=device)
     main, total = torch.full((4096,), 1.0 + rank, device=device), torch.zeros(4096, device=device)
     calls = (
-        lambda: transport.push(plan, [[main]], slots),
-        lambda: transport.pull_add(moved, grads, {0: [total]}),
+        lambda: transport.push(plan, [[main]], slot_weights),
+        lambda: transport.pull_add(moved, slot_grads, {0: [total]}),
     )
     for round_idx in range(3):  # the first loads kernels, and writes addresses
         for call in calls:
@@ -423,8 +423,8 @@ def _work_goes_on(rank: int) -> None:
             under_way.wait()
             torch.cuda.synchronize()
             transport.raise_failure()
-            grads[0].copy_(slots[0])
-    assert slots[0].eq(2.0 - rank).all()
+            slot_grads[0].copy_(slot_weights[0])
+    assert slot_weights[0].eq(2.0 - rank).all()
     assert total.eq(1.0 + rank).all()
     assert rank == 1 or beside == 64 * 64
 

@@ -50,8 +50,8 @@ SET_ASIDE = "megatron_ext.balance.main_weights.MainWeights.set_aside"
 KEEP_PLAN = "megatron_ext.balance.forward.VirtualLayers.lend"
 """Keeps the plan of a forward, its second argument, for its backward."""
 RELEASE_PLAN = "megatron_ext.balance.forward.Forward.end"
-RECALL_SLOTS = "megatron_ext.balance.forward.Forward._slots_of_backward"
-"""The slots of a forward's `plan`, for its backward."""
+RECALL_SLOTS = "megatron_ext.balance.forward.Forward._experts_of_backward"
+"""The `experts_in_slots` of a forward's plan, for its backward."""
 
 SEND_AHEAD = "megatron_ext.methods.libra.lookahead.LookaheadMoELayer.send_ahead"
 """Sends replicas of predicted choices to a layer. Returns a prediction, whose end is `ARRIVED`."""
@@ -86,12 +86,12 @@ def slot_buffers(layer: Any) -> Any:
 
 def slot_weights(layer: Any) -> list[torch.Tensor]:
     """The weights in the layer's slots, by segment."""
-    return list(slot_buffers(layer).weights)
+    return list(slot_buffers(layer).slot_weights)
 
 
 def slot_grads(layer: Any) -> list[torch.Tensor | None]:
     """The gradients in the layer's slots, by segment; None where none is computed."""
-    return list(slot_buffers(layer).grads)
+    return list(slot_buffers(layer).slot_grads)
 
 
 def planner(layer: Any) -> Any:
@@ -129,7 +129,7 @@ def watch_plans(layer: Any, note: Callable[[Any, torch.Tensor | None], None]) ->
 
     def noted(forward: Any) -> None:
         prediction = getattr(layer, "_prediction", None)
-        note(forward.plan, prediction.slots if prediction is not None else None)
+        note(forward.plan, prediction.placed if prediction is not None else None)
         push(forward)
 
     layer.push = noted

@@ -49,7 +49,7 @@ def _spoil(gpt: TinyGPT, fault: str) -> Any:
         quota = torch.zeros_like(plan.quota)
         homes = torch.arange(len(quota)) // plan.layout.mains_per_rank
         quota[torch.arange(len(quota)), homes] = plan.quota.sum(1)
-        return BalancePlan(plan.layout, quota, torch.full_like(plan.slots, -1))
+        return BalancePlan(plan.layout, quota, torch.full_like(plan.experts_in_slots, -1))
 
     return mock.patch(inside.SOLVE, otherwise)
 

@@ -70,12 +70,14 @@ def _moving(layers: set[str]) -> Iterator[None]:
     """Note the layers whose gradients move, and that of frozen segments none do."""
     reduce = inside.original(inside.START_REDUCE)
 
-    def noted(self: Any, slots: Any, grads: Any, slot_grads: Any, label: str, **rest: Any) -> Any:
+    def noted(
+        self: Any, experts: Any, slot_grads: Any, replica_grads: Any, label: str, **rest: Any
+    ) -> Any:
         layers.add(label.split(",")[0])
         with mock.patch.object(self, "transport", wraps=self.transport) as transport:
-            reducing = reduce(self, slots, grads, slot_grads, label, **rest)
+            reducing = reduce(self, experts, slot_grads, replica_grads, label, **rest)
         (_, buffers, sums, *_), _ = transport.pull_add.call_args
-        num_trained = sum(grad is not None for grad in grads)
+        num_trained = sum(grad is not None for grad in slot_grads)
         assert 0 < num_trained == len(buffers)
         assert all(len(of_main) == num_trained for of_main in sums.values())
         return reducing

@@ -99,9 +99,9 @@ def test_gradients_of_two_dtypes_in_the_same_slots_are_refused() -> None:
         ep_rank=0,
         transport=transport,
     )
-    assert buffers.allocate_grads([None]) == buffers.grads == [None]  # evaluated, or frozen
+    assert buffers.allocate_grads([None]) == buffers.slot_grads == [None]  # evaluated, or frozen
     for _ in range(2):
         buffers.allocate_grads([torch.float32])
-    assert [grad.dtype for grad in buffers.grads] == [torch.float32]
+    assert [grad.dtype for grad in buffers.slot_grads] == [torch.float32]
     with pytest.raises(ValueError, match=r"bfloat16, and torch.float32 .* grad_reduce_in_fp32"):
         buffers.allocate_grads([torch.bfloat16])

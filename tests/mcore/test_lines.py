@@ -111,7 +111,7 @@ def test_only_a_line_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     report = SimpleNamespace(
         load=torch.ones(2, 4, dtype=torch.int64, device="meta"),
         rank_loads_after=torch.ones(2, dtype=torch.int64, device="meta"),
-        slots=torch.zeros(2, 1, dtype=torch.int32, device="meta"),
+        experts_in_slots=torch.zeros(2, 1, dtype=torch.int32, device="meta"),
     )
     layer.observers[0](report)
     layer.observers[0](report)
@@ -134,7 +134,7 @@ def test_layers_of_a_model_that_is_only_evaluated_do_not_count(
     report = SimpleNamespace(
         load=torch.ones(2, 4, dtype=torch.int64),
         rank_loads_after=torch.ones(2, dtype=torch.int64),
-        slots=torch.zeros(2, 1, dtype=torch.int32),
+        experts_in_slots=torch.zeros(2, 1, dtype=torch.int32),
     )
     policy.observers[0](report)
     policy.observers[0](report)

@@ -80,11 +80,11 @@ def noted(events: list[Any]) -> Iterator[None]:
 
     def noted_send(layer: Any, predicted: Any) -> Any:
         sent = send(layer, predicted)
-        events.append(("send", f"layer {layer.layer_number}", sent.slots))
+        events.append(("send", f"layer {layer.layer_number}", sent.placed))
         return sent
 
     def noted_wait(sent: Any) -> None:
-        events.append(("arrive", None, sent.slots))
+        events.append(("arrive", None, sent.placed))
         wait(sent)
 
     def noted_materialize(forward: Any, there: Any = None) -> None:
@@ -131,8 +131,8 @@ def _forward(rank: int, transport: str) -> None:
     first, second, third = [label for name, label, _ in events if name == "materialize"]
     assert first == third != second, "the layers take two sets of slots in turn"
     for _, _, (plan, there, moved) in [event for event in events if event[0] == "materialize"]:
-        there = there if there is not None else torch.full_like(plan.slots, -1)
-        missing = (plan.slots >= 0) & (plan.slots != there)
+        there = there if there is not None else torch.full_like(plan.experts_in_slots, -1)
+        missing = (plan.experts_in_slots >= 0) & (plan.experts_in_slots != there)
         assert {(t.replica_rank, t.slot_idx) for t in moved} == set(
             map(tuple, missing.nonzero().tolist())
         )

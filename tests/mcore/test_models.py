@@ -249,7 +249,7 @@ def _hybrid(rank: int) -> int:
     assert_equal(*found)
     assert [layer.layout.num_experts for layer in balanced] == [4, 8]
     assert len({id(inside.slot_buffers(layer)) for layer in balanced}) == 2
-    return sum(int((report.slots >= 0).sum()) for report in reports)
+    return sum(int((report.experts_in_slots >= 0).sum()) for report in reports)
 
 
 def _built(rank: int) -> list[int]:

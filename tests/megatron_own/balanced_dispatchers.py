@@ -98,4 +98,4 @@ def _balance(module: Any) -> None:
 
 def _count(plan: Any, *_: Any) -> None:
     global _num_replicas
-    _num_replicas += int((plan.slots >= 0).sum())
+    _num_replicas += int((plan.experts_in_slots >= 0).sum())

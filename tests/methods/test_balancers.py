@@ -83,21 +83,21 @@ class TestEplb:
             asked = PlanSettings(min_quota=min_quota)
             plan = eplb.share(load, slots, layout(3, 1), asked)
             assert plan.quota[0].tolist() == quota
-            assert (plan.slots >= 0).sum() == sum(count > 0 for count in quota) - 1
+            assert (plan.experts_in_slots >= 0).sum() == sum(count > 0 for count in quota) - 1
 
     def test_placements_that_make_it_worse_are_not_used(self):
         """Rank 1 is the busy one now, and half of e0 would come on top."""
         loads = torch.stack([one_source(2, 2, 0, 0, 10), one_source(2, 10, 0, 0, 2)])
         plan = eplb.share(loads, placed([-1], [0]), layout(2, 2), PlanSettings())
         assert plan.rank_loads().tolist() == [[2, 10], [5, 7]]
-        assert plan.slots.tolist() == [[[-1], [-1]], [[-1], [0]]]
+        assert plan.experts_in_slots.tolist() == [[[-1], [-1]], [[-1], [0]]]
 
 
 def test_eplb_exact_deals_each_source_by_itself():
     """Three instances of e0. Sources have 5, 4 and 2: dealt 2 2 1, 2 1 1 and 1 1 0."""
     load = torch.tensor([[5, 1, 0], [4, 0, 0], [2, 0, 1]])
     plan = eplb.solve(load, layout(3, 1), PlanSettings())
-    assert plan.slots.tolist() == [[-1], [0], [0]]
+    assert plan.experts_in_slots.tolist() == [[-1], [0], [0]]
     assert plan.quota.tolist() == [[5, 4, 2], [0, 1, 0], [0, 0, 1]]
 
 
@@ -130,7 +130,7 @@ class TestLplb:
     def test_replicas_that_move_too_little_are_left_out(self, min_quota, moved):
         load, slots = one_source(2, 10, 3, 2, 1), placed([-1], [0])
         plan = lplb.share(load, slots, layout(2, 2), PlanSettings(min_quota=min_quota))
-        assert plan.slots.tolist() == [[-1], [0 if moved else -1]]
+        assert plan.experts_in_slots.tolist() == [[-1], [0 if moved else -1]]
         assert plan.quota[0].tolist() == [10 - moved, moved]
 
     def test_rounding_that_makes_it_worse_is_not_used(self):
@@ -161,7 +161,7 @@ class TestLlep:
         """Capacity 6. Of e0 6 stay, 6 go to the empty rank 2."""
         plan = self.solve([12, 6, 0], layout(3, 1))
         assert plan.quota.tolist() == [[6, 0, 6], [0, 6, 0], [0, 0, 0]]
-        assert plan.slots.tolist() == [[-1], [-1], [0]]
+        assert plan.experts_in_slots.tolist() == [[-1], [-1], [0]]
 
     def test_capacity_follows_alpha(self):
         """Capacity 1.5 x 6."""
@@ -195,7 +195,7 @@ class TestLlep:
         """Capacity 8. Rank 1 takes e0 into its only slot; what e1 and e2 have above stays."""
         plan = self.solve([6, 6, 4, 0, 0, 0], layout(2, 3))
         assert plan.quota[:3].tolist() == [[0, 6], [6, 0], [4, 0]]
-        assert plan.slots.tolist() == [[-1], [0]]
+        assert plan.experts_in_slots.tolist() == [[-1], [0]]
 
 
 class TestMoonep:
@@ -210,21 +210,21 @@ class TestMoonep:
         """
         plan = self.solve([4, 4, 4, 3, 0, 0, 0, 0, 0], layout(3, 3, slots=3))
         assert plan.quota[:4].tolist() == [[0, 0, 4], [2, 2, 0], [3, 0, 1], [0, 3, 0]]
-        assert plan.slots.tolist() == [[-1, -1, -1], [1, -1, -1], [0, 2, -1]]
+        assert plan.experts_in_slots.tolist() == [[-1, -1, -1], [1, -1, -1], [0, 2, -1]]
 
     def test_a_host_takes_all_from_one_sender_which_is_filled_by_another(self):
         """Mean 4; rank 0 has 2 and rank 1 has 1 too many. Rank 2 gets its 3 from rank 0 alone."""
         plan = self.solve([6, 5, 1], layout(3, 1))
         assert plan.quota.tolist() == [[3, 0, 3], [1, 4, 0], [0, 0, 1]]
-        assert plan.slots.tolist() == [[1], [-1], [0]]
+        assert plan.experts_in_slots.tolist() == [[1], [-1], [0]]
 
     def test_of_equals_the_first_comes_first(self):
         """Ranks 0 and 1 have one too many, 2 and 5 one too few."""
         plan = self.solve([3, 3, 1, 2, 2, 1], layout(6, 1))
-        assert plan.slots.flatten().tolist() == [-1, -1, 0, -1, -1, 1]
+        assert plan.experts_in_slots.flatten().tolist() == [-1, -1, 0, -1, -1, 1]
         # When rank 2 has e0, both hosts miss 1, and e1 and e2 have 4.
         plan = self.solve([4, 4, 4, 5, 0, 0, 1, 0, 0], layout(3, 3, slots=3))
-        assert plan.slots.tolist() == [[-1, -1, -1], [1, -1, -1], [0, 2, -1]]
+        assert plan.experts_in_slots.tolist() == [[-1, -1, -1], [1, -1, -1], [0, 2, -1]]
 
     def test_who_was_busiest_keeps_what_does_not_divide(self):
         assert self.solve([2, 9, 0], layout(3, 1)).rank_loads().tolist() == [4, 4, 3]
@@ -239,9 +239,17 @@ class TestMoonep:
     def test_slots_begin_with_the_largest_and_of_equals_the_last_expert(self):
         """Rank 0 keeps 6 of its 12: e1's 5 go, then 1 of e0."""
         loads = [4, 5, 3, 0, 0, 0]
-        assert self.solve(loads, layout(2, 3, slots=3)).slots.tolist() == [[-1] * 3, [1, 0, -1]]
+        assert self.solve(loads, layout(2, 3, slots=3)).experts_in_slots.tolist() == [
+            [-1] * 3,
+            [1, 0, -1],
+        ]
         loads = [3, 3, 3, 3, 0, 0, 0, 0]
-        assert self.solve(loads, layout(2, 4, slots=4)).slots[1].tolist() == [1, 0, -1, -1]
+        assert self.solve(loads, layout(2, 4, slots=4)).experts_in_slots[1].tolist() == [
+            1,
+            0,
+            -1,
+            -1,
+        ]
 
     def test_what_finds_no_slot_or_is_too_small_stays_at_home(self):
         loads = [4, 5, 3, 0, 0, 0]
@@ -267,10 +275,10 @@ class TestMoonep:
         plan = solve(instance.load, ep_size=ranks, slots=0, strategy="moonep", nvlink_domain=domain)
         check_plan(instance.load, plan)
         mains = plan.layout.mains_per_rank
-        assert plan.slots.shape == (ranks, mains)
+        assert plan.experts_in_slots.shape == (ranks, mains)
         by_domain = plan.rank_loads().view(-1, domain)
         assert (by_domain.amax(1) - by_domain.amin(1) <= 1).all()
-        for held in plan.slots.tolist():
+        for held in plan.experts_in_slots.tolist():
             assert len({expert // mains for expert in held if expert != NONE_PLACED}) <= 1
 
 
@@ -315,8 +323,8 @@ def test_a_batch_from_history_is_planned_in_order():
     """After each load at interval 1, else not before the fifth."""
     loads = torch.stack([one_source(2, 10, 0, 0, 2)] * 2 + [one_source(2, 2, 0, 6, 0)] * 3)
     plan = solve(loads, ep_size=2, slots=1, strategy="eplb", sections=[HistorySettings(interval=1)])
-    assert [p.slots.flatten().tolist() for p in plan.unbatch()][:2] == [[-1, -1], [3, 0]]
+    assert [p.experts_in_slots.flatten().tolist() for p in plan.unbatch()][:2] == [[-1, -1], [3, 0]]
     slow = solve(loads, ep_size=2, slots=1, strategy="eplb", sections=[HistorySettings(interval=4)])
     assert isinstance(slow, BalancePlan)
-    assert (slow.slots[:4] == NONE_PLACED).all()
-    assert (slow.slots[4] != NONE_PLACED).any()
+    assert (slow.experts_in_slots[:4] == NONE_PLACED).all()
+    assert (slow.experts_in_slots[4] != NONE_PLACED).any()

@@ -59,8 +59,8 @@ class Setup:
         self.transport = transport
         self.shapes = [(num_bytes // 6,), (num_bytes // 12,)]  # float32, two to one
         shapes = [(slots, *shape) for shape in self.shapes]
-        self.slots = [transport.allocate(shape, torch.float32, device) for shape in shapes]
-        self.grads = [transport.allocate(shape, torch.float32, device) for shape in shapes]
+        self.slot_weights = [transport.allocate(shape, torch.float32, device) for shape in shapes]
+        self.slot_grads = [transport.allocate(shape, torch.float32, device) for shape in shapes]
         self.mains = [
             [torch.ones(shape, device=device) for _ in range(slots)] for shape in self.shapes
         ]
@@ -69,10 +69,10 @@ class Setup:
         }
 
     def push(self, transfers: Transfers) -> None:
-        self.transport.push(transfers, self.mains, self.slots).wait()
+        self.transport.push(transfers, self.mains, self.slot_weights).wait()
 
     def pull_add(self, transfers: list[Transfer]) -> None:
-        self.transport.pull_add(transfers, self.grads, self.sums).wait()
+        self.transport.pull_add(transfers, self.slot_grads, self.sums).wait()
 
 
 Times = dict[str, list[tuple[float, float]]]
@@ -105,7 +105,7 @@ def _copy(rank: int, num_bytes: int, slots: int, rounds: int) -> Any:
     plan = in_slots(transfers, dist.get_world_size(), mains=slots, slots=slots)
 
     def memcpy() -> None:
-        for mains, copies in zip(shared.mains, gloo.slots, strict=True):
+        for mains, copies in zip(shared.mains, gloo.slot_weights, strict=True):
             for main, copy in zip(mains, copies, strict=True):
                 copy.copy_(main)
 
@@ -129,7 +129,7 @@ def _add(rank: int, num_bytes: int, slots: int, rounds: int) -> Any:
     def add() -> None:
         for m in range(slots):
             for g, total in enumerate(shared.sums[m]):
-                torch.add(gloo.slots[g][m], gloo.grads[g][m], out=total)
+                torch.add(gloo.slot_weights[g][m], gloo.slot_grads[g][m], out=total)
 
     return _time(
         {
@@ -335,14 +335,14 @@ def measure_gpu(rounds: int) -> list[dict[str, Any]]:
         both = [Transfer(0, m, other, m) for other in (1, 2) for m in range(slots)]
 
         def copy(setups: Any = setups) -> None:
-            for mains, copies in zip(setups[0].mains, setups[1].slots, strict=True):
+            for mains, copies in zip(setups[0].mains, setups[1].slot_weights, strict=True):
                 for main, to in zip(mains, copies, strict=True):
                     to.copy_(main)
 
         def add(setups: Any = setups, slots: int = slots) -> None:
             for m in range(slots):
                 for g, total in enumerate(setups[0].sums[m]):
-                    torch.add(setups[1].grads[g][m], setups[2].grads[g][m], out=total)
+                    torch.add(setups[1].slot_grads[g][m], setups[2].slot_grads[g][m], out=total)
 
         ms = _time_gpu(
             {

@@ -71,7 +71,7 @@ def _counted(rank: int, arguments: list[str]) -> Found:
             found.choices.append((*where, outputs[1].sum(0).tolist(), [], []))
 
         def keep(report: Any) -> None:
-            found.choices[-1][-2].extend(report.slots.tolist())
+            found.choices[-1][-2].extend(report.experts_in_slots.tolist())
             found.choices[-1][-1].extend(report.rank_loads_after.tolist())
 
         layer.router.register_forward_hook(count)

@@ -118,7 +118,7 @@ def test_the_host_waits_once_a_step() -> None:
             layer_number=layer_number,
             load=torch.tensor([[layer_number, 4], [2, 0]]),
             rank_loads_after=torch.tensor([3, 3 + layer_number]),
-            slots=torch.tensor([[-1], [0]], dtype=torch.int32),
+            experts_in_slots=torch.tensor([[-1], [0]], dtype=torch.int32),
             prediction=None,
             layout=None,
             weight_bytes=10,

@@ -36,9 +36,9 @@ class Watch:
         started: list[torch.Tensor] = []
         return SimpleNamespace(start=started.append, wait=lambda: self._wait(started[0]))
 
-    def _wait(self, slots: torch.Tensor) -> torch.Tensor:
+    def _wait(self, held: torch.Tensor) -> torch.Tensor:
         self.waited += 1
-        return slots
+        return held
 
 
 post = dist.batch_isend_irecv
@@ -75,9 +75,9 @@ def test_a_replica_is_a_message_and_its_plan_is_copied_meanwhile() -> None:
 
 
 def test_what_the_host_knows_needs_no_wait() -> None:
-    slots = torch.tensor([[-1], [0]], dtype=torch.int32, device=CPU)
+    held = torch.tensor([[-1], [0]], dtype=torch.int32, device=CPU)
     there: Any = SimpleNamespace(is_cuda=True)
     assert Transfers(there, 2).known is None
-    for transfers in (Transfers(slots, 2), Transfers(there, 2, on_host=slots)):
+    for transfers in (Transfers(held, 2), Transfers(there, 2, on_host=held)):
         assert transfers.known is not None
         assert list(transfers.known) == [Transfer(0, 0, 1, 0)]

@@ -90,7 +90,7 @@ def _fan_out(rank: int, relay_threshold: int) -> tuple[list[torch.Tensor], int]:
         side.push(transfers, step).wait()
         side.check_slots(transfers, step)
     per_push = side.transport.bytes_sent // 2
-    return per_push // sum(segment[0].nbytes for segment in side.slots)
+    return per_push // sum(segment[0].nbytes for segment in side.slot_weights)
 
 
 def test_relays_spread_the_sending_of_one_rank_over_eight() -> None:
@@ -123,8 +123,8 @@ def _step_in_steady_state(rank: int) -> None:
     large = side_of(LARGE)  # starts the thread
     large.step([Transfer(0, 0, 1, 0)], 0)
     large.transport.close()
-    large.slots.clear()
-    large.grads.clear()
+    large.slot_weights.clear()
+    large.slot_grads.clear()
     side = side_of()
     transfers = [Transfer(0, 1, 1, 0), Transfer(1, 0, 0, 1)]
     side.step(transfers, 0)
@@ -135,8 +135,8 @@ def _step_in_steady_state(rank: int) -> None:
     plan = in_slots(transfers, 2)
     with _nothing_new():
         for _ in range(3):
-            side.transport.push(plan, mains, side.slots).wait()
-            side.transport.pull_add(transfers, side.grads, sums).wait()
+            side.transport.push(plan, mains, side.slot_weights).wait()
+            side.transport.pull_add(transfers, side.slot_grads, sums).wait()
     mine = _mappings() - others
     assert len(mine) == 2 * (1 + 2 * len(SHAPES)), "one region a rank and buffer, and flags"
     assert all("memfd:megatron_ext (deleted)" in name for name in mine)
@@ -149,8 +149,8 @@ def _step_in_steady_state(rank: int) -> None:
     side.transport.close()
     with pytest.raises(RuntimeError, match="this transport is closed"):
         side.push(transfers, 0)
-    side.slots.clear()
-    side.grads.clear()
+    side.slot_weights.clear()
+    side.slot_grads.clear()
     assert _mappings() <= others, "memory stays mapped"
 
 
@@ -344,7 +344,7 @@ def _reset_slots(rank: int) -> None:
     """Slots that hold what the plan says are not filled again, except after an aborted step."""
     layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     quota = torch.tensor([[5, 5], [2, 0], [0, 3], [0, 1]])
-    plan = BalancePlan(layout, quota, slots=torch.tensor([[-1], [0]], dtype=torch.int32))
+    plan = BalancePlan(layout, quota, experts_in_slots=torch.tensor([[-1], [0]], dtype=torch.int32))
     transport = SharedMemoryTransport(dist.group.WORLD)
     buffers = SlotBuffers(
         layout,
@@ -361,9 +361,9 @@ def _reset_slots(rank: int) -> None:
             buffers.reset()
         mains = MainWeights((torch.full((2, 2), value),), fused=False)
         if not buffers.hold_replicas_of(forward):
-            buffers.push(plan.slots, mains, "layer 3", owner=forward).wait()
+            buffers.push(plan.experts_in_slots, mains, "layer 3", owner=forward).wait()
         if rank == 1:
-            assert buffers.weights[0].tolist() == [[expected, expected]]
+            assert buffers.slot_weights[0].tolist() == [[expected, expected]]
     assert transport.bytes_sent == (16 if rank == 0 else 0)
 
 
@@ -415,14 +415,14 @@ def _give_the_wrong_tensors(rank: int) -> None:
     mains[0] = [torch.zeros(3, 4).T]
     if rank == 0:
         with pytest.raises(ValueError, match=r"main must be contiguous Float .* got non-"):
-            side.transport.push(in_slots([Transfer(0, 0, 1, 0)], 2), mains, side.slots)
+            side.transport.push(in_slots([Transfer(0, 0, 1, 0)], 2), mains, side.slot_weights)
         sums = {0: [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]}
         with pytest.raises(ValueError, match=r"sum must be contiguous Float .* got Double"):
-            side.transport.pull_add([Transfer(0, 0, 1, 0)], side.grads, sums)
+            side.transport.pull_add([Transfer(0, 0, 1, 0)], side.slot_grads, sums)
     half = SharedMemoryTransport(dist.group.WORLD)
-    grads = [half.allocate((1, 2), torch.float16, CPU)]
+    slot_grads = [half.allocate((1, 2), torch.float16, CPU)]
     with pytest.raises(ValueError, match="slot_grads must be float32, float64 or bfloat16"):
-        half.pull_add([], grads, {})
+        half.pull_add([], slot_grads, {})
     side.step([Transfer(0, 0, 1, 0)], 0)  # refused calls did not count
 
 

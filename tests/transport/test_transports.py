@@ -95,8 +95,8 @@ class Side:
 
     def __post_init__(self) -> None:
         self.rank = self.group.rank()
-        self.slots = self._allocate(torch.float32)
-        self.grads = self._allocate(self.grad_dtype)
+        self.slot_weights = self._allocate(torch.float32)
+        self.slot_grads = self._allocate(self.grad_dtype)
         # Everybody knows everybody's values: [home][main][segment], [rank][slot][segment].
         generator = torch.Generator().manual_seed(1)
         ranks = range(self.group.size())
@@ -126,7 +126,7 @@ class Side:
     def push(
         self, transfers: list[Transfer] | Transfers, step: int, label: str = "", fill: bool = True
     ) -> Pending:
-        for segment in self.slots if fill else ():
+        for segment in self.slot_weights if fill else ():
             segment.fill_(float("nan"))
         mains = [
             [self.weights[self.rank][m][g] + step for m in range(MAINS)]
@@ -134,11 +134,11 @@ class Side:
         ]
         if not isinstance(transfers, Transfers):
             transfers = in_slots(transfers, self.group.size(), device=self.device)
-        return self.transport.push(transfers, mains, self.slots, label)
+        return self.transport.push(transfers, mains, self.slot_weights, label)
 
     def check_slots(self, transfers: list[Transfer], step: int, filled: bool = True) -> None:
         mine = {t.slot_idx: t for t in transfers if t.replica_rank == self.rank}
-        for g, values in enumerate(self.slots):
+        for g, values in enumerate(self.slot_weights):
             for slot in range(SLOTS):
                 if slot in mine:
                     source = self.weights[mine[slot].home_rank][mine[slot].main_idx][g]
@@ -147,7 +147,7 @@ class Side:
                     assert values[slot].isnan().all(), "an unused slot was written"
 
     def pull_add_and_check(self, transfers: list[Transfer], step: int, label: str = "") -> None:
-        for g, values in enumerate(self.grads):
+        for g, values in enumerate(self.slot_grads):
             for slot in range(SLOTS):
                 values[slot].copy_(self.gradients[self.rank][slot][g] + step % 7)
         homes = {t.main_idx for t in transfers if t.home_rank == self.rank}
@@ -159,8 +159,8 @@ class Side:
             ]
             for m in homes
         }
-        self.transport.pull_add(transfers, self.grads, sums, label).wait()
-        for values in self.grads:
+        self.transport.pull_add(transfers, self.slot_grads, sums, label).wait()
+        for values in self.slot_grads:
             values.fill_(float("nan"))  # they belong to this rank again
         for m, totals in sums.items():
             for g, total in enumerate(totals):
@@ -218,10 +218,10 @@ def test_gradients_of_other_dtypes(name: str, dtype: torch.dtype) -> None:
 
 def _add_256_and_1(rank: int, name: str) -> None:
     transport = build(name, dist.group.WORLD)
-    grads = [transport.allocate((1, 2), torch.bfloat16, CPU)]
-    grads[0].fill_({1: 256.0, 2: 1.0}.get(rank, 0.0))
+    slot_grads = [transport.allocate((1, 2), torch.bfloat16, CPU)]
+    slot_grads[0].fill_({1: 256.0, 2: 1.0}.get(rank, 0.0))
     sums = {0: [torch.empty(2)]} if rank == 0 else {}
-    transport.pull_add([Transfer(0, 0, 1, 0), Transfer(0, 0, 2, 0)], grads, sums).wait()
+    transport.pull_add([Transfer(0, 0, 1, 0), Transfer(0, 0, 2, 0)], slot_grads, sums).wait()
     if rank == 0:
         assert sums[0][0].tolist() == [257.0, 257.0], "bfloat16 has no 257"
 

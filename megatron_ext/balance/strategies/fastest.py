@@ -52,7 +52,7 @@ def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Balance
     if load.device.type != "cpu":
         return solve_by_tensors(load, layout, settings)
     load_library()
-    quota, slots = torch.ops.megatron_ext.solve_fastest(
+    quota, experts_in_slots = torch.ops.megatron_ext.solve_fastest(
         load,
         layout.slots,
         layout.nvlink_domain,
@@ -60,16 +60,16 @@ def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Balance
         settings.min_quota,
         *costs.picoseconds,
     )
-    return BalancePlan(layout, quota, slots)
+    return BalancePlan(layout, quota, experts_in_slots)
 
 
 def solve_by_tensors(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Plan as `solve` does, bit by bit, with all candidates at once and without asking the host."""
     load_library()
-    quota, slots = torch.ops.megatron_ext.solve_ladder(
+    quota, experts_in_slots = torch.ops.megatron_ext.solve_ladder(
         load, layout.slots, layout.nvlink_domain, _PPM, settings.min_quota
     )
-    return _choose(load, BalancePlan(layout, quota, slots), settings)
+    return _choose(load, BalancePlan(layout, quota, experts_in_slots), settings)
 
 
 def solve_with(
@@ -93,7 +93,7 @@ def solve_with(
     ladder = BalancePlan(
         plans[0].layout,
         torch.stack([plan.quota for plan in plans], -3),
-        torch.stack([plan.slots for plan in plans], -3),
+        torch.stack([plan.experts_in_slots for plan in plans], -3),
     )
     return _choose(load, ladder, settings)
 
@@ -110,7 +110,7 @@ def _choose(load: Tensor, ladder: BalancePlan, settings: PlanSettings) -> Balanc
 
     Args:
         load: Int64 [..., R, E].
-        ladder: A plan for each of `TOLERANCES`: quota [..., T, E, R], slots [..., T, R, S].
+        ladder: A plan for each of `TOLERANCES`: tensors [..., T, E, R] and [..., T, R, S].
         settings: With costs.
     """
     costs = settings.costs
@@ -146,7 +146,7 @@ def _choose(load: Tensor, ladder: BalancePlan, settings: PlanSettings) -> Balanc
         index = chosen.clamp(min=0)[..., None, None, None]
         return of_all.take_along_dim(index, -3).squeeze(-3)
 
-    of_ladder = BalancePlan(ladder.layout, take(ladder.quota), take(ladder.slots))
+    of_ladder = BalancePlan(ladder.layout, take(ladder.quota), take(ladder.experts_in_slots))
     return pick_plans(chosen >= 0, of_ladder, home)
 
 

@@ -23,8 +23,9 @@ def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Balance
     quota = load.new_zeros(*batch, layout.num_experts, ranks)
     home = torch.arange(layout.num_experts, device=load.device) // layout.mains_per_rank
     home = home.expand(*batch, -1)[..., None]
-    slots = torch.full((*batch, ranks, layout.slots), -1, dtype=torch.int32, device=load.device)
-    return BalancePlan(layout, quota.scatter(-1, home, load.sum(-2)[..., None]), slots)
+    quota.scatter_(-1, home, load.sum(-2)[..., None])
+    empty = torch.full((*batch, ranks, layout.slots), -1, dtype=torch.int32, device=load.device)
+    return BalancePlan(layout, quota, empty)
 
 
 def unless_worse(load: Tensor, plan: BalancePlan) -> BalancePlan:

@@ -22,14 +22,14 @@ from megatron_ext.ops import load_library
 def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
     """Plan for a busiest rank within the tolerance, else for the least found."""
     load_library()
-    quota, slots = torch.ops.megatron_ext.solve_quota(
+    quota, experts_in_slots = torch.ops.megatron_ext.solve_quota(
         load,
         layout.slots,
         layout.nvlink_domain,
         round(settings.tolerance * 1e6),
         settings.min_quota,
     )
-    return BalancePlan(layout, quota, slots)
+    return BalancePlan(layout, quota, experts_in_slots)
 
 
 QUOTA = Strategy(

@@ -97,23 +97,23 @@ class Placer(Protocol):
     """A pure function from past loads to the replicas of the loads to come."""
 
     def __call__(self, expert_load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Tensor:
-        """Place replicas by assignments of each expert, int64 [E]: slots as in a plan, [R, S]."""
+        """Return `experts_in_slots`, int32 [R, S], by assignments of each expert, int64 [E]."""
 
 
 class PredictedPlacer(Protocol):
     """A pure function from a predicted load to the replicas of that load."""
 
     def __call__(self, predicted: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Tensor:
-        """Place replicas by an int64 load [R, E]: slots as in a plan, int32 [R, S], on the CPU."""
+        """Return `experts_in_slots`, int32 [R, S], on the CPU, by an int64 load [R, E]."""
 
 
 class Sharer(Protocol):
     """A pure function from a load, and replicas placed before the load was known, to a plan."""
 
     def __call__(
-        self, load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings
+        self, load: Tensor, placed: Tensor, layout: ExpertLayout, settings: PlanSettings
     ) -> BalancePlan:
-        """Plan an int64 load, [R, E] or [B, R, E], with the replicas placed, int32 [R, S].
+        """Plan an int64 load, [R, E] or [B, R, E], with the replicas `placed`, int32 [R, S].
 
         Only a planner that places by prediction may add others.
         """

@@ -18,7 +18,9 @@ from megatron_ext.balance.strategies import none
 from megatron_ext.balance.strategies.strategy import FromPlacement, PlanSettings, Strategy
 
 
-def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+def share(
+    load: Tensor, placed: Tensor, layout: ExpertLayout, settings: PlanSettings
+) -> BalancePlan:
     """Split every load over fixed replicas: within the tolerance, or as evenly as these allow.
 
     The busiest rank has at most `(1 + tolerance)` times the mean, or the least load that whole
@@ -37,15 +39,17 @@ def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSetti
     Source: CRAFT, section 4.2, which leaves the split to the serving framework (even by Algorithm
     1). Here mains do not move, and the split is the best one.
     """
-    slots = slots.cpu()
-    return plan_each(load, layout, lambda one: _plan(one, slots, layout, settings))
+    placed = placed.cpu()
+    return plan_each(load, layout, lambda one: _plan(one, placed, layout, settings))
 
 
-def _plan(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+def _plan(
+    load: Tensor, placed: Tensor, layout: ExpertLayout, settings: PlanSettings
+) -> BalancePlan:
     """Plan one load."""
     plan = none.solve(load, layout, settings)
     target = target_load(int(load.sum()), layout.ep_size, round(settings.tolerance * 1e6))
-    kept = slots.clone()
+    kept = placed.clone()
     while True:
         quota = plan.quota.clone()
         _level(quota, kept, layout, target)
@@ -56,7 +60,7 @@ def _plan(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSetti
         kept[too_small] = -1
 
 
-def _level(quota: Tensor, slots: Tensor, layout: ExpertLayout, level: int) -> None:
+def _level(quota: Tensor, replicas: Tensor, layout: ExpertLayout, level: int) -> None:
     """Move assignments between instances, in place, until no rank has more than `level`.
 
     Assignments go from a rank above the level along a shortest path of instances to a rank below
@@ -67,12 +71,12 @@ def _level(quota: Tensor, slots: Tensor, layout: ExpertLayout, level: int) -> No
 
     Args:
         quota: Quotas of the split that is to be improved, int64 [E, R].
-        slots: Replicas, int32 [R, S].
+        replicas: Experts in slots, int32 [R, S].
         layout: Where experts and slots are.
         level: At least the mean rank load.
     """
     hosts: dict[int, list[int]] = {}
-    for rank, row in enumerate(slots.tolist()):
+    for rank, row in enumerate(replicas.tolist()):
         for expert in row:
             if expert >= 0:
                 hosts.setdefault(expert, [layout.home_rank(expert)]).append(rank)

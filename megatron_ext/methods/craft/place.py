@@ -126,18 +126,18 @@ def place(
         budget = knee(best.gain[::ranks])
     counts = best.counts(min(budget, most) * ranks)
     capacities = assign(counts, ranks) if even else np.full((len(counts), ranks), layout.slots)
-    slots = torch.stack(
+    experts_in_slots = torch.stack(
         [
             _place_layer(one, layout, count, capacities[i].tolist())
             for i, (one, count) in enumerate(zip(by_layer, counts.tolist(), strict=True))
         ]
     )
     expert_load = torch.stack([one.load.sum((0, 1)) for one in by_layer])
-    placement = Placement(tuple(estimate.by_layer), slots, expert_load)
+    placement = Placement(tuple(estimate.by_layer), experts_in_slots, expert_load)
     achieved = np.array(
         [
-            _replay(one, held, layout, settings, on_load)
-            for one, held in zip(by_layer, slots, strict=True)
+            _replay(one, placed, layout, settings, on_load)
+            for one, placed in zip(by_layer, experts_in_slots, strict=True)
         ]
     )
     return Crafted(
@@ -180,8 +180,8 @@ def estimate_gains(
     gains = np.zeros((len(by_layer), len(compared)))
     for i, of_layer in enumerate(by_layer.values()):
         for j, count in enumerate(compared.tolist()):
-            slots = _place_layer(of_layer, layout, count)
-            gains[i, j] = _replay(of_layer, slots, layout, settings, on_load) - baseline[i]
+            placed = _place_layer(of_layer, layout, count)
+            gains[i, j] = _replay(of_layer, placed, layout, settings, on_load) - baseline[i]
     return Estimate(by_layer, compared, baseline, gains)
 
 
@@ -311,7 +311,7 @@ def _place_layer(
 
 def _replay(
     loads: Loads,
-    slots: torch.Tensor,
+    placed: torch.Tensor,
     layout: ExpertLayout,
     settings: PlanSettings,
     on_load: Callable[[int], object],
@@ -319,7 +319,7 @@ def _replay(
     """Mean balancedness of a layer's loads with these replicas."""
     after = []
     for load in loads.load:
-        after.append(craft.share(load, slots, layout, settings).rank_loads())
+        after.append(craft.share(load, placed, layout, settings).rank_loads())
         on_load(1)
     return _balancedness(torch.stack(after))
 

@@ -66,7 +66,7 @@ def place_replicas(
         sum(capacities) if num_replicas is None else num_replicas,
         most_replicas + 1,
     )
-    slots = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
+    experts_in_slots = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
     for first_rank in range(0, layout.ep_size, ranks):
         first_expert = first_rank * mains
         here = slice(first_expert, first_expert + ranks * mains)
@@ -77,11 +77,13 @@ def place_replicas(
         )
         for rank, held in enumerate(held_by):
             row = [expert + first_expert for expert in held]
-            slots[first_rank + rank, : len(row)] = torch.tensor(row, dtype=torch.int32)
-    return slots
+            experts_in_slots[first_rank + rank, : len(row)] = torch.tensor(row, dtype=torch.int32)
+    return experts_in_slots
 
 
-def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+def share(
+    load: Tensor, placed: Tensor, layout: ExpertLayout, settings: PlanSettings
+) -> BalancePlan:
     """Split every expert's load evenly over its instances.
 
     The remainder of the division goes to the main and the first replicas, by rank. If the shares
@@ -99,11 +101,11 @@ def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSetti
     Source: DeepSeek EPLB, README (an expert's load is shared evenly by its instances). Here no load
     gets worse; as published, stale replicas make some loads worse (UltraEP, Figure 6).
     """
-    return deal(load, load.sum(-2, keepdim=True), slots, layout, settings)
+    return deal(load, load.sum(-2, keepdim=True), placed, layout, settings)
 
 
 def deal(
-    load: Tensor, groups: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings
+    load: Tensor, groups: Tensor, placed: Tensor, layout: ExpertLayout, settings: PlanSettings
 ) -> BalancePlan:
     """Share loads as `share` does, but deal each group of assignments by itself.
 
@@ -111,11 +113,11 @@ def deal(
         load: Assignments, int64 [R, E] or [B, R, E].
         groups: Assignments of each group to each expert, int64 [G, E] or [B, G, E]. Each group
             begins at the main, so with more groups more remainders go to the first instances.
-        slots: Replicas that may be used, int32 [R, S].
+        placed: Replicas that may be used, int32 [R, S].
         layout: Where experts and slots are.
         settings: Only `min_quota` is used.
     """
-    turn = _turns(slots, layout)  # [..., E, R]
+    turn = _turns(placed, layout)  # [..., E, R]
     used = (turn >= 0).sum(-1).expand(*load.shape[:-2], -1)
     # With fewer instances each share is larger; a main alone is always allowed.
     while True:
@@ -131,25 +133,25 @@ def deal(
     serves = (turn >= 0) & (turn < used[..., None])
     by_rank = shares.gather(-1, torch.where(serves, turn, 0).expand(*shares.shape[:-1], -1))
     quota = torch.where(serves, by_rank, 0)
-    experts = slots.clamp(min=0).long().expand(*load.shape[:-2], -1, -1)
-    is_kept = (slots >= 0) & serves.mT.gather(-1, experts)
-    plan = BalancePlan(layout, quota, torch.where(is_kept, slots, -1).int())
+    experts = placed.clamp(min=0).long().expand(*load.shape[:-2], -1, -1)
+    is_kept = (placed >= 0) & serves.mT.gather(-1, experts)
+    plan = BalancePlan(layout, quota, torch.where(is_kept, placed, -1).int())
     return none.unless_worse(load, plan)
 
 
-def _turns(slots: Tensor, layout: ExpertLayout) -> Tensor:
+def _turns(placed: Tensor, layout: ExpertLayout) -> Tensor:
     """Return the turn at which each rank serves an expert, or -1: int64 [..., E, R].
 
     The main has turn 0; the replicas follow by rank.
     """
     experts, ranks = layout.num_experts, layout.ep_size
     # Row E takes what empty slots write.
-    is_replica = slots.new_zeros(*slots.shape[:-2], ranks, experts + 1, dtype=torch.bool)
-    held = torch.where(slots < 0, experts, slots.long())
+    is_replica = placed.new_zeros(*placed.shape[:-2], ranks, experts + 1, dtype=torch.bool)
+    held = torch.where(placed < 0, experts, placed.long())
     is_replica = is_replica.scatter(-1, held, True)[..., :-1].mT
     turn = torch.where(is_replica, is_replica.long().cumsum(-1), -1)
-    home = torch.arange(experts, device=slots.device) // layout.mains_per_rank
-    is_home = home[:, None] == torch.arange(ranks, device=slots.device)
+    home = torch.arange(experts, device=placed.device) // layout.mains_per_rank
+    is_home = home[:, None] == torch.arange(ranks, device=placed.device)
     return torch.where(is_home, 0, turn)
 
 
@@ -206,7 +208,7 @@ def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Balance
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> plan = solve(torch.tensor([[5, 1, 1, 0], [5, 2, 1, 1]]), layout, PlanSettings())
-    >>> plan.slots.tolist(), plan.quota.tolist()
+    >>> plan.experts_in_slots.tolist(), plan.quota.tolist()
     ([[-1], [0]], [[6, 4], [3, 0], [0, 2], [0, 1]])
 
     Source: UltraEP, section 8.1 (EPLB++: standard EPLB and round-robin reroute).

@@ -97,7 +97,9 @@ def _place_domain(
     return list(held.values())
 
 
-def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+def share(
+    load: Tensor, placed: Tensor, layout: ExpertLayout, settings: PlanSettings
+) -> BalancePlan:
     """Split the exact load over the replicas that are there, then add what is missing.
 
     The goal is what the quota planner promises: a busiest rank within the tolerance, or the least
@@ -112,14 +114,14 @@ def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSetti
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
     >>> hit = share(load, torch.tensor([[-1], [0]], dtype=torch.int32), layout, PlanSettings())
-    >>> hit.rank_loads().tolist(), hit.slots.tolist()
+    >>> hit.rank_loads().tolist(), hit.experts_in_slots.tolist()
     ([8, 8], [[-1], [0]])
     >>> missed = share(load, torch.tensor([[2], [1]], dtype=torch.int32), layout, PlanSettings())
-    >>> missed.rank_loads().tolist(), missed.slots.tolist()
+    >>> missed.rank_loads().tolist(), missed.experts_in_slots.tolist()
     ([8, 8], [[-1], [0]])
     """
-    placed = slots.tolist()
-    return plan_each(load, layout, lambda one: _plan(one, placed, layout, settings))
+    rows = placed.tolist()
+    return plan_each(load, layout, lambda one: _plan(one, rows, layout, settings))
 
 
 def _plan(
@@ -131,11 +133,11 @@ def _plan(
     parts = _begin(load, placed, layout)
     if all(part.reach(limit, settings.min_quota, top_up=True) for part in parts):
         return _plan_of(parts, layout)
-    return BalancePlan(layout, even.quota, _align(even.slots, placed))
+    return BalancePlan(layout, even.quota, _align(even.experts_in_slots, placed))
 
 
 def split_over_placed(
-    load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings
+    load: Tensor, placed: Tensor, layout: ExpertLayout, settings: PlanSettings
 ) -> BalancePlan:
     """Split the exact load over the replicas that are there: what the prediction alone is good for.
 
@@ -144,13 +146,13 @@ def split_over_placed(
     Arguments are those of `share`.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
-    >>> slots = torch.tensor([[2], [1]], dtype=torch.int32)
+    >>> placed = torch.tensor([[2], [1]], dtype=torch.int32)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
-    >>> split_over_placed(load, slots, layout, PlanSettings()).rank_loads().tolist()
+    >>> split_over_placed(load, placed, layout, PlanSettings()).rank_loads().tolist()
     [10, 6]
     """
-    placed = slots.tolist()
-    return plan_each(load, layout, lambda one: _split(one, placed, layout, settings))
+    rows = placed.tolist()
+    return plan_each(load, layout, lambda one: _split(one, rows, layout, settings))
 
 
 def _split(
@@ -176,14 +178,14 @@ def _goal(load: Tensor, settings: PlanSettings) -> int:
     return target_load(int(load.sum()), load.shape[0], round(settings.tolerance * 1e6))
 
 
-def _align(slots: Tensor, placed: list[list[int]]) -> Tensor:
+def _align(experts_in_slots: Tensor, placed: list[list[int]]) -> Tensor:
     """Return the plan's replicas, each that was placed on its rank in the slot it was placed in."""
     rows = []
-    for row, there in zip(slots.tolist(), placed, strict=True):
+    for row, there in zip(experts_in_slots.tolist(), placed, strict=True):
         stay = [expert if expert in row else -1 for expert in there]
         new = iter([expert for expert in row if expert not in there])
         rows.append([expert if expert >= 0 else next(new, -1) for expert in stay])
-    return torch.tensor(rows, dtype=torch.int32).view(slots.shape)
+    return torch.tensor(rows, dtype=torch.int32).view(experts_in_slots.shape)
 
 
 def _begin(load: Tensor, placed: list[list[int]], layout: ExpertLayout) -> list[_Shares]:
@@ -204,16 +206,16 @@ def _plan_of(parts: list[_Shares], layout: ExpertLayout) -> BalancePlan:
     """The plan of all domains; replicas without quota are not in it."""
     mains, ranks = layout.mains_per_rank, layout.nvlink_domain
     quota = torch.zeros(layout.num_experts, layout.ep_size, dtype=torch.int64)
-    slots = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
+    experts_in_slots = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
     for index, part in enumerate(parts):
         first = index * ranks
         rows = slice(first * mains, (first + ranks) * mains)
         quota[rows, first : first + ranks] = torch.tensor(part.quota)
-        for rank, held in enumerate(part.slots):
-            for slot, expert in enumerate(held):
+        for rank, row in enumerate(part.held):
+            for slot, expert in enumerate(row):
                 if expert >= 0 and part.quota[expert][rank] > 0:
-                    slots[first + rank, slot] = expert + first * mains
-    return BalancePlan(layout, quota, slots)
+                    experts_in_slots[first + rank, slot] = expert + first * mains
+    return BalancePlan(layout, quota, experts_in_slots)
 
 
 class _Shares:
@@ -224,7 +226,7 @@ class _Shares:
 
     Attributes:
         quota: Assignments of expert e on rank t: [D * M][D].
-        slots: Expert in each slot, or -1: [D][S].
+        held: Expert in each slot, or -1: [D][S].
         rank_loads: [D].
     """
 
@@ -232,7 +234,7 @@ class _Shares:
         ranks = len(placed)
         self._mains = len(loads) // ranks
         self.quota = [[0] * ranks for _ in loads]
-        self.slots = [list(row) for row in placed]
+        self.held = [list(row) for row in placed]
         self.rank_loads = [0] * ranks
         self._instances: list[set[int]] = [set() for _ in loads]
         for expert, load in enumerate(loads):
@@ -276,7 +278,7 @@ class _Shares:
     def _computed(self, rank: int) -> list[int]:
         """Experts with assignments on a rank, the most first."""
         mains = range(rank * self._mains, (rank + 1) * self._mains)
-        experts = [e for e in (*mains, *self.slots[rank]) if e >= 0 and self.quota[e][rank] > 0]
+        experts = [e for e in (*mains, *self.held[rank]) if e >= 0 and self.quota[e][rank] > 0]
         return sorted(experts, key=lambda e: (-self.quota[e][rank], e))
 
     def _shift(self, source: int, paths: dict[int, tuple[int, int]], limit: int) -> bool:
@@ -321,21 +323,21 @@ class _Shares:
         _, expert, host = best
         slot = self._free_slot(host)
         assert slot is not None, "the host has a free slot"
-        if (unused := self.slots[host][slot]) >= 0:
+        if (unused := self.held[host][slot]) >= 0:
             self._instances[unused].remove(host)
-        self.slots[host][slot] = expert
+        self.held[host][slot] = expert
         self._instances[expert].add(host)
         return True
 
     def _free_slot(self, rank: int) -> int | None:
         """The slot for a new replica: an empty slot, else a slot whose replica has no quota."""
-        row = self.slots[rank]
+        row = self.held[rank]
         unused = [s for s, e in enumerate(row) if e < 0 or self.quota[e][rank] == 0]
         return min(unused, key=lambda s: row[s] >= 0, default=None)
 
     def _send_home(self, min_quota: int) -> None:
         """Move home the assignments of replicas that have too few."""
-        for rank, row in enumerate(self.slots):
+        for rank, row in enumerate(self.held):
             for expert in row:
                 if expert >= 0 and 0 < self.quota[expert][rank] < min_quota:
                     home = expert // self._mains

@@ -17,7 +17,9 @@ from megatron_ext.balance.strategies.strategy import FromPrediction, PlanSetting
 from megatron_ext.methods.libra import libra
 
 
-def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+def share(
+    load: Tensor, placed: Tensor, layout: ExpertLayout, settings: PlanSettings
+) -> BalancePlan:
     """Serve assignments where they come from if there is an instance; move others to balance.
 
     A rank with an instance of an expert computes its own assignments to the expert; all other
@@ -39,21 +41,21 @@ def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSetti
     Source: Libra, Algorithm 2; differs from it in that the mean is rounded up, and taken over the
     ranks of each NVLink domain, which replicas do not leave.
     """
-    placed = slots.cpu()
+    placed = placed.cpu()
     plan = plan_each(load, layout, lambda one: _shard(one, placed, layout, settings))
     return none.unless_worse(load, plan)
 
 
 def _shard(
-    load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings
+    load: Tensor, placed: Tensor, layout: ExpertLayout, settings: PlanSettings
 ) -> BalancePlan:
     """Plan one load, without comparing the plan with no balancing."""
     experts, ranks, mains = layout.num_experts, layout.ep_size, layout.mains_per_rank
     holds = torch.zeros(experts, ranks, dtype=torch.bool)
     home = torch.arange(experts) // mains
     holds[torch.arange(experts), home] = True
-    host, slot = (slots >= 0).nonzero(as_tuple=True)
-    holds[slots[host, slot].long(), host] = True
+    host, slot = (placed >= 0).nonzero(as_tuple=True)
+    holds[placed[host, slot].long(), host] = True
 
     local = torch.where(holds, load.T, 0)
     remote = torch.zeros_like(local)
@@ -63,12 +65,12 @@ def _shard(
         _share_remote(local, remote, holds, group, settings.tolerance)
     quota = local + remote
 
-    too_small = quota[slots[host, slot].long(), host] < settings.min_quota
+    too_small = quota[placed[host, slot].long(), host] < settings.min_quota
     for rank, index in zip(host[too_small].tolist(), slot[too_small].tolist(), strict=True):
-        expert = int(slots[rank, index])
+        expert = int(placed[rank, index])
         quota[expert, home[expert]] += quota[expert, rank]
         quota[expert, rank] = 0
-    kept = slots.clone()
+    kept = placed.clone()
     kept[host[too_small], slot[too_small]] = -1
     return BalancePlan(layout, quota, kept)
 

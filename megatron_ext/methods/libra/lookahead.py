@@ -52,7 +52,7 @@ class Prediction:
     """Predicted choices of this rank's tokens, bool [N, E]."""
     load: Tensor
     """Predicted assignments, int64 [R, E], equal on all ranks."""
-    slots: Tensor
+    placed: Tensor
     """Logical expert in each slot once the replicas have arrived, or -1: int32 [R, S]."""
     pending: Materializing
     """The replicas on their way."""
@@ -126,13 +126,13 @@ class LookaheadMoELayer(BalancedMoELayer):
     def solve(self, load: Tensor) -> BalancePlan:
         """Plan the load with the replicas that were sent ahead."""
         prediction = self._prediction
-        return self.started.planner.solve(load, prediction.slots if prediction else None)
+        return self.started.planner.solve(load, prediction.placed if prediction else None)
 
     def push(self, forward: Forward, there: Tensor | None = None) -> None:
         """Wait for what was sent ahead, and materialize what it lacks."""
         if self._prediction is not None:
             self._prediction.wait()
-            there = self._prediction.slots
+            there = self._prediction.placed
         super().push(forward, there)
 
     def before_dispatch(self, forward: Forward, hidden_states: Tensor, chosen: Tensor) -> None:
@@ -147,7 +147,7 @@ class LookaheadMoELayer(BalancedMoELayer):
         report, prediction = super().report(forward, load, chosen), self._prediction
         if prediction is None:
             return report
-        placed = prediction.slots.to(forward.plan.slots.device, non_blocking=True)
+        placed = prediction.placed.to(forward.plan.experts_in_slots.device, non_blocking=True)
         of_prediction = PredictionReport(
             load=prediction.load,
             exact_load=load,
@@ -192,14 +192,14 @@ class LookaheadMoELayer(BalancedMoELayer):
         counts, _ = gather_counts(predicted, self.planning_group, rows=balancer.rows, label=label)
         load = load_of(counts, self.layout.ep_size)
         balancer.prepare_planner(mains, load, mains.parameters()[0].dtype)
-        slots = balancer.planner.expect(load)
+        placed = balancer.planner.expect(load)
         finish_parameter_gather(self.experts)
         assert balancer.buffers is not None, "without slots nothing is predicted"
         with stage(PUSH_START):
-            pending = balancer.buffers.push(slots, mains, label)
+            pending = balancer.buffers.push(placed, mains, label)
         started = TIMES.mark() if self.training else None
         forward = balancer.new_forward(mains)
-        return Prediction(forward, predicted, load, slots, pending, started)
+        return Prediction(forward, predicted, load, placed, pending, started)
 
     def _drop_told(self) -> None:
         """Drop a prediction whose forward never came, on all EP ranks."""

@@ -81,8 +81,8 @@ def _spill(loads: list[int], layout: ExpertLayout, settings: PlanSettings) -> Ba
                 held[rank].append(expert)
 
     rows = [row + [-1] * (layout.slots - len(row)) for row in held]
-    slots = torch.tensor(rows, dtype=torch.int32).view(ranks, layout.slots)
-    return BalancePlan(layout, quota, slots)
+    experts_in_slots = torch.tensor(rows, dtype=torch.int32).view(ranks, layout.slots)
+    return BalancePlan(layout, quota, experts_in_slots)
 
 
 LLEP = Strategy(

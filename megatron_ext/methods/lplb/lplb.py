@@ -26,7 +26,9 @@ def place(expert_load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> 
     return eplb.place_replicas(expert_load, layout, most_replicas=most)
 
 
-def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+def share(
+    load: Tensor, placed: Tensor, layout: ExpertLayout, settings: PlanSettings
+) -> BalancePlan:
     """Move assignments from mains to their replicas so that the busiest rank has least.
 
     HiGHS solves the program, on the CPU, one load after the other. The replicas' quotas are rounded
@@ -38,15 +40,17 @@ def share(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSetti
     Source: DeepSeek LPLB, as described by UltraEP (section 8.1). Here HiGHS is the solver, and EPLB
     places the replicas instead of a fixed topology.
     """
-    slots = slots.cpu()
-    plan = plan_each(load, layout, lambda one: _plan(one, slots, layout, settings))
+    placed = placed.cpu()
+    plan = plan_each(load, layout, lambda one: _plan(one, placed, layout, settings))
     return none.unless_worse(load, plan)
 
 
-def _plan(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
+def _plan(
+    load: Tensor, placed: Tensor, layout: ExpertLayout, settings: PlanSettings
+) -> BalancePlan:
     """Plan one load, without comparing the plan with no balancing."""
-    host, slot = (slots >= 0).nonzero(as_tuple=True)
-    expert = slots[host, slot].long()
+    host, slot = (placed >= 0).nonzero(as_tuple=True)
+    expert = placed[host, slot].long()
     expert_load = load.sum(0)
     moved = _solve_program(
         home_loads(load), expert_load[expert], expert // layout.mains_per_rank, host
@@ -55,7 +59,7 @@ def _plan(load: Tensor, slots: Tensor, layout: ExpertLayout, settings: PlanSetti
     quota = none.solve(load, layout, settings).quota
     quota[expert, expert // layout.mains_per_rank] -= moved
     quota[expert, host] += moved
-    kept = slots.clone()
+    kept = placed.clone()
     kept[host[moved == 0], slot[moved == 0]] = -1
     return BalancePlan(layout, quota, kept)
 

@@ -37,7 +37,7 @@ def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Balance
     >>> plan = solve(load, layout, PlanSettings())
     >>> plan.quota.tolist()
     [[6, 0, 0], [1, 0, 7], [0, 4, 0], [1, 4, 0], [0, 0, 1], [0, 0, 0]]
-    >>> plan.slots.tolist()
+    >>> plan.experts_in_slots.tolist()
     [[3, -1], [-1, -1], [1, -1]]
 
     Source: MoonEP, `moonep/planning.py` and `tests/planning_reference.py` (in public copies:
@@ -67,14 +67,14 @@ def _plan_one(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Bal
         [replica for replica in sorted(replicas, reverse=True) if replica[0] >= settings.min_quota]
         for replicas in held
     ]
-    slots = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
+    experts_in_slots = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
     quota = none.solve(load, layout, settings).quota
     for host, replicas in enumerate(kept):
         for slot, (count, expert) in enumerate(replicas[: layout.slots]):
-            slots[host, slot] = expert
+            experts_in_slots[host, slot] = expert
             quota[expert, layout.home_rank(expert)] -= count
             quota[expert, host] += count
-    return none.unless_worse(load, BalancePlan(layout, quota, slots))
+    return none.unless_worse(load, BalancePlan(layout, quota, experts_in_slots))
 
 
 def _transfers(loads: list[int]) -> list[dict[int, int]]:

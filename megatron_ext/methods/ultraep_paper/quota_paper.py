@@ -23,14 +23,14 @@ def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Balance
     Source: UltraEP, Algorithm 1 (SolveReplication); `solve_paper` lists the differences.
     """
     load_library()
-    quota, slots = torch.ops.megatron_ext.solve_paper(
+    quota, experts_in_slots = torch.ops.megatron_ext.solve_paper(
         load.cpu(),
         layout.slots,
         layout.nvlink_domain,
         round(settings.tolerance * 1e6),
         settings.min_quota,
     )
-    return BalancePlan(layout, quota.to(load.device), slots.to(load.device))
+    return BalancePlan(layout, quota.to(load.device), experts_in_slots.to(load.device))
 
 
 QUOTA_PAPER = Strategy(

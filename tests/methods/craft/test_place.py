@@ -51,7 +51,7 @@ def test_figure_10(budget, even):
     assert crafted.placement.layers == (1, 2, 3, 4)
     # Layer 1's on ranks 0 and 2, layer 2's on ranks 1 and 3, as in the figure. The fourth replica
     # of layer 3 would be one of an expert that has 1 unit, on its own home rank.
-    assert crafted.placement.slots.squeeze(-1).tolist() == [
+    assert crafted.placement.experts_in_slots.squeeze(-1).tolist() == [
         [2, -1, 6, -1],
         [-1, 0, -1, 4],
         [-1, 0, 0, 0],
@@ -165,7 +165,7 @@ def test_budgets_are_kept(domain, even):
         )
         assert len(replayed) == 11 * (len(crafted.compared) + 1)
         placement = crafted.placement
-        held = (placement.slots >= 0).sum(-1)
+        held = (placement.experts_in_slots >= 0).sum(-1)
         assert crafted.counts.sum() <= budget * 4
         assert (held.sum(1).numpy() <= crafted.counts).all()
         if even:

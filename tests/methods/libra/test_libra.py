@@ -139,7 +139,7 @@ class TestTopUp:
         placed = slots_of([4, -1], [-1, -1], [-1, -1])
         plan = libra.share(LOAD, placed, LAYOUT, PlanSettings(tolerance=0.0))
         assert plan.rank_loads().tolist() == [8, 8, 8]
-        assert plan.slots.tolist() == [[4, 2], [-1, -1], [-1, -1]]
+        assert plan.experts_in_slots.tolist() == [[4, 2], [-1, -1], [-1, -1]]
 
     def test_what_is_added_carries_most(self):
         """Rank 0 has 12, and 6 too many: all of them e0's, where e1 has only 4."""
@@ -147,13 +147,13 @@ class TestTopUp:
         empty = torch.full((2, 2), -1, dtype=torch.int32)
         plan = libra.share(load, empty, layout(2, 2, slots=2), PlanSettings(tolerance=0.0))
         assert plan.quota.tolist() == [[2, 6], [4, 0], [0, 0], [0, 0]]
-        assert plan.slots.tolist() == [[-1, -1], [0, -1]]
+        assert plan.experts_in_slots.tolist() == [[-1, -1], [0, -1]]
 
     def test_an_empty_slot_is_filled_before_an_unused_one(self):
         load = torch.tensor([[12, 0, 0, 0], [0, 0, 0, 0]])
         placed = slots_of([-1, -1], [1, -1])
         plan = libra.share(load, placed, layout(2, 2, slots=2), PlanSettings(tolerance=0.0))
-        assert plan.slots.tolist() == [[-1, -1], [-1, 0]]
+        assert plan.experts_in_slots.tolist() == [[-1, -1], [-1, 0]]
 
     def test_too_little_for_a_replica_goes_home(self):
         """In pieces of 3 the best is 4 and 6: to move only the 1 that is above 6 is no plan."""
@@ -169,7 +169,7 @@ class TestTopUp:
         placed = slots_of([-1], [0], [1])
         plan = libra.share(load, placed, layout(3, 1), PlanSettings(tolerance=0.0))
         assert plan.quota.tolist() == [[6, 3, 0], [0, 3, 3], [0, 0, 3]]
-        assert plan.slots.tolist() == placed.tolist()
+        assert plan.experts_in_slots.tolist() == placed.tolist()
 
     def test_without_prediction(self):
         empty = torch.full((3, 2), -1, dtype=torch.int32)
@@ -289,8 +289,10 @@ def test_plans_from_any_prediction_are_legal(strategy, first, data):
         within = load.sum() * (1 + first.tolerance) / first.layout.ep_size
         assert plan.rank_loads().max() <= max(even, within.ceil())
         # Nothing is pushed again that is there already, only in another slot.
-        hits = ((placed >= 0) & (placed == plan.slots)).sum(1).tolist()
-        for there, held, mine in zip(placed.tolist(), plan.slots.tolist(), hits, strict=True):
+        hits = ((placed >= 0) & (placed == plan.experts_in_slots)).sum(1).tolist()
+        for there, held, mine in zip(
+            placed.tolist(), plan.experts_in_slots.tolist(), hits, strict=True
+        ):
             assert mine == len(set(held) & set(there) - {-1})
 
 
