@@ -11,7 +11,7 @@ from megatron_ext.cli.options import add_command, add_group, add_out, add_overwr
 from megatron_ext.cli.output import columns, mib, progress, show, warn
 
 if TYPE_CHECKING:
-    from megatron_ext.data import Manifest
+    from megatron_ext.data.manifest import Manifest
 
 # Files named in a message; the rest is counted.
 _MOST_NAMED = 5
@@ -57,7 +57,7 @@ def _add_build(data: Any) -> None:
 
 def run_build(arguments: argparse.Namespace) -> int:
     """Build a dataset, and show what it holds and what was skipped."""
-    from megatron_ext.data import build_dataset, parse_sources
+    from megatron_ext.data.build import build_dataset, parse_sources
 
     if arguments.eod is not None and arguments.tokenizer is None:
         raise ValueError("--eod names a token of the --tokenizer, which is not given")
@@ -155,8 +155,8 @@ def _add_info(data: Any) -> None:
 
 def run_info(arguments: argparse.Namespace) -> int:
     """Open every domain of a dataset, and show what it holds."""
-    from megatron_ext.data import Manifest
     from megatron_ext.data.indexed import open_domain
+    from megatron_ext.data.manifest import Manifest
 
     manifest = Manifest.load(arguments.path)
     for name in manifest.domains:

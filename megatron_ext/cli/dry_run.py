@@ -121,7 +121,7 @@ def _budget(config: TrainConfig) -> dict[str, Any]:
 
 def _vocabulary(config: TrainConfig) -> tuple[int, str]:
     """Return the number of tokens that the model knows, and who says so."""
-    from megatron_ext.data import Manifest
+    from megatron_ext.data.manifest import Manifest
     from megatron_ext.data.tokenizer import ByteTokenizer
     from megatron_ext.trainer.validate import has_data
 

@@ -25,8 +25,7 @@ logger = logging.getLogger(__name__)
 
 # Text given to the tokenizer at a time: enough to keep its threads busy, little enough to hold.
 BATCH_BYTES = 8 << 20
-# Megatron's index keeps the length of a document as int32; no tokenizer makes more tokens than
-# bytes.
+# Megatron's index keeps a document's length as int32; no tokenizer makes more tokens than bytes.
 MAX_DOCUMENT_BYTES = 2**31 - 2
 
 
@@ -47,15 +46,11 @@ class BuildResult:
 
 
 def parse_sources(sources: Sequence[str]) -> dict[str, list[Path]]:
-    """Return the files of each domain, from the words of the command line.
+    """Return the files of each domain in the order of writing, from the words of the command line.
 
-    Args:
-        sources: Each is `NAME=PATH`, where PATH is a file, a folder or a pattern, or only a path,
-            whose last part then names the domain. A name given twice collects both, with a
-            warning; a last part may not name a domain twice.
-
-    Returns:
-        By domain name, the files in the order they will be written. No file is in it twice.
+    A word is `NAME=PATH`, where PATH is a file, a folder or a pattern, or only a path, whose last
+    part then names the domain. A name given twice collects both, with a warning; a last part may
+    not name a domain twice. No file is returned twice.
 
     Raises:
         FileNotFoundError: A path does not exist.
@@ -108,19 +103,16 @@ def build_dataset(
     overwrite: bool,
     on_bytes: Callable[[int], None],
 ) -> BuildResult:
-    """Tokenize each domain's files into an indexed dataset in a new folder.
+    """Tokenize each domain's files into an indexed dataset in a new folder `out`.
 
     Args:
         domains: Files by domain name, as `parse_sources` returns them.
-        out: The folder to make. It appears when everything is written, or not at all.
+        out: Appears when everything is written, or not at all.
         tokenizer_file: A Hugging Face `tokenizer.json`, copied into the folder; None for bytes.
         eod_token: The token of that file that ends a document; None to take a usual one.
         strict: Fail on a file that is not text, where otherwise it is skipped.
-        overwrite: Replace an earlier dataset at `out`.
+        overwrite: Replace an earlier dataset.
         on_bytes: Called with the size of each file that is done with.
-
-    Returns:
-        The manifest and the files that were skipped.
 
     Raises:
         FileExistsError: `out` exists.

@@ -37,8 +37,7 @@ MAX_DOCUMENT_SHARE = 1 / 16
 MARKER = ".corpus.json"
 
 _PACKAGE_FOLDERS = ("site-packages", "dist-packages")
-# Not the code that people write: tests of corner cases, character tables, the manual as one
-# literal.
+# Not code that people write: tests of corner cases, character tables, the manual as one literal.
 _NOT_STDLIB_CODE = {*_PACKAGE_FOLDERS, "test", "tests", "idle_test", "encodings", "pydoc_data"}
 _LICENSE_NAME = re.compile(
     r"(licen[cs]es?|copying|copyright|notices?|eula)([._-]|$)", re.IGNORECASE
@@ -54,16 +53,12 @@ _PROSE_SUFFIXES = {".md", ".rst", ".txt"}
 
 @dataclass(frozen=True)
 class Candidate:
-    """A text that may enter a domain.
-
-    Attributes:
-        name: Relative path under which it is stored; also what orders the candidates.
-        read: Returns the text; called only when the candidate's turn comes. Raises ValueError if
-            the file is not text.
-    """
+    """A text that may enter a domain."""
 
     name: str
+    """Relative path under which the text is stored; the names order the candidates."""
     read: Callable[[], str]
+    """Returns the text when the candidate's turn comes; ValueError if the file is not text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,16 +80,11 @@ class CorpusResult:
 def gather_corpus(
     out: Path, *, limit_bytes: int, overwrite: bool, on_bytes: Callable[[int], None]
 ) -> CorpusResult:
-    """Gather this machine's text into `out/<domain>/...`.
+    """Gather this machine's text into `out/<domain>/...`, which appears whole or not at all.
 
-    Equal machines give equal folders. Domains come one after the other, so that a text in two of
-    them (a licence in a README) goes to the first.
-
-    Args:
-        out: The folder to make. It appears when everything is written, or not at all.
-        limit_bytes: Most text of a domain, UTF-8; not less than `MIN_DOMAIN_BYTES`.
-        overwrite: Replace a corpus gathered earlier at `out`.
-        on_bytes: Called with the size of each text that is taken.
+    Equal machines give equal folders. A text takes part in the first of its domains only, such as a
+    licence in a README. A domain has at most `limit_bytes` of UTF-8, which are not less than
+    `MIN_DOMAIN_BYTES`. `on_bytes` is called with the size of each text that is taken.
 
     Raises:
         FileExistsError: `out` exists.
@@ -154,10 +144,11 @@ def _gather(
     return DomainSize(documents=documents, text_bytes=text_bytes)
 
 
-def _under(root: Path, label: str) -> Iterator[tuple[Path, str]]:
-    """Yield each file below `root` and its name in the corpus, where `label` stands for `root`."""
-    for file in walk(root):
-        yield file, f"{label}/{file.relative_to(root).as_posix()}"
+def _under(roots: Iterable[tuple[Path, str]]) -> Iterator[tuple[Path, str]]:
+    """Yield each file below the roots and its name in the corpus, with a label for its root."""
+    for root, label in roots:
+        for file in walk(root):
+            yield file, f"{label}/{file.relative_to(root).as_posix()}"
 
 
 def _package_folders() -> Iterator[tuple[Path, str]]:
@@ -180,27 +171,18 @@ def _python_sources() -> Iterator[Candidate]:
 
 
 def _c_headers() -> Iterator[Candidate]:
-    roots = [
-        (Path("/usr/include"), "system"),
-        (Path(sysconfig.get_path("include")), "python"),
-        *_package_folders(),
-    ]
-    for root, label in roots:
-        for file, name in _under(root, label):
-            if file.suffix in _HEADER_SUFFIXES:
-                yield Candidate(name, partial(read_text, file))
+    folders = (Path("/usr/include"), "system"), (Path(sysconfig.get_path("include")), "python")
+    for file, name in _under([*folders, *_package_folders()]):
+        if file.suffix in _HEADER_SUFFIXES:
+            yield Candidate(name, partial(read_text, file))
 
 
 def _licenses() -> Iterator[Candidate]:
-    roots = [
-        (Path("/usr/share/common-licenses"), "common"),
-        (Path("/usr/share/doc"), "doc"),
-        *_package_folders(),
-    ]
-    for root, label in roots:
-        for file, name in _under(root, label):
-            if label == "common" or _LICENSE_NAME.match(file.name):
-                yield Candidate(name, partial(read_text, file))
+    for file, name in _under([(Path("/usr/share/common-licenses"), "common")]):
+        yield Candidate(name, partial(read_text, file))
+    for file, name in _under([(Path("/usr/share/doc"), "doc"), *_package_folders()]):
+        if _LICENSE_NAME.match(file.name):
+            yield Candidate(name, partial(read_text, file))
 
 
 def _prose() -> Iterator[Candidate]:
@@ -209,16 +191,15 @@ def _prose() -> Iterator[Candidate]:
         yield Candidate(f"manual/{topic}.rst", partial(str, text))
     for file, name in _stdlib_files():
         yield Candidate(f"docstrings/{name}.txt", partial(_docstrings, file))
-    for root, label in _package_folders():
-        for file, name in _under(root, label):
-            if file.name == "METADATA":
-                yield Candidate(name, partial(_description, file))
-            elif (
-                file.suffix in _PROSE_SUFFIXES
-                and not _LICENSE_NAME.match(file.name)
-                and not _NOT_PROSE.fullmatch(file.name)
-            ):
-                yield Candidate(name, partial(_mostly_letters, file))
+    for file, name in _under(_package_folders()):
+        if file.name == "METADATA":
+            yield Candidate(name, partial(_description, file))
+        elif (
+            file.suffix in _PROSE_SUFFIXES
+            and not _LICENSE_NAME.match(file.name)
+            and not _NOT_PROSE.fullmatch(file.name)
+        ):
+            yield Candidate(name, partial(_mostly_letters, file))
 
 
 def _mostly_letters(file: Path) -> str:

@@ -18,13 +18,11 @@ from megatron_ext.files.arrays import check_folders
 
 
 def fair_order(name: str) -> bytes:
-    """Return a sort key that scatters names evenly and is the same on every machine.
+    """Return a sort key of a relative path with `/`: scattered evenly, equal on every machine.
 
-    Sorted by it, any head or tail of a list of files is a fair sample of the whole, so that a size
-    cap does not keep only the names with `a` and a validation split at the end is not one folder.
-
-    Args:
-        name: Identifies the file in every copy of the tree: a relative path with `/`.
+    Sorted by the key, any head or tail of a list of files is a fair sample of the whole. So a limit
+    of size does not keep only the names with `a`, and a validation split at the end is not one
+    folder.
     """
     return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
 
@@ -39,11 +37,9 @@ def walk(root: Path, skip: Set[str] = frozenset()) -> Iterator[Path]:
 
 
 def find_files(where: str) -> list[Path]:
-    """Return the files that a path or pattern stands for, in `fair_order`.
+    """Return the files of a path or of a pattern with `*`, `?`, `[...]` and `**`, in `fair_order`.
 
-    Args:
-        where: A file, a folder (everything below it, but hidden files) or a pattern with `*`, `?`,
-            `[...]` and `**`.
+    A folder stands for everything below it except hidden files.
 
     Raises:
         FileNotFoundError: The path does not exist.
@@ -86,14 +82,9 @@ def read_text(path: Path) -> str:
 def new_folder(out: Path, *, overwrite: bool, marker: str) -> Iterator[Path]:
     """Yield a new folder, which becomes `out` when the block ends and is deleted when it raises.
 
-    Args:
-        out: The folder to make; its parents are made as well.
-        overwrite: Replace an `out` that was made this way before.
-        marker: A file which every complete folder of this kind has. A folder without it is never
-            replaced: it is someone's home rather than an earlier output.
-
-    Yields:
-        A folder beside `out`, hidden, on the same file system.
+    The yielded folder is hidden, beside `out` and on the same file system. `marker` is a file that
+    every complete folder of this kind has: `overwrite` never replaces a folder without this file,
+    which is a user's own folder rather than an earlier output.
 
     Raises:
         FileExistsError: `out` exists and is not to be, or must not be, replaced.

@@ -1,7 +1,7 @@
 """Megatron's indexed dataset, a `.bin` of tokens and an `.idx` of documents: made and opened.
 
-The only file of this room that imports Megatron, since the format is Megatron's. The import takes
-seconds, and neither `--help` nor reading a manifest must wait for it, so it comes at first use.
+Only this file of the room imports Megatron, because the format is Megatron's. The import takes
+seconds, and neither `--help` nor reading a manifest must wait for it: it comes at first use.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ of another tokenizer shows there."""
 def new_domain(prefix: Path, *, vocab_size: int) -> Any:
     """Return an `IndexedDatasetBuilder` of Megatron that writes `PREFIX.bin`.
 
-    Args:
-        prefix: Path of the domain's files, without the suffix.
-        vocab_size: Number of token ids; it decides the type in which tokens are kept.
+    The number of token ids decides the type of the tokens in the file.
     """
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 

@@ -30,40 +30,28 @@ _FROM_JSON = ("tokenizer", "vocab_size", "eod", "eod_token", "prefix", "tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class Domain:
-    """One kind of text, in a Megatron indexed dataset of its own.
-
-    Attributes:
-        prefix: Path of the `.bin` and `.idx` files without their suffix, relative to the manifest's
-            folder.
-        documents: Number of documents.
-        tokens: Number of tokens, one eod per document included.
-        text_bytes: Size of the text before tokenizing, UTF-8.
-    """
+    """One kind of text, in a Megatron indexed dataset of its own."""
 
     prefix: str
     documents: int
     tokens: int
+    """With one eod per document."""
     text_bytes: int
+    """Size of the text before tokenizing, UTF-8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a dataset folder holds. Written by `build_dataset`, read by training.
-
-    Attributes:
-        folder: Where the manifest lies.
-        tokenizer: "bytes" or the name of a tokenizer.json in `folder`.
-        vocab_size: Number of token ids, eod included.
-        eod: Id of the token that ends each document.
-        eod_token: The same token as the tokenizer writes it.
-        domains: Domains by name.
-    """
+    """What a dataset folder holds. Written by `build_dataset`, read by training."""
 
     folder: Path
     tokenizer: str
     vocab_size: int
+    """Number of token ids, eod included."""
     eod: int
+    """Id of the token that ends each document."""
     eod_token: str
+    """The same token as the tokenizer writes it."""
     domains: dict[str, Domain]
 
     @classmethod

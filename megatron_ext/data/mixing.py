@@ -36,34 +36,23 @@ from megatron_ext.data.manifest import Manifest
 SPLITS = ("train", "validation")
 MIX_BY = ("microbatch", "sample")
 
-# Weights are met to one part in this many. Small enough to be met often: also in a run of 10 000
-# microbatches.
+# Weights are met to one part in so many: few enough that a run of 10 000 microbatches meets them.
 DRAWS_PER_PERIOD = 4096
-# Four rounds are the least that makes a Feistel network a good shuffle; each costs a few
-# operations.
+# The fewest rounds that make a Feistel network a good shuffle.
 _FEISTEL_ROUNDS = 4
 
 
 class MixedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
     """An endless sequence of microbatches drawn from the domains of one dataset folder.
 
-    Has no state and opens its files for reading only: it may be shared, pickled and read out of
-    order.
-
-    Args:
-        manifest: What the dataset folder holds.
-        split: "train", or "validation": the tail of each domain's stream.
-        sequence_length: Tokens of a sample.
-        micro_batch_size: Samples of a microbatch.
-        seed: Seed of the order of domains and windows.
-        weights: Share of the draws by domain name, in any unit; a domain not named has none. Empty:
-            in proportion to the domains' tokens.
-        mix_by: "microbatch" (all samples of a microbatch are of one domain) or "sample".
-        validation_fraction: Fraction of each domain's tokens that is the validation split. No token
-            is in both.
+    The sequence has no state and only reads its files: it may be shared, pickled and read out of
+    order. `seed` decides the order of domains and windows. `weights` are shares of the draws by
+    domain name, in any unit: a domain that they do not name has no draws. Without weights, draws
+    are in proportion to the domains' tokens. The split `validation` is the last
+    `validation_fraction` of each domain's tokens, `train` the others.
 
     Raises:
-        FileNotFoundError: An indexed dataset that the manifest names is not there.
+        FileNotFoundError: An indexed dataset that the manifest names is missing.
         ValueError: A setting is out of range, names an unknown domain, or leaves a domain too short
             for one sample; or files and manifest disagree.
     """
@@ -83,12 +72,10 @@ class MixedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
         for name, value, known in (("split", split, SPLITS), ("mix_by", mix_by, MIX_BY)):
             if value not in known:
                 raise ValueError(f"data.{name} ({value!r}) must be one of {', '.join(known)}")
-        for name, number in (
-            ("sequence_length", sequence_length),
-            ("micro_batch_size", micro_batch_size),
-        ):
-            if number < 1:
-                raise ValueError(f"{name} ({number}) must be >= 1")
+        if sequence_length < 1:
+            raise ValueError(f"sequence_length ({sequence_length}) must be >= 1")
+        if micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size ({micro_batch_size}) must be >= 1")
         if not 0.0 <= validation_fraction < 1.0:
             raise ValueError(
                 f"data.validation_fraction ({validation_fraction}) must be >= 0 and < 1"
@@ -116,11 +103,14 @@ class MixedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
         Raises:
             ValueError: A token is not in the vocabulary; the message names file and position.
         """
-        return self.as_microbatch(self.windows(self._samples(index)))
+        if index < 0:
+            raise IndexError(f"microbatch {index} must be >= 0")
+        first = index * self.micro_batch_size
+        return self.as_microbatch(self.windows(range(first, first + self.micro_batch_size)))
 
     def windows(self, samples: range) -> NDArray[np.int64]:
         """Return the tokens of samples of the whole run, int64 [samples, sequence_length + 1]."""
-        return np.stack([self._window(*self._locate(sample)) for sample in samples])
+        return np.stack([self._window(sample) for sample in samples])
 
     def as_microbatch(self, windows: NDArray[np.int64]) -> dict[str, Tensor]:
         """Make a microbatch, as `__getitem__` returns it, from the tokens of its samples."""
@@ -133,28 +123,15 @@ class MixedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
             "position_ids": torch.arange(self.sequence_length).repeat(self.micro_batch_size, 1),
         }
 
-    def domain_of(self, index: int) -> list[str]:
-        """Return the domain of each sample of microbatch `index`."""
-        return [self._streams[self._locate(sample)[0]].name for sample in self._samples(index)]
-
-    def _samples(self, index: int) -> range:
-        """Return the samples of the whole run that microbatch `index` consists of."""
-        if index < 0:
-            raise IndexError(f"microbatch {index} must be >= 0")
-        return range(index * self.micro_batch_size, (index + 1) * self.micro_batch_size)
-
-    def _locate(self, sample: int) -> tuple[int, int]:
-        """Return the domain of a sample of the whole run, and its number within the domain."""
+    def _window(self, sample: int) -> NDArray[np.int64]:
+        """Return the tokens of a sample of the whole run, int64 [sequence_length + 1]."""
         draw, offset = divmod(sample, self._samples_per_draw)
         period, place = divmod(draw, sum(self._draws_per_period))
         domains, counts = _period(self._draws_per_period, f"{self._key}/{period}")
         domain = int(domains[place])
         draws_before = period * self._draws_per_period[domain] + int(counts[place])
-        return domain, draws_before * self._samples_per_draw + offset
-
-    def _window(self, domain: int, count: int) -> NDArray[np.int64]:
-        """Return the tokens of a domain's sample number `count`, int64 [sequence_length + 1]."""
         stream = self._streams[domain]
+        count = draws_before * self._samples_per_draw + offset  # Earlier samples of the domain.
         epoch, position = divmod(count, stream.num_windows)
         key = f"{self._key}/{stream.name}/{epoch}"
         window = shuffled(np.array([position]), stream.num_windows, key)[0]
@@ -171,14 +148,9 @@ def microbatches(
     """Return the microbatches of one data-parallel rank, from where a run stands, without end.
 
     The ranks take turns: microbatch i of the whole run goes to rank `i mod data_parallel_size`, so
-    the order of the whole run does not depend on how many ranks share it.
-
-    Args:
-        dataset: What to read.
-        consumed_samples: Samples that the run has seen on all ranks together. The state of a run.
-        data_parallel_rank: This rank's number among the ranks that read different samples.
-            Expert-parallel ranks read different samples.
-        data_parallel_size: Number of such ranks.
+    the order of the whole run does not depend on the number of ranks. Data-parallel ranks, those of
+    an EP group among them, read different samples. `consumed_samples`, over all ranks together, is
+    the state of a run.
 
     Raises:
         ValueError: `consumed_samples` is not a whole number of microbatches.
@@ -198,15 +170,7 @@ def shuffled(positions: NDArray[np.int64], size: int, key: str) -> NDArray[np.in
     A Feistel network permutes the next power of four; results outside are sent through again until
     they are inside, which keeps it a permutation. So the order of a billion windows takes no memory
     and no start-up time, and the result never changes with a library's version, as exact resuming
-    needs.
-
-    Args:
-        positions: int64, each in [0, size).
-        size: Number of things to shuffle, >= 1.
-        key: Which shuffle; equal keys give equal ones.
-
-    Returns:
-        int64 of the same shape, each in [0, size); different for different positions.
+    needs. Positions and results are int64 in [0, size); `key` names the shuffle.
 
     >>> sorted(shuffled(np.arange(5), 5, "a").tolist())
     [0, 1, 2, 3, 4]
@@ -240,7 +204,7 @@ def _period(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return, for each draw of a period, its domain and the number of earlier draws of that domain.
 
-    Kept in a cache, since thousands of draws in a row ask for the same period.
+    The cache helps because thousands of draws in a row ask for the same period.
     """
     num_draws = sum(draws_per_period)
     order = shuffled(np.arange(num_draws), num_draws, key)

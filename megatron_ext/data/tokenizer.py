@@ -14,23 +14,18 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-# Tokens that end a document in the tokenizers people publish, most specific first. A tokenizer.json
-# does not say which of its tokens it is, so the first one found is taken and reported; `--eod`
-# names another.
+# Tokens that end a document in published tokenizers, most specific first. A tokenizer.json does not
+# say which of its tokens does: the first one found is taken and reported; `--eod` names another.
 COMMON_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>")
 
 
 class Tokenizer(Protocol):
-    """What `build_dataset` needs of a tokenizer.
-
-    Attributes:
-        vocab_size: Number of token ids, the eod included: every id is in [0, vocab_size).
-        eod: Id of the token that ends a document.
-        eod_token: The same token as text.
-    """
+    """What `build_dataset` needs of a tokenizer."""
 
     vocab_size: int
+    """Every id is in [0, vocab_size), the eod included."""
     eod: int
+    """Id of the token that ends a document."""
     eod_token: str
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
@@ -57,10 +52,7 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer read from a `tokenizer.json`, as the `tokenizers` library writes it.
 
-    Args:
-        path: The file.
-        eod_token: The token that ends a document, as written in the file; None takes the first of
-            `COMMON_EOD_TOKENS` that the tokenizer has.
+    Without an `eod_token`, the first of `COMMON_EOD_TOKENS` that the tokenizer has ends a document.
 
     Raises:
         ModuleNotFoundError: The `tokenizers` library is not installed.
@@ -108,17 +100,11 @@ class HuggingFaceTokenizer:
 def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_parallel: int) -> int:
     """Return the rows of an embedding that holds `vocab_size` tokens and splits evenly.
 
-    Rows that stand for no token have logits, too. A checkpoint must be the same model on another
-    number of ranks, so all numbers of ranks that divide `divisible_by` pad alike. Megatron's own
-    rule, a multiple of `divisible_by` on each rank, would add rows that were never trained.
-
-    Args:
-        vocab_size: Number of token ids.
-        divisible_by: The rows are a multiple of it (128 keeps matrix shapes fast).
-        tensor_parallel: Ranks that share the embedding.
-
-    Returns:
-        The smallest multiple of both that is at least `vocab_size`.
+    The number is the smallest multiple of `divisible_by` (128 keeps matrix shapes fast) and of the
+    ranks that share the embedding. Rows that stand for no token have logits, too. A checkpoint must
+    be the same model on another number of ranks, so all numbers of ranks that divide `divisible_by`
+    pad alike. Megatron's own rule, a multiple of `divisible_by` on each rank, would add rows that
+    were never trained.
 
     >>> padded_vocab_size(257, divisible_by=128, tensor_parallel=2)
     384

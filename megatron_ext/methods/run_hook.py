@@ -18,7 +18,7 @@ from megatron_ext.config import BalanceConfig
 from megatron_ext.methods import RUN_HOOKS
 
 Reader = Callable[..., Iterator[dict[str, Tensor]]]
-"""Reads a rank's microbatches; called as `megatron_ext.data.microbatches` is."""
+"""Reads a rank's microbatches; called as `data.mixing.microbatches` is."""
 
 
 @dataclass(frozen=True, kw_only=True)

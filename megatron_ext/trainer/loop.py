@@ -23,7 +23,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_ext.balance.strategies import get_strategy
-from megatron_ext.data import Manifest, MixedDataset, microbatches
+from megatron_ext.data.manifest import Manifest
+from megatron_ext.data.mixing import MixedDataset, microbatches
 from megatron_ext.mcore.between_steps import check_agreement
 from megatron_ext.mcore.moe_layer import BalancedMoELayer
 from megatron_ext.mcore.step_metrics import place_of_rank

@@ -118,7 +118,7 @@ def give_each_a_folder(runs: dict[str, TrainConfig]) -> Path:
 
 def build_data(path: Path) -> None:
     """Gather the corpus and tokenize it into bytes, unless the dataset exists."""
-    from megatron_ext.data import build_dataset, parse_sources
+    from megatron_ext.data.build import build_dataset, parse_sources
     from megatron_ext.data.corpus import gather_corpus
 
     if path.exists():

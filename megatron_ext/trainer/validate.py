@@ -321,7 +321,7 @@ def _check_needed_file(config: TrainConfig) -> list[str]:
 
 def _check_hooks(config: TrainConfig) -> list[str]:
     """Check the files of methods' hooks, and that the run can follow these files."""
-    from megatron_ext.data import Manifest
+    from megatron_ext.data.manifest import Manifest
     from megatron_ext.methods.run_hook import run_hooks
     from megatron_ext.trainer.model.settings import overridable_settings, transformer_settings
 
@@ -339,7 +339,7 @@ def _check_hooks(config: TrainConfig) -> list[str]:
 
 def has_data(config: TrainConfig) -> bool:
     """Whether there is a dataset where the run looks for it."""
-    from megatron_ext.data import Manifest
+    from megatron_ext.data.manifest import Manifest
 
     try:
         Manifest.load(config.data.path)
@@ -349,7 +349,7 @@ def has_data(config: TrainConfig) -> bool:
 
 
 def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:
-    from megatron_ext.data import Manifest
+    from megatron_ext.data.manifest import Manifest
     from megatron_ext.trainer.model.build import dataset
 
     try:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_ext.data import Manifest, build_dataset, parse_sources
+from megatron_ext.data.build import build_dataset, parse_sources
 from megatron_ext.data.files import fair_order
+from megatron_ext.data.manifest import Manifest
 from megatron_ext.data.tokenizer import HuggingFaceTokenizer
 
 

@@ -16,7 +16,8 @@ from torch import nn
 
 from megatron_ext import cli
 from megatron_ext.config import ConfigError
-from megatron_ext.data import Manifest, microbatches
+from megatron_ext.data.manifest import Manifest
+from megatron_ext.data.mixing import microbatches
 from megatron_ext.files.loads import read_loads
 from megatron_ext.files.routes import Routes, read_routes, write_routes
 from megatron_ext.telemetry import step_files

@@ -11,7 +11,7 @@ from megatron_ext.cpu_platform import enable_cpu_platform
 def build(folder: Path) -> Path:
     """Return the folder of a new dataset."""
     enable_cpu_platform()
-    from megatron_ext.data import build_dataset
+    from megatron_ext.data.build import build_dataset
 
     words = {"letters": "alpha beta gamma delta", "numbers": "12 345 6789 0"}
     domains = {}

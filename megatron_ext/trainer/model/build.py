@@ -29,7 +29,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron_ext.data import Manifest, MixedDataset, microbatches, padded_vocab_size
+from megatron_ext.data.manifest import Manifest
+from megatron_ext.data.mixing import MixedDataset, microbatches
+from megatron_ext.data.tokenizer import padded_vocab_size
 from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec, name_stages
 from megatron_ext.methods.run_hook import Reader, run_hooks
 from megatron_ext.trainer.config import TrainConfig

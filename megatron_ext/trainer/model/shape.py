@@ -9,7 +9,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext.data import Manifest, padded_vocab_size
+from megatron_ext.data.manifest import Manifest
+from megatron_ext.data.tokenizer import padded_vocab_size
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.model.settings import transformer_config
 

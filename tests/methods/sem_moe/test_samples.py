@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.data import Manifest, MixedDataset, microbatches
+from megatron_ext.data.manifest import Manifest
+from megatron_ext.data.mixing import MixedDataset, microbatches
 from megatron_ext.methods.sem_moe.samples import schedule, scheduled_microbatches, scores
 from tests.trainer.dataset import build
 
