@@ -102,7 +102,20 @@ class GatheredStep:
         return metrics | self._experts() | self.largest
 
     def layers(self, *, with_experts: bool) -> dict[str, Any]:
-        """Return the step's columns of `layers.jsonl`, without the step's number."""
+        """Return the step's columns of `layers.jsonl`, without the step's number.
+
+        Columns have one entry for each layer of the column `layer`:
+
+            imbalance_before, imbalance_after           mean over microbatches and EP groups
+            imbalance_before_max, imbalance_after_max   largest of them
+            replicas                                    mean, of a microbatch
+            rank_loads_before, rank_loads_after         assignments of each rank of an EP group
+            expert_loads                                assignments to each expert
+
+        Loads are sums over the step's microbatches and EP groups. `worst` is the microbatch and
+        layer with the largest imbalance before: its loads, and the logical expert in each slot, or
+        -1.
+        """
         counted = [layer for layer, experts in enumerate(self.num_experts) if experts]
         columns: dict[str, Any] = {"layer": [layer + 1 for layer in counted]}
         for name in ("imbalance_before", "imbalance_after"):

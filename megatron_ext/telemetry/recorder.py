@@ -1,12 +1,11 @@
-"""Collects how unequal the ranks' loads were in a step's MoE layers, and what balancing them took.
+"""Collects the loads of a step's MoE layers, and what balancing them cost.
 
 Balanced and even layers report to their `observers`. Megatron's own layers report nothing: a hook
-counts their router's choices, and the counts of all ranks are gathered once at the end of the step.
-Forwards without gradients are not counted (evaluation, the first pass of recompute). Counting does
-not wait for the device: what is there is copied to the host once, at the end of the step.
+counts their router's choices, and the ranks exchange these counts once, at the end of the step.
+Forwards without gradients are not counted (evaluation, the first pass of recompute). The host waits
+for the device once, at the end of the step, to copy all counts.
 
-Legend: C counted forwards of a step (layers x microbatches on this rank), R ranks of the EP group,
-    E logical experts.
+Legend: R ranks of the EP group, E logical experts, S slots per rank.
 """
 
 from __future__ import annotations
@@ -23,14 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.metrics import home_imbalances, home_loads, imbalances
+from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.reroute import as_map
 from megatron_ext.balance.stage_times import STAGES, TIMES
-from megatron_ext.telemetry.trace import LayerLoad
 
 
 class PredictedLoads(NamedTuple):
-    """Sums of the fields of `PredictionReport` over this step's predicted forwards."""
+    """Sums of the fields of `PredictionReport` over the predicted forwards of a step."""
 
     forwards: float = 0
     load_accuracy: float = 0
@@ -55,7 +53,7 @@ class PredictedLoads(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What one microbatch brought one layer, and who computed it; on the host."""
+    """The load of one microbatch in one layer, and the ranks that computed it; on the host."""
 
     layer_number: int
     """1-based, as in Megatron."""
@@ -66,34 +64,25 @@ class Computed(NamedTuple):
     experts_in_slots: Tensor
     """Logical expert in each slot of each rank, or -1, int64 [R, S]."""
     layout: ExpertLayout | None = None
-    """Where experts and slots are; None where nothing was planned."""
+    """The layer's mains and slots; None without a plan."""
+    predicted: Tensor | None = None
+    """The layer before's prediction of the load, int64 [R, E]; None without a prediction."""
     pushed_bytes: int = 0
     """Weights that moved to replicas, of all ranks."""
     pulled_bytes: int = 0
-    """Gradients that moved back."""
+    """Gradients that moved back to mains, of all ranks."""
 
 
 @dataclass(frozen=True)
 class StepLoads:
-    """Sums over a step's counted forwards on this rank; divide by `forwards` for means."""
+    """The counted forwards of a step on this rank."""
 
-    forwards: int
-    imbalance_before: float
-    imbalance_after: float
-    replicas: int
-    loads: list[LayerLoad]
-    """The loads of the counted forwards; those of a layer in the order of its microbatches."""
     computed: list[Computed]
-    """The same with what was computed where."""
+    """The forwards; those of a layer are in the order of the microbatches."""
     predicted_by_layer: dict[int, PredictedLoads]
-    """Sums for each layer that was predicted, by its number."""
+    """Sums over a layer's predicted forwards, by the layer's number."""
     own: dict[str, float]
-    """Numbers of this rank, by the names `OWN`; NaN where there is none."""
-
-    @property
-    def predicted(self) -> PredictedLoads:
-        """The sums over all predicted layers."""
-        return PredictedLoads.total(self.predicted_by_layer.values())
+    """This rank's own numbers, by the names `OWN`; NaN for no number."""
 
 
 OWN = (
@@ -102,21 +91,19 @@ OWN = (
     *(f"{stage}_ms" for stage in STAGES),
     "memory_bytes",
 )
-"""Numbers that each rank has for itself; of all ranks the largest counts."""
+"""Numbers that a rank has for itself; a step's metric is the largest number of all ranks."""
 
 
 class LoadRecorder:
-    """Watches MoE layers from its construction until `close()`.
+    """Watches MoE layers of this rank, of any kind, from its construction until `close()`.
 
-    Args:
-        layers: The MoE layers of this rank: balanced, even or Megatron's own.
-        ep_group: The ranks that share the experts; None if no layer is Megatron's own.
+    Only Megatron's own layers need the EP group.
     """
 
     def __init__(self, layers: Iterable[Any], ep_group: dist.ProcessGroup | None) -> None:
         self._ep_group = ep_group
         self._reports: list[Any] = []
-        self._counts: list[LayerLoad] = []
+        self._counts: list[tuple[int, Tensor]] = []  # Layers and their choices of experts, [E].
         self._held = _Held()
         self._hooks: list[Any] = []
         self._observed: list[tuple[list[Any], Any]] = []
@@ -125,7 +112,7 @@ class LoadRecorder:
         TIMES.readers += 1
 
     def watch(self, layer: Any) -> None:
-        """Count what this layer is trained with as well."""
+        """Count the training forwards of one more layer."""
         if hasattr(layer, "observers"):
             observer = partial(self._observe, layer)
             layer.observers.append(observer)
@@ -135,61 +122,39 @@ class LoadRecorder:
         self._hooks.append(layer.register_forward_hook(self._held.forward_ended))
 
     def take_step(self) -> StepLoads:
-        """Return the sums since the last call. All ranks of the EP group call it together."""
-        before: list[float] = []
-        after: list[float] = []
-        replicas, counted = 0, []
+        """Return the forwards since the last call; all ranks of the EP group call together."""
         computed: list[Computed] = []
         if self._reports:
-            loads, rank_loads_after, experts_in_slots = _on_host(
+            arrays = _on_host(
                 [report.load for report in self._reports],
                 [report.rank_loads_after for report in self._reports],
                 [report.experts_in_slots for report in self._reports],
             )
-            before += home_imbalances(loads).tolist()
-            after += imbalances(torch.stack(rank_loads_after)).tolist()
-            replicas = sum(int((of_forward >= 0).sum()) for of_forward in experts_in_slots)
-            arrays = (loads, rank_loads_after, experts_in_slots)
             computed += map(_computed, self._reports, *arrays)
-            counted += [
-                LayerLoad(
-                    report.layer_number,
-                    load,
-                    report.prediction.load if report.prediction is not None else None,
-                )
-                for report, load in zip(self._reports, loads, strict=True)
-            ]
         predictions: dict[int, list[Any]] = {}
         for report in self._reports:
             if report.prediction is not None:
                 predictions.setdefault(report.layer_number, []).append(report.prediction)
         predicted = {layer: PredictedLoads.of(of_layer) for layer, of_layer in predictions.items()}
         if self._counts:
-            assert self._ep_group is not None, "a layer of Megatron's own is counted over a group"
-            mine = torch.cat([one.load for one in self._counts])
+            assert self._ep_group is not None, "Megatron's own layers are counted over a group"
+            mine = torch.cat([chosen for _, chosen in self._counts])
             everyone = [torch.empty_like(mine) for _ in range(self._ep_group.size())]
             dist.all_gather(everyone, mine, group=self._ep_group)
-            sizes = [len(one.load) for one in self._counts]
+            sizes = [len(chosen) for _, chosen in self._counts]
             (gathered,) = _on_host([torch.stack(everyone)])
-            loads = list(gathered[0].split(sizes, dim=1))  # Of each forward, [R, E].
-            plain = home_imbalances(loads).tolist()
-            before += plain
-            after += plain
-            layers = [one.layer_number for one in self._counts]
+            loads = gathered[0].split(sizes, dim=1)  # Of each forward, [R, E].
             computed += [
                 Computed(layer, load, home_loads(load), load.new_empty(len(load), 0))
-                for layer, load in zip(layers, loads, strict=True)
+                for (layer, _), load in zip(self._counts, loads, strict=True)
             ]
-            counted += [LayerLoad(layer, load) for layer, load in zip(layers, loads, strict=True)]
         own = self._own(computed)
         self._reports.clear()
         self._counts.clear()
-        return StepLoads(
-            len(before), sum(before), sum(after), replicas, counted, computed, predicted, own
-        )
+        return StepLoads(computed, predicted, own)
 
     def close(self) -> None:
-        """Stop watching, and timing."""
+        """Stop watching, and end the times of stages."""
         for hook in self._hooks:
             hook.remove()
         for observers, observer in self._observed:
@@ -205,27 +170,22 @@ class LoadRecorder:
             _, choices = outputs
             chosen = as_map(choices, router.config.num_moe_experts)
             self._held.forward_counted(layer, ("count", len(self._counts)))
-            self._counts.append(LayerLoad(layer.layer_number, chosen.sum(0)))
+            self._counts.append((layer.layer_number, chosen.sum(0)))
 
     def _own(self, computed: Sequence[Computed]) -> dict[str, float]:
-        """Return `OWN`, and begin the next step."""
+        """Return the numbers `OWN` of this step, and begin the next step."""
         first = {"report": 0, "count": len(self._reports)}
         routed, held = self._held.take(computed, first)
         times = TIMES.take()
-        numbers = (
-            held,
-            routed,
-            *(times.get(stage, math.nan) for stage in STAGES),
-            _peak_memory_bytes(),
-        )
-        return dict(zip(OWN, numbers, strict=True))
+        stages = [times.get(stage, math.nan) for stage in STAGES]
+        return dict(zip(OWN, (held, routed, *stages, _peak_memory_bytes()), strict=True))
 
 
 class _Held:
-    """What forwards leave to their backwards: when each began to be held, and when it ended.
+    """The order in which a rank begins and ends to hold the assignments of forwards.
 
-    A forward's assignments are held until the gradient of its layer's output is known. They are
-    named by their place among the reports, or among the counts.
+    A rank holds a forward's assignments until autograd has the gradient of the layer's output. The
+    name of a forward is its position among the reports, or among the counts.
     """
 
     def __init__(self) -> None:
@@ -248,14 +208,10 @@ class _Held:
             output.register_hook(lambda grad: events.append((-1, name)))
 
     def take(self, computed: Sequence[Computed], first: dict[str, int]) -> tuple[float, float]:
-        """Return the most that a rank held at a time, over the mean of all ranks.
+        """Return the most that a rank held at a time over the mean of all ranks.
 
-        Args:
-            computed: The step's forwards: the reports, then the counts.
-            first: Where reports and counts begin there.
-
-        Returns:
-            As if experts stayed at home, and as computed.
+        The first result is for experts that stay at home, the second for the ranks that computed.
+        `computed` has the reports' forwards, then the counts'; each kind begins at its `first`.
         """
         events, self._events[:] = list(self._events), []
         if not events:
@@ -277,7 +233,7 @@ def _computed(
     replicas = int((experts_in_slots >= 0).sum())
     pushed = report.weight_bytes * replicas * report.moves.pushes
     if report.prediction is not None:
-        # The first push moved what was predicted, and what the prediction lacked.
+        # The first push moved the predicted replicas, and those that the prediction lacked.
         moved = report.prediction.sent_ahead_bytes + report.prediction.topped_up_bytes
         pushed += moved - report.weight_bytes * replicas
     return Computed(
@@ -286,20 +242,21 @@ def _computed(
         rank_loads_after,
         experts_in_slots,
         layout=report.layout,
+        predicted=report.prediction.load if report.prediction is not None else None,
         pushed_bytes=pushed,
         pulled_bytes=report.grad_bytes * replicas,
     )
 
 
 def _peak_memory_bytes() -> float:
-    """Most memory of the GPU that this process has had; without a GPU, of the machine."""
+    """Return the most memory that this process has had: of the GPU, or else of the machine."""
     if torch.cuda.is_available():
         return float(torch.cuda.max_memory_allocated())
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _on_host(*lists: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Integer tensors on the host, as int64: one copy, for which the host waits once."""
+    """Copy integer tensors to the host as int64, in one copy for which the host waits once."""
     tensors = [tensor for each in lists for tensor in each]
     copy = torch.cat([tensor.flatten() for tensor in tensors]).long().cpu()
     parts = copy.split([tensor.numel() for tensor in tensors])

@@ -7,55 +7,32 @@ Legend: R ranks of the EP group, E logical experts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from megatron_ext.files.loads import TRACE_FIELDS, Loads, read_loads, write_loads
-from megatron_ext.files.run_dir import TRACE_FOLDER
+from megatron_ext.telemetry.recorder import Computed
 from megatron_ext.telemetry.step_files import StepFiles
 
 Key: TypeAlias = tuple[int, int, int]
 """Step, microbatch and layer of a load."""
 
 
-class LayerLoad(NamedTuple):
-    """The load of one microbatch in one layer."""
-
-    layer_number: int
-    """1-based, as in Megatron."""
-    load: Tensor
-    """Assignments from source rank to logical expert, int64 [R, E]."""
-    predicted: Tensor | None = None
-    """The layer before's prediction of the load, int64 [R, E]; None without one."""
-
-
 class TraceWriter:
     """Collects a run's loads and writes a file every few steps.
 
-    A run that continues from a checkpoint drops the recorded loads of later steps.
-
-    Args:
-        run_dir: The run's directory.
-        steps_per_file: Steps in a file, >= 1.
-        start_step: The step of the checkpoint that the run continues from, 0 for a new run.
-        pp_rank: This rank's pipeline stage.
-        pp_size: Pipeline stages of the run.
+    A run that continues from a checkpoint drops the recorded loads of steps after `start_step`, the
+    checkpoint's step; a new run has 0.
     """
 
-    def __init__(
-        self, run_dir: Path, *, steps_per_file: int, start_step: int, pp_rank: int, pp_size: int
-    ) -> None:
-        self._files = StepFiles(
-            run_dir / TRACE_FOLDER,
-            steps_per_file=steps_per_file,
-            pp_rank=pp_rank,
-            pp_size=pp_size,
-        )
+    def __init__(self, files: StepFiles, *, start_step: int) -> None:
+        self._files = files
         self._loads: list[Tensor] = []
         self._predicted: list[Tensor | None] = []
         self._keys: list[Key] = []
@@ -63,15 +40,14 @@ class TraceWriter:
         for _, path in self._files.existing():  # The loads of later steps are dropped.
             self._files.change(path, partial(self._shorten, path, start_step))
 
-    def write(self, step: int, loads: Sequence[LayerLoad]) -> None:
+    def write(self, step: int, computed: Sequence[Computed]) -> None:
         """Take the loads of a step; the loads of a layer are in the order of the microbatches."""
-        microbatches: dict[int, int] = {}
-        for layer, load, predicted in loads:
-            microbatch = microbatches.get(layer, 0)
-            microbatches[layer] = microbatch + 1
-            self._keys.append((step, microbatch, layer))
-            self._loads.append(load.cpu())
-            self._predicted.append(predicted.cpu() if predicted is not None else None)
+        microbatches: Counter[int] = Counter()
+        for one in computed:
+            self._keys.append((step, microbatches[one.layer_number], one.layer_number))
+            self._loads.append(one.load)
+            self._predicted.append(one.predicted.cpu() if one.predicted is not None else None)
+            microbatches[one.layer_number] += 1
         self._num_steps += 1
         kept = (*self._loads, *self._predicted)
         num_bytes = sum(one.nbytes for one in kept if one is not None)

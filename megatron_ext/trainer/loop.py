@@ -25,17 +25,18 @@ from torch import Tensor
 from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.data.manifest import Manifest
 from megatron_ext.data.mixing import MixedDataset, microbatches
+from megatron_ext.files.run_dir import LAYERS_FILE, TRACE_FOLDER
 from megatron_ext.mcore.between_steps import check_agreement
 from megatron_ext.mcore.moe_layer import BalancedMoELayer
 from megatron_ext.mcore.step_metrics import place_of_rank
 from megatron_ext.methods.run_hook import Reader
 from megatron_ext.telemetry import heartbeat
 from megatron_ext.telemetry.gather import gather_step
-from megatron_ext.telemetry.layers import read_layers
 from megatron_ext.telemetry.profile import Counters, StepProfile, counters_of
 from megatron_ext.telemetry.recorder import LoadRecorder, PredictedLoads, StepLoads
 from megatron_ext.telemetry.routes import ROUTES_FOLDER, RouteRecorder
 from megatron_ext.telemetry.step_files import StepFiles
+from megatron_ext.telemetry.step_lines import read_lines
 from megatron_ext.telemetry.trace import TraceWriter
 from megatron_ext.trainer.checkpoints.checkpoint import Checkpoints
 from megatron_ext.trainer.config import TrainConfig
@@ -168,7 +169,7 @@ class Training:
         self.step += 1
         loads = self.recorder.take_step()
         if self.trace is not None:
-            self.trace.write(self.step, loads.loads)
+            self.trace.write(self.step, loads.computed)
         if self.routes is not None:
             self.routes.write(self.step)
         gathered = gather_step(loads.computed, self._place, loads.own)
@@ -206,7 +207,7 @@ class Training:
         run_dir = Path(self.config.run_dir)
         counters: Counters = {}
         if dist.get_rank() == 0:
-            counters = counters_of(read_metrics(run_dir), read_layers(run_dir))
+            counters = counters_of(read_metrics(run_dir), read_lines(run_dir / LAYERS_FILE))
         if written := self.profile.write(counters):
             logger.info("profile: %s, for https://ui.perfetto.dev", written)
 
@@ -282,16 +283,19 @@ def _writes_trace(config: TrainConfig) -> bool:
     )
 
 
-def _trace_writer(config: TrainConfig, start_step: int) -> TraceWriter | None:
-    if not _writes_trace(config):
-        return None
-    return TraceWriter(
-        Path(config.run_dir),
+def _step_files(config: TrainConfig, folder: str) -> StepFiles:
+    return StepFiles(
+        Path(config.run_dir) / folder,
         steps_per_file=config.logging.trace_steps,
-        start_step=start_step,
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pp_size=config.parallel.pp_size,
     )
+
+
+def _trace_writer(config: TrainConfig, start_step: int) -> TraceWriter | None:
+    if not _writes_trace(config):
+        return None
+    return TraceWriter(_step_files(config, TRACE_FOLDER), start_step=start_step)
 
 
 def _route_recorder(
@@ -302,12 +306,7 @@ def _route_recorder(
         return None
     layers_of_stage = config.model.num_layers // config.parallel.pp_size
     return RouteRecorder(
-        StepFiles(
-            Path(config.run_dir) / ROUTES_FOLDER,
-            steps_per_file=config.logging.trace_steps,
-            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            pp_size=config.parallel.pp_size,
-        ),
+        _step_files(config, ROUTES_FOLDER),
         chunks=chunks,
         layers=layers,
         samples=config.logging.route_samples,

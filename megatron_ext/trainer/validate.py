@@ -373,15 +373,14 @@ def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:
 def _check_run_dir(config: TrainConfig) -> list[str]:
     """Check that the run's folder can be written, and that metrics in it can be continued."""
     from megatron_ext.files.arrays import check_free
-    from megatron_ext.files.run_dir import CONFIG_FILE, METRICS_FILE
-    from megatron_ext.telemetry.layers import read_layers
-    from megatron_ext.trainer.logs.run_log import read_metrics
+    from megatron_ext.files.run_dir import CONFIG_FILE, LAYERS_FILE, METRICS_FILE
+    from megatron_ext.telemetry.step_lines import read_lines
 
     run_dir = Path(config.run_dir)
     try:
         check_free(run_dir / METRICS_FILE, overwrite=True)
-        read_metrics(run_dir)
-        read_layers(run_dir)
+        for file in METRICS_FILE, LAYERS_FILE:
+            list(read_lines(run_dir / file))
         earlier = run_dir / CONFIG_FILE
         recipe = read_yaml(earlier).get("recipe") if earlier.is_file() else None
     except (OSError, ValueError) as error:

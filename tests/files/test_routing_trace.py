@@ -182,9 +182,9 @@ def _train(rank: int, folder: str) -> Any:
     for step in (1, 2):
         gpt.train_step(step, num_microbatches=3)
         tracer.advance_step(step)
-        for layer, load, _ in recorder.take_step().loads:
-            microbatch = sum(key[::2] == (step, layer) for key in counted)
-            counted[step, microbatch, layer] = load.tolist()
+        for one in recorder.take_step().computed:
+            microbatch = sum(key[::2] == (step, one.layer_number) for key in counted)
+            counted[step, microbatch, one.layer_number] = one.load.tolist()
     tracer.flush()
     tracer.remove_hooks()
     return counted

@@ -138,7 +138,7 @@ def silence(training: Any) -> None:
     """Let a training record nothing."""
     training.recorder.close()
     training.recorder.close = lambda: None
-    empty = SimpleNamespace(computed=(), own={}, loads=(), predicted_by_layer={})
+    empty = SimpleNamespace(computed=(), own={}, predicted_by_layer={})
     training.recorder.take_step = lambda: empty
 
 

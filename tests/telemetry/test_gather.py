@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from megatron_ext.cpu_platform import enable_cpu_platform
-from megatron_ext.telemetry.layers import read_layers
+from megatron_ext.files.run_dir import LAYERS_FILE
 from megatron_ext.telemetry.names import METRICS, SECTIONS, shown
+from megatron_ext.telemetry.step_lines import read_lines
 from megatron_ext.trainer.logs.run_log import read_metrics
 from megatron_ext.trainer.train import load_config
 from tests.mcore import inside
@@ -147,7 +148,7 @@ def planned(found: list[Found], step: int, place: int) -> dict[tuple[int, int, i
 
 def test_a_step_is_what_was_counted(run: tuple[Path, list[Found]]) -> None:
     run_dir, found = run
-    metrics, layers = read_metrics(run_dir), read_layers(run_dir)
+    metrics, layers = read_metrics(run_dir), list(read_lines(run_dir / LAYERS_FILE))
     assert [line["step"] for line in layers] == [1, 2]
     for index in range(STEPS):
         loads = loads_of(found, index)

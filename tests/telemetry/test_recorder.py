@@ -8,12 +8,20 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.balance.metrics import home_loads, imbalance
 from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.telemetry.recorder import PredictedLoads
 from tests.ranks import run_ranks
 
 EXPERTS = 6
 LAYERS = 2
 MICROBATCHES = 3
+
+
+def imbalances(computed: Any) -> tuple[list[float], list[float]]:
+    """Of each forward: if experts stay at home, and as computed."""
+    after = [imbalance(one.rank_loads_after) for one in computed]
+    return [imbalance(home_loads(one.load)) for one in computed], after
 
 
 def _record(rank: int, strategy: str, recompute: str) -> dict[str, Any]:
@@ -52,7 +60,7 @@ def _record(rank: int, strategy: str, recompute: str) -> dict[str, Any]:
     loads = recorder.take_step()
     again = recorder.take_step()
     before = sum(2 * max(ranks) / sum(ranks) for ranks in by_hand)
-    return {"loads": loads, "by_hand": before, "again": again.forwards}
+    return {"loads": loads, "by_hand": before, "again": len(again.computed)}
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -60,27 +68,29 @@ def _record(rank: int, strategy: str, recompute: str) -> dict[str, Any]:
 def test_counts_every_forward_once(strategy: str, recompute: str) -> None:
     for result in run_ranks(_record, 2, strategy, recompute):
         loads = result["loads"]
-        assert loads.forwards == LAYERS * MICROBATCHES
+        forwards = len(loads.computed)
+        assert forwards == LAYERS * MICROBATCHES
         assert result["again"] == 0
         # Not of the first microbatch, in which layers get to know each other, nor of a first layer.
-        predicted = loads.predicted
+        predicted = PredictedLoads.total(loads.predicted_by_layer.values())
         is_told = strategy == "libra" and recompute == "none"
         assert predicted.forwards == ((LAYERS - 1) * (MICROBATCHES - 1) if is_told else 0)
-        assert sum(one.predicted is not None for one in loads.loads) == predicted.forwards
+        assert sum(one.predicted is not None for one in loads.computed) == predicted.forwards
         if is_told:
             assert 0 < predicted.choice_accuracy <= predicted.forwards
             assert 0 < predicted.load_accuracy <= predicted.forwards
         if strategy == "ideal":
             # Over all ranks, too.
-            counts = [one.load.sum(0) for one in loads.loads]
+            counts = [one.load.sum(0) for one in loads.computed]
             assert max(int(each.max() - each.min()) for each in counts) <= 1
-        else:
-            assert loads.imbalance_before == pytest.approx(result["by_hand"])
+        before, after = imbalances(loads.computed)
+        if strategy != "ideal":
+            assert sum(before) == pytest.approx(result["by_hand"])
         if strategy == "none":
-            assert loads.imbalance_after == loads.imbalance_before
-            assert loads.replicas == 0
+            assert after == before
+            assert not any((one.slots >= 0).any() for one in loads.computed)
         else:
-            assert loads.imbalance_after <= 1.05 * loads.forwards
+            assert sum(after) <= 1.05 * forwards
 
 
 def _layer(number: int, router: Any) -> Any:
@@ -98,7 +108,7 @@ def _record_ids(rank: int) -> Any:
     router.config = SimpleNamespace(num_moe_experts=EXPERTS)
     recorder = LoadRecorder([_layer(1, router)], dist.group.WORLD)
     router((None, torch.tensor([[4, 0], [-1, 4]])))
-    return recorder.take_step().loads
+    return recorder.take_step().computed
 
 
 def test_counts_a_router_that_gives_ids() -> None:
@@ -131,11 +141,11 @@ def test_the_host_waits_once_a_step() -> None:
         counting.under_way.append(work)
         step = recorder.take_step()
     assert len(work.our_syncs) == 1
-    assert (step.forwards, step.replicas) == (4, 4)
-    assert step.imbalance_before == pytest.approx(8 / 6 + 8 / 7 + 1 + 10 / 9)
-    assert step.imbalance_after == pytest.approx(1 + 8 / 7 + 10 / 8 + 12 / 9)
+    before, after = imbalances(step.computed)
+    assert before == pytest.approx([8 / 6, 8 / 7, 1, 10 / 9])
+    assert after == pytest.approx([1, 8 / 7, 10 / 8, 12 / 9])
     assert [(one.pushed_bytes, one.pulled_bytes) for one in step.computed] == [(20, 20)] * 4
-    assert step.loads[3].load.tolist() == [[3, 4], [2, 0]]
+    assert step.computed[3].load.tolist() == [[3, 4], [2, 0]]
 
 
 def _record_different_layers(rank: int) -> Any:
@@ -156,8 +166,8 @@ def _record_different_layers(rank: int) -> Any:
 
 def test_layers_may_differ_in_their_experts() -> None:
     for step in run_ranks(_record_different_layers, 2):
-        assert [one.load.tolist() for one in step.loads] == [
+        assert [one.load.tolist() for one in step.computed] == [
             [[2, 0, 0, 0], [1, 1, 0, 0]],
             [[2, 0], [1, 1]],
         ]
-        assert step.imbalance_before == pytest.approx(2 + 1.5)
+        assert imbalances(step.computed)[0] == pytest.approx([2, 1.5])

@@ -11,7 +11,9 @@ import torch
 from megatron_ext.balance.metrics import home_loads, imbalance
 from megatron_ext.files.loads import Loads, read_loads, write_loads
 from megatron_ext.telemetry import step_files
-from megatron_ext.telemetry.trace import LayerLoad, TraceWriter
+from megatron_ext.telemetry.recorder import Computed
+from megatron_ext.telemetry.step_files import StepFiles
+from megatron_ext.telemetry.trace import TraceWriter
 from megatron_ext.trainer.logs.run_log import read_metrics
 from tests import workloads
 from tests.ranks import run_ranks
@@ -22,10 +24,15 @@ LAYERS = (2, 4)
 MICROBATCHES = 3
 
 
-def loads_of(step: int) -> list[LayerLoad]:
+def computed(layer: int, load: torch.Tensor, predicted: torch.Tensor | None = None) -> Computed:
+    no_slots = load.new_empty(len(load), 0)
+    return Computed(layer, load, home_loads(load), no_slots, predicted=predicted)
+
+
+def loads_of(step: int) -> list[Computed]:
     """Two layers, interleaved as a pipeline schedule would; each load is another one."""
     return [
-        LayerLoad(layer, workloads.zipf(2, 4, 50, 1.0, seed=100 * step + 10 * layer + microbatch))
+        computed(layer, workloads.zipf(2, 4, 50, 1.0, seed=100 * step + 10 * layer + microbatch))
         for microbatch in range(MICROBATCHES)
         for layer in reversed(LAYERS)
     ]
@@ -34,13 +41,10 @@ def loads_of(step: int) -> list[LayerLoad]:
 def writer(
     run_dir: Path, start_step: int = 0, steps_per_file: int = 2, pp_rank: int = 0, pp_size: int = 1
 ):
-    return TraceWriter(
-        run_dir,
-        steps_per_file=steps_per_file,
-        start_step=start_step,
-        pp_rank=pp_rank,
-        pp_size=pp_size,
+    files = StepFiles(
+        run_dir / "trace", steps_per_file=steps_per_file, pp_rank=pp_rank, pp_size=pp_size
     )
+    return TraceWriter(files, start_step=start_step)
 
 
 def names(run_dir: Path) -> list[str]:

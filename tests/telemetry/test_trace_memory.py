@@ -4,18 +4,18 @@ import torch
 
 from megatron_ext.files.loads import read_loads
 from megatron_ext.telemetry import step_files
-from megatron_ext.telemetry.trace import LayerLoad, TraceWriter
 from tests import workloads
+from tests.telemetry.test_trace import computed, writer
 
 
 def test_predictions_are_bounded_with_the_loads(tmp_path, monkeypatch):
     """Room for two loads: with a prediction each, one load more than one is above it."""
     load = workloads.zipf(2, 4, 50, 1.0, seed=0)
     monkeypatch.setattr(step_files, "_MOST_BYTES", 2 * load.nbytes)
-    trace = TraceWriter(tmp_path, steps_per_file=1000, start_step=0, pp_rank=0, pp_size=1)
+    trace = writer(tmp_path, steps_per_file=1000)
     kept = []
     for step in range(1, 6):
-        trace.write(step, [LayerLoad(1, load, predicted=load)])
+        trace.write(step, [computed(1, load, predicted=load)])
         kept.append(len(trace._loads) + len(trace._predicted))
     trace.close()
     assert kept == [2, 0, 2, 0, 2]

@@ -15,8 +15,9 @@ import torch
 
 from megatron_ext.balance import ranges
 from megatron_ext.config import ConfigError
-from megatron_ext.telemetry.layers import read_layers
+from megatron_ext.files.run_dir import LAYERS_FILE
 from megatron_ext.telemetry.profile import PROFILE_FILE, StepProfile, merge_traces
+from megatron_ext.telemetry.step_lines import read_lines
 from megatron_ext.trainer import quickstart
 from megatron_ext.trainer.logs.run_log import read_metrics
 from megatron_ext.trainer.train import load_config
@@ -95,7 +96,7 @@ def test_some_steps_of_all_ranks_become_one_trace(run_dir: Path) -> None:
             and any(each["name"] in within([each], layer) for layer in around)
             for each in ours
         )
-    lines = zip(read_metrics(run_dir)[2:], read_layers(run_dir)[2:], strict=True)
+    lines = zip(read_metrics(run_dir)[2:], list(read_lines(run_dir / LAYERS_FILE))[2:], strict=True)
     expected = [
         (track, values)
         for line, layers in lines
@@ -128,7 +129,7 @@ def test_a_run_without_balancing_shows_the_same_stages_of_megatrons_layers(
 
 def test_boards_say_what_the_lines_of_a_training_say(run_dir: Path) -> None:
     events = tensorboard_events(run_dir / "tensorboard")
-    lines, layers = read_metrics(run_dir), read_layers(run_dir)
+    lines, layers = read_metrics(run_dir), list(read_lines(run_dir / LAYERS_FILE))
     for name, shown in (
         ("loss", "train/loss"),
         ("imbalance_before", "balance/imbalance_before"),
