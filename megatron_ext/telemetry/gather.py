@@ -152,15 +152,12 @@ def gather_step(
 ) -> GatheredStep:
     """Gather the numbers of a step from all ranks; all ranks of the world call.
 
-    Args:
-        computed: The counted forwards of this rank's layers; the forwards of a layer are in the
-            order of the microbatches.
-        place: This rank's position.
-        own: Further numbers of this rank, by the same names on all ranks; NaN for no number.
+    The forwards of a layer are in the order of the microbatches. `own` has further numbers of this
+    rank, by the same names on all ranks; NaN for no number.
     """
     mine = _Mine.of(computed if place.speaks else (), place.ep_size)
     # First the maxima: sizes, and the layer and EP group with the largest imbalance.
-    sizes = [mine.num_microbatches, mine.experts_in_slots.shape[2]]
+    sizes = [int(mine.microbatches.max(initial=-1)) + 1, mine.experts_in_slots.shape[2]]
     experts, worst = np.zeros(place.num_layers), np.zeros((place.groups, place.num_layers))
     experts[mine.layers] = mine.num_experts
     np.maximum.at(worst[place.group], mine.layers, mine.cells[0])
@@ -252,6 +249,9 @@ class _Mine:
         experts = [one.load.numpy().sum(0) for one in computed]
         before = [each.reshape(ep_size, -1).sum(1) for each in experts]
         held = [one.experts_in_slots.numpy() for one in computed]
+        moved = [one.pushed_bytes for one in computed], [one.pulled_bytes for one in computed]
+        with_microbatch = zip(computed, microbatches, strict=True)
+        gaps = [_gap(one) if microbatch == 0 else -1 for one, microbatch in with_microbatch]
         return cls(
             layers=np.array([one.layer_number - 1 for one in computed], dtype=int),
             microbatches=np.array(microbatches, dtype=int),
@@ -260,20 +260,9 @@ class _Mine:
             after=_stacked([one.rank_loads_after.numpy() for one in computed], (ep_size,), 0),
             experts=_stacked(experts, (0,), 0),
             experts_in_slots=_stacked(held, (ep_size, 0), -1),
-            bytes=np.array([(one.pushed_bytes, one.pulled_bytes) for one in computed])
-            .reshape(-1, 2)
-            .T,
-            gaps=np.array(
-                [
-                    _gap(one) if first == 0 else -1
-                    for one, first in zip(computed, microbatches, strict=True)
-                ]
-            ),
+            bytes=np.array(moved),
+            gaps=np.array(gaps),
         )
-
-    @property
-    def num_microbatches(self) -> int:
-        return int(self.microbatches.max(initial=-1)) + 1
 
     @cached_property
     def cells(self) -> np.ndarray:

@@ -43,7 +43,6 @@ BEAT_S = 2.0
 LOST_BEATS = 4
 """A rank counts as lost after so many missing heartbeats: a busy machine may delay one or two."""
 
-
 _WAITING_ROOMS = ("/torch/distributed/", "/megatron_ext/transport/")
 _WAITING = ".wait("
 """A main thread in code of these folders, or at `.wait(` of a handle, waits for other ranks."""
@@ -77,11 +76,9 @@ class _MainThread:
 
 
 def note(stage: str, step: int | None = None) -> None:
-    """Note the stage that the main thread begins.
+    """Note the stage that the main thread begins, such as `load`, `forward`, `optimizer`, `save`.
 
-    Args:
-        stage: A name such as `load`, `forward`, `optimizer`, `save`.
-        step: The step that begins; by default the step of the last note.
+    Without a step, the stage belongs to the step of the last note.
     """
     _MainThread.note = Note(stage, _MainThread.note.step if step is None else step)
 
@@ -92,12 +89,9 @@ def last_note() -> Note:
 
 
 def note_layers(layers: Sequence[Any]) -> Callable[[], None]:
-    """Let MoE layers note when their forward or backward begins.
+    """Let MoE layers note when their forward or backward begins; return how to end this.
 
     The stages are then `forward` and `backward`; the stage `evaluate` keeps its name.
-
-    Returns:
-        A function that ends the notes of these layers.
     """
     hooks = [hook for layer in layers for hook in _LayerNotes(layer.layer_number).attach(layer)]
 
@@ -193,23 +187,17 @@ class Status:
 
     @property
     def lost_s(self) -> float:
-        """Return the seconds without a heartbeat after which the rank counts as lost."""
+        """Return the time without a heartbeat after which the rank counts as lost, in seconds."""
         return LOST_BEATS * self.beat_s
 
     @property
     def silent_s(self) -> float:
-        """Return the seconds since the last heartbeat, by the clocks of both machines."""
+        """Return the time since the last heartbeat, in seconds, by the clocks of both machines."""
         return max(time.time() - self.time, 0.0)
 
 
 def own_status(*, rank: int, num_ranks: int, limit_s: float) -> Status:
-    """Return the first status of this process.
-
-    Args:
-        rank: This rank.
-        num_ranks: Ranks of the run.
-        limit_s: Longest time without a move, in seconds.
-    """
+    """Return the first status of this process; the fields of `Status` explain the arguments."""
     pid = os.getpid()
     return Status(
         rank=rank,

@@ -1,11 +1,11 @@
-"""What a step's metrics are called, in which unit they are, and what they mean: one table.
+"""Names, units and meanings of a step's metrics, in one table.
 
-A line of `metrics.jsonl` and a column of `layers.jsonl` have flat names, the keys of `METRICS`. W&B
-and TensorBoard show them by section, as `balance/imbalance_after`; those that Megatron has a name
-for are shown under that name as well, so that dashboards made for it fit.
+Lines of `metrics.jsonl` and columns of `layers.jsonl` have flat names, the keys of `METRICS`. W&B
+and TensorBoard show metrics by section, such as `balance/imbalance_after`. Metrics for which
+Megatron has a name appear under that name, too, so that dashboards for Megatron work.
 
-Both are written at two tiers: `brief` has what describes the whole step; `detailed` adds what
-describes a layer, as `balance/imbalance_after_layer_3`.
+The tier `brief` has the metrics of the whole step; `detailed` adds those of each layer, such as
+`balance/imbalance_after_layer_3`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 MAX_KEYS = 1000
-"""Most names of a step in W&B and the like, where a program says nothing else."""
+"""Most names of a step in W&B and TensorBoard, unless a program sets another limit."""
 
 SECTIONS = ("train", "balance", "cost", "system")
-"""Names in front of the metrics, in the order in which they are shown."""
+"""Sections of the metrics, in the order in which they appear."""
 
 TIERS = ("brief", "detailed")
-"""How much is written: what describes a step, or what describes each layer, too."""
+"""Metrics of the step alone, or of each layer, too."""
 
 
 class Metric(NamedTuple):
@@ -36,7 +36,7 @@ class Metric(NamedTuple):
 
 
 def _spread(what: str, of: str) -> dict[str, Metric]:
-    """A metric's percentiles and largest value."""
+    """Return the metrics of percentiles and of the largest value."""
     words = {"p50": "median", "p90": "90th percentile", "p99": "99th percentile", "max": "largest"}
     return {
         f"{what}_{suffix}": Metric("balance", "", f"{of}: {word} over layers and microbatches")
@@ -89,10 +89,10 @@ METRICS: dict[str, Metric] = {
     "tflops_per_gpu": Metric("system", "TFLOP/s", "the model's arithmetic over time and ranks"),
     "memory_bytes": Metric("system", "bytes", "most memory that a rank had allocated"),
 }
-"""By flat name, in the order in which they are shown."""
+"""By flat name, in the order in which they appear."""
 
 HOT = 4
-"""An expert is hot beyond so many times the mean load of its layer's experts."""
+"""A hot expert has more than so many times the mean load of its layer's experts."""
 
 MEGATRON_NAMES = {
     "imbalance_after": "moe/avg_overload_factor",
@@ -102,7 +102,7 @@ MEGATRON_NAMES = {
     "max_cum_overload": "moe/max_cum_overload_factor",
     "max_cum_overload_routed": "moe/max_cum_overload_factor_routed",
 }
-"""Megatron's names of metrics, which mean what is computed; with `_routed`, what was routed."""
+"""Megatron's names: of loads as computed, or with `_routed` of loads if experts stay at home."""
 
 LAYER_METRICS = (
     "imbalance_before",
@@ -115,7 +115,7 @@ LAYER_METRICS = (
 
 
 def section_of(name: str) -> str:
-    """Return the section of a flat name; metrics of no table are `other`.
+    """Return the section of a flat name; metrics without an entry in `METRICS` are `other`.
 
     >>> section_of("loss"), section_of("choice_accuracy_layer_3"), section_of("new")
     ('train', 'balance', 'other')
@@ -131,14 +131,11 @@ def shown(
     tier: str = "brief",
     max_keys: int,
 ) -> dict[str, float]:
-    """Return what W&B and TensorBoard show of a step, by name with section.
+    """Return the metrics of a step for W&B and TensorBoard, by name with section.
 
-    Args:
-        metrics: The step's line of `metrics.jsonl`.
-        layers: The step's line of `layers.jsonl`, if there is one.
-        tier: One of `TIERS`.
-        max_keys: Most names. What describes the step comes first, then layers, those with the
-            largest imbalance before balancing first; a layer has all its names or none.
+    The arguments are the step's lines of `metrics.jsonl` and `layers.jsonl`, one of `TIERS` and the
+    largest number of names. Metrics of the step come first, then layers, those with the largest
+    imbalance before balancing first; a layer has all its names or none.
 
     >>> line = {"step": 3, "loss": 2.0, "imbalance_after": 1.1}
     >>> shown(line, max_keys=9)
@@ -168,7 +165,7 @@ def shown(
 
 
 def _keys(name: str, value: float, layer: int | None = None) -> dict[str, float]:
-    """A metric under its own name and Megatron's, which counts layers from 0."""
+    """Return a metric under its own name and Megatron's, which counts layers from 0."""
     own, theirs = ("", "") if layer is None else (f"_layer_{layer}", f"_layer_{layer - 1}")
     keys = {f"{section_of(name)}/{name}{own}": value}
     if name in MEGATRON_NAMES:

@@ -30,13 +30,9 @@ _HOST_THREADS = 1000
 
 
 class StepProfile:
-    """Records steps of this rank; all ranks of the training make the same calls.
+    """Records steps of this rank, `first` counted from 1; all ranks make the same calls.
 
-    Args:
-        folder: The trace's folder, one for all ranks.
-        first: First step that is recorded, from 1.
-        steps: Number of steps that are recorded; 0 records nothing.
-        ranks: The ranks that record; empty means all ranks.
+    All ranks have the same folder for the trace. Without `ranks`, all ranks record.
     """
 
     def __init__(self, folder: Path, *, first: int, steps: int, ranks: Collection[int]) -> None:
@@ -67,9 +63,7 @@ class StepProfile:
     def write(self, counters: Counters) -> Path | None:
         """Write the trace of the recorded steps; all ranks call, after a step.
 
-        Returns:
-            Path of the trace; None without a recorded step since the last call, and on all ranks
-            but rank 0.
+        Rank 0 returns the trace's path, if steps were recorded since the last call; others None.
         """
         if not self._has_begun:
             return None
@@ -79,20 +73,19 @@ class StepProfile:
             self._profile.export_chrome_trace(str(self._parts[dist.get_rank()]))
             self._profile = None
         dist.barrier()
-        return self._merge(counters) if dist.get_rank() == 0 else None
+        if dist.get_rank() != 0:
+            return None
+        merged = self._folder / PROFILE_FILE
+        merge_traces(self._parts, counters, merged)
+        for part in self._parts.values():
+            part.unlink()
+        return merged
 
     def close(self) -> None:
         """Stop recording after an error, and drop steps that were not written."""
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
-
-    def _merge(self, counters: Counters) -> Path:
-        merged = self._folder / PROFILE_FILE
-        merge_traces(self._parts, counters, merged)
-        for part in self._parts.values():
-            part.unlink()
-        return merged
 
 
 def counters_of(
@@ -117,13 +110,10 @@ def counters_of(
 
 
 def merge_traces(parts: Mapping[int, Path], counters: Counters, merged: Path) -> None:
-    """Merge the traces of ranks into one.
+    """Merge the traces that torch's profiler exported by rank into one, JSON compressed by gzip.
 
-    Args:
-        parts: The files that torch's profiler exported, by rank. One file is in memory at a time.
-        counters: Counter tracks. A track belongs to the first of the ranks and begins with that
-            rank's range `step N`.
-        merged: The trace: JSON, compressed by gzip.
+    One part is in memory at a time. A counter track belongs to the first of the ranks and begins
+    with that rank's range `step N`.
     """
     partial = merged.with_name(f".{merged.name}.partial")
     # Level 1: a trace has hundreds of megabytes, and the ranks wait.

@@ -26,19 +26,14 @@ ROUTES_FOLDER = "routes"
 class RouteRecorder:
     """Watches a rank's model from its construction until `close()`.
 
-    If a run continues from a checkpoint, the recorder drops every file that has a step after that
-    checkpoint, as a whole. The file's steps before the checkpoint are lost; no step is recorded
+    If a run continues from the checkpoint of `start_step`, the recorder drops every file that has a
+    later step, as a whole. The file's steps before the checkpoint are lost; no step is recorded
     twice.
 
-    Args:
-        files: Writes the files.
-        chunks: The model's chunks on this rank. A chunk's first argument is tokens [b, s].
-        layers: The chunks' MoE layers: balanced, even or Megatron's own; at least one.
-        samples: Samples of a step to record, >= 1; a rank with fewer samples records all.
-        start_step: The step of the checkpoint that the run continues from, 0 for a new run.
-        vocab_size: Ids that a token can have.
-        bytes_per_token: Memory of a token and the token's choices, equal on all stages, so that the
-            files of all stages end with the same steps.
+    A chunk's first argument is tokens [b, s]. The chunks have at least one MoE layer, of any kind.
+    The recorder takes the first `samples` of a step, or all if there are fewer. `bytes_per_token`
+    is the memory of a token and the token's choices, equal on all stages, so that the files of all
+    stages end with the same steps.
     """
 
     def __init__(
@@ -99,7 +94,7 @@ class RouteRecorder:
         self._files.close()
 
     def _kept(self, microbatch: int, size: int) -> int:
-        """Return how many samples of a microbatch of this size to record."""
+        """Return the number of samples to record of a microbatch of this size."""
         return min(size, max(self._samples - microbatch * size, 0))
 
     def _see_tokens(self, chunk: nn.Module, inputs: tuple[Tensor, ...]) -> None:

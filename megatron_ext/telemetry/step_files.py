@@ -26,13 +26,8 @@ _MOST_BYTES = 64 << 20
 class StepFiles:
     """One rank's files in a folder; a thread writes one file at a time.
 
-    So memory holds two files at most, each of at most `_MOST_BYTES` and one step more.
-
-    Args:
-        folder: The folder of the files; made with the first file.
-        steps_per_file: Steps in a file, >= 1.
-        pp_rank: This rank's pipeline stage.
-        pp_size: Pipeline stages of the run.
+    So memory holds two files at most, each of at most `_MOST_BYTES` and one step more. The folder
+    is made with the first file.
     """
 
     def __init__(self, folder: Path, *, steps_per_file: int, pp_rank: int, pp_size: int) -> None:

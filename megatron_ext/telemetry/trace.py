@@ -37,7 +37,7 @@ class TraceWriter:
         self._predicted: list[Tensor | None] = []
         self._keys: list[Key] = []
         self._num_steps = 0
-        for _, path in self._files.existing():  # The loads of later steps are dropped.
+        for _, path in self._files.existing():
             self._files.change(path, partial(self._shorten, path, start_step))
 
     def write(self, step: int, computed: Sequence[Computed]) -> None:

@@ -7,7 +7,13 @@
 
 `checkpoints_tools.relayout` moves a checkpoint's experts, `samples.py` a run's samples, `tokens.py`
 its single tokens. Legend: N tokens, Q samples, L layers, K experts of a token, V vocabulary, E
-logical experts, R ranks of the EP group.
+logical experts, R ranks of the EP group. Arrays have these names in all functions; those of one
+layer lack the axis L:
+
+    predicted    expected choices of each expert by each sample, float64 [Q, L, E]
+    home         rank of each expert, int64 [L, E]
+    sample_rank  rank of each sample, int64 [Q]
+    rank_of      rank that has most of a token's experts, int64 [L, N]
 
 Source: Sem-MoE (Y. Li et al.), sections 3.2 and 3.3, Algorithm 1, section B.1.
 """
@@ -31,13 +37,10 @@ STEPS = 10
 def learn(
     routes: Routes, ranks: int, *, on_layer: Callable[[int], object] = lambda count: None
 ) -> Semantics:
-    """Cluster the experts and samples of some routes, and make the tables.
+    """Cluster the experts and samples of recorded routes, and make the tables.
 
-    Args:
-        routes: What was recorded.
-        ranks: Ranks of the EP group (R).
-        on_layer: Called with 1 after each layer of each step, and at the end with the rest of
-            `STEPS` times the layers, which was not needed.
+    `on_layer` is called with 1 after each layer of each step, and at the end with the rest of
+    `STEPS` times the layers, which was not needed.
 
     Raises:
         ValueError: Ranks do not divide the experts, or there are fewer samples than ranks.
@@ -48,7 +51,8 @@ def learn(
         raise ValueError(f"samples ({routes.num_samples}) must be at least as many as ranks")
     # The tables of all layers together could be larger than memory: each is made twice.
     numbers = range(len(routes.layers))
-    predicted = np.stack([_predict(routes, _confidence(routes, n)) for n in numbers], axis=1)
+    by_layer = [_sum_by_sample(routes, _confidence(routes, n)) for n in numbers]
+    predicted = routes.choice.shape[2] * np.stack(by_layer, axis=1)
     home, _ = co_cluster(predicted, ranks, on_layer=on_layer)
     affinity = np.zeros((routes.vocab_size, ranks))
     for n in numbers:
@@ -66,7 +70,7 @@ def learn(
 
 
 def _confidence(routes: Routes, layer: int) -> np.ndarray:
-    """Chance of each expert to be chosen by a token id, summing to 1; 0 if not seen: [V, E].
+    """Return the chance of each expert to be chosen by a token id: [V, E]; 0 if not seen.
 
     Source: Sem-MoE, section 3.2 (token-to-expert activation and confidence tables).
     """
@@ -74,13 +78,13 @@ def _confidence(routes: Routes, layer: int) -> np.ndarray:
     return table / np.maximum(table.sum(1, keepdims=True), 1)
 
 
-def _predict(routes: Routes, confidence: np.ndarray) -> np.ndarray:
-    """Expected choices of each expert by each sample, from its token ids: float64 [Q, E]."""
+def _sum_by_sample(routes: Routes, table: np.ndarray) -> np.ndarray:
+    """Add up a table's rows [V, ...] of the token ids of each sample: float64 [Q, ...]."""
     columns = [
         np.bincount(routes.sample, column[routes.token], minlength=routes.num_samples)
-        for column in confidence.T
+        for column in table.T
     ]
-    return routes.choice.shape[2] * np.stack(columns, axis=1)
+    return np.stack(columns, axis=1)
 
 
 def co_cluster(
@@ -92,13 +96,8 @@ def co_cluster(
     on the busiest rank, summed over layers; the best result costs least. Every rank has equally
     many experts of each layer, and equally many samples up to one.
 
-    Args:
-        predicted: Choices of each expert by each sample, float64 [Q, L, E].
-        ranks: Ranks (R), dividing the experts.
-        on_layer: See `learn`.
-
     Returns:
-        Rank of each expert, int64 [L, E], and of each sample, int64 [Q].
+        `home` and `sample_rank`.
 
     Source: Sem-MoE, Algorithm 1; differs from it in that all affinities are in one unit, expected
     choices, with equal weights; that it starts from the experts as they are; that every swap of two
@@ -126,20 +125,12 @@ def co_cluster(
 
 
 def place_experts(predicted: np.ndarray, sample_rank: np.ndarray, ranks: int) -> np.ndarray:
-    """Place the experts of one layer on ranks, the hottest first.
+    """Place the experts of one layer on ranks, the hottest first; return `home`.
 
     An expert goes to the rank with room that has the highest score. The score counts how often the
     rank's own samples choose the expert, and how often samples choose the expert together with the
     rank's experts, less the load that the rank has already. Then pairs of experts are swapped as
     long as a swap lowers the cost.
-
-    Args:
-        predicted: Choices of each expert by each sample, float64 [Q, E].
-        sample_rank: Rank of each sample, int64 [Q].
-        ranks: Ranks (R).
-
-    Returns:
-        Rank of each expert, int64 [E].
 
     Source: Sem-MoE, Algorithm 1, lines 3 to 26.
     """
@@ -196,18 +187,10 @@ def _swap(home: np.ndarray, load: np.ndarray, by_samples: np.ndarray, ranks: int
 
 
 def place_samples(predicted: np.ndarray, home: np.ndarray, ranks: int) -> np.ndarray:
-    """Place samples on ranks, the longest first.
+    """Place samples on ranks, the longest first; return `sample_rank`.
 
     A sample goes to the rank with room whose experts it chooses most, and whose samples make most
     of the choices of the sample's experts.
-
-    Args:
-        predicted: Choices of each expert by each sample, float64 [Q, L, E].
-        home: Rank of each expert, int64 [L, E].
-        ranks: Ranks (R).
-
-    Returns:
-        Rank of each sample, int64 [Q].
 
     Source: Sem-MoE, Algorithm 1, lines 28 to 42.
     """
@@ -228,7 +211,7 @@ def place_samples(predicted: np.ndarray, home: np.ndarray, ranks: int) -> np.nda
 
 
 def _cost(predicted: np.ndarray, home: np.ndarray, sample_rank: np.ndarray, ranks: int) -> float:
-    """Choices that travel plus choices on the busiest rank, summed over layers."""
+    """Return the choices that travel plus those on the busiest rank, summed over layers."""
     cost = 0.0
     for layer, of_layer in enumerate(home):
         by_rank = _sum_by_rank(predicted[:, layer], sample_rank, ranks)
@@ -238,12 +221,12 @@ def _cost(predicted: np.ndarray, home: np.ndarray, sample_rank: np.ndarray, rank
 
 
 def _sum_by_rank(predicted: np.ndarray, sample_rank: np.ndarray, ranks: int) -> np.ndarray:
-    """Choices of each expert by the samples of each rank: float64 [R, E]."""
+    """Return the choices of each expert by the samples of each rank: float64 [R, E]."""
     return np.asarray(np.eye(ranks)[sample_rank].T @ predicted)
 
 
 def ranks_of_tokens(routes: Routes, home: np.ndarray, ranks: int) -> np.ndarray:
-    """Rank that has most of a token's experts; of equal ranks the first: int64 [L, N]."""
+    """Return `rank_of`; of ranks with equally many experts of a token the first."""
     chosen = [of[choice] for of, choice in zip(home, routes.choice.astype(np.int64), strict=True)]
     return np.stack([np.eye(ranks)[ranks_K].sum(1).argmax(1) for ranks_K in chosen])
 
@@ -253,11 +236,6 @@ def ranks_of_ids(routes: Routes, rank_of: np.ndarray, ranks: int) -> tuple[np.nd
 
     For every id one token more is counted than was seen, spread over all ranks. So the rank of an
     id that was seen once is not certain, and an id that was not seen has chance 1 / R everywhere.
-
-    Args:
-        routes: Which tokens, with their ids.
-        rank_of: Rank of each token in each layer, int64 [L, N].
-        ranks: Ranks (R).
 
     Returns:
         `Semantics.token_rank` and `Semantics.token_confidence`.
@@ -278,10 +256,6 @@ def ranks_of_ids(routes: Routes, rank_of: np.ndarray, ranks: int) -> tuple[np.nd
 
 def transitions(rank_of: np.ndarray, ranks: int) -> np.ndarray:
     """Count where tokens go after two layers, as chances: float64 [L - 2, R, R, R].
-
-    Args:
-        rank_of: Rank of each token in each layer, int64 [L, N].
-        ranks: Ranks (R).
 
     >>> transitions(np.array([[0, 0, 1], [1, 1, 1], [0, 1, 1]]), 2)[0, :, 1].tolist()
     [[0.5, 0.5], [0.0, 1.0]]
@@ -332,11 +306,6 @@ def check_batches(routes: Routes, ranks: int, global_batch: int) -> None:
 def compare(routes: Routes, semantics: Semantics, global_batch: int) -> dict[str, dict[str, float]]:
     """Measure samples dealt in turn or by affinity, each with experts as they are and moved.
 
-    Args:
-        routes: What tokens choose.
-        semantics: Learned for the same layers, ids and experts.
-        global_batch: Samples of a batch, a multiple of the ranks.
-
     Returns:
         `measure` of `round robin`, `experts` (only moved), `samples` (only by affinity), `both`.
 
@@ -346,11 +315,7 @@ def compare(routes: Routes, semantics: Semantics, global_batch: int) -> dict[str
     check_fit(routes, semantics)
     (layers, experts), ranks = semantics.expert.shape, semantics.affinity.shape[1]
     check_batches(routes, ranks, global_batch)
-    columns = [
-        np.bincount(routes.sample, column[routes.token], minlength=routes.num_samples)
-        for column in semantics.affinity.T
-    ]
-    score = np.stack(columns, axis=1)
+    score = _sum_by_sample(routes, semantics.affinity)
     in_turn = np.arange(routes.num_samples) % ranks
     by_affinity = in_turn.copy()
     for start in range(0, routes.num_samples - global_batch + 1, global_batch):
@@ -372,14 +337,7 @@ def compare(routes: Routes, semantics: Semantics, global_batch: int) -> dict[str
 def measure(
     routes: Routes, home: np.ndarray, sample_rank: np.ndarray, ranks: int, global_batch: int
 ) -> dict[str, float]:
-    """Measure where tokens go, with experts and samples on these ranks.
-
-    Args:
-        routes: What the tokens choose.
-        home: Rank of each expert, int64 [L, E].
-        sample_rank: Rank of each sample, int64 [Q].
-        ranks: Ranks (R).
-        global_batch: Samples of a batch; the last samples that make no batch are dropped.
+    """Measure where tokens go, with experts and samples on these ranks, in whole global batches.
 
     Returns:
         `local_activation_rate`: choices of an expert on the token's rank / all choices;

@@ -1,7 +1,8 @@
 """Sends each sample to the rank that has the experts of its tokens (Sem-MoE's data scheduling).
 
 The samples of a step stay the same, and every rank has equally many samples; only the rank that
-computes a sample changes. Legend: Q samples, V vocabulary, R ranks.
+computes a sample changes. An affinity is the share of a token id's choices that go to a rank of the
+EP group: float32 [V, R]. Legend: Q samples, V vocabulary, R ranks.
 """
 
 from __future__ import annotations
@@ -16,29 +17,16 @@ from megatron_ext.data.mixing import MixedDataset
 
 
 def scores(tokens: np.ndarray, affinity: np.ndarray) -> np.ndarray:
-    """Add up how much the tokens of each sample belong to each rank.
-
-    Args:
-        tokens: Ids, int64 [Q, tokens of a sample].
-        affinity: Share of an id's choices that go to each rank, float32 [V, R].
-
-    Returns:
-        float64 [Q, R].
-    """
+    """Add up the affinities [V, R] of the ids [Q, tokens] of each sample: float64 [Q, R]."""
     return np.asarray(affinity[tokens].sum(1, dtype=np.float64))
 
 
 def schedule(score: np.ndarray) -> np.ndarray:
-    """Place the samples of a global batch on ranks, equally many on each.
+    """Place the samples of a global batch on ranks, equally many on each: int64 [Q].
 
     A sample's gain is its best score less its mean score. The sample with the largest gain chooses
-    first; each sample goes to the rank of highest score that has room.
-
-    Args:
-        score: How much each sample belongs to each rank, float64 [Q, R]; R divides Q.
-
-    Returns:
-        Rank of each sample, int64 [Q].
+    first; each sample goes to the rank of highest score that has room. Scores are float64 [Q, R]; R
+    divides Q.
 
     >>> schedule(np.array([[0.6, 0.4], [0.8, 0.2], [0.7, 0.3], [0.5, 0.5]])).tolist()
     [1, 0, 0, 1]
@@ -68,15 +56,8 @@ def scheduled_microbatches(
     """Return the microbatches of one data-parallel rank, from where a run stands, without end.
 
     The global batches are those of `microbatches`, sample by sample. Every rank reads the whole
-    global batch to find its own samples.
-
-    Args:
-        dataset: What to read.
-        affinity: Share of a token id's choices that go to each rank of the EP group, [V, R].
-        consumed_samples: Samples that the run has seen, a multiple of `global_batch_size`.
-        global_batch_size: Samples of an optimizer step.
-        data_parallel_rank: This rank's number; rank d is rank d mod R of its EP group.
-        data_parallel_size: Ranks that read different samples, a multiple of R.
+    global batch to find its own samples. Data-parallel rank d is rank d mod R of its EP group; R
+    divides the data-parallel ranks. `consumed_samples` is a multiple of the global batch.
     """
     ep_ranks = np.arange(data_parallel_size) % affinity.shape[1]
     for start in itertools.count(consumed_samples, global_batch_size):

@@ -23,11 +23,8 @@ def compare_tokens(
 ) -> dict[str, dict[str, float]]:
     """Compare tokens on the ranks of their sequence slices with tokens dealt by their experts.
 
-    Args:
-        routes: The tokens' choices. Each sample loses its last tokens if the ranks do not divide
-            the number of its tokens.
-        semantics: Learned for the same layers, ids and experts.
-        on_layer: Called with 1 after each layer.
+    Each sample loses its last tokens if the ranks do not divide the number of its tokens.
+    `on_layer` is called with 1 after each layer.
 
     Returns:
         By `sequence order`, `round robin` (token i to rank i mod R), `by id` (the id's rank only)

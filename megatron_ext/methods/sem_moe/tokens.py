@@ -60,14 +60,10 @@ class LayerTables(NamedTuple):
 def predict(
     tables: LayerTables, ids: Tensor, ranks: int, went: tuple[Tensor, Tensor] | None = None
 ) -> Guess:
-    """Guess for each token which rank has most of its experts in a layer.
+    """Guess the rank that has most of a token's experts in a layer, by token ids, int64 [R N].
 
-    Args:
-        tables: Tables of the layer.
-        ids: Ids of the tokens, int64 [R N].
-        ranks: Ranks (R).
-        went: Ranks that the tokens went to two layers before and in the layer before, int64 [R N]
-            each; None if these ranks are not known, so that ids decide alone.
+    `went` has the ranks that the tokens went to two layers before and in the layer before, int64
+    [R N] each. Without these ranks, ids decide alone.
 
     Source: Sem-MoE, Algorithm 3, line 2; if both guesses are equally sure, the ranks decide.
     """
@@ -83,16 +79,12 @@ def predict(
 
 
 def rebatch(guess: Guess, ranks: int) -> Tensor:
-    """Deal the tokens to ranks, equally many to each.
+    """Deal the tokens of a group, with their guesses [R N] in order, equally many to each rank.
 
     A token goes to its guessed rank if the rank has room. The surest tokens choose first; of
     equally sure tokens, those that are on the rank already, then by their order. A token that finds
     no room, or has no rank likelier than others, stays on its own rank if there is room, else the
     token goes to any rank with room.
-
-    Args:
-        guess: Guess for each token of the group, in order: [R N].
-        ranks: Ranks (R).
 
     Returns:
         The token at each position, rank by rank and in order on each rank: int64 [R N].
@@ -111,8 +103,8 @@ def rebatch(guess: Guess, ranks: int) -> Tensor:
     if num_tokens % ranks:
         raise ValueError(f"tokens ({num_tokens}) must be a multiple of ranks ({ranks})")
     own = torch.arange(ranks, device=guess.rank.device).repeat_interleave(num_tokens // ranks)
-    surest = _argsort(own != guess.rank)
-    surest = surest[_argsort(-guess.confidence[surest])]
+    surest = (own != guess.rank).argsort(stable=True)
+    surest = surest[guess.confidence[surest].neg().argsort(stable=True)]
     in_order = torch.arange(num_tokens, device=guess.rank.device)
 
     rank_of = torch.full_like(own, -1)
@@ -122,11 +114,7 @@ def rebatch(guess: Guess, ranks: int) -> Tensor:
     rank_of[rank_of < 0] = torch.arange(ranks, device=own.device).repeat_interleave(
         _room(rank_of, ranks)
     )
-    return _argsort(rank_of)
-
-
-def _argsort(keys: Tensor) -> Tensor:
-    return keys.argsort(stable=True)
+    return rank_of.argsort(stable=True)
 
 
 def _room(rank_of: Tensor, ranks: int) -> Tensor:
@@ -135,16 +123,12 @@ def _room(rank_of: Tensor, ranks: int) -> Tensor:
 
 
 def _seat(rank_of: Tensor, wish: Tensor, order: Tensor, ranks: int) -> Tensor:
-    """Give tokens without a rank the rank they wish for, in this order, while it has room.
+    """Give tokens without a rank (-1) the rank of their wish, in this order, while it has room.
 
-    Args:
-        rank_of: Rank of each token, -1 for none: [R N].
-        wish: Rank that each token wishes for, -1 for none: [R N].
-        order: Every token once, [R N].
-        ranks: Ranks (R).
+    All are int64 [R N]; `order` has every token once, and a wish may be -1.
     """
     wish = torch.where(rank_of < 0, wish, -1)
-    grouped = order[_argsort(wish[order])]
+    grouped = order[wish[order].argsort(stable=True)]
     wish_grouped = wish[grouped]
     group_sizes = torch.bincount(wish + 1, minlength=ranks + 1)
     first_of_group = (group_sizes.cumsum(0) - group_sizes)[wish_grouped + 1]
@@ -161,4 +145,4 @@ def resume(permutation: Tensor) -> Tensor:
     >>> resume(torch.tensor([1, 2, 0]))
     tensor([2, 0, 1])
     """
-    return _argsort(permutation)
+    return permutation.argsort(stable=True)
