@@ -249,7 +249,6 @@ class LlepSettings(Section):
     alpha: float = setting(1.1, least=1, most=1_000_000)
     """Capacity of a rank, as a multiple of the mean rank load: load above it spills to other
     ranks."""
-
     min_tokens_per_gemm: int = setting(1024, least=1)
     """Fewest assignments that are moved to another rank in one piece."""
 
@@ -277,12 +276,10 @@ class BalanceConfig(Section):
     strategy: str = "quota"
     """Name of the balancer, in `megatron_ext.balance.strategies`. `none` leaves Megatron's
     own layer in place, and so does `sem_moe`, which needs `data.affinity` or `data.rebatch`."""
-
     slots: int = setting(2, least=0)
     """Replicas a rank can hold at a time (S). Each rank pays S x (weights + gradients) of one
     expert, once for all layers; twice as much with `libra` and `libra_paper`. 2 is the paper's
     setting for 64 ranks (UltraEP, Table 3)."""
-
     # Far beyond the number of ranks, above which it allows everything; in millionths it fits int64.
     tolerance: float = setting(0.01, least=0, most=1_000_000)
     """Imbalance that is good enough, as a fraction of the mean rank load: the planner stops
@@ -296,12 +293,10 @@ class BalanceConfig(Section):
     objective: str = setting("tolerance", choices=OBJECTIVES)
     """`tolerance`: within `tolerance` at least cost. `time`: every load gets the tolerance at which
     the modelled time of the layer is least, by the two costs below."""
-
     # OmegaConf takes a whole number for a float only where int is named, too.
     link_bandwidth: float | int | str = setting("auto", choices=("auto",))
     """Bytes per second that a rank sends to its peers. For objective `time`. `auto` is measured
     when the run begins, on its own ranks (`mcore/measure.py`)."""
-
     assignment_time: float | int | str = setting("auto", choices=("auto",))
     """Seconds of expert computation, forward, per assignment. For objective `time`. `auto` as
     above."""
@@ -313,7 +308,6 @@ class BalanceConfig(Section):
     """How weights and gradients reach a peer's slot: `shared_memory` (CPU ranks of one machine),
     `cuda` (GPUs that reach each other's memory), `collective` (torch.distributed: everywhere), or
     `auto`, which takes the one whose ranks reach each other, else `collective`, and logs why."""
-
     local_first: bool = False
     """Compute a rank's own tokens while those of other ranks are on their way to it, then these
     (Libra's two stages; docs/decisions/016). For the dispatcher `alltoall`."""
@@ -322,7 +316,6 @@ class BalanceConfig(Section):
     """Share of a GPU's multiprocessors that adding replica gradients may use beside the backward
     pass, from above 0 to 0.5: on all of them, it could keep out what its peers wait for. `auto` is
     by the GPU's architecture (`transport/gpus.py`). On a CPU one thread adds."""
-
     push_blocks: int | str = setting("auto", least=1, choices=("auto",))
     """Warps of a GPU that copy weights to peers, each a block of its own. `auto` is by the GPU's
     architecture (`transport/gpus.py`). On a CPU one thread copies."""
@@ -335,12 +328,10 @@ class BalanceConfig(Section):
     """Ranks per NVLink domain; replicas stay in the home rank's domain. `auto` is as many
     neighbours in the EP group as reach each other's memory, which all ranks try at start. With
     transport `collective` it is the whole EP group."""
-
     symmetric_memory: str = setting("auto", choices=("auto", "cuda", "nccl"))
     """Backend of torch's symmetric memory, which transport `cuda` gets its memory from: `cuda`
     (handles of the driver, over several machines those of the fabric), `nccl` (windows of the
     communicator), or `auto`, which leaves it as torch is set."""
-
     timeout_s: float | int | str = setting("auto", above=0, choices=("auto",))
     """Seconds that a rank waits for another to move its part of a replica. `auto` is the time limit
     of the EP group's collectives; in `megatron-ext train` it is the run's `timeout_s`."""
@@ -349,7 +340,6 @@ class BalanceConfig(Section):
     """Microbatches between two lines that one rank of a pipeline stage writes on what balancing
     did; 0 writes none, nor the one at start. `auto` is 100; in `megatron-ext train`, which has its
     own metrics, it is 0."""
-
     check_plans: bool = False
     """Compare plan digests over the EP group in every microbatch, before anything follows the plan
     (slow). Ranks that plan differently are found without it, too, but one layer later."""

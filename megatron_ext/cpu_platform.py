@@ -1,15 +1,12 @@
-"""Lets stock Megatron-Core train on CPU ranks, by replacing what it calls of CUDA.
+"""Lets stock Megatron-Core train on CPU ranks, by replacing the parts of CUDA that it calls.
 
-Megatron-Core uses CUDA in six ways, and each gets one kind of answer:
-
-1. it asks for memory on a device (`device="cuda"`, `.cuda()`), or for pinned memory: it gets memory
-of the CPU;
-2. it orders work by streams and events: on the CPU work is done when it was issued, so there is
-nothing to order; 3. it keeps random number states of the GPU: they are the CPU generator's;
-4. it compares names of tensor types (`torch.cuda.FloatTensor`): a CPU tensor answers with that
-name; 5. it lets kernels of Apex add weight gradients to `main_grad`: `FusedWeightGradient` does;
-6. it gathers, or adds up and scatters, tensors of unequal lengths, which NCCL can and gloo cannot:
-they travel in an all-to-all.
+1. Memory of a device (`device="cuda"`, `.cuda()`) or pinned memory: is memory of the CPU.
+2. Streams and events: order nothing, because on the CPU work is done when it was issued.
+3. Random number states of the GPU: are the CPU generator's.
+4. Names of tensor types (`torch.cuda.FloatTensor`): a CPU tensor answers with that name.
+5. Apex's kernels that add weight gradients to `main_grad`: `FusedWeightGradient` does.
+6. Gathering, or adding up and scattering, tensors of unequal lengths, which NCCL can and gloo
+   cannot: they travel in an all-to-all.
 
 The functions themselves are replaced, not intercepted by a `TorchFunctionMode`: such a mode is not
 active inside autograd's backward, where recompute creates attention masks with `device="cuda"`.
@@ -23,7 +20,6 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -81,12 +77,7 @@ class CpuPlatform:
     def __enter__(self) -> CpuPlatform:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.undo()
 
     def undo(self) -> None:
@@ -107,11 +98,10 @@ class CpuPlatform:
 
     def _patch_torch(self) -> None:
         for name in FACTORIES:
-            self._replace(torch, name, _device_keyword_on_cpu(getattr(torch, name)))
-        for name in _TENSOR_FACTORIES:
-            self._replace(torch.Tensor, name, _device_keyword_on_cpu(getattr(torch.Tensor, name)))
-        # Module.to and Module.cuda go through these two.
-        self._replace(torch.Tensor, "to", _any_device_on_cpu(torch.Tensor.to))
+            self._replace(torch, name, _on_cpu(getattr(torch, name)))
+        # Module.to and Module.cuda go through `to` and `cuda` of tensors.
+        for name in (*_TENSOR_FACTORIES, "to"):
+            self._replace(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
         self._replace(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor)
         self._replace(torch.Tensor, "type", _cuda_type_names(torch.Tensor.type))
         self._replace(torch.Tensor, "record_stream", lambda tensor, stream: None)
@@ -127,7 +117,7 @@ class CpuPlatform:
             "Event": _Event,
             "current_stream": lambda device=None: current_stream,
             "default_stream": lambda device=None: current_stream,
-            "stream": lambda stream: nullcontext(stream),
+            "stream": nullcontext,
             "is_current_stream_capturing": lambda: False,
             "get_rng_state": lambda device=None: torch.get_rng_state(),
             "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
@@ -151,7 +141,9 @@ class CpuPlatform:
         # Megatron warns when the CPU's generator moves while the GPU's is in use; here they are
         # one.
         logger = logging.getLogger(random.__name__)
-        self._replace(logger, "filters", [*logger.filters, _is_not_shared_generator_warning])
+        warning = "CPU RNG state changed"
+        filters = [*logger.filters, lambda record: warning not in record.getMessage()]
+        self._replace(logger, "filters", filters)
 
         # Transformer Engine's matrix product needs a GPU; None selects PyTorch's. megatron-core
         # 0.16.1 reads the name without defining it when Transformer Engine is not installed.
@@ -186,12 +178,10 @@ class FusedWeightGradient:
     def wgrad_gemm_accum_fp32(
         inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
     ) -> None:
-        """Add a linear layer's weight gradient to `main_grad`.
+        """Add a linear layer's weight gradient to `main_grad` [out, in].
 
-        Args:
-            inputs: The layer's inputs, [..., in].
-            grad_output: Gradient of its outputs, [..., out].
-            main_grad: [out, in]; float32 here, float16 or bfloat16 under the other name.
+        Inputs are [..., in], gradients of the outputs [..., out]. `main_grad` is float32 here,
+        float16 or bfloat16 under the other name.
         """
         grad_output = grad_output.flatten(0, -2).float()
         inputs = inputs.flatten(0, -2).float()
@@ -236,33 +226,19 @@ def _reduce_scatter_unequal(tensor: torch.Tensor, group: Any, sizes: list[int]) 
     return pieces.sum(0)
 
 
-def _is_not_shared_generator_warning(record: logging.LogRecord) -> bool:
-    return "CPU RNG state changed" not in record.getMessage()
-
-
 def _is_cuda(device: Any) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
     return isinstance(device, str) and device.partition(":")[0] == "cuda"
 
 
-def _device_keyword_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
-        return function(*args, **kwargs)
-
-    return on_cpu
-
-
-def _any_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def on_cpu(*args: Any, **kwargs: Any) -> Any:
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
         return function(*(_CPU if _is_cuda(arg) else arg for arg in args), **kwargs)
 
     return on_cpu

@@ -29,10 +29,8 @@ class RunHook:
     """Returns every reason why the run cannot follow the file. Arguments after the file: the
     settings of TransformerConfig, what the balancer may do, and the number of ids in the dataset,
     None if the dataset is not there."""
-
     reader: Callable[[Path, int], Reader] | None = None
     """Returns what reads the training data, given the samples of an optimizer step."""
-
     attach: Callable[[Path], Callable[[nn.Module], object]] | None = None
     """Returns what is called with each model chunk before the chunk is wrapped."""
 

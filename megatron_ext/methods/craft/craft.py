@@ -28,8 +28,6 @@ def share(
     and the load is split again. The search begins at no balancing, so that the plan is never worse.
     Loads are planned on the CPU, one after the other.
 
-    A `Sharer`, which uses only `tolerance` and `min_quota` of the settings.
-
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
     >>> plan = share(load, torch.tensor([[-1], [0]], dtype=torch.int32), layout, PlanSettings())
@@ -67,13 +65,8 @@ def _level(quota: Tensor, replicas: Tensor, layout: ExpertLayout, level: int) ->
     the level. Where no path is left, all ranks that a path reaches are at or above the level, and
     the assignments of these ranks cannot leave them. So no split has a busiest rank below the mean
     of these ranks. The mean, rounded up, becomes the level. In the end the level is the least that
-    a split can meet, or still the first.
-
-    Args:
-        quota: Quotas of the split that is to be improved, int64 [E, R].
-        replicas: Experts in slots, int32 [R, S].
-        layout: Where experts and slots are.
-        level: At least the mean rank load.
+    a split can meet, or still the first, which is at least the mean rank load. Quotas are int64
+    [E, R]; `replicas` are experts in slots, int32 [R, S].
     """
     hosts: dict[int, list[int]] = {}
     for rank, row in enumerate(replicas.tolist()):

@@ -38,13 +38,10 @@ class Estimate:
 
     by_layer: dict[int, Loads]
     """The loads of each layer, L of them, by its number."""
-
     compared: np.ndarray
     """Numbers of replicas that were compared: int64 [C]."""
-
     baseline: np.ndarray
     """Mean balancedness of each layer without replicas: float64 [L]."""
-
     gains: np.ndarray
     """Mean balancedness gained by each number of replicas: float64 [L, C]."""
 
@@ -54,13 +51,10 @@ class Crafted(Estimate):
     """A placement, and the estimate by which `place` chose the placement."""
 
     placement: Placement
-
     budget: int
     """Replicas of a rank, over all layers, that could be allocated."""
-
     counts: np.ndarray
     """Replicas that were allocated to each layer: int64 [L]."""
-
     achieved: np.ndarray
     """Mean balancedness of each layer with the placement: float64 [L]."""
 
@@ -94,17 +88,13 @@ def place(
     even: bool,
     on_load: Callable[[int], object] = lambda count: None,
 ) -> Crafted:
-    """Place replicas for a trace.
+    """Place replicas for a trace, which is replayed with the settings of the run to come.
 
-    Args:
-        loads: The trace, of one or more layers; if it names none, all loads are of one layer.
-        layout: Where experts and slots are.
-        settings: Settings of the run to come: the loads are replayed with them.
-        budget: Most replicas of a rank, over all layers; None takes `knee` of the gains.
-        even: Place equally many replicas over all layers on every rank, by `assign`: for replicas
-            that stay in memory. Otherwise a layer's replicas go to the ranks with the layer's least
-            load.
-        on_load: Called with 1 after every load that was replayed, C + 1 times for each load.
+    If the trace names no layer, all loads are of one layer. `budget` is the most replicas of a rank
+    over all layers; None takes `knee` of the gains. With `even`, `assign` places equally many
+    replicas over all layers on every rank, for replicas that stay in memory; otherwise a layer's
+    replicas go to the ranks with the layer's least load. `on_load` is called with 1 after every
+    replayed load, C + 1 times for each.
 
     Raises:
         ValueError: There are no slots or no two ranks to place replicas on, or the budget is < 0.
@@ -116,7 +106,7 @@ def place(
         )
     if budget is not None and budget < 0:
         raise ValueError(f"budget ({budget}) must be >= 0")
-    estimate = estimate_gains(loads, layout, settings, on_load=on_load)
+    estimate = estimate_gains(loads, layout, settings, on_load)
     by_layer = list(estimate.by_layer.values())
 
     ranks = layout.ep_size
@@ -156,19 +146,9 @@ def replica_counts(layout: ExpertLayout) -> np.ndarray:
 
 
 def estimate_gains(
-    loads: Loads,
-    layout: ExpertLayout,
-    settings: PlanSettings,
-    *,
-    on_load: Callable[[int], object] = lambda count: None,
+    loads: Loads, layout: ExpertLayout, settings: PlanSettings, on_load: Callable[[int], object]
 ) -> Estimate:
     """Replay each layer's loads with each number of replicas of `replica_counts`.
-
-    Args:
-        loads: The trace, of one or more layers; if it names none, all loads are of one layer.
-        layout: Where experts and slots are.
-        settings: Settings of the run to come.
-        on_load: Called with 1 after every load that was replayed, C times for each load.
 
     Source: CRAFT, Algorithm 1. Here loads are split as strategy `craft` does in training, instead
     of evenly, and replicas go to the ranks with least load.
@@ -191,12 +171,11 @@ class Allocation:
 
     gain: np.ndarray
     """Largest gain of all layers together, by at most so many replicas: float64 [capacity + 1]."""
-
     _choice: np.ndarray
     """Replicas of layer l if the first l + 1 layers have c, at [l, c]: int64 [L, capacity + 1]."""
 
     def counts(self, capacity: int) -> np.ndarray:
-        """Replicas of each layer, int64 [L], at most `capacity` together."""
+        """Return the replicas of each layer, int64 [L], at most `capacity` together."""
         counts = np.zeros(len(self._choice), dtype=np.int64)
         for layer in reversed(range(len(counts))):
             counts[layer] = self._choice[layer, capacity]
@@ -207,15 +186,9 @@ class Allocation:
 def allocate(gains: np.ndarray, counts: np.ndarray, capacity: int) -> Allocation:
     """Choose a number of replicas for each layer so that the sum of their gains is greatest.
 
-    Of equal gains, fewer replicas are taken.
-
-    Args:
-        gains: Gain by each number of replicas, float64 [L, C]; no replicas gain 0.
-        counts: The numbers, int64 [C], rising.
-        capacity: Replicas that can be allocated.
-
-    Returns:
-        The best allocation for every capacity up to this one.
+    The result is for every capacity up to this one. Gains are float64 [L, C], by each number of
+    replicas in `counts`, int64 [C], rising; no replicas gain 0. Of equal gains, fewer replicas are
+    taken.
 
     >>> gains = np.array([[0.3, 0.3], [0.2, 0.2]])
     >>> best = allocate(gains, np.array([1, 2]), 2)
@@ -242,10 +215,7 @@ def allocate(gains: np.ndarray, counts: np.ndarray, capacity: int) -> Allocation
 def knee(gain: np.ndarray) -> int:
     """Return the index up to which a step gains at least as much as the average step does.
 
-    At this index the curve is highest above the straight line from its first to its last point.
-
-    Args:
-        gain: Rising, float64 [points].
+    At this index the rising curve is highest above the straight line between its ends.
 
     >>> knee(np.array([0.0, 0.5, 0.7, 0.75, 0.76]))
     2
@@ -259,15 +229,11 @@ def knee(gain: np.ndarray) -> int:
 
 
 def assign(counts: Sequence[int] | np.ndarray, ranks: int) -> np.ndarray:
-    """Spread each layer's replicas over ranks, so that ranks end up with equally many.
+    """Spread each layer's replicas, int64 [L], so that ranks end up with equally many.
 
     Each rank gets the same whole number of a layer's replicas. The remainder goes to the ranks that
     have fewest so far, evenly spaced among ranks that tie, so that neighbors on a node share the
     remainder.
-
-    Args:
-        counts: Replicas of each layer, int64 [L].
-        ranks: Ranks of the EP group (R).
 
     Returns:
         Replicas of each layer on each rank, int64 [L, R]. Ranks differ by at most 1 in each layer,
@@ -316,7 +282,7 @@ def _replay(
     settings: PlanSettings,
     on_load: Callable[[int], object],
 ) -> float:
-    """Mean balancedness of a layer's loads with these replicas."""
+    """Return the mean balancedness of a layer's loads with these replicas."""
     after = []
     for load in loads.load:
         after.append(craft.share(load, placed, layout, settings).rank_loads())
@@ -325,5 +291,5 @@ def _replay(
 
 
 def _balancedness(rank_loads: torch.Tensor) -> float:
-    """Mean over loads, int64 [B, R], of mean / busiest: 1 is perfect."""
+    """Return the mean over loads, int64 [B, R], of mean / busiest: 1 is perfect."""
     return float((1.0 / imbalances(rank_loads)).mean())

@@ -19,12 +19,9 @@ from megatron_ext.balance.strategies.strategy import FromHistory, PlanSettings, 
 
 
 def place(expert_load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Tensor:
-    """Place replicas of the experts that are hottest per instance.
+    """Place replicas of the experts that are hottest per instance, by past loads, int64 [E].
 
-    Args:
-        expert_load: Assignments of each expert in the past, int64 [E].
-        layout: Where experts and slots are; each NVLink domain is planned by itself.
-        settings: Not used.
+    Each NVLink domain is planned by itself.
 
     Returns:
         Logical expert in each slot, or -1: int32 [R, S]. Slots stay empty if every expert with a
@@ -48,14 +45,10 @@ def place_replicas(
     capacities: Sequence[int] | None = None,
     num_replicas: int | None = None,
 ) -> Tensor:
-    """Place replicas as `place` does, within bounds.
+    """Place replicas as `place` does, with at most `most_replicas` of one expert.
 
-    Args:
-        expert_load: Assignments of each expert in the past, int64 [E].
-        layout: Where experts and slots are.
-        most_replicas: Most replicas of one expert.
-        capacities: Most replicas of each rank, [R]; all slots if None.
-        num_replicas: Most replicas in all; as many as the ranks can take if None.
+    `capacities` [R] are the most replicas of each rank, by default all slots; `num_replicas` is the
+    most in all, by default the sum of these.
     """
     mains, ranks = layout.mains_per_rank, layout.nvlink_domain
     capacities = [layout.slots] * layout.ep_size if capacities is None else list(capacities)
@@ -90,8 +83,6 @@ def share(
     would be below `min_quota`, the last replicas are dropped. If the plan would be worse than no
     balancing, as can be when the hot experts changed, the load is planned without replicas.
 
-    A `Sharer`, which uses only `min_quota` of the settings.
-
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
     >>> plan = share(load, torch.tensor([[2], [0]], dtype=torch.int32), layout, PlanSettings())
@@ -109,13 +100,8 @@ def deal(
 ) -> BalancePlan:
     """Share loads as `share` does, but deal each group of assignments by itself.
 
-    Args:
-        load: Assignments, int64 [R, E] or [B, R, E].
-        groups: Assignments of each group to each expert, int64 [G, E] or [B, G, E]. Each group
-            begins at the main, so with more groups more remainders go to the first instances.
-        placed: Replicas that may be used, int32 [R, S].
-        layout: Where experts and slots are.
-        settings: Only `min_quota` is used.
+    Groups are int64 [G, E] or [B, G, E]. Each group begins at the main, so with more groups more
+    remainders go to the first instances. `placed` are the replicas that may be used.
     """
     turn = _turns(placed, layout)  # [..., E, R]
     used = (turn >= 0).sum(-1).expand(*load.shape[:-2], -1)
@@ -158,11 +144,8 @@ def _turns(placed: Tensor, layout: ExpertLayout) -> Tensor:
 def _replicate(load: Tensor, room: Tensor, num_replicas: int, most_instances: int) -> list[int]:
     """Count the instances of each expert: the next replica goes to the most load per instance.
 
-    Args:
-        load: Load of each expert, float64 [E].
-        room: Replicas that each NVLink domain can take, int64 [domains]; changed in place.
-        num_replicas: Most replicas in all.
-        most_instances: Most instances of one expert.
+    Loads are float64 [E]. `room` is the number of replicas that each NVLink domain can take, int64
+    [domains], changed in place; `most_instances` is of one expert.
     """
     instances = torch.ones_like(load)
     for _ in range(num_replicas):

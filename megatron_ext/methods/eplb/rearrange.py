@@ -22,24 +22,14 @@ class Rearranged:
 
     expert: np.ndarray
     """Logical expert at each position, rank by rank: int64 [E]."""
-
     before: float
     """Mean imbalance of the layer's loads with the experts on their old ranks."""
-
     after: float
     """Mean imbalance of the layer's loads with this arrangement."""
 
 
 def rearrange(loads: Loads, *, num_groups: int, num_nodes: int) -> dict[int, Rearranged]:
-    """Rearrange the experts of every layer of a trace by `relayout`, each expert once.
-
-    Args:
-        loads: The trace, int64 [B, R, E].
-        num_groups: See `relayout`.
-        num_nodes: See `relayout`.
-
-    Returns:
-        The arrangement of each layer, by its number.
+    """Rearrange each layer of a trace, by its number, with `relayout` and each expert once.
 
     Raises:
         ValueError: The loads are of no known layer, or the numbers do not divide each other.
@@ -70,18 +60,14 @@ def relayout(
 ) -> np.ndarray:
     """Arrange all logical experts, the hot ones more than once, so that ranks are equally loaded.
 
+    Every rank has equally many of the P positions, every node equally many ranks, and every group
+    equally many experts in the order of their ids. Loads are int [E].
+
     The policy is hierarchical if the number of nodes divides the number of groups. Groups of
     experts, to which a router may be limited, are packed on nodes whole; then each node's hottest
     experts per instance get the node's further positions; then the instances are packed on the
     node's ranks. Otherwise the policy is global: all experts are one group of one node. The
     instances of an expert share the expert's load evenly.
-
-    Args:
-        expert_load: Assignments of each logical expert, int [E].
-        num_physical: Positions for instances (P), equally many on every rank.
-        num_groups: Groups of experts, in the order of their ids, equally large.
-        num_nodes: Nodes (N), equally many ranks on each.
-        num_ranks: Ranks (R).
 
     Returns:
         Logical expert at each position, int64 [P], rank by rank.

@@ -33,8 +33,6 @@ def place(predicted: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Te
     free slot. This host then keeps its own assignments to the expert, and must stay within the mean
     with them. Placing ends when the busiest rank finds no such host.
 
-    A `PredictedPlacer`, which uses only `locality_share` of the settings.
-
     Returns:
         Logical expert in each slot, or -1: int32 [R, S].
 
@@ -57,7 +55,7 @@ def place(predicted: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Te
 def _place_domain(
     counts: list[list[int]], ranks: range, layout: ExpertLayout, settings: PlanSettings
 ) -> list[list[int]]:
-    """Experts in the slots of a domain's ranks."""
+    """Return the experts in the slots of a domain's ranks."""
     mains, slots = layout.mains_per_rank, layout.slots
     experts = range(ranks.start * mains, ranks.stop * mains)
     total = [sum(row[expert] for row in counts) for expert in range(layout.num_experts)]
@@ -105,11 +103,8 @@ def share(
     The goal is what the quota planner promises: a busiest rank within the tolerance, or the least
     that this planner finds. A replica is added where it takes most of the load above the goal, in a
     slot that is empty or whose replica has no quota. Where that does not reach the goal, the plan
-    is the quota planner's. Replicas of it that are there already are then not moved again.
-
-    A replica that was there and is used stays in its slot.
-
-    A `Sharer`, which uses only `tolerance` and `min_quota` of the settings.
+    is the quota planner's. A replica that was there and is used stays in its slot, in this plan,
+    too, and is not moved again.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
@@ -143,8 +138,6 @@ def split_over_placed(
 
     With `min_quota` 1 no split over them has a lower busiest rank, down to the tolerance.
 
-    Arguments are those of `share`.
-
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> placed = torch.tensor([[2], [1]], dtype=torch.int32)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
@@ -174,7 +167,7 @@ def _split(
 
 
 def _goal(load: Tensor, settings: PlanSettings) -> int:
-    """Most assignments of a rank within the tolerance, as the quota planner has it."""
+    """Return the most assignments of a rank within the tolerance, as the quota planner does."""
     return target_load(int(load.sum()), load.shape[0], round(settings.tolerance * 1e6))
 
 
@@ -189,7 +182,7 @@ def _align(experts_in_slots: Tensor, placed: list[list[int]]) -> Tensor:
 
 
 def _begin(load: Tensor, placed: list[list[int]], layout: ExpertLayout) -> list[_Shares]:
-    """Each domain with all its assignments at home."""
+    """Return each domain with all its assignments at home."""
     mains, ranks = layout.mains_per_rank, layout.nvlink_domain
     loads = load.sum(0).tolist()
     parts = []
@@ -203,7 +196,7 @@ def _begin(load: Tensor, placed: list[list[int]], layout: ExpertLayout) -> list[
 
 
 def _plan_of(parts: list[_Shares], layout: ExpertLayout) -> BalancePlan:
-    """The plan of all domains; replicas without quota are not in it."""
+    """Return the plan of all domains, without the replicas that have no quota."""
     mains, ranks = layout.mains_per_rank, layout.nvlink_domain
     quota = torch.zeros(layout.num_experts, layout.ep_size, dtype=torch.int64)
     experts_in_slots = torch.full((layout.ep_size, layout.slots), -1, dtype=torch.int32)
@@ -219,15 +212,10 @@ def _plan_of(parts: list[_Shares], layout: ExpertLayout) -> BalancePlan:
 
 
 class _Shares:
-    """How many assignments of a domain's experts each of its ranks computes, while it is planned.
+    """A domain's plan in the making: quota [D M][D], slots [D][S] with -1 for none, rank_loads [D].
 
     Ranks and experts are counted from the domain's first. At first everything is at home, and the
     replicas that are there have no quota.
-
-    Attributes:
-        quota: Assignments of expert e on rank t: [D * M][D].
-        held: Expert in each slot, or -1: [D][S].
-        rank_loads: [D].
     """
 
     def __init__(self, loads: list[int], placed: list[list[int]]) -> None:

@@ -30,8 +30,6 @@ def share(
     A replica below `min_quota` is dropped; its assignments stay at home. A load whose busiest rank
     ends higher than without balancing is planned without replicas.
 
-    A `Sharer`, which uses only `tolerance` and `min_quota` of the settings.
-
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
     >>> plan = share(load, torch.tensor([[2], [0]], dtype=torch.int32), layout, PlanSettings())

@@ -39,12 +39,8 @@ from megatron_ext.transport import HostCopy
 class AllToAll:
     """One all-to-all of rows beside computation, and the all-to-all of its gradients back.
 
-    Lives in the autograd graph of one forward.
-
-    Args:
-        group: Its ranks all send at the same point of their forward, and of their backward.
-        send_sizes: Rows for each rank of the group.
-        receive_sizes: Rows from each rank of the group.
+    Lives in the autograd graph of one forward. All ranks of the group send at the same point of
+    their forward, and of their backward. Sizes are rows for, and from, each rank of the group.
     """
 
     def __init__(
@@ -137,23 +133,18 @@ class LocalFirstDispatcher(PlannedDispatcher):
 
     Made by `physical_dispatcher`. Needs more than one EP rank and what `validate_for_balancing`
     checks of it.
-
-    Attributes:
-        own_tokens_per_expert: Own tokens of this rank for each of its experts, int64 [M + S]: on
-            the host once Megatron's counts are there.
     """
 
     own_tokens_per_expert: HostCopy
+    """Own tokens of this rank for each of its experts, int64 [M + S]: on the host once Megatron's
+    counts are there."""
     tokens_per_expert: Any
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
         """Count as Megatron does, then take the own tokens out.
 
-        Args:
-            routing_map: Choices of physical experts, bool [N, R * (M + S)].
-
-        Returns:
-            Tokens of other ranks for each of this rank's experts, int64 [M + S].
+        Choices of physical experts, bool [N, R * (M + S)], give the tokens of other ranks for each
+        of this rank's experts, int64 [M + S].
         """
         tokens_per_expert = super().preprocess(routing_map)
         rank, first = self.ep_group.rank(), self.local_expert_indices[0]
@@ -193,8 +184,7 @@ class LocalFirstDispatcher(PlannedDispatcher):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Wait for the tokens of other ranks, and sort them by expert as Megatron does.
 
-        Returns:
-            Tokens [N', H], how many each expert has [M + S], probabilities [N'].
+        Returns tokens [N', H], the number for each expert [M + S], probabilities [N'].
         """
         result: tuple[Tensor, Tensor, Tensor] = super().dispatch_postprocess(
             tokens.others.wait(), probs.others.wait()
@@ -204,13 +194,8 @@ class LocalFirstDispatcher(PlannedDispatcher):
     def token_combine(self, outputs: tuple[Tensor, Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Bring back outputs of tokens sent to other ranks, and put outputs of own tokens between.
 
-        Args:
-            outputs: Outputs of own tokens, and of other ranks' tokens after `combine_preprocess`.
-            *args: Megatron's.
-            **kwargs: Megatron's.
-
-        Returns:
-            Outputs [N * K, H] in the order that `token_dispatch` got.
+        `outputs` are those of own tokens, and of other ranks' tokens after `combine_preprocess`;
+        the result [N * K, H] is in the order that `token_dispatch` got.
         """
         own, others = outputs
         returned = super().token_combine(others, *args, **kwargs)

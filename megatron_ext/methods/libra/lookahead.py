@@ -88,10 +88,7 @@ class LayerOrder:
 class LookaheadMoELayer(BalancedMoELayer):
     """A balanced layer that predicts the next layer's load, and sends replicas ahead to it.
 
-    Args:
-        *args: As for `BalancedMoELayer`.
-        order: Shared with the other layers of the spec.
-        **kwargs: As for `BalancedMoELayer`.
+    All layers of a spec share the order.
     """
 
     def __init__(self, *args: Any, order: LayerOrder, **kwargs: Any) -> None:
@@ -99,10 +96,8 @@ class LookaheadMoELayer(BalancedMoELayer):
         self._order = order
         # A reference that does not make the layer after this one a part of it.
         self._after: weakref.ref[LookaheadMoELayer] | None = None
-        self._told: Prediction | None = None
-        """For the next forward."""
-        self._prediction: Prediction | None = None
-        """Of the forward under way."""
+        self._told: Prediction | None = None  # For the next forward.
+        self._prediction: Prediction | None = None  # Of the forward under way.
 
     @classmethod
     def shared_by_layers(cls, balance: BalanceConfig) -> dict[str, Any]:
@@ -171,20 +166,12 @@ class LookaheadMoELayer(BalancedMoELayer):
 
     @torch.no_grad()
     def hear(self, hidden_states: Tensor) -> None:
-        """Predict this layer's load by the input of the layer before it, and send replicas ahead.
-
-        Args:
-            hidden_states: [s, b, H].
-        """
+        """Predict this layer's load by the input [s, b, H] of the layer before; send replicas."""
         self._drop_told()
         self._told = self.send_ahead(predict_routing(self.router, hidden_states))
 
     def send_ahead(self, predicted: Tensor) -> Prediction:
-        """Start materializing the replicas of a predicted load; all EP ranks call.
-
-        Args:
-            predicted: Choices of this rank's tokens in this layer's next forward, bool [N, E].
-        """
+        """Start materializing the replicas of predicted choices, bool [N, E]; all EP ranks call."""
         mains = self.expert_weights.mains()
         # The layer's first forward may have been aborted before it came to either.
         balancer = self.balancer or self.start(mains.parameters()[0])
@@ -209,14 +196,10 @@ class LookaheadMoELayer(BalancedMoELayer):
 
 
 def predict_routing(router: Any, hidden_states: Tensor) -> Tensor:
-    """Return a router's choices for another layer's input, bool [N, E].
+    """Return the choices of Megatron's router for another layer's input [s, b, H]: bool [N, E].
 
     The call changes nothing: without gradients Megatron's router counts nothing and adds no loss,
     and the jitter of its input, which would draw random numbers, is skipped.
-
-    Args:
-        router: Megatron's router.
-        hidden_states: [s, b, H].
     """
     finish_parameter_gather(router)
     with torch.no_grad():

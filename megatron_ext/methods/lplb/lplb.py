@@ -67,14 +67,9 @@ def _plan(
 def _solve_program(home: Tensor, most: Tensor, source: Tensor, host: Tensor) -> Tensor:
     """Return the assignments to move to each replica so that the busiest rank has least: int64 [X].
 
-    Minimizes T under `0 <= moved <= most`, where every rank has at most T. A rank has its home
-    load, less the assignments that leave the rank, plus those that come.
-
-    Args:
-        home: Loads of the ranks without balancing, int64 [R].
-        most: Load of each replica's expert, int64 [X].
-        source: Home rank of each replica's expert, int64 [X].
-        host: Rank of each replica, int64 [X].
+    Minimizes T under `0 <= moved <= most`, where every rank has at most T. A rank has its load
+    without balancing (`home` [R]), less the assignments that leave the rank, plus those that come.
+    `most` [X] is the load of each replica's expert, `source` [X] the expert's home rank.
     """
     # An extra: only this strategy needs SciPy.
     from scipy.optimize import linprog

@@ -42,11 +42,8 @@ from megatron_ext.methods.sem_moe.tokens import LayerTables, predict, rebatch, r
 class Dealing:
     """Brings tokens to the ranks of a permutation, and back.
 
-    The backward of each way is the other way. Lives from a layer's input to the layer's output.
-
-    Args:
-        permutation: The token at each position, int64 [R N]; equal on all ranks.
-        group: The ranks, this one among them.
+    The permutation has the token at each position, int64 [R N], equal on all ranks. The backward of
+    each way is the other way. Lives from a layer's input to the layer's output.
     """
 
     def __init__(self, permutation: Tensor, group: dist.ProcessGroup) -> None:
@@ -84,10 +81,8 @@ class Dealing:
 class TokenRebatcher:
     """Re-batches the tokens of one model chunk; made by `rebatch_tokens`, lives as long as it.
 
-    Args:
-        chunk: A model whose first argument, or `input_ids`, is token ids [b, s].
-        layers: Its MoE layers by their position in `semantics.layers`.
-        semantics: What was learned for these layers, this vocabulary and as many ranks.
+    The chunk's first argument, or `input_ids`, is token ids [b, s]. `layers` are the chunk's MoE
+    layers by their position in `semantics.layers`.
     """
 
     def __init__(self, chunk: nn.Module, layers: dict[int, MoELayer], semantics: Semantics) -> None:
@@ -169,13 +164,8 @@ def rebatch_tokens(chunk: nn.Module, semantics: Semantics) -> TokenRebatcher | N
     The model must start with its experts placed by the same semantics (`megatron-ext checkpoint
     relayout`). Otherwise tokens go to the wrong ranks: training stays right, but nothing is saved.
 
-    Args:
-        chunk: A Megatron model, or one of its chunks, before DDP wraps the chunk. Every forward
-            needs the microbatch's ids.
-        semantics: See `TokenRebatcher`.
-
-    Returns:
-        The rebatcher whose hooks are on the chunk; None if the chunk has no MoE layer.
+    The chunk, or model, is not yet wrapped by DDP. Every forward needs the microbatch's ids. A
+    chunk without MoE layers gets no rebatcher.
 
     Raises:
         ValueError: A setting of Megatron or the strategy excludes re-batching, the tensor-parallel
@@ -206,11 +196,9 @@ def rebatch_tokens(chunk: nn.Module, semantics: Semantics) -> TokenRebatcher | N
 
 
 def validate_for_rebatching(config: Any, balance: BalanceConfig | None) -> list[str]:
-    """Return every reason why tokens of `config` cannot be dealt to ranks by their experts.
+    """Return every reason why tokens cannot be dealt to ranks by their experts.
 
-    Args:
-        config: Megatron's TransformerConfig.
-        balance: What the balancer may do; None for Megatron's own layers.
+    `config` is a TransformerConfig; Megatron's own layers have no `balance`.
     """
     tp_size, ep_size = config.tensor_model_parallel_size, config.expert_model_parallel_size
     problems = []

@@ -31,27 +31,22 @@ class Semantics:
 
     layers: tuple[int, ...]
     """Number of each layer, counted from 1."""
-
     expert: np.ndarray
     """Logical expert at each position of each layer, rank by rank: int64 [L, E]. `relayout` makes
     the expert at position p expert p."""
-
     affinity: np.ndarray
     """Share of a token id's choices, over all layers, that go to each rank: float32 [V, R]; 1 / R
     everywhere for an id that was not seen."""
-
     token_rank: np.ndarray
     """Likeliest rank of a token id in each layer: int16 [L, V]."""
-
     token_confidence: np.ndarray
     """Chance that the likeliest rank is right: float32 [L, V]; 1 / R if the id was not seen."""
-
     transition: np.ndarray
     """Chance that a token goes to rank c if it went to rank a two layers ago, then to b: float32
     [L - 2, R (a), R (b), R (c)], from the third layer on; 1 / R where a and b were not seen."""
 
     def home(self) -> np.ndarray:
-        """Rank of each logical expert: int64 [L, E]."""
+        """Return the rank of each logical expert: int64 [L, E]."""
         num_experts = self.expert.shape[1]
         ranks = self.affinity.shape[1]
         home = np.empty_like(self.expert)
@@ -92,14 +87,8 @@ def write_semantics(path: Path, semantics: Semantics, *, overwrite: bool = False
     Raises:
         FileExistsError: The file exists and is not to be replaced.
     """
-    arrays = {
-        "layer": np.array(semantics.layers, dtype=np.int64),
-        "expert": semantics.expert,
-        "affinity": semantics.affinity,
-        "token_rank": semantics.token_rank,
-        "token_confidence": semantics.token_confidence,
-        "transition": semantics.transition,
-    }
+    arrays = {"layer": np.array(semantics.layers, dtype=np.int64)} | vars(semantics)
+    del arrays["layers"]
     tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
     write_arrays(path, tensors, overwrite=overwrite)
 

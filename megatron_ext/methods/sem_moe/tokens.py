@@ -26,7 +26,6 @@ class Guess(NamedTuple):
 
     rank: Tensor
     """The likeliest rank, int64."""
-
     confidence: Tensor
     """Chance that this rank is right, float32, from 1 / R (nothing is known) to 1."""
 
@@ -40,7 +39,6 @@ class LayerTables(NamedTuple):
 
     by_id: Guess
     """Guess by a token's id: [V]."""
-
     by_path: Guess | None
     """Guess by the last two ranks that a token visited: entry `a * R + b` for rank a two layers
     ago, then b. None for the first two layers."""
