@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kLanes) push_kernel(PeerRank self, PeerPush pu
             unit.source = push.mains[copy.main_idx * push.segments.count + unit.chunk.segment];
         } else {
             unit.source = unit.segment->slot(self.rank, copy.relayed.slot);
-            // Whoever fills this slot stores the chunk's flag behind its bytes.
+            // The sending rank stores the chunk's flag behind the chunk's bytes.
             ready = wait_for(self,
                              unit.segment->done(self.rank, copy.relayed.slot, unit.chunk.idx),
                              generation,

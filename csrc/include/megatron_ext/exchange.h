@@ -6,7 +6,7 @@
 // how far that slot is:
 //
 //   freed       by the slot's rank    nobody here reads the last generation's weights any more
-//   filled      by whoever fills it   so many chunks of this generation are in the slot
+//   filled      by the sending rank   so many chunks of this generation are in the slot
 //   grad_ready  by the slot's rank    the gradient of this generation is in the slot
 //   grad_taken  by the main's rank    that gradient has been added and may be overwritten
 //

@@ -1,4 +1,4 @@
-// The time that a wait has lasted, as far as whoever waits has run.
+// The time that a wait has lasted, as far as the waiting thread has run.
 //
 // A machine that is paused and continued, or a debugger, stops a wait together with all that it
 // waits for. By the clock on the wall that may be hours. So time passes in ticks, from one look at
@@ -11,7 +11,7 @@
 
 namespace megatron_ext {
 
-// Far longer than whoever polls is kept from running on a busy machine.
+// Far longer than a busy machine keeps a polling thread from running.
 constexpr uint64_t kLongestTickNs = 100'000'000;
 
 struct LivedTime {

@@ -2,8 +2,8 @@
 // for each rank. The file needs neither Torch nor CUDA.
 //
 // There are two tables, used in turn. A rank writes the row of generation g when it has all rows of
-// g - 1, and whoever sent those had read all rows of g - 2. So a table is read before it is written
-// again. A row's flag is stored, with release, when its words are there: the generation itself.
+// g - 1, and the senders of those had read all rows of g - 2. So a table is read before it is
+// written again. A row's flag is stored, with release, when its words are there: the generation itself.
 #pragma once
 
 #include <cstddef>

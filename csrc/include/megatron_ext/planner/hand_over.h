@@ -12,7 +12,7 @@ class HandOver {
   public:
     MEGATRON_EXT_HOST_DEVICE explicit HandOver(Moves<Warp>& moves) : moves_(moves) {}
 
-    // Spare the busiest sender, whoever that is, until nobody can take anything off it.
+    // Spare the busiest sender of each round, until no host can take anything off the sender.
     MEGATRON_EXT_ONCE_IN_CODE void run() {
         const auto& at = moves_.at();
         const int ranks = moves_.domain().ranks;
