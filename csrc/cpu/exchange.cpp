@@ -112,8 +112,8 @@ int64_t Exchange::add_segment(std::vector<std::byte*> by_rank, int64_t slot_byte
 }
 
 uint64_t Exchange::start_push(PushTask task) {
-    // The last push must be over before a slot is offered again: now another rank may fill the slot,
-    // and two ranks must never write the same flag at a time.
+    // The last push must be over before a slot is offered again: now another rank may fill the
+    // slot, and two ranks must never write the same flag at a time.
     finish();
     const uint64_t generation = ++push_generation_;
     if (task.num_slots > 0) {

@@ -6,9 +6,9 @@
 //    them, bulk stores copy them to every destination.
 // 3. A kernel, because flags of other GPUs order it, without the host and in a captured graph.
 // 4. Waits until the copies are compiled, by a flag of its own GPU; until a destination is offered
-//    and, in a relay, until the chunk has arrived here. A chunk's flag is stored, behind a fence for
-//    the whole system, when the bulk stores are complete at the destinations. It is not enough that
-//    they have read shared memory.
+//    and, in a relay, until the chunk has arrived here. A chunk's flag is stored, behind a fence
+//    for the whole system, when the bulk stores are complete at the destinations. It is not enough
+//    that they have read shared memory.
 // 5. Deterministic: bytes are moved, each by one block.
 // 6. A copy reads its source once and writes it to d destinations: 36 MiB to 4 peers at 450 GB/s a
 //    GPU of NVLink take 0.34 ms. With a hand-over of 2 us, 0.9 MB must be in flight: 32 blocks of

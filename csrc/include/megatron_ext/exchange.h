@@ -99,8 +99,8 @@ struct PullTask {
 struct FailedWait {
     int64_t rank;
     int64_t peer;
-    const char* deed;  // what the peer was to do with the slot
-    int64_t slot;      // -1: not with a slot but with its row
+    const char* deed;   // what the peer was to do with the slot
+    int64_t slot;       // -1: not with a slot but with its row
     uint64_t expected;  // generations
     uint64_t seen;
     double timeout_s;
@@ -170,8 +170,8 @@ class Exchange {
     // Where each rank's rows come; as segments, on all ranks alike.
     void set_table(std::vector<std::byte*> by_rank, RowTable table);
 
-    // Give all ranks a row of `num_words`, and take theirs: rows [R, num_words]. Beside what is under
-    // way.
+    // Give all ranks a row of `num_words`, and take theirs: rows [R, num_words]. Beside what is
+    // under way.
     void gather(const int64_t* row, int64_t num_words, int64_t* rows, const std::string& label);
 
     // End what is under way without waiting for peers; returns the highest generation used here.

@@ -3,7 +3,8 @@
 //
 // There are two tables, used in turn. A rank writes the row of generation g when it has all rows of
 // g - 1, and the senders of those had read all rows of g - 2. So a table is read before it is
-// written again. A row's flag is stored, with release, when its words are there: the generation itself.
+// written again. A row's flag is stored, with release, when its words are there: the generation
+// itself.
 #pragma once
 
 #include <cstddef>
