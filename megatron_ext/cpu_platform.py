@@ -1,12 +1,12 @@
 """Lets stock Megatron-Core train on CPU ranks, by replacing the parts of CUDA that it calls.
 
-1. Memory of a device (`device="cuda"`, `.cuda()`) or pinned memory: is memory of the CPU.
-2. Streams and events: order nothing, because on the CPU work is done when it was issued.
-3. Random number states of the GPU: are the CPU generator's.
-4. Names of tensor types (`torch.cuda.FloatTensor`): a CPU tensor answers with that name.
-5. Apex's kernels that add weight gradients to `main_grad`: `FusedWeightGradient` does.
-6. Gathering, or adding up and scattering, tensors of unequal lengths, which NCCL can and gloo
-   cannot: they travel in an all-to-all.
+1. Memory of a device (`device="cuda"`, `.cuda()`) and pinned memory are memory of the CPU.
+2. Streams and events order nothing: on the CPU work is done when it was issued.
+3. Random number states of the GPU are the CPU generator's.
+4. A CPU tensor answers with the name of a GPU's tensor type (`torch.cuda.FloatTensor`).
+5. `FusedWeightGradient` adds weight gradients to `main_grad`, instead of Apex's kernels.
+6. An all-to-all gathers, or adds up and scatters, tensors of unequal lengths, as NCCL does and gloo
+   cannot.
 
 The functions themselves are replaced, not intercepted by a `TorchFunctionMode`: such a mode is not
 active inside autograd's backward, where recompute creates attention masks with `device="cuda"`.
@@ -256,8 +256,18 @@ def _cuda_type_names(type_of: Callable[..., Any]) -> Callable[..., Any]:
     return named
 
 
-class _Event:
-    """Replaces a CUDA event: on the CPU everything issued before it is done."""
+class _Done:
+    """Work on the CPU: it is done when it was issued."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class _Event(_Done):
+    """Replaces a CUDA event."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._time_s = 0.0
@@ -268,18 +278,12 @@ class _Event:
     def wait(self, stream: Any = None) -> None:
         pass
 
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
     def elapsed_time(self, end: _Event) -> float:
         return 1e3 * (end._time_s - self._time_s)
 
 
-class _Stream:
-    """Replaces a CUDA stream: on the CPU its work is always done."""
+class _Stream(_Done):
+    """Replaces a CUDA stream."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = _CPU
@@ -294,9 +298,3 @@ class _Stream:
         event = event or _Event()
         event.record(self)
         return event
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
