@@ -88,7 +88,7 @@ def test_counts_every_forward_once(strategy: str, recompute: str) -> None:
             assert sum(before) == pytest.approx(result["by_hand"])
         if strategy == "none":
             assert after == before
-            assert not any((one.slots >= 0).any() for one in loads.computed)
+            assert not any((one.experts_in_slots >= 0).any() for one in loads.computed)
         else:
             assert sum(after) <= 1.05 * forwards
 

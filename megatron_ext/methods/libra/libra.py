@@ -212,7 +212,7 @@ def _plan_of(parts: list[_Shares], layout: ExpertLayout) -> BalancePlan:
 
 
 class _Shares:
-    """A domain's plan in the making: `quota[expert][rank]`, `slots[rank]`, `rank_loads[rank]`.
+    """A domain's plan in the making: `quota[expert][rank]`, `held[rank]`, `rank_loads[rank]`.
 
     Ranks and experts are counted from the domain's first. At first everything is at home, and the
     replicas that are there have no quota.
