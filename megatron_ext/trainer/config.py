@@ -26,43 +26,32 @@ class ModelConfig(Section):
 
     num_layers: int = setting(4, least=1)
     """Transformer layers of the whole model."""
-
     hidden_size: int = setting(256, least=1)
     """Width of the residual stream (H)."""
-
     num_attention_heads: int = setting(4, least=1)
     """Attention heads; must divide `hidden_size`, unless `megatron` says how wide a head is."""
-
     rotary_base: int = setting(10_000, least=1)
     """Base of the rotary position embedding."""
-
     rotary_percent: float = setting(1.0, above=0, most=1)
     """Part of a head that the rotary position embedding turns."""
 
     num_dense_layers: int = setting(0, least=0)
     """First layers that have one FFN instead of experts."""
-
     dense_hidden_size: int = setting(0, least=0)
     """Width inside the FFN of a dense layer; 0 is that of an expert."""
-
     activation: str = setting("gelu", choices=("gelu", "swiglu"))
     """Inside FFNs and experts: `gelu`, or `swiglu`, which has two matrices into their width."""
-
     vocab_size: int = setting(0, least=0)
     """Tokens that the model knows, at least those of the data; 0 is as many as the data have."""
 
     num_experts: int = setting(16, least=1)
     """Logical experts of a layer (E)."""
-
     topk: int = setting(2, least=1)
     """Experts that a token goes to (K)."""
-
     expert_hidden_size: int = setting(1024, least=1)
     """Width inside an expert (F)."""
-
     shared_expert_hidden_size: int = setting(0, least=0)
     """Width of the expert that every token goes to besides its K; 0 has none."""
-
     aux_loss: float = setting(0.0, least=0)
     """Weight of the load-balancing loss on the router; 0 leaves the router alone."""
 
@@ -70,11 +59,9 @@ class ModelConfig(Section):
     """How a rank computes its experts: `sequential` (one matrix product after the other,
     everywhere) or `grouped_mm` (all in one call of a grouped product, Transformer Engine's where
     the layers are its own, else PyTorch's; fp32 and bf16)."""
-
     transformer_impl: str = setting("auto", choices=("auto", "local", "transformer_engine"))
     """Whose layers the model is made of: Megatron's own (`local`), those of `transformer_engine`,
     or `auto`: Transformer Engine's where it is installed and there is a GPU."""
-
     precision: str = setting("fp32", choices=("fp32", "bf16"))
     """Type of weights and activations: `fp32` or `bf16` (with fp32 main weights and gradients)."""
 
@@ -100,35 +87,25 @@ class ParallelConfig(Section):
     NAME: ClassVar[str] = "parallel"
 
     num_ranks: int = setting(0, least=0)
-    """Ranks that the recipe is for: a run has at least as many. 0 is any number that fits the sizes
-    below."""
-
+    """Ranks that a run of this recipe has at least; 0 is any number that fits the sizes below."""
     ep_size: int = setting(1, least=1)
     """Ranks that share the experts of a layer (R)."""
-
     tp_size: int = setting(1, least=1)
-    """Ranks that share attention and embeddings (tensor parallelism), and a sequence between them
-    (sequence parallelism)."""
-
+    """Ranks that share attention, embeddings and sequences (tensor and sequence parallelism)."""
     pp_size: int = setting(1, least=1)
     """Pipeline stages."""
-
     vpp_size: int = setting(1, least=1)
     """Model chunks on each stage (interleaved schedule); 1 is the plain 1F1B schedule."""
 
     dispatcher: str = setting("alltoall", choices=("alltoall", "allgather", "flex"))
     """Megatron's token dispatcher: `alltoall`, `allgather` or `flex`."""
-
     recompute: str = setting("none", choices=("none", "selective", "full"))
-    """What is computed again in backward instead of kept: `none`, `selective` (the MoE layers) or
-    `full`."""
+    """What backward computes again: `none`, `selective` (the MoE layers) or `full`."""
 
     distributed_optimizer: bool = True
     """Spread the optimizer's state over data-parallel ranks."""
-
     overlap_grad_reduce: bool = False
     """Start the data-parallel reduction of gradients during backward."""
-
     overlap_param_gather: bool = False
     """Gather updated weights during the next forward; needs the two settings above."""
 
@@ -158,13 +135,10 @@ class DataConfig(Section):
 
     path: str = MISSING
     """Folder made by `megatron-ext data build`."""
-
     sequence_length: int = setting(256, least=1)
     """Tokens of a sample."""
-
     micro_batch_size: int = setting(4, least=1)
     """Samples that a rank computes at a time."""
-
     global_batch_size: int = setting(8, least=1)
     """Samples of an optimizer step, over all ranks."""
 
@@ -172,7 +146,6 @@ class DataConfig(Section):
     """File of `megatron-ext place`: the samples of a step go to the ranks that have the experts
     which the samples' tokens choose, if the model starts with its experts placed by the same file.
     Empty deals the samples in turn. The samples of a step are the same."""
-
     rebatch: str = ""
     """File of `megatron-ext place`: in MoE layers, the tokens of a sequence go to the
     tensor-parallel ranks that probably have the tokens' experts, if the model starts with its
@@ -181,13 +154,10 @@ class DataConfig(Section):
 
     weights: dict[str, float] = field(default_factory=dict)
     """Share of each domain; empty is in proportion to the domains' sizes."""
-
     mix_by: str = setting("microbatch", choices=("microbatch", "sample"))
     """Draw a domain for each `microbatch` or for each `sample`."""
-
     validation_fraction: float = setting(0.02, least=0, below=1)
     """Part of every domain that is kept for evaluation."""
-
     reverse_samples: bool = False
     """Give the samples of a microbatch in reverse order. The step stays the same but for the order
     in which sums are rounded: the yardstick for how far two runs differ by rounding alone."""
@@ -201,28 +171,21 @@ class OptimizerConfig(Section):
 
     lr: float = setting(1e-3, least=0)
     """Highest learning rate, reached at the end of the warm-up."""
-
     min_lr: float = setting(1e-4, least=0)
     """Learning rate of the last step."""
-
     warmup_steps: int = setting(10, least=0)
     """Steps from learning rate 0 to `lr`; a run with fewer steps gets there in its last but one."""
-
     decay: str = setting("cosine", choices=("constant", "linear", "cosine"))
     """Shape of the way to `min_lr`: `constant`, `linear` or `cosine`."""
 
     weight_decay: float = setting(0.01, least=0)
     """Decoupled weight decay (AdamW)."""
-
     beta1: float = setting(0.9, least=0, below=1)
     """Decay of Adam's mean of gradients."""
-
     beta2: float = setting(0.95, least=0, below=1)
     """Decay of Adam's mean of squared gradients."""
-
     eps: float = setting(1e-8, above=0)
     """Added to Adam's denominator."""
-
     clip_grad: float = setting(1.0, least=0)
     """Largest norm of all gradients together; larger ones are scaled down. 0 does not clip."""
 
@@ -235,51 +198,40 @@ class OptimizerConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class LoggingConfig(Section):
-    """Where a run reports, besides `metrics.jsonl` and the display on rank 0."""
+    """Where a run reports, besides `metrics.jsonl` and the display of rank 0."""
 
     NAME: ClassVar[str] = "logging"
 
     every: int = setting(1, least=1)
     """Steps between two plain progress lines, where the display is not a terminal; the first step
     and slow ones have lines, too."""
-
     trace_steps: int = setting(0, least=0)
     """Steps in one file of `trace/` in the run directory, with the exact load of every microbatch
     in every layer; 0 records none. A checkpoint ends a file early, so that a run that continues
     from it has the loads of every step."""
-
     route_samples: int = setting(0, least=0)
     """Samples of a step whose tokens' ids and chosen experts are recorded in `routes/`, in files of
     `trace_steps` steps: the first samples of one rank, at most its own. `megatron-ext place`
     reads them. Costs 2 bytes a choice in memory until the file is written; 0 records none."""
-
     heatmap_every: int = setting(100, least=1)
     """Steps from one line of `layers.jsonl` with the loads of single experts to the next."""
 
     tier: str = setting("brief", choices=("brief", "detailed"))
-    """What W&B and TensorBoard are given: `brief` describes each step, `detailed` each layer of it,
-    too."""
-
+    """What W&B and TensorBoard get: `brief` describes each step, `detailed` also each layer."""
     max_keys: int = setting(MAX_KEYS, least=1)
     """Most names that a step has in W&B and TensorBoard; the layers with the largest imbalance
     before balancing are kept."""
 
     wandb: str = setting("off", choices=("off", "offline", "online"))
     """Weights & Biases: `off`, `offline` (written to the run directory) or `online`."""
-
     wandb_project: str = "megatron_ext"
     """Project of the W&B run."""
-
     wandb_name: str | None = None
     """Name of the W&B run; by default the name of the run directory."""
-
     wandb_group: str = ""
-    """Group of the W&B run. Runs of a quickstart or a sweep are grouped by their folder if it is
-    empty."""
-
+    """Group of the W&B run; if empty, a quickstart or a sweep groups its runs by their folder."""
     wandb_tags: list[str] = field(default_factory=list)
     """Tags of the W&B run, besides its strategy."""
-
     tensorboard: bool = False
     """Write the same for TensorBoard, to `tensorboard/` in the run directory."""
 
@@ -314,11 +266,9 @@ class ProfileConfig(Section):
 
     steps: int = setting(0, least=0)
     """Steps that are recorded; 0 records none."""
-
     # The first steps of a start allocate memory and load code.
     first: int = setting(6, least=1)
     """The first of them."""
-
     ranks: list[int] = field(default_factory=list)
     """The ranks that record, as [0,8]; empty is all."""
 
@@ -337,29 +287,21 @@ class CheckpointConfig(Section):
 
     every: int = setting(0, least=0)
     """Steps between two checkpoints; 0 saves none."""
-
     keep: int = setting(2, least=1)
     """Newest checkpoints that are kept."""
-
     load: str | None = None
-    """A checkpoint (`RUN/checkpoints/step_...`) that a run without checkpoints of its own starts
-    from."""
+    """Where a run without checkpoints of its own starts from: `RUN/checkpoints/step_...`."""
 
     verify: bool = True
     """Compare a checkpoint's files with their checksums before it is loaded."""
-
     fallback: bool = True
-    """Where the newest checkpoint is damaged, continue from the newest that is whole, with a
-    warning. False refuses."""
-
+    """If the newest checkpoint is damaged, warn and take the newest whole one. False refuses."""
     trust: bool = False
     """Load a checkpoint that another user wrote, or that holds pickled classes beyond those that
     checkpoints need. Loading such a checkpoint may run code that is in it."""
 
     required: bool = False
-    """End the run where a checkpoint cannot be saved. False goes on without it, with a warning each
-    time."""
-
+    """End the run if a checkpoint cannot be saved. False warns and goes on without it."""
     asynchronous: bool = False
     """Write a checkpoint beside the training, from a copy of the state in the memory of the CPU."""
 
@@ -372,7 +314,6 @@ class HardwareConfig(Section):
 
     summary: str = ""
     """What it is, in a line; empty is any machine."""
-
     constants: dict[str, Any] = field(default_factory=dict)
     """Its numbers with their sources, as `megatron-ext simulate` reads them."""
 
@@ -400,17 +341,13 @@ class TrainConfig(Section):
 
     recipe: str = ""
     """Name of the recipe that the settings began with; it is filled in."""
-
     at_most: dict[str, int] = field(default_factory=dict)
     """Limits of numbers, by the names of their settings: where a recipe has more, the limit is
     taken. What the command line sets stays. `size=tiny` has such limits."""
-
     run_dir: str = "runs/train"
     """Directory of the run's files: config, metrics, checkpoints."""
-
     steps: int = setting(100, least=1)
     """Optimizer steps of the whole run."""
-
     seed: int = setting(1234, least=0, most=2**32 - 1)
     """Seed of the initial weights and of the order of the data."""
 
@@ -419,12 +356,9 @@ class TrainConfig(Section):
     optimizer step, `skip` that optimizer step, or `ignore` it. If only the loss is not finite, the
     optimizer step is made: then `stop` ends the run after it. A state that is not finite is never
     saved, and ends a run that does not `ignore` it."""
-
     timeout_s: float = setting(600, least=1)
-    """Seconds that a rank waits for another before the run ends and says who hangs where. Must be
-    longer than anything that a rank does without other ranks, as writing its part of a checkpoint.
-    """
-
+    """Seconds that a rank waits for another before the run ends and says which rank hangs where.
+    Must be longer than all that a rank does alone, as writing its part of a checkpoint."""
     restarts: int = setting(0, least=0)
     """How often a run whose ranks died starts again by itself, from its newest whole checkpoint.
     Not after a signal, or for what it would meet again: settings, numbers that are not finite, a
@@ -433,7 +367,6 @@ class TrainConfig(Section):
 
     eval_every: int = setting(0, least=0)
     """Steps between two evaluations; 0 makes none."""
-
     eval_steps: int = setting(4, least=1)
     """Global batches of an evaluation, always the same ones."""
 
