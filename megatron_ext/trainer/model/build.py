@@ -35,8 +35,7 @@ from megatron_ext.data.tokenizer import padded_vocab_size
 from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec, name_stages
 from megatron_ext.methods.run_hook import Reader, run_hooks
 from megatron_ext.trainer.config import TrainConfig
-from megatron_ext.trainer.model.latent import latent_attention_spec
-from megatron_ext.trainer.model.norms import sequence_parallel_spec
+from megatron_ext.trainer.model.local_layers import latent_attention_spec, sequence_parallel_spec
 from megatron_ext.trainer.model.settings import (
     assumes_transformer_engine,
     ddp_config,
