@@ -130,16 +130,13 @@ WHOLE = '{"step": 1, "loss": 2.5, "step_ms": 100.0, "tokens_per_s": 50}\n'
             "none trains 5,000 tokens/s.",
             "metrics.jsonl is not there",
         ),
-        ({"metrics.jsonl": f'{{"st\n{WHOLE}[1]\n\0\n'}, "2.5000", "read in line 1, 3, 4"),
         ({"metrics.jsonl": WHOLE}, "2.5000", "1 of 1 steps have no number 'imbalance_after'"),
         (
             {"metrics.jsonl": WHOLE.replace("2.5", f"1{400 * '0'}").replace("50", '"50"')},
             "100",
             "1 of 1 steps have no number 'loss'",
         ),
-        ({"metrics.jsonl": WHOLE, "config.yaml": "steps: ["}, "2.5000", "no readable YAML"),
-        ({"metrics.jsonl": WHOLE, "about.json": "[1"}, "2.5000", "about.json with machine"),
-        ({"metrics.jsonl": WHOLE, "about.json": "[1]", "layers.jsonl": '{"step"'}, "2.5000", ""),
+        ({"metrics.jsonl": WHOLE, "layers.jsonl": '{"step"'}, "2.5000", "config.yaml is not there"),
     ],
 )
 def test_what_can_be_read_is_shown_and_what_is_missing_said(runs, capsys, files, known, missing):
@@ -161,26 +158,53 @@ DEEP = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
 """YAML of half a kilobyte that is 9 to the power of 9 words, written out."""
 
 
+LAYERS = {"step": 7, "layer": [1], "rank_loads_before": [[3, 1]], "rank_loads_after": [[2, 2]]}
+
+
 @pytest.mark.parametrize(
-    ("name", "text", "missing"),
+    ("name", "text", "said"),
     [
-        ("config.yaml", DEEP, ""),
-        ("config.yaml", "a: &a\n  b: *a\n", "config.yaml is not there or no readable YAML"),
-        ("config.yaml", "a: " + 3000 * "[" + "\n", "config.yaml is not there or no readable YAML"),
+        ("metrics.jsonl", f'{{"st\n{WHOLE}', "metrics.jsonl, line 1: no JSON"),
+        ("metrics.jsonl", f"{WHOLE}[1]\n", "metrics.jsonl, line 2: not the metrics of a step"),
+        ("config.yaml", "steps: [", "config.yaml is no readable YAML with settings"),
+        ("config.yaml", "[1]", "config.yaml is no readable YAML with settings"),
+        ("config.yaml", "a: &a\n  b: *a\n", "config.yaml is no readable YAML with settings"),
+        ("config.yaml", "a: " + 3000 * "[", "config.yaml is no readable YAML with settings"),
         (
             "config.yaml",
             "".join(f"k{place}: 1\n" for place in range(2001)),
-            "config.yaml is not there or no readable YAML",
+            "config.yaml holds more than 2000 settings",
         ),
-        ("about.json", 100_000 * "[", "about.json with machine"),
-        ("about.json", '{"host": "\\ud800half", "cpus": 1e999}', ""),
+        ("about.json", "[1]", "about.json is no readable JSON with machine and versions"),
+        ("about.json", 100_000 * "[", "about.json is no readable JSON with machine and versions"),
+        *(
+            ("layers.jsonl", json.dumps(LAYERS | wrong) + "\n", "step 7: not the layers of a step")
+            for wrong in (
+                {"layer": "all"},
+                {"imbalance_after": [1.0, 2.0]},
+                {"rank_loads_before": [[1], ["x", 2]]},
+                {"worst": 3},
+                {"worst": {"layer": 1}},
+            )
+        ),
     ],
 )
-def test_a_strangers_files_are_read_in_a_moment(runs, capsys, name, text, missing):
+def test_a_file_that_cannot_be_read_is_one_line(runs, capsys, name, text, said):
     (runs / "none" / name).write_text(text)
     status, out, err = run(capsys, "report", runs / "none")
-    assert (status, err) == (0, "")
-    assert missing in out
+    assert (status, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+    assert not (runs / "none" / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("config.yaml", DEEP), ("about.json", '{"host": "\\ud800half", "cpus": 1e999}')],
+)
+def test_a_strangers_files_are_read_in_a_moment(runs, capsys, name, text):
+    (runs / "none" / name).write_text(text)
+    assert run(capsys, "report", runs / "none")[::2] == (0, "")
     assert (runs / "none" / "report.html").stat().st_size > 10**6
 
 
@@ -209,7 +233,7 @@ def test_links_and_pipes_in_a_strangers_folder_lead_nowhere(runs, tmp_path, caps
     assert not (folder / "report.html").is_symlink()
 
 
-def test_layers_that_do_not_fit_are_left_out(runs):
+def test_layers_may_be_others_in_each_step(runs):
     """Lines of another version, or of a run that went on with other ranks."""
     from megatron_ext.trainer.reports.read import read_runs
 
@@ -221,10 +245,9 @@ def test_layers_that_do_not_fit_are_left_out(runs):
     after = {"imbalance_before": [1.5, 1.0], "imbalance_after": [1.0, None]}
     lines = [
         {"step": 1, "layer": [1, 2], **after, **loads, "worst": worst},
-        {"step": 2, "layer": [1, 2], "imbalance_after": [1.0], "worst": {"layer": 1}},
-        {"step": 3, "layer": [1, 2], **after, "rank_loads_before": [[1], ["x", 2]], "worst": 3},
-        {"step": 4, "layer": "all"},
-        {"step": 5, "layer": [2], "imbalance_after": [1.25], "worst": worst | {"num_experts": 5}},
+        {"step": 2, "layer": [1, 2]},
+        {"step": 3, "layer": []},
+        {"step": 5, "layer": [2], "imbalance_after": [1.25]},
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (runs / "quota" / "layers.jsonl").write_text(text)

@@ -1,4 +1,4 @@
-"""What `layers.jsonl` says of a run's layers, cut down to what a page can show while it is read.
+"""The layers of a run from its `layers.jsonl`, cut down while reading to what a page can show.
 
 Legend: T steps, L layers, R ranks of the EP group, K steps whose rank loads are kept.
 """
@@ -54,37 +54,39 @@ class Layers:
 
 
 class LayerLines:
-    """Takes the lines of a file one by one; what does not fit its line is left out."""
+    """Takes the lines of a file one by one."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, tuple[list[int], list[np.ndarray]]] = {}
-        self._kept: list[tuple[int, list[int], list[np.ndarray]]] = []
+        self._steps: dict[int, tuple[list[int], np.ndarray]] = {}
+        self._kept: list[tuple[int, list[int], np.ndarray]] = []
         self._stride = 1
         self._worst: list[tuple[float, int, dict[str, Any]]] = []
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Take the line of a step."""
-        step, layers = line["step"], line.get("layer")
-        if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
-            return
-        self._steps[step] = layers, [_numbers(line.get(name), len(layers)) for name in COLUMNS]
-        if (len(self._steps) - 1) % self._stride == 0:
-            self._keep_rank_loads(step, layers, line)
-        if (worst := _microbatch(line.get("worst"))) is not None:
+        """Take the line of a step.
+
+        Raises:
+            LookupError, TypeError, ValueError, ArithmeticError: It is not what a run writes.
+        """
+        step, layers = line["step"], list(map(int, line["layer"]))
+        unknown = [np.nan] * len(layers)
+        columns = np.array([line.get(name, unknown) for name in COLUMNS], dtype=np.float64)
+        self._steps[step] = layers, columns.reshape(len(COLUMNS), len(layers))
+        if _RANK_LOADS[0] in line and layers and (len(self._steps) - 1) % self._stride == 0:
+            loads = np.array([line[name] for name in _RANK_LOADS], dtype=np.float64)
+            loads = loads.reshape(len(_RANK_LOADS), len(layers), -1)
+            means = loads.mean(axis=2, keepdims=True)
+            relative = np.divide(loads, means, out=np.ones_like(loads), where=means > 0)
+            self._kept.append((step, layers, relative))
+            if len(self._kept) > 2 * _KEPT_STEPS:
+                self._kept, self._stride = self._kept[::2], self._stride * 2
+        if "worst" in line and all(step != other for _, other, _ in self._worst):
+            worst = _microbatch(line["worst"])
             before = np.array(worst["before"])
             candidate = (before.max() / max(before.mean(), 1), step, {"step": step} | worst)
-            if all(step != other for _, other, _ in self._worst):
-                self._worst = heapq.nlargest(
-                    _WORST, [*self._worst, candidate], key=lambda each: each[:2]
-                )
-
-    def _keep_rank_loads(self, step: int, layers: list[int], line: Mapping[str, Any]) -> None:
-        loads = [_matrix(line.get(name), len(layers)) for name in _RANK_LOADS]
-        if any(of is None for of in loads) or len({of.shape for of in loads}) != 1:  # type: ignore[union-attr]
-            return
-        self._kept.append((step, layers, [_over_mean(of) for of in loads if of is not None]))
-        if len(self._kept) > 2 * _KEPT_STEPS:
-            self._kept, self._stride = self._kept[::2], self._stride * 2
+            self._worst = heapq.nlargest(
+                _WORST, [*self._worst, candidate], key=lambda each: each[:2]
+            )
 
     def layers(self) -> Layers | None:
         """Return what was taken; None if it was nothing."""
@@ -98,9 +100,9 @@ class LayerLines:
             layers, values = self._steps[step]
             columns[:, [row[layer] for layer in layers], place] = values
         # A run that went on with another number of ranks shows the last.
-        ranks = self._kept[-1][2][0].shape[1] if self._kept else 0
+        ranks = self._kept[-1][2].shape[2] if self._kept else 0
         kept = sorted(
-            (one for one in self._kept if one[2][0].shape[1] == ranks), key=lambda k: k[0]
+            (one for one in self._kept if one[2].shape[2] == ranks), key=lambda each: each[0]
         )
         loads = np.full((2, len(kept), len(numbers), ranks), np.nan)
         for place, (_, layers, both) in enumerate(kept):
@@ -115,54 +117,15 @@ class LayerLines:
         )
 
 
-def _numbers(values: Any, length: int) -> np.ndarray:
-    """A list as float64 [length]; NaN where it holds no numbers."""
-    try:
-        array = np.array(values, dtype=np.float64)
-    except (ValueError, TypeError, OverflowError):
-        array = np.empty(0)
-    if array.shape != (length,):
-        return np.full(length, np.nan)
-    return np.where(np.isfinite(array), array, np.nan)
-
-
-def _matrix(values: Any, length: int) -> np.ndarray | None:
-    try:
-        array = np.array(values, dtype=np.float64)
-    except (ValueError, TypeError, OverflowError):
-        return None
-    is_whole = array.ndim == 2 and len(array) == length and array.shape[1] > 0
-    return array if is_whole and np.isfinite(array).all() else None
-
-
-def _over_mean(loads: np.ndarray) -> np.ndarray:
-    means = loads.mean(axis=1, keepdims=True)
-    return np.divide(loads, means, out=np.ones_like(loads), where=means > 0)
-
-
-def _microbatch(found: Any) -> dict[str, Any] | None:
-    """The microbatch of a line as a page draws it; None if something of it is missing or wrong."""
-    if not isinstance(found, Mapping):
-        return None
-    before = _matrix([found.get("rank_loads_before")], 1)
-    after = _matrix([found.get("rank_loads_after")], 1)
-    slots, experts = found.get("slots"), found.get("num_experts")
-    if before is None or after is None or before.shape != after.shape:
-        return None
-    ranks = before.shape[1]
-    if type(experts) is not int or experts < ranks or experts % ranks:
-        return None
-    if not isinstance(slots, list) or len(slots) != ranks:
-        return None
-    if not all(isinstance(of_rank, list) for of_rank in slots):
-        return None
+def _microbatch(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The microbatch of a line as a page draws it."""
+    before, after = np.array([found[name] for name in _RANK_LOADS], dtype=np.float64)
+    mains = int(found["num_experts"]) // len(before)
     replicas = [
-        [expert, expert // (experts // ranks), rank]
-        for rank, of_rank in enumerate(slots)
+        [int(expert), int(expert) // mains, rank]
+        for rank, of_rank in enumerate(found["slots"])
         for expert in of_rank
-        if type(expert) is int and 0 <= expert < experts
+        if expert >= 0
     ]
-    named = {name: found.get(name) for name in ("layer", "microbatch")}
-    if not all(type(value) is int for value in named.values()):
-        return None
-    return named | {"before": before[0].tolist(), "after": after[0].tolist(), "replicas": replicas}
+    named = {name: int(found[name]) for name in ("layer", "microbatch")}
+    return named | {"before": before.tolist(), "after": after.tolist(), "replicas": replicas}

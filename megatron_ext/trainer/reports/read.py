@@ -1,7 +1,7 @@
-"""Reads run directories as far as they can be read: of a killed run, or of another version.
+"""Reads run directories, also of runs that go on, were killed, or are of another version.
 
-What is missing becomes a sentence in `Run.missing`, not an error. Only a folder that holds nothing
-of a run is refused.
+What is missing becomes a sentence in `Run.missing`. A file that cannot be read is an error, and so
+is a folder that holds nothing of a run.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import yaml
 
 from megatron_ext.files.run_dir import ABOUT_FILE, CONFIG_FILE, LAYERS_FILE, METRICS_FILE
+from megatron_ext.telemetry.step_lines import read_lines
 from megatron_ext.trainer.reports.layers import LayerLines, Layers
 
 Metrics: TypeAlias = Sequence[Mapping[str, Any]]
@@ -26,14 +27,13 @@ Metrics: TypeAlias = Sequence[Mapping[str, Any]]
 SHOWN = ("loss", "imbalance_before", "imbalance_after", "step_ms", "tokens_per_s", "replicas")
 """The metrics of a step that a report shows."""
 
+_FILES = (METRICS_FILE, CONFIG_FILE, LAYERS_FILE, ABOUT_FILE)
+
 _MOST_SETTINGS = 2000
 """Settings that a configuration may have: many times those of any run."""
 
 _CUT = reprlib.Repr()
 _CUT.maxlevel, _CUT.maxlist, _CUT.maxstring, _CUT.maxother = 3, 30, 200, 200
-
-_NAMED = 5
-"""Lines that are named among those that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Run:
     layers: Layers | None
     """None where no step says more than the means of all layers."""
     settings: Mapping[str, str]
-    """Of the resolved configuration, `section.name` to value; empty if it cannot be read."""
+    """Of the resolved configuration, `section.name` to value; empty if it is not there."""
     about: Mapping[str, Any]
     """Machine, versions and start, as `run_log` wrote them; empty if it did not."""
     missing: Sequence[str]
-    """What cannot be read or is not there, a sentence without its period each."""
+    """What is not there, a sentence without its period each."""
 
     @property
     def strategy(self) -> str | None:
@@ -65,7 +65,7 @@ def read_runs(folders: Sequence[Path]) -> dict[str, Run]:
 
     Raises:
         FileNotFoundError: A folder holds nothing of a run.
-        ValueError: A folder is given twice.
+        ValueError: A folder is given twice, or a file cannot be read; the message names it.
     """
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ValueError(f"a run is there twice in {', '.join(map(str, folders))}")
@@ -77,8 +77,7 @@ def read_runs(folders: Sequence[Path]) -> dict[str, Run]:
 
 def run_files(folder: Path) -> list[Path]:
     """Return the files that a report reads, of those that are there."""
-    names = (METRICS_FILE, CONFIG_FILE, LAYERS_FILE, ABOUT_FILE)
-    return [folder / name for name in names if (folder / name).is_file()]
+    return [folder / name for name in _FILES if (folder / name).is_file()]
 
 
 def number(value: Any) -> float:
@@ -96,12 +95,14 @@ def number(value: Any) -> float:
 
 
 def _read_run(folder: Path) -> Run:
-    if not run_files(folder):
+    there = run_files(folder)
+    if not there:
         below = sorted(str(file.parent) for file in folder.glob(f"*/{METRICS_FILE}"))
         hint = f"; there are runs in it: {', '.join(below)}" if below else ""
         raise FileNotFoundError(f"{folder} is no run directory: it has no {METRICS_FILE}{hint}")
-    missing: list[str] = []
-    by_step = {line["step"]: line for line in _lines(folder / METRICS_FILE, missing)}
+    missing = [f"{name} is not there" for name in _FILES if folder / name not in there]
+    lines = {file.name: read_lines(file) for file in there if file.suffix == ".jsonl"}
+    by_step = {line["step"]: line for line in lines.get(METRICS_FILE, ())}
     metrics = [by_step[step] for step in sorted(by_step)]
     if not metrics:
         missing.append("no step is finished yet")
@@ -109,54 +110,30 @@ def _read_run(folder: Path) -> Run:
         without = sum(math.isnan(number(step.get(metric))) for step in metrics)
         if without:
             missing.append(f"{without} of {len(metrics)} steps have no number {metric!r}")
-    settings: dict[str, str] = {}
-    about: Mapping[str, Any] = {}
-    try:
-        settings = _settings(folder / CONFIG_FILE)
-    except (ValueError, RecursionError):
-        missing.append(f"{CONFIG_FILE} is not there or no readable YAML")
-    try:
-        found = json.loads(_text(folder / ABOUT_FILE))
-        about = found if isinstance(found, dict) else {}
-    except (ValueError, RecursionError):
-        missing.append(f"{ABOUT_FILE} with machine and versions is not there or no readable JSON")
     layer_lines = LayerLines()
-    for line in _lines(folder / LAYERS_FILE, missing):
-        layer_lines.add(line)
-    return Run(metrics, layer_lines.layers(), settings, about, missing)
+    for line in lines.get(LAYERS_FILE, ()):
+        try:
+            layer_lines.add(line)
+        except (LookupError, TypeError, ValueError, ArithmeticError):
+            where = f"{folder / LAYERS_FILE}, step {line['step']}"
+            raise ValueError(f"{where}: not the layers of a step") from None
+    return Run(
+        metrics,
+        layer_lines.layers(),
+        _settings(folder / CONFIG_FILE) if folder / CONFIG_FILE in there else {},
+        _about(folder / ABOUT_FILE) if folder / ABOUT_FILE in there else {},
+        missing,
+    )
 
 
-def _lines(file: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the objects with a step of a file of JSON lines; an unfinished last line is none."""
-    if not file.is_file():
-        missing.append(f"{file.name} is not there")
-        return
-    unread = []
-    with file.open(encoding="utf-8", errors="replace") as text:
-        for place, line in enumerate(text, 1):
-            if not line.endswith("\n"):
-                break
-            try:
-                found = json.loads(line)
-            except (ValueError, RecursionError):
-                found = None
-            if isinstance(found, dict) and type(found.get("step")) is int:
-                yield found
-            else:
-                unread.append(place)
-    if unread:
-        named = ", ".join(map(str, unread[:_NAMED])) + (", ..." if len(unread) > _NAMED else "")
-        missing.append(f"{file.name}: no step can be read in line {named}")
-
-
-def _text(file: Path) -> str:
-    """A file's text; ValueError if it has none, as a pipe that nobody writes to."""
-    if not file.is_file():
-        raise ValueError(f"{file} is no file")
+def _about(file: Path) -> dict[str, Any]:
     try:
-        return file.read_text("utf-8")
-    except OSError as error:
-        raise ValueError(f"{file}: {error}") from None
+        found = json.loads(file.read_text("utf-8"))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} is no readable JSON with machine and versions")
+    return found
 
 
 def _settings(file: Path) -> dict[str, str]:
@@ -165,12 +142,9 @@ def _settings(file: Path) -> dict[str, str]:
     YAML can hold more, written out, than any memory does: values are cut, names are counted.
     """
     try:
-        found = yaml.safe_load(_text(file))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{file} is no YAML: {error}") from None
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{file} holds no mapping")
-    flat = list(islice(_flat(found), _MOST_SETTINGS + 1))
+        flat = list(islice(_flat(yaml.safe_load(file.read_text("utf-8"))), _MOST_SETTINGS + 1))
+    except (yaml.YAMLError, AttributeError, ValueError, RecursionError):
+        raise ValueError(f"{file} is no readable YAML with settings") from None
     if len(flat) > _MOST_SETTINGS:
         raise ValueError(f"{file} holds more than {_MOST_SETTINGS} settings")
     return dict(flat)
