@@ -61,8 +61,8 @@ def write_run(
 
 def _evened(before: np.ndarray, strategy: str, random: np.random.Generator) -> np.ndarray:
     """The same totals, nearly or quite even."""
-    noise = 0 if strategy == "ideal" else 0.03 * random.random(before.shape)
-    return before.mean(axis=1, keepdims=True) * (1 + noise)
+    noise = 0 if strategy == "ideal" else 0.03
+    return before.mean(axis=1, keepdims=True) * (1 + noise * random.random(before.shape))
 
 
 def _imbalance(loads: np.ndarray) -> np.ndarray:
