@@ -1,8 +1,8 @@
 """Keeps numbers that are not finite out of a run's weights and checkpoints.
 
-The decision uses what the host reads anyway: the global gradient norm, which Megatron's optimizer
-reads before it steps, and the step's loss, which the loop reads for the metrics. Only if one of
-them is not finite, or before a checkpoint, weights and gradients are looked through.
+The decision uses two numbers that the host reads anyway: the global gradient norm, which Megatron's
+optimizer reads before it steps, and the step's loss, for the metrics. Weights and gradients are
+searched only if one of the two is not finite, or before a checkpoint.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 class StepGuard:
-    """Does with steps whose numbers are not finite as `on_nan` says. All ranks decide alike.
+    """Stops, skips or ignores steps whose numbers are not finite (`on_nan`). All ranks decide alike.
 
-    Args:
-        config: The run.
-        chunks: The model's chunks on this rank.
-        optimizer: Megatron's optimizer of these chunks. Unless such steps are ignored, its norm of
-            the gradients raises instead of being used for clipping and for the step.
+    Unless they are ignored, the optimizer's norm of the gradients raises instead of being used for
+    clipping and for the step. Where the run ends, all ranks raise `SystemExit` with status
+    `NO_RESTART`, after rank 0 has said why. `losses` are those of this rank's microbatches: none
+    but on the last pipeline stage.
     """
 
     def __init__(
@@ -55,16 +54,9 @@ class StepGuard:
     def optimizer_step(self, step: int, losses: Sequence[float]) -> tuple[bool, float]:
         """Make an optimizer step, unless the gradients are not finite.
 
-        Args:
-            step: Number of the step.
-            losses: The losses of this rank's microbatches; empty but on the last pipeline stage.
-
         Returns:
             Whether the step was made, and the norm of the gradients, NaN if Megatron's loss scaling
             skipped the step before it took the norm. Equal on all ranks.
-
-        Raises:
-            SystemExit: With status `NO_RESTART` if the run ends here; rank 0 has said why.
         """
         try:
             made, norm, _ = self._optimizer.step()
@@ -76,16 +68,9 @@ class StepGuard:
         return made, norm
 
     def check_loss(self, step: int, loss: float, losses: Sequence[float], *, made: bool) -> None:
-        """Look at a step's mean loss, after the optimizer step: its gradients may be finite.
+        """Look at a step's `loss`, the mean over all ranks, after its optimizer step.
 
-        Args:
-            step: Number of the step.
-            loss: Mean over all ranks.
-            losses: The losses of this rank's microbatches; empty but on the last pipeline stage.
-            made: Whether the optimizer step was made.
-
-        Raises:
-            SystemExit: With status `NO_RESTART` if the run ends here; rank 0 has said why.
+        Its gradients may have been finite, so that the step was `made`.
         """
         if not made or math.isfinite(loss):
             return
@@ -94,11 +79,7 @@ class StepGuard:
         self._is_sound = False
 
     def may_save(self, step: int) -> bool:
-        """Whether the state after a step is finite. All ranks call it before they save.
-
-        Raises:
-            SystemExit: With status `NO_RESTART` if the run ends here; rank 0 has said why.
-        """
+        """Whether the state after a step is finite. All ranks call it before they save."""
         state = itertools.chain(_weights(self._chunks), _optimizer_state(self._optimizer))
         is_finite = self._is_sound and all(_is_finite(one.tensor) for one in state)
         spoiled = torch.tensor(float(not is_finite), device="cuda")
@@ -205,22 +186,16 @@ def _is_finite(tensor: Tensor) -> bool:
 
 def _weights(chunks: Iterable[nn.Module]) -> Iterator[_Part]:
     for chunk in chunks:
-        yield from _parts(_model(chunk), lambda parameter: parameter.detach())
+        yield from _parts(bare_model(chunk), lambda parameter: parameter.detach())
 
 
 def _gradients(chunks: Iterable[nn.Module]) -> Iterator[_Part]:
     for chunk in chunks:
-        yield from _parts(_model(chunk), lambda parameter: getattr(parameter, "main_grad", None))
-
-
-def _model(chunk: Any) -> nn.Module:
-    while isinstance(chunk, DistributedDataParallel | Float16Module):
-        chunk = chunk.module
-    return chunk
+        yield from _parts(bare_model(chunk), lambda parameter: getattr(parameter, "main_grad", None))
 
 
 def _optimizer_state(optimizer: Any) -> Iterator[_Part]:
-    """The optimizer's tensors, its own copies of weights included. They have no layer's name."""
+    """Yield the optimizer's tensors, its copies of weights included. They have no layer's name."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if part.optimizer is None:  # There are no parameters for it on this rank.
             continue

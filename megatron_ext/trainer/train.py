@@ -37,7 +37,7 @@ from megatron_ext.config import BalanceConfig, ConfigError, Section
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.files.recipes import recipe_names, shipped_recipes
 from megatron_ext.ops import load_library
-from megatron_ext.trainer.config import TrainConfig
+from megatron_ext.trainer.config import DataConfig, TrainConfig
 from megatron_ext.trainer.logs.rank_logs import keep_output
 from megatron_ext.trainer.logs.run_log import hold_run_dir
 from megatron_ext.trainer.ranks.launch import join_ranks, launch_ranks, quiet_megatron
@@ -54,7 +54,7 @@ ConfigStore.instance().store(SCHEMA, TrainConfig)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Train as a command line says that `command.py` has read.
+    """Train by the words of a command line, as `command.py` has parsed them.
 
     Raises:
         ConfigError: The settings are wrong; nothing was started.
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> None:
 
 @contextmanager
 def said_in_lines() -> Iterator[None]:
-    """Say what is wrong with settings in a line each, and end with status 2."""
+    """Write a line for each problem of the settings, and end with status 2."""
     quiet_megatron()
     try:
         yield
@@ -138,7 +138,7 @@ def check(config: TrainConfig, *, num_ranks: int | None = None, needs_data: bool
 
 
 def _num_ranks(config: TrainConfig) -> int:
-    """Return how many ranks a run has if nobody says: a GPU each, or what the recipe needs.
+    """Return how many ranks a run has by default: a GPU each, or what the recipe needs.
 
     Not all GPUs get one if a batch cannot be divided among them. Sizes may still be wrong.
     """
@@ -291,13 +291,19 @@ def load_config(
             composed.recipe = config_name
         if unknown := _unknown_settings(composed):
             raise ConfigError(unknown)
-        if not needs_data and OmegaConf.is_missing(composed.data, "path"):
-            composed.data.path = ""
-        if missing := sorted(OmegaConf.missing_keys(composed)):
-            said = [f"{name} is missing: it has no default" for name in missing]
-            raise ConfigError(said + _section_problems(composed))
-        if problems := _balance_problems(composed):
-            raise ConfigError(problems)
+        problems: list[str] = []
+        of_balance: list[str] = []
+        # What is missing, or a section `balance` that cannot be made, hides no other problem.
+        defaults = OmegaConf.structured(TrainConfig(data=DataConfig(path="")))
+        for name in sorted(OmegaConf.missing_keys(composed)):
+            OmegaConf.update(composed, name, OmegaConf.select(defaults, name))
+            if needs_data or name != "data.path":
+                problems.append(f"{name} is missing: it has no default")
+        try:
+            OmegaConf.to_object(composed.balance)
+        except ConfigError as error:
+            of_balance = error.problems
+            composed.balance = defaults.balance
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([_hydra_problem(error)]) from None
@@ -307,11 +313,13 @@ def load_config(
         raise ConfigError([str(error)]) from None
     if not isinstance(config, TrainConfig):
         raise ConfigError([f"{config_name}.yaml must have {SCHEMA} first in its defaults"])
+    if problems or of_balance:
+        raise ConfigError(problems + config.problems() + of_balance)
     return config
 
 
 def _check_recipe(name: str, folder: Path) -> None:
-    """Check that there is a recipe, in a folder or in the package; the message says which are."""
+    """Check that there is a recipe, in a folder or in the package; the error lists them."""
     found = {each: recipe_names(each) for each in (folder, shipped_recipes())}
     known = [each for names in found.values() for each in names]
     if name.removesuffix(".yaml") in known:
@@ -323,7 +331,7 @@ def _check_recipe(name: str, folder: Path) -> None:
 
 
 def _given_twice(overrides: Sequence[str]) -> list[str]:
-    """What is wrong with overrides of which two choose different options of one group."""
+    """Return the groups of which two overrides choose different options, a problem each."""
     chosen: dict[str, list[str]] = {}
     for each in dict.fromkeys(overrides):
         name = each.lstrip("+").split("=")[0]
@@ -351,10 +359,10 @@ def _limit(composed: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _unknown_settings(composed: DictConfig) -> list[str]:
-    """What `+section.name=value` added that no section has, with names that are near."""
+    """Return the settings from `+section.name=value` that no section has, with near names."""
     problems = []
     for name, kind in _sections_of(TrainConfig).items():
-        known = {each.name for each in dataclasses.fields(kind)}
+        known = kind.__dataclass_fields__
         section = OmegaConf.select(composed, name) if name else composed
         for key in map(str, section if isinstance(section, DictConfig) else ()):
             if key not in known:
@@ -374,47 +382,17 @@ def _sections_of(section: Any, name: str = "") -> dict[str, Any]:
     return found
 
 
-def _section_problems(composed: DictConfig) -> list[str]:
-    """What is wrong in each section by itself, but for those in which something is missing."""
-    problems: list[str] = []
-    for name in composed:
-        if OmegaConf.is_missing(composed, name):
-            continue
-        try:
-            section = OmegaConf.to_object(composed[name])
-        except ConfigError as error:
-            problems += error.problems
-        except (OmegaConfBaseException, ValueError):
-            continue  # Incomplete, refers to what is missing, or is no section.
-        else:
-            problems += section.problems() if isinstance(section, Section) else []
-    return problems
-
-
-def _balance_problems(composed: DictConfig) -> list[str]:
-    """Problems of all sections where `balance` has some: that section cannot be made then."""
-    try:
-        OmegaConf.to_object(composed.balance)
-    except ConfigError as error:
-        rest = OmegaConf.merge(composed, {})
-        rest.balance = OmegaConf.structured(BalanceConfig)
-        config = OmegaConf.to_object(rest)
-        others = config.problems() if isinstance(config, TrainConfig) else []
-        return error.problems + others
-    return []
-
-
 _HINTS = {
     "Ambiguous value": ": a run has one value of each setting; -m makes a run for each value",
     "Could not override 'data.weights": ": a domain is named with a plus, as in "
     "+data.weights.code=1",
     "No match in the defaults list": ": a group has options in a recipe only (--config-name)",
 }
-"""What to do instead, by what Hydra says."""
+"""What to do instead, by words of Hydra's messages."""
 
 
 def _hydra_problem(error: Exception) -> str:
-    """Hydra's message and its cause, on one line."""
+    """Return Hydra's message and its cause on one line, with a hint where there is one."""
     parts = [str(part).split("\n")[0].rstrip(".") for part in (error, error.__cause__) if part]
     problem = ": ".join(dict.fromkeys(parts))
     if (override := getattr(error, "override", None)) and override not in problem:
@@ -427,16 +405,11 @@ def _hydra_problem(error: Exception) -> str:
         if found in problem:
             return problem + hint
     if key := re.search(r"Key '(\w+)' not in '(\w+)'", problem):
-        known = [
-            each.name
-            for kind in _sections_of(TrainConfig).values()
-            if kind.__name__ == key[2]
-            for each in dataclasses.fields(kind)
-        ]
-        problem += did_you_mean(key[1], known)
-    for each in dataclasses.fields(BalanceConfig):
-        if f"Key '{each.name}' not in 'TrainConfig'" in problem:
-            problem += f": it is balance.{each.name}"
+        sections = {kind.__name__: kind for kind in _sections_of(TrainConfig).values()}
+        if key[2] in sections:
+            problem += did_you_mean(key[1], sections[key[2]].__dataclass_fields__)
+        if key[2] == "TrainConfig" and key[1] in BalanceConfig.__dataclass_fields__:
+            problem += f": it is balance.{key[1]}"
     return problem
 
 
