@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from megatron_ext.mcore.grouped_experts import GroupedExperts
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepGuard:
-    """Stops, skips or ignores steps whose numbers are not finite (`on_nan`). All ranks decide alike.
+    """Stops at, skips or ignores steps that are not finite, by `on_nan`. All ranks decide alike.
 
     Unless they are ignored, the optimizer's norm of the gradients raises instead of being used for
     clipping and for the step. Where the run ends, all ranks raise `SystemExit` with status
@@ -96,8 +96,8 @@ class StepGuard:
     def _refuse(self, step: int, what: str, losses: Sequence[float], *, made: bool) -> None:
         """Say what is not finite, and end the run unless its later steps can be good."""
         found = self._look(losses)
-        was = "was made" if made else "was not made"
-        said = f"step {step}: {what}: {_told(found)}; the optimizer step {was}"
+        was = "was" if made else "was not"
+        said = f"step {step}: {what}: {_told(found)}; the optimizer step {was} made"
         if self._policy == "stop":
             _end_run(f"{said} (on_nan=stop)")
         if _stays(found):
@@ -184,14 +184,14 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
-def _weights(chunks: Iterable[nn.Module]) -> Iterator[_Part]:
-    for chunk in chunks:
-        yield from _parts(bare_model(chunk), lambda parameter: parameter.detach())
+def _weights(chunks: list[DistributedDataParallel]) -> Iterator[_Part]:
+    for model in unwrap_model(chunks):
+        yield from _parts(model, lambda parameter: parameter.detach())
 
 
-def _gradients(chunks: Iterable[nn.Module]) -> Iterator[_Part]:
-    for chunk in chunks:
-        yield from _parts(bare_model(chunk), lambda parameter: getattr(parameter, "main_grad", None))
+def _gradients(chunks: list[DistributedDataParallel]) -> Iterator[_Part]:
+    for model in unwrap_model(chunks):
+        yield from _parts(model, lambda parameter: getattr(parameter, "main_grad", None))
 
 
 def _optimizer_state(optimizer: Any) -> Iterator[_Part]:

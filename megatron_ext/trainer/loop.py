@@ -121,7 +121,7 @@ class Training:
             while self.step < config.steps:
                 with self.profile.step(self.step + 1):
                     metrics = self.train_step()
-                if _is_due(self.step, config.eval_every):
+                if config.eval_every and self.step % config.eval_every == 0:
                     metrics["eval_loss"] = self.evaluate()
                 if log and display:
                     log.write(metrics, self.layers)
@@ -336,10 +336,7 @@ def _mean_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Ten
 
 
 def _prediction_metrics(config: TrainConfig, loads: StepLoads) -> dict[str, float]:
-    """Means over the predicted forwards of all ranks, and the accuracy of choices in each layer.
-
-    Empty if nothing was predicted.
-    """
+    """Return means over all ranks' predicted forwards, and each layer's accuracy of choices."""
     if not get_strategy(config.balance.strategy).predicts:
         return {}
     layers = range(1, config.model.num_layers + 1)
@@ -358,7 +355,7 @@ def _prediction_metrics(config: TrainConfig, loads: StepLoads) -> dict[str, floa
 
 
 def _measured_costs(chunks: list[Any]) -> dict[str, float]:
-    """Costs that this rank's EP group measured to choose plans by; empty if it measured none."""
+    """Return the costs that this rank's EP group measured to choose plans by, if it did."""
     layers = (one for one in build.moe_layers(chunks) if isinstance(one, BalancedMoELayer))
     balancers = (layer.balancer for layer in layers if layer.balancer is not None)
     return next((balancer.measured for balancer in balancers if balancer.measured), {})
@@ -368,7 +365,3 @@ def _sum_over_ranks(*values: float) -> list[float]:
     total = torch.tensor(values, dtype=torch.float64, device="cuda")
     dist.all_reduce(total)
     return total.tolist()
-
-
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

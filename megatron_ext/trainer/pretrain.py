@@ -38,12 +38,9 @@ The console's numbers are means over the iterations since its last line."""
 
 
 def run(script: Path, words: list[str], balance: BalanceConfig | None) -> None:
-    """Run a program as its own `__main__`.
+    """Run a program, as Megatron-LM's `pretrain_gpt.py`, as its own `__main__`.
 
-    Args:
-        script: The program, as Megatron-LM's `pretrain_gpt.py`.
-        words: Its command line.
-        balance: What the balancer may do; None leaves the layers Megatron's own.
+    `words` are its command line. Without `balance` the layers stay Megatron's own.
     """
     # As Python does for a script; a checkout of Megatron-LM has its `megatron` there.
     sys.path.insert(0, str(script.resolve().parent))
@@ -94,8 +91,8 @@ def _check_arguments(balance: BalanceConfig) -> None:
 
     def check_and_set(args: Any) -> None:
         config = None
-        # A program may change its arguments before it makes a config of them; what Megatron refuses
-        # then, and what balancing does, is said when the model is built.
+        # A program may change its arguments before it makes a config of them. What Megatron or
+        # balancing refuses then is reported when the model is built.
         with suppress(Exception):
             config = arguments.core_transformer_config_from_args(args)
         if config is not None:
@@ -115,12 +112,13 @@ def _keep_compiled_helpers() -> None:
 def _report_by_megatron(steps: StepMetrics) -> None:
     """Let Megatron's training loop report the steps beside the router's losses."""
     tracking = _tracking()
-    owner: Any = tracking.MoEMetricsTracker if tracking else importlib.import_module(_LOOP)
+    owner: Any = (
+        tracking.MoEMetricsTracker
+        if tracking
+        else importlib.import_module("megatron.training.training")
+    )
     name = "report" if tracking else "track_moe_metrics"
     setattr(owner, name, _with_metrics(getattr(owner, name), steps))
-
-
-_LOOP = "megatron.training.training"
 
 
 def _tracking() -> Any:
@@ -146,11 +144,11 @@ def _with_metrics(report: Callable[..., Any], steps: StepMetrics) -> Callable[..
                 writer.add_scalar(name, value, iteration)
         if wandb is not None:
             wandb.log(metrics, iteration)
-        totals = given.get("total_loss_dict")
-        if totals is not None:
-            for name in CONSOLE:
-                if name in metrics:
-                    totals[name] = totals.get(name, 0) + _on_device(metrics[name])
+        if (totals := given.get("total_loss_dict")) is not None:
+            # On the device of Megatron's own losses, which its loop adds these to.
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            for name in [each for each in CONSOLE if each in metrics]:
+                totals[name] = totals.get(name, 0) + torch.tensor(metrics[name], device=device)
         return report(*args, **kwargs)
 
     return reporting
@@ -158,7 +156,7 @@ def _with_metrics(report: Callable[..., Any], steps: StepMetrics) -> Callable[..
 
 @functools.cache
 def _warn_of_no_layers() -> None:
-    """Say once, by one rank, that no layer of any rank has trained balanced."""
+    """Warn once, on one rank, that no layer of any rank has trained balanced."""
     from megatron_ext.mcore.models import MODELS
 
     if torch.distributed.get_rank() == 0:
@@ -168,8 +166,3 @@ def _warn_of_no_layers() -> None:
             "balance the specs of other models with megatron_ext.balance_spec",
             stacklevel=2,
         )
-
-
-def _on_device(value: float) -> Any:
-    # As Megatron's own losses are, which its loop adds these to.
-    return torch.tensor(value, device="cuda" if torch.cuda.is_available() else "cpu")

@@ -4,17 +4,14 @@
 
 It gathers a corpus from this machine's own text, trains the recipe `quickstart` three ways, prints
 a table, writes `summary.json` and a page, `report.html`, beside the runs, and opens the page where
-there is a display. The three models live
-in the same processes and take their steps in turn, so that other work on the machine slows all
-alike.
+there is a display. The three models live in the same processes and take their steps in turn, so
+that other work on the machine slows all alike.
 
-A fourth run is the yardstick for the losses. It trains without balancing, with the samples of every
+A fourth run is the yardstick for the losses: it trains without balancing, with the samples of every
 microbatch in reverse order. It computes the same sums in another order, so its distance from `none`
-is the effect of rounding alone.
-
-Rounding does not only grow: sooner or later it turns the choice of a token that likes two experts
-equally, and the losses jump apart. In which step is chance, in any two runs. So losses are compared
-up to the first step in which a token chose otherwise, and after it apart from that.
+is the effect of rounding alone. Sooner or later rounding turns the choice of a token that likes two
+experts equally, and the losses jump apart; in which step is chance, in any two runs. So losses are
+compared up to the first step in which a token chose otherwise, and separately after it.
 """
 
 from __future__ import annotations
@@ -146,7 +143,7 @@ def train_in_turn(runs: dict[str, TrainConfig]) -> None:
         from megatron_ext.trainer.loop import Training
 
         trainings = {name: Training(config) for name, config in runs.items()}
-        steps = runs["none"].steps
+        steps, every = first.steps, runs["quota"].logging.every
         logs = {}
         displays = {}
         if dist.get_rank() == 0:
@@ -155,9 +152,7 @@ def train_in_turn(runs: dict[str, TrainConfig]) -> None:
                     RunLog(config, start_step=0, settled=trainings[name].settled())
                 )
             displays["quota"] = stack.enter_context(
-                TrainingProgress(
-                    "quota", start_step=0, steps=steps, every=runs["quota"].logging.every
-                )
+                TrainingProgress("quota", start_step=0, steps=steps, every=every)
             )
         for training in trainings.values():
             stack.callback(training.close)  # Before the logs end.
@@ -203,14 +198,10 @@ def write_report(runs: dict[str, TrainConfig], folder: Path) -> str:
 
 
 def open_page(page: Path) -> None:
-    """Open the page in a browser, if a user sits in front of this machine.
-
-    `BROWSER`, or a display, says so; `CI` says that nobody looks. What fails here is not worth a
-    word: the page's path has been printed.
-    """
+    """Open the page in a browser, if `BROWSER` or a display is set and `CI` is not."""
     has_screen = any(os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"))
     if has_screen and not os.environ.get("CI"):
-        with suppress(Exception):
+        with suppress(Exception):  # The page's path has been printed.
             webbrowser.open(page.resolve().as_uri())
 
 

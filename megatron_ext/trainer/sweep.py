@@ -32,11 +32,10 @@ _RUN_DIR = "run_dir="
 
 
 def sweep(options: argparse.Namespace) -> None:
-    """Make the runs of a command line, and a page beside their folders.
+    """Make the runs of a command line of `megatron-ext train`, and a page beside their folders.
 
-    Args:
-        options: Of `megatron-ext train`. `run_dir` in the overrides is the folder of all runs; each
-            has a folder in it, named after its values. Runs that are there go on.
+    `run_dir` in the overrides is the folder of all runs; each has a folder in it, named after its
+    values. Runs that are there go on.
 
     Raises:
         ConfigError: Settings are wrong, or nothing is swept; nothing was started.

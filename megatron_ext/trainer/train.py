@@ -87,9 +87,7 @@ def said_in_lines() -> Iterator[None]:
 def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     """Check the settings and run: as one rank under torchrun, otherwise on ranks started here.
 
-    Args:
-        config: The run.
-        num_ranks: Ranks to start. By default as many as the model needs, or one per GPU.
+    By default these are as many as the model needs, or one per GPU.
 
     Raises:
         ConfigError: The settings are wrong; nothing was started.
@@ -164,25 +162,24 @@ def _check_machine(config: TrainConfig, *, num_ranks: int | None) -> None:
 
     A process that is a rank gives no number of ranks.
     """
-    gpus = _num_gpus()
+    gpus, problem = _num_gpus(), ""
     if gpus and num_ranks is not None and num_ranks > gpus:
-        raise ConfigError(
-            [
-                f"the number of ranks ({num_ranks}) must be <= {gpus}, the GPUs of this machine: "
-                "CUDA_VISIBLE_DEVICES= in front of the command puts ranks on CPUs"
-            ]
+        problem = (
+            f"the number of ranks ({num_ranks}) must be <= {gpus}, the GPUs of this machine: "
+            "CUDA_VISIBLE_DEVICES= in front of the command puts ranks on CPUs"
         )
-    if config.hardware.summary and not gpus:
-        raise ConfigError(
-            [
-                f"hardware.summary ({config.hardware.summary}): there is no GPU here; size=tiny "
-                "makes the model small enough for ranks on CPUs"
-            ]
+    elif config.hardware.summary and not gpus:
+        problem = (
+            f"hardware.summary ({config.hardware.summary}): there is no GPU here; size=tiny "
+            "makes the model small enough for ranks on CPUs"
         )
-    try:
-        load_library()
-    except RuntimeError as error:
-        raise ConfigError([str(error)]) from None
+    else:
+        try:
+            load_library()
+        except RuntimeError as error:
+            problem = str(error)
+    if problem:
+        raise ConfigError([problem])
 
 
 def _no_prediction(config: TrainConfig) -> str | None:

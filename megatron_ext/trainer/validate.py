@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import re
 from collections.abc import Callable
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -21,12 +23,8 @@ from megatron_ext.trainer.config import TrainConfig
 def validate(config: TrainConfig, *, num_ranks: int, needs_data: bool = True) -> None:
     """Check a run's settings against each other, Megatron, the data and the checkpoint.
 
-    Needs no process group. Imports Megatron.
-
-    Args:
-        config: The run.
-        num_ranks: Ranks that it would run on.
-        needs_data: Whether the data have to be there, and the packages that the run asks for.
+    Needs no process group. Imports Megatron. Without `needs_data`, the data need not be there, nor
+    the packages that the run asks for.
 
     Raises:
         ConfigError: With all problems.
@@ -55,13 +53,6 @@ def validate(config: TrainConfig, *, num_ranks: int, needs_data: bool = True) ->
         raise ConfigError(problems)
 
 
-def _value(config: TrainConfig, name: str) -> Any:
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def _multiple(value: int, name: str, of: int, of_name: str) -> list[str]:
     if value % of:
         return [f"{name} ({value}) must be a multiple of {of_name} ({of})"]
@@ -72,33 +63,24 @@ def _check_sections(config: TrainConfig) -> list[str]:
     """Check sizes of one section that must divide or fit sizes of another section."""
     from megatron_ext.trainer.model.settings import UNEVEN_STAGES
 
-    model, parallel, samples = config.model, config.parallel, config.logging.route_samples
-    problems = _multiple(
-        model.num_experts, "model.num_experts", parallel.ep_size, "parallel.ep_size"
-    )
-    for sharded in ("model.num_attention_heads", "data.sequence_length"):
-        problems += _multiple(
-            _value(config, sharded), sharded, parallel.tp_size, "parallel.tp_size"
-        )
-    problems += _check_uneven_stages(config)
+    samples, tp_size = config.logging.route_samples, config.parallel.tp_size
+    divided = [
+        ("model.num_experts", "parallel.ep_size"),
+        ("model.num_attention_heads", "parallel.tp_size"),
+        ("data.sequence_length", "parallel.tp_size"),
+    ]
     if not any(config.megatron.get(name) for name in UNEVEN_STAGES):
-        problems += _multiple(
-            model.num_layers,
-            "model.num_layers",
-            parallel.pp_size * parallel.vpp_size,
-            "parallel.pp_size * parallel.vpp_size",
-        )
+        divided.append(("model.num_layers", "parallel.pp_size * parallel.vpp_size"))
     if not (config.megatron.get("kv_channels") or config.megatron.get("multi_latent_attention")):
-        problems += _multiple(
-            model.hidden_size,
-            "model.hidden_size",
-            model.num_attention_heads,
-            "model.num_attention_heads",
-        )
-    if samples and parallel.tp_size > 1:
+        divided.append(("model.hidden_size", "model.num_attention_heads"))
+    problems = _check_uneven_stages(config)
+    for name, by in divided:
+        size = math.prod(attrgetter(factor)(config) for factor in by.split(" * "))
+        problems += _multiple(attrgetter(name)(config), name, size, by)
+    if samples and tp_size > 1:
         problems.append(
-            f"logging.route_samples ({samples}) must be 0 with "
-            f"parallel.tp_size ({parallel.tp_size}) > 1: no rank's router sees whole samples"
+            f"logging.route_samples ({samples}) must be 0 with parallel.tp_size ({tp_size}) > 1: "
+            "no rank's router sees whole samples"
         )
     return problems
 
@@ -108,8 +90,8 @@ def _check_uneven_stages(config: TrainConfig) -> list[str]:
     parallel = config.parallel
     own = {
         name: layers
-        for end in ("first", "last")
-        if isinstance(layers := config.megatron.get(name := _LAYERS_IN.format(end)), int) and layers
+        for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+        if isinstance(layers := config.megatron.get(name), int) and layers
     }
     if not own:
         return []
@@ -124,12 +106,8 @@ def _check_uneven_stages(config: TrainConfig) -> list[str]:
     ]
 
 
-_LAYERS_IN = "num_layers_in_{}_pipeline_stage"
-"""Fields of TransformerConfig for the first and the last stage."""
-
-
 def expert_shards(config: TrainConfig) -> int:
-    """Return the ranks that share an expert: the section `megatron` may say so; 1 by default."""
+    """Return the ranks that share an expert, by the section `megatron`; 1 by default."""
     shards = config.megatron.get("expert_tensor_parallel_size", 1)
     if shards is None:  # As Megatron reads it.
         return config.parallel.tp_size
@@ -179,14 +157,16 @@ def _check_recipe_ranks(config: TrainConfig, num_ranks: int) -> list[str]:
     wanted = config.parallel.num_ranks
     if num_ranks >= wanted:
         return []
-    problem = f"the number of ranks ({num_ranks}) must be >= parallel.num_ranks ({wanted})"
     nearest = nearest_recipe(config.recipe, recipe_names(shipped_recipes()), num_ranks=num_ranks)
     near = f"the nearest recipe for so many is {nearest}; " if nearest else ""
-    return [f"{problem}: {near}size=tiny makes the model small enough for ranks without a GPU"]
+    return [
+        f"the number of ranks ({num_ranks}) must be >= parallel.num_ranks ({wanted}): {near}"
+        "size=tiny makes the model small enough for ranks without a GPU"
+    ]
 
 
 def _check_domain(config: TrainConfig) -> list[str]:
-    """Check that EP groups are in one NVLink domain of the machine, or that a setting says more."""
+    """Check that EP groups are in one NVLink domain, unless a setting gives the domain's size."""
     ep_size, domain = config.parallel.ep_size, config.hardware.domain_ranks
     strategy = STRATEGIES.get(config.balance.strategy)
     if domain is None or ep_size <= domain or config.balance.domain_ranks:
@@ -201,7 +181,7 @@ def _check_domain(config: TrainConfig) -> list[str]:
 
 
 _INSTEAD = {"moe_grouped_gemm": "; model.experts=grouped_mm computes experts in groups"}
-"""What to set instead of a field of Megatron's, where its name does not tell."""
+"""What to set instead of a field of Megatron's whose name does not tell it."""
 
 
 def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -> list[str]:
@@ -260,7 +240,7 @@ def _check_engine(config: TrainConfig) -> list[str]:
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """Whether a value is what an annotation of Megatron says, as far as that is simple to say."""
+    """Whether a value fits an annotation of Megatron's; True where that is hard to tell."""
     kind = get_origin(hint)
     if kind in (Union, UnionType):
         return any(_has_type(value, each) for each in get_args(hint))
@@ -311,7 +291,7 @@ def _check_needed_file(config: TrainConfig) -> list[str]:
     name = config.balance.strategy
     kind = STRATEGIES[name].kind if name in STRATEGIES else None
     needs = kind.needs if isinstance(kind, StaysMegatron) else ()
-    if not needs or any(_value(config, setting) for setting in needs):
+    if not needs or any(attrgetter(setting)(config) for setting in needs):
         return []
     return [
         f"{' or '.join(needs)} must name a file with balance.strategy={name}: "
@@ -328,7 +308,7 @@ def _check_hooks(config: TrainConfig) -> list[str]:
     settings = overridable_settings(config) | transformer_settings(config) | config.megatron
     try:
         vocab_size = Manifest.load(config.data.path).vocab_size
-    except (FileNotFoundError, ValueError):  # If the run needs it, the check of the data says so.
+    except (FileNotFoundError, ValueError):  # If the run needs it, `_check_data` reports it.
         vocab_size = None
     return [
         f"{setting} ({path}): {_one_line(problem)}"

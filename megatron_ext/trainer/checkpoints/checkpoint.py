@@ -83,17 +83,13 @@ class Checkpoints:
         if checkpoint is None:
             return 0
         run = read_run(checkpoint)
-        load_state(
-            self._chunks,
-            self._optimizer,
-            run,
-            partial(self._read, checkpoint, run.get("layers", "local")),
-        )
+        read = partial(self._read, checkpoint, run.get("layers", "local"))
+        load_state(self._chunks, self._optimizer, run, read)
         logger.info("continuing from %s", checkpoint)
         return int(run["step"])
 
     def _read(self, checkpoint: Path, layers: str, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Fill a sharded state from a checkpoint; `layers` says whose layers it holds."""
+        """Fill a sharded state from a checkpoint of layers of this `transformer_impl`."""
         own = {}
         if layers != transformer_config(self._config).transformer_impl:
             own = fit_to_saved(wanted, load_sharded_metadata(str(checkpoint)))
@@ -221,7 +217,7 @@ class Checkpoints:
             return describe(error, folder)
         self._damaged.pop(folder, None)
         checkpoints = list_checkpoints(Path(self._config.run_dir))
-        # Newer ones were passed over as damaged; and one that is damaged keeps no place of a whole.
+        # Newer ones were passed over as damaged; a damaged one does not count as kept.
         until_now = checkpoints[: checkpoints.index(folder) + 1]
         whole = [each for each in until_now if each not in self._damaged]
         kept = whole[-self._config.checkpoint.keep :]

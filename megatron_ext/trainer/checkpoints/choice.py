@@ -23,12 +23,8 @@ _FREE_MODEL_FIELDS = ("experts", "transformer_impl", "precision", "aux_loss")
 def find_checkpoint(config: TrainConfig, damaged: dict[Path, str]) -> Path | None:
     """Return the checkpoint that the run starts from: its own newest, `checkpoint.load`, or None.
 
-    A damaged one is passed over if `checkpoint.fallback` allows it.
-
-    Args:
-        config: The run.
-        damaged: Checkpoints that are known to be damaged, and how. Those that are found to be are
-            added.
+    A damaged one is passed over if `checkpoint.fallback` allows it. `damaged` has those that are
+    known to be damaged, and how; those that are found to be are added.
 
     Raises:
         ValueError: There are checkpoints, but none that may be loaded. The message is one line.
@@ -85,11 +81,8 @@ def model_differences(config: TrainConfig, checkpoint: Path) -> list[str]:
 
 def model_shape(config: TrainConfig) -> dict[str, Any]:
     """Return what a checkpoint's model must have in common with the run's."""
-    return {
-        name: value
-        for name, value in asdict(config.model).items()
-        if name not in _FREE_MODEL_FIELDS
-    }
+    fields = asdict(config.model).items()
+    return {name: value for name, value in fields if name not in _FREE_MODEL_FIELDS}
 
 
 def _damage(folder: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run: model, optimizer and generators, by logical parameter or rank.
+"""The state of a run in a checkpoint: model, optimizer, generators, by logical parameter or rank.
 
 Nothing here depends on how the state is cut into files.
 """

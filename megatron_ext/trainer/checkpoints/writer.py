@@ -107,10 +107,8 @@ class CheckpointWriter:
         if dist.get_rank() == 0:
             free = shutil.disk_usage(self._folder).free
             if free < needed:
-                problem = (
-                    f"{self._folder.parent} has {free:,} bytes free, the checkpoint needs "
-                    f"{needed:,}"
-                )
+                room = f"{self._folder.parent} has {free:,} bytes free"
+                problem = f"{room}, the checkpoint needs {needed:,}"
         return tell(problem)
 
     def _write(self) -> None:

@@ -6,7 +6,6 @@ import logging
 import sys
 import time
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -45,12 +44,7 @@ class TrainingProgress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar:
             self._bar.stop()
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -31,25 +30,19 @@ logger = logging.getLogger(__name__)
 _PACKAGES = ("megatron-ext", "megatron-core", "torch", "transformer-engine")
 """Packages whose versions are written down."""
 
-_NOTHING: Mapping[str, Any] = {}
-
 
 class RunLog:
     """Writes one line a step to `metrics.jsonl` and to `layers.jsonl`; a context manager.
 
-    Lines that a killed run wrote after its last checkpoint are dropped. Costs that the run measured
-    are in the lines of its steps. They are also comments at the end of the config, so another run
-    from this config measures its own costs. What a sink fails at, as W&B, is a warning, after which
-    it is written no more.
-
-    Args:
-        config: The run; the resolved config is written beside the metrics.
-        start_step: The step of the checkpoint that the run continues from, 0 for a new run.
-        settled: What was settled when the model was made, for `about.json` and sinks; for JSON.
+    Lines that a killed run wrote after its last checkpoint, `start_step` (0 for a new run), are
+    dropped. Costs that the run measured are in the lines of its steps. They are also comments at
+    the end of the config, so another run from this config measures its own costs. A sink, as W&B,
+    that raises an error is closed with a warning. `settled`, for JSON, is what was settled when the
+    model was made, for `about.json` and sinks.
     """
 
     def __init__(
-        self, config: TrainConfig, *, start_step: int, settled: Mapping[str, Any] = _NOTHING
+        self, config: TrainConfig, *, start_step: int, settled: Mapping[str, Any] | None = None
     ) -> None:
         run_dir = Path(config.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -61,7 +54,7 @@ class RunLog:
         _warn_of_gaps(run_dir, start_step)
         self._told_costs = False
         self._sinks: dict[str, Sink] = {}
-        facts = {**about_this_run(), **settled}
+        facts = {**about_this_run(), **(settled or {})}
         write_whole(run_dir / ABOUT_FILE, [json_text(facts, indent=2), "\n"])
         for name, sink in SINKS.items():
             if sink.is_wanted(config.logging):
@@ -71,12 +64,7 @@ class RunLog:
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._metrics.close()
         self._layers.close()
         for name, sink in list(self._sinks.items()):
@@ -84,10 +72,7 @@ class RunLog:
                 sink.close(failed=error is not None)
 
     def write(self, metrics: dict[str, Any], layers: Mapping[str, Any] | None = None) -> None:
-        """Write a step, whose number is the value `step`.
-
-        What cannot be written now, as on a full disk, is a warning and is written later.
-        """
+        """Write a step, whose number is the value `step`; on a full disk later, with a warning."""
         self._metrics.write(metrics)
         if layers is not None:
             self._layers.write(layers)

@@ -78,8 +78,7 @@ def reader(config: TrainConfig) -> Reader:
 def start_parallelism(config: TrainConfig, *, with_gloo: bool = True) -> None:
     """Make Megatron's process groups, unless they exist, and seed every random generator.
 
-    Several models of equal parallel sizes may live in one process. Groups over
-    gloo are for checkpoints.
+    Several models of equal parallel sizes may live in one process. Checkpoints need gloo groups.
     """
     parallel = config.parallel
     if not parallel_state.model_parallel_is_initialized():
@@ -169,7 +168,7 @@ def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataPar
 
 @cache
 def _say_whose_layers(with_engine: bool, *, assumed: bool) -> None:
-    """Say, once in a process, what `model.transformer_impl=auto` stands for on this GPU."""
+    """Log, once in a process, what `model.transformer_impl=auto` stands for on this GPU."""
     if with_engine:
         logger.info("model.transformer_impl=auto: layers of Transformer Engine")
         return
@@ -182,10 +181,7 @@ def _say_whose_layers(with_engine: bool, *, assumed: bool) -> None:
 
 def build_optimizer(config: TrainConfig, chunks: list[DistributedDataParallel]) -> Any:
     """Build Megatron's optimizer of these chunks, and let their schedule scale the loss for it."""
-    optimizer = megatron_optimizer.get_megatron_optimizer(
-        optimizer_config(config),
-        chunks,
-    )
+    optimizer = megatron_optimizer.get_megatron_optimizer(optimizer_config(config), chunks)
     chunks[0].config.grad_scale_func = optimizer.scale_loss
     return optimizer
 

@@ -1,9 +1,9 @@
 """What a run would need, found without running it: parameters, memory, plans in flight.
 
-One rank of each pipeline stage is built on the meta device (`meta_model.py`), so everything is
-counted that Megatron would allocate, and activations are what autograd keeps of a forward there.
-All ranks of a stage are alike. Layers are Megatron's local ones, and where Transformer Engine's are
-assumed, attention keeps no scores and gradients are fused as there.
+One rank of each pipeline stage is built on the meta device (`meta_model.py`), so the count has all
+that Megatron would allocate, and activations are what autograd keeps of a forward there. All ranks
+of a stage are alike. Layers are Megatron's local ones; where Transformer Engine's are assumed,
+attention keeps no scores, and gradients are fused.
 
 Left out of memory: what a backward needs for a moment, workspaces of libraries, buffers of
 communication, and what an allocator cannot use.
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.utils import unwrap_model
 from torch import nn
 
 from megatron_ext.balance.strategies import get_strategy
@@ -57,16 +58,10 @@ class Params:
 
     def __add__(self, other: Params) -> Params:
         return Params(
-            **{
-                field.name: getattr(self, field.name) + getattr(other, field.name)
-                for field in dataclasses.fields(Params)
-            }
+            dense=self.dense + other.dense,
+            experts=self.experts + other.experts,
+            mtp=self.mtp + other.mtp,
         )
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.dense + self.experts + self.mtp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +138,7 @@ def dry_run(
         RuntimeError: The process is a rank already.
     """
     data, model, pp_size = config.data, config.model, config.parallel.pp_size
-    dp_size = num_ranks // (config.parallel.tp_size * pp_size)
+    batch = data.micro_batch_size * num_ranks // (config.parallel.tp_size * pp_size)
     with_engine = assumes_transformer_engine(config)
     # The same parameters in layers that need no GPU to be built.
     local = dataclasses.replace(config.model, transformer_impl="local")
@@ -159,7 +154,7 @@ def dry_run(
     params = sum((stage.of_model for stage in stages), Params())
     return DryRun(
         num_ranks=num_ranks,
-        num_microbatches=_num_microbatches(config, dp_size),
+        num_microbatches=data.global_batch_size // batch,
         tokens=data.micro_batch_size * data.sequence_length // config.parallel.tp_size,
         params=params,
         active=params.dense + params.experts * model.topk // model.num_experts,
@@ -174,10 +169,6 @@ def _fuses_gradients(config: TrainConfig) -> bool:
     )
     # Not with PyTorch's grouped product.
     return fuses and (assumes_transformer_engine(config) or config.model.experts == "sequential")
-
-
-def _num_microbatches(config: TrainConfig, dp_size: int) -> int:
-    return config.data.global_batch_size // (config.data.micro_batch_size * dp_size)
 
 
 def _count(
@@ -205,7 +196,7 @@ def _count(
     expert_params, expert_bytes, expert_grad_bytes = _expert_sizes(layers, fuses_gradients)
     return Stage(
         pp_rank=pp_rank,
-        layers=_layer_numbers(chunks),
+        layers=[each.layer_number for one in unwrap_model(chunks) for each in one.decoder.layers],
         of_model=_part_of_model(chunks, is_first=pp_rank == 0),
         params=sum(weight.numel() for weight in _parameters(chunks)),
         weights=sum(held.values()),
@@ -226,17 +217,6 @@ def _parameters(chunks: list[Any]) -> Iterator[nn.Parameter]:
     return (weight for chunk in chunks for weight in chunk.parameters())
 
 
-def _layer_numbers(chunks: list[Any]) -> list[int]:
-    return [layer.layer_number for chunk in chunks for layer in _model(chunk).decoder.layers]
-
-
-def _model(chunk: Any) -> Any:
-    """The GPTModel in its wrappers."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
-
-
 def _routed(layers: Sequence[MoELayer]) -> set[nn.Parameter]:
     return {weight for layer in layers for weight in layer.experts.parameters()}
 
@@ -246,8 +226,8 @@ def _part_of_model(chunks: list[Any], *, is_first: bool) -> Params:
     layers = moe_layers(chunks)
     routed = _routed(layers)
     part = Params()
-    for chunk in chunks:
-        for name, weight in _model(chunk).named_parameters():
+    for model in unwrap_model(chunks):
+        for name, weight in model.named_parameters():
             if name.startswith("embedding.") and not is_first:
                 continue  # A copy, for the layers that predict further tokens.
             if weight in routed:
@@ -314,11 +294,11 @@ def _activation_bytes(
         deal_evenly(layer, round(mean * imbalance))
     of_chunks, again = [], 0
     for chunk in chunks:
-        kept = _forward(config, _model(chunk))
+        kept = _forward(config, unwrap_model(chunk))
         of_chunks.append(kept.num_bytes)
         if config.parallel.recompute != "none":
             with without_recompute():
-                whole = _forward(config, _model(chunk))
+                whole = _forward(config, unwrap_model(chunk))
             again = max(
                 again,
                 *(more - less for more, less in zip(whole.by_layer, kept.by_layer, strict=True)),
@@ -330,8 +310,8 @@ def _activation_bytes(
         num_chunks=parallel.vpp_size,
         group_size=chunks[0].config.microbatch_group_size_per_vp_stage,
     )
-    dp_size = parallel_state.get_data_parallel_world_size()
-    most = _num_microbatches(config, dp_size)
+    batch = config.data.micro_batch_size * parallel_state.get_data_parallel_world_size()
+    most = config.data.global_batch_size // batch
     return again + max(
         sum(min(count, most) * size for count, size in zip(held, of_chunks, strict=True))
         for held in steps

@@ -77,17 +77,14 @@ class _OnMeta(TorchFunctionMode):
 
 
 class Kept:
-    """The bytes that autograd keeps of a forward for its backward, while it is entered.
+    """The bytes that autograd keeps of a module's forward for its backward, while it is entered.
 
-    On the meta device only the first of layers that are alike runs, for nothing depends on what it
-    returns; the others add what it added.
-
-    Args:
-        module: What runs. Its weights are there anyway and do not count.
-
-    Attributes:
-        by_layer: Bytes that each transformer layer added, in the order of the forward.
+    The module's weights do not count. On the meta device only the first of layers that are alike
+    runs, as nothing depends on what it returns; the others add what it added.
     """
+
+    by_layer: list[int]
+    """Bytes that each transformer layer added, in the order of the forward."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -95,7 +92,7 @@ class Kept:
         self._kept: dict[int, torch.UntypedStorage] = {}
         self._not_run = 0
         self._ran: dict[Any, tuple[int, Any]] = {}
-        self.by_layer: list[int] = []
+        self.by_layer = []
         self._exits = ExitStack()
 
     @property
@@ -129,13 +126,18 @@ class Kept:
                 each.is_meta for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)
             )
             # What is recomputed runs without gradients, and keeps nothing.
-            kind = _kind(layer), torch.is_grad_enabled(), _shapes((args, kwargs))
+            shapes = str(tree_map_only(Tensor, lambda tensor: tensor.shape, (args, kwargs)))
+            kind = _kind(layer), torch.is_grad_enabled(), shapes
             if has_values or kind not in self._ran:
                 before = self.num_bytes
                 outputs = run(*args, **kwargs)
                 self._ran[kind] = self.num_bytes - before, outputs
             else:
-                outputs = tree_map_only(Tensor, _like, self._ran[kind][1])
+                outputs = tree_map_only(
+                    Tensor,
+                    lambda one: torch.empty_like(one, requires_grad=one.requires_grad),
+                    self._ran[kind][1],
+                )
                 self._not_run += self._ran[kind][0]
             self.by_layer.append(self._ran[kind][0])
             return outputs
@@ -148,14 +150,6 @@ def _kind(layer: TransformerLayer) -> Any:
     """What layers have in common that keep the same."""
     shapes = tuple((name, weight.shape) for name, weight in layer.named_parameters())
     return type(layer), id(layer.config), shapes
-
-
-def _shapes(inputs: Any) -> str:
-    return str(tree_map_only(Tensor, lambda tensor: tensor.shape, inputs))
-
-
-def _like(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, requires_grad=tensor.requires_grad)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -188,9 +182,7 @@ class _FusedNorm(torch.autograd.Function):
 def kernels_of_a_gpu(*, fused_attention: bool) -> Iterator[None]:
     """Let modules keep for backward what they keep on a GPU.
 
-    Args:
-        fused_attention: Whether attention is a kernel, as Transformer Engine's, which keeps no
-            scores; Megatron's own keeps them.
+    With `fused_attention`, attention is a kernel, as Transformer Engine's, and keeps no scores.
     """
 
     def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -145,12 +145,7 @@ class ModelShape:
         return 7 * 4 + self.element_bytes
 
 
-_MAY_BE_ZERO = (
-    "num_dense_layers",
-    "dense_hidden_size",
-    "shared_expert_hidden_size",
-    "vocab_size",
-)
+_MAY_BE_ZERO = ("num_dense_layers", "dense_hidden_size", "shared_expert_hidden_size", "vocab_size")
 
 
 def shape_of(config: TrainConfig, name: str) -> ModelShape:

@@ -44,7 +44,7 @@ def resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
 
 
 def own_address_towards(host: str, port: int) -> str:
-    """Return the address under which this machine sends to a host, and so can be reached by it."""
+    """Return the address from which this machine sends to a host, and so can be reached by it."""
     family, address = resolve(host, port)
     with socket.socket(family, socket.SOCK_DGRAM) as unconnected:
         unconnected.connect(address)  # Sends nothing.

@@ -51,8 +51,7 @@ LAST_WORDS_S = 2.0
 """Seconds that ranks have to say what they saw of a rank that failed, before they are ended."""
 
 NO_RESTART = 3
-"""Exit status of ranks whose run ends for a reason that starting again would not mend, and that
-rank 0 has said."""
+"""Exit status of ranks whose run starting again would not mend; rank 0 has said why."""
 
 _POLL_S = 0.2
 """Seconds after which the launcher notices a signal at the latest."""
@@ -80,15 +79,10 @@ def launch_ranks(
 ) -> None:
     """Run `function(*args)` on ranks of this machine and wait for them.
 
-    Ranks on CPUs get `CPU_ENVIRONMENT`, and so does this process. A signal that asks to stop goes
-    on to the ranks if all of them note it (`StopRequest`); else, and at a second one
-    (`ends_at_once`), they are ended.
-
-    Args:
-        function: A module-level function; it begins with `join_ranks()`.
-        args: Must pickle.
-        num_ranks: How many.
-        restarts: How often new ranks are started after a rank failed.
+    The function is of a module and begins with `join_ranks()`; its arguments must pickle. New ranks
+    are started `restarts` times after a rank failed. Ranks on CPUs get `CPU_ENVIRONMENT`, and so
+    does this process. A signal that asks to stop goes on to the ranks if all of them note it
+    (`StopRequest`); else, and at a second one (`ends_at_once`), they are ended.
 
     Raises:
         SystemExit: With status 1 if a rank failed, with 2 if it was because of a setting (the rank
@@ -175,7 +169,9 @@ def _watch(ranks: list[SpawnProcess], noted: list[signal.Signals]) -> _Failure |
         if killed_by := _stop_signal(ranks, lambda stop: -stop):
             _end_at_once(killed_by)
         if failures := _failures(ranks):
-            _wait_for_last_words(ranks)
+            deadline = time.monotonic() + LAST_WORDS_S
+            for rank in ranks:
+                rank.join(max(0.0, deadline - time.monotonic()))
             # Of those that fell at the same time, one that was killed is the cause.
             return min(failures, key=lambda failure: failure.exitcode)
         if not running:
@@ -213,12 +209,6 @@ def _failures(ranks: list[SpawnProcess]) -> list[_Failure]:
     ]
 
 
-def _wait_for_last_words(ranks: list[SpawnProcess]) -> None:
-    deadline = time.monotonic() + LAST_WORDS_S
-    for rank in ranks:
-        rank.join(max(0.0, deadline - time.monotonic()))
-
-
 def _end_at_once(stop: signal.Signals) -> NoReturn:
     """Say so, and leave; the ranks are ended on the way (`_attempt`)."""
     sys.stderr.write(ENDED_AT_ONCE.format(stop.name))
@@ -243,9 +233,7 @@ def _be_rank(rank: int, num_ranks: int, store: str, call: Callable[[], None]) ->
 def join_ranks(timeout: timedelta | None = None) -> Iterator[None]:
     """Make this process a rank of its launch; ranks other than 0 log warnings only.
 
-    Args:
-        timeout: How long collectives wait for other ranks (`TrainConfig.group_timeout`); by default
-            torch.distributed's limit.
+    Collectives wait for other ranks for `timeout`; by default torch.distributed's limit.
 
     Raises:
         SystemExit: With status 1 if the rank failed, which it has logged; with 2 if it was because
@@ -322,6 +310,5 @@ def quiet_megatron() -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=UserWarning)
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    warnings.filterwarnings("ignore", category=FutureWarning)
+    for category in (UserWarning, DeprecationWarning, FutureWarning):
+        warnings.filterwarnings("ignore", category=category)

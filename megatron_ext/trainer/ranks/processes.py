@@ -18,13 +18,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """Have Linux kill this process when its parent ends, however that ends.
+    """Have Linux kill this process when its parent, of this process id, ends in any way.
 
     The parent is the thread that started this process; so a process must be started by a thread
-    that lives as long as the process shall live.
-
-    Args:
-        parent: Process id of the parent. If it has ended already, this process ends at once.
+    that lives as long as the process shall live. If it has ended, this process ends at once.
     """
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -33,20 +30,14 @@ def die_with(parent: int) -> None:
 
 
 def die_with_launcher() -> None:
-    """Do so in a rank that torchrun or `agent.py` started; does nothing in others."""
+    """Do so in a rank that torchrun or `agent.py` started; do nothing in others."""
     if TORCHRUN in os.environ:
         die_with(int(os.environ.get(AGENT, os.getppid())))
 
 
 def call_with(parent: int, call: bytes) -> None:
-    """Die with the parent from now on, and do what it asks for: the target of a new process.
-
-    Args:
-        parent: Process id of the parent.
-        call: A pickled callable. Unpickling imports what it needs, which takes seconds: so it comes
-            after the first line.
-    """
-    die_with(parent)
+    """Die with the parent from now on, and call a pickled callable: the target of a new process."""
+    die_with(parent)  # First, as unpickling imports modules, which takes seconds.
     pickle.loads(call)()
 
 

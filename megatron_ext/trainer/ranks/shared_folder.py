@@ -48,7 +48,7 @@ def check_shared(config: TrainConfig) -> None:
         )
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
-    # Where rank 0 itself does not see it, nothing could be written: other parts of a run say so.
+    # Where rank 0 itself does not see it, nothing could be written: that is reported elsewhere.
     if problems[0] or not (said := next(filter(None, problems), None)):
         return
     if dist.get_rank() == 0:

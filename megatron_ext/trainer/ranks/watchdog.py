@@ -1,9 +1,9 @@
-"""Ends a run in which a rank hangs, and says which rank and where.
+"""Ends a run in which a rank hangs, and names the rank and the place.
 
-Every rank has a thread that writes its heartbeat (`telemetry/heartbeat.py`) and judges: where its
-own main thread has not moved for the time limit, it reads the files of all ranks, names the rank
-that the others wait for, and ends its process. The launcher then ends the run. The same is said
-where a rank ends with an error because others are gone. Before its first note a rank is not judged.
+Every rank has a thread that writes its heartbeat (`telemetry/heartbeat.py`) and judges: if its own
+main thread has not moved for the time limit, it reads the files of all ranks, names the rank that
+the others wait for, and ends its process. The launcher then ends the run. A rank that ends with an
+error because others are gone names them, too. Before its first note a rank is not judged.
 
     rank 1 (host a, process 4711) hangs in step 149, forward, layer 2: its process does not run
 
@@ -51,7 +51,7 @@ STACKS_SIGNAL = signal.SIGUSR2
 """Asks a rank for the Python stacks of its threads."""
 
 _MOST_NAMED = 4
-"""Ranks that a verdict names; when a machine dies, one line need not name all of its ranks."""
+"""Ranks that a verdict names: of a machine that dies, a line need not name all ranks."""
 
 
 @contextmanager
@@ -103,9 +103,9 @@ class Watchdog:
             self._pulse.end(DONE)
 
     def fail(self, error: BaseException) -> None:
-        """Note why this rank ends, and say who is to blame if it is another.
+        """Note why this rank ends, and name another rank that is to blame.
 
-        Does not return where this rank has waited long for one that does not beat any more: to see
+        Does not return if this rank has waited long for one that does not beat any more: to see
         which takes a few heartbeats, and then the process ends.
         """
         cause = error.__context__ if isinstance(error, SystemExit) else None
@@ -168,7 +168,7 @@ def told(statuses: Sequence[Status]) -> str:
 
 
 def ended(statuses: Sequence[Status], *, besides: int | None = None) -> str:
-    """Say which rank, besides one, ended without being done; empty if none is seen to have."""
+    """Name the rank, besides one, that ended without being done; empty if there is none."""
     others = [status for status in statuses if status.rank != besides]
     if failed := [status for status in others if status.state == FAILED]:
         first = min(failed, key=lambda status: status.time)
@@ -178,15 +178,8 @@ def ended(statuses: Sequence[Status], *, besides: int | None = None) -> str:
 
 
 def judge(before: Sequence[Status], statuses: Sequence[Status]) -> str:
-    """Say which rank the others wait for, and where it is.
-
-    Args:
-        before: The ranks' statuses a few heartbeats ago.
-        statuses: Their statuses now; at least one.
-    """
-    if verdict := ended(statuses):
-        return verdict
-    if verdict := missing(statuses):
+    """Name the rank that the others wait for, and its place, by its status a few beats before."""
+    if verdict := ended(statuses) or missing(statuses):
         return verdict
     running = [status for status in statuses if status.state == RUNNING]
     beats = {status.rank: (status.pid, status.beat) for status in before}
@@ -204,13 +197,13 @@ def least_far(statuses: Sequence[Status]) -> Status:
 
 
 def missing(statuses: Sequence[Status]) -> str:
-    """Say which ranks have no file; empty if all have one."""
+    """Name the ranks that have no file; empty if all have one."""
     ranks = sorted(set(range(statuses[0].num_ranks)) - {status.rank for status in statuses})
     return f"no sign of ranks {ranks}: they have written no status" if ranks else ""
 
 
 def lost(silent: Sequence[Status]) -> str:
-    """Say of ranks that do not beat where they were with their last heartbeat."""
+    """Name ranks that do not beat, and their places at their last heartbeat."""
     return _named(
         f"{_hangs(each)}: its process does not run"
         f"{' (it is stopped)' if each.process == 'stopped' else ''}, "
@@ -234,7 +227,7 @@ def _named(sentences: Iterator[str]) -> str:
 
 
 def _forget_ranks_from(num_ranks: int, folder: Path) -> None:
-    """Remove what ranks left that an earlier part of the run had."""
+    """Remove the files of ranks that only an earlier part of the run had."""
     for status in read_statuses(folder):
         if status.rank >= num_ranks:
             status_path(folder, status.rank).unlink(missing_ok=True)

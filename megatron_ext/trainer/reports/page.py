@@ -69,7 +69,7 @@ def part(package: str, name: str) -> str:
 
 
 def sentences(verdict: Sequence[str], unknown: Sequence[str]) -> str:
-    """Return what a page says first, as HTML: the verdict, the rest, and what is not known."""
+    """Return the first sentences of a page as HTML: the verdict, the rest, and what is unknown."""
     first, *more = verdict
     return "".join(
         (

@@ -55,10 +55,6 @@ class Run:
         """How the run balanced; None if that is not known."""
         return self.settings.get("balance.strategy")
 
-    def column(self, metric: str) -> list[float]:
-        """A metric of every step; NaN where it is not known."""
-        return [number(step.get(metric)) for step in self.metrics]
-
 
 def read_runs(folders: Sequence[Path]) -> dict[str, Run]:
     """Read runs, by the names of their folders, or by their paths if names repeat.
@@ -78,6 +74,11 @@ def read_runs(folders: Sequence[Path]) -> dict[str, Run]:
 def run_files(folder: Path) -> list[Path]:
     """Return the files that a report reads, of those that are there."""
     return [folder / name for name in _FILES if (folder / name).is_file()]
+
+
+def column(metrics: Metrics, name: str) -> list[float]:
+    """Return a metric of every step; NaN where it is not known."""
+    return [number(step.get(name)) for step in metrics]
 
 
 def number(value: Any) -> float:
@@ -107,8 +108,7 @@ def _read_run(folder: Path) -> Run:
     if not metrics:
         missing.append("no step is finished yet")
     for metric in SHOWN:
-        without = sum(math.isnan(number(step.get(metric))) for step in metrics)
-        if without:
+        if without := sum(map(math.isnan, column(metrics, metric))):
             missing.append(f"{without} of {len(metrics)} steps have no number {metric!r}")
     layer_lines = LayerLines()
     for line in lines.get(LAYERS_FILE, ()):

@@ -17,7 +17,7 @@ from megatron_ext.files.tables import html_table
 from megatron_ext.files.whole import write_whole
 from megatron_ext.trainer.reports.layers import Layers
 from megatron_ext.trainer.reports.page import Page, page_html, part, sentences, wide
-from megatron_ext.trainer.reports.read import Run
+from megatron_ext.trainer.reports.read import Run, column
 from megatron_ext.trainer.reports.summary import (
     WARMUP_STEPS,
     cells,
@@ -77,7 +77,7 @@ def write_run_page(runs: Mapping[str, Run], file: Path) -> None:
 
 def _curves(run: Run) -> dict[str, np.ndarray]:
     steps = np.array([step["step"] for step in run.metrics], dtype=np.float64)
-    return {"step": steps} | {name: np.array(run.column(name)) for name in CURVES}
+    return {"step": steps} | {name: np.array(column(run.metrics, name)) for name in CURVES}
 
 
 def _differences(run: Run, first: Run) -> dict[str, np.ndarray]:

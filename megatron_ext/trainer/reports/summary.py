@@ -13,13 +13,13 @@ from statistics import fmean, median
 from typing import Any
 
 from megatron_ext.files.tables import markdown_table
-from megatron_ext.trainer.reports.read import Metrics, Run, number
+from megatron_ext.trainer.reports.read import Metrics, Run, column, number
 
 WARMUP_STEPS = 5
 """First steps, which allocate memory and load code: they do not count in timings."""
 
 _PARTS = {"weights": "materialize", "gradients": "reduce"}
-"""What moves, and how its metrics begin."""
+"""The parts that move, and how their metrics begin."""
 
 
 def summarize(metrics: Metrics) -> dict[str, Any]:
@@ -30,20 +30,16 @@ def summarize(metrics: Metrics) -> dict[str, Any]:
         (per layer and microbatch) and `losses` (of every step).
     """
     timed = metrics[WARMUP_STEPS:] or metrics
-    losses = _column(metrics, "loss")
+    losses = column(metrics, "loss")
     return {
-        "imbalance_before": _known(fmean, _column(metrics, "imbalance_before")),
-        "imbalance_after": _known(fmean, _column(metrics, "imbalance_after")),
-        "step_ms": _known(median, _column(timed, "step_ms")),
-        "tokens_per_s": _known(median, _column(timed, "tokens_per_s")),
+        "imbalance_before": _known(fmean, column(metrics, "imbalance_before")),
+        "imbalance_after": _known(fmean, column(metrics, "imbalance_after")),
+        "step_ms": _known(median, column(timed, "step_ms")),
+        "tokens_per_s": _known(median, column(timed, "tokens_per_s")),
         "final_loss": losses[-1] if losses else math.nan,
-        "replicas": _known(fmean, _column(metrics, "replicas")),
+        "replicas": _known(fmean, column(metrics, "replicas")),
         "losses": losses,
     }
-
-
-def _column(metrics: Metrics, name: str) -> list[float]:
-    return [number(step.get(name)) for step in metrics]
 
 
 def _known(average: Callable[[list[float]], float], values: Sequence[float]) -> float:
@@ -86,11 +82,9 @@ def differing_settings(runs: Mapping[str, Run]) -> dict[str, dict[str, str]]:
     """Return the settings in which runs differ, each by run; the run's directory does not count."""
     keys = dict.fromkeys(key for run in runs.values() for key in run.settings)
     values = {key: {name: run.settings.get(key, "") for name, run in runs.items()} for key in keys}
-    return {
-        key: each
-        for key, each in values.items()
-        if len(set(each.values())) > 1 and key != "run_dir"
-    }
+    differ = {key: each for key, each in values.items() if len(set(each.values())) > 1}
+    differ.pop("run_dir", None)
+    return differ
 
 
 def table(summaries: Mapping[str, Mapping[str, Any]], against: Sequence[str]) -> str:

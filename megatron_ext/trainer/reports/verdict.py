@@ -1,4 +1,4 @@
-"""What a comparison of runs comes to, in sentences with numbers; and what it cannot say."""
+"""A comparison of runs in sentences with numbers, and in sentences about what is unknown."""
 
 from __future__ import annotations
 
@@ -18,21 +18,16 @@ def verdict(
 ) -> tuple[list[str], list[str]]:
     """Return sentences about the runs, the most important first, and sentences of what is unknown.
 
-    The first run is what others are compared with; a run with ideal routing is the limit. What is
-    said of balancing is of the fastest run that is neither, or of the only run.
+    Others are compared with the first run; a run with ideal routing is the limit. Sentences about
+    balancing are about the fastest run that is neither, or about the only run.
     """
     first, *others = runs
     limit = next((name for name in others if runs[name].strategy == LIMIT), None)
     rated = [name for name in others if name != limit and _speed(summaries, name)]
     best = max(rated, key=lambda name: _speed(summaries, name), default=first)
-    said = [
-        *_throughput(summaries, first, best, limit),
-        *_imbalance(best, runs[best], summaries[best]),
-        *_costs(best, runs[best]),
-    ]
-    if best == first:  # Then nothing is more important than what the run itself does.
-        said = [*_imbalance(best, runs[best], summaries[best]), *_costs(best, runs[best])]
-        said += _throughput(summaries, first, best, limit)
+    of_run = [*_imbalance(best, runs[best], summaries[best]), *_costs(best, runs[best])]
+    compared = _throughput(summaries, first, best, limit)
+    said = of_run + compared if best == first else compared + of_run
     return said or ["Nothing can be said yet"], _unknown(runs, summaries, best, limit)
 
 

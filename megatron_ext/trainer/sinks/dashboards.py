@@ -1,4 +1,4 @@
-"""What W&B shows of a project: a workspace of sections, and the report "Is balancing worth it?".
+"""A W&B project's workspace of sections, and its report "Is balancing worth it?".
 
 Both are made from the panels of `sinks/panels.py`, so they fit what runs write. Needs the package
 `wandb-workspaces`; only saving needs a login.
@@ -24,8 +24,6 @@ from megatron_ext.trainer.sinks.pictures import (
 
 WORKSPACE, REPORT = "Balance of experts", "Is balancing worth it?"
 """Their names."""
-
-_BY_STRATEGY = "config.balance.strategy"
 
 
 class PanelGroup(NamedTuple):
@@ -81,7 +79,11 @@ def workspace(entity: str, project: str) -> ws.Workspace:
         section: [_curves(title, names) for title, names in panels.items()]
         for section, panels in panels_by_section()
     }
-    sections["balance"] += [_pictures(), *_histograms()]
+    sections["balance"].append(_pictures())
+    sections["balance"] += [
+        _curves(f"Histogram of {name.partition('/')[2].replace('_', ' ')}", [name])
+        for name in (RANKS_BEFORE, RANKS_AFTER, EXPERTS)
+    ]
     sections["balance by layer"] = [
         wr.LinePlot(
             title=name.replace("_", " "),
@@ -113,7 +115,12 @@ def report(entity: str, project: str) -> wr.Report:
     for question in QUESTIONS:
         panels = [_curves(title, names_of(title)) for title in question.panels]
         if question is QUESTIONS[0]:
-            panels.insert(0, _bars())
+            bars = wr.BarPlot(
+                title="Tokens per second, mean",
+                metrics=[wr.SummaryMetric("system/tokens_per_s.mean")],
+                groupby=wr.Config("balance.strategy"),
+            )
+            panels.insert(0, bars)
         blocks += _part(question.asks, question.read, panels)
     blocks += _part(
         "Which ranks and experts are hot?",
@@ -163,7 +170,7 @@ def _part(
     asks: str,
     read: str,
     panels: Sequence[Any],
-    groupby: Sequence[str] = (_BY_STRATEGY,),
+    groupby: Sequence[str] = ("config.balance.strategy",),
 ) -> list[Any]:
     # Without a project of its own, it has the report's; with one, W&B would be asked for its id.
     runs = wr.Runset(name="Runs", groupby=list(groupby))
@@ -174,30 +181,14 @@ def _curves(title: str, names: Sequence[str]) -> wr.LinePlot:
     return wr.LinePlot(title=title, x=STEP, y=list(names))
 
 
-def _bars() -> wr.BarPlot:
-    return wr.BarPlot(
-        title="Tokens per second, mean",
-        metrics=[wr.SummaryMetric("system/tokens_per_s.mean")],
-        groupby=wr.Config("balance.strategy"),
-    )
-
-
 def _pictures() -> wr.MediaBrowser:
     return wr.MediaBrowser(title="Loads over their mean", media_keys=[RANKS_MAP, EXPERTS_MAP])
 
 
-def _histograms() -> list[wr.LinePlot]:
-    return [
-        _curves(f"Histogram of {name.partition('/')[2].replace('_', ' ')}", [name])
-        for name in (RANKS_BEFORE, RANKS_AFTER, EXPERTS)
-    ]
-
-
 def outline(made: Mapping[str, Any]) -> list[str]:
-    """Return lines that say what `serialised` holds: sections or headings, and their panels."""
-    bank = made["workspace"]["spec"]["section"]["panelBankConfig"]["sections"]
+    """Return the sections or headings that `serialised` holds, with their panels, as lines."""
     lines = [f"workspace {WORKSPACE!r}"]
-    for section in bank:
+    for section in made["workspace"]["spec"]["section"]["panelBankConfig"]["sections"]:
         titles = [panel["config"]["chartTitle"] for panel in section["panels"]]
         lines.append(f"  {section['name']}: {'; '.join(titles)}")
     lines.append(f"report {REPORT!r}")

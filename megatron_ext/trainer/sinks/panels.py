@@ -60,11 +60,5 @@ def names_of(title: str) -> list[str]:
 def panels_by_section() -> Iterator[tuple[str, dict[str, list[str]]]]:
     """Yield each section with its panels: names as W&B and TensorBoard show them, by title."""
     for section in SECTIONS:
-        yield (
-            section,
-            {
-                title: names_of(title)
-                for title, names in PANELS.items()
-                if section_of(names[0]) == section
-            },
-        )
+        titles = [title for title, names in PANELS.items() if section_of(names[0]) == section]
+        yield section, {title: names_of(title) for title in titles}

@@ -29,11 +29,8 @@ class TensorBoardSink(Sink):
         from torch.utils.tensorboard import SummaryWriter
 
         self._logging = config.logging
-        self._writer = SummaryWriter(
-            str(Path(config.run_dir) / FOLDER),
-            purge_step=start_step + 1,
-            flush_secs=_FLUSH_S,
-        )
+        folder = str(Path(config.run_dir) / FOLDER)
+        self._writer = SummaryWriter(folder, purge_step=start_step + 1, flush_secs=_FLUSH_S)
         layout = {
             section: {title: ["Multiline", names] for title, names in panels.items()}
             for section, panels in panels_by_section()
@@ -49,9 +46,8 @@ class TensorBoardSink(Sink):
     def write(self, metrics: Mapping[str, Any], layers: Mapping[str, Any] | None) -> None:
         """See `Sink`."""
         step, options = metrics["step"], self._logging
-        for name, value in shown(
-            metrics, layers, tier=options.tier, max_keys=options.max_keys
-        ).items():
+        values = shown(metrics, layers, tier=options.tier, max_keys=options.max_keys)
+        for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         if layers is None or not pictures.has_pictures(layers):
             return

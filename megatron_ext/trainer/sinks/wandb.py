@@ -24,9 +24,6 @@ from megatron_ext.trainer.sinks.sink import Sink
 
 logger = logging.getLogger(__name__)
 
-_SUMMARY = "min,max,mean,last"
-"""What a run's summary has of every metric."""
-
 _INIT_S, _FINISH_S = 30.0, 300.0
 """Seconds that the server gets to begin a run, and to take what is left of it at the end."""
 
@@ -57,9 +54,8 @@ class WandbSink(Sink):
         for section in (*SECTIONS, "moe"):
             self._run.define_metric(f"{section}/*", step_metric=STEP)
         for name in METRICS:
-            self._run.define_metric(
-                f"{section_of(name)}/{name}", step_metric=STEP, summary=_SUMMARY
-            )
+            shown_as = f"{section_of(name)}/{name}"
+            self._run.define_metric(shown_as, step_metric=STEP, summary="min,max,mean,last")
 
     @staticmethod
     def is_wanted(logging: LoggingConfig) -> bool:
@@ -77,22 +73,14 @@ class WandbSink(Sink):
 
     def close(self, *, failed: bool) -> None:
         """See `Sink`."""
-        for kind, path in (
-            ("trace", self._run_dir / TRACE_FOLDER),
-            ("profile", self._run_dir / PROFILE_FILE),
-        ):
-            if path.exists():
+        for kind, name in (("trace", TRACE_FOLDER), ("profile", PROFILE_FILE)):
+            if (path := self._run_dir / name).exists():
                 _keep(self._run, kind, [path])
         self._run.finish(exit_code=1 if failed else 0)
 
 
 def keep_comparison(config: TrainConfig, folder: Path) -> None:
-    """Keep the files of a folder of runs that compare them: as an artifact, beside the runs.
-
-    Args:
-        config: One of the runs; says where and whether.
-        folder: Their folder.
-    """
+    """Keep the files in a folder of runs as an artifact, if `config`, one of them, asks for W&B."""
     if not WandbSink.is_wanted(config.logging):
         return
     try:
