@@ -22,11 +22,9 @@ def main(
     *,
     dry_run: Callable[[argparse.Namespace], None] | None = None,
 ) -> None:
-    """Train as the command line says.
+    """Train by the words of a command line, by default the arguments of the process.
 
-    Args:
-        arguments: Words of the command line; by default the arguments of the process.
-        dry_run: Does what `--dry-run` asks for; by default it cannot be asked for.
+    Without a function `dry_run`, the option `--dry-run` is an error.
 
     Raises:
         SystemExit: With status 2 if the words or the settings are wrong; with 1 if a rank failed;

@@ -237,17 +237,13 @@ class LoggingConfig(Section):
 
     def relation_problems(self) -> list[str]:
         """See `Section.relation_problems`."""
-        problems = []
-        if self.tensorboard and not importlib.util.find_spec("tensorboard"):
-            problems.append(
-                "logging.tensorboard (True) needs the package tensorboard: "
-                "pip install 'megatron-ext[tensorboard]'"
-            )
-        if self.wandb in ("offline", "online") and not importlib.util.find_spec("wandb"):
-            problems.append(
-                f"logging.wandb ({self.wandb!r}) needs the package wandb: "
-                "pip install 'megatron-ext[wandb]'"
-            )
+        wanted = {"tensorboard": self.tensorboard, "wandb": self.wandb in ("offline", "online")}
+        problems = [
+            f"logging.{name} ({getattr(self, name)!r}) needs the package {name}: "
+            f"pip install 'megatron-ext[{name}]'"
+            for name, is_wanted in wanted.items()
+            if is_wanted and not importlib.util.find_spec(name)
+        ]
         if self.route_samples > 0 and not self.trace_steps:
             problems.append(
                 f"logging.route_samples ({self.route_samples}) needs logging.trace_steps > 0"

@@ -61,8 +61,8 @@ class StepGuard:
         try:
             made, norm, _ = self._optimizer.step()
         except _NormNotFiniteError as error:
-            self._refuse(step, f"the gradient norm is {error.norm}", losses, made=False)
-            return False, error.norm
+            self._refuse(step, f"the gradient norm is {error}", losses, made=False)
+            return False, error.args[0]
         norm = math.nan if norm is None else float(norm)
         self._is_sound = not made or math.isfinite(norm)
         return made, norm
@@ -124,9 +124,7 @@ class StepGuard:
 
 
 class _NormNotFiniteError(Exception):
-    def __init__(self, norm: float) -> None:
-        super().__init__(norm)
-        self.norm = norm
+    """The norm of the gradients, its argument, is not finite."""
 
 
 def _raising(get_grad_norm: Callable[[], float]) -> Callable[[], float]:

@@ -1,7 +1,7 @@
 """Runs a training program of Megatron's with its MoE layers balanced; the program stays as it is.
 
-Megatron's own console, TensorBoard and W&B show what balancing did, beside the router's losses. On
-CPU ranks, what Megatron's training loop asks of CUDA is answered.
+Megatron's own console, TensorBoard and W&B show metrics of balancing, beside the router's losses.
+On CPU ranks, `cpu_platform.py` and this file answer the CUDA calls of Megatron's training loop.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONSOLE = (
     "moe/max_cum_overload_factor",
     "balance/replicas",
 )
-"""What Megatron's console shows of an iteration; its logs show all metrics (`telemetry/names.py`).
+"""Metrics on Megatron's console; its logs have all metrics (`telemetry/names.py`).
 The console's numbers are means over the iterations since its last line."""
 
 

@@ -306,7 +306,7 @@ def load_config(
         raise ConfigError([_hydra_problem(error)]) from None
     except ConfigError:
         raise
-    except ValueError as error:  # What a section says about its own values.
+    except ValueError as error:  # A section's, about its own values.
         raise ConfigError([str(error)]) from None
     if not isinstance(config, TrainConfig):
         raise ConfigError([f"{config_name}.yaml must have {SCHEMA} first in its defaults"])

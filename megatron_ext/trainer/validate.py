@@ -1,4 +1,7 @@
-"""Checks of a run before it starts: settings, Megatron, the data, the checkpoint."""
+"""Checks of a run before it starts: settings, Megatron, the data, the checkpoint.
+
+Megatron is imported where it is needed: on a CPU, the caller enables the platform first.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,20 @@ from types import SimpleNamespace, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatron_ext.arguments import did_you_mean
-from megatron_ext.balance.strategies import STRATEGIES
+from megatron_ext.balance.planner import LayerPlanner, plan_layout
+from megatron_ext.balance.strategies import STRATEGIES, PlanSettings
+from megatron_ext.balance.strategies.strategy import StaysMegatron
 from megatron_ext.config import ConfigError, field_problems
+from megatron_ext.data.manifest import Manifest
+from megatron_ext.files.arrays import check_free
+from megatron_ext.files.placement import read_placement
 from megatron_ext.files.recipes import nearest_recipe, recipe_names, shipped_recipes
+from megatron_ext.files.run_dir import CONFIG_FILE, LAYERS_FILE, METRICS_FILE
 from megatron_ext.files.yaml_files import read_yaml
+from megatron_ext.telemetry.step_lines import read_lines
+from megatron_ext.trainer.checkpoints.choice import find_checkpoint, model_differences
 from megatron_ext.trainer.config import TrainConfig
+from megatron_ext.trainer.logs.run_log import read_metrics
 
 
 def validate(config: TrainConfig, *, num_ranks: int, needs_data: bool = True) -> None:
@@ -261,10 +273,6 @@ def _check_placement(config: TrainConfig) -> list[str]:
     balance = config.balance
     if not balance.placement:
         return []
-    from megatron_ext.balance.planner import LayerPlanner, plan_layout
-    from megatron_ext.balance.strategies import PlanSettings
-    from megatron_ext.files.placement import read_placement
-
     try:
         placement = read_placement(Path(balance.placement))
         layout = plan_layout(
@@ -286,8 +294,6 @@ def _check_placement(config: TrainConfig) -> list[str]:
 
 def _check_needed_file(config: TrainConfig) -> list[str]:
     """Check that a setting names the file without which the strategy does nothing."""
-    from megatron_ext.balance.strategies.strategy import StaysMegatron
-
     name = config.balance.strategy
     kind = STRATEGIES[name].kind if name in STRATEGIES else None
     needs = kind.needs if isinstance(kind, StaysMegatron) else ()
@@ -301,7 +307,6 @@ def _check_needed_file(config: TrainConfig) -> list[str]:
 
 def _check_hooks(config: TrainConfig) -> list[str]:
     """Check the files of methods' hooks, and that the run can follow these files."""
-    from megatron_ext.data.manifest import Manifest
     from megatron_ext.methods.run_hook import run_hooks
     from megatron_ext.trainer.model.settings import overridable_settings, transformer_settings
 
@@ -319,8 +324,6 @@ def _check_hooks(config: TrainConfig) -> list[str]:
 
 def has_data(config: TrainConfig) -> bool:
     """Whether there is a dataset where the run looks for it."""
-    from megatron_ext.data.manifest import Manifest
-
     try:
         Manifest.load(config.data.path)
     except (FileNotFoundError, ValueError) as error:
@@ -329,7 +332,6 @@ def has_data(config: TrainConfig) -> bool:
 
 
 def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:
-    from megatron_ext.data.manifest import Manifest
     from megatron_ext.trainer.model.build import dataset
 
     try:
@@ -352,10 +354,6 @@ def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:
 
 def _check_run_dir(config: TrainConfig) -> list[str]:
     """Check that the run's folder can be written, and that metrics in it can be continued."""
-    from megatron_ext.files.arrays import check_free
-    from megatron_ext.files.run_dir import CONFIG_FILE, LAYERS_FILE, METRICS_FILE
-    from megatron_ext.telemetry.step_lines import read_lines
-
     run_dir = Path(config.run_dir)
     try:
         check_free(run_dir / METRICS_FILE, overwrite=True)
@@ -374,8 +372,6 @@ def _check_run_dir(config: TrainConfig) -> list[str]:
 
 
 def _check_checkpoint(config: TrainConfig) -> list[str]:
-    from megatron_ext.trainer.checkpoints.choice import find_checkpoint, model_differences
-
     try:
         checkpoint = find_checkpoint(config, {})
     except ValueError as error:

@@ -86,15 +86,10 @@ _NORM_NAMES = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
 
 
 def fit_to_saved(wanted: dict[str, Any], saved: Collection[str]) -> dict[str, Any]:
-    """Let a state be read from a checkpoint whose layers are of the other kind.
+    """Let a state be read from a checkpoint, with the keys `saved`, of layers of the other kind.
 
-    Args:
-        wanted: The sharded state. Its tensors get the names of the checkpoint, and what no
-            checkpoint of the other kind has (states for quantization) is taken out.
-        saved: Keys of the checkpoint.
-
-    Returns:
-        What was taken out, with its value in the model.
+    Tensors of the sharded state `wanted` get the names of the checkpoint. States for quantization,
+    which no checkpoint of the other kind has, are taken out, and returned with their values.
     """
     for part in nested_values(wanted):
         for name, other in (_NORM_NAMES, _NORM_NAMES[::-1]):

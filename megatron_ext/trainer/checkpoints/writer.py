@@ -52,12 +52,10 @@ class _Written:
 
 
 class CheckpointWriter:
-    """A checkpoint on its way into a folder. Made on all ranks, and then `finish`ed by all.
+    """A checkpoint on its way into an empty folder that all ranks see.
 
-    Args:
-        state: Megatron's sharded state dict.
-        folder: An empty folder that all ranks see. Its files are complete after `finish`.
-        in_background: Write beside the caller, from a copy of the state.
+    Made on all ranks, of Megatron's sharded state dict, and then `finish`ed by all. `in_background`
+    writes beside the caller, from a copy of the state.
     """
 
     def __init__(self, state: dict[str, Any], folder: Path, *, in_background: bool) -> None:

@@ -1,1 +1,1 @@
-"""What a run says, in the terminal and in its directory."""
+"""The display of a run in the terminal, and its logs and metrics in its directory."""

@@ -17,7 +17,7 @@ _SILENCE_S = 30
 """Seconds after a plain line, or the start, after which the next step has one in any case."""
 
 _BAR_WIDTH = 8
-"""So narrow that what a step says fits into 100 columns."""
+"""So narrow that the line of a step fits into 100 columns."""
 
 
 class TrainingProgress:
@@ -69,7 +69,7 @@ class TrainingProgress:
         return step in (self._start_step + 1, self._steps) or step % self._every == 0
 
     def _left(self, step: int) -> str:
-        """Say how long the rest takes if its steps are as slow as those of this start."""
+        """Return how long the rest takes if its steps are as slow as those since this start."""
         if step == self._steps:
             return ""
         seconds_a_step = (time.monotonic() - self._started) / (step - self._start_step)

@@ -1,4 +1,4 @@
-"""What each rank says, in a file of its own; the terminal shows rank 0, and errors of all others.
+"""The output of each rank in a file of its own; the terminal shows rank 0, and others' errors.
 
     RUN/logs/rank_00001.log
     2026-01-31T23:59:59.999Z rank 1 of 2 on host a, process 4711
@@ -16,7 +16,6 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import TextIO
 
 LOGS_FOLDER = "logs"
 """In a run directory."""
@@ -28,9 +27,10 @@ def rank_log(run_dir: Path, rank: int) -> Path:
 
 
 def keep_output(run_dir: Path) -> None:
-    """From now on keep what this process says, which is a rank of a launch until it ends.
+    """From now on write the output of this process, a rank of a launch, to the rank's file.
 
-    Call it when logging to the terminal is set up.
+    Call it when logging to the terminal is set up. The terminal gets warnings and errors of all
+    ranks, with the rank before each line, and everything of rank 0.
     """
     rank = int(os.environ["RANK"])
     path = rank_log(run_dir, rank)
@@ -38,7 +38,11 @@ def keep_output(run_dir: Path) -> None:
     file = path.open("a", buffering=1)
     if rank != 0:
         terminal = os.fdopen(os.dup(2), "w", buffering=1)
-        _say_what_is_wrong(terminal, rank)
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, logging.StreamHandler):
+                handler.setStream(terminal)
+                handler.setLevel(logging.WARNING)
+                handler.setFormatter(_Named(rank))
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     kept = logging.StreamHandler(file)
@@ -48,15 +52,6 @@ def keep_output(run_dir: Path) -> None:
     kept.handle(
         logging.makeLogRecord({"msg": f"{who}, process {os.getpid()}", "levelno": logging.INFO})
     )
-
-
-def _say_what_is_wrong(terminal: TextIO, rank: int) -> None:
-    """Let handlers that write to the terminal say warnings and errors only, and whose they are."""
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.StreamHandler):
-            handler.setStream(terminal)
-            handler.setLevel(logging.WARNING)
-            handler.setFormatter(_Named(rank))
 
 
 class _Named(logging.Formatter):

@@ -1,4 +1,4 @@
-"""What rank 0 writes into a run directory: settings, machine, lines of steps, what sinks write."""
+"""The files that rank 0 writes into a run directory: settings, machine, lines of steps, sinks'."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RunLog:
         self._metrics = StepLines(run_dir / METRICS_FILE, start_step=start_step)
         self._layers = StepLines(run_dir / LAYERS_FILE, start_step=start_step)
         _warn_of_gaps(run_dir, start_step)
-        self._told_costs = False
+        self._has_steps = False
         self._sinks: dict[str, Sink] = {}
         facts = {**about_this_run(), **(settled or {})}
         write_whole(run_dir / ABOUT_FILE, [json_text(facts, indent=2), "\n"])
@@ -76,21 +76,17 @@ class RunLog:
         self._metrics.write(metrics)
         if layers is not None:
             self._layers.write(layers)
-        if not self._told_costs:
-            self._tell_costs(metrics)
-            self._told_costs = True
-        for name, sink in list(self._sinks.items()):
-            with self._may_fail(name):
-                sink.write(metrics, layers)
-
-    def _tell_costs(self, metrics: dict[str, Any]) -> None:
-        told = [
+        costs = [
             f"# measured: balance.{name} = {metrics[name]:.4g} {COST_UNITS[name]}\n"
             for name in COST_UNITS
             if name in metrics
         ]
-        if told:
-            write_whole(self._config_file, [self._config, *told])
+        if costs and not self._has_steps:
+            write_whole(self._config_file, [self._config, *costs])
+        self._has_steps = True
+        for name, sink in list(self._sinks.items()):
+            with self._may_fail(name):
+                sink.write(metrics, layers)
 
     @contextmanager
     def _may_fail(self, sink: str) -> Iterator[None]:
@@ -117,7 +113,7 @@ def hold_run_dir(config: TrainConfig) -> Iterator[None]:
 
 
 def _warn_of_gaps(run_dir: Path, start_step: int) -> None:
-    """Say which steps have no line though the run had made them."""
+    """Warn of steps that have no line though the run had made them."""
     steps = [metrics["step"] for metrics in read_metrics(run_dir)]
     # A run that started from another run's checkpoint has no lines of the steps before.
     own = any(run_dir.glob("checkpoints/step_*"))
@@ -147,7 +143,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Return a run's metrics, one object a step; an unfinished last line is dropped.
 
-    Null stands for what was no finite number; here it is NaN.
+    Null stands for a number that was not finite; here it is NaN.
 
     Raises:
         ValueError: A line is not the metrics of a step; the message names file and line.

@@ -128,11 +128,8 @@ def dry_run(
 ) -> DryRun:
     """Build one rank of each pipeline stage on the meta device, and count.
 
-    Args:
-        config: A run whose settings were checked.
-        num_ranks: Ranks of the run.
-        vocab_size: Size of the tokenizer's vocabulary, without padding.
-        imbalances: Busiest rank / mean at which activations are counted.
+    The settings of the run were checked. `vocab_size` is the tokenizer's, without padding;
+    activations are counted at `imbalances`, busiest rank / mean.
 
     Raises:
         RuntimeError: The process is a rank already.

@@ -48,7 +48,7 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Environment of ranks of one machine, where it is not set already: where libraries listen."""
 
 LAST_WORDS_S = 2.0
-"""Seconds that ranks have to say what they saw of a rank that failed, before they are ended."""
+"""Seconds that ranks have to report a rank that failed, before they are ended."""
 
 NO_RESTART = 3
 """Exit status of ranks whose run starting again would not mend; rank 0 has said why."""
@@ -164,7 +164,7 @@ def _watch(ranks: list[SpawnProcess], noted: list[signal.Signals]) -> _Failure |
     """Wait for the ranks and pass signals on; see `_attempt`."""
     told = False
     while True:
-        # Before the ends are looked at: who is not among these has ended by then.
+        # Before the ends are looked at: all other ranks have ended by then.
         running = [rank for rank in ranks if rank.exitcode is None]
         if killed_by := _stop_signal(ranks, lambda stop: -stop):
             _end_at_once(killed_by)
@@ -267,7 +267,7 @@ def join_ranks(timeout: timedelta | None = None) -> Iterator[None]:
         dist.destroy_process_group()
         raise
     except Exception as error:
-        # Said here, by the rank itself; the launcher only adds who fell.
+        # The rank itself logs it; the launcher adds only the rank's number.
         logger.exception("rank %d failed", dist.get_rank())
         raise SystemExit(WRONG_USAGE if isinstance(error, ConfigError) else 1) from None
     dist.destroy_process_group()

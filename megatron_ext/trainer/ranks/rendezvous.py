@@ -235,7 +235,7 @@ def _store_of_another(host: str, port: int, timeout: timedelta) -> TCPStore | No
         with suppress(RuntimeError):
             found.append(TCPStore(host, port, is_master=False, timeout=JOIN_TIMEOUT))
 
-    # torch waits without end for an answer of what is no store, and deaf to signals.
+    # torch waits without end, and deaf to signals, for an answer of a program that is no store.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(timeout.total_seconds())

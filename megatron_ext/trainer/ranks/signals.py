@@ -8,13 +8,13 @@ from pathlib import Path
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""What asks a run to stop: schedulers end jobs with the first, a terminal sends the second, and
+"""They ask a run to stop: schedulers end jobs with the first, a terminal sends the second, and
 Slurm can send the third some time before a job's limit."""
 
 _IMPATIENT = {signal.SIGTERM, signal.SIGINT}
 
 ENDED_AT_ONCE = "ended at once by {}; nothing was saved\n"
-"""What is said of a run that a signal ended in the middle of a step, or before the first."""
+"""Message about a run that a signal ended in the middle of a step, or before the first."""
 
 
 def exit_status(stop: signal.Signals) -> int:

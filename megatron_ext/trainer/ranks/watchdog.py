@@ -68,7 +68,7 @@ def watch_over(config: TrainConfig) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # It watches on: what is left to do in this process may hang, too.
+        # It watches on: the end of this process may hang, too.
         if isinstance(error, Stopped) or (isinstance(error, SystemExit) and not error.code):
             watchdog.end()
         else:
@@ -85,7 +85,7 @@ class Watchdog:
         self._rank = status.rank
         folder.mkdir(parents=True, exist_ok=True)
         self._stacks = stacks_path(folder, self._rank).open("w")
-        # Before there is a status: who reads it may send the signal, which ends other processes.
+        # Before there is a status, whose readers may send the signal: by itself it ends a process.
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         if self._rank == 0:
             _forget_ranks_from(status.num_ranks, folder)
@@ -116,12 +116,10 @@ class Watchdog:
             self._waited_in_vain = not verdict and (
                 self._pulse.status.still_s >= self._pulse.status.lost_s
             )
-            if self._waited_in_vain:
-                pass
-            elif verdict:
+            if verdict:
                 self._pulse.end(GAVE_UP, verdict)
                 logger.error("rank %d: %s", self._rank, verdict)
-            else:
+            elif not self._waited_in_vain:
                 self._pulse.end(FAILED, f"{type(cause or error).__name__}: {cause or error}")
         if self._waited_in_vain:
             self._thread.join()
@@ -134,8 +132,9 @@ class Watchdog:
                 if self._pulse.status.state != RUNNING:
                     return
                 status = self._pulse.beat()
-                if not self._is_suspicious(status):
-                    before = []
+                is_late = status.still_s >= status.limit_s - status.lost_s
+                if not (self._waited_in_vain or (is_late and status.note.stage != START)):
+                    before = []  # It is not yet time to look at who beats.
                 elif not before:
                     before, looked_at = read_statuses(self._folder), status.beat
                 # Counted in beats: those of others may need as many after a pause of the machine.
@@ -143,13 +142,6 @@ class Watchdog:
                     self._waited_in_vain or status.still_s >= status.limit_s
                 ):
                     self._give_up(before)
-
-    def _is_suspicious(self, status: Status) -> bool:
-        """Whether it is time to look at who beats, for a verdict at the limit."""
-        if self._waited_in_vain:
-            return True
-        is_late = status.still_s >= status.limit_s - status.lost_s
-        return is_late and status.note.stage != START
 
     def _give_up(self, before: list[Status]) -> None:
         statuses = read_statuses(self._folder)

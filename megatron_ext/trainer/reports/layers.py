@@ -66,7 +66,7 @@ class LayerLines:
         """Take the line of a step.
 
         Raises:
-            LookupError, TypeError, ValueError, ArithmeticError: It is not what a run writes.
+            LookupError, TypeError, ValueError, ArithmeticError: A run writes other lines.
         """
         step, layers = line["step"], list(map(int, line["layer"]))
         unknown = [np.nan] * len(layers)

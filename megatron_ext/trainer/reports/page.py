@@ -54,7 +54,7 @@ def page_html(page: Page) -> str:
             '<main></main>\n<div id="bottom">',
             f"{page.bottom}</div>",
             f'<script type="application/json" id="data">{data}</script>',
-            # After what can be read without it.
+            # After the text, which can be read without it.
             f"<script>{_plotly()}</script>",
             f"<script>{part(__package__, 'page.js')}{page.script}</script>\n</html>\n",
         )

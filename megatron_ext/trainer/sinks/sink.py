@@ -1,4 +1,4 @@
-"""What a sink is: something that a run's steps are written to."""
+"""A sink: something that a run's steps are written to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Sink(ABC):
     Args:
         config: The run.
         start_step: The step of the checkpoint that the run continues from, 0 for a new run.
-        facts: What is known of the run beside its settings, for JSON.
+        facts: Facts about the run beside its settings, for JSON.
     """
 
     @abstractmethod
