@@ -44,9 +44,8 @@ def sweep(options: argparse.Namespace) -> None:
     name, config_dir, num_ranks = options.config_name or SCHEMA, options.config_dir, options.ranks
     words = [word for word in options.overrides if not word.startswith(_RUN_DIR)]
     folders = [word for word in options.overrides if word.startswith(_RUN_DIR)]
-    folder = Path(
-        folders[-1].removeprefix(_RUN_DIR) if folders else f"runs/sweeps/{name}"
-    ).absolute()
+    given = folders[-1].removeprefix(_RUN_DIR) if folders else f"runs/sweeps/{name}"
+    folder = Path(given).absolute()
     if find_spec("submitit") is None and any("launcher=submitit" in word for word in words):
         raise ConfigError(["hydra/launcher: submitit needs pip install 'megatron-ext[sweeps]'"])
     values, fixed = combinations([word for word in words if not word.startswith("hydra")])
@@ -76,7 +75,7 @@ def sweep(options: argparse.Namespace) -> None:
         assert hydra is not None
         try:
             hydra.multirun(name, make, words, with_log_configuration=False)
-        finally:  # What was made is compared also where a run failed.
+        finally:  # Also where a run failed.
             if there := [folder / each for each in runs if run_files(folder / each)]:
                 _compare(folder, there)
     keep_comparison(next(iter(runs.values())), folder)

@@ -36,7 +36,6 @@ from checkpoints_tools.folder import (
 )
 from megatron_ext.trainer.checkpoints.choice import (
     distrust,
-    fallback_warning,
     find_checkpoint,
     model_differences,
     model_shape,
@@ -147,7 +146,7 @@ class Checkpoints:
         return self._folder / _name(step) if step == self._newest_step else None
 
     def _choose(self) -> Path | None:
-        """Return what to load: all ranks look through a share of each candidate."""
+        """Return the checkpoint to load: all ranks look through a share of each candidate."""
         while True:
             checkpoint, damaged = self._candidate(self._damaged)
             self._damaged = damaged
@@ -159,8 +158,9 @@ class Checkpoints:
             if not found:
                 break
             damaged[checkpoint] = found[0]
-        if dist.get_rank() == 0 and (warning := fallback_warning(damaged, checkpoint)):
-            logger.warning(warning)
+        if damaged and dist.get_rank() == 0:
+            why = "; ".join(f"checkpoint {each} is damaged: {how}" for each, how in damaged.items())
+            logger.warning("warning: %s; continuing from %s", why, checkpoint)
         return checkpoint
 
     def _look_through(self, checkpoint: Path) -> tuple[list[str], list[str]]:

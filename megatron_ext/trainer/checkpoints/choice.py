@@ -52,14 +52,6 @@ def find_checkpoint(config: TrainConfig, damaged: dict[Path, str]) -> Path | Non
     )
 
 
-def fallback_warning(damaged: dict[Path, str], checkpoint: Path) -> str | None:
-    """Return the line that says why `checkpoint` is loaded; None if it is the newest."""
-    if not damaged:
-        return None
-    said = "; ".join(f"checkpoint {folder} is damaged: {why}" for folder, why in damaged.items())
-    return f"warning: {said}; continuing from {checkpoint}"
-
-
 def distrust(checkpoint: Path, problem: str) -> str:
     """Return the line that refuses a checkpoint which may hold code."""
     return (

@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -154,29 +154,23 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 def about_this_run() -> dict[str, Any]:
     """Return start, host, processors, versions and commit, for JSON.
 
-    What is not installed is left out; the commit is None where the working directory has none.
+    Packages that are not installed are left out; the commit is None without a repository.
     """
     import torch
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": platform.node(),
         "cpus": len(os.sched_getaffinity(0)),
         "gpus": [torch.cuda.get_device_name(index) for index in range(num_gpus)],
-        "versions": {"python": platform.python_version()} | dict(_versions()),
+        "versions": versions,
         "commit": _commit(),
     }
-
-
-def _versions() -> list[tuple[str, str]]:
-    installed = []
-    for package in _PACKAGES:
-        try:
-            installed.append((package, importlib.metadata.version(package)))
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return installed
 
 
 def _commit() -> str | None:

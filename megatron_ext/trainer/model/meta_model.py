@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -191,10 +191,9 @@ def kernels_of_a_gpu(*, fused_attention: bool) -> Iterator[None]:
     def normalize(self: Any, tokens: Tensor) -> Tensor:
         return _FusedNorm.apply(tokens, self.weight)
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(nn.RMSNorm, "forward", normalize))
-        if fused_attention:
-            stack.enter_context(patch.object(DotProductAttention, "forward", attend))
+    attention = patch.object(DotProductAttention, "forward", attend)
+    norms = patch.object(nn.RMSNorm, "forward", normalize)
+    with norms, attention if fused_attention else nullcontext():
         yield
 
 

@@ -61,7 +61,8 @@ def run_page(runs: Mapping[str, Run]) -> Page:
             ],
             "warmup": WARMUP_STEPS,
         },
-        bottom=_settings(runs) + _about(runs),
+        bottom=_table("Settings that differ", runs, differing_settings(runs))
+        + _table("Machine and versions", runs, _about(runs)),
         script=part(__package__, "run_page.js"),
     )
 
@@ -141,23 +142,22 @@ def _layers(layers: Layers | None) -> dict[str, Any] | None:
     }
 
 
-def _settings(runs: Mapping[str, Run]) -> str:
-    settings = differing_settings(runs)
-    if not settings:
+def _table(title: str, runs: Mapping[str, Run], values: Mapping[str, Mapping[str, str]]) -> str:
+    """A table of values by name and run, under a title; empty if there are none."""
+    if not values:
         return ""
-    rows = [(key, *(each[name] for name in runs)) for key, each in settings.items()]
-    # No name above the settings: a run could have the same.
-    return f"<h2>Settings that differ</h2>{wide(html_table(('', *runs), rows))}"
+    rows = [(key, *(each.get(run, "") for run in runs)) for key, each in values.items()]
+    # No name above the first column: a run could have the same.
+    return f"<h2>{title}</h2>{wide(html_table(('', *runs), rows))}"
 
 
-def _about(runs: Mapping[str, Run]) -> str:
-    """A table of what runs say about themselves: when, where, with which versions."""
-    about = {name: dict(_flat_about(run.about)) for name, run in runs.items()}
-    keys = dict.fromkeys(key for each in about.values() for key in each)
-    if not keys:
-        return ""
-    rows = [(key, *(each.get(key, "") for each in about.values())) for key in keys]
-    return f"<h2>Machine and versions</h2>{wide(html_table(('', *runs), rows))}"
+def _about(runs: Mapping[str, Run]) -> dict[str, dict[str, str]]:
+    """Start, machine and versions of runs, by name and run."""
+    about: dict[str, dict[str, str]] = {}
+    for run in runs:
+        for key, value in _flat_about(runs[run].about):
+            about.setdefault(key, {})[run] = value
+    return about
 
 
 def _flat_about(about: Mapping[str, Any]) -> list[tuple[str, str]]:
