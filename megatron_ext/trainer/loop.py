@@ -75,21 +75,18 @@ class Training:
         heartbeat.note("load")
         self.step = self.checkpoints.load_newest()
         self.scheduler = build.build_scheduler(config, self.optimizer, self.step)
-        self.recorder = LoadRecorder(
-            build.moe_layers(self.chunks), parallel_state.get_expert_model_parallel_group()
-        )
+        layers = build.moe_layers(self.chunks)
+        self.recorder = LoadRecorder(layers, parallel_state.get_expert_model_parallel_group())
         mtp_layers = config.megatron.get("mtp_num_layers") or 0
         self._place = place_of_rank(config.model.num_layers + mtp_layers)
         self.layers: dict[str, Any] = {}
         """The last step's line of `layers.jsonl`, equal on all ranks."""
-        heartbeat.note_layers(build.moe_layers(self.chunks))
+        heartbeat.note_layers(layers)
         self.trace = _trace_writer(config, self.step)
         self.routes = _route_recorder(config, self.chunks, self.step, manifest.vocab_size)
+        profile = config.profile
         self.profile = StepProfile(
-            Path(config.run_dir),
-            first=config.profile.first,
-            steps=config.profile.steps,
-            ranks=config.profile.ranks,
+            Path(config.run_dir), first=profile.first, steps=profile.steps, ranks=profile.ranks
         )
         train_data = build.dataset(config, manifest, "train")
         consumed_samples = self.step * config.data.global_batch_size

@@ -141,10 +141,7 @@ def _check_ranks(config: TrainConfig, num_ranks: int) -> list[str]:
         (parallel.tp_size, "parallel.tp_size"),
     ):
         problems += _multiple(
-            num_ranks,
-            "the number of ranks",
-            size * parallel.pp_size,
-            f"{name} * parallel.pp_size",
+            num_ranks, "the number of ranks", size * parallel.pp_size, f"{name} * parallel.pp_size"
         )
     if num_ranks % (parallel.tp_size * parallel.pp_size):
         return problems

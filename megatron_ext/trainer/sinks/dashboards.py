@@ -85,11 +85,7 @@ def workspace(entity: str, project: str) -> ws.Workspace:
         for name in (RANKS_BEFORE, RANKS_AFTER, EXPERTS)
     ]
     sections["balance by layer"] = [
-        wr.LinePlot(
-            title=name.replace("_", " "),
-            x=STEP,
-            metric_regex=rf"balance/{name}_layer_\d+",
-        )
+        wr.LinePlot(title=name.replace("_", " "), x=STEP, metric_regex=rf"balance/{name}_layer_\d+")
         for name in LAYER_METRICS
     ]
     sections["moe"] = [
