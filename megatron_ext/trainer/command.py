@@ -59,7 +59,7 @@ def main(
 def of_extra(missing: ModuleNotFoundError) -> str:
     """Return what to install where a package is absent that the plug-in alone does without."""
     module = (missing.name or "").partition(".")[0]
-    if module in ("", "megatron_ext"):  # The error's own words say what to do; or it is a fault.
+    if module in ("", "megatron_ext"):  # Its own words help more, or it is a fault.
         return str(missing)
     return f"the package {module} is not installed: pip install 'megatron-ext[train]'"
 

@@ -29,7 +29,7 @@ class ModelConfig(Section):
     hidden_size: int = setting(256, least=1)
     """Width of the residual stream (H)."""
     num_attention_heads: int = setting(4, least=1)
-    """Attention heads; must divide `hidden_size`, unless `megatron` says how wide a head is."""
+    """Attention heads; must divide `hidden_size`, unless `megatron` sets the width of a head."""
     rotary_base: int = setting(10_000, least=1)
     """Base of the rotary position embedding."""
     rotary_percent: float = setting(1.0, above=0, most=1)
@@ -315,12 +315,12 @@ class HardwareConfig(Section):
 
     @property
     def domain_ranks(self) -> int | None:
-        """Ranks of an NVLink domain; None if nothing is said of the machine."""
+        """Ranks of an NVLink domain; None if `constants` has no number."""
         return self._number("domain_ranks")
 
     @property
     def server_ranks(self) -> int | None:
-        """Ranks of a server, of which a domain may have several; None if nothing is said of it."""
+        """Ranks of a server, of which a domain may have several; None without a number."""
         return self._number("server_ranks")
 
     def _number(self, name: str) -> int | None:
@@ -339,7 +339,7 @@ class TrainConfig(Section):
     """Name of the recipe that the settings began with; it is filled in."""
     at_most: dict[str, int] = field(default_factory=dict)
     """Limits of numbers, by the names of their settings: where a recipe has more, the limit is
-    taken. What the command line sets stays. `size=tiny` has such limits."""
+    taken, but not where the command line sets a number. `size=tiny` has such limits."""
     run_dir: str = "runs/train"
     """Directory of the run's files: config, metrics, checkpoints."""
     steps: int = setting(100, least=1)
@@ -353,7 +353,7 @@ class TrainConfig(Section):
     optimizer step is made: then `stop` ends the run after it. A state that is not finite is never
     saved, and ends a run that does not `ignore` it."""
     timeout_s: float = setting(600, least=1)
-    """Seconds that a rank waits for another before the run ends and says which rank hangs where.
+    """Seconds that a rank waits for another before the run ends and names the rank that hangs.
     Must be longer than all that a rank does alone, as writing its part of a checkpoint."""
     restarts: int = setting(0, least=0)
     """How often a run whose ranks died starts again by itself, from its newest whole checkpoint.
@@ -381,7 +381,7 @@ class TrainConfig(Section):
 
     @property
     def group_timeout(self) -> timedelta:
-        """How long process groups wait: a backstop, behind those that can say who hangs."""
+        """How long process groups wait: longer than the watchdog, which can name who hangs."""
         return timedelta(seconds=2 * self.timeout_s)
 
     def relation_problems(self) -> list[str]:

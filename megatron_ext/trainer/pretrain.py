@@ -69,7 +69,7 @@ def run(script: Path, words: list[str], balance: BalanceConfig | None) -> None:
 
 
 def _train_without_cuda() -> None:
-    """Answer what Megatron's training loop asks of CUDA beside Megatron-Core."""
+    """Answer the CUDA calls of Megatron's training loop beside those of Megatron-Core."""
     training = importlib.import_module("megatron.training.training")
     home = importlib.import_module("megatron.training.initialize")
     initialize = functools.partial(home.initialize_megatron, allow_no_cuda=True)

@@ -279,7 +279,7 @@ def _check_placement(config: TrainConfig) -> list[str]:
             slots=balance.slots,
             nvlink_domain=balance.domain_ranks,
         )
-        # Not every layer has experts if Megatron was told so.
+        # With that setting of Megatron's, not every layer has experts.
         all_layers = range(1, config.model.num_layers + 1)
         layers = placement.layers if "moe_layer_freq" in config.megatron else all_layers
         for layer in layers:

@@ -39,7 +39,7 @@ from checkpoints_tools.folder import (
 )
 
 _BYTES_AROUND = 1500
-"""What `torch.save` puts around a tensor or object, in bytes: an upper bound for small ones."""
+"""Bytes that `torch.save` adds to a tensor or object: an upper bound for small ones."""
 
 
 @dataclass
@@ -190,7 +190,7 @@ def tell(value: Any) -> Any:
 
 
 def describe(error: BaseException, path: Path) -> str:
-    """Return an error of writing in one line: the path, and what the system said.
+    """Return an error of writing in one line: the path, and the system's message.
 
     Torch's writer fails once more when it closes a file that it could not write, and says less.
     """
@@ -245,7 +245,7 @@ class _File:
 
 def _write_file(bucket: Any) -> _File:
     stream = _HashedStream()
-    # Megatron's function tells two queues, as it may run in a process.
+    # Megatron's function reports to two queues, as it may run in a process.
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
     running: queue.Queue[None] = queue.Queue()
     running.put(None)

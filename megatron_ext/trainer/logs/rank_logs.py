@@ -67,7 +67,7 @@ class _Named(logging.Formatter):
 
 
 class _Timed(logging.Formatter):
-    """Writes times in UTC, as the module says."""
+    """Writes times in UTC, as in the example above."""
 
     converter = staticmethod(time.gmtime)
     default_time_format = "%Y-%m-%dT%H:%M:%S"

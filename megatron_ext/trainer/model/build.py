@@ -68,7 +68,7 @@ def dataset(config: TrainConfig, manifest: Manifest, split: str) -> MixedDataset
 
 
 def reader(config: TrainConfig) -> Reader:
-    """Return what reads the training data: a method's reader if the run asks for one."""
+    """Return the reader of the training data: a method's if the settings name one."""
     for _, path, hook in run_hooks(config.data):
         if hook.reader:
             return hook.reader(path, config.data.global_batch_size)
@@ -101,7 +101,7 @@ def start_parallelism(config: TrainConfig, *, with_gloo: bool = True) -> None:
 
 
 def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataParallel]:
-    """Build this rank's model chunks, balanced as the config says, inside Megatron's DDP.
+    """Build this rank's model chunks, balanced by the config, inside Megatron's DDP.
 
     `vocab_size` is the tokenizer's, without padding; `model.vocab_size` goes before it.
     """

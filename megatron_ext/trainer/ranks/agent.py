@@ -1,4 +1,4 @@
-"""torchrun for one machine of several, which meets the others as `rendezvous.py` says.
+"""torchrun for one machine of several, which meets the others through `rendezvous.py`.
 
     python -m megatron_ext.trainer.ranks.agent --nnodes 2 --rdzv-endpoint ... -m megatron_ext.train
 

@@ -90,7 +90,7 @@ def launch_ranks(
     """
     if not torch.cuda.is_available():
         set_cpu_environment()
-    # Else torch's profiler says on every rank's stderr that it begins and ends.
+    # Else torch's profiler writes to every rank's stderr that it begins and ends.
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     call = partial(function, *args)
     with _noted_signals() as noted:
@@ -246,7 +246,7 @@ def join_ranks(timeout: timedelta | None = None) -> Iterator[None]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     else:
         enable_cpu_platform()
-        # The ranks of a machine share its cores. torchrun may not have said how.
+        # The ranks of a machine share its cores; torchrun may have set how.
         threads = os.environ.get("OMP_NUM_THREADS", CPU_ENVIRONMENT["OMP_NUM_THREADS"])
         torch.set_num_threads(int(threads))
     _init_process_group(timeout)
@@ -254,7 +254,7 @@ def join_ranks(timeout: timedelta | None = None) -> Iterator[None]:
         logging.getLogger("megatron_ext").setLevel(logging.WARNING)
     restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     if restart and os.environ["LOCAL_RANK"] == "0":
-        # Where a rank had failed: each agent counts its own, and has said why.
+        # Where a rank had failed: each agent counts its own, and has given the cause.
         logger.warning("restart %d of %s", restart, os.environ["TORCHELASTIC_MAX_RESTARTS"])
     try:
         yield
@@ -275,7 +275,7 @@ def join_ranks(timeout: timedelta | None = None) -> Iterator[None]:
 
 def _init_process_group(timeout: timedelta | None) -> None:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if _store is None:  # As the environment says: another program started this rank.
+    if _store is None:  # Another program started this rank, and set the environment.
         _choose_interface()
         dist.init_process_group(backend, timeout=timeout)
         return

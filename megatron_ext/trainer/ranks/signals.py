@@ -23,9 +23,9 @@ def exit_status(stop: signal.Signals) -> int:
 
 
 def ends_at_once(noted: Sequence[signal.Signals]) -> bool:
-    """Return whether somebody does not want to wait for the end of the step: asked to end twice.
+    """Return whether the run ends in the middle of a step, as it was asked to end twice.
 
-    A scheduler's early notice does not count, which may come before the end of the time it gives.
+    A scheduler's early notice does not count: it leaves time.
     """
     return sum(each in _IMPATIENT for each in noted) > 1
 

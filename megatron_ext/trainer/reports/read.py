@@ -42,7 +42,7 @@ class Run:
 
     metrics: Metrics
     layers: Layers | None
-    """None where no step says more than the means of all layers."""
+    """None where the run has only means of all layers."""
     settings: Mapping[str, str]
     """Of the resolved configuration, `section.name` to value; empty if it is not there."""
     about: Mapping[str, Any]

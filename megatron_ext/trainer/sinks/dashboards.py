@@ -27,7 +27,7 @@ WORKSPACE, REPORT = "Balance of experts", "Is balancing worth it?"
 
 
 class PanelGroup(NamedTuple):
-    """A part of the report: what it asks, how to read the answer, and the panels' titles."""
+    """A part of the report: its question, how to read the answer, and the panels' titles."""
 
     asks: str
     read: str
