@@ -29,7 +29,6 @@ from megatron_ext.files.yaml_files import read_yaml
 from megatron_ext.telemetry.step_lines import read_lines
 from megatron_ext.trainer.checkpoints.choice import find_checkpoint, model_differences
 from megatron_ext.trainer.config import TrainConfig
-from megatron_ext.trainer.logs.run_log import read_metrics
 
 
 def validate(config: TrainConfig, *, num_ranks: int, needs_data: bool = True) -> None:
