@@ -1,4 +1,4 @@
-"""Proven lower bounds of the busiest rank's load and of the number of replicas; the target load.
+"""A proven lower bound of the busiest rank's load, and the target load.
 
 Legend: R ranks, E logical experts, M mains per rank, S slots per rank.
 """
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.metrics import home_loads
 from megatron_ext.ops import load_library
 
 
@@ -58,41 +57,4 @@ def lower_bound(load: Tensor, layout: ExpertLayout) -> Tensor:
     bound: Tensor = torch.ops.megatron_ext.lower_bound(
         load.cpu(), layout.slots, layout.nvlink_domain
     )
-    return bound
-
-
-def replicas_lower_bound(load: Tensor, layout: ExpertLayout, busiest: int) -> int:
-    """Return the least number of replicas of plans whose busiest rank has at most `busiest`.
-
-    The argument counts edges, for each NVLink domain. Replicas are edges between ranks. A connected
-    part with `n` ranks has at least `n - 1` edges, and the room of the part's ranks below `busiest`
-    covers the excess of the part's ranks above. So there are at least
-
-    - as many replicas as ranks with excess;
-    - as many as ranks with room are needed to cover all excess, the roomiest first;
-    - `sum(ceil(excess / most room))`: in one part, `ceil` over the ranks with excess adds less than
-      one for each of them, so the sum is at most the number of ranks with room needed, plus the
-      number of ranks with excess, minus one.
-
-    Args:
-        load: Assignments, int64 [R, E].
-        layout: Where experts and slots are.
-        busiest: A busiest rank's load that some legal plan reaches.
-
-    >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
-    >>> replicas_lower_bound(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), layout, busiest=8)
-    1
-    """
-    bound = 0
-    for loads in home_loads(load).view(-1, layout.nvlink_domain).tolist():
-        excess = [own - busiest for own in loads if own > busiest]
-        if not excess:
-            continue
-        rooms = sorted((busiest - own for own in loads if own < busiest), reverse=True)
-        left, hosts = sum(excess), 0
-        while left > 0 and hosts < len(rooms):
-            left -= rooms[hosts]
-            hosts += 1
-        most_room = rooms[0] if rooms else 1
-        bound += max(len(excess), hosts, sum(-(-x // most_room) for x in excess))
     return bound

@@ -19,8 +19,8 @@ class ExpertLayout:
     """Says which rank holds which expert; equal on all ranks of the EP group, for all microbatches.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
-    >>> layout.num_physical, layout.main_physical(2), layout.slot_physical(1, 0)
-    (6, 3, 5)
+    >>> layout.physical_per_rank, layout.num_physical
+    (3, 6)
     """
 
     num_experts: int
@@ -77,11 +77,3 @@ class ExpertLayout:
     def domain(self, rank: int) -> int:
         """NVLink domain of a rank."""
         return rank // self.nvlink_domain
-
-    def main_physical(self, expert: int) -> int:
-        """Physical id of the main of a logical expert."""
-        return self.home_rank(expert) * self.physical_per_rank + expert % self.mains_per_rank
-
-    def slot_physical(self, rank: int, slot: int) -> int:
-        """Physical id of a slot of a rank."""
-        return rank * self.physical_per_rank + self.mains_per_rank + slot

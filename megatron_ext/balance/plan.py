@@ -19,10 +19,7 @@ from torch import Tensor
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.load import load_of
-from megatron_ext.config import BalanceConfig
 from megatron_ext.ops import load_library
-
-_DEFAULTS = BalanceConfig()
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,60 +285,6 @@ def share_plan(rank: int, counts: Tensor, plan: BalancePlan) -> Shares:
     return Shares(*shares).of_shard(rank, counts)
 
 
-def check_plan(load: Tensor, plan: BalancePlan, *, min_quota: int = _DEFAULTS.min_quota) -> None:
-    """Check that a plan is legal for a load; slow, for tests and debugging.
-
-    Args:
-        load: The load the plan was made for, int64 [R, E].
-        plan: One plan (not a batch).
-        min_quota: Fewest assignments a replica may carry.
-
-    Raises:
-        ValueError: A rule is broken; the message names what breaks it, the numbers and the rule.
-    """
-    layout, quota = plan.layout, plan.quota
-    experts, ranks = layout.num_experts, layout.ep_size
-    if quota.shape != (experts, ranks) or quota.dtype != torch.int64:
-        raise ValueError(f"quota must be int64 [{experts}, {ranks}], got {_describe(quota)}")
-    held = plan.experts_in_slots
-    if held.shape != (ranks, layout.slots) or held.dtype != torch.int32:
-        raise ValueError(f"slots must be int32 [{ranks}, {layout.slots}], got {_describe(held)}")
-
-    instances = {(expert, layout.home_rank(expert)) for expert in range(experts)}
-    for rank, row in enumerate(held.tolist()):
-        for slot, expert in enumerate(row):
-            if expert == -1:
-                continue
-            what = f"slot {slot} of rank {rank} holds expert {expert}"
-            if not 0 <= expert < experts:
-                raise ValueError(f"{what}; logical experts are 0 to {experts - 1}")
-            if (expert, rank) in instances:
-                raise ValueError(f"{what}; a rank has at most one instance of an expert")
-            if layout.domain(rank) != layout.domain(layout.home_rank(expert)):
-                raise ValueError(f"{what}; replicas stay in the home rank's NVLink domain")
-            if quota[expert, rank] < min_quota:
-                raise ValueError(
-                    f"{what} for a quota of {int(quota[expert, rank])}; min_quota is {min_quota}"
-                )
-            instances.add((expert, rank))
-
-    expert_load = load.sum(0).tolist()
-    for expert, row in enumerate(quota.tolist()):
-        for rank, count in enumerate(row):
-            if count < 0:
-                raise ValueError(f"quota[{expert}, {rank}] is {count}; quotas must be >= 0")
-            if count > 0 and (expert, rank) not in instances:
-                raise ValueError(f"quota[{expert}, {rank}] is {count}; there is no instance there")
-        if sum(row) != expert_load[expert]:
-            raise ValueError(
-                f"quotas of expert {expert} sum to {sum(row)}; its load is {expert_load[expert]}"
-            )
-    before = int(load.sum(0).view(ranks, -1).sum(1).max())
-    after = int(plan.rank_loads().max())
-    if after > before:
-        raise ValueError(f"the busiest rank has {after} assignments; without balancing {before}")
-
-
 def check_load(load: Tensor, layout: ExpertLayout) -> None:
     """Check at the border that a load can be planned; inside, it is trusted."""
     ranks, experts = layout.ep_size, layout.num_experts
@@ -372,7 +315,3 @@ def check_counts(load: Tensor) -> None:
             f"load has an entry of {most}; for sums to fit int64 at most {limit} "
             f"((2**63 - 1) / (R * E)) is allowed"
         )
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

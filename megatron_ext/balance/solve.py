@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megatron_ext.balance.costs import LayerCosts
-from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.planner import LayerPlanner, plan_layout
@@ -19,61 +18,6 @@ from megatron_ext.balance.strategies import PlanSettings
 from megatron_ext.config import BalanceConfig, Section
 
 _DEFAULTS = BalanceConfig()
-
-
-def solve_plan(
-    load: Tensor,
-    layout: ExpertLayout,
-    *,
-    strategy: str = _DEFAULTS.strategy,
-    tolerance: float = _DEFAULTS.tolerance,
-    min_quota: int = _DEFAULTS.min_quota,
-    sections: Sequence[Section] = (),
-    costs: LayerCosts | None = None,
-    placement: Placement | None = None,
-) -> BalancePlan:
-    """Choose replicas and split each expert's load over its instances.
-
-    The plan is legal (see `check_plan`) and never worse than no balancing. The strategy decides how
-    close to the mean the busiest rank comes; see `megatron_ext.balance.strategies`. For a strategy
-    that plans from history, a batch holds the first microbatches of one layer, in order.
-
-    Args:
-        load: Assignments from each source rank to each logical expert, int64 [R, E] or a batch [B,
-            R, E], >= 0. Must be equal on every rank of the EP group: each rank solves alone and
-            must agree.
-        layout: Where experts and slots are.
-        strategy: A planner of `megatron_ext.balance.strategies`.
-        tolerance: How far above the mean the busiest rank may be, as a fraction of the mean;
-            resolved to 1e-6.
-        min_quota: Fewest assignments a replica may carry.
-        sections: Strategies' own settings that differ from the defaults.
-        costs: Costs of the layer; if given, the objective is time.
-        placement: Replicas placed before; see `PlanSettings.placement`.
-
-    Returns:
-        The plan, on `load`'s device. `plan.quota.sum(-1)` equals `load.sum(-2)`; equal input gives
-        bit-equal output.
-
-    Raises:
-        TypeError: If `load` is not int64.
-        ValueError: If `load` does not fit the layout or, on a CPU, holds impossible values, or a
-            setting is out of range.
-
-    >>> import torch
-    >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
-    >>> plan = solve_plan(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), layout)
-    >>> plan.quota[0].tolist(), plan.experts_in_slots.tolist(), plan.rank_loads().tolist()
-    ([5, 5], [[-1], [0]], [8, 8])
-    """
-    asked = PlanSettings(
-        tolerance=tolerance,
-        min_quota=min_quota,
-        sections=tuple(sections),
-        costs=costs,
-        placement=placement,
-    )
-    return LayerPlanner(strategy, layout, asked).plan_in_order(load)
 
 
 def solve(
@@ -91,12 +35,18 @@ def solve(
 ) -> BalancePlan:
     """Plan one load or a batch of loads, without processes or Megatron.
 
+    The plan is legal (docs/method.md) and never worse than no balancing. The strategy decides how
+    close to the mean the busiest rank comes; see `megatron_ext.balance.strategies`. For a strategy
+    that plans from history, a batch holds the first microbatches of one layer, in order.
+
     Args:
-        load: Assignments, int64 [R, E] or [B, R, E], >= 0.
+        load: Assignments from each source rank to each logical expert, int64 [R, E] or a batch [B,
+            R, E], >= 0.
         ep_size: Ranks of the EP group (R).
         slots: Replicas a rank can hold (S); strategies `exact` and `moonep` take E / R instead.
         strategy: A planner of `megatron_ext.balance.strategies`.
-        tolerance: How far above the mean the busiest rank may be, as a fraction of the mean.
+        tolerance: How far above the mean the busiest rank may be, as a fraction of the mean;
+            resolved to 1e-6.
         min_quota: Fewest assignments a replica may carry.
         nvlink_domain: Ranks per NVLink domain; one domain if None.
         sections: Strategies' own settings that differ from the defaults: `LlepSettings(...)`.
@@ -105,16 +55,18 @@ def solve(
         placement: Replicas placed before; see `PlanSettings.placement`.
 
     Returns:
-        The plan, or a batch of plans with a leading [B], on `load`'s device.
+        The plan, or a batch of plans with a leading [B], on `load`'s device. `plan.quota.sum(-1)`
+        equals `load.sum(-2)`; equal input gives bit-equal output.
 
     Raises:
         TypeError: If `load` is no int64 tensor.
-        ValueError: A shape, a value or a setting is out of range; the message names which.
+        ValueError: A shape, a value (looked at on a CPU only) or a setting is out of range; the
+            message names which.
 
     >>> import torch
     >>> plan = solve(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), ep_size=2, slots=1)
-    >>> plan.rank_loads().tolist()
-    [8, 8]
+    >>> plan.quota[0].tolist(), plan.experts_in_slots.tolist(), plan.rank_loads().tolist()
+    ([5, 5], [[-1], [0]], [8, 8])
     """
     if not isinstance(load, Tensor):
         raise TypeError(f"load must be an int64 tensor, got {type(load).__name__}")
@@ -127,16 +79,14 @@ def solve(
         slots=slots,
         nvlink_domain=nvlink_domain,
     )
-    return solve_plan(
-        load,
-        layout,
-        strategy=strategy,
+    asked = PlanSettings(
         tolerance=tolerance,
         min_quota=min_quota,
-        sections=sections,
+        sections=tuple(sections),
         costs=costs,
         placement=placement,
     )
+    return LayerPlanner(strategy, layout, asked).plan_in_order(load)
 
 
 def idle_slots(

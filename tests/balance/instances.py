@@ -11,6 +11,8 @@ from torch import Tensor
 from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.placement import Placement
+from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.strategies import PlanSettings
 from megatron_ext.config import HistorySettings, LlepSettings
 from megatron_ext.methods.eplb import eplb
@@ -53,6 +55,13 @@ def placement_for(layout: ExpertLayout) -> Placement:
     expert_load = torch.arange(1, layout.num_experts + 1)
     placed = eplb.place(expert_load, layout, PlanSettings())
     return Placement((0, 1, 2), torch.stack([placed] * 3), torch.stack([expert_load] * 3))
+
+
+def plan_for(
+    load: Tensor, layout: ExpertLayout, *, strategy: str = "quota", **asked: Any
+) -> BalancePlan:
+    """As `solve`, for a layout as it is: `solve` lets a strategy change the number of slots."""
+    return LayerPlanner(strategy, layout, PlanSettings(**asked)).plan_in_order(load)
 
 
 @st.composite

@@ -21,15 +21,6 @@ def test_numbers_of_the_worked_example():
     layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     assert (layout.mains_per_rank, layout.physical_per_rank, layout.num_physical) == (2, 3, 6)
     assert [layout.home_rank(e) for e in range(4)] == [0, 0, 1, 1]
-    assert [layout.main_physical(e) for e in range(4)] == [0, 1, 3, 4]
-    assert [layout.slot_physical(r, 0) for r in range(2)] == [2, 5]
-
-
-def test_mains_and_slots_number_every_physical_expert_once():
-    layout = make(slots=3)
-    ids = [layout.main_physical(e) for e in range(8)]
-    ids += [layout.slot_physical(r, s) for r in range(4) for s in range(3)]
-    assert sorted(ids) == list(range(layout.num_physical))
 
 
 def test_domains_are_runs_of_ranks():

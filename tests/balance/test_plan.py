@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from megatron_ext.balance.bounds import lower_bound, target_load
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads, imbalance
-from megatron_ext.balance.plan import BalancePlan, check_plan
-from megatron_ext.balance.solve import solve, solve_plan
+from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.config import BalanceConfig
 from megatron_ext.lab.planning import read_name
 from tests import workloads
-from tests.balance.instances import TIME, instances, needs_of, worked_example
+from tests.balance.instances import TIME, instances, needs_of, plan_for, worked_example
+from tests.balance.rules import check_plan
 
 PLANNERS = sorted([TIME, *(name for name, strategy in STRATEGIES.items() if strategy.planner)])
 
@@ -25,7 +26,7 @@ PLANNERS = sorted([TIME, *(name for name, strategy in STRATEGIES.items() if stra
 @given(instance=instances())
 @settings(max_examples=150)
 def test_plans_are_legal(planner, instance):
-    plan = solve_plan(
+    plan = plan_for(
         instance.load,
         instance.layout,
         strategy=read_name(planner)[0],
@@ -53,7 +54,7 @@ def test_without_limits_on_replicas_the_target_is_met_exactly(instance):
     """With a slot for every foreign expert and one domain the greedy test cannot get stuck."""
     experts, ranks = instance.layout.num_experts, instance.layout.ep_size
     layout = ExpertLayout(num_experts=experts, ep_size=ranks, slots=experts, nvlink_domain=ranks)
-    plan = solve_plan(instance.load, layout, tolerance=instance.tolerance, min_quota=1)
+    plan = plan_for(instance.load, layout, tolerance=instance.tolerance, min_quota=1)
     total = int(instance.load.sum())
     target = target_load(total, ranks, round(instance.tolerance * 1e6))
     busiest = int(plan.rank_loads().max())
@@ -63,7 +64,7 @@ def test_without_limits_on_replicas_the_target_is_met_exactly(instance):
 
 def test_worked_example():
     instance = worked_example()
-    plan = solve_plan(instance.load, instance.layout)
+    plan = plan_for(instance.load, instance.layout)
     assert imbalance(home_loads(instance.load)) == 1.625
     assert plan.quota.tolist() == [[5, 5], [3, 0], [0, 2], [0, 1]]
     assert plan.experts_in_slots.tolist() == [[-1], [0]]
@@ -79,12 +80,12 @@ def test_physical_index_of_a_batch_is_that_of_its_plans():
     expected = torch.full((3, 8, 4), -1)
     for b, plan in enumerate(batch.unbatch()):
         for expert in range(8):
-            home = plan.layout.home_rank(expert)
-            expected[b, expert, home] = plan.layout.main_physical(expert)
+            home, main = divmod(expert, 2)
+            expected[b, expert, home] = 4 * home + main
         for rank, held in enumerate(plan.experts_in_slots.tolist()):
             for slot, expert in enumerate(held):
                 if expert >= 0:
-                    expected[b, expert, rank] = plan.layout.slot_physical(rank, slot)
+                    expected[b, expert, rank] = 4 * rank + 2 + slot
     assert torch.equal(batch.physical_index(), expected)
     assert batch.num_replicas() == sum(plan.num_replicas() for plan in batch.unbatch())
 
@@ -194,7 +195,7 @@ class TestDeterminism:
     @given(instance=instances())
     def test_same_load_same_plan(self, instance):
         first, second = (
-            solve_plan(load, instance.layout, **instance.settings)
+            plan_for(load, instance.layout, **instance.settings)
             for load in (instance.load, instance.load.T.contiguous().T)
         )
         assert torch.equal(first.quota, second.quota)
@@ -210,13 +211,13 @@ class TestDeterminism:
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
         ).stdout
         instance = worked_example()
-        digest = solve_plan(instance.load, instance.layout).digest()
+        digest = plan_for(instance.load, instance.layout).digest()
         assert int(output) == digest
         assert 0 <= digest < 2**63
 
     def test_digest_sees_quota_and_slots(self):
         instance = worked_example()
-        plan = solve_plan(instance.load, instance.layout)
+        plan = plan_for(instance.load, instance.layout)
         other_quota, other_held = plan.quota.clone(), plan.experts_in_slots.clone()
         other_quota[0] = torch.tensor([4, 6])
         other_held[0, 0] = 2
@@ -237,7 +238,7 @@ class TestErrors:
     @pytest.mark.parametrize("shape", [(4,), (3, 4), (4, 2), (1, 1, 2, 4)])
     def test_shape(self, shape):
         with pytest.raises(ValueError, match=r"load must be \[R, E\]"):
-            solve_plan(torch.zeros(shape, dtype=torch.int64), worked_example().layout)
+            plan_for(torch.zeros(shape, dtype=torch.int64), worked_example().layout)
 
     def test_experts_not_divisible(self):
         with pytest.raises(
@@ -294,7 +295,7 @@ class TestCheckPlan:
     """Each rule of a legal plan, broken once."""
 
     def broken(self, *, quota=None, slots=None):
-        plan = solve_plan(worked_example().load, worked_example().layout)
+        plan = plan_for(worked_example().load, worked_example().layout)
         return BalancePlan(
             plan.layout,
             plan.quota if quota is None else torch.tensor(quota),
@@ -348,7 +349,7 @@ class TestCheckPlan:
 
 @given(instance=instances())
 def test_what_is_within_the_tolerance_is_left_alone(instance):
-    plan = solve_plan(instance.load, instance.layout, **instance.settings)
+    plan = plan_for(instance.load, instance.layout, **instance.settings)
     target = target_load(
         int(instance.load.sum()), instance.layout.ep_size, round(instance.tolerance * 1e6)
     )

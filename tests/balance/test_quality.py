@@ -18,14 +18,15 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from megatron_ext.balance.bounds import lower_bound, replicas_lower_bound
+from megatron_ext.balance.bounds import lower_bound
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads, imbalance, max_rank_sends
-from megatron_ext.balance.plan import BalancePlan, check_plan
-from megatron_ext.balance.solve import solve, solve_plan
+from megatron_ext.balance.plan import BalancePlan
+from megatron_ext.balance.solve import solve
 from tests import workloads
-from tests.balance.instances import Instance, instances
+from tests.balance.instances import Instance, instances, plan_for
 from tests.balance.milp import least_busiest, least_replicas, least_sends
+from tests.balance.rules import check_plan, replicas_lower_bound
 
 PER_RANK = 8192 * 8
 EP_SIZES = (8, 16, 32, 64)
@@ -100,7 +101,7 @@ def test_one_slot_and_few_ranks_leave_hardly_any_choice(load: Tensor) -> None:
 def test_nothing_is_worse_than_with_the_published_planner(ranks: int) -> None:
     """Algorithm 1 of UltraEP, as `quota_paper`: busiest rank, replicas, busiest sender."""
     for load, plan in planned(ranks):
-        paper = solve_plan(load, plan.layout, strategy="quota_paper")
+        paper = plan_for(load, plan.layout, strategy="quota_paper")
         allowed = within_a_percent(load)
         assert busiest(plan) <= max(busiest(paper), allowed)
         if busiest(paper) <= max(busiest(plan), allowed):
@@ -184,7 +185,7 @@ def test_many_cold_ranks_are_filled_where_the_slots_allow_it(share: float, mains
 @settings(max_examples=100)
 def test_bounds_are_below_the_optimum(instance: Instance) -> None:
     load, layout, _, min_quota = instance
-    plan = solve_plan(load, layout, **instance.settings)
+    plan = plan_for(load, layout, **instance.settings)
     most = busiest(plan)
     optimum = least_busiest(load, layout, min_quota=min_quota)
     replicas = least_replicas(load, layout, most, min_quota=min_quota)
@@ -229,8 +230,8 @@ def test_plans_of_small_problems_are_near_the_optimum(ranks: int) -> None:
             continue
         optimum = least_busiest(load, layout)
         assert optimum.is_optimal
-        assert busiest(solve_plan(load, layout, tolerance=0.0)) <= 1.02 * optimum.value
-        loose = solve_plan(load, layout, tolerance=0.05)
+        assert busiest(plan_for(load, layout, tolerance=0.0)) <= 1.02 * optimum.value
+        loose = plan_for(load, layout, tolerance=0.05)
         fewest = least_replicas(load, layout, busiest(loose))
         assert fewest is not None
         assert fewest.is_optimal

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import Shares, split_quota
 from megatron_ext.balance.reroute import RoutingMaps, assign, reroute
-from megatron_ext.balance.solve import solve_plan
 from tests import reference, workloads
+from tests.balance.instances import plan_for
 
 
 def make_case(ranks=3, mains=2, slots=2, tokens=(20, 0, 13), top_k=2, seed=0, dtype=torch.float64):
@@ -18,7 +18,7 @@ def make_case(ranks=3, mains=2, slots=2, tokens=(20, 0, 13), top_k=2, seed=0, dt
     maps = [workloads.routing_map(n, experts, top_k, seed + r) for r, n in enumerate(tokens)]
     load = torch.stack([routed.sum(0) for routed in maps])
     layout = ExpertLayout(num_experts=experts, ep_size=ranks, slots=slots, nvlink_domain=ranks)
-    plan = solve_plan(load, layout, tolerance=0.0)
+    plan = plan_for(load, layout, tolerance=0.0)
     generator = torch.Generator().manual_seed(seed)
     probs = [(torch.rand(m.shape, generator=generator) + 0.1).to(dtype) * m for m in maps]
     return maps, probs, load, plan

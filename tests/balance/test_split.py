@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 from megatron_ext.balance.load import load_of
 from megatron_ext.balance.metrics import remote_assignments
 from megatron_ext.balance.plan import share_plan, split_quota
-from megatron_ext.balance.solve import solve, solve_plan
+from megatron_ext.balance.solve import solve
 from tests import workloads
-from tests.balance.instances import instances, worked_example
+from tests.balance.instances import instances, plan_for, worked_example
 
 
 @given(instance=instances())
 @settings(max_examples=150)
 def test_rows_and_columns_are_exact_and_local_comes_first(instance):
     load = instance.load
-    plan = solve_plan(load, instance.layout, **instance.settings)
+    plan = plan_for(load, instance.layout, **instance.settings)
     split = split_quota(load, plan)
     assert (split >= 0).all()
     assert torch.equal(split.sum(2), load)
@@ -46,7 +46,7 @@ def test_ranks_with_shards_of_the_same_experts_share_in_proportion(instance, num
     factors = torch.randint(4, (ranks * num_shards, 1), generator=torch.manual_seed(seed))
     counts = instance.load.repeat_interleave(num_shards, 0) * factors
     load = load_of(counts, ranks)
-    plan = solve_plan(load, instance.layout, **instance.settings)
+    plan = plan_for(load, instance.layout, **instance.settings)
     shares = torch.stack([share_plan(rank, counts, plan).split for rank in range(len(counts))])
     assert (shares >= 0).all()
     assert torch.equal(shares.sum(2), counts)
@@ -60,7 +60,7 @@ def test_ranks_with_shards_of_the_same_experts_share_in_proportion(instance, num
 
 def test_worked_example():
     instance = worked_example()
-    plan = solve_plan(instance.load, instance.layout)
+    plan = plan_for(instance.load, instance.layout)
     split = split_quota(instance.load, plan)
     assert split[0, 0].tolist() == [5, 1]
     assert split[1, 0].tolist() == [0, 4]
@@ -93,7 +93,7 @@ def test_a_source_rank_without_tokens_and_an_empty_load():
 @pytest.mark.parametrize("source_rank", [-1, 2])
 def test_wrong_source_rank(source_rank):
     instance = worked_example()
-    plan = solve_plan(instance.load, instance.layout)
+    plan = plan_for(instance.load, instance.layout)
     with pytest.raises(
         ValueError, match=rf"source_rank \({source_rank}\) must be a rank .* 0 to 1"
     ):
@@ -102,7 +102,7 @@ def test_wrong_source_rank(source_rank):
 
 def test_wrong_shapes():
     instance = worked_example()
-    plan = solve_plan(instance.load, instance.layout)
+    plan = plan_for(instance.load, instance.layout)
     with pytest.raises(ValueError, match=r"load must be \[R, E\] and quota \[E, R\], got"):
         split_quota(instance.load[:, :2], plan)
     with pytest.raises(ValueError, match="load must be int64, got Int"):

@@ -9,9 +9,9 @@ from megatron_ext import ops
 from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.plan import BalancePlan, Shares, share_plan, split_quota
 from megatron_ext.balance.reroute import assign, reroute
-from megatron_ext.balance.solve import solve, solve_plan
+from megatron_ext.balance.solve import solve
 from tests import workloads
-from tests.balance.instances import instances
+from tests.balance.instances import instances, plan_for
 
 pytestmark = pytest.mark.gpu
 
@@ -85,7 +85,7 @@ def test_splits_equal_the_host(ranks, experts, slots, domain):
 @runs(max_examples=100)
 def test_small_plans_equal_the_host(instance):
     host, device = (
-        solve_plan(load, instance.layout, **instance.settings)
+        plan_for(load, instance.layout, **instance.settings)
         for load in (instance.load, instance.load.cuda())
     )
     assert_equal_plans(host, device)

@@ -39,7 +39,7 @@ from torch import Tensor
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megatron_ext.balance.bounds import lower_bound, replicas_lower_bound  # noqa: E402
+from megatron_ext.balance.bounds import lower_bound  # noqa: E402
 from megatron_ext.balance.layout import ExpertLayout  # noqa: E402
 from megatron_ext.balance.metrics import home_loads, imbalance, max_rank_sends  # noqa: E402
 from megatron_ext.balance.plan import BalancePlan  # noqa: E402
@@ -47,6 +47,7 @@ from megatron_ext.balance.strategies import STRATEGIES, PlanSettings, Strategy  
 from megatron_ext.balance.strategies.strategy import Solves  # noqa: E402
 from megatron_ext.config import BalanceConfig  # noqa: E402
 from tests import workloads  # noqa: E402
+from tests.balance.rules import replicas_lower_bound  # noqa: E402
 
 TOKENS, TOP_K = 8192, 8  # per rank
 REPEATS = 5  # timed calls per load

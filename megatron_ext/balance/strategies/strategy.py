@@ -90,7 +90,7 @@ class Solver(Protocol):
     """A pure function from load to plan: equal input gives bit-equal output on every rank."""
 
     def __call__(self, load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> BalancePlan:
-        """Plan an int64 load, [R, E] or [B, R, E], that was checked; see `solve_plan`."""
+        """Plan an int64 load, [R, E] or [B, R, E], that was checked; see `solve`."""
 
 
 class Placer(Protocol):
