@@ -30,12 +30,8 @@ from megatron_ext.transport import GathersRows, HostCopy
 class Agreement:
     """Seals of a group's plans, as one rank sees them. All layers of the group share it.
 
-    The ranks of the group make the same calls, in the same order.
-
-    Args:
-        group: The R * T ranks that plan alike, those of an expert-TP group side by side.
-        device: Where loads and plans are.
-        num_shards: Ranks of an expert-TP group (T).
+    The group has the R * T ranks that plan alike, those of an expert-TP group (of `num_shards`
+    ranks) side by side. Its ranks make the same calls, in the same order.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, num_shards: int = 1) -> None:
@@ -102,12 +98,7 @@ class Agreement:
         return Shares(*shares).of_shard(rank, counts)
 
     def send_seal(self, rows: GathersRows | None = None, label: str = "") -> None:
-        """Let all ranks have the seal of this rank's last plan.
-
-        Args:
-            rows: Gathers of the ranks of the group; None for a collective.
-            label: What the plan is for, to be named in errors of `rows`.
-        """
+        """Let all ranks have the seal of this rank's last plan; by a collective without `rows`."""
         gathered = self._gather_seals() if rows is None else rows.gather(self._seal, label)
         self._seals.start(gathered.view(-1))
 

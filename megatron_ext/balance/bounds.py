@@ -15,12 +15,8 @@ from megatron_ext.ops import load_library
 def target_load(total: int, ranks: int, tolerance_ppm: int) -> int:
     """Return the busiest rank's load within the tolerance: `(1 + tolerance) * mean`, rounded down.
 
-    The target is at least the mean rounded up, because no plan can go below that.
-
-    Args:
-        total: Assignments of all ranks together.
-        ranks: Ranks that share them.
-        tolerance_ppm: Tolerance in millionths of the mean.
+    The target is at least the mean rounded up, because no plan can go below that. The tolerance is
+    in millionths of the mean.
 
     >>> target_load(16, 2, 10_000), target_load(17, 2, 0), target_load(1000, 2, 10_000)
     (8, 9, 505)
@@ -32,6 +28,8 @@ def target_load(total: int, ranks: int, tolerance_ppm: int) -> int:
 def lower_bound(load: Tensor, layout: ExpertLayout) -> Tensor:
     """Return the least load of the busiest rank that a legal plan can have.
 
+    It is int64 [] for a load [R, E], or [B] for a batch [B, R, E], on the CPU.
+
     Two arguments bound the load, for each NVLink domain and each k; the largest bound counts.
     docs/method.md has the proofs.
 
@@ -41,13 +39,6 @@ def lower_bound(load: Tensor, layout: ExpertLayout) -> Tensor:
       the busiest rank's own load.
     - By receivers: a rank computes at most its own load and the load of the domain's S hottest
       experts.
-
-    Args:
-        load: Assignments, int64 [R, E] or [B, R, E].
-        layout: Where experts and slots are.
-
-    Returns:
-        int64 [] or [B], on the CPU.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> int(lower_bound(torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]]), layout))

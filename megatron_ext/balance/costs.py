@@ -78,14 +78,8 @@ class LayerCosts:
     def layer_time(self, load: Tensor, plan: BalancePlan) -> Tensor:
         """Return the modelled time of the plan-dependent parts of a forward, in picoseconds.
 
-        The time is the sum of `layer_parts`, in whole numbers, so that all ranks choose alike.
-
-        Args:
-            load: Assignments, int64 [R, E] or [B, R, E].
-            plan: One for each load.
-
-        Returns:
-            int64 [] or [B].
+        The time is the sum of `layer_parts`, in whole numbers, so that all ranks choose alike:
+        int64 [] for a load [R, E], or [B] for a batch.
 
         Source: UltraEP, Eq. 1; solving and reroute cost every plan the same.
         """
@@ -101,12 +95,9 @@ class LayerCosts:
         tokens, the busiest rank about the experts. A token that stays on its rank is not sent.
 
         Args:
-            load: Assignments, int64 [R, E] or [B, R, E].
+            load: Assignments, int64 [..., R, E].
             plan: One for each load.
             sends: Experts that each rank sends, int64 [..., R]: `rank_sends`, or less with relays.
-
-        Returns:
-            int64 [] or [B] each.
 
         Source: UltraEP, Eq. 5, 4 and 3.
         """
@@ -129,14 +120,8 @@ class LayerCosts:
         experts, and sends the others. The busiest rank receives every token that it computes beyond
         these own tokens.
 
-        Args:
-            load: Assignments, int64 [..., R, E].
-            sends: Experts that the busiest sender sends, int64 [...].
-            busiest: Assignments of the busiest rank, int64 [...].
-            layout: Where experts and slots are.
-
-        Returns:
-            int64 [...].
+        Loads are int64 [..., R, E]; the sends of the busiest sender, the assignments of the busiest
+        rank and the bound are int64 [...].
         """
         expert, token, assignment = self.picoseconds
         ranks = torch.arange(layout.ep_size, device=load.device)

@@ -51,7 +51,7 @@ from megatron_ext.balance.ranges import (
     stage_of_backward,
 )
 from megatron_ext.balance.reroute import RoutingMaps
-from megatron_ext.balance.slots import Materializing, Reducing, SlotBuffers
+from megatron_ext.balance.slots import Materializing, Reducing, SlotBuffers, add_aside
 from megatron_ext.transport import GathersRows, HostCopy
 
 NO_SLOTS: list[Any] = [()]
@@ -112,9 +112,8 @@ class VirtualLayer:
 class VirtualLayers:
     """The virtual layers of one MoE layer: as many as the pipeline schedule has in flight.
 
-    Args:
-        limit: Most forwards that may wait for their backward; None if any number may.
-        make: Makes a virtual layer with an id of its own.
+    At most `limit` forwards may wait for their backward; any number if it is None. `make` makes a
+    virtual layer with an id of its own.
     """
 
     def __init__(self, limit: int | None, make: Callable[[], VirtualLayer]) -> None:
@@ -248,12 +247,8 @@ class Forward:
     def join(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Make the point at which backward waits for the reduction, and gives the mains the sums.
 
-        Args:
-            hidden: The layer's input. Everything that shall run beside the reduction is computed
-                from the returned `hidden`.
-
-        Returns:
-            `hidden`, to go on with; and the edge for `materialized`, which has no elements.
+        Returns the layer's input, from which everything is computed that shall run beside the
+        reduction; and the edge for `materialized`, which has no elements.
         """
         self.is_joined = True
         edge = _edge(hidden)
@@ -265,11 +260,9 @@ class Forward:
     def push(self, there: Tensor | None = None) -> None:
         """Start materializing the plan's replicas in this rank's slots; every EP rank calls.
 
-        Between GPUs this does not make the host wait for the plan, which stays on the device.
-
-        Args:
-            there: Logical experts that the slots hold already, or -1: int32 [R, S]. What the plan
-                has in the same slot is not moved again. By default the slots hold nothing of use.
+        Between GPUs this does not make the host wait for the plan, which stays on the device. If
+        the slots hold replicas of use already, they are `there`, int32 [R, S] as in a plan; what
+        the plan has in the same slot is not moved again.
         """
         if self.buffers is not None:
             with stage(PUSH_START):
@@ -280,11 +273,8 @@ class Forward:
 
         Trained weights are parts of the autograd graph. The tokens pass through it, so that the
         backward reduces on every rank, also where no slot was used: the reduction needs all ranks
-        of the group at the same point of their backward.
-
-        Args:
-            tokens: [N', H], for the experts.
-            edge: From `join`; None without a join.
+        of the group at the same point of their backward. The edge is that of `join`, if there is
+        a join.
         """
         if self.buffers is None:
             return tokens, NO_SLOTS
@@ -343,9 +333,7 @@ class Forward:
     def _begin_backward(self, grad: Tensor | None) -> tuple[Tensor | None]:
         """Start to materialize the replicas again; with fusion their gradients begin at zero."""
         experts_in_slots = self._experts_of_backward()
-        self.rematerializing = (
-            None  # An earlier backward stopped halfway: its replicas may be gone.
-        )
+        self.rematerializing = None  # An earlier backward stopped halfway: replicas may be gone.
         self._rematerialize()
         if not self.reduces:
             self.end()
@@ -353,10 +341,7 @@ class Forward:
             assert self.buffers is not None
             aside = self.buffers.begin_fused(experts_in_slots, self.slot_grads, self.mains)
             # What a backward that stopped halfway has set aside comes back with this one's.
-            for main_idx, of_main in (self.aside or {}).items():
-                for total, before in zip(aside[main_idx], of_main, strict=True):
-                    if total is not None and before is not None:
-                        total.add_(before)
+            add_aside(aside, self.aside or {})
             self.aside = aside
         return (grad,)
 

@@ -19,17 +19,9 @@ from megatron_ext.transport import GathersRows
 def gather_load(
     routing_map_NE: Tensor, group: dist.ProcessGroup, ep_size: int | None = None
 ) -> Tensor:
-    """Count this rank's assignments and gather the counts of all ranks: the exact load.
+    """Return the exact load, int64 [R, E], on the device of the map: `load_of` all ranks' counts.
 
-    Args:
-        routing_map_NE: The router's choices, bool [N, E]; N may differ between ranks and be 0.
-        group: The ranks that plan alike: the EP group, or R * T ranks, those of an expert-TP group
-            side by side. One rank alone sends nothing.
-        ep_size: Ranks of the EP group (R); by default all of `group`.
-
-    Returns:
-        Assignments from each EP rank to each logical expert, int64 [R, E], on the device of
-        `routing_map_NE`.
+    Arguments are those of `gather_counts`; without `ep_size`, the group is the EP group.
     """
     counts, _ = gather_counts(routing_map_NE, group)
     return load_of(counts, ep_size or group.size())
@@ -56,8 +48,9 @@ def gather_counts(
     """Count this rank's assignments and gather the counts of all ranks that plan alike.
 
     Args:
-        routing_map_NE: As for `gather_load`.
-        group: As for `gather_load`.
+        routing_map_NE: The router's choices, bool [N, E]; N may differ between ranks and be 0.
+        group: The ranks that plan alike: the EP group, or R * T ranks, those of an expert-TP group
+            side by side. One rank alone sends nothing.
         tail: One more number of this rank, int64 [1], on the device of `routing_map_NE`.
         rows: Gathers one row per rank of `group` through peer memory; None for a collective.
         label: Names the gather in errors of `rows`.

@@ -239,8 +239,7 @@ class MainWeights:
     def slot_views(self, buffers: Sequence[Tensor | None]) -> list[Tensor]:
         """Return slot weights as autograd outputs: slot by slot or stacked, like the parameters.
 
-        Args:
-            buffers: One a segment, [S, *shape]; None for a segment that is left out.
+        Buffers are one a segment, [S, *shape]; None for a segment that is left out.
         """
         # `.data` has a version counter of its own: other layers overwrite these buffers before this
         # layer's backward reads them, and the backward restores the buffers before it reads them.
@@ -269,10 +268,8 @@ class MainWeights:
         With fused gradients, a matrix product adds the main's own part to `main_grad`, and the sums
         over replicas are added after it: two rounded additions, where Megatron has one. The first
         addition to an empty `main_grad` rounds nothing away, and the copies, in the dtype of
-        `main_grad`, are added with the second.
-
-        Args:
-            mains: The mains with replicas in the microbatch whose backward begins.
+        `main_grad`, are added with the second. `mains` are those with replicas in the microbatch
+        whose backward begins.
         """
         return {m: [_emptied(segment.main_grad(m)) for segment in self._segments] for m in mains}
 
@@ -282,10 +279,8 @@ class MainWeights:
         If a parameter has a `main_grad`, the sums are added to `main_grad` here and rounded once,
         to the dtype of `main_grad`; autograd then adds nothing. Otherwise, and for a `main_grad`
         narrower than float32 without fusion, the sums are rounded to the weights' dtype and
-        autograd adds them. A frozen parameter gets nothing.
-
-        Args:
-            sums: For each main with replicas, one tensor a segment, or None.
+        autograd adds them. A frozen parameter gets nothing. Each main with replicas has one sum a
+        segment, or None.
         """
         gradients: list[Tensor | None] = []
         for segment_idx, segment in enumerate(self._segments):

@@ -136,15 +136,9 @@ def stack_plans(plans: list[BalancePlan], layout: ExpertLayout) -> BalancePlan:
 def plan_each(
     load: Tensor, layout: ExpertLayout, plan_one: Callable[[Tensor], BalancePlan]
 ) -> BalancePlan:
-    """Plan a load, or each of a batch, with a planner that knows only one load on the CPU.
+    """Plan a load [R, E], or each of a batch [B, R, E], by a planner of single loads on the CPU.
 
-    Args:
-        load: Assignments, int64 [R, E] or [B, R, E].
-        layout: Where experts and slots are.
-        plan_one: Plans an int64 load [R, E].
-
-    Returns:
-        The plan, on `load`'s device.
+    The plan is on `load`'s device.
     """
     if load.dim() == 2:
         plan = plan_one(load.cpu())
@@ -168,8 +162,8 @@ def split_quota(load: Tensor, plan: BalancePlan, source_rank: int | None = None)
         source_rank: The rank whose rows are wanted; all of them if None.
 
     Returns:
-        Assignments from the source rank to expert e that rank t computes: int64 [E, R] for one
-        source rank, [R, E, R] for all.
+        Assignments to expert e that rank t computes: of the source rank, int64 [E, R], or of each
+        rank, [R, E, R].
 
     Raises:
         ValueError: If a shape does not fit, or `source_rank` is no rank.
@@ -210,13 +204,7 @@ class Shares:
 
         A recomputed router may choose otherwise for a token that was near a tie. An expert with
         fewer choices takes them from its last instances; one with more computes the rest in its
-        main. Other ranks need not know.
-
-        Args:
-            num_choices: Assignments of this rank to each expert, int64 [E].
-
-        Returns:
-            Shares whose sums over the ranks are `num_choices`.
+        main. Other ranks need not know. The sums over the ranks become `num_choices`, int64 [E].
 
         >>> shares = Shares(torch.tensor([[2, 3], [1, 4]]), torch.tensor([[0, 3], [1, 2]]))
         >>> shares.fit(torch.tensor([4, 7])).split.tolist()
@@ -234,11 +222,7 @@ class Shares:
 
         Each of the T ranks takes of every instance a part in proportion to its own assignments,
         rounded so that all sums stay exact: the tokens of a group travel in T exchanges, which are
-        to be balanced as well.
-
-        Args:
-            rank: The rank among the R * T that plan alike.
-            counts: Assignments of each of these, int64 [R * T, E], those of a group side by side.
+        to be balanced as well. Arguments are those of `share_plan`.
         """
         experts, ranks = self.split.shape
         num_shards = len(counts) // ranks
@@ -260,16 +244,13 @@ def share_plan(rank: int, counts: Tensor, plan: BalancePlan) -> Shares:
     """Return one rank's share of every quota: that of its EP rank, shared in the expert-TP group.
 
     The T ranks of an expert-TP group are one source to `split_quota`; with T = 1 the share is what
-    that returns.
+    that returns. Rows of the split sum to the rank's counts; the splits of an expert-TP group sum
+    to the EP rank's split.
 
     Args:
-        rank: The rank among those that plan alike.
+        rank: The rank among the R * T that plan alike.
         counts: Assignments of each of these, int64 [R * T, E], those of a group side by side.
         plan: The plan for their load.
-
-    Returns:
-        The shares. Rows of their split sum to the rank's counts; those of an expert-TP group sum to
-        the EP rank's split.
 
     >>> from megatron_ext.balance.solve import solve
     >>> counts = torch.tensor([[4, 1, 0, 0], [2, 0, 1, 0], [4, 1, 0, 1], [0, 1, 1, 0]])

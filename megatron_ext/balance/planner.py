@@ -30,12 +30,7 @@ def plan_layout(
 ) -> ExpertLayout:
     """Return the layout that a strategy plans for; the strategy may change the number of slots.
 
-    Args:
-        strategy: A balancer of `megatron_ext.balance.strategies`.
-        num_experts: Logical experts (E).
-        ep_size: Ranks of the EP group (R).
-        slots: Replicas a rank can hold (S), by the settings.
-        nvlink_domain: Ranks per NVLink domain; one domain if None.
+    Without `nvlink_domain`, all ranks are one domain.
 
     Raises:
         ValueError: There is no such strategy, or the numbers do not fit each other.
@@ -60,7 +55,7 @@ class LayerPlanner:
 
     Args:
         strategy: A planner of `megatron_ext.balance.strategies`.
-        layout: Where experts and slots are.
+        layout: Of the EP group.
         settings: What is asked for. If costs are given, the fastest plan is asked for.
         layer: The layer's number in a placement.
 
@@ -114,11 +109,8 @@ class LayerPlanner:
     def expect(self, predicted: Tensor | None) -> Tensor:
         """Place the replicas of a load that is only predicted; the history stays as it is.
 
-        Args:
-            predicted: int64 [R, E], equal on all ranks of the EP group; None if there is none.
-
-        Returns:
-            Logical expert in each slot, or -1: int32 [R, S], on the CPU.
+        The load, if there is one, is int64 [R, E], equal on all ranks of the EP group. The result
+        is an `experts_in_slots`, int32 [R, S], on the CPU.
 
         Raises:
             TypeError: If `predicted` is not int64.
@@ -139,9 +131,6 @@ class LayerPlanner:
             load: Assignments, int64 [R, E] or [B, R, E], equal on all ranks of the EP group.
             placed: Replicas that were placed for this load, from `expect`; by default those placed
                 from the history. A planner that predicts has none by default.
-
-        Returns:
-            The plan, on `load`'s device.
 
         Raises:
             TypeError: If `load` is not int64.
@@ -172,24 +161,18 @@ class LayerPlanner:
             self._expert_load = torch.zeros_like(self._expert_load)
 
     def expect_in_order(self, predicted: Tensor | None = None) -> Tensor | None:
-        """Place the replicas of the next load, predicted by the last load planned in order.
+        """Place the replicas of the next load as `expect` does; None if the planner predicts not.
 
-        Args:
-            predicted: A better prediction, int64 [R, E].
-
-        Returns:
-            As `expect`; None if the planner does not predict.
+        The last load planned in order predicts the next, unless there is a better prediction.
         """
         if not self.predicts:
             return None
         return self.expect(self._previous_load if predicted is None else predicted)
 
     def plan_in_order(self, load: Tensor, placed: Tensor | None = None) -> BalancePlan:
-        """Plan each load of a batch [B, R, E], or one load [R, E], and add it to the history.
+        """Plan as `solve` each load of a batch, or one load, and add it to the history.
 
-        Args:
-            load: Int64 [R, E] or [B, R, E].
-            placed: As for `solve`, for one load; by default what `expect_in_order` places.
+        For one load, `placed` is by default what `expect_in_order` places.
         """
         if load.dim() == 2:
             plan = self.solve(load, self.expect_in_order() if placed is None else placed)

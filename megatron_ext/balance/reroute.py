@@ -22,10 +22,8 @@ from megatron_ext.ops import load_library
 def as_map(choices: Tensor, num_experts: int) -> Tensor:
     """Return a router's choices as a map, bool [N, E].
 
-    Args:
-        choices: As the router gives them: a map, or ids of experts [N, K] of an integer dtype, -1
-            where a token has fewer choices.
-        num_experts: Experts that ids count (E).
+    The router gives a map, or ids of experts [N, K] of an integer dtype, -1 where a token has fewer
+    choices.
 
     >>> as_map(torch.tensor([[2, 0], [1, -1]]), num_experts=3).int().tolist()
     [[1, 0, 1], [0, 1, 0]]
@@ -128,18 +126,9 @@ def reroute(
 ) -> tuple[Tensor, Tensor]:
     """Assign as `assign` does, and move the probabilities of the choices to their instances.
 
-    Args:
-        probs_NE: Probabilities, float [N, E]; differentiable.
-        routing_map_NE: As for `assign`, and so are the next two and `marks`.
-        shares: See there.
-        top_k: See there.
-        num_physical: Physical experts (P).
-        marks: See there.
-        maps: Memory for the result; new memory if None.
-
-    Returns:
-        Probabilities [N, P] and choices, bool [N, P]. Each row keeps its number of choices. In
-        backward, gradients come back over the same table; entries without a choice get none.
+    Returns probabilities [N, P] and choices, bool [N, P], in the memory of `maps` if it is given.
+    Each row keeps its number of choices. In backward, gradients come back over the same table;
+    entries without a choice get none.
 
     >>> probs = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
     >>> shares = Shares(torch.tensor([[1, 1], [0, 1]]), torch.tensor([[0, 3], [-1, 2]]))
@@ -157,13 +146,7 @@ def reroute(
 def reroute_ids(ids_NK: Tensor, assignment: Assignment, num_experts: int) -> Tensor:
     """Replace each choice by the instance that takes it; probabilities stay as they are.
 
-    Args:
-        ids_NK: Logical choices in any order, [N, K] of an integer dtype, or -1.
-        assignment: `assign` of these tokens.
-        num_experts: Logical experts (E).
-
-    Returns:
-        Physical choices at the same places, or -1, of the same dtype.
+    Choices are in any order, [N, K] of an integer dtype, or -1; the result is of the same dtype.
 
     >>> routing = torch.tensor([[True, False], [True, True]])
     >>> shares = Shares(torch.tensor([[1, 1], [0, 1]]), torch.tensor([[0, 3], [-1, 2]]))

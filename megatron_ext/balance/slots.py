@@ -37,19 +37,8 @@ from megatron_ext.transport.reach import gather
 class SlotBuffers:
     """The slots of this rank: weights and gradients of S experts, shared by all layers.
 
-    Not parameters: no optimizer state, in no gradient bucket, in no checkpoint.
-
-    Args:
-        layout: Experts and slots of the EP group.
-        segments: Parts of one expert's state.
-        dtype: Dtype of the weights.
-        device: Device of weights and gradients.
-        ep_rank: This rank in the EP group.
-        transport: Allocates the buffers and moves bytes between ranks.
-
-    Attributes:
-        slot_weights: One tensor a segment, [S, *shape].
-        slot_grads: One tensor a segment, [S, *shape]; None before `allocate_grads` has made it.
+    Not parameters: no optimizer state, in no gradient bucket, in no checkpoint. The transport
+    allocates both, one tensor [S, *shape] for each of the `segments` of an expert's state.
     """
 
     def __init__(
@@ -71,6 +60,7 @@ class SlotBuffers:
             for segment in segments
         ]
         self.slot_grads: list[Tensor | None] = [None] * len(self.segments)
+        """None before `allocate_grads` has made it."""
         # The forward whose replicas are here. All of them: an aborted transfer must not look
         # complete.
         self._resident: weakref.ref[Any] | None = None
@@ -88,13 +78,8 @@ class SlotBuffers:
     def allocate_grads(self, dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
         """Return a layer's slot gradients, made once; every EP rank calls with the same dtypes.
 
-        A model that is only evaluated has none, and neither has one whose experts are frozen.
-
-        Args:
-            dtypes: Dtype of each segment's gradients; None for a segment that gets none.
-
-        Returns:
-            `slot_grads` of the segments that get gradients; None for the others.
+        A segment that gets no gradient has dtype None, and None is returned for it. A model that is
+        only evaluated has none, and neither has one whose experts are frozen.
 
         Raises:
             ValueError: Another layer with these slots has gradients of another dtype.
@@ -137,16 +122,15 @@ class SlotBuffers:
     ) -> Materializing:
         """Start materializing replicas in this rank's slots; every EP rank calls.
 
+        The slots may be read after `wait()`, and the mains must not change before.
+
         Args:
             experts_in_slots: Logical expert for each slot, or -1: int32 [R, S].
-            mains: This rank's mains; must not change before `wait()` returns.
-            label: Which forward this is for, to be named in errors.
-            on_host: The same on the host, where the host has it already.
+            mains: This rank's mains.
+            label: Names the forward in errors.
+            on_host: `experts_in_slots` on the host, where the host has it already.
             owner: The forward with a backward that the replicas are for. None where no backward
                 will ask for them, as in evaluation, which is not timed.
-
-        Returns:
-            The transfer under way; the slots may be read after its `wait()`.
         """
         self._resident = None
         # Do not iterate these transfers here: for a plan on a GPU the host would wait for it.
@@ -159,15 +143,9 @@ class SlotBuffers:
     ) -> Aside:
         """Zero the gradients of this rank's replicas, to be added to where they are computed.
 
-        All layers share the slots' gradients: this call waits for a reduction under way.
-
-        Args:
-            experts_in_slots: As for `reduce_replica_grads`.
-            slot_grads: What `allocate_grads` returned.
-            mains: This rank's mains, whose fused gradients are computed with them.
-
-        Returns:
-            `MainWeights.set_aside` of those with replicas, for `reduce_replica_grads`.
+        All layers share the slots' gradients: this call waits for a reduction under way. Returns
+        `MainWeights.set_aside` of the mains with replicas; it and the arguments are those of
+        `reduce_replica_grads`.
         """
         self._end_reduction()
         for slot_idx in self._used(experts_in_slots):
@@ -196,12 +174,9 @@ class SlotBuffers:
             slot_grads: What `allocate_grads` returned: the segments whose gradients are reduced.
             replica_grads: What autograd computed, one entry a segment, which slot s indexes. None
                 for a segment or a slot where nothing was computed.
-            label: Which forward this is for, to be named in errors.
+            label: Names the forward in errors.
             aside: What `begin_fused` returned, if it came before; is added to the sums. A replica
                 without an entry in `replica_grads` has its gradient in `slot_grads` then.
-
-        Returns:
-            The reduction under way.
         """
         self._end_reduction()
         used = self._used(experts_in_slots)
@@ -257,13 +232,7 @@ def _sum_like(buffer: Tensor | None) -> Tensor | None:
 
 
 class Materializing:
-    """Replicas on their way into the slots.
-
-    Args:
-        pending: The transfer; None if there was nothing to move.
-        buffers: The slots.
-        owner: The forward whose replicas the slots hold then; None if no backward will ask.
-    """
+    """Replicas on their way into the slots; without `pending` there was nothing to move."""
 
     def __init__(
         self,
@@ -308,11 +277,16 @@ class Reducing:
             with timed("reduce", self._started):
                 self._pending.wait()
             self._pending = None
-            for main_idx, of_main in self._aside.items():
-                for total, before in zip(self._sums[main_idx], of_main, strict=True):
-                    if total is not None and before is not None:
-                        total.add_(before)
+            add_aside(self._sums, self._aside)
         return self._sums
+
+
+def add_aside(sums: dict[int, list[Tensor | None]], aside: Aside) -> None:
+    """Add what was set aside to the tensors of the same mains and segments, in place."""
+    for main_idx, of_main in aside.items():
+        for total, before in zip(sums[main_idx], of_main, strict=True):
+            if total is not None and before is not None:
+                total.add_(before)
 
 
 @contextmanager

@@ -108,11 +108,7 @@ def get_strategy(name: str) -> Strategy:
 
 
 def get_planner(name: str, *, for_time: bool = False) -> Planner:
-    """Return how the balancer of that name plans.
-
-    Args:
-        name: Name of the balancer.
-        for_time: Whether the planner is to plan for the objective of time.
+    """Return how the balancer of that name plans, `for_time` or not: for that objective.
 
     Raises:
         ValueError: If there is no such balancer, it makes no plans, or it has no tolerance that the

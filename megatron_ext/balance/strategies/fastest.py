@@ -75,16 +75,9 @@ def solve_by_tensors(load: Tensor, layout: ExpertLayout, settings: PlanSettings)
 def solve_with(
     load: Tensor, layout: ExpertLayout, settings: PlanSettings, *, solve_one: Solver
 ) -> BalancePlan:
-    """Plan for the least time with another planner.
+    """Plan for the least time, by the module's rule, with a planner that takes one tolerance.
 
-    Args:
-        load: Assignments, int64 [R, E] or [B, R, E]; each load gets its own tolerance.
-        layout: Where experts and slots are.
-        settings: What is asked for; `costs` of this layer on this machine must be given.
-        solve_one: Plans with one tolerance.
-
-    Returns:
-        The plan, by the module's rule.
+    Each load of a batch gets its own tolerance. The costs of the layer must be given.
     """
     plans = [
         solve_one(load, layout, dataclasses.replace(settings, tolerance=tolerance))
@@ -106,13 +99,7 @@ def solver_for_time(solve_one: Solver) -> Solver:
 
 
 def _choose(load: Tensor, ladder: BalancePlan, settings: PlanSettings) -> BalancePlan:
-    """Choose by the module's rule.
-
-    Args:
-        load: Int64 [..., R, E].
-        ladder: A plan for each of `TOLERANCES`: tensors [..., T, E, R] and [..., T, R, S].
-        settings: With costs.
-    """
+    """Choose by the module's rule, from a plan for each of `TOLERANCES`, [..., T, E, R]."""
     costs = settings.costs
     assert costs is not None, "planning for time needs costs"
     home = none.solve(load, ladder.layout, settings)

@@ -22,14 +22,8 @@ def force_even(
     number, give or take one. The same holds for all ranks together, if each rank's first expert
     comes after the last expert of the rank before.
 
-    Args:
-        probs_NE: Probabilities, float [N, E]; differentiable.
-        routing_map_NE: The router's choices, bool [N, E].
-        first_expert: Where this rank begins, >= 0.
-
-    Returns:
-        Probabilities and choices of the same shapes and dtypes. Each token keeps its number of
-        choices and the multiset of its probabilities.
+    Probabilities, float [N, E], are differentiable. Each token keeps its number of choices and the
+    multiset of its probabilities.
 
     >>> probs, routing = force_even(torch.tensor([[0.9, 0.1], [0.8, 0.2]]),
     ...                             torch.tensor([[True, False], [True, False]]))

@@ -29,12 +29,7 @@ def solve(load: Tensor, layout: ExpertLayout, settings: PlanSettings) -> Balance
 
 
 def unless_worse(load: Tensor, plan: BalancePlan) -> BalancePlan:
-    """Replace each plan by no balancing where its busiest rank has more than without balancing.
-
-    Args:
-        load: Assignments, int64 [R, E] or [B, R, E].
-        plan: One for each load.
-    """
+    """Replace each plan by no balancing where its busiest rank has more than without balancing."""
     is_worse = plan.rank_loads().amax(-1) > home_loads(load).amax(-1)
     return pick_plans(is_worse, solve(load, plan.layout, PlanSettings()), plan)
 
