@@ -47,13 +47,7 @@ TRANSPORTS: dict[str, TransportKind] = {
 def make_transport(
     name: str, ep_group: ProcessGroup, device: torch.device, options: TransportOptions
 ) -> Transport:
-    """Return the transport called `name` for this EP group; every rank calls.
-
-    Args:
-        name: Name of a transport, or `auto`.
-        ep_group: The ranks that move replicas.
-        device: The experts' device.
-        options: Further settings of the transport.
+    """Return the transport called `name`, or chosen by `auto`, for this EP group; every rank calls.
 
     Raises:
         ValueError: No such transport, or not for this device.
@@ -79,15 +73,8 @@ def agree_on_transport(
 
     Ranks try to reach each other's memory, once for an EP group. A domain has as many ranks as
     reach each other, unless `domain_ranks` is given. Only `collective` reaches ranks of other
-    domains.
-
-    Args:
-        name: Name of a transport, or `auto`.
-        domain_ranks: Ranks per NVLink domain; None for as many as the transport finds.
-        ep_group: The ranks that move replicas.
-        device: The experts' device.
-        planning_group: The ranks that plan alike: `ep_group` or, with expert tensor parallelism,
-            several EP groups, which then get the same answer.
+    domains. The ranks that plan alike, by default the EP group, get the same answer: with expert
+    tensor parallelism these are several EP groups.
 
     Raises:
         ValueError: No such transport, or not for this device.
@@ -131,12 +118,8 @@ def choose_transport(
 ) -> Choice:
     """Choose the transport by the settings and by the memory that ranks reach.
 
-    Args:
-        name: Name of a transport, or `auto`.
-        domain_ranks: Ranks per NVLink domain; None for as many as the transport finds.
-        num_ranks: Ranks of the EP group (R).
-        device_type: Type of the experts' device.
-        look: Returns, for a transport, the reason why rank a does not reach rank b, or "": [R][R].
+    Without `domain_ranks`, a domain is as large as ranks reach each other. `look` returns for a
+    transport the reason why rank a does not reach rank b, or "": [R][R].
 
     Raises:
         ValueError: No such transport, or not for this device.
@@ -187,13 +170,7 @@ _COST_OF_PCIE = (
 def _describe(
     obstacles: Sequence[Sequence[str]], domain_ranks: int, *, is_asked: bool
 ) -> tuple[int, str]:
-    """Return the level and the words of the log about the domains.
-
-    Args:
-        obstacles: The reason why rank a does not reach rank b, or "": [R][R].
-        domain_ranks: Ranks per domain.
-        is_asked: Whether the settings give `domain_ranks`; otherwise several domains are a warning.
-    """
+    """Return the level and the words of the log; several domains are a warning unless asked for."""
     problem = first_obstacle(obstacles, len(obstacles))
     if problem is None:
         return logging.INFO, "one domain: all ranks reach each other"
@@ -210,10 +187,7 @@ def _describe(
 def resolve_transport(name: str, *, device_type: str = "cpu", mapped: bool = True) -> str:
     """Return the name of a transport: `name`, or the one that `auto` stands for.
 
-    Args:
-        name: Name of a transport, or `auto`.
-        device_type: Type of the experts' device.
-        mapped: Whether all ranks of the EP group can reach each other's memory.
+    That depends on whether all ranks of the EP group reach each other's memory (`mapped`).
 
     >>> resolve_transport("auto")
     'shared_memory'

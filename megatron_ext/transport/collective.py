@@ -59,11 +59,8 @@ class _Push:
 
     def wait(self) -> None:
         if self._batch is None:
-            self._batch = self._post_copied()
+            self._batch = self._post(Transfers(self._on_host.wait(), self._mains_per_rank))
         self._batch.wait()
-
-    def _post_copied(self) -> _Batch:
-        return self._post(Transfers(self._on_host.wait(), self._mains_per_rank))
 
 
 class CollectiveTransport:

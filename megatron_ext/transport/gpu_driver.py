@@ -49,9 +49,7 @@ _MOST_LINKS = 18
 def num_links(uuid: str, library: Any = None) -> int | None:
     """Return how many NVLinks of a GPU are up; None without an answer of the driver.
 
-    Args:
-        uuid: As `torch.cuda.get_device_properties` has it.
-        library: The library that manages GPUs; by default the one of this machine.
+    The GPU's `uuid` is as `torch.cuda.get_device_properties` has it.
     """
     try:
         library = library or ctypes.CDLL("libnvidia-ml.so.1")
@@ -92,11 +90,7 @@ class SharedPage:
 
 
 class Driver:
-    """The calls of the CUDA driver that share memory between GPUs.
-
-    Args:
-        library: The driver's library; by default the one of this machine.
-    """
+    """The calls of the CUDA driver that share memory between GPUs."""
 
     def __init__(self, library: Any = None) -> None:
         self._library = library or ctypes.CDLL("libcuda.so.1")

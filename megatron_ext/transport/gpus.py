@@ -55,11 +55,7 @@ def budget_of(
 
 
 def what_it_lacks(name: str, capability: tuple[int, int]) -> str | None:
-    """Return the reason why the kernels cannot run on a GPU, in one line, or None.
-
-    Args:
-        name: The GPU's name, from `torch.cuda.get_device_name`.
-        capability: The GPU's compute capability, from `torch.cuda.get_device_capability`.
+    """Return the reason why the kernels cannot run on a GPU of that name, in one line, or None.
 
     >>> what_it_lacks("NVIDIA H100 80GB HBM3", (9, 0))
     >>> what_it_lacks("NVIDIA A100-SXM4-80GB", (8, 0))

@@ -50,12 +50,8 @@ class UnderWay:
 class OneSidedTransport(ABC):
     """Transport that pulls with an exchange; a subclass pushes, and allocates the buffers.
 
-    Args:
-        exchange: The exchange of this rank. The exchange numbers ranks as the EP group does, and
-            has the memory of `peers` only.
-        rank: This rank in the EP group.
-        num_ranks: Ranks of the EP group.
-        peers: Ranks of this rank's domain, this rank among them.
+    The exchange numbers ranks as the EP group does, and has the memory of `peers` only: the ranks
+    of this rank's domain, this rank among them.
     """
 
     name: str

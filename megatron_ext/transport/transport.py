@@ -95,14 +95,10 @@ class GathersRows(Protocol):
     """Gathers one row per rank of an EP group; all ranks make the same calls in the same order."""
 
     def gather(self, row: Tensor, label: str = "") -> Tensor:
-        """Return the rows of all ranks.
+        """Return the rows of all ranks, int64 [R, W], in new memory.
 
-        Args:
-            row: int64 [W], with the same W on all ranks, on the device of the slots.
-            label: Names the gather in errors.
-
-        Returns:
-            int64 [R, W], in new memory.
+        A row is int64 [W], with the same W on all ranks, on the device of the slots. The label
+        names the gather in errors.
 
         Raises:
             RuntimeError: A rank was too late. Between GPUs, `raise_failure` or a later call raises
@@ -144,11 +140,8 @@ class Transport(Protocol):
         `wait()` returns when this rank's slots hold their replicas and this rank may change its
         mains.
 
-        Args:
-            transfers: Every replica of the group.
-            mains: `mains[g][m]` is segment g of this rank's main m.
-            slot_weights: `slot_weights[g]` is segment g of all slots of this rank, [S, *shape].
-            label: Names the layer in errors.
+        `mains[g][m]` is segment g of this rank's main m, and `slot_weights[g]` that of all its
+        slots, [S, *shape]. The label names the layer in errors.
         """
 
     def pull_add(
@@ -164,7 +157,8 @@ class Transport(Protocol):
 
         Args:
             transfers: Every replica of the group, in an order that is the same on all ranks.
-            slot_grads: `slot_grads[g]` is segment g of all slots' gradients, [S, *shape].
+            slot_grads: `slot_grads[g]` is segment g of the gradients of this rank's slots, [S,
+                *shape].
             sums: For each main m of this rank that has replicas, one tensor a segment; `pull_add`
                 overwrites the tensors with the sums of the replicas' gradients. Their dtype is that
                 of `slot_grads`, but float32 for gradients stored in bfloat16 or float16.
