@@ -1,8 +1,8 @@
 """Holds this rank's main expert weights, in the three forms that expert modules keep them in.
 
-The weights of a segment are one parameter for each main (`SeparateMains`), or one stacked parameter
-for all mains. Matrix products take a stacked parameter whole (`StackedMains`) or main by main
-(`SplitMains`). Slot weights have the form of the mains, so the same classes group slot weights.
+The weights of a segment are one parameter for each main (`_SeparateMains`), or one stacked
+parameter for all mains. Matrix products take a stacked parameter whole (`_StackedMains`) or main by
+main (`_SplitMains`). Slot weights have the form of the mains, so the same classes group them.
 
 Legend: M mains per rank, S slots per rank.
 """
@@ -48,34 +48,29 @@ class SegmentMains(Protocol):
 
 
 @dataclass(frozen=True)
-class SeparateMains:
+class _SeparateMains:
     """A parameter [*shape] for each of the M mains. An unused slot costs no gradient."""
 
     mains: list[Tensor]
     fused: bool
 
     def parameters(self) -> list[Tensor]:
-        """See `SegmentMains.parameters`."""
         return self.mains
 
     def rows(self) -> list[Tensor]:
-        """See `SegmentMains.rows`."""
         return [main.detach() for main in self.mains]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """See `SegmentMains.views`: one view a slot."""
         return list(buffer.unbind())
 
     def take(self, values: Iterator[Any], num_slots: int) -> list[Any]:
-        """See `SegmentMains.take`: one value a slot."""
         return [next(values) for _ in range(num_slots)]
 
     def main_grad(self, m: int) -> Tensor | None:
-        """See `SegmentMains.main_grad`."""
         return _main_grad(self.mains[m])
 
     def hand_over(self, sums: dict[int, Tensor]) -> list[Tensor | None]:
-        """See `SegmentMains.hand_over`: None for a main without replicas."""
+        """None for a main without replicas."""
         return [self._hand_over(m, sums[m]) if m in sums else None for m in range(len(self.mains))]
 
     def _hand_over(self, m: int, total: Tensor) -> Tensor | None:
@@ -90,7 +85,7 @@ class SeparateMains:
 
 
 @dataclass(frozen=True)
-class StackedMains:
+class _StackedMains:
     """One parameter [M, *shape] for all mains, and a tensor of the memory with its values."""
 
     mains: Tensor
@@ -98,28 +93,23 @@ class StackedMains:
     fused: bool
 
     def parameters(self) -> list[Tensor]:
-        """See `SegmentMains.parameters`."""
         return [self.mains]
 
     def rows(self) -> list[Tensor]:
-        """See `SegmentMains.rows`."""
         return list(self.values.detach().unbind())
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """See `SegmentMains.views`: one view for all slots."""
         return [buffer]
 
     def take(self, values: Iterator[Any], num_slots: int) -> Any:
-        """See `SegmentMains.take`: one value for all slots."""
         return next(values)
 
     def main_grad(self, m: int) -> Tensor | None:
-        """See `SegmentMains.main_grad`."""
         main_grad = _main_grad(self.mains)
         return None if main_grad is None else main_grad[m]
 
     def hand_over(self, sums: dict[int, Tensor]) -> list[Tensor | None]:
-        """See `SegmentMains.hand_over`: None if no main has replicas, else zero for the others."""
+        """None if no main has replicas, else zero for the others."""
         if not sums or not self.mains.requires_grad:
             return [None]
         main_grad = _takes_sums(self.mains, self.fused)
@@ -129,15 +119,13 @@ class StackedMains:
         return [gradient if main_grad is None else None]
 
 
-class SplitMains(StackedMains):
-    """`StackedMains` for products that take one weight a main. An unused slot costs no gradient."""
+class _SplitMains(_StackedMains):
+    """For products that take one weight a main. An unused slot costs no gradient."""
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """See `SegmentMains.views`: one view a slot."""
         return list(buffer.unbind())
 
     def take(self, values: Iterator[Any], num_slots: int) -> list[Any]:
-        """See `SegmentMains.take`: one value a slot."""
         return [next(values) for _ in range(num_slots)]
 
 
@@ -192,10 +180,10 @@ def _emptied(main_grad: Tensor | None) -> Tensor | None:
 
 def _segment_mains(held: Tensor | list[Tensor] | Split, fused: bool) -> SegmentMains:
     if isinstance(held, Split):
-        return SplitMains(held.parameter, held.values, fused)
+        return _SplitMains(held.parameter, held.values, fused)
     if isinstance(held, Tensor):
-        return StackedMains(held, held, fused)
-    return SeparateMains(held, fused)
+        return _StackedMains(held, held, fused)
+    return _SeparateMains(held, fused)
 
 
 Aside = dict[int, list[Tensor | None]]

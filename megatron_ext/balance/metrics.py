@@ -100,13 +100,8 @@ def mean_loads(load: Tensor) -> Tensor:
     return total // ranks + (total % ranks != 0)
 
 
-def max_fanout(plan: BalancePlan) -> int:
-    """Return the number of replicas of the expert with most replicas."""
-    return int(max_fanouts(plan))
-
-
 def max_fanouts(plan: BalancePlan) -> Tensor:
-    """Return `max_fanout` of each plan of a batch: int64 [...]."""
+    """Return the number of replicas of the expert with most replicas: int64 [...]."""
     held = plan.experts_in_slots.flatten(-2).long() + 1  # 0 is an empty slot
     counts = held.new_zeros(*held.shape[:-1], plan.layout.num_experts + 1)
     return counts.scatter_add_(-1, held, torch.ones_like(held))[..., 1:].amax(-1)
@@ -124,27 +119,17 @@ def rank_sends(plan: BalancePlan) -> Tensor:
     return (home[..., None] == ranks).sum(-2)
 
 
-def max_rank_sends(plan: BalancePlan) -> int:
-    """Return how many replicas the busiest sender sends."""
-    return int(rank_sends(plan).max())
-
-
-def remote_assignments(load: Tensor, plan: BalancePlan) -> int:
-    """Return how many assignments another rank than the token's computes.
+def remote_assignments(load: Tensor, plan: BalancePlan) -> Tensor:
+    """Return how many assignments of a load another rank than the token's computes: int64 [...].
 
     Each such assignment costs a trip there and back. The split serves a rank's own assignments
     first, so the smaller of load and quota stays on the rank.
 
     >>> from megatron_ext.balance.solve import solve
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
-    >>> remote_assignments(load, solve(load, ep_size=2, slots=1))
+    >>> int(remote_assignments(load, solve(load, ep_size=2, slots=1)))
     4
     """
-    return int(remote_counts(load, plan))
-
-
-def remote_counts(load: Tensor, plan: BalancePlan) -> Tensor:
-    """Return `remote_assignments`, int64 [...], of loads, int64 [..., R, E], and their plans."""
     local = torch.minimum(load, plan.quota.mT)
     return load.sum((-2, -1)) - local.sum((-2, -1))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.balance.bounds import lower_bound
-from megatron_ext.balance.metrics import home_loads, imbalance, max_fanout, max_rank_sends
+from megatron_ext.balance.metrics import home_loads, imbalance, max_fanouts, rank_sends
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.planner import LayerPlanner, plan_layout
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
@@ -110,8 +110,8 @@ def plan_loads(
                     "imbalance_after": imbalance(plan.rank_loads()),
                     "lower_bound": bound / mean if mean else 1.0,
                     "replicas": plan.num_replicas(),
-                    "max_fanout": max_fanout(plan),
-                    "max_rank_sends": max_rank_sends(plan),
+                    "max_fanout": int(max_fanouts(plan)),
+                    "max_rank_sends": int(rank_sends(plan).max()),
                     "solve_us": solve_us,
                 },
             )

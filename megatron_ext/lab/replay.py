@@ -21,7 +21,7 @@ from megatron_ext.balance.metrics import (
     load_imbalance_rates,
     max_fanouts,
     rank_sends,
-    remote_counts,
+    remote_assignments,
     replica_use,
 )
 from megatron_ext.balance.plan import BalancePlan, stack_plans
@@ -114,7 +114,7 @@ def _measure(load: torch.Tensor, plan: BalancePlan) -> dict[str, np.ndarray]:
         "replicas": (plan.experts_in_slots >= 0).sum((-2, -1)),
         "max_fanout": max_fanouts(plan),
         "max_rank_sends": rank_sends(plan).amax(-1),
-        "remote_assignments": remote_counts(load, plan),
+        "remote_assignments": remote_assignments(load, plan),
     }
     return {name: values.double().numpy() for name, values in measures.items()}
 

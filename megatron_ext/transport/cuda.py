@@ -24,7 +24,6 @@ pull. Work on any stream that follows `Pending.wait` waits for the push or pull.
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,32 +39,6 @@ from megatron_ext.transport.one_sided import (
 )
 from megatron_ext.transport.symmetric_heap import SymmetricHeap
 from megatron_ext.transport.transport import Transfers, TransportKind
-
-
-class PeerHeap(Protocol):
-    """Memory on GPUs that every rank of a domain reaches."""
-
-    rank: int
-    """This rank in the EP group."""
-    num_ranks: int
-    """Ranks of the EP group."""
-    peers: range
-    """Ranks of this rank's domain, this rank among them."""
-    device: torch.device
-
-    def share(self, num_bytes: int) -> tuple[Tensor, Tensor]:
-        """Return this rank's new zeroed bytes and the addresses of its peers' bytes, int64 [R].
-
-        All ranks call with the same size. Both tensors are on `device`. The addresses are valid on
-        `device` while the bytes live; the addresses of ranks outside `peers` are 0. The bytes of
-        all peers are zero when `share` returns.
-        """
-
-    def highest(self, value: int) -> int:
-        """Return the highest value of the domain's ranks; all ranks call."""
-
-    def close(self) -> None:
-        """Unmap peers' memory."""
 
 
 class CudaTransport(OneSidedTransport):
@@ -89,7 +62,7 @@ class CudaTransport(OneSidedTransport):
 
     def __init__(
         self,
-        heap: PeerHeap,
+        heap: SymmetricHeap,
         *,
         timeout_s: float,
         relay_threshold: int = RELAY_THRESHOLD,

@@ -59,7 +59,11 @@ class SymmetricHeap:
             os.environ.setdefault(_SHARED_NUMBERS, "1")
 
     def share(self, num_bytes: int) -> tuple[Tensor, Tensor]:
-        """Return zeroed bytes and the peers' addresses; see `PeerHeap.share`.
+        """Return this rank's new zeroed bytes and the addresses of its peers' bytes, int64 [R].
+
+        All ranks call with the same size. Both tensors are on `device`. The addresses are valid on
+        `device` while the bytes live; the addresses of ranks outside `peers` are 0. The bytes of
+        all peers are zero when `share` returns.
 
         Raises:
             RuntimeError: A rank has no address for a peer's bytes, or the offsets differ.
@@ -84,7 +88,7 @@ class SymmetricHeap:
         return mine, addresses
 
     def highest(self, value: int) -> int:
-        """Return the highest value of the domain's ranks."""
+        """Return the highest value of the domain's ranks; all ranks call."""
         return max(gather(value, self._group))
 
     def close(self) -> None:

@@ -65,7 +65,7 @@ class VirtualRanks:
 
 
 class VirtualHeap:
-    """One rank's `megatron_ext.transport.cuda.PeerHeap`."""
+    """One rank's `megatron_ext.transport.symmetric_heap.SymmetricHeap`."""
 
     def __init__(self, ranks: VirtualRanks, rank: int) -> None:
         self.rank = rank

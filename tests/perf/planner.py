@@ -41,7 +41,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_ext.balance.bounds import lower_bound  # noqa: E402
 from megatron_ext.balance.layout import ExpertLayout  # noqa: E402
-from megatron_ext.balance.metrics import home_loads, imbalance, max_rank_sends  # noqa: E402
+from megatron_ext.balance.metrics import home_loads, imbalance, rank_sends  # noqa: E402
 from megatron_ext.balance.plan import BalancePlan  # noqa: E402
 from megatron_ext.balance.strategies import STRATEGIES, PlanSettings, Strategy  # noqa: E402
 from megatron_ext.balance.strategies.strategy import Solves  # noqa: E402
@@ -190,7 +190,7 @@ def measure(
                         "replicas": plan.num_replicas(),
                         "x bound": _ratio(plan, replicas_lower_bound(load, layout, allowed)),
                         "x plain": _ratio(plan, plain_bound(load, allowed)),
-                        "sends": max_rank_sends(plan),
+                        "sends": int(rank_sends(plan).max()),
                     }
                 )
     return [
