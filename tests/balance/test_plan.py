@@ -68,6 +68,7 @@ def test_worked_example():
     assert imbalance(home_loads(instance.load)) == 1.625
     assert plan.quota.tolist() == [[5, 5], [3, 0], [0, 2], [0, 1]]
     assert plan.experts_in_slots.tolist() == [[-1], [0]]
+    assert plan.slots is plan.experts_in_slots, "the name in files of plans"
     assert plan.rank_loads().tolist() == [8, 8]
     assert imbalance(plan.rank_loads()) == 1.0
     assert plan.num_replicas() == 1
