@@ -51,13 +51,8 @@ class LayerPlanner:
     Each layer has a planner of its own on every rank of the EP group. The history consists of
     loads, which are equal on these ranks, so all ranks plan alike. It is not part of a checkpoint:
     plans change where something is computed, never what, and a continued run gathers its history
-    anew.
-
-    Args:
-        strategy: A planner of `megatron_ext.balance.strategies`.
-        layout: Of the EP group.
-        settings: What is asked for. If costs are given, the fastest plan is asked for.
-        layer: The layer's number in a placement.
+    anew. If the settings have costs, it plans for the least time; if they have a placement, `layer`
+    is the layer's number there.
 
     Raises:
         ValueError: There is no such planner, it has no tolerance that costs could choose, or it
