@@ -5,11 +5,11 @@ import torch
 
 from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.metrics import home_loads
-from megatron_ext.balance.plan import check_plan
 from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies.fastest import TOLERANCES
 from megatron_ext.config import BalanceConfig, LlepSettings
 from tests import workloads
+from tests.balance.rules import check_plan
 
 
 def costs(**changes):

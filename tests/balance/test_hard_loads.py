@@ -21,9 +21,9 @@ from torch import Tensor
 
 from megatron_ext.balance.bounds import lower_bound
 from megatron_ext.balance.metrics import home_loads
-from megatron_ext.balance.plan import check_plan
 from megatron_ext.balance.solve import solve
 from tests import workloads
+from tests.balance.rules import check_plan
 
 SIZES = [(8, 64), (8, 256), (16, 128), (32, 256), (64, 64), (64, 256), (64, 512)]
 SLOTS = (1, 2, 4)

@@ -10,7 +10,6 @@ from megatron_ext.balance.bounds import target_load
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.placement import Placement
-from megatron_ext.balance.plan import check_plan
 from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies import PlanSettings
@@ -18,6 +17,7 @@ from megatron_ext.config import HistorySettings, LlepSettings
 from megatron_ext.methods.craft import craft
 from tests import workloads
 from tests.balance.instances import instances, placement_for
+from tests.balance.rules import check_plan
 
 LAYOUT = ExpertLayout(num_experts=8, ep_size=4, slots=2, nvlink_domain=4)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads
-from megatron_ext.balance.plan import BalancePlan, check_plan
+from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.balance.strategies.strategy import PlanSettings
@@ -19,6 +19,7 @@ from megatron_ext.methods.llep import llep
 from megatron_ext.methods.lplb import lplb
 from megatron_ext.methods.moonep import moonep
 from tests.balance.instances import instances
+from tests.balance.rules import check_plan
 
 NONE_PLACED = -1
 

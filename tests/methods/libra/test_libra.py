@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads, replica_use
-from megatron_ext.balance.plan import check_plan
 from megatron_ext.balance.planner import LayerPlanner
 from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies import get_strategy, quota
@@ -23,6 +22,7 @@ from megatron_ext.config import LibraSettings
 from megatron_ext.methods.libra import libra, libra_paper
 from tests import workloads
 from tests.balance.instances import instances
+from tests.balance.rules import check_plan
 
 # Homes: e0 e1 on rank 0, e2 e3 on rank 1, e4 e5 on rank 2. Rank loads at home 1, 14, 9; mean 8.
 LOAD = torch.tensor([[0, 0, 2, 0, 6, 0], [1, 0, 6, 1, 0, 0], [0, 0, 5, 0, 2, 1]])
