@@ -78,15 +78,10 @@ def setting(
     below: float | None = None,
     choices: Sequence[str] = (),
 ) -> Any:
-    """Declare a field of a section.
+    """Declare a field of a section, with its default and the allowed numbers and words.
 
-    Args:
-        default: The field's value where nothing else is said.
-        least: Smallest allowed number.
-        above: Allowed numbers are larger than this.
-        most: Largest allowed number.
-        below: Allowed numbers are smaller than this.
-        choices: The allowed words; where the field may be a number too, the words beside numbers.
+    Numbers may equal `least` and `most`, but not `above` and `below`. A field with choices may be a
+    number, too, if its type says so.
     """
     limits = {">=": least, ">": above, "<=": most, "<": below}
     return field(
@@ -101,10 +96,8 @@ def setting(
 def field_problems(section: Any, values: Any, names: Collection[str] | None = None) -> list[str]:
     """Return which values are not of the type, range or choices that `section` declares.
 
-    Args:
-        section: The class that declares the fields: a section, or another dataclass.
-        values: Holds these fields, by the same names.
-        names: The fields; by default all.
+    The section is a class, any dataclass. `values` holds its fields by the same names; `names` are
+    the fields to check, by default all.
     """
     return [
         rule.problem(value)

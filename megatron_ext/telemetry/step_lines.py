@@ -20,11 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 class StepLines:
-    """Adds one line a step to a file.
+    """Adds one line a step to a file, after dropping the lines of steps after `start_step`.
 
-    Args:
-        file: The file, in a folder that exists.
-        start_step: The writer first drops the lines of later steps.
+    The file's folder exists.
 
     Raises:
         ValueError: An existing line is not the line of a step; the message names file and line.
