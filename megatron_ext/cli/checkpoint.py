@@ -8,27 +8,42 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.cli.options import add_command, add_group, add_out
+from megatron_ext.cli import options
 from megatron_ext.cli.output import DONE, FAILED, columns, show
 
 
 def add(commands: Any) -> None:
     """Add the command and those below it."""
-    checkpoint = add_group(commands, "checkpoint", "Megatron checkpoints")
-    _add_inspect(checkpoint)
-    _add_verify(checkpoint)
-    _add_relayout(checkpoint)
-
-
-def _add_inspect(checkpoint: Any) -> None:
-    inspect = add_command(
+    checkpoint = options.add_group(commands, "checkpoint", "Megatron checkpoints")
+    inspect = options.add_command(
         checkpoint,
         "inspect",
         run_inspect,
         "list a checkpoint's keys and check that it holds logical experts only",
         "megatron-ext checkpoint inspect runs/quickstart/checkpoints",
     )
-    _add_path(inspect)
+    verify = options.add_command(
+        checkpoint,
+        "verify",
+        run_verify,
+        "compare a checkpoint's files with their checksums, and look for foreign pickles",
+        "megatron-ext checkpoint verify runs/train",
+    )
+    relayout = options.add_command(
+        checkpoint,
+        "relayout",
+        run_relayout,
+        "give a checkpoint's experts the ranks that `place` found for them; it computes the same",
+        "megatron-ext checkpoint relayout runs/train semantics.npz --out start/step_100",
+    )
+    for command in (inspect, verify, relayout):
+        command.add_argument(
+            "path", metavar="DIR", help="a checkpoint, or a folder of them (newest)"
+        )
+    relayout.add_argument(
+        "layout", type=Path, metavar="LAYOUT.npz", help="made by `place sem_moe` or `place eplb`"
+    )
+    options.add_out(relayout, "DIR", "folder to make", required=True)
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
@@ -43,9 +58,9 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 
 
 def _contents_lines(report: dict[str, Any]) -> Iterator[str]:
-    yield from columns(
+    yield columns(
         ("key", "shape", "dtype", "shards"),
-        *(
+        [
             (
                 entry["key"],
                 "-" if entry["shape"] is None else "x".join(map(str, entry["shape"])) or "scalar",
@@ -53,7 +68,7 @@ def _contents_lines(report: dict[str, Any]) -> Iterator[str]:
                 str(entry["num_shards"]),
             )
             for entry in report["entries"]
-        ),
+        ],
     )
     yield ""
     yield f"checkpoint   {report['folder']}"
@@ -65,17 +80,6 @@ def _contents_lines(report: dict[str, Any]) -> Iterator[str]:
         yield from (f"  {problem}" for problem in report["problems"])
     else:
         yield "holds        logical experts only"
-
-
-def _add_verify(checkpoint: Any) -> None:
-    verify = add_command(
-        checkpoint,
-        "verify",
-        run_verify,
-        "compare a checkpoint's files with their checksums, and look for foreign pickles",
-        "megatron-ext checkpoint verify runs/train",
-    )
-    _add_path(verify)
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
@@ -99,21 +103,6 @@ def _verdict_lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"{report['folder']}: has no checksums; no file is missing or cut off"
 
 
-def _add_relayout(checkpoint: Any) -> None:
-    relayout = add_command(
-        checkpoint,
-        "relayout",
-        run_relayout,
-        "give a checkpoint's experts the ranks that `place` found for them; it computes the same",
-        "megatron-ext checkpoint relayout runs/train semantics.npz --out start/step_100",
-    )
-    _add_path(relayout)
-    relayout.add_argument(
-        "layout", type=Path, metavar="LAYOUT.npz", help="made by `place sem_moe` or `place eplb`"
-    )
-    add_out(relayout, "DIR", "folder to make", required=True)
-
-
 def run_relayout(arguments: argparse.Namespace) -> int:
     """Write the checkpoint with its experts under other numbers."""
     from checkpoints_tools import relayout
@@ -133,7 +122,3 @@ def run_relayout(arguments: argparse.Namespace) -> int:
 def _relayout_lines(report: dict[str, Any]) -> Iterator[str]:
     yield f"checkpoint  {report['path']}"
     yield f"moved       {report['tensors']} tensors in {len(report['layers'])} layers"
-
-
-def _add_path(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="DIR", help="a checkpoint, or a folder of them (newest)")

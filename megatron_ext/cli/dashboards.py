@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from megatron_ext.cli.options import add_command
+from megatron_ext.cli import options
 from megatron_ext.cli.output import show
 
 
 def add(commands: Any) -> None:
     """Add the command."""
-    dashboards = add_command(
+    dashboards = options.add_command(
         commands,
         "dashboards",
         run,

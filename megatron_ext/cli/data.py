@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.cli.options import add_command, add_group, add_out, add_overwrite, positive
+from megatron_ext.arguments import positive
+from megatron_ext.cli import options
 from megatron_ext.cli.output import columns, mib, progress, show, warn
 
 if TYPE_CHECKING:
@@ -19,14 +21,8 @@ _MOST_NAMED = 5
 
 def add(commands: Any) -> None:
     """Add the command and those below it."""
-    data = add_group(commands, "data", "text and datasets")
-    _add_build(data)
-    _add_corpus(data)
-    _add_info(data)
-
-
-def _add_build(data: Any) -> None:
-    build = add_command(
+    data = options.add_group(commands, "data", "text and datasets")
+    build = options.add_command(
         data,
         "build",
         run_build,
@@ -52,6 +48,36 @@ def _add_build(data: Any) -> None:
     )
     build.add_argument(
         "--strict", action="store_true", help="fail on a file that is not text, instead of skipping"
+    )
+    corpus = options.add_command(
+        data,
+        "corpus",
+        run_corpus,
+        "gather text that this machine has, one folder per domain",
+        "megatron-ext data corpus --out runs/corpus\n"
+        "  megatron-ext data build runs/corpus/* --out runs/data",
+    )
+    _add_folder_to_make(corpus)
+    corpus.add_argument(
+        "--limit-mb",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="most text of a domain, in MiB (default: %(default)s)",
+    )
+    info = options.add_command(
+        data,
+        "info",
+        run_info,
+        "show what a dataset holds, and check that it is complete",
+        "megatron-ext data info runs/data",
+    )
+    info.add_argument("path", metavar="DIR", help="a dataset made by `data build`")
+
+
+def _add_folder_to_make(parser: argparse.ArgumentParser) -> None:
+    options.add_out(
+        parser, "DIR", "folder to make", required=True, replaces="an earlier output at DIR"
     )
 
 
@@ -80,29 +106,8 @@ def run_build(arguments: argparse.Namespace) -> int:
             f"skipped {len(named)} files: {', '.join(named[:_MOST_NAMED])}"
             + (f" and {more} more" if more > 0 else "")
         )
-    description = _describe(result.manifest) | {
-        "skipped": [{"path": str(s.path), "reason": s.reason} for s in result.skipped]
-    }
-    return show(arguments, description, _dataset_lines)
-
-
-def _add_corpus(data: Any) -> None:
-    corpus = add_command(
-        data,
-        "corpus",
-        run_corpus,
-        "gather text that this machine has, one folder per domain",
-        "megatron-ext data corpus --out runs/corpus\n"
-        "  megatron-ext data build runs/corpus/* --out runs/data",
-    )
-    _add_folder_to_make(corpus)
-    corpus.add_argument(
-        "--limit-mb",
-        type=positive,
-        default=8,
-        metavar="N",
-        help="most text of a domain, in MiB (default: %(default)s)",
-    )
+    skipped = [{"path": str(s.path), "reason": s.reason} for s in result.skipped]
+    return show(arguments, _describe(result.manifest) | {"skipped": skipped}, _dataset_lines)
 
 
 def run_corpus(arguments: argparse.Namespace) -> int:
@@ -112,19 +117,13 @@ def run_corpus(arguments: argparse.Namespace) -> int:
     limit_bytes = arguments.limit_mb << 20
     with progress("Gathering", limit_bytes * len(DOMAINS), in_bytes=True) as on_bytes:
         result = gather_corpus(
-            arguments.out,
-            limit_bytes=limit_bytes,
-            overwrite=arguments.overwrite,
-            on_bytes=on_bytes,
+            arguments.out, limit_bytes=limit_bytes, overwrite=arguments.overwrite, on_bytes=on_bytes
         )
     if result.missing:
         warn(f"this machine has no text for {', '.join(result.missing)}: left out")
     report = {
         "path": str(arguments.out),
-        "domains": {
-            name: {"documents": size.documents, "text_bytes": size.text_bytes}
-            for name, size in result.domains.items()
-        },
+        "domains": {name: asdict(size) for name, size in result.domains.items()},
         "missing": result.missing,
     }
     return show(arguments, report, _corpus_lines)
@@ -133,24 +132,13 @@ def run_corpus(arguments: argparse.Namespace) -> int:
 def _corpus_lines(report: dict[str, Any]) -> Iterator[str]:
     yield f"text of this machine in {report['path']}"
     yield ""
-    yield from columns(
+    yield columns(
         ("domain", "documents", "MiB"),
-        *(
+        [
             (name, f"{size['documents']:,}", mib(size["text_bytes"]))
             for name, size in report["domains"].items()
-        ),
+        ],
     )
-
-
-def _add_info(data: Any) -> None:
-    info = add_command(
-        data,
-        "info",
-        run_info,
-        "show what a dataset holds, and check that it is complete",
-        "megatron-ext data info runs/data",
-    )
-    info.add_argument("path", metavar="DIR", help="a dataset made by `data build`")
 
 
 def run_info(arguments: argparse.Namespace) -> int:
@@ -164,15 +152,7 @@ def run_info(arguments: argparse.Namespace) -> int:
     return show(arguments, _describe(manifest), _dataset_lines)
 
 
-def _add_folder_to_make(parser: argparse.ArgumentParser) -> None:
-    add_out(parser, "DIR", "folder to make", required=True)
-    add_overwrite(parser, "an earlier output at DIR")
-
-
 def _describe(manifest: Manifest) -> dict[str, Any]:
-    """Return a dataset's manifest for people and programs."""
-    from dataclasses import asdict
-
     return asdict(manifest) | {"folder": str(manifest.folder)}
 
 
@@ -181,10 +161,10 @@ def _dataset_lines(report: dict[str, Any]) -> Iterator[str]:
     yield f"tokenizer  {report['tokenizer']}, {report['vocab_size']:,} tokens"
     yield f"eod        {report['eod_token']} ({report['eod']})"
     yield ""
-    yield from columns(
+    yield columns(
         ("domain", "documents", "tokens", "text MiB"),
-        *(
+        [
             (name, f"{d['documents']:,}", f"{d['tokens']:,}", mib(d["text_bytes"]))
             for name, d in report["domains"].items()
-        ),
+        ],
     )

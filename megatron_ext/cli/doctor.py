@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.cli.options import add_command
+from megatron_ext.cli import options
 from megatron_ext.cli.output import DONE, FAILED, columns, mib, show
 
 
 def add(commands: Any) -> None:
     """Add the command."""
-    doctor = add_command(
+    doctor = options.add_command(
         commands,
         "doctor",
         run,
@@ -163,14 +163,13 @@ def _run_state(arguments: argparse.Namespace) -> int:
 
 def _rank_lines(state: dict[str, Any]) -> Iterator[str]:
     names = ("rank", "host", "pid", "process", "state", "step", "stage", "layer")
-    header = (*names, "moved s ago", "beat s ago")
-    rows = [
-        tuple(
-            "-" if row[name] is None else str(row[name]) for name in (*names, "moved_s", "beat_s")
-        )
-        for row in state["ranks"]
-    ]
-    yield from columns(header, *rows)
+    yield columns(
+        (*names, "moved s ago", "beat s ago"),
+        [
+            ["-" if row[name] is None else str(row[name]) for name in (*names, "moved_s", "beat_s")]
+            for row in state["ranks"]
+        ],
+    )
     for row in state["ranks"]:
         if "stacks" in row:
             yield f"\nrank {row['rank']}\n{row['stacks'].rstrip()}"

@@ -175,7 +175,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
             "model.transformer_impl=local counts Megatron's."
         )
     yield ""
-    yield from columns(_HEADER, *(_row(stage) for stage in report["stages"]))
+    yield columns(_HEADER, [_row(stage) for stage in report["stages"]])
     yield ""
     if report["memory_bytes"] is not None:
         most = max(stage["memory"]["uneven"] for stage in report["stages"])

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.cli.options import add_command
+from megatron_ext.cli import options
 from megatron_ext.cli.output import DONE, show
 
 _POLL_S = 1.0
@@ -21,7 +21,7 @@ _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ")
 
 def add(commands: Any) -> None:
     """Add the command."""
-    logs = add_command(
+    logs = options.add_command(
         commands,
         "logs",
         run,

@@ -14,18 +14,17 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.arguments import did_you_mean
-from megatron_ext.arguments import positive as positive
+from megatron_ext.arguments import did_you_mean, positive
 from megatron_ext.cli.output import warn
 from megatron_ext.config import COST_UNITS, BalanceConfig
 
 if TYPE_CHECKING:
     from megatron_ext.balance.costs import LayerCosts
-    from megatron_ext.balance.strategies import PlanSettings
     from megatron_ext.files.loads import Loads
+    from megatron_ext.lab.planning import Asked
 
 # (field, metavar, help): fields of `BalanceConfig` that are fields of `PlanSettings` too.
-_PLAN_SETTINGS = (
+PLAN_SETTINGS = (
     ("tolerance", "T", "imbalance - 1 that is good enough"),
     ("min_quota", "N", "fewest assignments of a replica"),
 )
@@ -113,9 +112,44 @@ def read_trace(arguments: argparse.Namespace, num_experts: int | None = None) ->
     return loads
 
 
-def add_out(parser: argparse.ArgumentParser, metavar: str, text: str, *, required: bool) -> None:
-    """Add where to write."""
+def add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Add the model and the machine to compute times for, and the size of the training."""
+    parser.add_argument(
+        "--model",
+        required=required,
+        metavar="NAME|FILE",
+        help="a recipe, or the beginning of its name; or a file with the sizes of a model",
+    )
+    parser.add_argument(
+        "--hardware",
+        required=required,
+        metavar="NAME|FILE",
+        help="a name in recipes/hardware, or a file like those",
+    )
+    parser.add_argument(
+        "--gpus",
+        type=positive,
+        metavar="N",
+        help="ranks of the whole training, a multiple of EP x PP; what exceeds that is data "
+        "parallelism (EP x PP)",
+    )
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=VALUE",
+        help="other sizes of the model: of a recipe its settings, else the fields of such a file",
+    )
+
+
+def add_out(
+    parser: argparse.ArgumentParser, metavar: str, text: str, *, required: bool, replaces: str = ""
+) -> None:
+    """Add where to write, and the option to replace what is there if there may be something."""
     parser.add_argument("--out", type=_new_path, required=required, metavar=metavar, help=text)
+    if replaces:
+        parser.add_argument("--overwrite", action="store_true", help=f"replace {replaces}")
 
 
 def _new_path(text: str) -> Path:
@@ -125,9 +159,17 @@ def _new_path(text: str) -> Path:
     return Path(text)
 
 
-def add_overwrite(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the option to replace what is at `--out`."""
-    parser.add_argument("--overwrite", action="store_true", help=f"replace {what}")
+def check_out(arguments: argparse.Namespace, *names: str) -> None:
+    """Check, before the work, that `--out` can be written, or the files `names` in that folder.
+
+    Raises:
+        OSError: It cannot; see `check_free`.
+    """
+    from megatron_ext.files.arrays import check_free
+
+    if arguments.out is not None:
+        for path in [arguments.out / name for name in names] or [arguments.out]:
+            check_free(path, overwrite=arguments.overwrite)
 
 
 def take_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -189,14 +231,15 @@ def balance_config(arguments: argparse.Namespace) -> BalanceConfig:
     return balance
 
 
-def empty_slots(loads: Loads, balance: BalanceConfig) -> str | None:
-    """Return a message if a rank has more slots than replicas to hold; None if it has not."""
+def warn_of_empty_slots(loads: Loads, asked: Asked, strategies: Sequence[str] = ()) -> None:
+    """Warn where a rank has more slots than replicas to hold, or strategies lack a history."""
     from megatron_ext.balance.solve import idle_slots
+    from megatron_ext.lab.planning import missing_history
 
     _, ranks, experts = loads.load.shape
-    return idle_slots(
-        balance.slots, num_experts=experts, ep_size=ranks, nvlink_domain=balance.domain_ranks
-    )
+    domain = asked.nvlink_domain
+    warn(idle_slots(asked.slots, num_experts=experts, ep_size=ranks, nvlink_domain=domain))
+    warn(missing_history(loads, strategies, asked.planning))
 
 
 def add_nvlink_domain(parser: argparse.ArgumentParser) -> None:
@@ -208,18 +251,23 @@ def add_nvlink_domain(parser: argparse.ArgumentParser) -> None:
 
 def add_plan_settings(parser: argparse.ArgumentParser) -> None:
     """Add the options of planners; `balance_config` reads them."""
-    add_balance(parser, ("slots", "S", "replicas that a rank can hold"), *_PLAN_SETTINGS)
+    add_balance(parser, ("slots", "S", "replicas that a rank can hold"), *PLAN_SETTINGS)
     add_nvlink_domain(parser)
     parser.epilog = f"{parser.epilog}\n\nOther settings of `balance`: balance.NAME=VALUE."
 
 
-def plan_settings(balance: BalanceConfig, costs: LayerCosts | None = None) -> PlanSettings:
+def asked(balance: BalanceConfig, costs: LayerCosts | None = None) -> Asked:
     """Return what a command asks planners for."""
     from megatron_ext.balance.strategies import PlanSettings
     from megatron_ext.files.placement import read_placement
+    from megatron_ext.lab.planning import Asked
 
     placement = read_placement(Path(balance.placement)) if balance.placement else None
-    return PlanSettings.of(balance, costs, placement)
+    return Asked(
+        planning=PlanSettings.of(balance, costs, placement),
+        slots=balance.slots,
+        nvlink_domain=balance.domain_ranks,
+    )
 
 
 def add_costs(parser: argparse.ArgumentParser, for_what: str) -> None:
@@ -241,11 +289,11 @@ def layer_costs(
     """Return the costs given by the options of `add_costs` if planning is `for_time`, else None.
 
     Args:
-        arguments: Arguments of the command.
-        balance: Settings of the command, which may have costs, too.
+        arguments: Words of the command.
+        balance: Settings of the command, some of which are costs, too.
         for_time: Whether planning is for time.
         switch: The words that ask to plan for time, for messages.
-        alone: Fields that the command also has another use for.
+        alone: Costs that the command also has another use for.
 
     Raises:
         ValueError: A cost is missing, or given without the `switch` that asks to plan for time.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,11 +31,18 @@ def warn(message: str | None) -> None:
         sys.stderr.write(f"warning: {message}\n")
 
 
-def columns(*rows: tuple[str, ...]) -> Iterator[str]:
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Align cells: the first column left, the others right."""
     from megatron_ext.files.tables import text_table
 
-    yield text_table(*rows)
+    return text_table(header, rows)
+
+
+def table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """Align the values of rows, of which each column has a header and a format."""
+    from megatron_ext.files.tables import fill, text_table
+
+    return text_table(*fill(columns, rows))
 
 
 def mib(num_bytes: int) -> str:

@@ -7,33 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.cli.options import (
-    add_balance,
-    add_command,
-    add_group,
-    add_nvlink_domain,
-    add_out,
-    add_overwrite,
-    add_trace,
-    balance_config,
-    empty_slots,
-    plan_settings,
-    positive,
-    read_trace,
-)
-from megatron_ext.cli.output import columns, progress, show, warn
+from megatron_ext.arguments import positive
+from megatron_ext.cli import options
+from megatron_ext.cli.output import columns, progress, show, table
 
 
 def add(commands: Any) -> None:
     """Add the command and those below it."""
-    place = add_group(commands, "place", "what to put where before a run, from a trace")
-    _add_craft(place)
-    _add_eplb(place)
-    _add_sem_moe(place)
-
-
-def _add_craft(place: Any) -> None:
-    craft = add_command(
+    place = options.add_group(commands, "place", "what to put where before a run, from a trace")
+    craft = options.add_command(
         place,
         "craft",
         run_craft,
@@ -41,14 +23,14 @@ def _add_craft(place: Any) -> None:
         "megatron-ext place craft runs/train/trace --slots 2 --out placement.npz\n"
         "  megatron-ext replay runs/train/trace --strategies craft balance.placement=placement.npz",
     )
-    add_trace(craft)
-    add_balance(
+    options.add_trace(craft)
+    options.add_balance(
         craft,
         ("slots", "S", "most replicas of a rank in a layer"),
         ("tolerance", "T", "imbalance - 1 that is good enough in the run to come"),
         ("min_quota", "N", "fewest assignments of a replica in the run to come"),
     )
-    add_nvlink_domain(craft)
+    options.add_nvlink_domain(craft)
     craft.add_argument(
         "--budget",
         type=int,
@@ -61,73 +43,8 @@ def _add_craft(place: Any) -> None:
         action="store_true",
         help="equally many replicas on every rank over all layers, for memory's sake",
     )
-    add_out(craft, "PLACEMENT.npz", "where to write it", required=True)
-    add_overwrite(craft, "an existing file")
-
-
-def run_craft(arguments: argparse.Namespace) -> int:
-    """Place replicas, write them, and show what each layer gains."""
-    from megatron_ext.balance.planner import plan_layout
-    from megatron_ext.files.arrays import check_free
-    from megatron_ext.files.placement import write_placement
-    from megatron_ext.methods.craft.place import place, replica_counts
-
-    check_free(arguments.out, overwrite=arguments.overwrite)
-    balance = balance_config(arguments)
-    settings = plan_settings(balance)
-    loads = read_trace(arguments)
-    warn(empty_slots(loads, balance))
-    _, ranks, experts = loads.load.shape
-    layout = plan_layout(
-        "craft",
-        num_experts=experts,
-        ep_size=ranks,
-        slots=balance.slots,
-        nvlink_domain=balance.domain_ranks,
-    )
-    replays = len(replica_counts(layout)) + 1
-    with progress("Replaying", replays * len(loads)) as on_load:
-        crafted = place(
-            loads, layout, settings, budget=arguments.budget, even=arguments.even, on_load=on_load
-        )
-    write_placement(arguments.out, crafted.placement, overwrite=arguments.overwrite)
-    report = {
-        "path": str(arguments.out),
-        "loads": len(loads),
-        "ranks": ranks,
-        "experts": experts,
-        "slots": layout.slots,
-        "budget": crafted.budget,
-        "even": arguments.even,
-        "layers": crafted.layers(),
-    }
-    return show(arguments, report, _craft_lines)
-
-
-def _craft_lines(report: dict[str, Any]) -> Iterator[str]:
-    layers = report["layers"]
-    total = sum(layer["replicas"] for layer in layers)
-    most = report["ranks"] * report["slots"] * len(layers)
-    yield f"placement     {report['path']}"
-    yield f"replicas      {total} of {most} that slots allow, at most {report['budget']} a rank"
-    yield ""
-    yield from columns(
-        ("layer", "replicas", "slots", "balancedness before", "after"),
-        *(
-            (
-                str(layer["layer"]),
-                str(layer["replicas"]),
-                str(layer["slot_limit"]),
-                f"{layer['balancedness_before']:.3f}",
-                f"{layer['balancedness_after']:.3f}",
-            )
-            for layer in layers
-        ),
-    )
-
-
-def _add_eplb(place: Any) -> None:
-    eplb = add_command(
+    _add_file(craft, "PLACEMENT.npz")
+    eplb = options.add_command(
         place,
         "eplb",
         run_eplb,
@@ -135,7 +52,7 @@ def _add_eplb(place: Any) -> None:
         "megatron-ext place eplb runs/train/trace --out layout.npz\n"
         "  megatron-ext checkpoint relayout runs/train layout.npz --out start/step_100",
     )
-    add_trace(eplb)
+    options.add_trace(eplb)
     for option, metavar, what in (
         ("--groups", "G", "groups of experts that stay on one node, where nodes divide them"),
         ("--nodes", "N", "nodes of an EP group"),
@@ -143,55 +60,8 @@ def _add_eplb(place: Any) -> None:
         eplb.add_argument(
             option, type=positive, default=1, metavar=metavar, help=f"{what} (%(default)s)"
         )
-    add_out(eplb, "LAYOUT.npz", "where to write it", required=True)
-    add_overwrite(eplb, "an existing file")
-
-
-def run_eplb(arguments: argparse.Namespace) -> int:
-    """Rearrange all experts, write the arrangement, and show how even ranks would have been."""
-    from megatron_ext.files.arrays import check_free
-    from megatron_ext.files.relayout import write_layout
-    from megatron_ext.methods.eplb.rearrange import rearrange
-
-    check_free(arguments.out, overwrite=arguments.overwrite)
-    loads = read_trace(arguments)
-    rearranged = rearrange(loads, num_groups=arguments.groups, num_nodes=arguments.nodes)
-    layout = {layer: one.expert for layer, one in rearranged.items()}
-    write_layout(arguments.out, layout, overwrite=arguments.overwrite)
-    _, ranks, experts = loads.load.shape
-    report = {
-        "path": str(arguments.out),
-        "loads": len(loads),
-        "ranks": ranks,
-        "experts": experts,
-        "groups": arguments.groups,
-        "nodes": arguments.nodes,
-        "layers": [
-            {"layer": layer, "imbalance_before": one.before, "imbalance_after": one.after}
-            for layer, one in rearranged.items()
-        ],
-    }
-    return show(arguments, report, _eplb_lines)
-
-
-def _eplb_lines(report: dict[str, Any]) -> Iterator[str]:
-    yield f"layout        {report['path']}"
-    yield ""
-    yield from columns(
-        ("layer", "imbalance before", "after"),
-        *(
-            (
-                str(layer["layer"]),
-                f"{layer['imbalance_before']:.3f}",
-                f"{layer['imbalance_after']:.3f}",
-            )
-            for layer in report["layers"]
-        ),
-    )
-
-
-def _add_sem_moe(place: Any) -> None:
-    sem_moe = add_command(
+    _add_file(eplb, "LAYOUT.npz")
+    sem_moe = options.add_command(
         place,
         "sem_moe",
         run_sem_moe,
@@ -220,19 +90,119 @@ def _add_sem_moe(place: Any) -> None:
         metavar="N",
         help="samples of a batch to measure with, a multiple of R (8 R)",
     )
-    add_out(sem_moe, "SEMANTICS.npz", "where to write it", required=True)
-    add_overwrite(sem_moe, "an existing file")
+    _add_file(sem_moe, "SEMANTICS.npz")
+
+
+def _add_file(parser: argparse.ArgumentParser, metavar: str) -> None:
+    options.add_out(
+        parser, metavar, "where to write it", required=True, replaces="an existing file"
+    )
+
+
+def run_craft(arguments: argparse.Namespace) -> int:
+    """Place replicas, write them, and show what each layer gains."""
+    from megatron_ext.balance.planner import plan_layout
+    from megatron_ext.files.placement import write_placement
+    from megatron_ext.methods.craft.place import place, replica_counts
+
+    options.check_out(arguments)
+    asked = options.asked(options.balance_config(arguments))
+    loads = options.read_trace(arguments)
+    options.warn_of_empty_slots(loads, asked)
+    _, ranks, experts = loads.load.shape
+    layout = plan_layout(
+        "craft",
+        num_experts=experts,
+        ep_size=ranks,
+        slots=asked.slots,
+        nvlink_domain=asked.nvlink_domain,
+    )
+    replays = len(replica_counts(layout)) + 1
+    with progress("Replaying", replays * len(loads)) as on_load:
+        crafted = place(
+            loads,
+            layout,
+            asked.planning,
+            budget=arguments.budget,
+            even=arguments.even,
+            on_load=on_load,
+        )
+    write_placement(arguments.out, crafted.placement, overwrite=arguments.overwrite)
+    report = {
+        "path": str(arguments.out),
+        "loads": len(loads),
+        "ranks": ranks,
+        "experts": experts,
+        "slots": layout.slots,
+        "budget": crafted.budget,
+        "even": arguments.even,
+        "layers": crafted.layers(),
+    }
+    return show(arguments, report, _craft_lines)
+
+
+def _craft_lines(report: dict[str, Any]) -> Iterator[str]:
+    layers = report["layers"]
+    total = sum(layer["replicas"] for layer in layers)
+    most = report["ranks"] * report["slots"] * len(layers)
+    yield f"placement     {report['path']}"
+    yield f"replicas      {total} of {most} that slots allow, at most {report['budget']} a rank"
+    yield ""
+    forms = {
+        "layer": "{layer}",
+        "replicas": "{replicas}",
+        "slots": "{slot_limit}",
+        "balancedness before": "{balancedness_before:.3f}",
+        "after": "{balancedness_after:.3f}",
+    }
+    yield table(forms, layers)
+
+
+def run_eplb(arguments: argparse.Namespace) -> int:
+    """Rearrange all experts, write the arrangement, and show how even ranks would have been."""
+    from megatron_ext.files.relayout import write_layout
+    from megatron_ext.methods.eplb.rearrange import rearrange
+
+    options.check_out(arguments)
+    loads = options.read_trace(arguments)
+    rearranged = rearrange(loads, num_groups=arguments.groups, num_nodes=arguments.nodes)
+    layout = {layer: one.expert for layer, one in rearranged.items()}
+    write_layout(arguments.out, layout, overwrite=arguments.overwrite)
+    _, ranks, experts = loads.load.shape
+    report = {
+        "path": str(arguments.out),
+        "loads": len(loads),
+        "ranks": ranks,
+        "experts": experts,
+        "groups": arguments.groups,
+        "nodes": arguments.nodes,
+        "layers": [
+            {"layer": layer, "imbalance_before": one.before, "imbalance_after": one.after}
+            for layer, one in rearranged.items()
+        ],
+    }
+    return show(arguments, report, _eplb_lines)
+
+
+def _eplb_lines(report: dict[str, Any]) -> Iterator[str]:
+    yield f"layout        {report['path']}"
+    yield ""
+    forms = {
+        "layer": "{layer}",
+        "imbalance before": "{imbalance_before:.3f}",
+        "after": "{imbalance_after:.3f}",
+    }
+    yield table(forms, report["layers"])
 
 
 def run_sem_moe(arguments: argparse.Namespace) -> int:
     """Cluster experts and samples, write what was learned, and show how many tokens stay."""
-    from megatron_ext.files.arrays import check_free
     from megatron_ext.files.routes import read_routes
     from megatron_ext.methods.sem_moe.learn import STEPS, check_batches, check_fit, compare, learn
     from megatron_ext.methods.sem_moe.savings import compare_tokens, sample_starts
     from megatron_ext.methods.sem_moe.semantics import write_semantics
 
-    check_free(arguments.out, overwrite=arguments.overwrite)
+    options.check_out(arguments)
     routes = read_routes(arguments.routes)
     measured = routes if arguments.evaluate is None else read_routes(arguments.evaluate)
     global_batch = arguments.global_batch or 8 * arguments.ranks
@@ -260,19 +230,19 @@ def run_sem_moe(arguments: argparse.Namespace) -> int:
 
 
 def _sem_moe_lines(report: dict[str, Any]) -> Iterator[str]:
-    keys = ("local_activation_rate", "imbalance", "load_imbalance_rate")
     yield f"semantics     {report['path']}"
     yield f"learned from  {report['samples']} samples, {len(report['layers'])} layers"
     yield ""
-    yield from columns(
+    keys = ("local_activation_rate", "imbalance", "load_imbalance_rate")
+    yield columns(
         ("placed", "local activation rate", "imbalance", "load-imbalance rate"),
-        *((name, *(f"{one[key]:.3f}" for key in keys)) for name, one in report["measured"].items()),
+        [(name, *(f"{one[key]:.3f}" for key in keys)) for name, one in report["measured"].items()],
     )
     yield ""
-    yield from columns(
+    yield columns(
         ("tokens of a sample dealt", "local activation rate", "moved", "sent", "imbalance"),
-        *(
+        [
             (name, *(f"{value:.3f}" for value in one.values()))
             for name, one in report["measured_tokens"].items()
-        ),
+        ],
     )

@@ -5,31 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_ext.cli.options import (
-    add_balance,
-    add_command,
-    add_costs,
-    add_out,
-    add_overwrite,
-    add_plan_settings,
-    balance_config,
-    empty_slots,
-    layer_costs,
-    plan_settings,
-)
-from megatron_ext.cli.output import columns, progress, show, warn
-from megatron_ext.config import OBJECTIVES, BalanceConfig
-
-if TYPE_CHECKING:
-    from megatron_ext.balance.strategies import PlanSettings
-    from megatron_ext.lab.planning import Planned
+from megatron_ext.cli import options
+from megatron_ext.cli.output import columns, progress, show
+from megatron_ext.config import OBJECTIVES
 
 
 def add(commands: Any) -> None:
     """Add the command."""
-    plan = add_command(
+    plan = options.add_command(
         commands,
         "plan",
         run,
@@ -44,80 +29,61 @@ def add(commands: Any) -> None:
         help="loads, int64 [B, R, E], or the folder of a trace",
     )
     plan.add_argument("--list", action="store_true", help="list the strategies instead")
-    add_balance(plan, ("strategy", "NAME", "the planner"))
-    add_plan_settings(plan)
-    add_balance(plan, ("objective", "NAME", " or ".join(OBJECTIVES)))
-    add_costs(plan, "--objective time")
-    add_out(plan, "PLAN.npz", "where to write the plans", required=False)
+    options.add_balance(plan, ("strategy", "NAME", "the planner"))
+    options.add_plan_settings(plan)
+    options.add_balance(plan, ("objective", "NAME", " or ".join(OBJECTIVES)))
+    options.add_costs(plan, "--objective time")
+    options.add_out(
+        plan,
+        "PLAN.npz",
+        "where to write the plans",
+        required=False,
+        replaces="an existing PLAN.npz",
+    )
     plan.add_argument("--split", action="store_true", help="write the quotas by source rank too")
-    add_overwrite(plan, "an existing PLAN.npz")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, write the plans if asked to, and show their numbers; or list the strategies."""
     from megatron_ext.files.loads import read_loads, write_plans
-    from megatron_ext.lab.planning import make_planners, missing_history, plan_loads
+    from megatron_ext.lab.planning import make_planners, measure, plan_loads, summarize
 
     if arguments.list:
         return show(arguments, _strategies(), _strategy_lines)
-    _check(arguments)
-    balance = balance_config(arguments)
-    costs = layer_costs(
-        arguments, balance, for_time=balance.plans_for_time, switch="--objective time"
-    )
-    settings = plan_settings(balance, costs)
-    loads = read_loads(arguments.loads)
-    planners = make_planners(
-        loads,
-        balance.strategy,
-        settings,
-        slots=balance.slots,
-        nvlink_domain=balance.domain_ranks,
-    )
-    warn(empty_slots(loads, balance))
-    warn(missing_history(loads, [balance.strategy], settings))
-    with progress("Planning", len(loads)) as on_load:
-        planned = plan_loads(loads, planners, on_load=on_load)
-    if arguments.out is not None:
-        write_plans(
-            arguments.out,
-            loads.load,
-            [one.plan for one in planned],
-            with_split=arguments.split,
-            overwrite=arguments.overwrite,
-        )
-    return show(arguments, _report(balance, settings, planned), _lines)
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    """Refuse wrong arguments before anything is read."""
-    from megatron_ext.files.arrays import check_free
-
     if arguments.loads is None:
         raise ValueError("LOADS.npz is not given (nor --list)")
     if arguments.split and arguments.out is None:
         raise ValueError("--split adds to the file of --out, which is not given")
+    options.check_out(arguments)
+    balance = options.balance_config(arguments)
+    costs = options.layer_costs(
+        arguments, balance, for_time=balance.plans_for_time, switch="--objective time"
+    )
+    asked = options.asked(balance, costs)
+    loads = read_loads(arguments.loads)
+    planners = make_planners(loads, balance.strategy, asked)
+    options.warn_of_empty_slots(loads, asked, [balance.strategy])
+    plans, measured = [], []
+    with progress("Planning", len(loads)) as on_load:
+        planning = plan_loads(loads, planners, on_load=on_load)
+        for load, planned in zip(loads.load, planning, strict=True):
+            plans.append(planned.plan)
+            measured.append(measure(load, planned))
     if arguments.out is not None:
-        check_free(arguments.out, overwrite=arguments.overwrite)
-
-
-def _report(
-    balance: BalanceConfig, settings: PlanSettings, planned: list[Planned]
-) -> dict[str, Any]:
-    """Return the numbers of the plans, and what was asked of the planner."""
-    from megatron_ext.lab.planning import summarize
-
-    layout = planned[0].plan.layout
-    used = settings.to_json()
-    costs = used.pop("costs")
+        write_plans(
+            arguments.out,
+            loads.load,
+            plans,
+            with_split=arguments.split,
+            overwrite=arguments.overwrite,
+        )
+    used = asked.planning.to_json()
     used |= {"strategy": balance.strategy, "objective": balance.objective}
-    used |= {"slots": layout.slots, "nvlink_domain": layout.nvlink_domain}
-    if costs is not None:
-        used |= costs | {"tolerance": None}
-    return {
-        "instances": [one.measured for one in planned],
-        "summary": summarize(planned) | used,
-    }
+    used |= {"slots": plans[0].layout.slots, "nvlink_domain": plans[0].layout.nvlink_domain}
+    if (used_costs := used.pop("costs")) is not None:
+        used |= used_costs | {"tolerance": None}
+    report = {"instances": measured, "summary": summarize(measured) | used}
+    return show(arguments, report, _lines)
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
@@ -134,12 +100,12 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         ("sends of a rank, most", "max_rank_sends", ".1f"),
         ("solve, microseconds", "solve_us", ".0f"),
     )
-    yield from columns(
+    yield columns(
         ("", "mean", "worst"),
-        *(
+        [
             (title, format(summary[name]["mean"], form), format(summary[name]["worst"], form))
             for title, name, form in rows
-        ),
+        ],
     )
 
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.cli.options import add_command, add_out, add_overwrite
+from megatron_ext.cli import options
 from megatron_ext.cli.output import show
 
 
 def add(commands: Any) -> None:
     """Add the command."""
-    report = add_command(
+    report = options.add_command(
         commands,
         "report",
         run,
@@ -27,27 +27,25 @@ def add(commands: Any) -> None:
         metavar="RUN",
         help="run directories; all are compared to the first",
     )
-    add_out(
+    options.add_out(
         report,
         "PAGE.html",
         "page to look at in a browser (one run has it in its directory, as report.html)",
         required=False,
+        replaces="PAGE.html",
     )
-    add_overwrite(report, "PAGE.html")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the runs' numbers side by side, and write the page."""
-    from megatron_ext.files.arrays import check_free
     from megatron_ext.trainer.reports.read import read_runs
     from megatron_ext.trainer.reports.run_page import FILE, write_run_page
     from megatron_ext.trainer.reports.summary import summarize
     from megatron_ext.trainer.reports.verdict import verdict
 
     out: Path | None = arguments.out
-    if out is not None:
-        check_free(out, overwrite=arguments.overwrite)
-    elif len(arguments.runs) == 1:
+    options.check_out(arguments)
+    if out is None and len(arguments.runs) == 1:
         out = arguments.runs[0] / FILE
     runs = read_runs(arguments.runs)
     if out is not None:

@@ -6,13 +6,14 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_ext.cli.options import add_command, add_out, add_overwrite, positive
+from megatron_ext.arguments import positive
+from megatron_ext.cli import options
 from megatron_ext.cli.output import progress, show
 
 
 def add(commands: Any) -> None:
     """Add the command."""
-    synth = add_command(
+    synth = options.add_command(
         commands,
         "synth",
         run,
@@ -45,14 +46,18 @@ def add(commands: Any) -> None:
         default=None,
         help="equally popular experts get equal loads, up to rounding",
     )
-    add_out(synth, "LOADS.npz", "where to write them, int64 [B, R, E]", required=False)
-    add_overwrite(synth, "an existing LOADS.npz")
+    options.add_out(
+        synth,
+        "LOADS.npz",
+        "where to write them, int64 [B, R, E]",
+        required=False,
+        replaces="an existing LOADS.npz",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Generate loads, write them, and show how uneven they are; or list the kinds."""
     from megatron_ext.balance.metrics import home_loads, imbalance
-    from megatron_ext.files.arrays import check_free
     from megatron_ext.files.loads import write_loads
     from megatron_ext.lab.synthetic import generate, make_spec
 
@@ -66,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         if getattr(arguments, name) is None:
             raise ValueError(f"{option} is not given (nor --list)")
-    check_free(arguments.out, overwrite=arguments.overwrite)
+    options.check_out(arguments)
     sizes = ("ranks", "experts", "tokens", "top_k", "batch", "seed")
     names = (*sizes, "imbalance", "exponent", "share", "by_chance")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}

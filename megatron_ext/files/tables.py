@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from prettytable import PrettyTable, TableStyle
 
+Cells: TypeAlias = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""Header and rows of a table."""
 
-def text_table(*rows: Sequence[str]) -> str:
-    """Return columns two blanks apart; the first row is the header.
 
-    >>> print(text_table(("run", "loss"), ("none", "2.5")))
+def fill(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> Cells:
+    """Return a table of which each column has a header and a format of a row's values.
+
+    >>> fill({"run": "{name}", "loss": "{loss:.1f}"}, [{"name": "none", "loss": 2.49}])
+    (('run', 'loss'), [('none', '2.5')])
+    """
+    return tuple(columns), [tuple(form.format(**row) for form in columns.values()) for row in rows]
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return columns two blanks apart.
+
+    >>> print(text_table(("run", "loss"), [("none", "2.5")]))
     run   loss
     none   2.5
     """
     # As rows all of them: without borders there is no header over no rows.
-    table = _table([str(column) for column in range(len(rows[0]))], rows)
+    table = _table([str(column) for column in range(len(header))], [header, *rows])
     table.header = table.border = False
     table.left_padding_width, table.right_padding_width = 0, 2
     return "\n".join(line.rstrip() for line in table.get_string().splitlines())

@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from megatron_ext.balance.bounds import lower_bound
 from megatron_ext.balance.metrics import home_loads, imbalance, max_fanouts, rank_sends
@@ -19,15 +21,27 @@ from megatron_ext.config import BalanceConfig, HistorySettings
 from megatron_ext.files.loads import Loads
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What planners are asked for."""
+
+    planning: PlanSettings
+    slots: int
+    """Replicas a rank can hold; the strategy may take another number."""
+    nvlink_domain: int | None
+    """Ranks within which replicas are placed; the whole EP group if None."""
+
+
 @dataclass(frozen=True)
 class Planned:
-    """A plan and its measured numbers."""
+    """The plan of one load."""
 
     plan: BalancePlan
-    measured: dict[str, float]
-    """Imbalances and their lower bound as ratios to the mean. `solve_us`: microseconds of the call
-    of `plan_in_order` that made the plan, including its work in Python and the replicas it places
-    for later loads."""
+    placed: Tensor | None
+    """Replicas placed by a prediction, int32 [R, S]; None if the strategy does not predict."""
+    solve_us: float
+    """Microseconds of the call of `plan_in_order` that made the plan, including its work in Python
+    and the replicas it places for later loads."""
 
 
 def read_name(name: str) -> tuple[str, bool]:
@@ -43,28 +57,23 @@ def read_name(name: str) -> tuple[str, bool]:
     return strategy, colon != "" and BalanceConfig(objective=objective).plans_for_time
 
 
-def make_planners(
-    loads: Loads, strategy: str, settings: PlanSettings, *, slots: int, nvlink_domain: int | None
-) -> list[LayerPlanner]:
+def make_planners(loads: Loads, strategy: str, asked: Asked) -> list[LayerPlanner]:
     """Return the planner of each load: one for each layer of a trace, else one for all loads.
-
-    Args:
-        loads: The loads, in the order in which they are to be planned.
-        strategy: A planner of `megatron_ext.balance.strategies`.
-        settings: What is asked for.
-        slots: Replicas a rank can hold, as asked for.
-        nvlink_domain: Ranks per NVLink domain; one domain if None.
 
     Raises:
         ValueError: A setting is out of range, or the strategy makes no plans.
     """
     _, ranks, experts = loads.load.shape
     layout = plan_layout(
-        strategy, num_experts=experts, ep_size=ranks, slots=slots, nvlink_domain=nvlink_domain
+        strategy,
+        num_experts=experts,
+        ep_size=ranks,
+        slots=asked.slots,
+        nvlink_domain=asked.nvlink_domain,
     )
     layers = loads.layers()
     planners = {
-        layer: LayerPlanner(strategy, layout, settings, layer=layer)
+        layer: LayerPlanner(strategy, layout, asked.planning, layer=layer)
         for layer in sorted(set(layers))
     }
     return [planners[layer] for layer in layers]
@@ -90,9 +99,8 @@ def plan_loads(
     planners: list[LayerPlanner],
     *,
     on_load: Callable[[int], object] = lambda count: None,
-) -> list[Planned]:
+) -> Iterator[Planned]:
     """Plan loads, at least one, each by its planner; call `on_load` with 1 after each."""
-    planned = []
     # The first plan of a process pays for loading the library; its time does not count.
     planners[0].solve(loads.load[0])
     for index, (load, planner) in enumerate(zip(loads.load, planners, strict=True)):
@@ -100,32 +108,29 @@ def plan_loads(
         start = time.perf_counter()
         plan = planner.plan_in_order(load, placed)
         solve_us = (time.perf_counter() - start) * 1e6
-        mean = int(load.sum()) / load.shape[0]
-        bound = int(lower_bound(load, plan.layout))
-        planned.append(
-            Planned(
-                plan,
-                {
-                    "imbalance_before": imbalance(home_loads(load)),
-                    "imbalance_after": imbalance(plan.rank_loads()),
-                    "lower_bound": bound / mean if mean else 1.0,
-                    "replicas": plan.num_replicas(),
-                    "max_fanout": int(max_fanouts(plan)),
-                    "max_rank_sends": int(rank_sends(plan).max()),
-                    "solve_us": solve_us,
-                },
-            )
-        )
         on_load(1)
-    return planned
+        yield Planned(plan, placed, solve_us)
 
 
-def summarize(planned: list[Planned]) -> dict[str, Any]:
+def measure(load: Tensor, planned: Planned) -> dict[str, float]:
+    """Return the numbers of a plan; imbalances and their lower bound are ratios to the mean."""
+    plan = planned.plan
+    mean = int(load.sum()) / load.shape[0]
+    bound = int(lower_bound(load, plan.layout))
+    return {
+        "imbalance_before": imbalance(home_loads(load)),
+        "imbalance_after": imbalance(plan.rank_loads()),
+        "lower_bound": bound / mean if mean else 1.0,
+        "replicas": plan.num_replicas(),
+        "max_fanout": int(max_fanouts(plan)),
+        "max_rank_sends": int(rank_sends(plan).max()),
+        "solve_us": planned.solve_us,
+    }
+
+
+def summarize(measured: list[dict[str, float]]) -> dict[str, Any]:
     """Mean and worst of every number, the gap (achieved / bound), and quantiles of the time."""
-    rows = [
-        one.measured | {"gap": one.measured["imbalance_after"] / one.measured["lower_bound"]}
-        for one in planned
-    ]
+    rows = [one | {"gap": one["imbalance_after"] / one["lower_bound"]} for one in measured]
     times = sorted(row["solve_us"] for row in rows)
     summary: dict[str, Any] = {
         name: {

@@ -6,11 +6,12 @@ Legend: B loads, R ranks of the EP group, E logical experts.
 from __future__ import annotations
 
 import dataclasses
+import html
+import itertools
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,24 +25,73 @@ from megatron_ext.balance.metrics import (
     remote_assignments,
     replica_use,
 )
-from megatron_ext.balance.plan import BalancePlan, stack_plans
+from megatron_ext.balance.plan import stack_plans
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
-from megatron_ext.files.arrays import check_free
 from megatron_ext.files.loads import Loads
-from megatron_ext.files.tables import markdown_table
-from megatron_ext.lab.planning import make_planners, missing_history, read_name
-from megatron_ext.lab.replay_page import replay_page
+from megatron_ext.files.tables import Cells, fill, html_table, markdown_table
+from megatron_ext.lab.planning import (
+    Asked,
+    Planned,
+    make_planners,
+    missing_history,
+    plan_loads,
+    read_name,
+)
 from megatron_ext.methods.libra.libra import split_over_placed
-from megatron_ext.trainer.reports.page import page_html
+from megatron_ext.trainer.reports.page import Page, page_html, part, sentences, wide
 
 FILES = ("replay.json", "replay.md", "replay.html")
 
 Measured = Mapping[str, np.ndarray]
-"""Measures of each load, float64 [B]: what `_measure` returns, and `solve_us` as in `plan_loads`.
-For strategies that predict also what `_measure_prediction` returns."""
+"""Measures of each load, float64 [B]: what `_measure` returns, and `solve_us` as in `Planned`."""
 
-Cells: TypeAlias = tuple[Sequence[str], Sequence[Sequence[str]]]
-"""Header and rows of a table."""
+ALL_LAYERS = "All layers"
+WEIGHTS = "Weights that fill slots: mean of a load"
+PREDICTED = "Replicas placed by a prediction: mean of a load"
+BY_LAYER = "Imbalance of each layer: mean (worst)"
+
+_BELOW = {
+    ALL_LAYERS: "Imbalance: busiest rank / mean, of every load. Replicas and remote assignments: "
+    "mean of a load.\nSolving includes placing from history; `before` is without balancing.",
+    WEIGHTS: "Of one rank's slots, and of a forward. Training moves them again in backward, and\n"
+    "gradients the other way.",
+    PREDICTED: "Hits are placed and used: their bytes move before the load is known.",
+    BY_LAYER: "[The same in charts](replay.html)",
+}
+"""The tables, and what `replay.md` says below each."""
+
+_IMBALANCE = {
+    "imbalance": "{imbalance_mean:.3f}",
+    "p50": "{imbalance_p50:.3f}",
+    "p95": "{imbalance_p95:.3f}",
+    "worst": "{imbalance_worst:.3f}",
+}
+_OVERALL = {
+    "strategy": "{name}",
+    "slots": "{slots}",
+    **_IMBALANCE,
+    "replicas": "{replicas_mean:.1f}",
+    "sends, most": "{max_rank_sends:.0f}",
+    "remote": "{remote_assignments_mean:.0f}",
+    "solve us p50": "{solve_us_p50:.0f}",
+    "solve us p95": "{solve_us_p95:.0f}",
+}
+_PREDICTION = {
+    "strategy": "{name}",
+    "hit": "{hit_replicas_mean:.1f}",
+    "topped up": "{topped_up_replicas_mean:.1f}",
+    "wasted": "{wasted_replicas_mean:.1f}",
+    "hits / placed": "{hit_rate:.3f}",
+    "hits / used": "{share_placed:.3f}",
+    "imbalance of placed alone": "{imbalance_of_placed_mean:.3f}",
+    "imbalance": "{imbalance_mean:.3f}",
+}
+
+_CHARTED = (
+    *("imbalance_mean", "imbalance_p95", "imbalance_worst", "replicas_mean", "max_rank_sends"),
+    *("remote_assignments_mean", "solve_us_p50", "solve_us_p95"),
+    *("slot_bytes", "moved_bytes", "sent_bytes"),
+)
 
 _BATCH = 64
 """Plans that are measured together; more would only take more memory."""
@@ -50,10 +100,8 @@ _BATCH = 64
 def replay(
     loads: Loads,
     strategies: Sequence[str],
-    settings: PlanSettings,
+    asked: Asked,
     *,
-    slots: int,
-    nvlink_domain: int | None,
     on_load: Callable[[int], object] = lambda count: None,
 ) -> dict[str, Measured]:
     """Plan all loads with each strategy.
@@ -61,9 +109,7 @@ def replay(
     Args:
         loads: Loads in the order of time. Each layer has a history of its own.
         strategies: Planners of `megatron_ext.balance.strategies`; `quota:time` for the fastest.
-        settings: What planners are asked for; costs only count for objective `time`.
-        slots: Replicas a rank can hold, as asked for.
-        nvlink_domain: Ranks per NVLink domain; one domain if None.
+        asked: What planners are asked for; costs only count for objective `time`.
         on_load: Called with 1 after every plan.
 
     Returns:
@@ -72,41 +118,39 @@ def replay(
     Raises:
         ValueError: A strategy is there twice or makes no plans, or a setting is out of range.
     """
+    without_costs = dataclasses.replace(asked.planning, costs=None)
     planners = {}
     for name in strategies:
         if name in planners:
             raise ValueError(f"strategy {name!r} is there twice")
         strategy, for_time = read_name(name)
-        asked = settings if for_time else dataclasses.replace(settings, costs=None)
+        planning = asked.planning if for_time else without_costs
         planners[name] = make_planners(
-            loads, strategy, asked, slots=slots, nvlink_domain=nvlink_domain
+            loads, strategy, dataclasses.replace(asked, planning=planning)
         )
     replayed: dict[str, Measured] = {}
     for name, of_loads in planners.items():
-        of_loads[0].solve(loads.load[0])  # The first plan of a process loads the library.
-        batches: list[dict[str, np.ndarray]] = []
-        for start in range(0, len(loads), _BATCH):
-            plans, placements, times = [], [], []
-            for b in range(start, min(start + _BATCH, len(loads))):
-                placed = of_loads[b].expect_in_order(loads.prediction(b))
-                started = time.perf_counter()
-                plans.append(of_loads[b].plan_in_order(loads.load[b], placed))
-                times.append((time.perf_counter() - started) * 1e6)
-                placements.append(placed)
-                on_load(1)
-            plan = stack_plans(plans, plans[0].layout)
-            load = loads.load[start : start + _BATCH]
-            batch = _measure(load, plan) | {"solve_us": np.array(times)}
-            if known := [placed for placed in placements if placed is not None]:
-                batch |= _measure_prediction(load, plan, torch.stack(known), settings)
-            batches.append(batch)
+        planned = plan_loads(loads, of_loads, on_load=on_load)
+        batches = [
+            _measure(load, list(itertools.islice(planned, len(load))), asked.planning)
+            for load in loads.load.split(_BATCH)
+        ]
         replayed[name] = {
             key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]
         }
     return replayed
 
 
-def _measure(load: torch.Tensor, plan: BalancePlan) -> dict[str, np.ndarray]:
+def _measure(
+    load: torch.Tensor, planned: Sequence[Planned], planning: PlanSettings
+) -> dict[str, np.ndarray]:
+    """Return the numbers of some loads' plans.
+
+    For strategies that predict also what became of the placed replicas (`replica_use`), and
+    `imbalance_of_placed`: of the best split over the placed replicas alone, without replicas that
+    were added when the load was known.
+    """
+    plan = stack_plans([one.plan for one in planned], planned[0].plan.layout)
     rank_loads = plan.rank_loads()
     measures = {
         "imbalance": imbalances(rank_loads),
@@ -115,35 +159,23 @@ def _measure(load: torch.Tensor, plan: BalancePlan) -> dict[str, np.ndarray]:
         "max_fanout": max_fanouts(plan),
         "max_rank_sends": rank_sends(plan).amax(-1),
         "remote_assignments": remote_assignments(load, plan),
+        "solve_us": torch.tensor([one.solve_us for one in planned], dtype=torch.float64),
     }
-    return {name: values.double().numpy() for name, values in measures.items()}
-
-
-def _measure_prediction(
-    load: torch.Tensor, plan: BalancePlan, placed: torch.Tensor, settings: PlanSettings
-) -> dict[str, np.ndarray]:
-    """Return what became of the placed replicas (`replica_use`), and `imbalance_of_placed`.
-
-    `imbalance_of_placed` is the imbalance of the best split over the placed replicas alone, without
-    replicas that were added when the load was known.
-    """
-    alone = [
-        split_over_placed(one, there, plan.layout, settings).rank_loads()
-        for one, there in zip(load, placed, strict=True)
-    ]
-    measures = {
-        **replica_use(placed, plan),
-        "imbalance_of_placed": imbalances(torch.stack(alone)),
-    }
+    if placed := [one.placed for one in planned if one.placed is not None]:
+        alone = [
+            split_over_placed(one, there, plan.layout, planning).rank_loads()
+            for one, there in zip(load, placed, strict=True)
+        ]
+        measures |= replica_use(torch.stack(placed), plan)
+        measures["imbalance_of_placed"] = imbalances(torch.stack(alone))
     return {name: values.double().numpy() for name, values in measures.items()}
 
 
 def make_report(
     loads: Loads,
     replayed: Mapping[str, Measured],
-    settings: PlanSettings,
+    asked: Asked,
     *,
-    slots: int,
     expert_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Return the comparison, for JSON.
@@ -163,7 +195,7 @@ def make_report(
     batch, ranks, experts = loads.load.shape
     strategies: dict[str, dict[str, Any]] = {}
     for name, measured in replayed.items():
-        num_slots = get_strategy(read_name(name)[0]).num_slots(slots, experts // ranks)
+        num_slots = get_strategy(read_name(name)[0]).num_slots(asked.slots, experts // ranks)
         of = strategies[name] = {"slots": num_slots} | _summarize(measured)
         if expert_bytes is not None:
             of["slot_bytes"] = expert_bytes * num_slots
@@ -177,14 +209,14 @@ def make_report(
         }
     return {
         "title": f"{batch} loads of {len(names)} layers, {ranks} ranks, {experts} experts, "
-        f"{slots} slots",
+        f"{asked.slots} slots",
         "loads": batch,
         "ranks": ranks,
         "experts": experts,
-        "slots": slots,
+        "slots": asked.slots,
         **({} if expert_bytes is None else {"expert_bytes": expert_bytes}),
-        "settings": settings.to_json(),
-        "missing_history": missing_history(loads, replayed, settings),
+        "settings": asked.planning.to_json(),
+        "missing_history": missing_history(loads, replayed, asked.planning),
         "before": _summarize(before),
         "strategies": strategies,
     }
@@ -216,137 +248,100 @@ def _summarize(measured: Measured) -> dict[str, float]:
     return numbers
 
 
-def overall_table(report: Mapping[str, Any]) -> str:
-    """Return the strategies over the whole trace as a Markdown table."""
-    return markdown_table(*_overall_cells(report))
-
-
-def _overall_cells(report: Mapping[str, Any]) -> Cells:
-    header = (
-        *("strategy", "slots", "imbalance", "p50", "p95", "worst", "replicas"),
-        *("sends, most", "remote", "solve us p50", "solve us p95"),
-    )
-    before = report["before"]
-    rows = [("before", "", *_imbalance_cells(before), "", "", "", "", "")]
-    for name, of in report["strategies"].items():
-        rows.append(
-            (
-                name,
-                str(of["slots"]),
-                *_imbalance_cells(of),
-                f"{of['replicas_mean']:.1f}",
-                f"{of['max_rank_sends']:.0f}",
-                f"{of['remote_assignments_mean']:.0f}",
-                f"{of['solve_us_p50']:.0f}",
-                f"{of['solve_us_p95']:.0f}",
-            )
-        )
-    return header, rows
-
-
-def bytes_table(report: Mapping[str, Any]) -> str:
-    """Return what the strategies move, as a Markdown table; empty if no expert's size is known."""
-    return markdown_table(*_bytes_cells(report)) if "expert_bytes" in report else ""
-
-
-def _bytes_cells(report: Mapping[str, Any]) -> Cells:
-    rows = [
-        (name, *(f"{of[f'{what}_bytes'] / 2**20:,.2f}" for what in ("slot", "moved", "sent")))
-        for name, of in report["strategies"].items()
+def tables(report: Mapping[str, Any]) -> dict[str, Cells]:
+    """Return the tables of a report by their titles; a table without rows is left out."""
+    strategies = [{"name": name} | of for name, of in report["strategies"].items()]
+    header, rows = fill(_OVERALL, strategies)
+    (before,) = fill(_IMBALANCE, [report["before"]])[1]
+    rows = [("before", "", *before, *[""] * 5), *rows]
+    moved = [
+        (of["name"], *(f"{of[f'{what}_bytes'] / 2**20:,.2f}" for what in ("slot", "moved", "sent")))
+        for of in strategies
         if "expert_bytes" in report
     ]
-    return ("strategy", "slots, MiB", "moved, MiB", "by the busiest sender"), rows
-
-
-def prediction_table(report: Mapping[str, Any]) -> str:
-    """Return what predictions were good for, as a Markdown table; empty if nothing predicts."""
-    header, rows = _prediction_cells(report)
-    return markdown_table(header, rows) if rows else ""
-
-
-def _prediction_cells(report: Mapping[str, Any]) -> Cells:
-    rows = [
-        (
-            name,
-            f"{of['hit_replicas_mean']:.1f}",
-            f"{of['topped_up_replicas_mean']:.1f}",
-            f"{of['wasted_replicas_mean']:.1f}",
-            f"{of['hit_rate']:.3f}",
-            f"{of['share_placed']:.3f}",
-            f"{of['imbalance_of_placed_mean']:.3f}",
-            f"{of['imbalance_mean']:.3f}",
-        )
-        for name, of in report["strategies"].items()
-        if "hit_rate" in of
-    ]
-    header = (
-        *("strategy", "hit", "topped up", "wasted", "hits / placed", "hits / used"),
-        *("imbalance of placed alone", "imbalance"),
-    )
-    return header, rows
-
-
-def _imbalance_cells(numbers: Mapping[str, float]) -> list[str]:
-    return [f"{numbers[f'imbalance_{which}']:.3f}" for which in ("mean", "p50", "p95", "worst")]
-
-
-def _layer_cells(report: Mapping[str, Any]) -> Cells:
-    strategies = report["strategies"]
-    layers = list(next(iter(strategies.values()))["layers"])
-    rows = [
+    by_layer = [
         (
             layer,
             *(
                 "{imbalance_mean:.3f} ({imbalance_worst:.3f})".format(**of["layers"][layer])
-                for of in strategies.values()
+                for of in strategies
             ),
         )
-        for layer in layers
+        for layer in strategies[0]["layers"]
     ]
-    return ("layer", *strategies), rows
-
-
-def check_out(folder: Path, *, overwrite: bool) -> None:
-    """Check that a report can be written into the folder, and replaces no report unasked.
-
-    Raises:
-        OSError: What `check_free` raises for one of its files.
-    """
-    for name in FILES:
-        check_free(folder / name, overwrite=overwrite)
+    cells: dict[str, Cells] = {
+        ALL_LAYERS: (header, rows),
+        WEIGHTS: (("strategy", "slots, MiB", "moved, MiB", "by the busiest sender"), moved),
+        PREDICTED: fill(_PREDICTION, [of for of in strategies if "hit_rate" in of]),
+        BY_LAYER: (("layer", *report["strategies"]), by_layer),
+    }
+    return {title: of for title, of in cells.items() if of[1]}
 
 
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:
     """Write `replay.json` (the report), `replay.md` and the page `replay.html` into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "replay.json").write_text(json.dumps(report, indent=2) + "\n")
-    if moved := bytes_table(report):
-        moved = (
-            "\n## Weights that fill slots: mean of a load\n\n"
-            f"{moved}\n\n"
-            "Of one rank's slots, and of a forward. Training moves them again in backward, and\n"
-            "gradients the other way.\n"
-        )
-    if prediction := prediction_table(report):
-        prediction = (
-            "\n## Replicas placed by a prediction: mean of a load\n\n"
-            f"{prediction}\n\n"
-            "Hits are placed and used: their bytes move before the load is known.\n"
-        )
-    missing = f"{said}.\n\n" if (said := report["missing_history"]) else ""
-    (folder / "replay.md").write_text(
-        f"# Replay\n\n{report['title']}.\n\n{missing}{overall_table(report)}\n\n"
-        "Imbalance: busiest rank / mean, of every load. Replicas and remote assignments: mean of a "
-        "load.\nSolving includes placing from history; `before` is without balancing.\n"
-        f"{moved}{prediction}\n"
-        f"## Imbalance of each layer: mean (worst)\n\n{markdown_table(*_layer_cells(report))}\n\n"
-        "[The same in charts](replay.html)\n"
+    parts = ["# Replay", f"{report['title']}."]
+    if missing := report["missing_history"]:
+        parts.append(f"{missing}.")
+    for title, cells in tables(report).items():
+        if title != ALL_LAYERS:
+            parts.append(f"## {title}")
+        parts += [markdown_table(*cells), _BELOW[title]]
+    (folder / "replay.md").write_text("\n\n".join(parts) + "\n")
+    (folder / "replay.html").write_text(page_html(_page(report)), "utf-8")
+
+
+def _page(report: Mapping[str, Any]) -> Page:
+    """Return strategies side by side, in words; `replay_page.js` draws the charts."""
+    strategies = report["strategies"]
+    title = f"Replay: {report['title']}"
+    first, *more = tables(report).items()
+    return Page(
+        title=title,
+        top=f"<h1>{html.escape(title)}</h1>{sentences(_verdict(report), [])}"
+        f"{wide(html_table(*first[1]))}",
+        data={
+            "before": report["before"]["imbalance_mean"],
+            "strategies": [
+                {"name": name}
+                | {key: of[key] for key in _CHARTED if key in of}
+                | {
+                    "layers": {
+                        layer: of["layers"][layer]["imbalance_mean"] for layer in of["layers"]
+                    }
+                }
+                for name, of in strategies.items()
+            ],
+        },
+        bottom="".join(f"<h2>{html.escape(name)}</h2>{wide(html_table(*of))}" for name, of in more),
+        script=part(__package__, "replay_page.js"),
     )
-    tables = {
-        "All layers": _overall_cells(report),
-        "Weights that fill slots: mean of a load": _bytes_cells(report),
-        "Replicas placed by a prediction: mean of a load": _prediction_cells(report),
-        "Imbalance of each layer: mean (worst)": _layer_cells(report),
-    }
-    page = replay_page(report, {name: of for name, of in tables.items() if of[1]})
-    (folder / "replay.html").write_text(page_html(page), "utf-8")
+
+
+def _verdict(report: Mapping[str, Any]) -> list[str]:
+    strategies, before = report["strategies"], report["before"]["imbalance_mean"]
+    best = min(strategies, key=lambda name: strategies[name]["imbalance_mean"])
+    of = strategies[best]
+    among = f"none of {len(strategies)} strategies leaves less; " if len(strategies) > 1 else ""
+    said = [
+        f"{best} leaves the busiest rank {of['imbalance_mean']:.3f} x the mean load; {among}"
+        f"without balancing it has {before:.3f} x.",
+        f"{best} makes {of['replicas_mean']:.1f} replicas for a load and plans it in "
+        f"{of['solve_us_p50']:.0f} us (median, on this machine).",
+    ]
+    cheapest = min(
+        (name for name in strategies if strategies[name]["imbalance_mean"] < (1 + before) / 2),
+        key=lambda name: strategies[name]["replicas_mean"],
+        default=best,
+    )
+    if cheapest != best:
+        fewer = strategies[cheapest]
+        said.append(
+            f"Of those that take away at least half of the excess, {cheapest} makes the fewest "
+            f"replicas: {fewer['replicas_mean']:.1f}, at {fewer['imbalance_mean']:.3f} x the mean."
+        )
+    if missing := report["missing_history"]:
+        said.append(f"{missing}.")
+    return said

@@ -22,13 +22,12 @@ from torch import Tensor
 from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.metrics import home_loads, imbalances, rank_sends
 from megatron_ext.balance.plan import BalancePlan
-from megatron_ext.balance.strategies import PlanSettings, get_strategy
+from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.config import BalanceConfig
-from megatron_ext.files.arrays import check_free
 from megatron_ext.files.loads import Loads
-from megatron_ext.files.tables import markdown_table
+from megatron_ext.files.tables import fill, markdown_table
 from megatron_ext.lab.hardware import SOLVED_PAIRS, Hardware, constants
-from megatron_ext.lab.planning import make_planners, plan_loads, read_name
+from megatron_ext.lab.planning import Asked, make_planners, plan_loads, read_name
 from megatron_ext.trainer.model.shape import ModelShape
 from megatron_ext.transport import Transfers
 from megatron_ext.transport.relay import compile_copies
@@ -234,21 +233,13 @@ def even_load(load: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """Settings of a simulation, without loads and strategies."""
+class Setting(Asked):
+    """What planners are asked for on a machine: a simulation, without loads and strategies."""
 
     shape: ModelShape
-    """Sizes of the model."""
     hardware: Hardware
-    """Constants of the machine."""
     num_gpus: int | None
     """Ranks of the whole training; None is one EP group in each pipeline stage."""
-    planning: PlanSettings
-    """What the planners are asked for."""
-    slots: int
-    """Replicas a rank can hold, as asked for."""
-    nvlink_domain: int | None
-    """Ranks within which replicas are placed; the whole EP group if None."""
 
     def machine(self, loads: Loads) -> Machine:
         """Return the model on its machine, with the ranks and tokens of a trace.
@@ -343,26 +334,26 @@ def _result_of(
     planner = NONE if name == IDEAL else strategy
     if name == IDEAL:
         loads = dataclasses.replace(loads, load=even_load(loads.load))
-    planning = setting.planning
+    asked = setting
     if not for_time:
-        planning = dataclasses.replace(planning, costs=None)
-    planners = make_planners(
-        loads,
-        planner,
-        planning,
-        slots=setting.slots,
-        nvlink_domain=setting.nvlink_domain,
-    )
-    planned = plan_loads(loads, planners, on_load=on_load)
+        planning = dataclasses.replace(setting.planning, costs=None)
+        asked = dataclasses.replace(setting, planning=planning)
+    planners = make_planners(loads, planner, asked)
+    planned = list(plan_loads(loads, planners, on_load=on_load))
     plans = [one.plan for one in planned]
     if planner == NONE:
         return _summarize(machine, loads, plans, solve_s=0.0, slots=0)
     ranks, experts = machine.ep_size, machine.shape.num_experts
     slots = get_strategy(strategy).num_slots(setting.slots, experts // ranks)
-    solve_s = _solve_s(name, setting.hardware, planned, ranks * experts)
-    return _summarize(machine, loads, plans, solve_s=solve_s, slots=slots) | {
-        "solve_from": "hardware" if name in setting.hardware.solve_us else "here"
-    }
+    # Planning takes what the hardware file says, in proportion to R x E; else what it took here.
+    if name in setting.hardware.solve_us:
+        solve_from, solve_us = "hardware", setting.hardware.solve_us[name]
+        solve_s = solve_us * 1e-6 * ranks * experts / SOLVED_PAIRS
+    else:
+        solve_from = "here"
+        solve_s = float(np.median([one.solve_us for one in planned])) * 1e-6
+    numbers = _summarize(machine, loads, plans, solve_s=solve_s, slots=slots)
+    return numbers | {"solve_from": solve_from}
 
 
 def _report(
@@ -389,13 +380,6 @@ def _report(
         "strategies": dict(results),
         "left_out": list(LEFT_OUT),
     }
-
-
-def _solve_s(name: str, hardware: Hardware, planned: Sequence[Any], pairs: int) -> float:
-    """Seconds of planning one load: the machine's, in proportion to R x E, else measured here."""
-    if name in hardware.solve_us:
-        return hardware.solve_us[name] * 1e-6 * pairs / SOLVED_PAIRS
-    return float(np.median([one.measured["solve_us"] for one in planned])) * 1e-6
 
 
 def _summarize(
@@ -475,22 +459,20 @@ def _layer_times(
 
 def overall_table(report: Mapping[str, Any]) -> str:
     """Return the strategies as a Markdown table."""
-    header = (
-        *("strategy", "imbalance", "layer ms", "step ms", "tokens/s/GPU", "vs none", "vs ideal"),
-    )
+    columns = {
+        "strategy": "{name}",
+        "imbalance": "{imbalance_mean:.3f}",
+        "layer ms": "{layer_ms[total]:.3f}",
+        "step ms": "{step_ms:.1f}",
+        "tokens/s/GPU": "{tokens_per_s_per_gpu:.0f}",
+        "vs none": "{percent:+.1f} %",
+        "vs ideal": "{share_of_ideal:.3f}",
+    }
     rows = [
-        (
-            name,
-            f"{of['imbalance_mean']:.3f}",
-            f"{of['layer_ms']['total']:.3f}",
-            f"{of['step_ms']:.1f}",
-            f"{of['tokens_per_s_per_gpu']:.0f}",
-            f"{100 * of['gain_over_none']:+.1f} %",
-            f"{of['share_of_ideal']:.3f}",
-        )
+        of | {"name": name, "percent": 100 * of["gain_over_none"]}
         for name, of in report["strategies"].items()
     ]
-    return markdown_table(header, rows)
+    return markdown_table(*fill(columns, rows))
 
 
 def layer_table(report: Mapping[str, Any]) -> str:
@@ -520,16 +502,6 @@ def _constant(value: float | Mapping[str, float]) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{strategy} {_constant(one)}" for strategy, one in value.items())
     return f"{value:.6g}"
-
-
-def check_out(folder: Path, *, overwrite: bool) -> None:
-    """Check that a report can be written into the folder, and replaces no report unasked.
-
-    Raises:
-        OSError: What `check_free` raises for one of its files.
-    """
-    for name in FILES:
-        check_free(folder / name, overwrite=overwrite)
 
 
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:

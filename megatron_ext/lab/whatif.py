@@ -11,20 +11,17 @@ import dataclasses
 import html
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_ext.balance.metrics import home_loads, imbalances
-from megatron_ext.balance.strategies import PlanSettings
 from megatron_ext.files.loads import Loads
-from megatron_ext.files.tables import html_table, markdown_table
-from megatron_ext.lab.hardware import Hardware
+from megatron_ext.files.tables import Cells, fill, html_table, markdown_table
+from megatron_ext.lab.planning import Asked
 from megatron_ext.lab.replay import replay
 from megatron_ext.lab.simulate import LEFT_OUT, NONE, Setting, simulate
-from megatron_ext.trainer.model.shape import ModelShape
 from megatron_ext.trainer.reports.page import Page, page_html, part, sentences, wide
 
 STRATEGY = "quota"
@@ -39,35 +36,6 @@ _LARGEST_SCALE = 10
 """Break-even is looked for up to 2 to this power times the trace's tokens, and as far below."""
 _HALVINGS = 5
 """After which a bracket of 2 is known to 2 %."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is asked, besides the loads."""
-
-    planning: PlanSettings
-    """What the planner is asked for."""
-    nvlink_domain: int | None
-    """Ranks within which replicas are placed; the whole EP group if None."""
-    shape: ModelShape | None = None
-    """The model; without it there are no times."""
-    hardware: Hardware | None = None
-    """The machine; there are times if model and machine are known."""
-    num_gpus: int | None = None
-    """Ranks of the whole training; None is one EP group in each pipeline stage."""
-
-    def setting(self, slots: int) -> Setting | None:
-        """Return what to simulate; None where times are not to be known."""
-        if self.shape is None or self.hardware is None:
-            return None
-        return Setting(
-            shape=self.shape,
-            hardware=self.hardware,
-            num_gpus=self.num_gpus,
-            planning=self.planning,
-            slots=slots,
-            nvlink_domain=self.nvlink_domain,
-        )
 
 
 def count_plans(loads: Loads) -> int:
@@ -91,9 +59,15 @@ def sample(loads: Loads, most: int = MOST_LOADS) -> Loads:
 
 
 def what_if(
-    loads: Loads, question: Question, *, on_load: Callable[[int], object] = lambda count: None
+    loads: Loads, asked: Asked, *, on_load: Callable[[int], object] = lambda count: None
 ) -> dict[str, Any]:
-    """Return what balancing would bring, for JSON; the loads are in the order of time.
+    """Return what balancing would bring, for JSON.
+
+    Args:
+        loads: Loads in the order of time.
+        asked: What planners are asked for, with any number of slots; there are times if it is a
+            `Setting`, which knows model and machine.
+        on_load: Called with the number of loads that were planned.
 
     Returns:
         `tried`: for each number of slots the imbalance before and after, and if model and machine
@@ -111,95 +85,68 @@ def what_if(
         raise ValueError("an EP group of 1 rank has nobody to share its experts with: --ep-size")
     foreign = experts - experts // ranks
     tried = [
-        _try_slots(loads, question, slots, on_load) for slots in SLOTS if slots <= max(foreign, 1)
+        _try_slots(loads, dataclasses.replace(asked, slots=slots), on_load)
+        for slots in SLOTS
+        if slots <= max(foreign, 1)
     ]
-    best = _fewest_good(tried)
-    slots = best["slots"]
+    # The fewest slots that are almost as good as the best.
+    by = "imbalance" if tried[0]["step_ms"] is None else "step_ms"
+    enough = (1 + GOOD_ENOUGH) * min(one[by] for one in tried)
+    best = next(one for one in tried if one[by] <= enough)
+    asked = dataclasses.replace(asked, slots=best["slots"])
+    setting = asked if isinstance(asked, Setting) else None
     tokens = float(loads.load.sum((-2, -1)).double().mean()) / experts
+    taken = ("slots", "speed_up", "share_of_ideal", "slot_bytes")
     report = {
         "loads": len(loads),
         "ranks": ranks,
         "experts": experts,
         "tokens_per_expert": tokens,
-        "model": None if question.shape is None else question.shape.name,
-        "machine": None if question.hardware is None else question.hardware.summary,
-        "nvlink_domain": question.nvlink_domain,
-        "settings": question.planning.to_json(),
+        "model": setting and setting.shape.name,
+        "machine": setting and setting.hardware.summary,
+        "nvlink_domain": asked.nvlink_domain,
+        "settings": asked.planning.to_json(),
         "tried": [{key: value for key, value in one.items() if key != "of_loads"} for one in tried],
-        **best_of(best),
+        **{name: best[name] for name in (*taken, "imbalance_before", "imbalance", "replicas")},
         "capacity_factor": {
             "before": _round_up(best["imbalance_before_worst"]),
             "after": _round_up(best["imbalance_worst"]),
         },
-        "layers": _layers(loads, question, slots, best["of_loads"], on_load),
-        "break_even": _break_even(loads, question, slots, tokens),
+        "layers": _layers(loads, setting, best["of_loads"], on_load),
+        "break_even": setting and _break_even(loads, setting, tokens),
         "left_out": list(LEFT_OUT) if best["speed_up"] is not None else [],
     }
     return report | {"verdict": verdict(report)}
 
 
-def best_of(tried: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a report says of the slots to take."""
-    names = ("slots", "speed_up", "share_of_ideal", "slot_bytes")
-    numbers = ("imbalance_before", "imbalance", "replicas")
-    return {name: tried[name] for name in (*names, *numbers)}
+def _try_slots(loads: Loads, asked: Asked, on_load: Callable[[int], object]) -> dict[str, Any]:
+    """Return the numbers of the slots that are asked for, those of JSON and `of_loads`.
 
-
-def _try_slots(
-    loads: Loads, question: Question, slots: int, on_load: Callable[[int], object]
-) -> dict[str, Any]:
-    room: dict[str, Any] = {"slots": slots, "nvlink_domain": question.nvlink_domain}
-    numbers, *of_loads = try_plans(loads, STRATEGY, question.planning, **room, on_load=on_load)
-    numbers["of_loads"] = of_loads
-    times = dict.fromkeys(("speed_up", "share_of_ideal", "step_ms", "slot_bytes"))
-    if setting := question.setting(slots):
-        simulated = simulate(loads, [STRATEGY], setting)["strategies"]
-        of, plain = simulated[STRATEGY], simulated[NONE]
-        times |= {
-            "speed_up": plain["step_ms"] / of["step_ms"],
-            "share_of_ideal": of["share_of_ideal"],
-            "step_ms": of["step_ms"],
-            "slot_bytes": setting.machine(loads).slot_bytes(slots),
-        }
-        on_load(len(loads))
-    return numbers | times
-
-
-def try_plans(
-    loads: Loads,
-    strategy: str,
-    planning: PlanSettings,
-    *,
-    slots: int,
-    nvlink_domain: int | None,
-    on_load: Callable[[int], object] = lambda count: None,
-) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
-    """Plan all loads with one strategy; arguments as for `replay`.
-
-    Returns:
-        For JSON: `slots`, mean and worst imbalance before and after, mean `replicas`; and the
-        imbalance of each load before and after, float64 [B].
+    `of_loads` has the imbalance of each load before and after, float64 [B].
     """
-    (measured,) = replay(
-        loads, [strategy], planning, slots=slots, nvlink_domain=nvlink_domain, on_load=on_load
-    ).values()
+    measured = replay(loads, [STRATEGY], asked, on_load=on_load)[STRATEGY]
     before, after = imbalances(home_loads(loads.load)).numpy(), measured["imbalance"]
     numbers = {
-        "slots": slots,
+        "slots": asked.slots,
         "imbalance_before": float(before.mean()),
         "imbalance_before_worst": float(before.max()),
         "imbalance": float(after.mean()),
         "imbalance_worst": float(after.max()),
         "replicas": float(measured["replicas"].mean()),
+        "of_loads": (before, after),
+        **dict.fromkeys(("speed_up", "share_of_ideal", "step_ms", "slot_bytes")),
     }
-    return numbers, before, after
-
-
-def _fewest_good(tried: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the fewest slots that are almost as good as the best."""
-    by = "imbalance" if tried[0]["step_ms"] is None else "step_ms"
-    least = min(one[by] for one in tried)
-    return next(one for one in tried if one[by] <= (1 + GOOD_ENOUGH) * least)
+    if isinstance(asked, Setting):
+        simulated = simulate(loads, [STRATEGY], asked)["strategies"]
+        of, plain = simulated[STRATEGY], simulated[NONE]
+        numbers |= {
+            "speed_up": plain["step_ms"] / of["step_ms"],
+            "share_of_ideal": of["share_of_ideal"],
+            "step_ms": of["step_ms"],
+            "slot_bytes": asked.machine(loads).slot_bytes(asked.slots),
+        }
+        on_load(len(loads))
+    return numbers
 
 
 def _round_up(imbalance: float) -> float:
@@ -209,14 +156,12 @@ def _round_up(imbalance: float) -> float:
 
 def _layers(
     loads: Loads,
-    question: Question,
-    slots: int,
+    setting: Setting | None,
     of_loads: Sequence[np.ndarray],
     on_load: Callable[[int], object],
 ) -> list[dict[str, Any]]:
     """Return each layer's imbalances, and what the simulation makes of its loads alone."""
-    layers, setting = np.array(loads.layers()), question.setting(slots)
-    before, after = of_loads
+    layers, (before, after) = np.array(loads.layers()), of_loads
     report = []
     for layer in np.unique(layers):
         chosen = layers == layer
@@ -240,13 +185,8 @@ def _layers(
     return report
 
 
-def _break_even(
-    loads: Loads, question: Question, slots: int, tokens: float
-) -> dict[str, Any] | None:
+def _break_even(loads: Loads, setting: Setting, tokens: float) -> dict[str, Any]:
     """Scale the loads until a layer takes as long with balancing as without it."""
-    setting = question.setting(slots)
-    if setting is None:
-        return None
     few = sample(loads, _LOADS_OF_BREAK_EVEN)
 
     def gains(exponent: float) -> bool:
@@ -359,51 +299,41 @@ def _ranges(numbers: Sequence[int]) -> str:
     )
 
 
-def tried_cells(report: Mapping[str, Any]) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """Return header and rows of a table of the slots that were tried."""
-    header = ["slots", "imbalance", "worst", "replicas"]
-    with_times = report["speed_up"] is not None
-    if with_times:
-        header += ["step ms", "speed-up", "of ideal", "slots GiB"]
-    rows: list[Sequence[str]] = []
-    for one in report["tried"]:
-        cells = [
-            str(one["slots"]),
-            f"{one['imbalance']:.3f}",
-            f"{one['imbalance_worst']:.3f}",
-            f"{one['replicas']:.1f}",
-        ]
-        if with_times:
-            cells += [
-                f"{one['step_ms']:.1f}",
-                f"{one['speed_up']:.3f}",
-                f"{one['share_of_ideal']:.3f}",
-                f"{one['slot_bytes'] / 2**30:.2f}",
-            ]
-        rows.append(cells)
-    return header, rows
+def tried_cells(report: Mapping[str, Any]) -> Cells:
+    """Return a table of the slots that were tried."""
+    columns = {
+        "slots": "{slots}",
+        "imbalance": "{imbalance:.3f}",
+        "worst": "{imbalance_worst:.3f}",
+        "replicas": "{replicas:.1f}",
+    }
+    if report["speed_up"] is None:
+        return fill(columns, report["tried"])
+    columns |= {
+        "step ms": "{step_ms:.1f}",
+        "speed-up": "{speed_up:.3f}",
+        "of ideal": "{share_of_ideal:.3f}",
+        "slots GiB": "{slot_gib:.2f}",
+    }
+    return fill(columns, [one | {"slot_gib": one["slot_bytes"] / 2**30} for one in report["tried"]])
 
 
-def layer_cells(report: Mapping[str, Any]) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """Return header and rows of a table of the layers."""
-    header = ["layer", "before", "worst before", "after", "worst after"]
-    with_times = report["speed_up"] is not None
-    if with_times:
-        header += ["layer ms before", "layer ms after", "speed-up"]
-    rows: list[Sequence[str]] = []
-    for one in report["layers"]:
-        cells = [
-            str(one["layer"] or "all"),
-            f"{one['imbalance_before']:.3f}",
-            f"{one['imbalance_before_worst']:.3f}",
-            f"{one['imbalance']:.3f}",
-            f"{one['imbalance_worst']:.3f}",
-        ]
-        if with_times:
-            ms = one["ms"]
-            cells += [f"{ms[NONE]:.3f}", f"{ms[STRATEGY]:.3f}", f"{one['speed_up']:.3f}"]
-        rows.append(cells)
-    return header, rows
+def layer_cells(report: Mapping[str, Any]) -> Cells:
+    """Return a table of the layers."""
+    columns = {
+        "layer": "{layer}",
+        "before": "{imbalance_before:.3f}",
+        "worst before": "{imbalance_before_worst:.3f}",
+        "after": "{imbalance:.3f}",
+        "worst after": "{imbalance_worst:.3f}",
+    }
+    if report["speed_up"] is not None:
+        columns |= {
+            "layer ms before": f"{{ms[{NONE}]:.3f}}",
+            "layer ms after": f"{{ms[{STRATEGY}]:.3f}}",
+            "speed-up": "{speed_up:.3f}",
+        }
+    return fill(columns, [one | {"layer": one["layer"] or "all"} for one in report["layers"]])
 
 
 def of_what(report: Mapping[str, Any]) -> str:

@@ -45,7 +45,7 @@ def main() -> int:
                 (shape.name, fault, str(count), outcome)
                 for (fault, outcome), count in sorted(campaign.outcomes.items())
             ]
-    print(text_table(("run", "fault", "count", "outcome"), *rows))
+    print(text_table(("run", "fault", "count", "outcome"), rows))
     for problem in problems:
         print(f"problem: {problem}", file=sys.stderr)
     print("no difference" if not problems else f"{len(problems)} problems")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.arguments import positive
 from megatron_ext.cli import doctor, main
-from megatron_ext.cli.options import positive
 from tests.cli.command import run
 
 

@@ -1,6 +1,7 @@
 """Replay: the numbers are those of the plans, every layer has its own past, and files are whole."""
 
 import json
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -12,16 +13,18 @@ from megatron_ext.balance.metrics import imbalance, rank_sends, remote_assignmen
 from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.balance.strategies.strategy import PlanSettings
+from megatron_ext.cli import options
 from megatron_ext.config import HistorySettings, LlepSettings
 from megatron_ext.files.loads import Loads
-from megatron_ext.lab.planning import read_name
+from megatron_ext.files.tables import markdown_table
+from megatron_ext.lab.planning import Asked, read_name
 from megatron_ext.lab.replay import (
     FILES,
-    bytes_table,
-    check_out,
+    PREDICTED,
+    WEIGHTS,
     make_report,
-    prediction_table,
     replay,
+    tables,
     write_report,
 )
 from tests import workloads
@@ -49,16 +52,18 @@ def trace() -> Loads:
     return Loads(load, keys)
 
 
-def run(loads, *strategies, slots=1, nvlink_domain=None, **settings):
-    return replay(
-        loads, strategies, PlanSettings(**settings), slots=slots, nvlink_domain=nvlink_domain
-    )
+def ask(slots=1, nvlink_domain=None, **settings):
+    return Asked(planning=PlanSettings(**settings), slots=slots, nvlink_domain=nvlink_domain)
+
+
+def run(loads, *strategies, **asked):
+    return replay(loads, strategies, ask(**asked))
 
 
 def test_worked_example():
     loads = Loads(worked_example().load[None])
     replayed = run(loads, "none", "quota")
-    of = make_report(loads, replayed, PlanSettings(), slots=1)["strategies"]
+    of = make_report(loads, replayed, ask())["strategies"]
     assert of["none"]["imbalance_mean"] == of["none"]["imbalance_worst"] == 1.625
     assert of["quota"]["imbalance_p95"] == 1.0
     assert (of["quota"]["replicas_mean"], of["quota"]["max_rank_sends"]) == (1.0, 1.0)
@@ -105,7 +110,7 @@ def test_summary_by_hand():
     """Ten loads of imbalance 1.1 to 2.0 in one layer."""
     heavy = torch.arange(11, 21)
     loads = Loads(torch.stack([heavy, 20 - heavy], 1)[:, None, :].repeat(1, 2, 1))
-    of = make_report(loads, run(loads, "none"), PlanSettings(), slots=1)
+    of = make_report(loads, run(loads, "none"), ask())
     numbers = of["strategies"]["none"]
     assert numbers["imbalance_mean"] == pytest.approx(1.55)
     assert numbers["imbalance_p50"] == 1.5
@@ -118,27 +123,28 @@ def test_bytes_by_hand():
     load = worked_example().load
     loads = Loads(torch.stack([load, torch.ones_like(load)]))
     replayed = run(loads, "none", "quota", "moonep")
-    report = make_report(loads, replayed, PlanSettings(), slots=1, expert_bytes=3 * 2**20)
+    report = make_report(loads, replayed, ask(), expert_bytes=3 * 2**20)
     assert report["expert_bytes"] == 3 * 2**20
     numbers = {
         name: [of[f"{what}_bytes"] / 2**20 for what in ("slot", "moved", "sent")]
         for name, of in report["strategies"].items()
     }
     assert numbers == {"none": [3, 0, 0], "quota": [3, 1.5, 1.5], "moonep": [6, 1.5, 1.5]}
-    last = bytes_table(report).splitlines()[-1].split()
-    assert last == ["|", "moonep", "|", "6.00", "|", "1.50", "|", "1.50", "|"]
-    unknown = make_report(loads, replayed, PlanSettings(), slots=1)
-    assert bytes_table(unknown) == ""
+    assert tables(report)[WEIGHTS][1][-1] == ("moonep", "6.00", "1.50", "1.50")
+    unknown = make_report(loads, replayed, ask())
+    assert WEIGHTS not in tables(unknown)
     assert "expert_bytes" not in unknown
+
+
+def check_out(out, overwrite=False):
+    options.check_out(Namespace(out=out, overwrite=overwrite), *FILES)
 
 
 def test_files(trace, tmp_path):
     folder = tmp_path / "new" / "out"
-    check_out(folder, overwrite=False)
+    check_out(folder)
     replayed = run(trace, "none", "eplb", "exact", "libra", sections=(HISTORY,))
-    report = make_report(
-        trace, replayed, PlanSettings(sections=(HISTORY,)), slots=1, expert_bytes=2**20
-    )
+    report = make_report(trace, replayed, ask(sections=(HISTORY,)), expert_bytes=2**20)
     write_report(folder, report)
     assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
     read = json.loads((folder / "replay.json").read_text())
@@ -152,8 +158,8 @@ def test_files(trace, tmp_path):
     assert read["strategies"]["eplb"]["layers"].keys() == {"1", "2"}
     text = (folder / "replay.md").read_text()
     assert "| eplb " in text
-    assert prediction_table(report) in text
-    assert bytes_table(report) in text
+    for title in (PREDICTED, WEIGHTS):
+        assert f"## {title}\n\n{markdown_table(*tables(report)[title])}" in text
     worst = np.max(replayed["eplb"]["imbalance"][::2])
     assert f"({worst:.3f})" in text
     page = (folder / "replay.html").read_text("utf-8")
@@ -162,7 +168,7 @@ def test_files(trace, tmp_path):
         in page
     )
     with pytest.raises(FileExistsError, match=r"replay\.json exists already"):
-        check_out(folder, overwrite=False)
+        check_out(folder)
     check_out(folder, overwrite=True)
     with pytest.raises(NotADirectoryError, match=r"replay\.md is no folder"):
         check_out(folder / "replay.md", overwrite=True)
@@ -178,11 +184,11 @@ def test_a_prediction_of_the_last_load(trace):
     assert measured["wasted_replicas"].tolist() == [0, 0, 0]
     assert measured["imbalance"].tolist() == [1.0, 1.0, 1.0]
     assert measured["imbalance_of_placed"].tolist() == [1.625, 1.0, 1.0]
-    report = make_report(loads, replayed, PlanSettings(), slots=1)
+    report = make_report(loads, replayed, ask())
     assert report["strategies"]["libra"]["hit_rate"] == 1.0
     assert report["strategies"]["libra"]["share_placed"] == pytest.approx(2 / 3)
-    assert "| libra " in prediction_table(report)
-    assert prediction_table(make_report(loads, run(loads, "none"), PlanSettings(), slots=1)) == ""
+    assert [row[0] for row in tables(report)[PREDICTED][1]] == ["libra"]
+    assert PREDICTED not in tables(make_report(loads, run(loads, "none"), ask()))
 
 
 def test_a_prediction_of_the_file(trace):

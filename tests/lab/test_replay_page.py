@@ -8,6 +8,7 @@ import pytest
 
 from megatron_ext.balance.strategies import PlanSettings
 from megatron_ext.files.loads import read_loads
+from megatron_ext.lab.planning import Asked
 from megatron_ext.lab.replay import make_report, replay, write_report
 from tests import browser
 
@@ -17,9 +18,9 @@ pytestmark = browser.needs_chromium
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     loads = read_loads(Path(__file__).parents[2] / "recipes" / "traces" / "late_ep8.npz")
-    settings, room = PlanSettings(), {"slots": 2, "nvlink_domain": None}
-    replayed = replay(loads, ["quota", "exact", "llep"], settings, **room)
-    report = make_report(loads, replayed, settings, slots=2)
+    asked = Asked(planning=PlanSettings(), slots=2, nvlink_domain=None)
+    replayed = replay(loads, ["quota", "exact", "llep"], asked)
+    report = make_report(loads, replayed, asked)
     write_report(tmp_path, report)
     return tmp_path
 
@@ -45,9 +46,9 @@ def test_strategies_side_by_side(folder: Path) -> None:
 
 def test_a_strategy_that_had_nothing_to_place_by_is_named(tmp_path: Path) -> None:
     loads = read_loads(Path(__file__).parents[2] / "recipes" / "traces" / "late_ep8.npz")
-    settings, room = PlanSettings(), {"slots": 2, "nvlink_domain": None}
-    replayed = replay(loads, ["quota", "eplb"], settings, **room)
-    write_report(tmp_path, make_report(loads, replayed, settings, slots=2))
+    asked = Asked(planning=PlanSettings(), slots=2, nvlink_domain=None)
+    replayed = replay(loads, ["quota", "eplb"], asked)
+    write_report(tmp_path, make_report(loads, replayed, asked))
     for name in ("replay.md", "replay.html"):
         assert (
             "eplb without replicas in the first 25 of 25 microbatches"

@@ -15,6 +15,7 @@ from megatron_ext.balance.strategies import STRATEGIES, PlanSettings
 from megatron_ext.balance.strategies.strategy import FromPlacement
 from megatron_ext.config import HistorySettings, LlepSettings
 from megatron_ext.files.loads import Loads, read_loads
+from megatron_ext.lab.planning import Asked
 from megatron_ext.lab.replay import Measured, make_report, replay
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "traces"
@@ -32,9 +33,13 @@ def loads_of(name: str) -> Loads:
     return read_loads(path if path.is_dir() else path.with_suffix(".npz"))
 
 
+def asked(planning: PlanSettings, slots: int) -> Asked:
+    return Asked(planning=planning, slots=slots, nvlink_domain=None)
+
+
 def replayed(name: str, slots: int, tolerance: float) -> dict[str, Measured]:
     settings = PlanSettings(tolerance=tolerance, sections=HISTORY_AND_PIECES)
-    return replay(loads_of(name), ("quota", *OTHERS), settings, slots=slots, nvlink_domain=None)
+    return replay(loads_of(name), ("quota", *OTHERS), asked(settings, slots))
 
 
 def test_no_trace_and_no_live_strategy_is_left_out():
@@ -96,11 +101,10 @@ def test_no_strategy_is_more_even_on_any_load(name, slots):
 def test_most_replicas_of_libra_move_before_the_load_is_known(name):
     """With two slots, by the router's prediction; on `late`, where that falls short (0.692), by the
     layer's last load. docs/journal.md says why, and what becomes of one slot."""
-    loads, settings = loads_of(name), PlanSettings()
+    loads, two = loads_of(name), asked(PlanSettings(), 2)
     if name == "late":
         loads = Loads(loads.load, loads.trace)
-    measured = replay(loads, ("libra",), settings, slots=2, nvlink_domain=None)
-    report = make_report(loads, measured, settings, slots=2)
+    report = make_report(loads, replay(loads, ("libra",), two), two)
     assert report["strategies"]["libra"]["share_placed"] >= 0.7
 
 
@@ -112,7 +116,7 @@ COSTS = LayerCosts(expert_bytes=65536, link_bandwidth=6.8e9, assignment_time=3.4
 def test_a_finer_goal_gains_little_and_costs_replicas(name, slots):
     """Objective time ends more even, by less than quota's tolerance; never with fewer replicas."""
     settings = PlanSettings(costs=COSTS)
-    of = replay(loads_of(name), ("quota", "quota:time"), settings, slots=slots, nvlink_domain=None)
+    of = replay(loads_of(name), ("quota", "quota:time"), asked(settings, slots))
     quota, time = of["quota"], of["quota:time"]
     gained = quota["imbalance"].mean() / time["imbalance"].mean() - 1
     assert 0 < gained < settings.tolerance

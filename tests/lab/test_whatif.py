@@ -9,8 +9,9 @@ import torch
 from megatron_ext.balance.solve import solve
 from megatron_ext.balance.strategies.strategy import PlanSettings
 from megatron_ext.files.loads import Loads, write_loads
-from megatron_ext.lab.simulate import simulate
-from megatron_ext.lab.whatif import Question, answers, page, sample, what_if
+from megatron_ext.lab.planning import Asked
+from megatron_ext.lab.simulate import Setting, simulate
+from megatron_ext.lab.whatif import answers, page, sample, what_if
 from tests import browser, workloads
 from tests.cli.command import run
 from tests.lab.test_simulate import a_machine, a_shape
@@ -33,22 +34,26 @@ def skewed(microbatch: int) -> torch.Tensor:
     return load
 
 
-def question(**changes) -> Question:
-    shape = a_shape(num_experts=8)
-    known = {"shape": shape, "hardware": a_machine(), "num_gpus": 4}
-    return Question(planning=PLANNING, nvlink_domain=None, **(known | changes))
+ASKED = Asked(planning=PLANNING, slots=1, nvlink_domain=None)
+
+
+def setting(**changes) -> Setting:
+    known = {"shape": a_shape(num_experts=8), "hardware": a_machine(), "num_gpus": 4}
+    return Setting(**vars(ASKED), **(known | changes))
 
 
 def test_numbers_are_the_simulations() -> None:
-    loads, asked = hot_in_layer_2(), question()
+    loads, asked = hot_in_layer_2(), setting()
     report = what_if(loads, asked)
     assert [one["slots"] for one in report["tried"]] == [1, 2, 4]
     for one in report["tried"]:
-        of = simulate(loads, ["quota"], asked.setting(one["slots"]))["strategies"]
+        of = simulate(loads, ["quota"], dataclasses.replace(asked, slots=one["slots"]))[
+            "strategies"
+        ]
         assert one["step_ms"] == of["quota"]["step_ms"]
         assert one["speed_up"] == of["none"]["step_ms"] / of["quota"]["step_ms"]
         assert one["share_of_ideal"] == of["quota"]["share_of_ideal"]
-        assert one["slot_bytes"] == asked.setting(1).machine(loads).slot_bytes(one["slots"]) > 0
+        assert one["slot_bytes"] == asked.machine(loads).slot_bytes(one["slots"]) > 0
     best = min(one["step_ms"] for one in report["tried"])
     assert report["slots"] == next(
         one["slots"] for one in report["tried"] if one["step_ms"] <= 1.01 * best
@@ -64,7 +69,7 @@ def test_numbers_are_the_simulations() -> None:
 def test_no_token_is_beyond_the_capacity() -> None:
     """And of a smaller one some are: counted in plans made by themselves."""
     loads = hot_in_layer_2()
-    report = what_if(loads, question())
+    report = what_if(loads, setting())
     plan = solve(
         loads.load,
         ep_size=4,
@@ -88,18 +93,20 @@ def test_break_even_is_where_the_gain_begins() -> None:
     found = []
     for weight_bandwidth in (0.2, 0.05):
         hardware = dataclasses.replace(a_machine(), weight_bandwidth=weight_bandwidth)
-        asked = question(hardware=hardware)
+        asked = setting(hardware=hardware)
         report = what_if(loads, asked)
         tokens = report["break_even"]["tokens"]
         found.append(tokens)
         for factor, gains in ((1.1, True), (0.9, False)):
             scale = factor * tokens / report["tokens_per_expert"]
             scaled = Loads((loads.load * scale).round().long())
-            of = simulate(scaled, ["quota"], asked.setting(report["slots"]))["strategies"]
+            of = simulate(scaled, ["quota"], dataclasses.replace(asked, slots=report["slots"]))[
+                "strategies"
+            ]
             faster = of["quota"]["layer_ms"]["total"] < of["none"]["layer_ms"]["total"]
             assert faster == gains
     assert found[0] < found[1]
-    even = what_if(Loads(torch.full((1, 4, 8), 1000)), question())
+    even = what_if(Loads(torch.full((1, 4, 8), 1000)), setting())
     assert even["break_even"] == {"gains": "never", "tokens": None}
     assert even["verdict"].startswith("Balancing would not pay here")
     assert dict(answers(even))["slots to take"] == "none"
@@ -109,7 +116,7 @@ def test_more_slots_where_they_are_needed() -> None:
     """Without a model, by how even ranks become: six of eight experts of a rank are hot."""
     load = torch.full((1, 4, 32), 10)
     load[:, :, :8] = 200
-    report = what_if(Loads(load), question(shape=None, hardware=None))
+    report = what_if(Loads(load), ASKED)
     after = {one["slots"]: one["imbalance"] for one in report["tried"]}
     best = min(after.values())
     assert report["slots"] > 1
