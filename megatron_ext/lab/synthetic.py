@@ -20,7 +20,7 @@ Legend: B loads, R ranks of the EP group, E logical experts, N tokens of a rank,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -32,6 +32,8 @@ from megatron_ext.files.loads import Loads
 
 Law: TypeAlias = Callable[[float], np.ndarray]
 """Popularity of the experts, float [E], at an exponent: the larger, the steeper."""
+Laws: TypeAlias = "Callable[[LoadSpec, np.random.Generator], list[Law]]"
+"""Makes the law of each of the B loads."""
 
 _STEEPEST = 12.0
 """Exponent beyond which nothing changes: the hottest experts are chosen by every token."""
@@ -87,11 +89,8 @@ def make_spec(kind: str, **given: Any) -> LoadSpec:
     Raises:
         ValueError: There is no such kind, a value is out of range or means nothing to the kind.
     """
-    known = _get_kind(kind)
-    for name in ("exponent", "imbalance", "share"):
-        if name in given and name not in known.settings:
-            raise ValueError(_no_setting(name, kind))
-    return LoadSpec(**{**known.defaults, **given})
+    settings = [name for name in ("exponent", "imbalance", "share") if name in given]
+    return LoadSpec(**{**_get_kind(kind, settings).defaults, **given})
 
 
 def generate(
@@ -110,15 +109,15 @@ def generate(
     Raises:
         ValueError: There is no such kind, or it cannot be as `spec` says.
     """
-    known = _get_kind(kind)
-    if spec.imbalance is not None and "imbalance" not in known.settings:
-        raise ValueError(_no_setting("imbalance", kind))
+    known = _get_kind(kind, [] if spec.imbalance is None else ["imbalance"])
     if spec.batch < known.min_batch:
         raise ValueError(
             f"batch ({spec.batch}) must be >= {known.min_batch} for {kind}, which is about change"
         )
     generator = np.random.default_rng(spec.seed)
-    tokens = known.source_tokens(spec, generator)
+    tokens = np.full(spec.ranks, spec.tokens)
+    if known.ragged and spec.ranks > 1:  # From 0 to N at equal distances, in random order.
+        tokens = generator.permutation(np.arange(spec.ranks) * spec.tokens // (spec.ranks - 1))
     loads = []
     for law in known.laws(spec, generator):
         loads.append(_draw(spec, tokens, law, generator))
@@ -246,9 +245,25 @@ def _hot_rank(spec: LoadSpec, generator: np.random.Generator) -> Law:
     return lambda exponent: np.exp(np.where(is_hot, exponent, 0.0))
 
 
+def _dead_experts(spec: LoadSpec, generator: np.random.Generator) -> Law:
+    dead = max(round(spec.share * spec.experts), 1)
+    is_dead = np.isin(np.arange(spec.experts), generator.permutation(spec.experts)[:dead])
+    return _without(is_dead, _zipf(spec, generator), spec)
+
+
+def _without(is_dead: np.ndarray, law: Law, spec: LoadSpec) -> Law:
+    """Return the law among the experts that are not dead."""
+    alive = int((~is_dead).sum())
+    if alive < spec.top_k:
+        raise ValueError(
+            f"share ({spec.share}) leaves {alive} experts for top_k ({spec.top_k}) choices"
+        )
+    return lambda exponent: np.where(is_dead, 0.0, law(exponent))
+
+
 def _cold_ranks(spec: LoadSpec, generator: np.random.Generator) -> Law:
-    cold = _count_cold(spec)
-    return _without_ranks(generator.permutation(spec.ranks)[:cold], spec, generator)
+    cold, order = _count_cold(spec), generator.permutation(spec.ranks)
+    return _without_ranks(order[:cold], spec, generator)
 
 
 def _count_cold(spec: LoadSpec) -> int:
@@ -261,34 +276,23 @@ def _count_cold(spec: LoadSpec) -> int:
 
 
 def _without_ranks(cold: np.ndarray, spec: LoadSpec, generator: np.random.Generator) -> Law:
-    is_cold = np.isin(np.arange(spec.ranks), cold)
-    return _without(np.repeat(is_cold, spec.experts // spec.ranks), spec, generator)
+    home_rank = np.arange(spec.experts) // (spec.experts // spec.ranks)
+    return _without(np.isin(home_rank, cold), _zipf(spec, generator), spec)
 
 
-def _dead_experts(spec: LoadSpec, generator: np.random.Generator) -> Law:
-    dead = max(round(spec.share * spec.experts), 1)
-    is_dead = np.isin(np.arange(spec.experts), generator.permutation(spec.experts)[:dead])
-    return _without(is_dead, spec, generator)
-
-
-def _without(is_dead: np.ndarray, spec: LoadSpec, generator: np.random.Generator) -> Law:
-    """Zipf's law among the experts that are not dead."""
-    _check_alive(is_dead, spec)
-    law = _zipf(spec, generator)
-    return lambda exponent: np.where(is_dead, 0.0, law(exponent))
-
-
-def _check_alive(is_dead: np.ndarray, spec: LoadSpec) -> None:
-    alive = int((~is_dead).sum())
-    if alive < spec.top_k:
+def _zero_expert_rank(spec: LoadSpec, generator: np.random.Generator) -> Law:
+    """The first experts are never chosen, the others equally often."""
+    mains = spec.experts // spec.ranks
+    dead = round(spec.share * spec.experts)
+    if dead < mains:
         raise ValueError(
-            f"share ({spec.share}) leaves {alive} experts for top_k ({spec.top_k}) choices"
+            f"share ({spec.share}) of {spec.experts} experts must be at least the {mains} of a rank"
         )
+    return _without(np.arange(spec.experts) < dead, lambda exponent: np.ones(spec.experts), spec)
 
 
-def _independent(
-    make_law: Callable[[LoadSpec, np.random.Generator], Law],
-) -> Callable[[LoadSpec, np.random.Generator], list[Law]]:
+def _each(make_law: Callable[[LoadSpec, np.random.Generator], Law]) -> Laws:
+    """Make a law for each load."""
     return lambda spec, generator: [make_law(spec, generator) for _ in range(spec.batch)]
 
 
@@ -304,113 +308,48 @@ def _drift(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
 
 
 def _domain_shift(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
-    first, second = _zipf(spec, generator), _zipf(spec, generator)
-    half = spec.batch // 2
-    return [first] * half + [second] * (spec.batch - half)
+    return _halves(_zipf(spec, generator), _zipf(spec, generator), spec)
 
 
 def _cold_shift(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
     """The first ranks of a random order are cold, then the last; at a half, all others."""
-    cold = _count_cold(spec)
-    order = generator.permutation(spec.ranks)
+    cold, order = _count_cold(spec), generator.permutation(spec.ranks)
     first = _without_ranks(order[:cold], spec, generator)
-    second = _without_ranks(order[-cold:], spec, generator)
+    return _halves(first, _without_ranks(order[-cold:], spec, generator), spec)
+
+
+def _halves(first: Law, second: Law, spec: LoadSpec) -> list[Law]:
     half = spec.batch // 2
     return [first] * half + [second] * (spec.batch - half)
 
 
-_HOT_TOKENS = 3 / 4
-"""Share of tokens that choose among the hot experts."""
-_BURST_TOKENS = 1 / 2
-"""Share of tokens that choose among the hot experts in a burst of W7."""
 _STEPS_IN_PLACE = 3
 """Steps after which W6 has other hot experts."""
 _STEPS_TO_BURST = 4
 """Every so many steps of W7, the last is a burst."""
 
 
-def _count_hot(spec: LoadSpec) -> int:
-    return max(spec.top_k, spec.experts // 4)
+def _hot(
+    choose: Callable[[LoadSpec, int, int], np.ndarray | range], hot_tokens: float = 3 / 4
+) -> Laws:
+    """Make some experts hot and the others equally cold, whatever the exponent.
 
+    Args:
+        choose: Returns the hot experts of a load; gets the spec, the size of a hot set, the step.
+        hot_tokens: Share of the tokens that choose among the hot experts, if these are a hot set.
+    """
 
-def _heat(spec: LoadSpec, share: float = _HOT_TOKENS) -> float:
-    """Load of a hot expert / mean, when this share of the tokens chooses among the hot."""
-    return share * spec.experts / _count_hot(spec) + 1 - share
+    def law(spec: LoadSpec, step: int) -> Law:
+        size = max(spec.top_k, spec.experts // 4)
+        heat = hot_tokens * spec.experts / size + 1 - hot_tokens  # Load of a hot expert / mean.
+        hot = np.asarray(choose(spec, size, step), dtype=np.int64)
+        cold = spec.experts - hot.size
+        popularity = np.full(spec.experts, (spec.experts - hot.size * heat) / cold if cold else 1.0)
+        if cold:
+            popularity[hot] = heat
+        return lambda exponent: popularity
 
-
-def _with_hot(hot: np.ndarray, heat: float, spec: LoadSpec) -> Law:
-    """Experts with these indices have this heat; the others share the rest equally."""
-    if hot.size == spec.experts:
-        return _fixed(np.ones(spec.experts))
-    popularity = np.full(spec.experts, (spec.experts - hot.size * heat) / (spec.experts - hot.size))
-    popularity[hot] = heat
-    return _fixed(popularity)
-
-
-def _fixed(popularity: np.ndarray) -> Law:
-    return lambda exponent: popularity
-
-
-def _flat(spec: LoadSpec, generator: np.random.Generator) -> Law:
-    return _fixed(np.ones(spec.experts))
-
-
-def _hot_expert_set(spec: LoadSpec, generator: np.random.Generator) -> Law:
-    return _with_hot(np.arange(_count_hot(spec)), _heat(spec), spec)
-
-
-def _hot_first_rank(spec: LoadSpec, generator: np.random.Generator) -> Law:
-    """Those of W1's hot experts that are on the first rank, as hot as in W1."""
-    hot = min(_count_hot(spec), spec.experts // spec.ranks)
-    return _with_hot(np.arange(hot), _heat(spec), spec)
-
-
-def _spread_hot_experts(spec: LoadSpec, generator: np.random.Generator) -> Law:
-    """As many experts as in W1, and as hot, at equal distances."""
-    hot = _count_hot(spec)
-    return _with_hot(np.arange(hot) * spec.experts // hot, _heat(spec), spec)
-
-
-def _zero_expert_rank(spec: LoadSpec, generator: np.random.Generator) -> Law:
-    """The first experts are never chosen, the others equally often."""
-    mains = spec.experts // spec.ranks
-    dead = round(spec.share * spec.experts)
-    if dead < mains:
-        raise ValueError(
-            f"share ({spec.share}) of {spec.experts} experts must be at least the {mains} of a rank"
-        )
-    is_dead = np.arange(spec.experts) < dead
-    _check_alive(is_dead, spec)
-    return _fixed(np.where(is_dead, 0.0, 1.0))
-
-
-def _rotating_hotspot(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
-    """W1's hot set, each time on the experts after the last hot experts."""
-    hot = _count_hot(spec)
-    moves = [step // _STEPS_IN_PLACE for step in range(spec.batch)]
-    return [
-        _with_hot((move * hot + np.arange(hot)) % spec.experts, _heat(spec), spec) for move in moves
-    ]
-
-
-def _burst(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
-    steady = _flat(spec, generator)
-    burst = _with_hot(np.arange(_count_hot(spec)), _heat(spec, _BURST_TOKENS), spec)
-    return [
-        burst if step % _STEPS_TO_BURST == _STEPS_TO_BURST - 1 else steady
-        for step in range(spec.batch)
-    ]
-
-
-def _equal_tokens(spec: LoadSpec, generator: np.random.Generator) -> np.ndarray:
-    return np.full(spec.ranks, spec.tokens)
-
-
-def _ragged_tokens(spec: LoadSpec, generator: np.random.Generator) -> np.ndarray:
-    """Token counts from 0 to N at equal distances, in random order; a single rank has N."""
-    if spec.ranks == 1:
-        return _equal_tokens(spec, generator)
-    return generator.permutation(np.arange(spec.ranks) * spec.tokens // (spec.ranks - 1))
+    return lambda spec, generator: [law(spec, step) for step in range(spec.batch)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,27 +357,26 @@ class Kind:
     """A way in which loads are uneven."""
 
     summary: str
-    laws: Callable[[LoadSpec, np.random.Generator], list[Law]]
-    """The law of each of the B loads."""
+    laws: Laws
     settings: tuple[str, ...] = ("exponent", "imbalance")
     """Which of exponent, imbalance and share mean something for the kind."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults that differ from those of `LoadSpec`."""
     min_batch: int = 1
     """Loads that it takes to see what changes; a kind with more than one makes a trace."""
-    source_tokens: Callable[[LoadSpec, np.random.Generator], np.ndarray] = _equal_tokens
-    """Tokens of each rank, int [R], N at most."""
+    ragged: bool = False
+    """Whether source ranks have from no tokens to N; else all have N."""
 
 
 KINDS: dict[str, Kind] = {
-    "zipf": Kind(summary="the k-th hottest expert has 1 / k ** exponent", laws=_independent(_zipf)),
+    "zipf": Kind(summary="the k-th hottest expert has 1 / k ** exponent", laws=_each(_zipf)),
     "power-law": Kind(
         summary="popularity has a power-law tail",
-        laws=_independent(_power_law),
+        laws=_each(_power_law),
     ),
     "log-normal": Kind(
         summary="popularity is e ** (exponent * a normal number)",
-        laws=_independent(_log_normal),
+        laws=_each(_log_normal),
     ),
     "drift": Kind(
         summary="popularity wanders from load to load",
@@ -456,7 +394,7 @@ KINDS: dict[str, Kind] = {
     ),
     "cold-ranks": Kind(
         summary="a share of the ranks gets nothing",
-        laws=_independent(_cold_ranks),
+        laws=_each(_cold_ranks),
         settings=("exponent", "imbalance", "share"),
     ),
     "cold-shift": Kind(
@@ -468,59 +406,64 @@ KINDS: dict[str, Kind] = {
     ),
     "hot-rank": Kind(
         summary="one rank's experts are e ** exponent times as popular as the others",
-        laws=_independent(_hot_rank),
+        laws=_each(_hot_rank),
     ),
-    "few-tokens": Kind(
-        summary="Zipf with few tokens", laws=_independent(_zipf), defaults={"tokens": 256}
-    ),
+    "few-tokens": Kind(summary="Zipf with few tokens", laws=_each(_zipf), defaults={"tokens": 256}),
     "dead-experts": Kind(
         summary="a share of the experts gets nothing",
-        laws=_independent(_dead_experts),
+        laws=_each(_dead_experts),
         settings=("exponent", "imbalance", "share"),
     ),
     "w0-balanced": Kind(
         summary="all experts the same, without chance",
-        laws=_independent(_flat),
+        laws=_hot(lambda spec, size, step: range(0)),
         settings=(),
         defaults={"by_chance": False},
     ),
     "w1-hot-expert-set": Kind(
         summary="three of four tokens choose among the first quarter of the experts",
-        laws=_independent(_hot_expert_set),
+        laws=_hot(lambda spec, size, step: range(size)),
         settings=(),
     ),
     "w2-hot-rank": Kind(
         summary="the first rank's experts are as hot as those of w1",
-        laws=_independent(_hot_first_rank),
+        laws=_hot(lambda spec, size, step: range(min(size, spec.experts // spec.ranks))),
         settings=(),
     ),
     "w3-spread-hot-experts": Kind(
         summary="as many hot experts as in w1, as hot, at equal distances",
-        laws=_independent(_spread_hot_experts),
+        laws=_hot(lambda spec, size, step: np.arange(size) * spec.experts // size),
         settings=(),
     ),
     "w4-source-ragged": Kind(
         summary="source ranks have from no tokens to all N, experts are equally popular",
-        laws=_independent(_flat),
+        laws=_hot(lambda spec, size, step: range(0)),
         settings=(),
-        source_tokens=_ragged_tokens,
+        ragged=True,
     ),
     "w5-zero-expert-rank": Kind(
         summary="a share of the experts, the first, and so of the ranks gets nothing",
-        laws=_independent(_zero_expert_rank),
+        laws=_each(_zero_expert_rank),
         settings=("share",),
         defaults={"share": 0.5},
     ),
     "w6-rotating-hotspot": Kind(
         summary="w1, with the next quarter of the experts after every third step",
-        laws=_rotating_hotspot,
+        laws=_hot(
+            lambda spec, size, step: (
+                (step // _STEPS_IN_PLACE * size + np.arange(size)) % spec.experts
+            )
+        ),
         settings=(),
         defaults={"batch": 4 * _STEPS_IN_PLACE},
         min_batch=_STEPS_IN_PLACE + 1,
     ),
     "w7-burst": Kind(
         summary="three steps without skew, and one in which half of the tokens choose as in w1",
-        laws=_burst,
+        laws=_hot(
+            lambda spec, size, step: range(size if (step + 1) % _STEPS_TO_BURST == 0 else 0),
+            hot_tokens=1 / 2,
+        ),
         settings=(),
         defaults={"batch": 2 * _STEPS_TO_BURST},
         min_batch=_STEPS_TO_BURST,
@@ -528,13 +471,13 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def _get_kind(kind: str) -> Kind:
+def _get_kind(kind: str, settings: Sequence[str]) -> Kind:
+    """Return a kind by its name; refuse settings that it does not have."""
     if kind not in KINDS:
         known = ", ".join(sorted(KINDS))
         raise ValueError(f"unknown kind {kind!r}; known: {known}{did_you_mean(kind, KINDS)}")
+    has = KINDS[kind].settings
+    for name in settings:
+        if name not in has:
+            raise ValueError(f"{name} is no setting of {kind}; it has {', '.join(has) or 'none'}")
     return KINDS[kind]
-
-
-def _no_setting(name: str, kind: str) -> str:
-    settings = ", ".join(_get_kind(kind).settings) or "none"
-    return f"{name} is no setting of {kind}; it has {settings}"
