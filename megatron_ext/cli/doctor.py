@@ -46,12 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_state(arguments)
     if arguments.stacks:
         raise ValueError("--stacks is for the ranks of --run")
-    if arguments.gpu:
-        return _gpus(arguments)
     from megatron_ext.cli.examine import examine
+    from megatron_ext.cli.examine_gpus import examine_gpus
 
-    report = examine()
-    show(arguments, report, _lines)
+    report = examine_gpus() if arguments.gpu else examine()
+    show(arguments, report, _gpu_lines if arguments.gpu else _lines)
     return FAILED if report["problems"] else DONE
 
 
@@ -91,14 +90,6 @@ def _torch_lines(report: dict[str, Any]) -> Iterator[str]:
         f"transports           {', '.join(report['transports'])} (auto: {report['transport_auto']})"
     )
     yield f"strategies           {', '.join(report['strategies'])}"
-
-
-def _gpus(arguments: argparse.Namespace) -> int:
-    from megatron_ext.cli.examine_gpus import examine_gpus
-
-    report = examine_gpus()
-    show(arguments, report, _gpu_lines)
-    return FAILED if report["problems"] else DONE
 
 
 def _gpu_lines(report: dict[str, Any]) -> Iterator[str]:

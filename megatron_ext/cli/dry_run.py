@@ -11,8 +11,12 @@ from megatron_ext.cli.output import columns, show
 
 if TYPE_CHECKING:
     from megatron_ext.trainer.config import TrainConfig
+    from megatron_ext.trainer.model.dry_run import Stage
 
 _GB = 1e9
+
+_STATIC = ("weights", "gradients", "optimizer", "slots", "slot_gradients")
+"""What a stage holds before any activation."""
 
 LEFT_OUT = (
     "what a backward needs for a moment, workspaces, buffers of communication, and what an "
@@ -26,6 +30,8 @@ def dry_run(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: With all that is wrong.
     """
+    from omegaconf import OmegaConf
+
     from megatron_ext.config import ConfigError
     from megatron_ext.lab.forecast import (
         Expert,
@@ -67,7 +73,7 @@ def dry_run(options: argparse.Namespace) -> None:
         except ValueError as error:
             raise ConfigError([f"--imbalance ({imbalance}): {error}"]) from None
     report = {
-        "config": _plain(config),
+        "config": OmegaConf.to_container(OmegaConf.structured(config)),
         "ranks": num_ranks,
         "microbatches": counted.num_microbatches,
         "vocabulary": {"size": vocab_size, "from": vocab_from},
@@ -132,23 +138,11 @@ def _vocabulary(config: TrainConfig) -> tuple[int, str]:
     return ByteTokenizer.vocab_size, "bytes, as there are no data and model.vocab_size is 0"
 
 
-def _plain(config: TrainConfig) -> Any:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_container(OmegaConf.structured(config))
-
-
-def _stage(stage: Any, imbalance: float) -> dict[str, Any]:
+def _stage(stage: Stage, imbalance: float) -> dict[str, Any]:
     activations = {"even": stage.activations[1.0], "uneven": stage.activations[imbalance]}
     return {
         "stage": stage.pp_rank,
-        "layers": stage.layers,
-        "params": stage.params,
-        "weights": stage.weights,
-        "gradients": stage.gradients,
-        "optimizer": stage.optimizer,
-        "slots": stage.slots,
-        "slot_gradients": stage.slot_gradients,
+        **{name: getattr(stage, name) for name in ("layers", "params", *_STATIC)},
         "activations": activations,
         "memory": {name: stage.static + size for name, size in activations.items()},
     }
@@ -231,11 +225,8 @@ _HEADER = (
 
 
 def _row(stage: dict[str, Any]) -> tuple[str, ...]:
-    sizes = (
-        *(stage[name] for name in ("weights", "gradients", "optimizer", "slots", "slot_gradients")),
-        *stage["activations"].values(),
-        *stage["memory"].values(),
-    )
+    sizes = [stage[name] for name in _STATIC]
+    sizes += [*stage["activations"].values(), *stage["memory"].values()]
     return (
         str(stage["stage"]),
         str(len(stage["layers"])),

@@ -13,7 +13,7 @@ from typing import Any
 
 # What to look for where megatron-ext is on the path only, and says no requirements.
 _ESSENTIAL = ("torch", "megatron-core")
-_SHARED_MEMORY = Path("/dev/shm")
+_SHARED_MEMORY = Path("/dev/shm")  # What CPU ranks of one machine share.
 
 PACKAGES = {
     "hydra-core": "pip install 'megatron-ext[train]' (for `megatron-ext train` and other commands)",
@@ -26,6 +26,10 @@ PACKAGES = {
 }
 """Packages that a run may want, and how to get them."""
 
+# Not the module `apex`: the Python index has another project of that name.
+_APEX = {"amp_C": "optimizer", "fused_weight_gradient_mlp_cuda": "gradient accumulation"}
+"""Compiled modules of NVIDIA Apex that Megatron looks for, and what each fuses."""
+
 
 def examine() -> dict[str, Any]:
     """Return a report that JSON can hold.
@@ -34,16 +38,18 @@ def examine() -> dict[str, Any]:
     to; `features` what may be absent.
     """
     versions, problems = _versions()
-    report: dict[str, Any] = {
+    shared = shutil.disk_usage(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
+    torch_report = _torch_report(problems) if versions["torch"] is not None else {}
+    return {
         "python": platform.python_version(),
         "system": platform.platform(),
         "versions": versions,
         "cpus": len(os.sched_getaffinity(0)),
-        "shared_memory": _shared_memory(),
+        "shared_memory": shared and {"total_bytes": shared.total, "free_bytes": shared.free},
+        **torch_report,
+        "features": _features(torch_report, versions),
+        "problems": problems,
     }
-    torch_report = _torch_report(problems) if versions["torch"] is not None else {}
-    report |= torch_report
-    return report | {"features": _features(torch_report, versions), "problems": problems}
 
 
 def _versions() -> tuple[dict[str, str | None], list[str]]:
@@ -69,20 +75,17 @@ def _versions() -> tuple[dict[str, str | None], list[str]]:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
             if name in required:
-                problems.append(f"{name} is not installed: pip install '{_wanted(required[name])}'")
+                needed = required[name].specifier
+                problems.append(f"{name} is not installed: pip install '{name}{needed}'")
             continue
-        if name in required and not required[name].specifier.contains(
-            versions[name] or "", prereleases=True
-        ):
-            problems.append(
-                f"{name} {versions[name]} is installed, {required[name].specifier} is needed: "
-                f"pip install '{_wanted(required[name])}'"
-            )
+        if name in required:
+            needed = required[name].specifier
+            if not needed.contains(versions[name] or "", prereleases=True):
+                problems.append(
+                    f"{name} {versions[name]} is installed, {needed} is needed: "
+                    f"pip install '{name}{needed}'"
+                )
     return versions, problems
-
-
-def _wanted(requirement: Any) -> str:
-    return f"{requirement.name}{requirement.specifier}"
 
 
 def _torch_report(problems: list[str]) -> dict[str, Any]:
@@ -135,30 +138,30 @@ def _torch_report(problems: list[str]) -> dict[str, Any]:
     }
 
 
-def _shared_memory() -> dict[str, int] | None:
-    """Return size and free space of the shared memory that ranks of one machine use, in bytes."""
-    if not _SHARED_MEMORY.is_dir():
-        return None
-    usage = shutil.disk_usage(_SHARED_MEMORY)
-    return {"total_bytes": usage.total, "free_bytes": usage.free}
-
-
 def _features(
     report: Mapping[str, Any], versions: Mapping[str, str | None]
 ) -> list[dict[str, Any]]:
     """Return name, whether it is here, and what it is or how to get it.
 
-    Args:
-        report: What `examine` found with torch; empty without.
-        versions: Versions of the packages, None where one is absent.
+    `report` is what `_torch_report` found, empty without torch; `versions` are None where absent.
     """
-    rows = _native_features(report) if report else []
-    rows += [
-        _row(name, bool(versions[name]), versions[name] or how) for name, how in PACKAGES.items()
-    ]
+    fused = [what for module, what in _APEX.items() if importlib.util.find_spec(module)]
+    apex = (
+        f"Megatron fuses {' and '.join(fused)}"
+        if fused
+        else "nothing needs it; built from github.com/NVIDIA/apex, it gives Megatron fused kernels "
+        "for optimizer, norms and gradient accumulation"
+    )
     slurm = shutil.which("sbatch")
-    rows.append(_apex())
-    return [*rows, _row("Slurm", bool(slurm), slurm or "log in to a machine that has sbatch")]
+    return [
+        *(_native_features(report) if report else []),
+        *(
+            _row(name, bool(versions[name]), versions[name] or how)
+            for name, how in PACKAGES.items()
+        ),
+        _row("NVIDIA Apex", bool(fused), apex),
+        _row("Slurm", bool(slurm), slurm or "log in to a machine that has sbatch"),
+    ]
 
 
 def _native_features(report: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -166,8 +169,7 @@ def _native_features(report: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     gpus = ", ".join(device["name"] for device in report["devices"])
     if report["cuda"] is None:
-        how = "install a torch that is built with CUDA"
-        nvcc = how
+        how = nvcc = "install a torch that is built with CUDA"
     else:
         how = "torch finds none: see whether nvidia-smi does"
         nvcc = "install CUDA's compiler nvcc, then this package again"
@@ -178,21 +180,6 @@ def _native_features(report: Mapping[str, Any]) -> list[dict[str, Any]]:
         _row("CUDA part", report["cuda_part"], "loads" if report["cuda_part"] else nvcc),
         _row("what builds it", missing is None, missing or "compiler, cmake, ninja"),
     ]
-
-
-# Not the module `apex`: the Python index has another project of that name.
-_APEX = {"amp_C": "optimizer", "fused_weight_gradient_mlp_cuda": "gradient accumulation"}
-"""Compiled modules of NVIDIA Apex that Megatron looks for, and what each fuses."""
-
-
-def _apex() -> dict[str, Any]:
-    if found := [what for module, what in _APEX.items() if importlib.util.find_spec(module)]:
-        return _row("NVIDIA Apex", True, f"Megatron fuses {' and '.join(found)}")
-    how = (
-        "nothing needs it; built from github.com/NVIDIA/apex, it gives Megatron fused kernels for "
-        "optimizer, norms and gradient accumulation"
-    )
-    return _row("NVIDIA Apex", False, how)
 
 
 def _row(name: str, here: bool, said: str) -> dict[str, Any]:

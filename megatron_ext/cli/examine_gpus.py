@@ -19,6 +19,7 @@ def examine_gpus() -> dict[str, Any]:
     import torch
 
     from megatron_ext.ops import has_cuda_part, load_library
+    from megatron_ext.transport import choose_transport
     from megatron_ext.transport.gpu_driver import Driver
     from megatron_ext.transport.gpu_probe import reach_of_devices
 
@@ -39,7 +40,13 @@ def examine_gpus() -> dict[str, Any]:
         driver = Driver()
         report["fabric"] = driver.fabric_obstacle(numbers[0])
         report["obstacles"] = obstacles = reach_of_devices(driver, numbers)
-        report["auto"] = _auto(obstacles)
+        # With one EP rank on each of these GPUs.
+        auto = choose_transport("auto", None, len(obstacles), "cuda", lambda kind: obstacles)
+        report["auto"] = {
+            "transport": auto.name,
+            "nvlink_domain": auto.domain_ranks,
+            "why": auto.line,
+        }
     except (RuntimeError, OSError) as error:
         problems.append(str(error))
     return report | {"problems": problems}
@@ -62,16 +69,4 @@ def _gpu(number: int) -> dict[str, Any]:
         "multiprocessors": found.multi_processor_count,
         "push_blocks": budget.push_blocks,
         "pull_blocks": budget.pull_blocks(found.multi_processor_count),
-    }
-
-
-def _auto(obstacles: list[list[str]]) -> dict[str, Any]:
-    """What `auto` stands for with one EP rank on each of these GPUs."""
-    from megatron_ext.transport import choose_transport
-
-    chosen = choose_transport("auto", None, len(obstacles), "cuda", lambda kind: obstacles)
-    return {
-        "transport": chosen.name,
-        "nvlink_domain": chosen.domain_ranks,
-        "why": chosen.line,
     }

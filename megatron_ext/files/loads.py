@@ -113,8 +113,10 @@ def _read_file(path: Path) -> Loads:
         check_counts(torch.from_numpy(load))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    predicted = None
     if "predicted" in arrays:
         _check_prediction(path, arrays["predicted"])
+        predicted = torch.from_numpy(np.ascontiguousarray(arrays["predicted"]))
     return Loads(
         torch.from_numpy(np.ascontiguousarray(load)),
         {
@@ -122,9 +124,7 @@ def _read_file(path: Path) -> Loads:
             for name in TRACE_FIELDS
             if name in arrays
         },
-        torch.from_numpy(np.ascontiguousarray(arrays["predicted"]))
-        if "predicted" in arrays
-        else None,
+        predicted,
     )
 
 
@@ -157,14 +157,9 @@ def write_plans(
     with_split: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """Write a file of plans, whole or not at all.
+    """Write the plans of loads, int64 [B, R, E], all of one layout: whole or not at all.
 
-    Args:
-        path: Path of the file.
-        load: The loads that were planned for, int64 [B, R, E].
-        plans: One plan for each load, all of one layout.
-        with_split: Add each quota by source rank.
-        overwrite: Replace an existing file.
+    `with_split` adds each quota by source rank.
 
     Raises:
         FileExistsError: The file exists and is not to be replaced.

@@ -54,12 +54,7 @@ def write_layout(path: Path, layout: Mapping[int, np.ndarray], *, overwrite: boo
 
 
 def check_layout(path: Path, layer: np.ndarray, expert: np.ndarray) -> None:
-    """Check that a file has every expert of every layer once.
-
-    Args:
-        path: Path of the file, for the message.
-        layer: Number of each layer: int64 [L].
-        expert: Logical expert at each position of each layer: int64 [L, E].
+    """Check that the arrays of a file, as above, have every expert of every layer once.
 
     Raises:
         ValueError: An expert is missing or there twice; the message names file, layer and rule.

@@ -36,25 +36,14 @@ _SCHEMA = Schema(
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """The choices of some samples' tokens in all layers, as in the file."""
+    """The choices of some samples' tokens in all layers; arrays are those of the file."""
 
     token: np.ndarray
-    """Id of each token, int64 [N]."""
-
     sample: np.ndarray
-    """Sample of each token, int64 [N], from 0 to Q - 1."""
-
     layers: tuple[int, ...]
-    """Number of each layer, counted from 1."""
-
     choice: np.ndarray
-    """Logical experts that each token chose, int16 [L, N, K]."""
-
     vocab_size: int
-    """Ids that a token can have (V)."""
-
     num_experts: int
-    """Logical experts of a layer (E)."""
 
     def sizes(self) -> tuple[int, int, int]:
         """Ids of the vocabulary (V), logical experts (E), experts of a token (K)."""

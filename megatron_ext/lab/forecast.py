@@ -61,12 +61,7 @@ def forecast_replication(
 ) -> Replication | None:
     """Plan a layer's loads; return None if the run makes no plans, or has nobody to share with.
 
-    Args:
-        config: The run.
-        expert: What a replica moves.
-        tokens: Tokens of a rank in a microbatch.
-        imbalance: Busiest rank / mean without balancing.
-        hardware: The machine.
+    Each rank has `tokens` in a microbatch; `imbalance` is busiest rank / mean without balancing.
 
     Raises:
         ValueError: No load of so many experts and ranks has this imbalance.
@@ -93,12 +88,12 @@ def forecast_replication(
         strategy=balance.strategy,
         tolerance=balance.tolerance,
         min_quota=balance.min_quota,
-        nvlink_domain=domain_ranks(config, hardware),
+        nvlink_domain=forecast_transport(config, hardware).domain_ranks,
         costs=costs if balance.plans_for_time else None,
     )
     sends = torch.stack([timed_sends(each, hardware).max() for each in plan.unbatch()])
-    mean_sends, rank_loads = float(sends.double().mean()), plan.rank_loads()
-    before, after = home_loads(load), rank_loads
+    mean_sends = float(sends.double().mean())
+    before, after = home_loads(load), plan.rank_loads()
     return Replication(
         imbalance_before=float(imbalances(before).mean()),
         imbalance_after=float(imbalances(after).mean()),
@@ -145,8 +140,3 @@ def forecast_transport(config: TrainConfig, hardware: Hardware | None) -> Choice
     balance = config.balance
     device = "cpu" if hardware is None else "cuda"
     return choose_transport(balance.transport, balance.domain_ranks, ranks, device, look)
-
-
-def domain_ranks(config: TrainConfig, hardware: Hardware) -> int:
-    """Return the ranks per NVLink domain that replicas would stay in."""
-    return forecast_transport(config, hardware).domain_ranks

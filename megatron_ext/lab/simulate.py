@@ -75,13 +75,6 @@ _GRADIENT_BYTES = 4
 class Machine:
     """A model on a machine: everything that does not depend on the loads.
 
-    Args:
-        shape: Sizes of the model.
-        hardware: Constants of the machine.
-        ep_size: Ranks of an EP group (R).
-        num_gpus: Ranks of the whole training.
-        tokens: Tokens of a rank in a microbatch (N).
-
     Raises:
         ValueError: The sizes do not fit each other.
     """
@@ -90,7 +83,9 @@ class Machine:
     hardware: Hardware
     ep_size: int
     num_gpus: int
+    """Ranks of the whole training."""
     tokens: float
+    """Tokens of a rank in a microbatch (N)."""
 
     def __post_init__(self) -> None:
         """Check the sizes."""
@@ -104,9 +99,10 @@ class Machine:
     @property
     def costs(self) -> LayerCosts:
         """Costs of one MoE layer's forward, for the parts that depend on the plan."""
-        inside, outside = self._shares()
         hardware = self.hardware
-        slowest = max(inside / hardware.token_bandwidth, outside / hardware.outer_bandwidth)
+        # The share of the EP group's other ranks that are outside a rank's domain.
+        outside = max(self.ep_size - hardware.domain_ranks, 0) / max(self.ep_size - 1, 1)
+        slowest = max((1 - outside) / hardware.token_bandwidth, outside / hardware.outer_bandwidth)
         expert_flops_per_s = hardware.peak_flops_per_s * hardware.expert_efficiency
         return LayerCosts(
             expert_bytes=self.shape.element_bytes * self.shape.expert_params,
@@ -115,12 +111,6 @@ class Machine:
             token_bytes=self.shape.token_bytes,
             token_bandwidth=1 / slowest,
         )
-
-    def _shares(self) -> tuple[float, float]:
-        """Shares of the EP group's other ranks that are inside and outside a rank's domain."""
-        others = max(self.ep_size - 1, 1)
-        outside = max(self.ep_size - self.hardware.domain_ranks, 0) / others
-        return 1 - outside, outside
 
     def _dense_s(self, flops: float) -> float:
         """Seconds of so many FLOPs for each token, in the parts that all ranks have."""
@@ -134,9 +124,8 @@ class Machine:
     def reroute_s(self, slots: int) -> float:
         """Seconds of rewriting probabilities (float32) and choices (bytes), [N, E] to [N, P]."""
         physical = self.shape.num_experts + self.ep_size * slots
-        return (
-            5 * self.tokens * (self.shape.num_experts + physical) / (self.hardware.memory_bandwidth)
-        )
+        num_bytes = 5 * self.tokens * (self.shape.num_experts + physical)
+        return num_bytes / self.hardware.memory_bandwidth
 
     def outside_layers_s(self) -> float:
         """Seconds of a microbatch outside MoE layers on the slowest stage: forward and backward."""
@@ -162,24 +151,21 @@ class Machine:
         embeddings = shape.vocab_size * shape.hidden_size * (2 if shape.pp_size == 1 else 1)
         return experts / shape.pp_size, dense / shape.pp_size + embeddings
 
-    def _data_parallel(self) -> tuple[int, int]:
-        """Ranks that share a gradient: an expert's gradient, and any other gradient."""
-        dense = self.num_gpus // self.shape.pp_size
-        return dense // self.ep_size, dense
-
     def after_backward_s(self, backward_s: float) -> float:
         """Seconds of a step after its microbatches: gradients over data parallelism, optimizer."""
         hardware, shape = self.hardware, self.shape
         crosses = self.num_gpus > hardware.domain_ranks
         bandwidth = hardware.outer_bandwidth if crosses else hardware.weight_bandwidth
+        dp_size = self.num_gpus // shape.pp_size
+        # Ranks that share a gradient: an expert's gradient, and any other gradient.
+        shared = list(zip(self.params(), (dp_size // self.ep_size, dp_size), strict=True))
         num_bytes = sum(
             params * (ranks - 1) / ranks * (_GRADIENT_BYTES + shape.element_bytes)
-            for params, ranks in zip(self.params(), self._data_parallel(), strict=True)
+            for params, ranks in shared
         )
         reduction = max(0.0, num_bytes / bandwidth - hardware.overlap * backward_s)
         optimized = sum(
-            params / (ranks if shape.distributed_optimizer else 1)
-            for params, ranks in zip(self.params(), self._data_parallel(), strict=True)
+            params / (ranks if shape.distributed_optimizer else 1) for params, ranks in shared
         )
         return reduction + optimized * shape.optimizer_bytes / hardware.optimizer_bandwidth
 
@@ -263,11 +249,8 @@ class Setting(Asked):
 def as_measured(hardware: Hardware, shape: ModelShape, balance: BalanceConfig) -> Hardware:
     """Return the machine with the two rates that a run of the model on it has measured.
 
-    Args:
-        hardware: The machine.
-        shape: The model.
-        balance: Costs that are not `auto` replace the machine's: `link_bandwidth` its
-            `weight_bandwidth`, `assignment_time` its `expert_efficiency`.
+    Costs of `balance` that are not `auto` replace the machine's: `link_bandwidth` its
+    `weight_bandwidth`, `assignment_time` its `expert_efficiency`.
 
     Raises:
         ValueError: Experts would be faster than the machine's peak.

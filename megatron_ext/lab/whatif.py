@@ -18,7 +18,7 @@ import torch
 
 from megatron_ext.balance.metrics import home_loads, imbalances
 from megatron_ext.files.loads import Loads
-from megatron_ext.files.tables import Cells, fill, html_table, markdown_table
+from megatron_ext.files.tables import Cells, fill, html_table, markdown_table, ranges
 from megatron_ext.lab.planning import Asked
 from megatron_ext.lab.replay import replay
 from megatron_ext.lab.simulate import LEFT_OUT, NONE, Setting, simulate
@@ -109,8 +109,9 @@ def what_if(
         "tried": [{key: value for key, value in one.items() if key != "of_loads"} for one in tried],
         **{name: best[name] for name in (*taken, "imbalance_before", "imbalance", "replicas")},
         "capacity_factor": {
-            "before": _round_up(best["imbalance_before_worst"]),
-            "after": _round_up(best["imbalance_worst"]),
+            # Rounded up to hundredths, but for what is off by float's last digits.
+            when: math.ceil(best[worst] * 100 - 1e-6) / 100
+            for when, worst in (("before", "imbalance_before_worst"), ("after", "imbalance_worst"))
         },
         "layers": _layers(loads, setting, best["of_loads"], on_load),
         "break_even": setting and _break_even(loads, setting, tokens),
@@ -147,11 +148,6 @@ def _try_slots(loads: Loads, asked: Asked, on_load: Callable[[int], object]) -> 
         }
         on_load(len(loads))
     return numbers
-
-
-def _round_up(imbalance: float) -> float:
-    """Round up to hundredths; what is off by float's last digits stays."""
-    return math.ceil(imbalance * 100 - 1e-6) / 100
 
 
 def _layers(
@@ -212,7 +208,8 @@ def _break_even(loads: Loads, setting: Setting, tokens: float) -> dict[str, Any]
 def verdict(report: Mapping[str, Any]) -> str:
     """Return the answer in a sentence."""
     before, after, slots = report["imbalance_before"], report["imbalance"], report["slots"]
-    even = f"{before:.2f} x the mean before, {after:.2f} x with {_slots(slots)}"
+    taken = f"{slots} slot{'s' if slots > 1 else ''} a rank"
+    even = f"{before:.2f} x the mean before, {after:.2f} x with {taken}"
     if report["speed_up"] is None:
         return (
             f"The busiest rank computes {even}: the experts would take {after / before:.2f} of "
@@ -225,7 +222,7 @@ def verdict(report: Mapping[str, Any]) -> str:
             f"{even}."
         )
     return (
-        f"A step would be {gain} with {_slots(slots)}, "
+        f"A step would be {gain} with {taken}, "
         f"{report['share_of_ideal']:.2f} of what even routing would bring. The busiest rank "
         f"computes {even}."
     )
@@ -233,10 +230,6 @@ def verdict(report: Mapping[str, Any]) -> str:
 
 def _loses(report: Mapping[str, Any]) -> bool:
     return report["speed_up"] is not None and report["speed_up"] < 1 + GOOD_ENOUGH
-
-
-def _slots(count: int) -> str:
-    return f"{count} slot{'s' if count > 1 else ''} a rank"
 
 
 def answers(report: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -254,7 +247,7 @@ def answers(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         (
             "layers that gain",
             f"{len(gaining)} of {len(report['layers'])}"
-            + (f": {_ranges(gaining)}" if any(gaining) else ""),
+            + (f": {ranges(gaining)}" if any(gaining) else ""),
         ),
     ]
     if report["speed_up"] is not None:
@@ -280,23 +273,6 @@ def _break_even_text(report: Mapping[str, Any]) -> str:
         return f"{tokens:.0f} tokens an expert"
     never = f"none up to {2**_LARGEST_SCALE} times the tokens"
     return {"always": "none: however few the tokens", "never": never}[report["break_even"]["gains"]]
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Write numbers in rising order, neighbours as ranges.
-
-    >>> _ranges([1, 2, 3, 7, 9, 10])
-    '1-3, 7, 9, 10'
-    """
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(
-        f"{part[0]}-{part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts
-    )
 
 
 def tried_cells(report: Mapping[str, Any]) -> Cells:
@@ -381,13 +357,9 @@ def page(report: Mapping[str, Any]) -> str:
     return page_html(
         Page(
             title=title,
-            top="".join(
-                (
-                    f"<h1>{title}</h1>",
-                    sentences([report["verdict"], f"Of {of_what(report)}. {LEGEND}"], []),
-                    wide(html_table(("question", "answer"), answers(report))),
-                )
-            ),
+            top=f"<h1>{title}</h1>"
+            + sentences([report["verdict"], f"Of {of_what(report)}. {LEGEND}"], [])
+            + wide(html_table(("question", "answer"), answers(report))),
             data={key: report[key] for key in ("slots", "layers", "tried")},
             bottom="".join(below),
             script=part(__package__, "whatif_page.js"),

@@ -7,7 +7,7 @@ import logging
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +19,7 @@ from megatron_ext.config import COST_UNITS, ConfigError
 from megatron_ext.files.json_files import json_text
 from megatron_ext.files.locks import FolderInUseError, held
 from megatron_ext.files.run_dir import ABOUT_FILE, CONFIG_FILE, LAYERS_FILE, METRICS_FILE
+from megatron_ext.files.tables import ranges
 from megatron_ext.files.whole import write_whole
 from megatron_ext.telemetry.step_lines import StepLines, read_lines
 from megatron_ext.trainer.config import TrainConfig
@@ -123,21 +124,8 @@ def _warn_of_gaps(run_dir: Path, start_step: int) -> None:
         logger.warning(
             "warning: %s has no lines of the steps %s: they were lost before this run continued",
             run_dir / METRICS_FILE,
-            _ranges(missing),
+            ranges(missing),
         )
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Write increasing numbers shortly.
-
-    >>> _ranges([3, 7, 8, 9])
-    '3, 7-9'
-    """
-    known = set(numbers)
-    starts = [one for one in numbers if one - 1 not in known]
-    ends = [one for one in numbers if one + 1 not in known]
-    pairs = zip(starts, ends, strict=True)
-    return ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in pairs)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
