@@ -37,8 +37,7 @@ from megatron_ext.trainer.command import of_extra
 # In the order in which `--help` lists them.
 _COMMANDS = (
     *(train, submit, logs, report, dashboards, plan, replay, place, simulate, whatif, synth),
-    *(data, checkpoint),
-    doctor,
+    *(data, checkpoint, doctor),
 )
 # Errors that a user can repair by another command line.
 _USAGE_ERRORS = (

@@ -46,8 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_state(arguments)
     if arguments.stacks:
         raise ValueError("--stacks is for the ranks of --run")
-    from megatron_ext.cli.examine import examine
-    from megatron_ext.cli.examine_gpus import examine_gpus
+    from megatron_ext.cli.examine import examine, examine_gpus
 
     report = examine_gpus() if arguments.gpu else examine()
     show(arguments, report, _gpu_lines if arguments.gpu else _lines)

@@ -1,4 +1,4 @@
-"""What this machine and this installation have, for `megatron-ext doctor`."""
+"""What this machine, this installation and its GPUs have, for `megatron-ext doctor`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 # What to look for where megatron-ext is on the path only, and says no requirements.
 _ESSENTIAL = ("torch", "megatron-core")
 _SHARED_MEMORY = Path("/dev/shm")  # What CPU ranks of one machine share.
+_CHANNELS = Path("/dev/nvidia-caps-imex-channels")
 
 PACKAGES = {
     "hydra-core": "pip install 'megatron-ext[train]' (for `megatron-ext train` and other commands)",
@@ -107,12 +108,10 @@ def _torch_report(problems: list[str]) -> dict[str, Any]:
         native_library = False
         native_said = str(error)
         problems.append(native_said)
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    has_gpu = torch.cuda.is_available()
+    device_type = "cuda" if has_gpu else "cpu"
     cuda_part = native_library and has_cuda_part()
-    devices = [
-        torch.cuda.get_device_properties(index)
-        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    ]
+    numbers = range(torch.cuda.device_count() if has_gpu else 0)
     return {
         "cuda": torch.version.cuda,
         "devices": [
@@ -121,7 +120,7 @@ def _torch_report(problems: list[str]) -> dict[str, Any]:
                 "memory_bytes": device.total_memory,
                 "capability": f"{device.major}.{device.minor}",
             }
-            for device in devices
+            for device in map(torch.cuda.get_device_properties, numbers)
         ],
         "native_library": native_library,
         "native_said": native_said,
@@ -132,7 +131,7 @@ def _torch_report(problems: list[str]) -> dict[str, Any]:
         "transport_auto": resolve_transport(
             "auto",
             device_type=device_type,
-            mapped=cuda_part if device_type == "cuda" else native_library,
+            mapped=cuda_part if has_gpu else native_library,
         ),
         "strategies": list(STRATEGIES),
     }
@@ -184,3 +183,65 @@ def _native_features(report: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _row(name: str, here: bool, said: str) -> dict[str, Any]:
     return {"name": name, "here": here, "said": said}
+
+
+def examine_gpus() -> dict[str, Any]:
+    """Return a report that JSON can hold: what is there, and what balancing would make of it.
+
+    `problems` in it names what keeps the kernels from running, a sentence each. Without a GPU it is
+    empty, and so is `gpus`.
+    """
+    import torch
+
+    from megatron_ext.ops import has_cuda_part, load_library
+    from megatron_ext.transport import choose_transport
+    from megatron_ext.transport.gpu_driver import Driver
+    from megatron_ext.transport.gpu_probe import reach_of_devices
+
+    numbers = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    if not numbers:
+        return {"gpus": [], "problems": []}
+    gpus = [_gpu(number) for number in numbers]
+    problems = [gpu["lacks"] for gpu in gpus if gpu["lacks"]]
+    report: dict[str, Any] = {
+        "gpus": gpus,
+        "imex_channels": sorted(each.name for each in _CHANNELS.glob("channel*")),
+        "queues": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+    }
+    try:
+        load_library()
+        if not has_cuda_part():
+            raise RuntimeError("the library of megatron_ext has no CUDA part; build it with nvcc")
+        driver = Driver()
+        report["fabric"] = driver.fabric_obstacle(numbers[0])
+        report["obstacles"] = obstacles = reach_of_devices(driver, numbers)
+        # With one EP rank on each of these GPUs.
+        auto = choose_transport("auto", None, len(obstacles), "cuda", lambda kind: obstacles)
+        report["auto"] = {
+            "transport": auto.name,
+            "nvlink_domain": auto.domain_ranks,
+            "why": auto.line,
+        }
+    except (RuntimeError, OSError) as error:
+        problems.append(str(error))
+    return report | {"problems": problems}
+
+
+def _gpu(number: int) -> dict[str, Any]:
+    import torch
+
+    from megatron_ext.transport.gpus import budget_of, what_it_lacks
+
+    found = torch.cuda.get_device_properties(number)
+    capability = found.major, found.minor
+    budget = budget_of(capability)
+    return {
+        "number": number,
+        "name": found.name,
+        "uuid": str(found.uuid),
+        "architecture": f"sm_{found.major}{found.minor}",
+        "lacks": what_it_lacks(found.name, capability),
+        "multiprocessors": found.multi_processor_count,
+        "push_blocks": budget.push_blocks,
+        "pull_blocks": budget.pull_blocks(found.multi_processor_count),
+    }

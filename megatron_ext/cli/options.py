@@ -29,6 +29,12 @@ PLAN_SETTINGS = (
     ("min_quota", "N", "fewest assignments of a replica"),
 )
 
+# (field of `LayerCosts`, type, metavar, help): the costs that are no settings of `balance`.
+_COSTS = (
+    ("expert_bytes", positive, "N", "bytes of one expert's weights"),
+    ("token_bytes", int, "N", "bytes of a hidden state (0: tokens cost nothing)"),
+)
+
 
 def add_group(commands: Any, name: str, summary: str) -> Any:
     """Add a command that only has subcommands."""
@@ -37,11 +43,7 @@ def add_group(commands: Any, name: str, summary: str) -> Any:
 
 
 def add_command(
-    commands: Any,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    summary: str,
-    example: str,
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str, example: str
 ) -> argparse.ArgumentParser:
     """Add a command. `run` gets its options and returns the exit status."""
     parser: argparse.ArgumentParser = commands.add_parser(
@@ -54,13 +56,6 @@ def add_command(
     parser.set_defaults(run=run, command_name=parser.prog)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
-
-
-# (field of `LayerCosts`, type, metavar, help): the costs that are no settings of `balance`.
-_COSTS = (
-    ("expert_bytes", positive, "N", "bytes of one expert's weights"),
-    ("token_bytes", int, "N", "bytes of a hidden state (0: tokens cost nothing)"),
-)
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
@@ -288,12 +283,8 @@ def layer_costs(
 ) -> LayerCosts | None:
     """Return the costs given by the options of `add_costs` if planning is `for_time`, else None.
 
-    Args:
-        arguments: Words of the command.
-        balance: Settings of the command, some of which are costs, too.
-        for_time: Whether planning is for time.
-        switch: The words that ask to plan for time, for messages.
-        alone: Costs that the command also has another use for.
+    `switch` are the words that ask for it, for messages; the command also has another use for the
+    costs `alone`.
 
     Raises:
         ValueError: A cost is missing, or given without the `switch` that asks to plan for time.

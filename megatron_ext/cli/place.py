@@ -101,7 +101,6 @@ def _add_file(parser: argparse.ArgumentParser, metavar: str) -> None:
 
 def run_craft(arguments: argparse.Namespace) -> int:
     """Place replicas, write them, and show what each layer gains."""
-    from megatron_ext.balance.planner import plan_layout
     from megatron_ext.files.placement import write_placement
     from megatron_ext.methods.craft.place import place, replica_counts
 
@@ -109,14 +108,7 @@ def run_craft(arguments: argparse.Namespace) -> int:
     asked = options.asked(options.balance_config(arguments))
     loads = options.read_trace(arguments)
     options.warn_of_empty_slots(loads, asked)
-    _, ranks, experts = loads.load.shape
-    layout = plan_layout(
-        "craft",
-        num_experts=experts,
-        ep_size=ranks,
-        slots=asked.slots,
-        nvlink_domain=asked.nvlink_domain,
-    )
+    layout = asked.layout("craft", loads)
     replays = len(replica_counts(layout)) + 1
     with progress("Replaying", replays * len(loads)) as on_load:
         crafted = place(
@@ -131,8 +123,8 @@ def run_craft(arguments: argparse.Namespace) -> int:
     report = {
         "path": str(arguments.out),
         "loads": len(loads),
-        "ranks": ranks,
-        "experts": experts,
+        "ranks": layout.ep_size,
+        "experts": layout.num_experts,
         "slots": layout.slots,
         "budget": crafted.budget,
         "even": arguments.even,

@@ -18,14 +18,7 @@ from megatron_ext.telemetry.heartbeat import (
     read_statuses,
     stacks_path,
 )
-from megatron_ext.trainer.ranks.watchdog import (
-    STACKS_SIGNAL,
-    ended,
-    least_far,
-    lost,
-    missing,
-    told,
-)
+from megatron_ext.trainer.ranks.watchdog import STACKS_SIGNAL, ended, least_far, lost, missing, told
 
 _STACKS_S = 30.0
 """Longest wait for the stacks of a rank, in seconds."""

@@ -6,6 +6,7 @@ The job is `launch/slurm.sbatch` with other `#SBATCH` lines, and the words of th
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import shlex
 import sys
@@ -205,10 +206,7 @@ def render(
 ) -> str:
     """Return the script of a job.
 
-    Args:
-        options: The command's.
-        variants: The words of `train`: one list, or one for each job of an array.
-        config: The settings of one of them.
+    `variants` are the words of `train`, for each job of an array; `config` are settings of one.
     """
     header, body = _template()
     ranks = _ranks_per_node(options, config)
@@ -268,10 +266,8 @@ def _template() -> tuple[dict[str, str], list[str]]:
     """Return the options of sbatch in `launch/slurm.sbatch`, and its lines after the comments."""
     lines = (_launch_folder() / "slurm.sbatch").read_text().splitlines()
     options = [line.removeprefix(_MARK) for line in lines if line.startswith(_MARK)]
-    body = next(number for number, line in enumerate(lines) if not line.startswith("#"))
-    return {name: value for name, _, value in (each.partition("=") for each in options)}, lines[
-        body:
-    ]
+    header = {name: value for name, _, value in (each.partition("=") for each in options)}
+    return header, list(itertools.dropwhile(lambda line: line.startswith("#"), lines))
 
 
 def _launch_folder() -> Path:

@@ -1,11 +1,27 @@
-"""`megatron-ext train`: train a model."""
+"""`megatron-ext train`: trains a model; with `--dry-run` says what a run is, and would need."""
 
 from __future__ import annotations
 
-from typing import Any
+import argparse
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from megatron_ext.cli.dry_run import dry_run
-from megatron_ext.cli.output import DONE, INTERRUPTED
+from megatron_ext.cli.output import DONE, INTERRUPTED, columns, show
+
+if TYPE_CHECKING:
+    from megatron_ext.trainer.config import TrainConfig
+    from megatron_ext.trainer.model.dry_run import Stage
+
+_GB = 1e9
+
+_STATIC = ("weights", "gradients", "optimizer", "slots", "slot_gradients")
+"""What a stage holds before any activation."""
+
+LEFT_OUT = (
+    "what a backward needs for a moment, workspaces, buffers of communication, and what an "
+    "allocator cannot use"
+)
 
 
 def add(commands: Any) -> None:
@@ -22,3 +38,214 @@ def run(words: list[str]) -> int:
     except KeyboardInterrupt:  # Before there are ranks; then their launcher deals with it.
         return INTERRUPTED
     return DONE
+
+
+def dry_run(options: argparse.Namespace) -> None:
+    """Print the settings, and what the run would need.
+
+    Raises:
+        ConfigError: With all that is wrong.
+    """
+    from omegaconf import OmegaConf
+
+    from megatron_ext.config import ConfigError
+    from megatron_ext.lab.forecast import (
+        Expert,
+        forecast_costs,
+        forecast_replication,
+        forecast_transport,
+    )
+    from megatron_ext.lab.hardware import recipe_hardware
+    from megatron_ext.trainer.train import load_without_data
+
+    config, num_ranks = load_without_data(
+        options.overrides, options.config_dir, options.config_name, num_ranks=options.ranks
+    )
+    imbalance = _imbalance(options.imbalance, config.parallel.ep_size)
+    vocab_size, vocab_from = _vocabulary(config)
+    try:
+        hardware = recipe_hardware(config)
+        transport = forecast_transport(config, hardware)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError([str(error)]) from None
+
+    from megatron_ext.trainer.model.dry_run import dry_run as count
+    from megatron_ext.trainer.model.settings import assumes_transformer_engine
+
+    counted = count(config, num_ranks=num_ranks, vocab_size=vocab_size, imbalances=(1.0, imbalance))
+    replicating = next((stage for stage in counted.stages if stage.expert_params), None)
+    replication = costs = None
+    if hardware is not None and replicating is not None:
+        expert = Expert(
+            params=replicating.expert_params,
+            weight_bytes=replicating.expert_bytes,
+            grad_bytes=replicating.expert_grad_bytes,
+        )
+        costs = forecast_costs(config, expert, hardware)
+        try:
+            replication = forecast_replication(
+                config, expert, tokens=counted.tokens, imbalance=imbalance, hardware=hardware
+            )
+        except ValueError as error:
+            raise ConfigError([f"--imbalance ({imbalance}): {error}"]) from None
+    report = {
+        "config": OmegaConf.to_container(OmegaConf.structured(config)),
+        "ranks": num_ranks,
+        "microbatches": counted.num_microbatches,
+        "vocabulary": {"size": vocab_size, "from": vocab_from},
+        "params": {
+            "total": counted.params.dense + counted.params.experts,
+            "active": counted.active,
+            "mtp": counted.params.mtp,
+        },
+        "imbalance": imbalance,
+        "stages": [_stage(stage, imbalance) for stage in counted.stages],
+        "memory_bytes": None if hardware is None else hardware.memory_bytes,
+        "machine": None if hardware is None else hardware.summary,
+        "layers": "transformer_engine" if assumes_transformer_engine(config) else "local",
+        "auto": {
+            "transport": transport.name,
+            "nvlink_domain": transport.domain_ranks,
+            "why": transport.line,
+            "timeout_s": config.balance.wait_limit_s or config.timeout_s,
+            **_budget(config),
+            "link_bandwidth": costs and costs.link_bandwidth,
+            "assignment_time": costs and costs.assignment_time,
+        },
+        "replication": None if replication is None else dataclasses.asdict(replication),
+    }
+    show(options, report, _lines)
+
+
+def _imbalance(asked: float | None, ep_size: int) -> float:
+    from megatron_ext.config import ConfigError
+    from megatron_ext.trainer.command import IMBALANCE
+
+    if asked is None:
+        return min(IMBALANCE, float(ep_size))
+    if not 1 <= asked <= ep_size:
+        raise ConfigError([f"--imbalance ({asked}) must be from 1 to parallel.ep_size ({ep_size})"])
+    return asked
+
+
+def _budget(config: TrainConfig) -> dict[str, Any]:
+    """Return what moving replicas takes of a GPU: as given, else for each architecture."""
+    from megatron_ext.transport.gpus import BUDGETS, budget_of
+
+    balance = config.balance
+    asked = balance.copying_blocks, balance.adding_share
+    of_gpus = {f"{major}.x": budget_of((major, 0), *asked) for major in BUDGETS}
+    return {
+        name: given if given is not None else {gpu: getattr(of_gpus[gpu], name) for gpu in of_gpus}
+        for name, given in zip(("push_blocks", "grad_reduce_share"), asked, strict=True)
+    }
+
+
+def _vocabulary(config: TrainConfig) -> tuple[int, str]:
+    """Return the number of tokens that the model knows, and who says so."""
+    from megatron_ext.data.manifest import Manifest
+    from megatron_ext.data.tokenizer import ByteTokenizer
+    from megatron_ext.trainer.validate import has_data
+
+    if config.model.vocab_size:
+        return config.model.vocab_size, "model.vocab_size"
+    if has_data(config):
+        return Manifest.load(config.data.path).vocab_size, f"the data in {config.data.path}"
+    return ByteTokenizer.vocab_size, "bytes, as there are no data and model.vocab_size is 0"
+
+
+def _stage(stage: Stage, imbalance: float) -> dict[str, Any]:
+    activations = {"even": stage.activations[1.0], "uneven": stage.activations[imbalance]}
+    return {
+        "stage": stage.pp_rank,
+        **{name: getattr(stage, name) for name in ("layers", "params", *_STATIC)},
+        "activations": activations,
+        "memory": {name: stage.static + size for name, size in activations.items()},
+    }
+
+
+def _lines(report: dict[str, Any]) -> Iterator[str]:
+    from omegaconf import OmegaConf
+
+    params, imbalance = report["params"], report["imbalance"]
+    yield OmegaConf.to_yaml(OmegaConf.create(report["config"]))
+    also = f", and {params['mtp']:,} that predict further tokens" if params["mtp"] else ""
+    vocabulary = report["vocabulary"]
+    yield (
+        f"Parameters: {params['total']:,}, of which a token meets {params['active']:,}{also}. "
+        f"Vocabulary: {vocabulary['size']:,} ({vocabulary['from']})."
+    )
+    yield (
+        f"{report['ranks']} ranks, {report['microbatches']} microbatches a step. One rank of each "
+        f"pipeline stage, GB; activations at even loads and on the busiest rank at {imbalance:g}:"
+    )
+    if report["layers"] == "transformer_engine":
+        yield (
+            "Assumed: Transformer Engine's layers (attention keeps no scores), fused gradients; "
+            "model.transformer_impl=local counts Megatron's."
+        )
+    yield ""
+    yield columns(_HEADER, [_row(stage) for stage in report["stages"]])
+    yield ""
+    if report["memory_bytes"] is not None:
+        most = max(stage["memory"]["uneven"] for stage in report["stages"])
+        share = most / report["memory_bytes"]
+        verdict = "fits" if share <= 1 else "does NOT fit"
+        yield (
+            f"Busiest rank: {most / _GB:.1f} GB of {report['memory_bytes'] / _GB:.0f} GB "
+            f"({report['machine']}): {verdict}. Left out: {LEFT_OUT}."
+        )
+    auto = report["auto"]
+    yield f"{auto['why']}. Replicas: domains of {auto['nvlink_domain']} ranks."
+    if report["machine"] is not None:
+        yield (
+            f"Moving replicas takes push_blocks {_by_gpu(auto['push_blocks'])} and "
+            f"grad_reduce_share {_by_gpu(auto['grad_reduce_share'])} of a GPU."
+        )
+    if auto["link_bandwidth"] is None:
+        yield (
+            "Costs of balance.objective=time, and of replication: only with a machine, as in "
+            "hardware=server_8_h100."
+        )
+        return
+    yield (
+        f"Costs of balance.objective=time: {auto['link_bandwidth'] / _GB:.4g} GB/s, "
+        f"{1e6 * auto['assignment_time']:.3g} us an assignment (as given, else of the machine; a "
+        "run measures them)."
+    )
+    if (moved := report["replication"]) is None:
+        yield "Replication: none."
+        return
+    yield (
+        f"Replication in a layer and microbatch, by the simulator's model: imbalance "
+        f"{moved['imbalance_before']:.2f} -> {moved['imbalance_after']:.2f} by "
+        f"{moved['replicas']:.1f} replicas; the busiest rank moves "
+        f"{moved['weight_bytes'] / _GB:.3f} GB of weights in {moved['weight_ms']:.3f} ms (and "
+        f"again in backward) and {moved['grad_bytes'] / _GB:.3f} GB of gradients in "
+        f"{moved['grad_ms']:.3f} ms; its experts' forward takes {moved['experts_ms']:.3f} ms "
+        f"instead of {moved['experts_before_ms']:.3f} ms."
+    )
+
+
+def _by_gpu(value: Any) -> str:
+    """A number, or one for each architecture."""
+    if not isinstance(value, dict):
+        return str(value)
+    return ", ".join(f"{each} (compute capability {gpu})" for gpu, each in value.items())
+
+
+_HEADER = (
+    *("stage", "layers", "parameters", "weights", "gradients", "optimizer", "slots", "their grads"),
+    *("activations", "uneven", "all", "uneven"),
+)
+
+
+def _row(stage: dict[str, Any]) -> tuple[str, ...]:
+    sizes = [stage[name] for name in _STATIC]
+    sizes += [*stage["activations"].values(), *stage["memory"].values()]
+    return (
+        str(stage["stage"]),
+        str(len(stage["layers"])),
+        f"{stage['params']:,}",
+        *(f"{size / _GB:.2f}" for size in sizes),
+    )

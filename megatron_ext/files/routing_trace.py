@@ -123,7 +123,9 @@ def _read_rank(path: Path, rank: int) -> _Counts:
     for number, line in _lines(path):
         try:
             record = json.loads(line)
-            if _is_of_stage(record):
+            if not isinstance(record, dict) or "stage" not in record:
+                raise ValueError("it has no 'stage'")
+            if record["stage"] == _STAGE:
                 step, layer, chosen = _parse(record, rank)
                 counts.setdefault(step, {}).setdefault(layer, []).append(chosen)
         # A RecursionError is Python's answer to brackets without end.
@@ -146,12 +148,6 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 raise ValueError(f"{path}, line {number} is longer than {_LONGEST} bytes")
             if line.endswith(b"\n"):
                 yield number, line
-
-
-def _is_of_stage(record: Any) -> bool:
-    if not isinstance(record, dict) or "stage" not in record:
-        raise ValueError("it has no 'stage'")
-    return bool(record["stage"] == _STAGE)
 
 
 def _parse(record: Mapping[str, Any], rank: int) -> tuple[int, _Layer, np.ndarray]:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_ext.balance.bounds import lower_bound
+from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads, imbalance, max_fanouts, rank_sends
 from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.planner import LayerPlanner, plan_layout
@@ -30,6 +31,17 @@ class Asked:
     """Replicas a rank can hold; the strategy may take another number."""
     nvlink_domain: int | None
     """Ranks within which replicas are placed; the whole EP group if None."""
+
+    def layout(self, strategy: str, loads: Loads) -> ExpertLayout:
+        """Return the layout that a strategy plans these loads for."""
+        _, ranks, experts = loads.load.shape
+        return plan_layout(
+            strategy,
+            num_experts=experts,
+            ep_size=ranks,
+            slots=self.slots,
+            nvlink_domain=self.nvlink_domain,
+        )
 
 
 @dataclass(frozen=True)
@@ -63,15 +75,7 @@ def make_planners(loads: Loads, strategy: str, asked: Asked) -> list[LayerPlanne
     Raises:
         ValueError: A setting is out of range, or the strategy makes no plans.
     """
-    _, ranks, experts = loads.load.shape
-    layout = plan_layout(
-        strategy,
-        num_experts=experts,
-        ep_size=ranks,
-        slots=asked.slots,
-        nvlink_domain=asked.nvlink_domain,
-    )
-    layers = loads.layers()
+    layout, layers = asked.layout(strategy, loads), loads.layers()
     planners = {
         layer: LayerPlanner(strategy, layout, asked.planning, layer=layer)
         for layer in sorted(set(layers))

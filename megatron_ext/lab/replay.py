@@ -172,11 +172,7 @@ def _measure(
 
 
 def make_report(
-    loads: Loads,
-    replayed: Mapping[str, Measured],
-    asked: Asked,
-    *,
-    expert_bytes: int | None = None,
+    loads: Loads, replayed: Mapping[str, Measured], asked: Asked, *, expert_bytes: int | None = None
 ) -> dict[str, Any]:
     """Return the comparison, for JSON.
 

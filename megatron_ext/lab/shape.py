@@ -31,14 +31,11 @@ def read_shape(name_or_file: str, overrides: Sequence[str]) -> ModelShape:
     begun = [each for each in recipe_names(recipes) if each.startswith(f"{name}_")]
     if len(begun) != 1 or name in recipe_names(recipes):
         begun = [find_file(name, recipes, "model").stem]
-    return _of_recipe(begun[0], overrides)
 
-
-def _of_recipe(name: str, overrides: Sequence[str]) -> ModelShape:
     from megatron_ext.trainer.train import load_config
 
     try:
-        config = load_config(overrides, config_name=name, needs_data=False)
+        config = load_config(overrides, config_name=begun[0], needs_data=False)
     except ConfigError as error:
         raise ValueError("; ".join(error.problems)) from None
     if config.parallel.tp_size > 1:
@@ -46,4 +43,4 @@ def _of_recipe(name: str, overrides: Sequence[str]) -> ModelShape:
             f"parallel.tp_size ({config.parallel.tp_size}) must be 1: tensor parallelism is not "
             "simulated"
         )
-    return shape_of(config, name)
+    return shape_of(config, begun[0])

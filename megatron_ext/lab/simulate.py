@@ -37,17 +37,6 @@ FILES = ("simulate.json", "simulate.md")
 IDEAL = "ideal"
 NONE = "none"
 
-PARTS = ("solve", "weights", "tokens", "experts", "dense", "reduce")
-"""Parts of a MoE layer's time, forward and backward:
-
-    solve    planning
-    weights  moving replicas' weights, or in forward reroute, whichever is longer
-    tokens   dispatch and combine
-    experts  the experts
-    dense    attention, router and shared expert
-    reduce   reducing replicas' gradients, as far as it is not hidden
-"""
-
 LEFT_OUT = (
     "experts have one rate and dense parts another, for any number and size of products",
     "kernel launches, latency of messages and waiting for the host, but for what is in a rate",
@@ -306,11 +295,7 @@ def simulate(
 
 
 def _result_of(
-    name: str,
-    loads: Loads,
-    setting: Setting,
-    machine: Machine,
-    on_load: Callable[[int], object],
+    name: str, loads: Loads, setting: Setting, machine: Machine, on_load: Callable[[int], object]
 ) -> dict[str, Any]:
     """Plan the loads with one strategy and return its numbers."""
     strategy, for_time = read_name(name)
@@ -396,14 +381,16 @@ def _summarize(
 
 
 def _layer_times(
-    machine: Machine,
-    load: Tensor,
-    plans: Sequence[BalancePlan],
-    *,
-    solve_s: float,
-    slots: int,
+    machine: Machine, load: Tensor, plans: Sequence[BalancePlan], *, solve_s: float, slots: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the exposed seconds of one MoE layer, float64 [B] by part: forward and backward.
+
+        solve    planning
+        weights  moving replicas' weights, or in forward reroute, whichever is longer
+        tokens   dispatch and combine
+        experts  the experts
+        dense    attention, router and shared expert
+        reduce   reducing replicas' gradients, as far as it is not hidden
 
     Forward is Eq. 1. Backward is Eq. 2, where replicas cost only what is not hidden: weight
     gradients hide materializing again, and the dense part's backward hides the reduction.
@@ -481,7 +468,6 @@ def layer_table(report: Mapping[str, Any]) -> str:
 
 
 def _constant(value: float | Mapping[str, float]) -> str:
-    """Format a constant of a machine, with all digits that count."""
     if isinstance(value, Mapping):
         return ", ".join(f"{strategy} {_constant(one)}" for strategy, one in value.items())
     return f"{value:.6g}"

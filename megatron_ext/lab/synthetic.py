@@ -370,10 +370,7 @@ class Kind:
 
 KINDS: dict[str, Kind] = {
     "zipf": Kind(summary="the k-th hottest expert has 1 / k ** exponent", laws=_each(_zipf)),
-    "power-law": Kind(
-        summary="popularity has a power-law tail",
-        laws=_each(_power_law),
-    ),
+    "power-law": Kind(summary="popularity has a power-law tail", laws=_each(_power_law)),
     "log-normal": Kind(
         summary="popularity is e ** (exponent * a normal number)",
         laws=_each(_log_normal),

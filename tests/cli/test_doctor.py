@@ -93,7 +93,7 @@ def fake_gpus(monkeypatch, tmp_path, cuda, *, major=9, channels=()):
     """Let this machine have GPUs, with a driver that is a fake."""
     import torch
 
-    from megatron_ext.cli import examine_gpus
+    from megatron_ext.cli import examine
     from megatron_ext.transport import gpu_driver
 
     gpu = SimpleNamespace(
@@ -101,7 +101,7 @@ def fake_gpus(monkeypatch, tmp_path, cuda, *, major=9, channels=()):
     )
     for name in channels:
         (tmp_path / name).touch()
-    monkeypatch.setattr(examine_gpus, "_CHANNELS", tmp_path)
+    monkeypatch.setattr(examine, "_CHANNELS", tmp_path)
     monkeypatch.setattr("megatron_ext.ops.has_cuda_part", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda.num_devices)

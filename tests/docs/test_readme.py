@@ -135,16 +135,7 @@ def test_there_are_commands():
 def test_every_command_of_the_package_is_shown():
     shown = {words[1] for words in ALL_COMMANDS if words[0] == "megatron-ext"}
     files = {path.stem for path in (ROOT / "megatron_ext" / "cli").glob("*.py")}
-    helpers = {
-        "__init__",
-        "options",
-        "output",
-        "examine",
-        "examine_gpus",
-        "run_state",
-        "slurm",
-        "dry_run",
-    }
+    helpers = {"__init__", "options", "output", "examine", "run_state", "slurm"}
     assert files - shown == helpers
 
 
