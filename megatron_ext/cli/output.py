@@ -38,11 +38,11 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return text_table(header, rows)
 
 
-def table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Align the values of rows, of which each column has a header and a format."""
+def table(forms: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """Align the values of rows; each column has a header and a format."""
     from megatron_ext.files.tables import fill, text_table
 
-    return text_table(*fill(columns, rows))
+    return text_table(*fill(forms, rows))
 
 
 def mib(num_bytes: int) -> str:
