@@ -30,7 +30,11 @@ def run_state(run_dir: Path) -> dict[str, Any]:
     Raises:
         FileNotFoundError: There is no status in `run_dir`.
     """
-    statuses = _statuses(run_dir)
+    if not run_dir.is_dir():
+        raise FileNotFoundError(f"{run_dir} is no folder")
+    folder = run_dir / STATUS_FOLDER
+    if not (statuses := read_statuses(folder)):
+        raise FileNotFoundError(f"{folder} has no status of a rank: no training began here")
     verdict, is_well = _verdict(statuses)
     return {
         "run_dir": str(run_dir),
@@ -59,16 +63,6 @@ def add_stacks(state: dict[str, Any]) -> None:
         while _size(path) == asked[rank] and time.monotonic() < deadline:
             time.sleep(0.05)
         row["stacks"] = _written_since(asked[rank], path) or "no answer"
-
-
-def _statuses(run_dir: Path) -> list[Status]:
-    if not run_dir.is_dir():
-        raise FileNotFoundError(f"{run_dir} is no folder")
-    if statuses := read_statuses(run_dir / STATUS_FOLDER):
-        return statuses
-    raise FileNotFoundError(
-        f"{run_dir / STATUS_FOLDER} has no status of a rank: no training began here"
-    )
 
 
 def _row(status: Status) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 from megatron_ext.arguments import positive
@@ -59,21 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Generate loads, write them, and show how uneven they are; or list the kinds."""
     from megatron_ext.balance.metrics import home_loads, imbalance
     from megatron_ext.files.loads import write_loads
-    from megatron_ext.lab.synthetic import generate, make_spec
+    from megatron_ext.lab.synthetic import LoadSpec, generate, make_spec
 
     if arguments.list:
         return show(arguments, _kinds(), _kind_lines)
-    for name, option in (
-        ("kind", "KIND"),
-        ("ranks", "--ranks"),
-        ("experts", "--experts"),
-        ("out", "--out"),
-    ):
-        if getattr(arguments, name) is None:
+    for option in ("KIND", "--ranks", "--experts", "--out"):
+        if getattr(arguments, option.strip("-").lower()) is None:
             raise ValueError(f"{option} is not given (nor --list)")
     options.check_out(arguments)
-    sizes = ("ranks", "experts", "tokens", "top_k", "batch", "seed")
-    names = (*sizes, "imbalance", "exponent", "share", "by_chance")
+    names = [field.name for field in fields(LoadSpec)]
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     spec = make_spec(arguments.kind, **given)
     with progress("Drawing", spec.batch) as on_load:

@@ -49,12 +49,7 @@ def dry_run(options: argparse.Namespace) -> None:
     from omegaconf import OmegaConf
 
     from megatron_ext.config import ConfigError
-    from megatron_ext.lab.forecast import (
-        Expert,
-        forecast_costs,
-        forecast_replication,
-        forecast_transport,
-    )
+    from megatron_ext.lab.forecast import forecast_costs, forecast_replication, forecast_transport
     from megatron_ext.lab.hardware import recipe_hardware
     from megatron_ext.trainer.train import load_without_data
 
@@ -76,15 +71,10 @@ def dry_run(options: argparse.Namespace) -> None:
     replicating = next((stage for stage in counted.stages if stage.expert_params), None)
     replication = costs = None
     if hardware is not None and replicating is not None:
-        expert = Expert(
-            params=replicating.expert_params,
-            weight_bytes=replicating.expert_bytes,
-            grad_bytes=replicating.expert_grad_bytes,
-        )
-        costs = forecast_costs(config, expert, hardware)
+        costs = forecast_costs(config, replicating, hardware)
         try:
             replication = forecast_replication(
-                config, expert, tokens=counted.tokens, imbalance=imbalance, hardware=hardware
+                config, replicating, tokens=counted.tokens, imbalance=imbalance, hardware=hardware
             )
         except ValueError as error:
             raise ConfigError([f"--imbalance ({imbalance}): {error}"]) from None

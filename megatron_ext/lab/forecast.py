@@ -7,6 +7,7 @@ Loads are drawn at a given imbalance and planned as the run would plan them; the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,17 +21,10 @@ from megatron_ext.lab.synthetic import generate, make_spec
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.transport import Choice, TransportKind, choose_transport
 
+if TYPE_CHECKING:
+    from megatron_ext.trainer.model.dry_run import Stage
+
 _LOADS = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Expert:
-    """Sizes of one expert on its rank."""
-
-    params: int
-    weight_bytes: int
-    grad_bytes: int
-    """Of a gradient as a replica has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +51,7 @@ class Replication:
 
 
 def forecast_replication(
-    config: TrainConfig, expert: Expert, *, tokens: int, imbalance: float, hardware: Hardware
+    config: TrainConfig, stage: Stage, *, tokens: int, imbalance: float, hardware: Hardware
 ) -> Replication | None:
     """Plan a layer's loads; return None if the run makes no plans, or has nobody to share with.
 
@@ -80,7 +74,7 @@ def forecast_replication(
         imbalance=imbalance,
     )
     load = generate("zipf", spec).load
-    costs = forecast_costs(config, expert, hardware)
+    costs = forecast_costs(config, stage, hardware)
     plan = solve(
         load,
         ep_size=ep_size,
@@ -99,24 +93,24 @@ def forecast_replication(
         imbalance_after=float(imbalances(after).mean()),
         replicas=float((plan.experts_in_slots >= 0).sum()) / _LOADS,
         sends=mean_sends,
-        weight_bytes=mean_sends * expert.weight_bytes,
-        weight_ms=1e3 * mean_sends * expert.weight_bytes / hardware.weight_bandwidth,
-        grad_bytes=mean_sends * expert.grad_bytes,
-        grad_ms=1e3 * mean_sends * expert.grad_bytes / hardware.weight_bandwidth,
+        weight_bytes=mean_sends * stage.expert_bytes,
+        weight_ms=1e3 * mean_sends * stage.expert_bytes / hardware.weight_bandwidth,
+        grad_bytes=mean_sends * stage.expert_grad_bytes,
+        grad_ms=1e3 * mean_sends * stage.expert_grad_bytes / hardware.weight_bandwidth,
         experts_ms=1e3 * costs.assignment_time * float(after.amax(-1).double().mean()),
         experts_before_ms=1e3 * costs.assignment_time * float(before.amax(-1).double().mean()),
     )
 
 
-def forecast_costs(config: TrainConfig, expert: Expert, hardware: Hardware) -> LayerCosts:
+def forecast_costs(config: TrainConfig, stage: Stage, hardware: Hardware) -> LayerCosts:
     """Return the costs that `balance.objective=time` plans by: as given, else of the machine."""
     balance = config.balance
     flops_per_s = hardware.peak_flops_per_s * hardware.expert_efficiency
     bandwidth, time = balance.link_bandwidth, balance.assignment_time
     return LayerCosts(
-        expert_bytes=expert.weight_bytes,
+        expert_bytes=stage.expert_bytes,
         link_bandwidth=hardware.weight_bandwidth if bandwidth == "auto" else float(bandwidth),
-        assignment_time=2 * expert.params / flops_per_s if time == "auto" else float(time),
+        assignment_time=2 * stage.expert_params / flops_per_s if time == "auto" else float(time),
     )
 
 

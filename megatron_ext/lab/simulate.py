@@ -101,14 +101,10 @@ class Machine:
             token_bandwidth=1 / slowest,
         )
 
-    def _dense_s(self, flops: float) -> float:
+    def dense_s(self, flops: float) -> float:
         """Seconds of so many FLOPs for each token, in the parts that all ranks have."""
         hardware = self.hardware
         return self.tokens * flops / (hardware.peak_flops_per_s * hardware.dense_efficiency)
-
-    def dense_s(self, params: int) -> float:
-        """Seconds of a layer's forward in the parts with `params` weights that all ranks have."""
-        return self._dense_s(self.shape.dense_flops(params))
 
     def reroute_s(self, slots: int) -> float:
         """Seconds of rewriting probabilities (float32) and choices (bytes), [N, E] to [N, P]."""
@@ -118,10 +114,11 @@ class Machine:
 
     def outside_layers_s(self) -> float:
         """Seconds of a microbatch outside MoE layers on the slowest stage: forward and backward."""
-        logits = self._dense_s(self.shape.logits_flops)
-        dense = self.dense_s(self.shape.dense_layer_params)
-        passes = 4 if self.shape.recompute == "full" else 3
-        dense_layers = self.shape.num_dense_layers / self.shape.pp_size
+        shape = self.shape
+        logits = self.dense_s(shape.logits_flops)
+        dense = self.dense_s(shape.dense_flops(shape.dense_layer_params))
+        passes = 4 if shape.recompute == "full" else 3
+        dense_layers = shape.num_dense_layers / shape.pp_size
         return passes * dense * dense_layers + 3 * logits
 
     def slot_bytes(self, slots: int) -> int:
@@ -405,7 +402,8 @@ def _layer_times(
     weights, tokens, experts = (picoseconds.double() * 1e-12).unbind(-1)
     replicas = weights > 0
     reroute = machine.reroute_s(slots) if slots else 0.0
-    dense = torch.full_like(weights, machine.dense_s(shape.moe_dense_params))
+    dense_s = machine.dense_s(shape.dense_flops(shape.moe_dense_params))
+    dense = torch.full_like(weights, dense_s)
     forward = {
         "solve": torch.full_like(weights, solve_s),
         "weights": weights.clamp(min=reroute),
