@@ -109,6 +109,40 @@ def test_a_backward_after_one_of_a_part_finds_its_replicas() -> None:
     run_ranks(_after_a_part, 2)
 
 
+def _stopped_before_the_experts(rank: int) -> None:
+    """A backward that ends at the last experts' output has set their mains' gradients aside."""
+    case = dict(ep=2, dtype=torch.bfloat16, gradient_accumulation_fusion=True)
+    gpt = balanced_gpt(case | dict(ddp=dict(grad_reduce_in_fp32=False)), BalanceConfig())
+    run_experts = inside.original(inside.RUN_EXPERTS)
+    outputs: list[torch.Tensor] = []
+
+    def noted(*arguments: Any) -> torch.Tensor:
+        outputs.append(run_experts(*arguments))
+        return outputs[-1]
+
+    def backwards(stops: bool) -> dict[str, torch.Tensor]:
+        def all_of(gpt: TinyGPT) -> None:
+            _loss(gpt, 0).backward()
+            with mock.patch(inside.RUN_EXPERTS, noted):
+                loss = _loss(gpt, 1)
+            if stops:
+                torch.autograd.grad(loss, outputs[-1], retain_graph=True)
+            loss.backward()
+
+        return _gradients(gpt, all_of)
+
+    found, expected = backwards(stops=True), backwards(stops=False)
+    # Those of the output layer are there twice: its products have added them twice.
+    experts = [name for name in expected if ".experts." in name]
+    assert {found[name].dtype for name in experts} == {torch.bfloat16}
+    assert all(torch.equal(found[name], expected[name]) for name in experts)
+    assert all(layer.num_replicas > 0 for layer in balanced_layers(gpt)), "nothing was tested"
+
+
+def test_gradients_set_aside_come_back_after_a_backward_that_stopped_halfway() -> None:
+    run_ranks(_stopped_before_the_experts, 2)
+
+
 class LateTransport(CollectiveTransport):
     """Reads slot gradients as late as a transport may: in the wait for their sums."""
 
