@@ -137,7 +137,7 @@ class VirtualLayers:
         """
         if not self._free:
             if self._num_made == self._limit:
-                waiting = sorted(f.microbatch_idx for f in self._borrowers if not f.is_over)
+                waiting = sorted(f.microbatch_idx for f in self._borrowers if not f.is_released)
                 raise RuntimeError(
                     f"layer {forward.layer_number}: balance.max_in_flight ({self._limit}) must be "
                     f"{self._limit + 1} or more: microbatches {waiting} wait for their backward "
@@ -158,7 +158,7 @@ class VirtualLayers:
     def forget_step(self) -> None:
         """End all forwards in flight: no backward will come any more."""
         for forward in list(self._borrowers):
-            forward.end()
+            forward.release_plan()
 
 
 @dataclass(eq=False)
@@ -197,7 +197,7 @@ class Forward:
     give_back: Callable[[], object] | None = None
     """Gives the virtual layer back; does nothing the second time."""
     moves: Moves = field(default_factory=Moves)
-    is_over: bool = False
+    is_released: bool = False
     """Whether the plan was read for the last time: the reduction starts, or no backward comes."""
     is_joined: bool = False
     """Whether the layer's input waits for the reduction; else backward waits where it starts."""
@@ -324,9 +324,9 @@ class Forward:
         (output,) = OnBackward.apply(self._begin_backward, (output,), output)
         return output
 
-    def end(self) -> None:
+    def release_plan(self) -> None:
         """Note that no backward reads the plan any more."""
-        self.is_over = True
+        self.is_released = True
         if self.give_back is not None:
             self.give_back()
 
@@ -336,7 +336,7 @@ class Forward:
         self.rematerializing = None  # An earlier backward stopped halfway: replicas may be gone.
         self._rematerialize()
         if not self.reduces:
-            self.end()
+            self.release_plan()
         elif self.mains.fused:
             assert self.buffers is not None
             aside = self.buffers.begin_fused(experts_in_slots, self.slot_grads, self.mains)
@@ -364,7 +364,7 @@ class Forward:
             self.reducing = self.buffers.reduce_replica_grads(
                 experts_in_slots, self.slot_grads, replica_grads, self.label, aside=aside
             )
-        self.end()
+        self.release_plan()
         return (grad, None) if self.is_joined else self._add_to_mains(grad)
 
     def _add_to_mains(
@@ -425,7 +425,7 @@ class Forward:
             RuntimeError: The backward is over, or the step of the forward was aborted.
         """
         assert self.virtual_layer is not None, "a backward runs for a forward that kept no plan"
-        if self.is_over:
+        if self.is_released:
             raise RuntimeError(
                 f"layer {self.layer_number}: the plan of microbatch {self.microbatch_idx} "
                 f"(virtual layer id {self.virtual_layer.virtual_layer_id}) is gone: its backward "

@@ -8,10 +8,11 @@ Legend: N local tokens, E logical experts, R ranks of the EP group, T ranks of a
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from megatron_ext.balance.forward import NO_SLOTS, Forward, VirtualLayer, Virtua
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.main_weights import MainWeights
 from megatron_ext.balance.placement import Placement
-from megatron_ext.balance.planner import LayerPlanner
+from megatron_ext.balance.planner import LayerPlanner, plan_layout
 from megatron_ext.balance.reroute import RoutingMaps
 from megatron_ext.balance.slots import SlotBuffers, shared_slot_buffers
 from megatron_ext.balance.strategies import PlanSettings
@@ -222,3 +223,17 @@ def _virtual_layer(buffers: SlotBuffers | None, device: torch.device) -> Virtual
     shape = buffers.layout.ep_size, buffers.layout.slots
     on_host = HostCopy(shape, torch.int32, device)
     return VirtualLayer(buffers.new_virtual_layer_id(), on_host, RoutingMaps())
+
+
+def layout_of(config: Any, balance: BalanceConfig, ep_size: int) -> ExpertLayout:
+    """Return where a layer's experts and slots are, with domains as `balance` says them."""
+    layout = plan_layout(
+        balance.strategy,
+        num_experts=config.num_moe_experts,
+        ep_size=ep_size,
+        slots=balance.slots,
+        nvlink_domain=balance.domain_ranks,
+    )
+    # One rank has nobody to share its load with.
+    has_slots = ep_size > 1 and not config.moe_pad_expert_input_to_capacity
+    return layout if has_slots else dataclasses.replace(layout, slots=0)

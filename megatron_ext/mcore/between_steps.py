@@ -19,9 +19,6 @@ def check_agreement(model: Iterable[nn.Module]) -> None:
     step until the next step: for the end of a run, and before a checkpoint. The same goes for waits
     for replicas that failed.
 
-    Args:
-        model: The model's chunks on this rank.
-
     Raises:
         RuntimeError: Ranks had different loads or plans, or a wait for replicas has failed.
     """
@@ -60,7 +57,7 @@ def _agreements(layers: list[BalancedMoELayer]) -> list[Agreement]:
 
 def _started(layers: list[BalancedMoELayer]) -> list[LayerBalancer]:
     """The balancers of the layers that had a forward."""
-    return [layer.balancer for layer in layers if layer.balancer is not None]
+    return [layer.balancer for layer in layers if layer.is_started]
 
 
 def _balanced_layers(model: Iterable[nn.Module]) -> list[BalancedMoELayer]:

@@ -29,15 +29,9 @@ def physical_dispatcher(
     ep_rank: int,
     pg_collection: Any,
 ) -> Any:
-    """Return a dispatcher for routing maps [N, P].
+    """Return a dispatcher for routing maps [N, P], of the given class.
 
-    Args:
-        dispatcher_class: Class of the dispatcher that is returned.
-        dispatcher: The dispatcher that Megatron's layer made for logical experts.
-        layout: Experts and slots of the EP group.
-        config: The layer's TransformerConfig.
-        ep_rank: This rank in the EP group.
-        pg_collection: Process groups of the layer.
+    `dispatcher` is the one for logical experts that Megatron's layer has made of `config`.
     """
     per_rank = layout.physical_per_rank
     local_experts = list(range(ep_rank * per_rank, (ep_rank + 1) * per_rank))

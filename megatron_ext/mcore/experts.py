@@ -9,15 +9,17 @@ Legend: M mains per rank, S slots per rank, H hidden.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from megatron.core.distributed import distributed_data_parallel
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor, nn
 
 from megatron_ext.balance.main_weights import MainWeights, Segment
 from megatron_ext.mcore.grouped_experts import GroupedExperts, GroupedWeights
-from megatron_ext.mcore.sequential_experts import SequentialWeights
+from megatron_ext.mcore.sequential_experts import SequentialWeights, run_mains
 from megatron_ext.mcore.te_experts import TEGroupedWeights, let_all_microbatches_accumulate
 
 
@@ -83,25 +85,10 @@ def run_experts(
     tokens_per_expert: Tensor,
     probs: Tensor,
 ) -> Tensor:
-    """Run mains and slots on their tokens.
-
-    Args:
-        experts: Megatron's module with the M mains.
-        weights: `expert_weights(experts)`.
-        slot_weights: As for `ExpertWeights.run`, with S >= 0.
-        tokens: [N', H], sorted by this rank's physical experts.
-        tokens_per_expert: [M + S].
-        probs: [N'].
-
-    Returns:
-        Expert outputs, [N', H], in the order of `tokens`.
-    """
+    """Run `ExpertWeights.run` on the `weights` of `experts`; without slots, Megatron's module."""
     if len(slot_weights[0]) > 0:
         return weights.run(slot_weights, tokens, tokens_per_expert, probs)
-    output: Tensor
-    output, bias = experts(tokens, tokens_per_expert, probs)
-    assert bias is None, "Megatron adds expert biases inside the experts"
-    return output
+    return run_mains(experts, tokens, tokens_per_expert, probs)
 
 
 def finish_parameter_gather(module: nn.Module) -> None:
@@ -113,5 +100,6 @@ def finish_parameter_gather(module: nn.Module) -> None:
     """
     for part in module.modules():
         for hook in part._forward_pre_hooks.values():
-            if hook.__qualname__.startswith("DistributedDataParallel."):
+            # DDP's, as Megatron's own CUDA graphs know them: others may read a forward's inputs.
+            if inspect.getmodule(hook) is distributed_data_parallel:
                 hook(part)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron_ext.balance.main_weights import MainWeights, Segment
 from megatron_ext.mcore.grouped_product import grouped_product
-from megatron_ext.mcore.sequential_experts import mains_then_slots
+from megatron_ext.mcore.sequential_experts import SlotsBehindMains
 
 _EXTRA_STATE = "_extra_state"
 """Name that PyTorch gives to a module's state besides tensors."""
@@ -101,7 +101,11 @@ class GroupedExperts(MegatronModule):
         if config.moe_apply_probs_on_input:
             tokens = (tokens * scale).to(tokens.dtype)
             scale = torch.ones_like(scale)
-        ends = _on_device(tokens_per_expert.cumsum(0, dtype=torch.int32), tokens.device)
+        ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
+        if tokens.is_cuda and not ends.is_cuda:
+            # A copy from memory that is not pinned would wait for all earlier work on the device.
+            ends = ends.pin_memory()
+        ends = ends.to(tokens.device, non_blocking=True)
         inner = grouped_product(tokens, fc1.transpose(1, 2), ends)
         if config.gated_linear_unit:
             gate, linear = inner.chunk(2, dim=-1)
@@ -155,11 +159,11 @@ class GroupedExperts(MegatronModule):
         unexpected[:] = [key for key in unexpected if not key.endswith(_EXTRA_STATE)]
 
 
-class GroupedWeights:
+class GroupedWeights(SlotsBehindMains):
     """Mains and slots of `GroupedExperts`: one stacked parameter a segment."""
 
     def __init__(self, experts: GroupedExperts) -> None:
-        self._experts = experts
+        super().__init__(experts)
         self.segments = tuple(
             Segment(name, tuple(parameter.shape[1:]))
             for name, parameter in experts.named_parameters()
@@ -170,31 +174,8 @@ class GroupedWeights:
         # PyTorch's grouped product gives its gradients to autograd, with fusion on or off.
         return MainWeights((self._experts.fc1, self._experts.fc2), fused=False)
 
-    def run(
-        self,
-        slot_weights: Sequence[Any],
-        tokens: Tensor,
-        tokens_per_expert: Tensor,
-        probs: Tensor,
-    ) -> Tensor:
-        """See `ExpertWeights.run`."""
-        return mains_then_slots(
-            self._experts, self._run_slots, slot_weights, tokens, tokens_per_expert, probs
-        )
-
-    def _run_slots(
+    def run_slots(
         self, weights: Sequence[Any], tokens: Tensor, num_tokens: list[int], probs: Tensor
     ) -> Tensor:
-        fc1, fc2 = weights
-        counts = torch.tensor(num_tokens)
-        return self._experts.compute(fc1, fc2, tokens, counts, probs)
-
-
-def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Start a copy of a host's tensor to a device; the host does not wait.
-
-    A copy from memory that is not pinned would wait for all earlier work on the device.
-    """
-    if device.type == "cuda" and not tensor.is_cuda:
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+        """Run the slots in one grouped product."""
+        return self._experts.compute(*weights, tokens, torch.tensor(num_tokens), probs)

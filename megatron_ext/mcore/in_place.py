@@ -14,12 +14,7 @@ from megatron_ext.balance.main_weights import MainWeights
 
 
 def check_in_place(experts: nn.Module, device: torch.device, layer: int | None) -> None:
-    """Check that the device that computes has all weights of a layer's experts whole.
-
-    Args:
-        experts: Megatron's module with this rank's experts.
-        device: The device of the layer's input.
-        layer: The layer's number, for messages.
+    """Check that the device of a layer's input has all weights of its experts whole.
 
     Raises:
         ValueError: A parameter is sharded, elsewhere, or without memory.

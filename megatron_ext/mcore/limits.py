@@ -17,18 +17,16 @@ from megatron_ext.transport.gpus import lack_here
 def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
     """Return every reason why layers of `config` cannot be balanced with the settings `balance`.
 
-    Args:
-        config: Megatron's TransformerConfig.
-        balance: The settings of balancing.
-
     Raises:
         TypeError: `balance` is no `BalanceConfig`.
     """
     require_balance_config(balance)
-    if _is_absent(balance):
+    strategy = STRATEGIES.get(balance.strategy)
+    kind = strategy.kind if strategy is not None else None
+    if isinstance(kind, StaysMegatron):
         return []
     with_strategy = f"balance.strategy={balance.strategy}"
-    if _forces_even(balance):
+    if isinstance(kind, ForcesEven):
         # Only the choices differ from Megatron's own layer: no plans, no slots, no replicas.
         return _expert_problems(config) + _broken(MUST_BE_TO_FORCE, config, with_strategy)
     problems = []
@@ -73,22 +71,10 @@ def require_balance_config(balance: Any) -> None:
         raise TypeError(f"balance ({balance!r}) must be a BalanceConfig, as BalanceConfig(slots=2)")
 
 
-def _is_absent(balance: BalanceConfig) -> bool:
-    """Whether the layers stay Megatron's own."""
-    strategy = STRATEGIES.get(balance.strategy)
-    return strategy is not None and isinstance(strategy.kind, StaysMegatron)
-
-
 def predicts(balance: BalanceConfig) -> bool:
     """Whether a layer predicts the load of the next one."""
     strategy = STRATEGIES.get(balance.strategy)
     return strategy is not None and strategy.predicts
-
-
-def _forces_even(balance: BalanceConfig) -> bool:
-    """Whether even routing is forced instead of planned."""
-    strategy = STRATEGIES.get(balance.strategy)
-    return strategy is not None and isinstance(strategy.kind, ForcesEven)
 
 
 def _expert_problems(config: Any) -> list[str]:

@@ -91,7 +91,7 @@ def _what_balances(layer: Any) -> str:
             "not balanced, for moe_pad_expert_input_to_capacity (True) fills all experts, so that "
             "all ranks compute equally much"
         )
-    buffers = layer.started.buffers
+    buffers = layer.balancer.buffers
     if buffers is None:
         return f"not balanced, for there are no slots ({_number(layout.ep_size, 'EP rank')})"
     drops = f"; tokens beyond moe_expert_capacity_factor ({capacity}) are dropped before balancing"

@@ -1,18 +1,15 @@
 """The costs that the fastest plan is chosen by, measured on the ranks of the EP group.
 
-`balance.objective=time` weighs the transfer of weights against the computation of assignments. No
-setting of Megatron says how fast both are. So both are measured with the layer's own means: its
-transport pushes replicas into its slots, and its mains run forward on as many assignments as a
-microbatch brings them on average. Ranks wait for each other in a layer, so a round takes as long as
-its slowest rank; the median of a few rounds counts.
+`balance.objective=time` weighs the transfer of weights against the computation of assignments. Both
+are measured with the layer's own means: its transport pushes replicas into its slots, and its mains
+run forward on as many assignments as a microbatch brings them on average. A round takes as long as
+its slowest rank, for ranks wait for each other in a layer; the median of a few rounds counts.
 
-When: in the first forward, between the load and its plan. Before it, wrappers have not settled the
-weights' dtype and device, and the size of a microbatch is not known. All ranks of the EP group are
-there together, in every program. Layers that share slots share what was measured.
+When: in the first forward, between the load and its plan, where all ranks of the EP group are
+together and know the size of a microbatch. Layers that share slots share what was measured.
 
-Side effects: there is no autograd graph afterwards, no plan in flight, and no shared random
-generator has moved. Slots get weights, as by any push, and are marked to hold nobody's replicas.
-All ranks alike use a few of the transport's generations.
+Side effects: slots get weights, as by any push, and are marked to hold nobody's replicas. No shared
+random generator has moved.
 
 Backward is not measured, as it is not in `LayerCosts`. Backward pushes once more and pulls
 gradients, and computes twice what the forward computes. So with gradients as large as weights both
@@ -28,9 +25,11 @@ import logging
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -38,7 +37,6 @@ from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.main_weights import MainWeights
 from megatron_ext.balance.slots import SlotBuffers
 from megatron_ext.config import COST_UNITS
-from megatron_ext.mcore.timing import slowest_s
 
 logger = logging.getLogger(__name__)
 
@@ -137,13 +135,8 @@ def measure_costs(names: Sequence[str], meter: CostMeter, where: str) -> dict[st
 
     All ranks that plan alike call; the first of them logs what was measured.
 
-    Args:
-        names: Names of the costs: keys of `COST_UNITS`.
-        meter: Measures them.
-        where: The layer, to be named in errors.
-
     Returns:
-        The costs by name, in their units, equal on all ranks that plan alike.
+        The costs by name, in the units of `COST_UNITS`, equal on all ranks that plan alike.
 
     Raises:
         RuntimeError: A measurement failed; the message names the settings to give instead.
@@ -175,7 +168,7 @@ def measure_costs(names: Sequence[str], meter: CostMeter, where: str) -> dict[st
 
 
 def neighbor_experts(layout: ExpertLayout) -> Tensor:
-    """Return slots that hold experts of the previous rank in the NVLink domain, as many as fit.
+    """Return what is in slots that hold the previous rank's experts in its NVLink domain.
 
     Every rank sends to one other rank and receives from one other rank, so all links are equally
     busy.
@@ -184,11 +177,8 @@ def neighbor_experts(layout: ExpertLayout) -> Tensor:
     >>> neighbor_experts(layout).tolist()
     [[2, 3, -1], [0, 1, -1], [6, 7, -1], [4, 5, -1]]
 
-    Args:
-        layout: With slots, and more than one rank in a domain.
-
     Returns:
-        Logical expert in each slot, or -1: int32 [R, S], on the CPU.
+        Logical expert in each slot, as many as fit, or -1: int32 [R, S], on the CPU.
     """
     ranks = torch.arange(layout.ep_size)
     first_of_domain = ranks - ranks % layout.nvlink_domain
@@ -198,3 +188,36 @@ def neighbor_experts(layout: ExpertLayout) -> Tensor:
     experts = before[:, None] * layout.mains_per_rank + torch.arange(num_filled)
     experts_in_slots[:, :num_filled] = experts.to(torch.int32)
     return experts_in_slots
+
+
+_CPU = torch.device("cpu")
+
+
+def slowest_s(
+    work: Callable[[], object],
+    group: ProcessGroup | None = None,
+    device: torch.device = _CPU,
+) -> float:
+    """Return the seconds of `work`, which all ranks begin together, on the slowest of them.
+
+    Args:
+        work: What this rank does. Work on a GPU counts until it is done.
+        group: The ranks, which all call; by default all ranks of the world.
+        device: Where the work is done, and where tensors must be for the group's collectives.
+
+    Returns:
+        The same value on all ranks, bit by bit.
+    """
+    dist.barrier(group)
+    _wait_for(device)
+    started = perf_counter()
+    work()
+    _wait_for(device)
+    elapsed_s = torch.tensor(perf_counter() - started, dtype=torch.float64, device=device)
+    dist.all_reduce(elapsed_s, dist.ReduceOp.MAX, group=group)
+    return float(elapsed_s)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -40,7 +40,7 @@ from megatron_ext.balance.ranges import EXPERTS, LOAD, PLAN, REROUTE, stage
 from megatron_ext.balance.reroute import as_map, assign, reroute, reroute_ids
 from megatron_ext.balance.stage_times import TIMES
 from megatron_ext.config import BalanceConfig
-from megatron_ext.mcore.balancer import LayerBalancer
+from megatron_ext.mcore.balancer import LayerBalancer, layout_of
 from megatron_ext.mcore.dispatcher import (
     PlannedDispatcher,
     physical_dispatcher,
@@ -51,7 +51,6 @@ from megatron_ext.mcore.experts import expert_weights, finish_parameter_gather, 
 from megatron_ext.mcore.in_place import check_in_place, check_main_grads
 from megatron_ext.mcore.limits import require_valid
 from megatron_ext.mcore.lines import BalanceLines
-from megatron_ext.mcore.place import experts_device, layout_of
 from megatron_ext.mcore.planning_group import (
     check_equal_config,
     check_equal_plans,
@@ -72,18 +71,12 @@ class BalancedMoELayer(ObservedMoELayer):
 
     It is made with settings, process groups and a dispatcher over physical experts. What hangs on
     the weights' dtype and device it gets in its first forward (`start`). A method may bring a
-    subclass that overrides named points: `dispatcher_class`, `begin`, `solve`, `push`,
+    subclass that overrides named points: `set_chunk`, `dispatcher_class`, `begin`, `solve`, `push`,
     `before_dispatch`, `report` and `routed_experts_compute`.
 
-    Args:
-        config: Megatron's TransformerConfig.
-        submodules: Submodules of Megatron's MoELayer.
-        layer_number: 1-based, as in Megatron.
-        pg_collection: Process groups; Megatron's global ones by default.
-        balance: What the balancer may do; equal on all ranks that plan alike.
-        placement: What the file `balance.placement` holds; None if that is empty.
-        lines: Writes what the layers of a spec do; None writes nothing.
-        **kwargs: What later versions of Megatron pass to their MoELayer.
+    It takes what Megatron's MoELayer takes, in later versions more; the settings `balance`, equal
+    on all ranks that plan alike; the `placement` that the file `balance.placement` holds; and
+    `lines`, which writes what the layers of a spec do.
 
     Raises:
         ValueError: A setting of `config` excludes balancing (`check` says it earlier), or the ranks
@@ -91,6 +84,8 @@ class BalancedMoELayer(ObservedMoELayer):
     """
 
     token_dispatcher: Any
+    balancer: LayerBalancer
+    """What the layer holds from its first forward on: see `start`."""
     set_name = ""
     """Layers of one name share their slots."""
 
@@ -133,11 +128,13 @@ class BalancedMoELayer(ObservedMoELayer):
         self.transport = balance.transport
         """Name of the transport of replicas, chosen where the setting is `auto`."""
         if self.layout.slots > 0:
+            # Where the experts will be, also if they are still to be moved there.
+            here = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
             self.transport, domain_ranks = agree_on_transport(
                 balance.transport,
                 balance.domain_ranks,
                 self.ep_group,
-                experts_device(),
+                torch.device(here),
                 self.planning_group,
             )
             self.layout = dataclasses.replace(self.layout, nvlink_domain=domain_ranks)
@@ -151,9 +148,7 @@ class BalancedMoELayer(ObservedMoELayer):
         )
         self.expert_weights = expert_weights(self.experts)
         self.first_layer_of_chunk: int | None = None
-        """Layers before the first layer of this chunk; set by the transformer layer."""
-        self.balancer: LayerBalancer | None = None
-        """What the layer holds from its first forward on; None before that."""
+        """Layers before the first layer of this chunk; see `set_chunk`."""
         # The forward under way, and the edge of its join. Here because Megatron calls the stages
         # one by one. The forward does not hold the edge: the edge holds the graph, and the graph
         # the forward.
@@ -172,12 +167,27 @@ class BalancedMoELayer(ObservedMoELayer):
         if getattr(self, "is_mtp_layer", False):
             self.layer_number = layer_number + self.config.num_layers
 
-    def start(self, example: Tensor) -> LayerBalancer:
+    def set_chunk(self, first_layer: int) -> None:
+        """Named point: take the number of layers before the chunk's first; later layers follow."""
+        self.first_layer_of_chunk = first_layer
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the layer has its balancer."""
+        return hasattr(self, "balancer")
+
+    def start(self, device: torch.device) -> LayerBalancer:
         """Make the layer's balancer, in its first forward; all ranks that plan alike call.
 
         Args:
-            example: A tensor with the dtype of the experts' weights, on their device.
+            device: Where the layer's input is.
+
+        Raises:
+            ValueError: The experts' weights are not whole, or not on that device.
         """
+        if self.layout.slots > 0:
+            check_in_place(self.experts, device, self.layer_number)
+        example = self.expert_weights.mains().parameters()[0]
         self.balancer = LayerBalancer(
             layer_number=self.layer_number,
             balance=self.balance,
@@ -193,12 +203,6 @@ class BalancedMoELayer(ObservedMoELayer):
             dtype=example.dtype,
             device=example.device,
         )
-        return self.balancer
-
-    @property
-    def started(self) -> LayerBalancer:
-        """The layer's balancer, in a forward or after one."""
-        assert self.balancer is not None, "`start` comes first"
         return self.balancer
 
     @property
@@ -272,16 +276,12 @@ class BalancedMoELayer(ObservedMoELayer):
     def begin(self, device: torch.device) -> Forward:
         """Named point: return the object of the forward that begins, in a second pass the first's.
 
-        Args:
-            device: Where the layer's input is.
+        The layer's input is on `device`.
         """
         if (of_first_pass := take(self)) is not None:
             return of_first_pass
-        if self.balancer is None and self.layout.slots > 0:
-            check_in_place(self.experts, device, self.layer_number)
-        mains = self.expert_weights.mains()
-        balancer = self.balancer or self.start(mains.parameters()[0])
-        return balancer.new_forward(mains)
+        balancer = self.balancer if self.is_started else self.start(device)
+        return balancer.new_forward(self.expert_weights.mains())
 
     def _plan(self, forward: Forward, chosen: Tensor, probs_dtype: torch.dtype) -> Tensor | None:
         """Stages 1 and 2: what all ranks count, its plan, and this rank's shares of the plan.
@@ -290,7 +290,7 @@ class BalancedMoELayer(ObservedMoELayer):
             The marks of this rank's tokens, for the reroute. None in a second pass, which shares
             the first one's plan among its own choices.
         """
-        started = TIMES.mark() if self.training else None
+        began = TIMES.mark() if self.training else None
         marks = None
         with stage(PLAN):
             if forward.is_planned:
@@ -298,12 +298,12 @@ class BalancedMoELayer(ObservedMoELayer):
                 forward.shares = shares.fit(chosen.sum(0))
             else:
                 marks = self._make_plan(forward, chosen, probs_dtype)
-        if started is not None:
-            TIMES.add("plan", started, TIMES.mark())
+        if began is not None:
+            TIMES.add("plan", began, TIMES.mark())
         return marks
 
     def _make_plan(self, forward: Forward, chosen: Tensor, probs_dtype: torch.dtype) -> Tensor:
-        balancer = self.started
+        balancer = self.balancer
         with stage(LOAD):
             forward.counts, marks = balancer.agreement.gather_counts(
                 chosen, balancer.rows, f"layer {self.layer_number}, load"
@@ -326,7 +326,7 @@ class BalancedMoELayer(ObservedMoELayer):
 
     def solve(self, load: Tensor) -> BalancePlan:
         """Named point, stage 2: plan the load, int64 [R, E], from what the layer knows."""
-        return self.started.planner.solve(load)
+        return self.balancer.planner.solve(load)
 
     def _await_backward(self, forward: Forward) -> None:
         """Let the plan wait for the backward, or for the second pass of a recomputed forward."""
@@ -334,22 +334,17 @@ class BalancedMoELayer(ObservedMoELayer):
         if self.layout.slots == 0 or not (torch.is_grad_enabled() or checkpoint is not None):
             return
         refuse_other_checkpoints(self.layer_number)
-        self.started.virtual_layers.lend(forward)
+        self.balancer.virtual_layers.lend(forward)
         if checkpoint is not None:
             leave(checkpoint, self, forward)
 
     def push(self, forward: Forward, there: Tensor | None = None) -> None:
-        """Named point, stage 4: start materializing the replicas of the forward's plan.
-
-        Args:
-            forward: The forward under way.
-            there: See `Forward.push`.
-        """
+        """Named point, stage 4: start materializing the plan's replicas; see `Forward.push`."""
         if forward.buffers is not None:
             if self.training and torch.is_grad_enabled():
                 check_main_grads(forward.mains)
             finish_parameter_gather(self.experts)
-            forward.slot_grads = self.started.slot_grads(forward.mains)
+            forward.slot_grads = self.balancer.slot_grads(forward.mains)
         forward.push(there)
 
     def _reroute(
@@ -381,15 +376,13 @@ class BalancedMoELayer(ObservedMoELayer):
     def before_dispatch(self, forward: Forward, hidden_states: Tensor, chosen: Tensor) -> None:
         """Named point: the plan is made, the replicas are under way, nothing is dispatched yet.
 
-        Args:
-            forward: The forward under way.
-            hidden_states: The layer's input, [s, b, H].
-            chosen: Logical choices of this rank's tokens, bool [N, E].
+        `hidden_states` are the layer's input, [s, b, H], and `chosen` its logical choices, bool
+        [N, E].
         """
         # Neither evaluation nor the first pass of recompute: every microbatch once.
         if self.training and torch.is_grad_enabled():
             load = load_of(forward.counts, self.layout.ep_size)
-            self.started.planner.observe(load)
+            self.balancer.planner.observe(load)
             if self.observers:
                 report = self.report(forward, load, chosen)
                 for observer in self.observers:
@@ -404,8 +397,8 @@ class BalancedMoELayer(ObservedMoELayer):
             forward.plan.rank_loads(),
             forward.plan.experts_in_slots,
             layout=forward.plan.layout,
-            weight_bytes=self.started.num_shards * weight_bytes,
-            grad_bytes=self.started.num_shards * grad_bytes,
+            weight_bytes=self.balancer.num_shards * weight_bytes,
+            grad_bytes=self.balancer.num_shards * grad_bytes,
             moves=forward.moves,
         )
 
@@ -425,14 +418,9 @@ class BalancedMoELayer(ObservedMoELayer):
         tokens_per_expert: Tensor,
         probs: Tensor,
     ) -> Tensor:
-        """Run mains and slots on tokens; before their backward the slots are as now.
+        """Run mains and slots, as `ExpertWeights.run`; before their backward the slots are as now.
 
-        Args:
-            forward: The forward under way.
-            slot_weights: Of `Forward.materialized`.
-            tokens: [N', H], sorted by this rank's physical experts.
-            tokens_per_expert: [M + S].
-            probs: [N'].
+        `slot_weights` are of `forward.materialized`.
         """
         with stage(EXPERTS), forward.hide_slots():
             output = run_experts(
@@ -469,7 +457,7 @@ class BalancedMoELayer(ObservedMoELayer):
     def forget_step(self) -> None:
         """Drop what an aborted step left in this layer."""
         self.drop_forward()
-        if self.balancer is not None:
+        if self.is_started:
             self.balancer.forget_step()
 
 
@@ -486,7 +474,7 @@ class JoiningTransformerLayer(TransformerLayer):
         # What multi-token prediction begins with is not what the layer before it ends with.
         if isinstance(self.mlp, BalancedMoELayer) and not self.mlp.is_for_mtp:
             # The argument counts from the chunk's first layer, the attribute from the model's.
-            self.mlp.first_layer_of_chunk = self.layer_number - layer_number
+            self.mlp.set_chunk(self.layer_number - layer_number)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run Megatron's forward behind the point where backward will wait for the reduction."""

@@ -3,7 +3,7 @@
     DistributedDataParallel.finish_grad_sync   counts failed waits when it is done    failures.py
     DistributedDataParallel.zero_grad_buffer   looks at the counts before             failures.py
     the step of every torch optimizer          looks at the counts before             failures.py
-    a module put into a Megatron model         looks for layers left out              left_out.py
+    a module put into a Megatron model         looks for layers left out              below
     Megatron's switch of NVTX ranges           is asked by the stages' ranges         ranges.py
     the constructors of Megatron's models      balance their specs                    models.py
 
@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -20,12 +21,15 @@ from typing import Any
 import torch
 from megatron.core import utils
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_ext.balance.ranges import show_in_nvtx
 from megatron_ext.mcore import failures
-from megatron_ext.mcore.left_out import warn_of_layers_left_out
+from megatron_ext.mcore.stages import ObservedMoELayer
 
 _undo: ExitStack | None = None
 """Takes back what was installed; None if nothing is."""
@@ -45,7 +49,7 @@ def install() -> None:
         replace(DistributedDataParallel, "finish_grad_sync", _counting)
         replace(DistributedDataParallel, "zero_grad_buffer", _looking)
         _undo.callback(register_optimizer_step_pre_hook(_look_before_step).remove)
-        _undo.callback(register_module_module_registration_hook(warn_of_layers_left_out).remove)
+        _undo.callback(register_module_module_registration_hook(_warn_of_layers_left_out).remove)
         show_stages_in_nvtx()
         _undo.callback(show_in_nvtx, bool)  # `bool()` is False: no ranges.
     except BaseException:
@@ -98,3 +102,35 @@ def _look_before_step(*_: Any) -> None:
     # A captured step is not run yet.
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         failures.look()
+
+
+class LayersLeftOutWarning(UserWarning):
+    """Some MoE layers of a model are balanced and others are not.
+
+    A program may make the spec of a part by itself, as that of multi-token prediction. Such a part
+    trains as it should, but its load stays as uneven as it was.
+    """
+
+
+def _warn_of_layers_left_out(model: nn.Module, name: str, part: nn.Module | None) -> None:
+    """Warn if the part that is put into a model makes it one of both kinds of layers."""
+    if not isinstance(model, LanguageModule) or part is None or not _moe_layers(part):
+        return
+    balanced, left_out = [], {}
+    for part_name, each in {**dict(model.named_children()), name: part}.items():
+        layers = _moe_layers(each)
+        balanced += [layer for layer in layers if isinstance(layer, ObservedMoELayer)]
+        if number := sum(not isinstance(layer, ObservedMoELayer) for layer in layers):
+            left_out[part_name] = number
+    if left_out and balanced and balanced[0].ep_group.rank() == 0:
+        warnings.warn(
+            f"{type(model).__name__} is balanced but for {sum(left_out.values())} MoE layer(s) of "
+            f"{', '.join(left_out)}: make the spec of that part from the balanced block spec, or "
+            "give it to megatron_ext.balance_spec too",
+            LayersLeftOutWarning,
+            stacklevel=2,
+        )
+
+
+def _moe_layers(part: nn.Module) -> list[MoELayer]:
+    return [module for module in part.modules() if isinstance(module, MoELayer)]

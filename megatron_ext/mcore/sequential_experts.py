@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,54 @@ from torch import Tensor, nn
 from megatron_ext.balance.main_weights import MainWeights, Segment
 
 
-class SequentialWeights:
+def run_mains(experts: nn.Module, tokens: Tensor, counts: Tensor, probs: Tensor) -> Tensor:
+    """Run Megatron's module on tokens [N', H] sorted by main, counts [M], probabilities [N']."""
+    output: Tensor
+    output, bias = experts(tokens, counts, probs)
+    assert bias is None, "Megatron adds expert biases inside the experts"
+    return output
+
+
+class SlotsBehindMains:
+    """Runs the mains with Megatron's module, then the slots: a base of `ExpertWeights`."""
+
+    def __init__(self, experts: Any) -> None:
+        self._experts = experts
+
+    def run(
+        self,
+        slot_weights: Sequence[Any],
+        tokens: Tensor,
+        tokens_per_expert: Tensor,
+        probs: Tensor,
+    ) -> Tensor:
+        """See `ExpertWeights.run`."""
+        counts = tokens_per_expert.cpu()  # The mains' module reads the counts on the host, too.
+        num_mains = counts.numel() - len(slot_weights[0])
+        slot_counts = counts[num_mains:].tolist()
+        num_slot_tokens = sum(slot_counts)
+        sizes = [tokens.shape[0] - num_slot_tokens, num_slot_tokens]
+        main_tokens, slot_tokens = tokens.split(sizes)
+        main_probs, slot_probs = probs.split(sizes)
+        output = run_mains(self._experts, main_tokens, counts[:num_mains], main_probs)
+        if num_slot_tokens == 0:
+            return output
+        return torch.cat(
+            [output, self.run_slots(slot_weights, slot_tokens, slot_counts, slot_probs)]
+        )
+
+    def run_slots(
+        self, weights: Sequence[Any], tokens: Tensor, num_tokens: list[int], probs: Tensor
+    ) -> Tensor:
+        """Run the slots on tokens sorted by slot, with their counts by slot."""
+        raise NotImplementedError
+
+
+class SequentialWeights(SlotsBehindMains):
     """Mains and slots of `SequentialMLP`: M modules, each with the same named parameters."""
 
     def __init__(self, experts: SequentialMLP) -> None:
-        self._experts = experts
+        super().__init__(experts)
         self.segments = tuple(
             Segment(name, tuple(parameter.shape))
             for name, parameter in experts.local_experts[0].named_parameters()
@@ -30,19 +73,7 @@ class SequentialWeights:
             fused=self._experts.config.gradient_accumulation_fusion,
         )
 
-    def run(
-        self,
-        slot_weights: Sequence[Any],
-        tokens: Tensor,
-        tokens_per_expert: Tensor,
-        probs: Tensor,
-    ) -> Tensor:
-        """See `ExpertWeights.run`."""
-        return mains_then_slots(
-            self._experts, self._run_slots, slot_weights, tokens, tokens_per_expert, probs
-        )
-
-    def _run_slots(
+    def run_slots(
         self, weights: Sequence[Any], tokens: Tensor, num_tokens: list[int], probs: Tensor
     ) -> Tensor:
         """Run main 0's module with each slot's weights in turn."""
@@ -62,40 +93,3 @@ class SequentialWeights:
             if slot_tokens.shape[0] > 0
         ]
         return torch.cat(outputs)
-
-
-RunSlots = Callable[[Sequence[Any], Tensor, list[int], Tensor], Tensor]
-"""Computes outputs from slot weights, tokens sorted by slot, counts by slot, and probabilities."""
-
-
-def mains_then_slots(
-    experts: nn.Module,
-    run_slots: RunSlots,
-    slot_weights: Sequence[Any],
-    tokens: Tensor,
-    tokens_per_expert: Tensor,
-    probs: Tensor,
-) -> Tensor:
-    """Run the mains with Megatron's module, then the slots with `run_slots`.
-
-    Args:
-        experts: Megatron's module with the mains.
-        run_slots: Runs the slots; not called if no slot has tokens.
-        slot_weights: As for `ExpertWeights.run`, like all further arguments and the result.
-        tokens: [N', H].
-        tokens_per_expert: [M + S].
-        probs: [N'].
-    """
-    counts = tokens_per_expert.cpu()  # The mains' module reads the counts on the host, too.
-    num_mains = counts.numel() - len(slot_weights[0])
-    slot_counts = counts[num_mains:].tolist()
-    num_slot_tokens = sum(slot_counts)
-    sizes = [tokens.shape[0] - num_slot_tokens, num_slot_tokens]
-    main_tokens, slot_tokens = tokens.split(sizes)
-    main_probs, slot_probs = probs.split(sizes)
-    main_output: Tensor
-    main_output, bias = experts(main_tokens, counts[:num_mains], main_probs)
-    assert bias is None, "Megatron adds expert biases inside the experts"
-    if num_slot_tokens == 0:
-        return main_output
-    return torch.cat([main_output, run_slots(slot_weights, slot_tokens, slot_counts, slot_probs)])

@@ -70,23 +70,13 @@ def with_balanced_layers(spec: Any, balance: BalanceConfig) -> Any:
     _check_parts(spec)
     layer_class = balanced_layer_class(balance)
     params = {"balance": balance, **layer_class.shared_by_layers(balance)}
-
-    def balanced(layer: Any) -> Any:
-        if isinstance(layer, ModuleSpec):
-            return dataclasses.replace(
-                layer, module=layer_class, params={**(layer.params or {}), **params}
-            )
-        return functools.partial(layer_class, *layer.args, **layer.keywords, **params)
-
-    spec = replace_parts(
-        spec, lambda part: _is_spec_of(part, MoELayer), balanced, _required(spec, "MoE layer")
-    )
+    spec = _replace_module(spec, MoELayer, layer_class, params, _required(spec, "MoE layer"))
     if not issubclass(layer_class, BalancedMoELayer):
         return spec
     return replace_parts(
         spec,
         lambda part: (
-            _is_spec_of(part, TransformerLayer) and _is_spec_of(part.submodules.mlp, layer_class)
+            _module_of(part) is TransformerLayer and _module_of(part.submodules.mlp) is layer_class
         ),
         lambda layer: dataclasses.replace(layer, module=JoiningTransformerLayer),
     )
@@ -139,18 +129,9 @@ def name_stages(spec: Any) -> Any:
 
     Balanced and even layers have those names by themselves. A spec without MoE layers of
     Megatron's own comes back as it was.
-
-    Args:
-        spec: A Megatron layer spec, block spec, or anything that holds such.
     """
-
-    def named(layer: Any) -> Any:
-        if isinstance(layer, ModuleSpec):
-            return dataclasses.replace(layer, module=NamedMoELayer)
-        return functools.partial(NamedMoELayer, *layer.args, **layer.keywords)
-
     process_hooks.show_stages_in_nvtx()
-    return replace_parts(spec, lambda part: _is_spec_of(part, MoELayer), named)
+    return _replace_module(spec, MoELayer, NamedMoELayer)
 
 
 def grouped_mm_spec(spec: Any) -> Any:
@@ -164,18 +145,8 @@ def grouped_mm_spec(spec: Any) -> Any:
             f"the spec has experts of {by_megatron}: make it with moe_grouped_gemm=False, which "
             "has the SequentialMLP that GroupedExperts replace"
         )
-
-    def grouped(experts: Any) -> Any:
-        if isinstance(experts, ModuleSpec):
-            return dataclasses.replace(experts, module=GroupedExperts)
-        return functools.partial(GroupedExperts, *experts.args, **experts.keywords)
-
-    return replace_parts(
-        spec,
-        lambda part: _is_spec_of(part, SequentialMLP),
-        grouped,
-        _required(spec, "SequentialMLP"),
-    )
+    what = _required(spec, "SequentialMLP")
+    return _replace_module(spec, SequentialMLP, GroupedExperts, what=what)
 
 
 def _required(spec: Any, what: str) -> str | None:
@@ -188,8 +159,25 @@ def _required(spec: Any, what: str) -> str | None:
     return None if is_a_stage else what
 
 
-def _is_spec_of(part: Any, module: type) -> bool:
-    return _module_of(part) is module
+def _replace_module(
+    spec: Any,
+    old: type,
+    new: type,
+    params: dict[str, Any] | None = None,
+    what: str | None = None,
+) -> Any:
+    """Return `spec` with modules of another class, which get further arguments.
+
+    Args and errors else as for `replace_parts`.
+    """
+
+    def replaced(part: Any) -> Any:
+        if isinstance(part, ModuleSpec):
+            further = {**(part.params or {}), **(params or {})}
+            return dataclasses.replace(part, module=new, params=further)
+        return functools.partial(new, *part.args, **part.keywords, **(params or {}))
+
+    return replace_parts(spec, lambda part: _module_of(part) is old, replaced, what)
 
 
 def _module_of(part: Any) -> Any:

@@ -74,7 +74,10 @@ class StepMetrics:
             raise ValueError(f"tier ({tier!r}) must be one of {', '.join(TIERS)}")
         loads = self._recorder.take_step()
         if self._place is None:
-            self._place = place_of_rank(_largest_of_ranks(self._last_layer))
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            last_layer = torch.tensor(self._last_layer, device=device)
+            dist.all_reduce(last_layer, dist.ReduceOp.MAX)
+            self._place = place_of_rank(int(last_layer))
         if not self._place.num_layers:
             return {}
         gathered = gather_step(loads.computed, self._place, loads.own)
@@ -84,13 +87,6 @@ class StepMetrics:
     def close(self) -> None:
         """Stop counting."""
         self._recorder.close()
-
-
-def _largest_of_ranks(value: int) -> int:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    largest = torch.tensor(value, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return int(largest)
 
 
 def place_of_rank(num_layers: int) -> Place:

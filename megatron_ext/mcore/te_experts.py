@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from megatron_ext.balance.forward import kept_in_place
 from megatron_ext.balance.main_weights import MainWeights, Segment, Split
 from megatron_ext.mcore.in_place import memory_of
+from megatron_ext.mcore.sequential_experts import run_mains
 
 _LINEARS = ("linear_fc1", "linear_fc2")
 
@@ -55,7 +56,7 @@ class TEGroupedWeights:
 
     @property
     def _kinds(self) -> tuple[str, ...]:
-        """Return the kinds of parameters that a linear has for each expert."""
+        """Kinds of parameters that a linear has for each expert."""
         return ("weight", "bias") if self._experts.config.add_bias_linear else ("weight",)
 
     def mains(self) -> MainWeights:
@@ -98,10 +99,7 @@ class TEGroupedWeights:
                 self._experts, [{kind: next(of_slots) for kind in self._kinds} for _ in _LINEARS]
             )
         with lent:
-            output: Tensor
-            output, bias = self._experts(tokens, tokens_per_expert, probs)
-        assert bias is None, "Megatron adds expert biases inside the experts"
-        return output
+            return run_mains(self._experts, tokens, tokens_per_expert, probs)
 
 
 def _is_single(linear: Any) -> bool:
@@ -157,18 +155,15 @@ class SplitFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
         """Return the rows' gradients as one; with fused gradients, Megatron's placeholder."""
         if not ctx.fused:
-            return torch.stack([_required(grad) for grad in grads]), None
+            of_mains = [grad for grad in grads if grad is not None]
+            assert len(of_mains) == len(grads), "Transformer Engine gave a main no gradient"
+            return torch.stack(of_mains), None
         # Imported here, because the rest of the file works without Transformer Engine.
         from transformer_engine.pytorch.ops._common import get_dummy_wgrads_for_params
 
         # Marks the parameter, so that DDP knows that the gradient is in `main_grad`.
         (stands_for_it,) = get_dummy_wgrads_for_params([ctx.weight])
         return stands_for_it, None
-
-
-def _required(grad: Tensor | None) -> Tensor:
-    assert grad is not None, "Transformer Engine gave a main no gradient"
-    return grad
 
 
 Further = Sequence[Mapping[str, Sequence[Tensor]]]
@@ -302,10 +297,8 @@ def _split(linear: Any) -> Iterator[None]:
 def _lent_to(linear: Any, further: Mapping[str, Sequence[Tensor]]) -> Iterator[None]:
     """Add the slots' weights, and biases if there are any, to a `GroupedLinear`.
 
-    Args:
-        linear: Reads `weight{i}` and `bias{i}` for i below `num_gemms`. Without FP8, nothing else
-            in the linear depends on the number of weights.
-        further: For each kind, one tensor a slot.
+    The linear reads `weight{i}` and `bias{i}` for i below `num_gemms`. Without FP8, nothing else in
+    it depends on the number of weights.
     """
     num_mains, num_slots = linear.num_gemms, len(further["weight"])
     if "bias" not in further:

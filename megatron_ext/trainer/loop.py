@@ -354,7 +354,7 @@ def _prediction_metrics(config: TrainConfig, loads: StepLoads) -> dict[str, floa
 def _measured_costs(chunks: list[Any]) -> dict[str, float]:
     """Return the costs that this rank's EP group measured to choose plans by, if it did."""
     layers = (one for one in build.moe_layers(chunks) if isinstance(one, BalancedMoELayer))
-    balancers = (layer.balancer for layer in layers if layer.balancer is not None)
+    balancers = (layer.balancer for layer in layers if layer.is_started)
     return next((balancer.measured for balancer in balancers if balancer.measured), {})
 
 

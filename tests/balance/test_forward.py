@@ -52,21 +52,21 @@ def test_plans_come_back_in_any_order() -> None:
     ]
     for value in (1, 0, 2):
         assert held(forwards[value]) == [value, value]
-        forwards[value].end()
+        forwards[value].release_plan()
     assert layers.num_in_flight == 0
 
 
 def test_a_virtual_layer_is_lent_again_and_the_old_forward_does_not_read_it() -> None:
     layers = virtual_layers()
     first, second = lent(layers, 0), lent(layers, 1)
-    first.end()
+    first.release_plan()
     third = lent(layers, 2)
     assert third.virtual_layer is first.virtual_layer
     assert (held(second), held(third)) == ([1, 1], [2, 2])
     with pytest.raises(RuntimeError, match=r"layer 3: the plan of microbatch 0 .*id 10\) is gone"):
         held(first)
     # The end of the old forward must not give back what the new one has.
-    first.end()
+    first.release_plan()
     assert layers.num_in_flight == 2
 
 
@@ -74,7 +74,7 @@ def test_the_lowest_free_id_is_lent_first() -> None:
     layers = virtual_layers()
     forwards = [lent(layers, 0) for _ in range(3)]
     for each in (forwards[2], forwards[0]):
-        each.end()
+        each.release_plan()
     assert lent(layers, 0).virtual_layer is forwards[0].virtual_layer
 
 
@@ -88,7 +88,7 @@ def test_a_limit_that_is_reached_names_the_setting() -> None:
     with pytest.raises(RuntimeError, match=message):
         lent(layers, 2)
     assert held(forwards[1]) == [1, 1]
-    forwards[0].end()
+    forwards[0].release_plan()
     assert held(lent(layers, 2)) == [2, 2]
 
 

@@ -65,8 +65,8 @@ def test_every_microbatch_is_there_in_every_layer(name):
     assert len(loads) == len(steps) * len(microbatch.unique()) * 4
     # Every token of a microbatch has chosen two experts in every layer.
     assert (loads.load.sum(-1) == 4 * 256 * 2).all()
-    # Nothing is predicted of a first layer, nor in a run's first microbatch: layers do not know yet
-    # which comes after which.
+    # Nothing is predicted of a first layer, nor in a run's first microbatch: when these runs were
+    # recorded, layers learned in it which comes after which.
     starts = torch.isin(step, torch.tensor([1, 151])) & (microbatch == 0)
     expected = (layer > 1) & ~starts
     assert [loads.prediction(b) is not None for b in range(len(loads))] == expected.tolist()

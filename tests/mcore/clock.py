@@ -1,6 +1,6 @@
 """A clock for measured costs that says what a test wants: no test depends on how fast a machine is.
 
-`megatron_ext.mcore.timing.slowest_s` reads the clock before and after each round.
+`megatron_ext.mcore.measure.slowest_s` reads the clock before and after each round.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from megatron_ext.mcore import timing
+from megatron_ext.mcore import measure
 
 ROUNDS = 9
 """Of one measurement, if they are short."""
@@ -44,5 +44,5 @@ class Clock:
 def rounds_take(rounds_ms: Iterable[float]) -> Iterator[Clock]:
     """Have the rounds of measurements take so many milliseconds on this rank, each its own."""
     clock = Clock(rounds_ms)
-    with mock.patch.object(timing, "perf_counter", clock):
+    with mock.patch.object(measure, "perf_counter", clock):
         yield clock

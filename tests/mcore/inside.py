@@ -49,7 +49,7 @@ SET_ASIDE = "megatron_ext.balance.main_weights.MainWeights.set_aside"
 
 KEEP_PLAN = "megatron_ext.balance.forward.VirtualLayers.lend"
 """Keeps the plan of a forward, its second argument, for its backward."""
-RELEASE_PLAN = "megatron_ext.balance.forward.Forward.end"
+RELEASE_PLAN = "megatron_ext.balance.forward.Forward.release_plan"
 RECALL_SLOTS = "megatron_ext.balance.forward.Forward._experts_of_backward"
 """The `experts_in_slots` of a forward's plan, for its backward."""
 
@@ -70,7 +70,7 @@ def original(point: str) -> Callable[..., Any]:
 
 def in_flight(layer: Any) -> int:
     """Plans that are kept for a backward to come."""
-    return 0 if layer.balancer is None else int(layer.balancer.virtual_layers.num_in_flight)
+    return int(layer.balancer.virtual_layers.num_in_flight) if layer.is_started else 0
 
 
 def plans_kept(layer: Any) -> list[int]:
@@ -81,7 +81,7 @@ def plans_kept(layer: Any) -> list[int]:
 
 def slot_buffers(layer: Any) -> Any:
     """The slots that the layer shares; None before its first forward, or without slots."""
-    return None if layer.balancer is None else layer.balancer.buffers
+    return layer.balancer.buffers if layer.is_started else None
 
 
 def slot_weights(layer: Any) -> list[torch.Tensor]:
@@ -111,13 +111,14 @@ def costs(layer: Any) -> Any:
 
 def measured(layer: Any) -> dict[str, float]:
     """Those of them that were measured."""
-    return {} if layer.balancer is None else dict(layer.balancer.measured)
+    return dict(layer.balancer.measured) if layer.is_started else {}
 
 
 def measure(layer: Any, load: torch.Tensor, probs_dtype: torch.dtype) -> None:
     """Measure the costs of plans now, for a load int64 [R, E]; all EP ranks call."""
     mains = layer.expert_weights.mains()
-    (layer.balancer or layer.start(mains.parameters()[0])).prepare_planner(mains, load, probs_dtype)
+    balancer = layer.balancer if layer.is_started else layer.start(load.device)
+    balancer.prepare_planner(mains, load, probs_dtype)
 
 
 def watch_plans(layer: Any, note: Callable[[Any, torch.Tensor | None], None]) -> None:
@@ -165,7 +166,7 @@ def chunk(layer: Any) -> int | None:
 
 def sends_nothing_ahead(layer: Any) -> bool:
     """Whether nothing is on its way to the layer, and nothing waits for it."""
-    return layer._told is None
+    return layer._order._told is None
 
 
 def is_rematerializing(forward: Any) -> bool:

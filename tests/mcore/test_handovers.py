@@ -28,6 +28,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP  # isort: skip
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules  # isort: skip
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
+from megatron_ext.mcore.experts import finish_parameter_gather  # isort: skip
 from megatron_ext.mcore.moe_layer import BalancedMoELayer  # isort: skip
 from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec  # isort: skip
 
@@ -133,3 +134,29 @@ def test_a_spec_keeps_its_other_arguments(form: str) -> None:
         positional, keywords = arguments(spec)
         assert positional == ("first",)
         assert keywords["name"] == "it"
+
+
+def _parameters_of_this_step(rank: int) -> None:
+    gpt = build_gpt(
+        ep=1, distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+    )
+    gpt.train_step(0)
+    experts = gpt.chunks[0].module.decoder.layers[0].mlp.experts
+    # Without a name, and not to be called: of a program that looks at what comes in.
+    experts.register_forward_pre_hook(functools.partial(pytest.fail, "a program's hook"))
+
+    def differ() -> bool:
+        for value in experts.parameters():
+            of_ranks = [torch.empty_like(value) for _ in range(2)]
+            dist.all_gather(of_ranks, value.detach())
+            if not torch.equal(*of_ranks):
+                return True
+        return False
+
+    assert differ(), "each rank has stepped its shard, and nothing was gathered yet"
+    finish_parameter_gather(experts)
+    assert not differ()
+
+
+def test_parameters_that_ddp_gathers_late_are_there_before_they_are_read() -> None:
+    run_ranks(_parameters_of_this_step, 2)

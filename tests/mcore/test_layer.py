@@ -421,7 +421,7 @@ def _freed(rank: int) -> None:
     gc.collect()
     gc.disable()
     try:
-        layer.balancer = None
+        del layer.balancer
         assert held() is None
     finally:
         gc.enable()

@@ -32,7 +32,6 @@ def _predictions(rank: int) -> list[Any]:
     """Of one microbatch: reports, and the same counted from the routers' inputs."""
     gpt = balanced_gpt(dict(ep=2, num_layers=LAYERS), LIBRA, dtype=torch.float64)
     layers = balanced_layers(gpt)
-    gpt.forward_backward(num_microbatches=1)  # Layers get to know each other.
     reports: list[Any] = []
     inputs: dict[int, torch.Tensor] = {}
     chosen: dict[int, torch.Tensor] = {}
@@ -146,7 +145,7 @@ def test_replicas_move_between_two_layers_and_once(transport: str) -> None:
 def _listed(rank: int) -> list[int]:
     """Numbers of the layers whose mains are listed in one forward, in order."""
     gpt = balanced_gpt(dict(ep=2, num_layers=LAYERS), LIBRA)
-    gpt.forward_backward(num_microbatches=1)  # Layers get to know each other.
+    gpt.forward_backward(num_microbatches=1)  # A layer that starts lists them as well.
     listed = []
     for layer in balanced_layers(gpt):
         inside.watch_mains(layer, partial(listed.append, layer.layer_number))
@@ -256,6 +255,31 @@ def _abort(rank: int, place: str) -> None:
 @pytest.mark.parametrize("place", ["before", "same"])
 def test_a_clean_step_after_an_abort_with_replicas_on_their_way(place: str) -> None:
     run_ranks(_abort, 2, place)
+
+
+def _first_abort(rank: int) -> None:
+    """In the very first forward, rank 1 fails before layer 2 begins, and rank 0 behind that."""
+    from megatron_ext import reset_after_abort
+
+    case = dict(ep=2, num_layers=LAYERS)
+    clean, aborted = balanced_gpt(case, LIBRA), balanced_gpt(case, LIBRA)
+    second = aborted.chunks[0].module.decoder.layers[1]
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    failing = (second.self_attention, second)[rank].register_forward_pre_hook(fail)
+    with failing, pytest.raises(ArithmeticError):
+        aborted.forward_backward()
+    reset_after_abort(aborted.chunks)
+    for step in range(2):
+        assert clean.train_step(step) == aborted.train_step(step)
+    for name, value in clean.parameters().items():
+        assert torch.equal(aborted.parameters()[name], value)
+
+
+def test_ranks_that_came_to_different_layers_in_an_aborted_first_forward_go_on_alike() -> None:
+    run_ranks(_first_abort, 2)
 
 
 def _other_transformer_layers(rank: int) -> int:

@@ -128,7 +128,7 @@ def _measure_sent_ahead(rank: int) -> None:
     libra = BalanceConfig(strategy="libra", tolerance=0.0)
     balanced = partial(megatron_ext.balance_spec, balance=libra)
     gpt = build_gpt(ep=2, num_layers=LAYERS, spec_transform=balanced)
-    gpt.forward_backward()  # Layers get to know each other.
+    gpt.forward_backward()  # Layers start.
     delays, send = _Delays(), inside.original(inside.SEND_AHEAD)
 
     def sent_late(*args: Any, **kwargs: Any) -> Any:

@@ -44,7 +44,7 @@ from megatron_ext.mcore.recompute import in_backward
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """What the layer before tells a layer; lives until the layer's own forward begins anew."""
+    """What the layer before tells a layer; lives until the combine of the forward it is for."""
 
     forward: Forward
     """The forward that it is for."""
@@ -56,33 +56,49 @@ class Prediction:
     """Logical expert in each slot once the replicas have arrived, or -1: int32 [R, S]."""
     pending: Materializing
     """The replicas on their way."""
-    started: Mark
+    sent: Mark
     """When they were sent; None if that is not timed."""
 
     def wait(self) -> None:
         """Return when the slots hold the replicas; called once."""
-        with timed("materialize", self.started):
+        with timed("materialize", self.sent):
             self.pending.wait()
 
 
 class LayerOrder:
-    """Which balanced layer runs after which; shared by all layers that are made from a spec."""
+    """Which balanced layer follows which, by the order in which they are built from one spec."""
 
     def __init__(self) -> None:
         self._last: weakref.ref[LookaheadMoELayer] | None = None
+        # Of which layer, and what.
+        self._told: tuple[weakref.ref[LookaheadMoELayer], Prediction] | None = None
 
-    def enter(self, layer: LookaheadMoELayer) -> LookaheadMoELayer | None:
-        """Note that a layer runs now; return the layer before it in the same forward of a chunk."""
+    def add(self, layer: LookaheadMoELayer) -> LookaheadMoELayer | None:
+        """Note that a layer is built; return the layer before it in the same chunk."""
         before = self._last() if self._last is not None else None
         self._last = weakref.ref(layer)
-        chunk = layer.first_layer_of_chunk
-        if before is None or chunk is None or before.first_layer_of_chunk != chunk:
+        if before is None or before.first_layer_of_chunk != layer.first_layer_of_chunk:
             return None
+        # Another model of the spec begins with a first layer.
         return before if before.layer_number < layer.layer_number else None
+
+    def tell(self, layer: LookaheadMoELayer, prediction: Prediction) -> None:
+        """Keep a prediction for the layer that runs next."""
+        self._told = weakref.ref(layer), prediction
+
+    def told(self, layer: LookaheadMoELayer) -> Prediction | None:
+        """Return the prediction for a layer that begins; drop one whose forward never came."""
+        if self._told is None:
+            return None
+        (told, prediction), self._told = self._told, None
+        if told() is layer:
+            return prediction
+        prediction.wait()
+        return None
 
     def forget(self) -> None:
         """Forget an aborted forward."""
-        self._last = None
+        self._told = None
 
 
 class LookaheadMoELayer(BalancedMoELayer):
@@ -96,7 +112,6 @@ class LookaheadMoELayer(BalancedMoELayer):
         self._order = order
         # A reference that does not make the layer after this one a part of it.
         self._after: weakref.ref[LookaheadMoELayer] | None = None
-        self._told: Prediction | None = None  # For the next forward.
         self._prediction: Prediction | None = None  # Of the forward under way.
 
     @classmethod
@@ -104,24 +119,23 @@ class LookaheadMoELayer(BalancedMoELayer):
         """See `BalancedMoELayer.shared_by_layers`."""
         return {**super().shared_by_layers(balance), "order": LayerOrder()}
 
+    def set_chunk(self, first_layer: int) -> None:
+        """Take the other set of slots than the layer before, which will send replicas ahead."""
+        super().set_chunk(first_layer)
+        before = self._order.add(self)
+        if before is not None and self.layout.slots > 0:
+            before._after = weakref.ref(self)
+            self.set_name = "" if before.set_name else "odd"
+
     def begin(self, device: torch.device) -> Forward:
         """Begin a forward with what the layer before predicted of it, if it did."""
-        self._prediction = None
-        if self.layout.slots > 0 and not in_backward():
-            before = self._order.enter(self)
-            if before is None:
-                self._drop_told()
-            else:
-                self._prediction, self._told = self._told, None
-                if before._after is None and self.balancer is None:
-                    before._after = weakref.ref(self)
-                    self.set_name = "" if before.set_name else "odd"
+        self._prediction = None if in_backward() else self._order.told(self)
         return self._prediction.forward if self._prediction else super().begin(device)
 
     def solve(self, load: Tensor) -> BalancePlan:
         """Plan the load with the replicas that were sent ahead."""
         prediction = self._prediction
-        return self.started.planner.solve(load, prediction.placed if prediction else None)
+        return self.balancer.planner.solve(load, prediction.placed if prediction else None)
 
     def push(self, forward: Forward, there: Tensor | None = None) -> None:
         """Wait for what was sent ahead, and materialize what it lacks."""
@@ -149,7 +163,7 @@ class LookaheadMoELayer(BalancedMoELayer):
             num_choices=chosen.sum(),
             num_right_choices=(prediction.routing_map & chosen).sum(),
             replica_use=replica_use(placed, forward.plan),
-            expert_bytes=self.started.expert_bytes,
+            expert_bytes=self.balancer.expert_bytes,
         )
         return dataclasses.replace(report, prediction=of_prediction)
 
@@ -160,21 +174,18 @@ class LookaheadMoELayer(BalancedMoELayer):
 
     def forget_step(self) -> None:
         """Drop what an aborted step left in this layer."""
-        self._told = None
         self._order.forget()
         super().forget_step()
 
     @torch.no_grad()
     def hear(self, hidden_states: Tensor) -> None:
         """Predict this layer's load by the input [s, b, H] of the layer before; send replicas."""
-        self._drop_told()
-        self._told = self.send_ahead(predict_routing(self.router, hidden_states))
+        self._order.tell(self, self.send_ahead(predict_routing(self.router, hidden_states)))
 
     def send_ahead(self, predicted: Tensor) -> Prediction:
         """Start materializing the replicas of predicted choices, bool [N, E]; all EP ranks call."""
+        balancer = self.balancer if self.is_started else self.start(predicted.device)
         mains = self.expert_weights.mains()
-        # The layer's first forward may have been aborted before it came to either.
-        balancer = self.balancer or self.start(mains.parameters()[0])
         label = f"layer {self.layer_number}, sent ahead"
         counts, _ = gather_counts(predicted, self.planning_group, rows=balancer.rows, label=label)
         load = load_of(counts, self.layout.ep_size)
@@ -184,15 +195,8 @@ class LookaheadMoELayer(BalancedMoELayer):
         assert balancer.buffers is not None, "without slots nothing is predicted"
         with stage(PUSH_START):
             pending = balancer.buffers.push(placed, mains, label)
-        started = TIMES.mark() if self.training else None
-        forward = balancer.new_forward(mains)
-        return Prediction(forward, predicted, load, placed, pending, started)
-
-    def _drop_told(self) -> None:
-        """Drop a prediction whose forward never came, on all EP ranks."""
-        if self._told is not None:
-            self._told.wait()
-            self._told = None
+        sent = TIMES.mark() if self.training else None
+        return Prediction(balancer.new_forward(mains), predicted, load, placed, pending, sent)
 
 
 def predict_routing(router: Any, hidden_states: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ from torch import nn
 
 from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.config import BalanceConfig
+from megatron_ext.mcore.balancer import layout_of
 from megatron_ext.mcore.experts import expert_weights
-from megatron_ext.mcore.place import layout_of
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.model.build import build_model, moe_layers
 from megatron_ext.trainer.model.meta_model import (
