@@ -8,9 +8,8 @@ Legend: N local tokens, E logical experts, R ranks of the EP group, T ranks of a
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -236,4 +235,4 @@ def layout_of(config: Any, balance: BalanceConfig, ep_size: int) -> ExpertLayout
     )
     # One rank has nobody to share its load with.
     has_slots = ep_size > 1 and not config.moe_pad_expert_input_to_capacity
-    return layout if has_slots else dataclasses.replace(layout, slots=0)
+    return layout if has_slots else replace(layout, slots=0)
