@@ -146,7 +146,7 @@ def test_layers_of_a_model_that_is_only_evaluated_do_not_count(
 class _Layer:
     layer_number = 1
     training = True
-    started = SimpleNamespace(buffers=None)
+    balancer = SimpleNamespace(buffers=None)
     layout = SimpleNamespace(ep_size=2)
     config = SimpleNamespace(
         moe_expert_capacity_factor=None, moe_pad_expert_input_to_capacity=False
