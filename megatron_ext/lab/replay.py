@@ -58,7 +58,7 @@ _BELOW = {
     PREDICTED: "Hits are placed and used: their bytes move before the load is known.",
     BY_LAYER: "[The same in charts](replay.html)",
 }
-"""The tables, and what `replay.md` says below each."""
+"""The tables, and the text below each in `replay.md`."""
 
 _IMBALANCE = {
     "imbalance": "{imbalance_mean:.3f}",

@@ -310,7 +310,7 @@ def _result_of(
         return _summarize(machine, loads, plans, solve_s=0.0, slots=0)
     ranks, experts = machine.ep_size, machine.shape.num_experts
     slots = get_strategy(strategy).num_slots(setting.slots, experts // ranks)
-    # Planning takes what the hardware file says, in proportion to R x E; else what it took here.
+    # Planning takes the hardware file's time, in proportion to R x E; else the time it took here.
     if name in setting.hardware.solve_us:
         solve_from, solve_us = "hardware", setting.hardware.solve_us[name]
         solve_s = solve_us * 1e-6 * ranks * experts / SOLVED_PAIRS

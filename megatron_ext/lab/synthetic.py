@@ -332,7 +332,7 @@ _STEPS_TO_BURST = 4
 def _hot(
     choose: Callable[[LoadSpec, int, int], np.ndarray | range], hot_tokens: float = 3 / 4
 ) -> Laws:
-    """Make some experts hot and the others equally cold, whatever the exponent.
+    """Make some experts hot and the others equally cold; the exponent changes nothing.
 
     Args:
         choose: Returns the hot experts of a load; gets the spec, the size of a hot set, the step.
