@@ -6,7 +6,8 @@ Every run of the tests notes the outcomes of such tests, by version of Megatron-
 
     python -m tests.compatibility       writes the page, its record and README's table
 
-The rules that refuse an option are in `megatron_ext/mcore/limits.py`. The recipes that use an
+The rules that refuse an option are in `megatron_ext/mcore/limits.py` and
+`megatron_ext/methods/libra/limits.py`. The recipes that use an
 option were counted among the 293 MoE performance recipes of megatron-bridge 0.6.2.
 """
 
@@ -305,6 +306,7 @@ def _refusals() -> list[str]:
     from megatron_ext.balance.strategies import STRATEGIES
     from megatron_ext.balance.strategies.strategy import ForcesEven
     from megatron_ext.mcore import limits
+    from megatron_ext.methods.libra import limits as libra
     from megatron_ext.transport import TRANSPORTS
 
     forces = [name for name, each in STRATEGIES.items() if isinstance(each.kind, ForcesEven)]
@@ -317,9 +319,9 @@ def _refusals() -> list[str]:
         f"| {rule.reason}; {rule.way_out} |"
         for used_with, rules in (
             ([], limits.MUST_BE),
-            (predicts, limits.MUST_BE_TO_PREDICT),
+            (predicts, libra.TO_PREDICT),
             (forces, limits.MUST_BE_TO_FORCE),
-            (["balance.local_first"], limits.MUST_BE_FOR_LOCAL_FIRST),
+            (["balance.local_first"], libra.LOCAL_FIRST),
             (transports, limits.MUST_BE_TO_ADD),
         )
         for rule in rules

@@ -46,6 +46,7 @@ from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
     MTPLossLoggingHelper,
 )
 
+from megatron_ext.mcore import process_hooks  # noqa: E402
 from megatron_ext.mcore.spec import grouped_mm_spec  # noqa: E402
 from megatron_ext.trainer.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig  # noqa: E402
 from megatron_ext.trainer.model.local_layers import sequence_parallel_spec  # noqa: E402
@@ -280,6 +281,7 @@ def _forget_aux_losses() -> None:
 
 
 after_call.append(_drop_models)
+after_call.append(process_hooks.uninstall)
 
 _parallelism: tuple[Any, dict[str, Any]] | None = None
 """The world group and the sizes for which Megatron's process groups stand."""

@@ -43,17 +43,18 @@ class Agreement:
         self._difference = torch.zeros(
             2 + group.size(), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
         )
-        # The same memory; a look at a tensor takes as long as a launch.
+        # The same memory for NumPy: to read a tensor takes as long as a launch.
         self._found = self._difference.numpy()
         self._seals = HostCopy((group.size(),), torch.int64, device)
 
     def gather_counts(
         self, routing_map_NE: Tensor, rows: GathersRows | None = None, label: str = ""
     ) -> tuple[Tensor, Tensor]:
-        """Return what every rank counts, int64 [R * T, E]; the seal of the last plan goes along.
+        """Gather the counts of all ranks, and with them the seals of the last plan.
 
-        The rows lie apart, because each rank's seal is behind its counts. And the marks of this
-        rank's tokens, as `gather_counts` of load.py, whose other arguments these are.
+        Returns the counts, int64 [R * T, E], and the marks of this rank's tokens. The arguments are
+        those of `gather_counts` of load.py. The rows of the counts are not contiguous, because a
+        seal stands behind each row.
         """
         self._gathered, marks = gather_counts(routing_map_NE, self._group, self._seal, rows, label)
         num_experts = self._gathered.shape[1] - 1
@@ -70,15 +71,15 @@ class Agreement:
         """Return this rank's shares of a plan; compare the last seals, and seal the plan.
 
         Args:
-            counts: What `gather_counts` returned, int64 [R * T, E].
-            load: `load_of` that, int64 [R, E].
-            plan: Its plan, on the same device.
+            counts: The counts from `gather_counts`, int64 [R * T, E].
+            load: `load_of` these counts, int64 [R, E].
+            plan: The plan of this load, on the same device.
             layer: The layer's number, for messages.
             on_host: Gets the plan's `experts_in_slots`; None if the host does not need them.
 
         Raises:
-            RuntimeError: Ranks had different loads or plans in the layer before. On a GPU this
-                comes when the device has noticed, which may be a few calls later.
+            RuntimeError: Ranks had different loads or plans in the layer before. On a GPU a call
+                raises after the device has found the difference, maybe a few calls later.
         """
         rank = self._group.rank()
         *shares, self._seal = torch.ops.megatron_ext.share_and_seal(
@@ -98,7 +99,7 @@ class Agreement:
         return Shares(*shares).of_shard(rank, counts)
 
     def send_seal(self, rows: GathersRows | None = None, label: str = "") -> None:
-        """Let all ranks have the seal of this rank's last plan; by a collective without `rows`."""
+        """Send the seal of this rank's last plan to all ranks; without `rows` by a collective."""
         gathered = self._gather_seals() if rows is None else rows.gather(self._seal, label)
         self._seals.start(gathered.view(-1))
 
@@ -117,8 +118,8 @@ class Agreement:
     def check_last_plan(self) -> None:
         """Compare the seals of the last plan, which no other load follows; all ranks call.
 
-        Costs a small collective and waits for the device: for the end of a run, and before a
-        checkpoint.
+        Called at the end of a run and before a checkpoint, because the call costs a small
+        collective, and the host waits for the device.
 
         Raises:
             RuntimeError: Ranks had different loads or plans in some layer.
@@ -131,7 +132,7 @@ class Agreement:
     def forget(self) -> None:
         """Forget an aborted step, after which ranks may have planned different layers last.
 
-        Waits for the device: what that step left there may still find a difference.
+        The host waits for the device, where work of that step may still write a difference.
         """
         if self._seal.is_cuda:
             torch.cuda.synchronize(self._seal.device)
@@ -139,7 +140,7 @@ class Agreement:
         self.forget_plan()
 
     def forget_plan(self) -> None:
-        """Forget the last plan, which not all ranks may know."""
+        """Forget the last plan, because some ranks may not have it."""
         self._seal = torch.zeros_like(self._seal)
         self._layer = 0
 
@@ -156,7 +157,7 @@ class Agreement:
 
     def _raise(self, layer: int, seals: list[int]) -> None:
         counts = {seal: seals.count(seal) for seal in seals}
-        # The one that most ranks have is taken for right; of equally many, that of the lowest rank.
+        # The most frequent seal counts as right; of equally frequent ones, the lowest rank's.
         right = max(counts, key=lambda seal: counts[seal])
         wrong = [rank for rank, seal in enumerate(seals) if seal != right]
         raise RuntimeError(
@@ -189,9 +190,9 @@ _SHARED: WeakValueDictionary[tuple[ProcessGroup, torch.device], Agreement] = Wea
 def shared_agreement(group: ProcessGroup, device: torch.device, num_shards: int = 1) -> Agreement:
     """Return `group`'s agreement, without a last plan; all ranks of the group call.
 
-    It is made once, and freed with the last user. When that is freed is up to each rank's garbage
-    collector: so a new user must not find the last plan of an earlier one, which other ranks may
-    have forgotten.
+    All layers of the group share one agreement, which lives as long as one of them. Each rank's
+    garbage collector decides when a layer is freed. So a new layer may find an old agreement on
+    some ranks only, and all ranks forget its last plan.
     """
     agreement = _SHARED.get((group, device))
     if agreement is None:

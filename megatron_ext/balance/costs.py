@@ -91,8 +91,9 @@ class LayerCosts:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the modelled picoseconds of weights, of tokens there and back, and of experts.
 
-        The busiest sender decides about the weights, the rank that sends or receives most about the
-        tokens, the busiest rank about the experts. A token that stays on its rank is not sent.
+        Each part takes as long as on its slowest rank: weights on the busiest sender, tokens on the
+        rank that sends or receives most, experts on the busiest rank. A token that stays on its
+        rank is not sent.
 
         Args:
             load: Assignments, int64 [..., R, E].

@@ -15,13 +15,13 @@ All layers share the slots, so by the time of a layer's backward another layer's
 them. The backward materializes the replicas of the saved plan again, beside the combine's backward,
 and its gradient reduction runs beside the backward of router and attention.
 
-The join gives `materialized` an edge of the graph. So autograd comes to the join only after the
-reduction was started, also where the MoE layer's input is cut off from its transformer layer's. And
-a main's gradient is complete, for autograd and for the hooks of data-parallel reduction, when both
-its own part and its replicas' part are there: the mains are inputs of the join, or without a join
-of `materialized`. The replicas' part is added to `main_grad` where data-parallel training has made
-one, else autograd adds both. With gradient accumulation fusion, slot gradients are added to the
-slots' buffers where they are computed.
+- The join gives `materialized` an edge of the graph. So autograd reaches the join only after the
+  reduction has started, even if the MoE layer's input is cut off from the transformer layer's.
+- The mains are inputs of the join (without a join, of `materialized`). So autograd and the hooks of
+  data-parallel reduction take a main's gradient for complete only with the replicas' part.
+- `MainWeights.hand_over` adds the replicas' part to the `main_grad` of data-parallel training. If
+  there is no `main_grad`, or the addition would round too much, autograd adds both parts.
+- With gradient accumulation fusion, the products add slot gradients to the slots' buffers.
 
 Sums of gradients are rounded once, to the dtype of `main_grad` or of the weights. Legend: R ranks,
 E logical experts, S slots per rank, N local tokens, P physical experts, T ranks of an expert-TP
@@ -59,10 +59,10 @@ NO_SLOTS: list[Any] = [()]
 
 
 class OnBackward(torch.autograd.Function):
-    """(call, passed, *inputs) -> passed; backward calls `call`.
+    """Passes tensors on, and calls `call` in backward: (call, passed, *inputs) -> passed.
 
-    `call` gets the gradients of the passed tensors, None for one that has none, and returns those
-    of the inputs.
+    `call` gets the gradients of the passed tensors, None for a tensor without a gradient, and
+    returns the gradients of the inputs.
     """
 
     @staticmethod
@@ -74,7 +74,7 @@ class OnBackward(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Return the passed tensors, with the inputs before them in the graph."""
         ctx.call = call
-        # PyTorch's word, not ours: a gradient that nothing made arrives as None, not as zeros.
+        # PyTorch's "materialize", not ours: a missing gradient arrives as None, not as zeros.
         ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in passed)
 
@@ -101,7 +101,7 @@ class VirtualLayer:
     """
 
     virtual_layer_id: int
-    """Which (MoE layer of this rank, microbatch in flight) it is."""
+    """Number of the pair (MoE layer of this rank, microbatch in flight)."""
     experts_in_slots: HostCopy
     """Those of the plan, int32 [R, S]. For a plan on a GPU, the launch that seals the plan writes
     them to the host long before a backward needs them, and the host waits for nothing."""
@@ -185,7 +185,7 @@ class Forward:
     is_planned: bool = False
     """Whether there are counts and a plan: in the second pass of a recomputed forward, too."""
     shares: Shares = field(init=False)
-    """What this rank does by the plan; from the plan to the combine."""
+    """This rank's shares of the plan; held from the plan to the combine."""
     is_sealed: bool = False
     """Whether the other ranks have this rank's seal, and the seals are not compared yet."""
     slot_grads: Sequence[Tensor | None] = ()
@@ -193,7 +193,7 @@ class Forward:
     virtual_layer: VirtualLayer | None = None
     """None where no backward will come: in evaluation, and without slots."""
     microbatch_idx: int = -1
-    """Forwards of this layer, before this one, with a backward to come."""
+    """Index of this forward among those of the layer that borrowed a virtual layer."""
     give_back: Callable[[], object] | None = None
     """Gives the virtual layer back; does nothing the second time."""
     moves: Moves = field(default_factory=Moves)
@@ -206,7 +206,7 @@ class Forward:
     rematerializing: Materializing | None = None
     """The transfer that begins beside the combine's backward and ends before the experts'."""
     aside: Aside | None = None
-    """With fused gradients, until the reduction: what the mains had from other microbatches."""
+    """With fused gradients, until the reduction: `main_grad` of the earlier microbatches."""
     reducing: Reducing | None = None
     """The reduction, until the join."""
 
@@ -230,12 +230,12 @@ class Forward:
         return any(grad is not None for grad in self.slot_grads)
 
     def send_seal(self) -> None:
-        """Tell the other ranks what this rank planned."""
+        """Send the seal of this rank's plan to the other ranks."""
         self.is_sealed = True
         self.agreement.send_seal(self.rows, f"layer {self.layer_number}, seal")
 
     def compare_seals(self) -> None:
-        """Compare what all ranks told, once; the host waits for it.
+        """Compare the seals of all ranks, once; the host waits for the seals.
 
         Raises:
             RuntimeError: Ranks have planned differently.
@@ -247,8 +247,8 @@ class Forward:
     def join(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Make the point at which backward waits for the reduction, and gives the mains the sums.
 
-        Returns the layer's input, from which everything is computed that shall run beside the
-        reduction; and the edge for `materialized`, which has no elements.
+        Returns the layer's input, and the edge for `materialized`, which has no elements. The
+        backward of everything that is computed from the returned input runs beside the reduction.
         """
         self.is_joined = True
         edge = _edge(hidden)
@@ -260,9 +260,9 @@ class Forward:
     def push(self, there: Tensor | None = None) -> None:
         """Start materializing the plan's replicas in this rank's slots; every EP rank calls.
 
-        Between GPUs this does not make the host wait for the plan, which stays on the device. If
-        the slots hold replicas of use already, they are `there`, int32 [R, S] as in a plan; what
-        the plan has in the same slot is not moved again.
+        Between GPUs the plan stays on the device, and the host does not wait for it. `there` has
+        the replicas that the slots hold already, int32 [R, S] as in a plan. A replica that the plan
+        has in the same slot is not moved again.
         """
         if self.buffers is not None:
             with stage(PUSH_START):
@@ -271,10 +271,9 @@ class Forward:
     def materialized(self, tokens: Tensor, edge: Tensor | None = None) -> tuple[Tensor, list[Any]]:
         """Wait for the replicas; return the tokens and, by segment, the slots' weights.
 
-        Trained weights are parts of the autograd graph. The tokens pass through it, so that the
-        backward reduces on every rank, also where no slot was used: the reduction needs all ranks
-        of the group at the same point of their backward. The edge is that of `join`, if there is
-        a join.
+        Trained slot weights are in the autograd graph. The tokens pass through the same function,
+        so that backward starts the reduction on every rank, also on a rank without a used slot: the
+        reduction needs all ranks of the group. `edge` comes from `join`, if there is a join.
         """
         if self.buffers is None:
             return tokens, NO_SLOTS
@@ -287,7 +286,7 @@ class Forward:
         if not self.reduces:
             return tokens, constants
         views = self.mains.slot_views(self._slot_weights(trained=True))
-        # With a join the mains get these gradients there, and must not wait for them here.
+        # With a join, the mains get the replicas' gradients at the join and not here.
         parameters = () if self.is_joined else self.mains.parameters()
         tokens, *views = OnBackward.apply(
             self._start_reduction,
@@ -297,8 +296,8 @@ class Forward:
             *parameters,
         )
         if self.mains.fused:
-            # Where the slots' gradients are added as the mains' are. Nothing is to be told that it
-            # was done, so a view has no `grad_added_to_main_grad`, and autograd gets None.
+            # Fused products add the slots' gradients to `main_grad`, like the mains'. No hook asks
+            # for a mark, so a view has no `grad_added_to_main_grad`, and autograd gets None.
             for view, grad in zip(views, self.mains.slot_views(self.slot_grads), strict=True):
                 view.main_grad = grad
         pairs = zip(self.mains.by_segment(views, self.slot_grads), constants, strict=True)
@@ -311,7 +310,7 @@ class Forward:
         )
 
     def before_experts_backward(self, output: Tensor) -> Tensor:
-        """Return the experts' output; before their backward the slots are as in the forward."""
+        """Return the experts' output; its backward first waits for the forward's replicas."""
         if self.buffers is None:
             return output
         (output,) = OnBackward.apply(self._await_replicas, (output,), output)
@@ -333,14 +332,14 @@ class Forward:
     def _begin_backward(self, grad: Tensor | None) -> tuple[Tensor | None]:
         """Start to materialize the replicas again; with fusion their gradients begin at zero."""
         experts_in_slots = self._experts_of_backward()
-        self.rematerializing = None  # An earlier backward stopped halfway: replicas may be gone.
+        self.rematerializing = None  # After a backward that stopped halfway, push again.
         self._rematerialize()
         if not self.reduces:
             self.release_plan()
         elif self.mains.fused:
             assert self.buffers is not None
             aside = self.buffers.begin_fused(experts_in_slots, self.slot_grads, self.mains)
-            # What a backward that stopped halfway has set aside comes back with this one's.
+            # Add the part that an earlier backward has set aside before it stopped halfway.
             add_aside(aside, self.aside or {})
             self.aside = aside
         return (grad,)
@@ -372,7 +371,8 @@ class Forward:
     ) -> tuple[Tensor | None, ...]:
         """Wait for the reduction, if there is one, and add its sums to the mains' gradients.
 
-        What `main_grad` cannot take is returned, for autograd to add: see `MainWeights.hand_over`.
+        Sums that do not go to a `main_grad` are returned for autograd: see
+        `MainWeights.hand_over`.
         """
         sums = {}
         if self.reducing is not None:
@@ -393,8 +393,9 @@ class Forward:
     ) -> Materializing:
         """Start to move the plan's replicas, unless the slots still hold them for this forward.
 
-        The last layer's backward follows its forward, and a recomputed forward is followed by its
-        own backward. All ranks see the same order of forwards, so all decide alike.
+        The slots still hold the replicas if the backward follows the forward directly: in the last
+        layer, and after a recomputed forward. All ranks see the same order of forwards, so all
+        ranks decide alike.
         """
         assert self.buffers is not None
         if self.buffers.hold_replicas_of(self):
@@ -413,7 +414,7 @@ class Forward:
         )
 
     def _slot_weights(self, *, trained: bool) -> list[Tensor | None]:
-        """The slots' weights, [S, *shape] a segment; None for one that is trained, or is not."""
+        """The slots' weights, [S, *shape] a segment; None where `trained` does not fit."""
         assert self.buffers is not None
         pairs = zip(self.buffers.slot_weights, self.slot_grads, strict=True)
         return [weight if (grad is not None) == trained else None for weight, grad in pairs]
@@ -435,15 +436,15 @@ class Forward:
 
 
 def _edge(like: Tensor) -> Tensor:
-    """A tensor without elements that autograd sees as trained: what it goes into has a backward."""
+    """Return a tensor without elements that needs a gradient, so that its users get a backward."""
     return like.new_empty(0).requires_grad_(torch.is_grad_enabled())
 
 
 @contextmanager
 def kept_in_place(buffers: Sequence[Tensor]) -> Iterator[None]:
-    """Hide buffers from hooks on saved tensors, as those that offload activations to the host.
+    """Hide buffers from hooks on saved tensors, such as hooks that offload activations.
 
-    Backward finds the same values there without a copy: `before_experts_backward` sees to that.
+    Backward needs no copies, because `before_experts_backward` restores the buffers.
     """
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None:

@@ -1,4 +1,4 @@
-"""What a layer tells its observers of one microbatch."""
+"""Defines the report of one microbatch, which a layer gives to its observers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class LayerReport:
     weight_bytes: int = 0
     """Bytes of one replica's weights, over all shards."""
     grad_bytes: int = 0
-    """Bytes of its gradients."""
+    """Bytes of one replica's gradients, over all shards."""
     moves: Moves = field(default_factory=Moves)
     """How often its replicas have moved; complete when the step is over."""
 

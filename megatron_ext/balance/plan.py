@@ -1,4 +1,4 @@
-"""Stage 2: what a plan is, when it is legal, and each source rank's share of it.
+"""Stage 2: defines a plan, and computes each source rank's share of it.
 
 Strategies (`strategies/`) make a plan from the load of `load.py`; reroute, slot buffers and
 backward use it. Planning is integer arithmetic on equal input: every rank solves alone and gets the
@@ -31,7 +31,7 @@ class BalancePlan:
     """
 
     layout: ExpertLayout
-    """The places the plan speaks of."""
+    """The numbers of ranks, experts and slots."""
 
     quota: Tensor
     """Assignments of expert e computed on rank t, mains included: int64 [E, R]."""
@@ -150,11 +150,11 @@ def plan_each(
 def split_quota(load: Tensor, plan: BalancePlan, source_rank: int | None = None) -> Tensor:
     """Share every quota among the source ranks: own tokens first, exact rows and columns.
 
-    Per expert, a rank that holds an instance first uses it for its own assignments. The rest of the
-    sources (in rank order) and the rest of the quotas (the home rank's first) each lie on a line.
-    Both lines are equally long, and a source's share of an instance is how much of their pieces
-    overlap. One rank's rows need only prefix sums. Sums of rows and of columns are exact, which
-    they are not with the paper's rounded proportional shares (docs/decisions/001).
+    Per expert, a rank that holds an instance first uses the instance for its own assignments. The
+    remaining assignments lie on a line, in rank order of the sources. The remaining quotas lie on a
+    second line of the same length, the home rank's first. A source's share of an instance is the
+    overlap of their pieces. One rank's rows need only prefix sums. Unlike the paper's rounded
+    proportional shares, sums of rows and of columns are exact (docs/decisions/001).
 
     Args:
         load: The load the plan was made for, int64 [R, E].
@@ -183,7 +183,7 @@ def split_quota(load: Tensor, plan: BalancePlan, source_rank: int | None = None)
 
 @dataclass(frozen=True, eq=False)
 class Shares:
-    """What one rank does by a plan."""
+    """One rank's part of a plan: the instances of its assignments, and arriving assignments."""
 
     split: Tensor
     """Assignments of this rank that the instance of expert e on rank t takes: int64 [E, R]."""
@@ -192,19 +192,20 @@ class Shares:
     """`plan.physical_index()`: int64 [E, R]."""
 
     lines: Tensor | None = None
-    """The same as a kernel reads it, where one wrote it so; made when it is needed if None."""
+    """Split and index in the form of the GPU's kernels; if None, reroute makes the lines."""
 
     arriving: Tensor | None = None
     """Assignments of each source rank that this rank's mains, then its slots, take: int64
-    [R, M + S]. None where the plan does not say it: with shards, or when tokens may have chosen
-    otherwise."""
+    [R, M + S]. None where the plan does not determine them: with expert tensor parallelism, and in
+    a recomputed forward."""
 
     def fit(self, num_choices: Tensor) -> Shares:
         """Change the shares to what the rank's tokens chose, when the plan is for another load.
 
-        A recomputed router may choose otherwise for a token that was near a tie. An expert with
-        fewer choices takes them from its last instances; one with more computes the rest in its
-        main. Other ranks need not know. The sums over the ranks become `num_choices`, int64 [E].
+        A recomputed router may choose otherwise for a token that was near a tie. If an expert has
+        fewer choices, its last instances get fewer; if an expert has more choices, its main gets
+        the rest. Other ranks need not know. The sums over the ranks become `num_choices`, int64
+        [E].
 
         >>> shares = Shares(torch.tensor([[2, 3], [1, 4]]), torch.tensor([[0, 3], [1, 2]]))
         >>> shares.fit(torch.tensor([4, 7])).split.tolist()
@@ -220,9 +221,9 @@ class Shares:
     def of_shard(self, rank: int, counts: Tensor) -> Shares:
         """Return a rank's part of the shares of its expert-TP group.
 
-        Each of the T ranks takes of every instance a part in proportion to its own assignments,
-        rounded so that all sums stay exact: the tokens of a group travel in T exchanges, which are
-        to be balanced as well. Arguments are those of `share_plan`.
+        Each of the T ranks gets a part of every instance's share, in proportion to the rank's own
+        assignments, and rounded so that all sums stay exact. So the T exchanges, in which the
+        tokens of a group travel, are balanced, too. Arguments are those of `share_plan`.
         """
         experts, ranks = self.split.shape
         num_shards = len(counts) // ranks
@@ -267,7 +268,7 @@ def share_plan(rank: int, counts: Tensor, plan: BalancePlan) -> Shares:
 
 
 def check_load(load: Tensor, layout: ExpertLayout) -> None:
-    """Check at the border that a load can be planned; inside, it is trusted."""
+    """Check that a load from a caller can be planned; solvers trust the load."""
     ranks, experts = layout.ep_size, layout.num_experts
     if load.dtype != torch.int64:
         raise TypeError(f"load must be int64, got {load.dtype}")

@@ -49,10 +49,10 @@ class LayerPlanner:
     """Plans the loads of one MoE layer, and keeps its history for strategies that plan from it.
 
     Each layer has a planner of its own on every rank of the EP group. The history consists of
-    loads, which are equal on these ranks, so all ranks plan alike. It is not part of a checkpoint:
-    plans change where something is computed, never what, and a continued run gathers its history
-    anew. If the settings have costs, it plans for the least time; if they have a placement, `layer`
-    is the layer's number there.
+    loads, which are equal on these ranks, so all ranks plan alike. Checkpoints do not have the
+    history: plans never change the result of an expert, and a continued run gathers a new history.
+    If the settings have costs, the planner plans for the least time. `layer` is the layer's number
+    in the placement, if the settings have a placement.
 
     Raises:
         ValueError: There is no such planner, it has no tolerance that costs could choose, or it
@@ -80,7 +80,7 @@ class LayerPlanner:
         self._layout = layout
         self._settings = settings
         if settings.costs is not None:
-            # Here: nothing else needs it.
+            # Imported here, because only objective `time` needs the module.
             from megatron_ext.balance.strategies.fastest import solver_for_time
 
             assert isinstance(planner, Solves), "`get_planner` refused what does not solve"
@@ -156,18 +156,18 @@ class LayerPlanner:
             self._expert_load = torch.zeros_like(self._expert_load)
 
     def expect_in_order(self, predicted: Tensor | None = None) -> Tensor | None:
-        """Place the replicas of the next load as `expect` does; None if the planner predicts not.
+        """Place the replicas of the next load as `expect` does; None if it does not predict.
 
-        The last load planned in order predicts the next, unless there is a better prediction.
+        Without `predicted`, the last load that was planned in order is the prediction.
         """
         if not self.predicts:
             return None
         return self.expect(self._previous_load if predicted is None else predicted)
 
     def plan_in_order(self, load: Tensor, placed: Tensor | None = None) -> BalancePlan:
-        """Plan as `solve` each load of a batch, or one load, and add it to the history.
+        """Plan one load, or each load of a batch, and add each to the history after its plan.
 
-        For one load, `placed` is by default what `expect_in_order` places.
+        For one load, `placed` is by default the result of `expect_in_order`.
         """
         if load.dim() == 2:
             plan = self.solve(load, self.expect_in_order() if placed is None else placed)

@@ -1,10 +1,10 @@
 """Stage 3: from logical to physical routing, so that every instance gets exactly its quota.
 
-Takes this rank's shares of a plan; gives what the dispatcher sends by: a routing map, or ids where
-the router gives ids. In between, choices are [N, K] tables of indices,
-and backward needs nothing else. Probabilities keep the router's dtype: they are moved, never
-computed with. Legend: N local tokens, E logical experts, K choices per token, R ranks of the EP
-group, P physical experts.
+Reroute turns this rank's shares of a plan into the dispatcher's input: a routing map, or ids if
+the router gives ids. In between, choices are [N, K] tables of indices, and backward needs nothing
+else. Probabilities keep the router's dtype: reroute moves them, and computes nothing with them.
+Legend: N local tokens, E logical experts, K choices per token, R ranks of the EP group, P physical
+experts.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def assign(
             `shares.split`.
         shares: What this rank's tokens are to be split by.
         top_k: Most choices of a token (K).
-        marks: What `gather_counts` gave for this routing map; made anew if None.
+        marks: The marks from `gather_counts` for this routing map; made anew if None.
 
     Raises:
         ValueError: A shape or dtype does not fit.

@@ -1,8 +1,8 @@
 """Stages 4 and 8: replicas are materialized in the slots, and their gradients reduced.
 
-All layers share a rank's slots, so materializing ends before the next one begins, and so does a
-reduction. Gradients of slots are stored as the mains' are computed, and added in float32 (float64
-for float64 weights), in rank order of the replicas.
+All layers share a rank's slots, so one materializing ends before the next begins, and one
+reduction ends before the next begins. Slot gradients have the dtype of the mains' gradients. The
+home rank adds slot gradients in float32 (float64 for float64 weights), in rank order of replicas.
 
 Needs: a plan, the mains' weights, a transport. Gives: replicas in slots, and sums for the mains.
 
@@ -37,8 +37,9 @@ from megatron_ext.transport.reach import gather
 class SlotBuffers:
     """The slots of this rank: weights and gradients of S experts, shared by all layers.
 
-    Not parameters: no optimizer state, in no gradient bucket, in no checkpoint. The transport
-    allocates both, one tensor [S, *shape] for each of the `segments` of an expert's state.
+    Slots are no parameters: they have no optimizer state, and are in no gradient bucket and in no
+    checkpoint. The transport allocates weights and gradients, one tensor [S, *shape] for each of
+    the `segments` of an expert's state.
     """
 
     def __init__(
@@ -60,11 +61,11 @@ class SlotBuffers:
             for segment in segments
         ]
         self.slot_grads: list[Tensor | None] = [None] * len(self.segments)
-        """None before `allocate_grads` has made it."""
-        # The forward whose replicas are here. All of them: an aborted transfer must not look
-        # complete.
+        """By segment; None until `allocate_grads` makes the buffer."""
+        # The forward whose replicas are all here; None during a transfer, so that an aborted
+        # transfer does not look complete.
         self._resident: weakref.ref[Any] | None = None
-        # The reduction that was started last. Its forward holds it, and the sums with it.
+        # The last reduction. The forward keeps the reduction and its sums alive.
         self._reducing: weakref.ref[Reducing] | None = None
         self._num_virtual_layers = 0
 
@@ -78,8 +79,8 @@ class SlotBuffers:
     def allocate_grads(self, dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
         """Return a layer's slot gradients, made once; every EP rank calls with the same dtypes.
 
-        A segment that gets no gradient has dtype None, and None is returned for it. A model that is
-        only evaluated has none, and neither has one whose experts are frozen.
+        A segment without gradients has dtype None and gets None: every segment of a model that is
+        only evaluated, and of frozen experts.
 
         Raises:
             ValueError: Another layer with these slots has gradients of another dtype.
@@ -129,8 +130,8 @@ class SlotBuffers:
             mains: This rank's mains.
             label: Names the forward in errors.
             on_host: `experts_in_slots` on the host, where the host has it already.
-            owner: The forward with a backward that the replicas are for. None where no backward
-                will ask for them, as in evaluation, which is not timed.
+            owner: The forward that uses the replicas, if a backward follows. None if no backward
+                follows, as in evaluation; such a push is not timed.
         """
         self._resident = None
         # Do not iterate these transfers here: for a plan on a GPU the host would wait for it.
@@ -141,11 +142,11 @@ class SlotBuffers:
     def begin_fused(
         self, experts_in_slots: Tensor, slot_grads: Sequence[Tensor | None], mains: MainWeights
     ) -> Aside:
-        """Zero the gradients of this rank's replicas, to be added to where they are computed.
+        """Zero the gradients of this rank's replicas; fused products then add to them.
 
-        All layers share the slots' gradients: this call waits for a reduction under way. Returns
-        `MainWeights.set_aside` of the mains with replicas; it and the arguments are those of
-        `reduce_replica_grads`.
+        All layers share the slots' gradients, so this call waits for a reduction under way. Returns
+        `MainWeights.set_aside` of the mains with replicas, for `reduce_replica_grads`, which also
+        explains the arguments.
         """
         self._end_reduction()
         for slot_idx in self._used(experts_in_slots):
@@ -166,17 +167,17 @@ class SlotBuffers:
     ) -> Reducing:
         """Start adding the gradients of all replicas; every rank of the EP group calls.
 
-        All layers share the slots' gradients: this call waits for a reduction under way.
+        All layers share the slots' gradients, so this call waits for a reduction under way.
 
         Args:
-            experts_in_slots: In the forward that the gradients belong to, int32 [R, S], on the
-                host, which allocates sums for experts with replicas only.
-            slot_grads: What `allocate_grads` returned: the segments whose gradients are reduced.
-            replica_grads: What autograd computed, one entry a segment, which slot s indexes. None
-                for a segment or a slot where nothing was computed.
+            experts_in_slots: The `experts_in_slots` of the forward's plan, int32 [R, S], on the
+                host: the host allocates sums for experts with replicas only.
+            slot_grads: The result of `allocate_grads`; a segment with None is not reduced.
+            replica_grads: The gradients from autograd, one entry a segment, indexed by slot. None
+                for a segment or a slot without a gradient.
             label: Names the forward in errors.
-            aside: What `begin_fused` returned, if it came before; is added to the sums. A replica
-                without an entry in `replica_grads` has its gradient in `slot_grads` then.
+            aside: With fused gradients the result of `begin_fused`, which is added to the sums. A
+                replica without an entry in `replica_grads` then has its gradient in `slot_grads`.
         """
         self._end_reduction()
         used = self._used(experts_in_slots)
@@ -207,8 +208,8 @@ class SlotBuffers:
         return reducing
 
     def _end_reduction(self) -> None:
-        # A running reduction is held by its forward. If nothing holds it, the step was aborted,
-        # and there is nothing to wait for.
+        # The forward keeps a running reduction alive. If the reference is dead, the step was
+        # aborted, and there is nothing to wait for.
         if self._reducing is not None and (reducing := self._reducing()) is not None:
             reducing.wait()
 
@@ -268,10 +269,10 @@ class Reducing:
         self._started = TIMES.mark()
 
     def wait(self) -> dict[int, list[Tensor | None]]:
-        """Wait for the sums; return those of each main with replicas, segment by segment.
+        """Wait for the sums of the mains with replicas; return them by main and segment.
 
-        They are float32 (float64 for float64 weights), and hold what was set aside of a main. None
-        for a segment without gradients. It may be called again.
+        Sums are float32 (float64 for float64 weights), and include the part of `main_grad` that was
+        set aside. A segment without gradients has None. A second call returns the same sums.
         """
         if self._pending is not None:
             with timed("reduce", self._started):
@@ -291,7 +292,7 @@ def add_aside(sums: dict[int, list[Tensor | None]], aside: Aside) -> None:
 
 @contextmanager
 def timed(stage: str, started: Mark) -> Iterator[None]:
-    """Add the block's time to what is exposed of a transfer, and the whole to the transfer's."""
+    """Add the block's time as exposed time of a transfer, and the time since `started`."""
     if started is None:
         yield
         return
@@ -323,13 +324,13 @@ def shared_slot_buffers(
 ) -> SlotBuffers:
     """Return `ep_group`'s slot buffers for such experts; all its ranks call.
 
-    Made once, freed with the last user. Sets of other names have buffers, and a transport, of
-    their own.
+    Layers share the buffers, which are freed with the last of these layers. Each `set_name` has
+    buffers and a transport of its own.
     """
     key = (ep_group, layout, tuple(segments), dtype, device, transport, options, set_name)
     buffers = _SHARED.get(key)
-    # When buffers without users are freed is up to each rank's garbage collector. A new model may
-    # find those of an earlier one, and use them only if all ranks do.
+    # Each rank's garbage collector decides when buffers without layers are freed. A new model may
+    # use the buffers of an earlier model only if all ranks still have these buffers.
     if not all(gather(buffers is not None, ep_group)) or buffers is None:
         buffers = SlotBuffers(
             layout,

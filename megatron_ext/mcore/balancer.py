@@ -40,9 +40,9 @@ GradDtypes = tuple[torch.dtype | None, ...]
 
 @dataclass(kw_only=True, eq=False)
 class LayerBalancer:
-    """All that one layer balances by, from its first forward to its end; made by all EP ranks.
+    """Holds slots, planner and virtual layers of one layer; all EP ranks make it together.
 
-    Slots, transport and agreement are shared with the other layers of the group.
+    The layers of an EP group share slots, transport and agreement.
     """
 
     layer_number: int
@@ -75,7 +75,7 @@ class LayerBalancer:
     measured: dict[str, float] = field(default_factory=dict, init=False)
     """Measured costs that plans are chosen by, by their setting."""
     _grad_dtypes: GradDtypes | None = field(default=None, init=False)
-    """What the EP ranks have agreed on."""
+    """Dtypes of the gradients, by segment, that the EP ranks have agreed on."""
 
     def __post_init__(self) -> None:
         self.agreement = shared_agreement(self.planning_group, self.device, self.num_shards)
@@ -110,7 +110,7 @@ class LayerBalancer:
 
     @property
     def rows(self) -> GathersRows | None:
-        """Gathers one row a rank of all that plan alike; None if the transport cannot."""
+        """Gathers one row per rank through peer memory; None if the transport cannot."""
         if self.buffers is None or self.planning_group is not self.ep_group:
             return None
         return self.buffers.transport.rows
@@ -126,7 +126,7 @@ class LayerBalancer:
         return Forward(self.layer_number, mains, self.buffers, self.agreement, self.rows)
 
     def prepare_planner(self, mains: MainWeights, load: Tensor, probs_dtype: torch.dtype) -> None:
-        """Make the planner before the first plan; measures the costs that are asked for.
+        """Make the planner before the first plan, and measure the costs that are set to `auto`.
 
         All EP ranks call, with the same load.
 
@@ -167,7 +167,7 @@ class LayerBalancer:
         )
 
     def _costs(self) -> LayerCosts | None:
-        """Costs for the fastest plan; None if it is not asked for, or there is no choice of plans.
+        """Return the costs for objective `time`; None for another one, or if no replica can move.
 
         A cost is the setting's value, or the measured value if that is `auto`.
         """
@@ -181,11 +181,11 @@ class LayerBalancer:
         )
 
     def slot_grads(self, mains: MainWeights) -> list[Tensor | None]:
-        """Return by segment the slots' gradients; all EP ranks call.
+        """Return the slots' gradients by segment; all EP ranks call.
 
-        None for a segment whose mains get no gradient on any EP rank. The ranks tell each other in
-        their first forward with gradients, and again when mains are trained that were all frozen:
-        what is frozen on all ranks is thawed on all ranks at once.
+        A segment gets None if its mains get no gradient on any EP rank. The ranks exchange their
+        dtypes in the first forward with gradients, and again when a segment is trained that was
+        frozen on all ranks. All ranks must thaw such a segment in the same step.
 
         Raises:
             ValueError: A segment has gradients of several dtypes.
@@ -225,7 +225,7 @@ def _virtual_layer(buffers: SlotBuffers | None, device: torch.device) -> Virtual
 
 
 def layout_of(config: Any, balance: BalanceConfig, ep_size: int) -> ExpertLayout:
-    """Return where a layer's experts and slots are, with domains as `balance` says them."""
+    """Return a layer's layout of experts and slots, with the domains of `balance`."""
     layout = plan_layout(
         balance.strategy,
         num_experts=config.num_moe_experts,

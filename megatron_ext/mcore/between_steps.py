@@ -1,4 +1,4 @@
-"""What is done to all balanced layers of a model at once, where no step is under way."""
+"""Checks and resets all balanced layers of a model, between two steps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron_ext.mcore.moe_layer import BalancedMoELayer
 def check_agreement(model: Iterable[nn.Module]) -> None:
     """Check that the ranks that plan alike made the same last plan; all ranks of the model call.
 
-    What differs in a layer is noticed in the next layer, but nothing follows the last layer of a
-    step until the next step: for the end of a run, and before a checkpoint. The same goes for waits
-    for replicas that failed.
+    A program calls this at the end of a run and before a checkpoint. Otherwise the ranks compare
+    the plans of a layer in the next layer, and those of a step's last layer in the next step. The
+    call also looks for failed waits for replicas.
 
     Raises:
         RuntimeError: Ranks had different loads or plans, or a wait for replicas has failed.
@@ -42,11 +42,11 @@ def reset_after_abort(model: Iterable[nn.Module]) -> None:
     layers = _balanced_layers(model)
     for layer in layers:
         layer.forget_step()
-    # Slots are shared, and their reset is collective: once each, in the layers' order.
+    # Layers share slot buffers, and a reset is collective: once for each, in the layers' order.
     for buffers in dict.fromkeys(balancer.buffers for balancer in _started(layers)):
         if buffers is not None:
             buffers.reset()
-    # Behind it no device waits for a peer any more.
+    # After these resets no device waits for a peer any more.
     for agreement in _agreements(layers):
         agreement.forget()
 

@@ -1,4 +1,4 @@
-"""Whether a model can be balanced: everything that speaks against it, before it is built."""
+"""Checks, before a model is built, whether its layers can be balanced."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def check(config: Any, balance: BalanceConfig, spec: Any = None) -> None:
 
     Args:
         config: Megatron's TransformerConfig.
-        balance: What the balancer may do.
+        balance: The settings of balancing.
         spec: The model's layer or block spec, to check the class of its experts, too.
 
     Raises:
         TypeError: `balance` is no `BalanceConfig`.
-        ConfigError: Something excludes balancing. Its `problems` hold one line for each setting:
-            the setting, its value, the rule, and the flag of Megatron's programs that changes it.
-            It is a ValueError.
+        ConfigError: A setting or the spec excludes balancing. The error is a ValueError, and its
+            `problems` have one line for each setting: name, value, rule, and the flag of Megatron's
+            programs that changes the setting.
     """
     problems = validate_for_balancing(config, balance)
     if spec is not None:

@@ -1,9 +1,9 @@
 """Stages 5 and 7: token dispatch and combine over physical experts, by Megatron's own dispatchers.
 
-A dispatcher sends each token to the ranks that hold its experts and knows nothing else of them. So
-Megatron's dispatchers do all that is needed: they are given M + S experts a rank instead of M, and
-a routing map over physical experts. One thing is left out of the all-to-all dispatcher: it need not
-ask how many tokens come, because the plan says so.
+A dispatcher sends each token to the ranks that hold its experts, and does not use the experts
+themselves. So Megatron's dispatchers suffice, with M + S experts a rank instead of M, and with a
+routing map over physical experts. The all-to-all dispatcher does not gather the counts of arriving
+tokens, because the plan has these counts.
 
 Legend: N local tokens, R ranks of the EP group, M mains and S slots per rank.
 """
@@ -79,10 +79,10 @@ def release_maps(dispatcher: Any) -> None:
 
 
 class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all dispatcher, which gathers no counts where the plan says them.
+    """Megatron's all-to-all dispatcher, with the counts of tokens from the plan.
 
-    Relies on what `preprocess` of Megatron's leaves behind, in 0.16.1 as in 0.19.2. Where tokens
-    are added after the plan was made, that method counts as ever.
+    `preprocess` sets the attributes that Megatron's method sets, in 0.16.1 as in 0.19.2. Megatron's
+    method counts if the plan has no counts, and if padding adds tokens after the plan.
 
     Attributes:
         forward_under_way: The forward whose tokens come next; set by the layer. Sizes must fit on
@@ -97,7 +97,7 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
     num_global_tokens_per_local_expert: Any
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
-        """Say how many tokens go where, and how many come from where.
+        """Set the numbers of tokens that this rank sends to each rank, and gets from each rank.
 
         Args:
             routing_map: Choices of physical experts, bool [N, R * (M + S)].
@@ -115,7 +115,7 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
         if self.config.moe_expert_capacity_factor is None:
             self.num_out_tokens = len(routing_map) * self.config.moe_router_topk
         else:
-            # The host does not know how many tokens were dropped, and waits for it earlier.
+            # Only the device knows how many tokens were dropped, so the host waits earlier.
             self.num_out_tokens = leaving.sum()
             self._maybe_update_cuda_sync_point("before_permutation_1")
         self.input_splits = leaving.sum(0)
@@ -135,5 +135,5 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
         return result
 
     def _sends_what_is_planned(self) -> bool:
-        # What a router drops it drops before the plan is made; what is added comes after it.
+        # A router drops tokens before the plan is made; padding adds tokens after the plan.
         return not self.drop_and_pad and self.ep_size > 1

@@ -19,8 +19,9 @@ from megatron_ext.mcore.stages import ObservedMoELayer
 class EvenMoELayer(ObservedMoELayer):
     """Megatron's MoE layer with forced even routing: the speed that balancing cannot exceed.
 
-    This is no way to train: tokens go to experts that the router did not choose. It takes what
-    Megatron's MoELayer takes, and the settings `balance` with a strategy that forces even routing.
+    Only for comparison: tokens go to experts that the router did not choose. Beside the arguments
+    of Megatron's MoELayer, the constructor takes `balance`, with a strategy that forces even
+    routing.
 
     Raises:
         ValueError: A setting of `config` excludes the strategy (`check` says so earlier).

@@ -1,8 +1,8 @@
 """Stage 6: experts over main weights and slot weights.
 
-Tokens arrive sorted by this rank's physical experts, mains first, then slots. A kind says how a
-module keeps its experts, and runs mains and slots together. Each kind is one file and one line of
-`EXPERT_KINDS`.
+Tokens arrive sorted by this rank's physical experts, mains first, then slots. For each kind of
+experts module, a class with the methods of `ExpertWeights` finds the weights, and runs mains and
+slots. Each kind is one file and one line of `EXPERT_KINDS`.
 
 Legend: M mains per rank, S slots per rank, H hidden.
 """
@@ -29,7 +29,7 @@ class ExpertWeights(Protocol):
     segments: tuple[Segment, ...]
 
     def mains(self) -> MainWeights:
-        """This rank's main weights as they are now: wrappers may have moved them."""
+        """Return this rank's main weights, anew in each forward: a wrapper may move weights."""
 
     def run(
         self,
@@ -41,8 +41,8 @@ class ExpertWeights(Protocol):
         """Run the mains and the S >= 1 slots.
 
         Args:
-            slot_weights: One entry a segment, [S, *shape] or a list of S, as the mains are. Given
-                to the products as they are: attributes of a tensor stay with it.
+            slot_weights: One entry a segment, stacked [S, *shape] or a list of S tensors, like the
+                mains. The products get these very tensors, which may have a `main_grad`.
             tokens: [N', H], sorted by this rank's physical experts.
             tokens_per_expert: [M + S], on the host or the device.
             probs: Router probabilities of the tokens, [N'].
@@ -57,7 +57,7 @@ EXPERT_KINDS: dict[type[nn.Module], Callable[[Any], ExpertWeights]] = {
     GroupedExperts: GroupedWeights,
     TEGroupedMLP: TEGroupedWeights,
 }
-"""By class of an experts module: what makes the `ExpertWeights` of such a module."""
+"""Makes the `ExpertWeights` of an experts module, by the class of the module."""
 
 
 def expert_weights(experts: nn.Module) -> ExpertWeights:
@@ -92,14 +92,14 @@ def run_experts(
 
 
 def finish_parameter_gather(module: nn.Module) -> None:
-    """Make sure that the module's parameters are this step's.
+    """Finish DDP's all-gather of the module's parameters.
 
-    With `overlap_param_gather`, Megatron's DDP finishes a parameter's all-gather in the forward
-    pre-hook of the module that owns it. Replicas read the mains before that module runs, so its
-    hooks are asked to run now; they do nothing the second time.
+    With `overlap_param_gather`, Megatron's DDP finishes the all-gather of a module's parameters in
+    a forward pre-hook of the module. Replicas read the mains before the experts run, so this
+    function calls the hooks now. The hooks do nothing the second time.
     """
     for part in module.modules():
         for hook in part._forward_pre_hooks.values():
-            # DDP's, as Megatron's own CUDA graphs know them: others may read a forward's inputs.
+            # Only DDP's hooks, found as in Megatron's CUDA graphs: others may read the inputs.
             if inspect.getmodule(hook) is distributed_data_parallel:
                 hook(part)

@@ -1,15 +1,15 @@
 """A wait that failed on one rank ends the step on all ranks, before a weight changes.
 
-Between GPUs it is the device that waits. When a wait fails there, the host hears of it at its next
-call of the transport: of the last reduction in a step, only after the optimizer step. So
+Between GPUs the device waits, and the host learns of a failed wait at its next call of the
+transport. After the last reduction of a step, that call comes only after the optimizer step. So
 
     gradients are finished   the failed waits of all ranks of the model are counted, in a reduction
                              of one word that the host does not wait for
     an optimizer steps       the host looks at the count; if it is not 0, all ranks raise
     gradients are zeroed     the same, where the optimizer has skipped its step
 
-Megatron's optimizer reads the norm of all gradients before its step. So the count is there by then,
-and the host waits for nothing more.
+Megatron's optimizer reads the norm of all gradients before its step. By then the count has arrived,
+so the host does not wait longer than without the count.
 
 A rank that finds a failure in its own call of a transport raises at once: its peer may have died,
 and then no reduction ends.
@@ -40,13 +40,13 @@ class _Count(NamedTuple):
     number: Tensor
     """int32 [1] in memory of the host."""
     arrived: torch.cuda.Event | None
-    """When the number is there; None if it is."""
+    """The arrival of the number on the host; None on CPU ranks, where the number is there."""
     groups: list[ProcessGroup]
     """Groups that together connect all ranks of the model, one after the other."""
 
 
 _counts: list[_Count] = []
-"""Those that the host has not looked at: one for each chunk, of each model, of a step."""
+"""Counts that the host has not looked at: one for each chunk of each model in a step."""
 
 
 def count_and_look(model: Iterable[nn.Module]) -> None:
@@ -72,18 +72,18 @@ def forget() -> None:
 
 
 def look() -> None:
-    """Look at the counts since the last look; all ranks of the models do.
+    """Look at the counts since the last look; all ranks of the models call.
 
     Raises:
-        RuntimeError: A wait of some rank has failed. The same on all ranks: it names who waited for
-            whom, and for what.
+        RuntimeError: A wait of some rank has failed. All ranks raise the same error, which names
+            the rank that waited, the peer, and the awaited work.
     """
     counts = _counts[:]
     _counts.clear()
     for count in counts:
         if count.arrived is not None:
             count.arrived.synchronize()
-    # For each model: some of its ranks may be in no other.
+    # Each model by itself, because some of its ranks may be in no other model.
     failed = [count.groups for count in counts if int(count.number)]
     if failed:
         _raise_on_all([group for groups in failed for group in groups])
@@ -122,7 +122,7 @@ def _raise_on_all(groups: list[ProcessGroup]) -> None:
             transport.raise_failure()
         except RuntimeError as failure:
             said.add(f"global rank {dist.get_rank()}: {failure}")
-            # Here as well: if another rank has died, what follows does not end.
+            # Logged before the gather, which does not end if another rank has died.
             logger.error("%s", failure)
     for group in groups:
         of_ranks: list[Any] = [None] * group.size()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_ext.balance.strategies import STRATEGIES, get_planner
+from megatron_ext.balance.strategies import STRATEGIES, get_planner, of_methods
 from megatron_ext.balance.strategies.strategy import ForcesEven, FromPlacement, StaysMegatron
 from megatron_ext.config import BalanceConfig
 from megatron_ext.transport import TRANSPORTS, resolve_transport
@@ -43,10 +43,8 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
             f"expert_model_parallel_size ({ep_size})"
         )
     problems += _broken(MUST_BE, config, with_strategy)
-    if balance.local_first:
-        problems += _broken(MUST_BE_FOR_LOCAL_FIRST, config, "balance.local_first")
-    if predicts(balance):
-        problems += _broken(MUST_BE_TO_PREDICT, config, with_strategy)
+    for setting, rules in of_methods("LIMITS", balance).items():
+        problems += _broken(rules, config, setting)
     return problems
 
 
@@ -69,12 +67,6 @@ def require_balance_config(balance: Any) -> None:
     """
     if not isinstance(balance, BalanceConfig):
         raise TypeError(f"balance ({balance!r}) must be a BalanceConfig, as BalanceConfig(slots=2)")
-
-
-def predicts(balance: BalanceConfig) -> bool:
-    """Whether a layer predicts the load of the next one."""
-    strategy = STRATEGIES.get(balance.strategy)
-    return strategy is not None and strategy.predicts
 
 
 def _expert_problems(config: Any) -> list[str]:
@@ -127,8 +119,8 @@ def _check_gpu() -> None:
         raise ValueError(f"experts cannot be balanced on this GPU: {lack}")
 
 
-class _Demand(NamedTuple):
-    """The allowed values of a field of Megatron's TransformerConfig.
+class Demand(NamedTuple):
+    """The allowed values of a field of Megatron's TransformerConfig: one rule.
 
     A field that this version of Megatron does not have breaks no rule.
     """
@@ -158,128 +150,94 @@ class _Demand(NamedTuple):
         )
 
 
-def _broken(rules: tuple[_Demand, ...], config: Any, with_setting: str) -> list[str]:
+def _broken(rules: tuple[Demand, ...], config: Any, with_setting: str) -> list[str]:
     """Return the problems of all rules that `config` breaks."""
     return [problem for rule in rules if (problem := rule.problem(config, with_setting))]
 
 
 MUST_BE = (
-    _Demand(
+    Demand(
         "moe_use_legacy_grouped_gemm",
         (False,),
         "GroupedMLP cannot compute replicas, and TEGroupedMLP can",
     ),
-    _Demand("moe_single_grouped_bias", (False,), "each expert needs its own bias to have replicas"),
-    _Demand(
+    Demand("moe_single_grouped_bias", (False,), "each expert needs its own bias to have replicas"),
+    Demand(
         "moe_expert_rank_capacity_factor",
         (None,),
         "the limit is for buffers of HybridEP and NCCL EP, which were never tried on a GPU here, "
         "and balanced ranks do not need the limit",
     ),
-    _Demand(
+    Demand(
         "moe_ncclep_zero_copy",
         (False,),
         "NCCL EP makes its buffers once, for the experts without slots",
     ),
-    _Demand(
+    Demand(
         "moe_paged_stash", (False,), "the stash may run a step again, and a step is planned once"
     ),
-    _Demand(
+    Demand(
         "moe_pad_experts_for_cuda_graph_inference",
         (False,),
         "decoding would pad all experts to a capacity that leaves out the slots",
     ),
-    _Demand(
+    Demand(
         "moe_flex_dispatcher_backend",
         ("deepep", "hybridep"),
         "NCCL EP makes its buffers once, for the experts without slots",
         "set --moe-flex-dispatcher-backend deepep",
     ),
-    _Demand(
+    Demand(
         "expert_gtp_weight_remat_size",
         (1,),
         "weights that Megatron gathers for every use are not supported",
         "leave out --expert-tensor-parallel-num-weight-shards",
     ),
-    _Demand(
+    Demand(
         "overlap_moe_expert_parallel_comm",
         (False,),
         "two layers would use the shared slots at once",
     ),
-    _Demand(
+    Demand(
         "delay_wgrad_compute",
         (False,),
         "slot gradients must be complete when the experts' backward ends",
     ),
-    _Demand(
+    Demand(
         "overlap_dispatch_backward_with_experts_wgrad",
         (False,),
         "slot gradients must not be delayed",
     ),
-    _Demand(
+    Demand(
         "quant_recipe",
         (None,),
         "quantized experts are not supported",
         "leave out --te-precision-config-file",
     ),
-    _Demand("fp8", (None,), "quantized experts are not supported", "leave out --fp8-format"),
-    _Demand("fp4", (None,), "quantized experts are not supported", "leave out --fp4-format"),
-    _Demand(
+    Demand("fp8", (None,), "quantized experts are not supported", "leave out --fp8-format"),
+    Demand("fp4", (None,), "quantized experts are not supported", "leave out --fp4-format"),
+    Demand(
         "transformer_impl",
         ("local", "transformer_engine"),
         "the layers of other implementations make a dispatcher in every forward, without slots",
         "set --transformer-impl transformer_engine",
     ),
-    _Demand("cuda_graph_impl", ("none",), "the host reads plans", "set --cuda-graph-impl none"),
+    Demand("cuda_graph_impl", ("none",), "the host reads plans", "set --cuda-graph-impl none"),
 )
 """Rules for every layer that is balanced by plans."""
 
-MUST_BE_FOR_LOCAL_FIRST = (
-    _Demand(
-        "moe_token_dispatcher_type",
-        ("alltoall",),
-        "only alltoall can leave own tokens on their rank",
-        "set --moe-token-dispatcher-type alltoall",
-    ),
-    _Demand("moe_pad_expert_input_to_capacity", (False,), "local_first sends no padding"),
-    _Demand(
-        "expert_tensor_parallel_size",
-        (1,),
-        "every token travels to all shards of its expert, so no token stays on its rank",
-        "set --expert-tensor-parallel-size 1",
-    ),
-    _Demand(
-        "moe_shared_expert_overlap",
-        (False,),
-        "shared experts would overlap with the same parts of dispatch and combine",
-    ),
-)
-"""Further rules with `balance.local_first`."""
-
-MUST_BE_TO_PREDICT = (
-    _Demand(
-        "moe_enable_routing_replay", (False,), "the replay would record predictions as choices"
-    ),
-    _Demand(
-        "mlp_chunks_for_training",
-        (1,),
-        "a layer would predict a chunk from another chunk's tokens",
-    ),
-)
-"""Further rules for strategies whose layers predict the next layer's load."""
-
 MUST_BE_TO_ADD = (
-    _Demand("fp16", (False,), "only balance.transport=collective adds float16 gradients"),
+    Demand("fp16", (False,), "only balance.transport=collective adds float16 gradients"),
 )
 """Rules for a transport that cannot add gradients in float16."""
 
 MUST_BE_TO_FORCE = (
-    _Demand(
+    Demand(
         "moe_pad_expert_input_to_capacity",
         (False,),
         "experts would get more than their capacity",
     ),
-    _Demand(
+    Demand(
         "cuda_graph_impl",
         ("none",),
         "a replayed graph counts no loads",

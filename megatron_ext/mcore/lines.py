@@ -1,7 +1,7 @@
-"""Writes lines for the person who trains: that layers are balanced, and what balancing brings.
+"""Logs which layers are balanced and, from time to time, imbalance and replicas.
 
-One rank of a pipeline stage speaks, through `logging`. A program that has set up logging gets the
-lines where it wants them; else they go to stderr, as Python's own warnings do.
+One rank of a pipeline stage logs, through `logging`. If the program has set up no logging, the
+lines go to stderr, like Python's own warnings.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from megatron_ext.balance.metrics import home_imbalances, imbalances
 
 _logger = logging.getLogger("megatron_ext.balance")
-# Python shows only warnings where nobody says else, and these lines are none.
+# By default Python shows warnings only, and these lines are no warnings.
 _logger.setLevel(logging.INFO)
 
 
 class BalanceLines:
-    """What the layers that are made from one spec do: a line at first, then one every so often.
+    """Logs the layers that are made from one spec: a line at first, then one every so often.
 
-    Waits for the device only where it writes a line.
+    The host waits for the device only when it writes a line.
 
     Args:
         every: Microbatches between two lines, at least 1.
@@ -76,7 +76,7 @@ class BalanceLines:
         self._reports.clear()
 
     def _training(self) -> list[Any]:
-        """The layers that report: not those of a model beside it that is only evaluated."""
+        """The layers that report: another model of the spec may be evaluated only."""
         return [layer for layer in self._layers if layer.training]
 
     def _names(self) -> str:

@@ -8,8 +8,8 @@ its slowest rank, for ranks wait for each other in a layer; the median of a few 
 When: in the first forward, between the load and its plan, where all ranks of the EP group are
 together and know the size of a microbatch. Layers that share slots share what was measured.
 
-Side effects: slots get weights, as by any push, and are marked to hold nobody's replicas. No shared
-random generator has moved.
+Side effects: a push overwrites the slots, and no forward takes these replicas for its own. No
+shared random generator moves.
 
 Backward is not measured, as it is not in `LayerCosts`. Backward pushes once more and pulls
 gradients, and computes twice what the forward computes. So with gradients as large as weights both
@@ -44,7 +44,7 @@ _ROUNDS = 9
 _WARMUP = 2
 """Rounds at the beginning that do not count: they allocate memory and load code."""
 _ENOUGH_S = 0.4
-"""Rounds end once they took so long; one counts in any case, after one to warm up."""
+"""After so many seconds no further round begins; at least two run, and at least one counts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,7 +87,7 @@ class CostMeter:
         on_device = experts_in_slots.to(self._example.device)
 
         def push() -> None:
-            # For no forward, so that no plan finds these replicas there and leaves them out.
+            # Without an owner: no forward may take these replicas for its own.
             self.buffers.push(
                 on_device,
                 self.mains,
@@ -144,7 +144,7 @@ def measure_costs(names: Sequence[str], meter: CostMeter, where: str) -> dict[st
     known = _MEASURED.setdefault(meter.buffers, {})
     for name in (each for each in names if each not in known):
         try:
-            # As it is logged, so that a run can be given exactly what another one measured.
+            # Rounded as in the log, so that another run can be given exactly this cost.
             cost = float(f"{getattr(meter, name)():.4g}")
         except Exception as error:
             settings = " and ".join(f"balance.{each} ({COST_UNITS[each]})" for each in names)
@@ -168,7 +168,7 @@ def measure_costs(names: Sequence[str], meter: CostMeter, where: str) -> dict[st
 
 
 def neighbor_experts(layout: ExpertLayout) -> Tensor:
-    """Return what is in slots that hold the previous rank's experts in its NVLink domain.
+    """Return slots in which each rank holds experts of the rank before it in its NVLink domain.
 
     Every rank sends to one other rank and receives from one other rank, so all links are equally
     busy.

@@ -1,4 +1,4 @@
-"""Balances the models that a program builds, where Megatron's model classes are given their specs.
+"""Balances all models that a program builds, in the constructors of Megatron's model classes.
 
 A program may make its specs from its command line, a pipeline chunk or a file of the user's: all
 specs end in the constructor of one of these classes, those of the decoder, of multi-token
@@ -35,10 +35,10 @@ def balance_models(balance: BalanceConfig, attend: Callable[[Any], None]) -> Non
     models stay as they are.
 
     Args:
-        balance: What the balancer may do.
+        balance: The settings of balancing.
         attend: Is called with each balanced layer of a model that was built.
     """
-    # Here too: a pipeline stage without MoE layers has no spec to balance.
+    # `balance_spec` does the same, but a pipeline stage without MoE layers never calls it.
     process_hooks.install()
     classes = {
         getattr(importlib.import_module(home), name)
@@ -46,7 +46,7 @@ def balance_models(balance: BalanceConfig, attend: Callable[[Any], None]) -> Non
         if importlib.util.find_spec(home.rpartition(".")[0]) is not None
     }
     for model_class in classes:
-        # A class whose constructor ends in another one's: MambaModel is a HybridModel in 0.19.
+        # A subclass calls the constructor of its base: in 0.19, MambaModel is a HybridModel.
         if classes.isdisjoint(model_class.__mro__[1:]):
             process_hooks.replace(
                 model_class, "__init__", partial(_balancing, balance=balance, attend=attend)

@@ -11,9 +11,9 @@
                 6 mains and slots                     route (Megatron)
     combine     7 outputs back                        layer's input  8 sums into the mains
 
-Three objects hold what the method needs, each as long as its name says: `SlotBuffers`, shared by
-the layers of an EP group; a `LayerBalancer` a layer; a `Forward` a forward, with the plan and all
-that is under way. A recomputed forward has the `Forward` of its first pass (recompute.py).
+Three kinds of objects hold the state of balancing. The layers of an EP group share `SlotBuffers`,
+each layer has a `LayerBalancer`, and each forward has a `Forward` with its plan and its transfers.
+A recomputed forward takes the `Forward` of its first pass (recompute.py).
 
 Replicas live for one microbatch in slots that all layers share; parameters, optimizer state and
 checkpoints hold logical experts only.
@@ -69,14 +69,14 @@ from megatron_ext.transport import agree_on_transport
 class BalancedMoELayer(ObservedMoELayer):
     """Megatron's MoE layer whose EP ranks compute equally many assignments. Made by `balance_spec`.
 
-    It is made with settings, process groups and a dispatcher over physical experts. What hangs on
-    the weights' dtype and device it gets in its first forward (`start`). A method may bring a
-    subclass that overrides named points: `set_chunk`, `dispatcher_class`, `begin`, `solve`, `push`,
-    `before_dispatch`, `report` and `routed_experts_compute`.
+    The constructor checks the settings and makes a dispatcher over physical experts. The first
+    forward makes everything that depends on the weights' dtype and device (`start`). A method may
+    bring a subclass that overrides named points: `set_chunk`, `dispatcher_class`, `begin`, `solve`,
+    `push`, `before_dispatch`, `report` and `routed_experts_compute`.
 
-    It takes what Megatron's MoELayer takes, in later versions more; the settings `balance`, equal
-    on all ranks that plan alike; the `placement` that the file `balance.placement` holds; and
-    `lines`, which writes what the layers of a spec do.
+    Beside the arguments of Megatron's MoELayer, the constructor takes the settings `balance`, equal
+    on all ranks that plan alike; the `placement` from the file `balance.placement`; and `lines`,
+    the log of the layers of a spec.
 
     Raises:
         ValueError: A setting of `config` excludes balancing (`check` says it earlier), or the ranks
@@ -85,7 +85,7 @@ class BalancedMoELayer(ObservedMoELayer):
 
     token_dispatcher: Any
     balancer: LayerBalancer
-    """What the layer holds from its first forward on: see `start`."""
+    """Made by `start`, in the layer's first forward."""
     set_name = ""
     """Layers of one name share their slots."""
 
@@ -113,12 +113,12 @@ class BalancedMoELayer(ObservedMoELayer):
             **kwargs,
         )
         self.planning_group = planning_group(self)
-        """The ranks that plan alike: those of the EP group and, with expert tensor parallelism, of
-        the expert-TP groups of each."""
+        """The ranks that plan alike: the EP group or, with expert tensor parallelism, the EP groups
+        of all shards together."""
         check_equal_config(balance, self.planning_group)
         self.balance = balance
         self._placement = placement
-        # One rank of a pipeline stage.
+        # One rank of a pipeline stage logs.
         if lines is not None and self.planning_group.rank() == pg_collection.expt_dp.rank() == 0:
             lines.watch(self)
         self.layout = layout_of(config, balance, self.ep_group.size())
@@ -128,7 +128,7 @@ class BalancedMoELayer(ObservedMoELayer):
         self.transport = balance.transport
         """Name of the transport of replicas, chosen where the setting is `auto`."""
         if self.layout.slots > 0:
-            # Where the experts will be, also if they are still to be moved there.
+            # The experts' device in training; the program may not have moved them there yet.
             here = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
             self.transport, domain_ranks = agree_on_transport(
                 balance.transport,
@@ -149,9 +149,9 @@ class BalancedMoELayer(ObservedMoELayer):
         self.expert_weights = expert_weights(self.experts)
         self.first_layer_of_chunk: int | None = None
         """Layers before the first layer of this chunk; see `set_chunk`."""
-        # The forward under way, and the edge of its join. Here because Megatron calls the stages
-        # one by one. The forward does not hold the edge: the edge holds the graph, and the graph
-        # the forward.
+        # The forward under way, and the edge of its join. The layer holds both, because Megatron
+        # calls the stages one by one. The forward must not hold the edge, because the edge holds
+        # the graph and the graph holds the forward.
         self._forward: Forward | None = None
         self._edge: Tensor | None = None
 
@@ -168,7 +168,7 @@ class BalancedMoELayer(ObservedMoELayer):
             self.layer_number = layer_number + self.config.num_layers
 
     def set_chunk(self, first_layer: int) -> None:
-        """Named point: take the number of layers before the chunk's first; later layers follow."""
+        """Named point: take the number of layers before this chunk; called in the layers' order."""
         self.first_layer_of_chunk = first_layer
 
     @property
@@ -228,15 +228,15 @@ class BalancedMoELayer(ObservedMoELayer):
         return PlannedDispatcher if kind is MoEAlltoAllTokenDispatcher else kind
 
     def join_reduction(self, hidden_states: Tensor) -> Tensor:
-        """Let backward wait for the next forward's replica gradients at the layer's input.
+        """Make backward wait for the replica gradients at the transformer layer's input.
 
-        The transformer layer calls it with its own input, so that the reduction runs beside the
-        backward of router and attention. Without this call, backward waits where the reduction
+        The transformer layer calls this method with its input, so that the reduction runs beside
+        the backward of router and attention. Without the call, backward waits where the reduction
         starts.
         """
         self.drop_forward()
-        # A recomputed MoE layer has a backward of its own inside the layer's: parameters must get
-        # all of their gradient in one of the two.
+        # A recomputed MoE layer has a backward of its own inside the transformer layer's backward,
+        # and a parameter must get its whole gradient in one of the two.
         if self.layout.slots > 0 and torch.is_grad_enabled() and not self.moe_layer_recompute:
             self._forward = self.begin(hidden_states.device)
             hidden_states, self._edge = self._forward.join(hidden_states)
@@ -274,9 +274,9 @@ class BalancedMoELayer(ObservedMoELayer):
         return hidden_states, probs
 
     def begin(self, device: torch.device) -> Forward:
-        """Named point: return the object of the forward that begins, in a second pass the first's.
+        """Named point: return the `Forward` of a pass; a second pass gets that of the first pass.
 
-        The layer's input is on `device`.
+        `device` is the device of the layer's input.
         """
         if (of_first_pass := take(self)) is not None:
             return of_first_pass
@@ -284,11 +284,11 @@ class BalancedMoELayer(ObservedMoELayer):
         return balancer.new_forward(self.expert_weights.mains())
 
     def _plan(self, forward: Forward, chosen: Tensor, probs_dtype: torch.dtype) -> Tensor | None:
-        """Stages 1 and 2: what all ranks count, its plan, and this rank's shares of the plan.
+        """Stages 1 and 2: gather the load, solve the plan, and compute this rank's shares.
 
         Returns:
-            The marks of this rank's tokens, for the reroute. None in a second pass, which shares
-            the first one's plan among its own choices.
+            The marks of this rank's tokens, for the reroute. None in a second pass, which fits the
+            plan of the first pass to its own choices.
         """
         began = TIMES.mark() if self.training else None
         marks = None
@@ -329,7 +329,7 @@ class BalancedMoELayer(ObservedMoELayer):
         return self.balancer.planner.solve(load)
 
     def _await_backward(self, forward: Forward) -> None:
-        """Let the plan wait for the backward, or for the second pass of a recomputed forward."""
+        """Keep the plan for the backward, or for the second pass of a recomputed forward."""
         checkpoint = checkpoint_under_way()
         if self.layout.slots == 0 or not (torch.is_grad_enabled() or checkpoint is not None):
             return
@@ -359,8 +359,8 @@ class BalancedMoELayer(ObservedMoELayer):
         if routing_map.dtype != torch.bool:
             assignment = assign(chosen, forward.shares, self._most_choices, marks)
             return probs, reroute_ids(routing_map, assignment, self.layout.num_experts)
-        # A recomputed forward allocates its maps anew: only where one pass is all may a forward
-        # take the memory of its virtual layer.
+        # A forward with one pass takes its maps from the memory of its virtual layer. A recomputed
+        # forward allocates its maps in both passes.
         is_only_pass = torch.is_grad_enabled() and marks is not None
         kept = forward.virtual_layer if is_only_pass else None
         return reroute(
@@ -374,12 +374,12 @@ class BalancedMoELayer(ObservedMoELayer):
         )
 
     def before_dispatch(self, forward: Forward, hidden_states: Tensor, chosen: Tensor) -> None:
-        """Named point: the plan is made, the replicas are under way, nothing is dispatched yet.
+        """Named point between push and dispatch: add to the history, and report to the observers.
 
         `hidden_states` are the layer's input, [s, b, H], and `chosen` its logical choices, bool
         [N, E].
         """
-        # Neither evaluation nor the first pass of recompute: every microbatch once.
+        # Once for every training microbatch: not in the first pass of a recomputed forward.
         if self.training and torch.is_grad_enabled():
             load = load_of(forward.counts, self.layout.ep_size)
             self.balancer.planner.observe(load)
@@ -389,7 +389,7 @@ class BalancedMoELayer(ObservedMoELayer):
                     observer(report)
 
     def report(self, forward: Forward, load: Tensor, chosen: Tensor) -> LayerReport:
-        """Named point: what the layer tells of a forward with that load, int64 [R, E]."""
+        """Named point: return the report of a forward with this load, int64 [R, E]."""
         weight_bytes, grad_bytes = forward.bytes_of_one
         return LayerReport(
             self.layer_number,
@@ -418,9 +418,9 @@ class BalancedMoELayer(ObservedMoELayer):
         tokens_per_expert: Tensor,
         probs: Tensor,
     ) -> Tensor:
-        """Run mains and slots, as `ExpertWeights.run`; before their backward the slots are as now.
+        """Run mains and slots by `ExpertWeights.run`; their backward first restores the slots.
 
-        `slot_weights` are of `forward.materialized`.
+        `slot_weights` come from `forward.materialized`.
         """
         with stage(EXPERTS), forward.hide_slots():
             output = run_experts(
@@ -429,7 +429,7 @@ class BalancedMoELayer(ObservedMoELayer):
         return forward.before_experts_backward(output)
 
     def combine(self, output: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Stage 7; in backward, stage 4 starts before it."""
+        """Stage 7: outputs back to the tokens' ranks; its backward begins with stage 4."""
         forward = self.under_way
         self.drop_forward()
         del forward.shares
@@ -437,15 +437,15 @@ class BalancedMoELayer(ObservedMoELayer):
         return forward.before_combine_backward(output)
 
     def postprocess(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The end of a forward (Megatron); layers that are recomputed keep no maps meanwhile."""
+        """End the forward (Megatron), and drop the dispatcher's maps, which no backward reads."""
         output: Tensor = super().postprocess(*args, **kwargs)
         release_maps(self.token_dispatcher)
         return output
 
     def _check_padding(self) -> None:
-        """Check that experts are padded as they were when the layer was made.
+        """Check that the setting of padding has not changed since the layer was made.
 
-        Megatron's text generation changes that where it begins to decode.
+        Megatron's text generation changes the setting when it begins to decode.
         """
         if bool(self.config.moe_pad_expert_input_to_capacity) != self._is_padded:
             raise ValueError(
@@ -471,7 +471,7 @@ class JoiningTransformerLayer(TransformerLayer):
         self, config: Any, submodules: Any, layer_number: int = 1, *args: Any, **kwargs: Any
     ) -> None:
         super().__init__(config, submodules, layer_number, *args, **kwargs)
-        # What multi-token prediction begins with is not what the layer before it ends with.
+        # The input of multi-token prediction is not the output of the layer before.
         if isinstance(self.mlp, BalancedMoELayer) and not self.mlp.is_for_mtp:
             # The argument counts from the chunk's first layer, the attribute from the model's.
             self.mlp.set_chunk(self.layer_number - layer_number)

@@ -1,4 +1,4 @@
-"""All that balancing does to the whole process, beyond the layers of a balanced spec.
+"""Installs the changes of balancing to the whole process, beside the layers of a spec.
 
     DistributedDataParallel.finish_grad_sync   counts failed waits when it is done    failures.py
     DistributedDataParallel.zero_grad_buffer   looks at the counts before             failures.py
@@ -51,14 +51,13 @@ def install() -> None:
         _undo.callback(register_optimizer_step_pre_hook(_look_before_step).remove)
         _undo.callback(register_module_module_registration_hook(_warn_of_layers_left_out).remove)
         show_stages_in_nvtx()
-        _undo.callback(show_in_nvtx, bool)  # `bool()` is False: no ranges.
     except BaseException:
         uninstall()
         raise
 
 
 def replace(owner: type, name: str, around: Callable[[Any], Any]) -> None:
-    """Put what `around` makes of a class's method in its place; `install` was called before."""
+    """Replace a class's method by `around(method)`; `install` was called before."""
     assert _undo is not None
     method = getattr(owner, name)
     setattr(owner, name, around(method))
@@ -68,6 +67,7 @@ def replace(owner: type, name: str, around: Callable[[Any], Any]) -> None:
 def uninstall() -> None:
     """Take everything back: for tests."""
     global _undo
+    show_in_nvtx(bool)  # `bool()` is False: no ranges.
     if _undo is not None:
         _undo.close()
         _undo = None
@@ -113,7 +113,7 @@ class LayersLeftOutWarning(UserWarning):
 
 
 def _warn_of_layers_left_out(model: nn.Module, name: str, part: nn.Module | None) -> None:
-    """Warn if the part that is put into a model makes it one of both kinds of layers."""
+    """Warn if a model with this new part has balanced and other MoE layers."""
     if not isinstance(model, LanguageModule) or part is None or not _moe_layers(part):
         return
     balanced, left_out = [], {}

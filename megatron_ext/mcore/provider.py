@@ -1,4 +1,4 @@
-"""Specs for programs that hold a function which makes them: Megatron-Bridge, NeMo."""
+"""Balances the specs of Megatron-Bridge and NeMo, which hold a function that makes specs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class ProviderSpec:
         takes_stage = "vp_stage" in inspect.signature(self.spec_function).parameters
         stage = {"vp_stage": vp_stage} if takes_stage else {}
         spec = balance_spec(self.spec_function(config, **stage), self.balance)
-        # Of a layer of another class Megatron makes no spec for multi-token prediction. Backward
-        # then waits for the reduction inside the MoE layer.
+        # Megatron makes the spec of multi-token prediction from a `TransformerLayer` only. With
+        # that class, backward waits for the reduction inside the MoE layer.
         is_joining = isinstance(spec, ModuleSpec) and spec.module is JoiningTransformerLayer
         if is_joining and config.mtp_num_layers:
             spec = dataclasses.replace(spec, module=TransformerLayer)
@@ -42,18 +42,18 @@ class ProviderSpec:
 
 
 def balanced_provider_spec(spec_function: Callable[..., Any], balance: BalanceConfig) -> Any:
-    """Return what makes the specs that `spec_function` makes, with their MoE layers balanced.
+    """Return a function that makes the specs of `spec_function` with balanced MoE layers.
 
         provider.transformer_layer_spec = balanced_provider_spec(
             provider.transformer_layer_spec, BalanceConfig(slots=2)
         )
 
-    The provider makes the specs of multi-token prediction of it as well.
+    The provider makes the spec of multi-token prediction from the balanced spec.
 
     Args:
-        spec_function: Takes a config, and may take `vp_stage`; returns a layer or block spec. It
-            must pickle where the provider is pickled.
-        balance: What the balancer may do.
+        spec_function: Takes a config, and may take `vp_stage`; returns a layer or block spec. The
+            function must pickle where the provider is pickled.
+        balance: The settings of balancing.
 
     Returns:
         A callable of `config` and `vp_stage`, which pickles.

@@ -7,9 +7,9 @@ lives as long as the backward can come. So the first pass leaves its `Forward` t
     first pass    gather load, solve plan, keep it; leave it in the checkpoint's context
     second pass   take it from there; materialize its replicas unless the slots still hold them
 
-No order of microbatches has to be known, and nothing of the plan on the host. A pass that no
-backward follows (evaluation, log-probabilities, in training mode as well) has a context that ends
-with it, and its `Forward` with the context.
+So the layer needs neither the order of microbatches nor the plan on the host. If no backward
+follows a pass (evaluation, log-probabilities, also in training mode), the context ends with the
+pass, and the `Forward` ends with the context.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def leave(checkpoint: Any, layer: object, forward: Forward) -> None:
 
 
 def take(layer: object) -> Forward | None:
-    """Return what the first pass of this forward left; None if there was no first pass."""
+    """Return the `Forward` that the first pass left; None if there was no first pass."""
     if not in_backward():
         return None
     left = getattr(torch._C._current_autograd_node(), _LEFT, {}).get(layer)
@@ -49,13 +49,13 @@ def take(layer: object) -> Forward | None:
 def checkpoint_under_way() -> Any | None:
     """Return the context of the checkpoint whose first pass runs now; None if none does.
 
-    PyTorch tells nobody which function's forward is under way, but Python's stack does.
+    PyTorch cannot be asked which function's forward runs, so this function reads Python's stack.
     """
     if torch.is_grad_enabled():
         return None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        # Only there are all local variables looked at: to ask for them keeps them alive.
+        # Reading `f_locals` keeps all local variables alive, so only such a frame is read.
         code = frame.f_code
         if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
             context = frame.f_locals.get("ctx")
@@ -69,10 +69,10 @@ def refuse_other_checkpoints(layer_number: int | None) -> None:
     """Refuse checkpoints that do not re-enter autograd: a first pass would leave nothing there.
 
     A checkpoint without reentry hooks saved tensors. Its second pass runs in the middle of the
-    first one's backward, whose replicas are in the slots or on their way, and may stop halfway.
+    backward of the first pass, which uses the slots at that time, and may stop halfway.
 
     Raises:
-        RuntimeError: One does.
+        RuntimeError: Such a checkpoint is under way.
     """
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is not None and (home := hooks[0].__module__) in _WITHOUT_REENTRY:

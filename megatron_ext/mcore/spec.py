@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import pkgutil
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -21,7 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_ext.balance.strategies import get_strategy, table_of_methods
+from megatron_ext.balance.strategies import get_strategy, of_methods
 from megatron_ext.balance.strategies.strategy import ForcesEven, StaysMegatron
 from megatron_ext.config import BalanceConfig
 from megatron_ext.mcore import process_hooks
@@ -38,21 +37,23 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
     Megatron's transformer layers around them become `JoiningTransformerLayer`s. A transformer layer
     of another class stays as it is; backward then waits for the reduction inside the MoE layer.
 
-    The first call also changes the whole process (`process_hooks.py`, all of it): two methods of
-    Megatron's `DistributedDataParallel`, `finish_grad_sync` and `zero_grad_buffer`, and the step
-    of every torch optimizer end on all ranks if a wait for replicas has failed on one. A hook on
-    every module that is put into another one warns of models that are balanced in part. And the
-    stages of MoE layers become NVTX ranges where Megatron is told to make these.
+    The first call also changes the whole process (`process_hooks.py` has all changes):
+
+    - `finish_grad_sync` of Megatron's `DistributedDataParallel` counts failed waits for replicas.
+      If a wait has failed on one rank, `zero_grad_buffer` and the step of every torch optimizer
+      raise an error on all ranks.
+    - A hook on every module that is put into another one warns of models that are balanced in part.
+    - The stages of MoE layers become NVTX ranges if Megatron makes NVTX ranges.
 
     Args:
         spec: A Megatron layer spec, block spec, or anything that holds such.
-        balance: What the balancer may do. With `none` and `sem_moe` the layers stay Megatron's own,
-            and the process as it was.
+        balance: The settings of balancing. With the strategies `none` and `sem_moe` the layers stay
+            Megatron's own, and the process is not changed.
 
     Raises:
         TypeError: `balance` is no `BalanceConfig`.
-        ValueError: Unknown strategy, there is no MoE layer in `spec`, it is balanced already or has
-            experts that cannot be, or the file of placed replicas holds none.
+        ValueError: The strategy is unknown; `spec` has no MoE layer, is balanced already or has
+            experts that cannot be balanced; or the file `balance.placement` is not valid.
         FileNotFoundError: There is no such file of placed replicas.
     """
     balanced = with_balanced_layers(spec, balance)
@@ -83,7 +84,7 @@ def with_balanced_layers(spec: Any, balance: BalanceConfig) -> Any:
 
 
 def _check_parts(spec: Any) -> None:
-    """Check that the spec is not balanced, and that its experts can be."""
+    """Check that the spec is not balanced yet, and that its experts can be balanced."""
     names, modules = _module_names(spec), _modules(spec)
     if balanced := {each.__name__ for each in modules if issubclass(each, ObservedMoELayer)}:
         raise ValueError(f"the spec is balanced already: it has {', '.join(sorted(balanced))}")
@@ -96,7 +97,7 @@ def _check_parts(spec: Any) -> None:
 
 
 def _grouped_by_megatron(names: Collection[str]) -> str:
-    """Of a spec's modules, those that Megatron puts there with `moe_grouped_gemm`."""
+    """Name the modules that Megatron puts into a spec with `moe_grouped_gemm`."""
     return ", ".join(sorted(name for name in names if name.endswith("GroupedMLP")))
 
 
@@ -110,17 +111,13 @@ def balanced_layer_class(balance: BalanceConfig) -> type[ObservedMoELayer]:
         from megatron_ext.mcore.even_layer import EvenMoELayer
 
         return EvenMoELayer
-    added = [
-        pkgutil.resolve_name(layer)
-        for name, layer in table_of_methods("LAYERS").items()
-        if name == balance.strategy or getattr(balance, name, None) is True
-    ]
+    added = [*of_methods("LAYERS", balance).values()]
     return _combined(*added) if len(added) > 1 else [BalancedMoELayer, *added][-1]
 
 
 @functools.cache
 def _combined(*classes: type[BalancedMoELayer]) -> type[BalancedMoELayer]:
-    """Return one class that is all of these: each overrides other points of the layer."""
+    """Return a class with all of these bases, which override different points of the layer."""
     return type("And".join(each.__name__ for each in classes), classes, {})
 
 
@@ -188,7 +185,7 @@ def _module_of(part: Any) -> Any:
 
 
 def has_moe_layers(spec: Any) -> bool:
-    """Whether there are MoE layers in anything, a spec or not, that are not balanced yet."""
+    """Whether an object, a spec or not, holds MoE layers that are not balanced yet."""
     return MoELayer.__name__ in _module_names(spec)
 
 

@@ -1,7 +1,7 @@
-"""Names the stages of MoE layers in profiles, those of Megatron's own layer as well.
+"""Names the stages of balanced layers, and of Megatron's own MoE layer, in profiles.
 
-A profile of a run without balancing can then be laid beside one with it. `balance/ranges.py` says
-when a range costs anything.
+So the profiles of a run with and of a run without balancing can be compared.
+`balance/ranges.py` has the cost of a range.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_ext.config import BalanceConfig
 
 
 class NamedStages:
-    """Puts ranges around the stages that every MoE layer of Megatron's has: a base before it."""
+    """Puts ranges around the stages of Megatron's MoE layer: a base class before `MoELayer`."""
 
     layer_number: Any
 
@@ -50,12 +50,12 @@ class NamedStages:
 
 
 class ObservedMoELayer(NamedStages, MoELayer):
-    """A layer that tells its observers what it did: base of balanced layers and of even ones."""
+    """An MoE layer that reports to observers: the base of balanced layers and of even layers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.observers: list[Observer] = []
-        """Told of every microbatch that is trained with, once."""
+        """Functions that the layer calls once for every training microbatch, with a report."""
 
     @classmethod
     def shared_by_layers(cls, balance: BalanceConfig) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""What balancing did in each step, for the logs of any program that trains with Megatron.
+"""Computes the metrics of each step, for the logs of any program that trains with Megatron.
 
-It knows no trainer and writes nothing: the program has W&B, TensorBoard or files of its own.
+The program writes the metrics to its own W&B, TensorBoard or files.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megatron_ext.telemetry.recorder import LoadRecorder
 
 
 class StepMetrics:
-    """Counts what the MoE layers of a model do, from its construction until `close()`.
+    """Counts the loads and replicas of a model's MoE layers, until `close()`.
 
-    Every rank makes one, those of pipeline stages without MoE layers as well, after the model.
-    Layers that are not balanced are counted, too: for the run to compare with.
+    Every rank makes a `StepMetrics` after the model, also on pipeline stages without MoE layers.
+    Layers that are not balanced are counted, too, so that an unbalanced run can be compared.
 
     Args:
         model: The model's chunks on this rank, wrapped or not.
@@ -48,19 +48,19 @@ class StepMetrics:
             self.watch(layer)
 
     def watch(self, layer: Any) -> None:
-        """Count what this balanced layer does as well, before the first `take`."""
+        """Count this layer, too; called before the first `take`."""
         self._last_layer = max(self._last_layer, layer.layer_number or 0)
         self._recorder.watch(layer)
 
     def take(self, *, tier: str = "brief") -> dict[str, float]:
         """Return the metrics of the steps since the last call, by name; all ranks call together.
 
-        They are those of all ranks, layers and pipeline stages, equal on every rank. Call it after
-        each step: until then it keeps what was counted. Evaluation is not counted.
+        The metrics cover all ranks, layers and pipeline stages, and are equal on every rank. Call
+        `take` after each step: the counts stay in memory until the call. Evaluation is not counted.
 
         Args:
-            tier: `brief`, or `detailed` for those of each layer as well; of more layers than fit
-                in `MAX_KEYS` names, those with the largest imbalance before.
+            tier: `brief`, or `detailed` with metrics of each layer as well. If the layers need more
+                than `MAX_KEYS` names, those with the largest imbalance before are returned.
 
         Returns:
             Numbers as `balance/imbalance_after` or `balance/imbalance_after_layer_3`, and under

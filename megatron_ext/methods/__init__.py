@@ -3,7 +3,7 @@
 The methods depend on the plug-in's rooms and on `files/` and `data/`. Nothing of the plug-in
 depends on them: `balance/strategies` reads the table of strategies below if this folder is there,
 and imports a strategy's module when the strategy is used. `mcore/spec.py` does the same with
-dispatchers, and the training program with the hooks of a run.
+layers, `mcore/limits.py` with their rules, and the training program with the hooks of a run.
 """
 
 STRATEGIES = {
@@ -26,6 +26,13 @@ LAYERS = {
     "local_first": "megatron_ext.methods.libra.local_first:LocalFirstMoELayer",
 }
 """Module and class of balanced layers that a method brings, by strategy or setting of `balance`."""
+
+LIMITS = {
+    "libra": "megatron_ext.methods.libra.limits:TO_PREDICT",
+    "libra_paper": "megatron_ext.methods.libra.limits:TO_PREDICT",
+    "local_first": "megatron_ext.methods.libra.limits:LOCAL_FIRST",
+}
+"""Module and constant of the rules that these layers add to `mcore/limits.py`."""
 
 RUN_HOOKS = {
     "affinity": "megatron_ext.methods.sem_moe.hooks:SAMPLES",

@@ -187,7 +187,7 @@ def _describe(
 def resolve_transport(name: str, *, device_type: str = "cpu", mapped: bool = True) -> str:
     """Return the name of a transport: `name`, or the one that `auto` stands for.
 
-    That depends on whether all ranks of the EP group reach each other's memory (`mapped`).
+    `mapped` is true if all ranks of the EP group reach each other's memory.
 
     >>> resolve_transport("auto")
     'shared_memory'

@@ -1,7 +1,7 @@
 """Moves replicas between GPUs whose memory the ranks reach directly, over NVLink.
 
 Kernels of the home rank write into a peer's slot and read a peer's slot gradients. Generation
-counters in the peers' memory say when a rank may do so. The kernels advance these counters and wait
+counters in the peers' memory put the accesses in order: the kernels advance these counters and wait
 for them (`csrc/include/megatron_ext/peer_exchange.h`), without a barrier and without the host.
 Calls return at once; work that follows on the current stream sees the results. Pushes and pulls run
 on their own streams. The device enforces the time limit of a wait, and a later call raises the

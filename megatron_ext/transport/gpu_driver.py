@@ -1,8 +1,8 @@
 """Shares a page of a GPU's memory through the CUDA driver, and tries to read another GPU's page.
 
-torch's symmetric memory later shares whole buffers in the same way; a try with one page gives a
-failure a name, and hangs no rank. Numbers of devices and the driver's cliques prove nothing: GPU A
-reaches GPU B when A has read from B's page the bytes that B has written.
+torch's symmetric memory later shares whole buffers in the same way. A try with one page reports
+the driver's error, and no rank hangs. Numbers of devices and the driver's cliques prove nothing:
+GPU A reaches GPU B when A has read from B's page the bytes that B has written.
 """
 
 from __future__ import annotations

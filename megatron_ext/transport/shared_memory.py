@@ -1,7 +1,7 @@
 """Moves replicas through memory that the CPU ranks of one machine share.
 
 The home rank writes into a peer's slot and reads a peer's slot gradients. Generation counters in
-the shared memory, and no barrier, say when a rank may do so
+the shared memory, without a barrier, put the accesses of the ranks in order
 (`csrc/include/megatron_ext/exchange.h`). A thread of the transport copies and adds while the rank
 computes.
 """
@@ -132,7 +132,7 @@ class SharedMemoryTransport(OneSidedTransport):
         return [share(num_bytes, "rows", self._group, self._peers)]
 
     def raise_failure(self) -> None:
-        """Do nothing: `wait` has raised."""
+        """Do nothing: a failed `wait` raises its error at once."""
 
     def _highest(self, value: int) -> int:
         highest = torch.tensor(value)

@@ -26,9 +26,10 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron_ext.mcore import limits  # noqa: E402
 from megatron_ext.mcore.check import check  # noqa: E402
 from megatron_ext.mcore.even_layer import EvenMoELayer  # noqa: E402
+from megatron_ext.methods.libra import limits as libra  # noqa: E402
 
 RULES = (
-    *(*limits.MUST_BE, *limits.MUST_BE_FOR_LOCAL_FIRST, *limits.MUST_BE_TO_PREDICT),
+    *(*limits.MUST_BE, *libra.LOCAL_FIRST, *libra.TO_PREDICT),
     *(*limits.MUST_BE_TO_FORCE, *limits.MUST_BE_TO_ADD),
 )
 

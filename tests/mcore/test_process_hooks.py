@@ -24,7 +24,7 @@ from megatron_ext.balance import ranges  # isort: skip
 from megatron_ext.mcore import process_hooks  # isort: skip
 from megatron_ext.mcore.check import check  # isort: skip
 from megatron_ext.mcore.models import balance_models  # isort: skip
-from megatron_ext.mcore.spec import balance_spec  # isort: skip
+from megatron_ext.mcore.spec import balance_spec, name_stages  # isort: skip
 
 
 def state_of_the_process() -> list[Any]:
@@ -54,6 +54,8 @@ def test_check_changes_nothing() -> None:
 
 
 def _checked_by_one(rank: int) -> float:
+    # Where both ranks have the hooks already, a check that installed them would go unnoticed.
+    assert process_hooks._undo is None
     if rank == 0:
         check(moe_config(), BalanceConfig(), moe_spec())
     gpt = build_gpt(num_layers=1)
@@ -86,6 +88,15 @@ def test_what_is_installed_is_taken_back() -> None:
         assert not ranges._wants_nvtx()
     finally:
         utils.configure_nvtx_profiling(False)
+    assert state_of_the_process() == before
+
+
+def test_names_of_stages_are_taken_back() -> None:
+    """Also where nothing is balanced."""
+    before = state_of_the_process()
+    name_stages(moe_spec())
+    assert state_of_the_process() != before
+    process_hooks.uninstall()
     assert state_of_the_process() == before
 
 

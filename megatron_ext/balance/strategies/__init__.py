@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import pkgutil
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from megatron_ext.arguments import did_you_mean
 from megatron_ext.balance.strategies.exact import EXACT
@@ -17,7 +18,7 @@ from megatron_ext.balance.strategies.none import NONE
 from megatron_ext.balance.strategies.quota import QUOTA
 from megatron_ext.balance.strategies.strategy import Planner, Solves, Strategy
 from megatron_ext.balance.strategies.strategy import PlanSettings as PlanSettings
-from megatron_ext.config import OBJECTIVES
+from megatron_ext.config import OBJECTIVES, BalanceConfig
 
 _METHODS = "megatron_ext.methods"
 
@@ -73,6 +74,20 @@ def table_of_methods(name: str) -> Mapping[str, str]:
     return table
 
 
+def of_methods(table: str, balance: BalanceConfig) -> dict[str, Any]:
+    """Return what a table of `methods/` has for these settings, by the setting that asks for it.
+
+    An entry's name is that of a strategy, or of a setting of `balance` that is true.
+    """
+    return {
+        f"balance.strategy={name}" if name == balance.strategy else f"balance.{name}": (
+            pkgutil.resolve_name(entry)
+        )
+        for name, entry in table_of_methods(table).items()
+        if name == balance.strategy or getattr(balance, name, None) is True
+    }
+
+
 STRATEGIES: Mapping[str, Strategy] = _Registry(
     (NONE.name, NONE),
     (QUOTA.name, QUOTA),
@@ -108,7 +123,7 @@ def get_strategy(name: str) -> Strategy:
 
 
 def get_planner(name: str, *, for_time: bool = False) -> Planner:
-    """Return how the balancer of that name plans, `for_time` or not: for that objective.
+    """Return the planner of the balancer of that name, with `for_time` for objective `time`.
 
     Raises:
         ValueError: If there is no such balancer, it makes no plans, or it has no tolerance that the

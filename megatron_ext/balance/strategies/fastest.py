@@ -1,19 +1,19 @@
 """Objective `time`: of one planner's plans at several tolerances, the fastest by modelled time.
 
 Candidates are no balancing and the plans for `TOLERANCES`. One rule skips some of them. The
-tightest tolerance comes first, then the others from loose to tight. The rule takes two things for
-granted: a plan's busiest rank is just within its tolerance; and the busiest sender's sends, which
-go up and down, never fall below half of what they were in a looser plan.
+tightest tolerance comes first, then the others from loose to tight. The rule assumes that a plan's
+busiest rank is just within the tolerance, and that the busiest sender sends at least half as much
+as in every looser plan.
 
-- A tolerance is skipped if its plan could not be faster than the fastest so far: with half of the
-  most sends seen on the way, at least 1, and the fewest tokens that may have to be sent
-  (`LayerCosts.least_time`). If the tightest is skipped, so are all.
-- The first plan on the way that misses its tolerance is the last one planned: a tighter tolerance
-  asks for what was not found.
+- A tolerance is skipped if the least time of its plan is not below the fastest time so far. The
+  least time counts half of the most sends so far, at least 1, and the fewest tokens that may have
+  to be sent (`LayerCosts.least_time`). If the tightest tolerance is skipped, all are.
+- The first plan on the way that misses its tolerance is the last one planned, because a tighter
+  tolerance asks for even more.
 
 The fastest of the planned candidates is chosen; of equally fast candidates the first, with no
-balancing before all others. A skipped plan may be faster where what is taken for granted is wrong:
-docs/decisions/022 says how often, and by how much.
+balancing before all others. Where an assumption is wrong, a skipped plan may be faster:
+docs/decisions/022 has the frequency and the loss.
 
 The quota planner on the CPU does all of that in one native op (`solve_fastest`). On a device one
 launch plans all tolerances, and the rule is applied to their plans, by tensors: both ways choose

@@ -1,4 +1,4 @@
-"""What a balancer is; the registry in `__init__.py` lists them.
+"""Defines the interface of a balancer; the registry in `__init__.py` lists all balancers.
 
 Legend: R ranks of the EP group, E logical experts, S slots per rank, B loads.
 """
@@ -27,7 +27,7 @@ SomeSection = TypeVar("SomeSection", bound=Section)
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """What planners are asked for, beside the layout; a planner ignores what does not concern it.
+    """Settings of a plan beside the layout; a planner ignores settings that it does not use.
 
     Its fields are some of `BalanceConfig`, with the same defaults; strategies' own settings; the
     costs of the layer; and replicas placed before the run.
@@ -186,7 +186,7 @@ class Strategy:
     """Slots per rank that it plans for, given those asked for and the mains per rank."""
 
     package: str | None = None
-    """A package that it imports beside the dependencies; the extra of its own name installs it."""
+    """A package that the strategy imports; the extra of the strategy's name installs it."""
 
     @property
     def planner(self) -> Planner | None:

@@ -100,11 +100,11 @@ def share(
 ) -> BalancePlan:
     """Split the exact load over the replicas that are there, then add what is missing.
 
-    The goal is what the quota planner promises: a busiest rank within the tolerance, or the least
-    that this planner finds. A replica is added where it takes most of the load above the goal, in a
-    slot that is empty or whose replica has no quota. Where that does not reach the goal, the plan
-    is the quota planner's. A replica that was there and is used stays in its slot, in this plan,
-    too, and is not moved again.
+    The goal is that of the quota planner: a busiest rank within the tolerance, or the least load
+    that the quota planner finds. A replica is added where it takes most of the load above the goal,
+    in a slot that is empty or whose replica has no quota. If that misses the goal, the quota
+    planner's plan is returned. In either plan, a placed replica that is used stays in its slot, and
+    is not moved again.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> load = torch.tensor([[6, 1, 1, 0], [4, 2, 1, 1]])
@@ -134,9 +134,9 @@ def _plan(
 def split_over_placed(
     load: Tensor, placed: Tensor, layout: ExpertLayout, settings: PlanSettings
 ) -> BalancePlan:
-    """Split the exact load over the replicas that are there: what the prediction alone is good for.
+    """Split the exact load over the placed replicas alone, to measure the prediction.
 
-    With `min_quota` 1 no split over them has a lower busiest rank, down to the tolerance.
+    With `min_quota` 1 no split over these replicas has a lower busiest rank, down to the tolerance.
 
     >>> layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
     >>> placed = torch.tensor([[2], [1]], dtype=torch.int32)

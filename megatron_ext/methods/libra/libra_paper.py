@@ -20,7 +20,7 @@ from megatron_ext.methods.libra import libra
 def share(
     load: Tensor, placed: Tensor, layout: ExpertLayout, settings: PlanSettings
 ) -> BalancePlan:
-    """Serve assignments where they come from if there is an instance; move others to balance.
+    """Plan assignments on their source rank if it has an instance; share the others.
 
     A rank with an instance of an expert computes its own assignments to the expert; all other
     assignments begin at home. While the busiest rank is above the tolerance, each rank above the
@@ -76,7 +76,7 @@ def _shard(
 def _share_remote(
     local: Tensor, remote: Tensor, holds: Tensor, ranks: range, tolerance: float
 ) -> None:
-    """Move what a domain's ranks compute for others, in place: `remote`, int64 [E, R]."""
+    """Balance the assignments computed for other ranks: changes `remote`, int64 [E, R]."""
     loads = (local + remote).sum(0).tolist()
     total = sum(loads[rank] for rank in ranks)
     mean = math.ceil(total / len(ranks))

@@ -129,10 +129,10 @@ class Dispatched(NamedTuple):
 
 
 class LocalFirstDispatcher(PlannedDispatcher):
-    """Megatron's all-to-all dispatcher, which own tokens do not go through.
+    """Megatron's all-to-all dispatcher, for tokens of other ranks only.
 
-    Made by `physical_dispatcher`. Needs more than one EP rank and what `validate_for_balancing`
-    checks of it.
+    Made by `physical_dispatcher`. Needs more than one EP rank, and settings that pass
+    `validate_for_balancing` with `balance.local_first`.
     """
 
     own_tokens_per_expert: HostCopy
@@ -143,13 +143,13 @@ class LocalFirstDispatcher(PlannedDispatcher):
     def preprocess(self, routing_map: Tensor) -> Tensor:
         """Count as Megatron does, then take the own tokens out.
 
-        Choices of physical experts, bool [N, R * (M + S)], give the tokens of other ranks for each
-        of this rank's experts, int64 [M + S].
+        Takes the choices of physical experts, bool [N, R * (M + S)]. Returns the tokens of other
+        ranks for each of this rank's experts, int64 [M + S].
         """
         tokens_per_expert = super().preprocess(routing_map)
         rank, first = self.ep_group.rank(), self.local_expert_indices[0]
         own = routing_map[:, first : first + self.num_local_experts].sum(0)
-        # Copied before Megatron copies its counts: where the host waits for these, it is there.
+        # Copied before Megatron's counts: when the host has these, it has the own counts, too.
         self.own_tokens_per_expert = HostCopy(tuple(own.shape), own.dtype, own.device)
         self.own_tokens_per_expert.start(own)
         self.input_splits[rank] = 0

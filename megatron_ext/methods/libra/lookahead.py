@@ -1,9 +1,9 @@
-"""From one balanced layer to the next: a prediction of its load, and replicas sent ahead.
+"""Predicts the load of the next balanced layer, and sends that layer's replicas ahead.
 
 A hidden state changes little from layer to layer, so the next layer's router already knows most of
-its choices from this layer's input. A layer moves the next layer's replicas by that prediction,
-while it computes. The next layer waits for them, plans with the exact load, and moves only what is
-missing.
+its choices from this layer's input. While a layer computes, the replicas of the predicted load move
+to the next layer's slots. The next layer waits for these replicas, plans with the exact load, and
+moves only the missing ones.
 
     layer i      plan, push; predict layer i + 1, start its replicas
                  dispatch, experts, combine             (the replicas of layer i + 1 move)
@@ -44,10 +44,10 @@ from megatron_ext.mcore.recompute import in_backward
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """What the layer before tells a layer; lives until the combine of the forward it is for."""
+    """A prediction of one forward by the layer before; lives until the combine of that forward."""
 
     forward: Forward
-    """The forward that it is for."""
+    """The predicted forward."""
     routing_map: Tensor
     """Predicted choices of this rank's tokens, bool [N, E]."""
     load: Tensor
@@ -57,7 +57,7 @@ class Prediction:
     pending: Materializing
     """The replicas on their way."""
     sent: Mark
-    """When they were sent; None if that is not timed."""
+    """The start of the push; None if the push is not timed."""
 
     def wait(self) -> None:
         """Return when the slots hold the replicas; called once."""
@@ -66,11 +66,11 @@ class Prediction:
 
 
 class LayerOrder:
-    """Which balanced layer follows which, by the order in which they are built from one spec."""
+    """Keeps the order of a spec's balanced layers, as they are built, and one prediction."""
 
     def __init__(self) -> None:
         self._last: weakref.ref[LookaheadMoELayer] | None = None
-        # Of which layer, and what.
+        # The layer that is predicted, and the prediction.
         self._told: tuple[weakref.ref[LookaheadMoELayer], Prediction] | None = None
 
     def add(self, layer: LookaheadMoELayer) -> LookaheadMoELayer | None:
@@ -87,7 +87,7 @@ class LayerOrder:
         self._told = weakref.ref(layer), prediction
 
     def told(self, layer: LookaheadMoELayer) -> Prediction | None:
-        """Return the prediction for a layer that begins; drop one whose forward never came."""
+        """Return the prediction for a layer that begins; drop the prediction for another layer."""
         if self._told is None:
             return None
         (told, prediction), self._told = self._told, None
@@ -110,7 +110,7 @@ class LookaheadMoELayer(BalancedMoELayer):
     def __init__(self, *args: Any, order: LayerOrder, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._order = order
-        # A reference that does not make the layer after this one a part of it.
+        # A weak reference, because the layer after this one must not become its submodule.
         self._after: weakref.ref[LookaheadMoELayer] | None = None
         self._prediction: Prediction | None = None  # Of the forward under way.
 
@@ -128,7 +128,7 @@ class LookaheadMoELayer(BalancedMoELayer):
             self.set_name = "" if before.set_name else "odd"
 
     def begin(self, device: torch.device) -> Forward:
-        """Begin a forward with what the layer before predicted of it, if it did."""
+        """Begin a forward with the prediction of the layer before, if there is one."""
         self._prediction = None if in_backward() else self._order.told(self)
         return self._prediction.forward if self._prediction else super().begin(device)
 
@@ -138,7 +138,7 @@ class LookaheadMoELayer(BalancedMoELayer):
         return self.balancer.planner.solve(load, prediction.placed if prediction else None)
 
     def push(self, forward: Forward, there: Tensor | None = None) -> None:
-        """Wait for what was sent ahead, and materialize what it lacks."""
+        """Wait for the replicas that were sent ahead, and materialize the missing ones."""
         if self._prediction is not None:
             self._prediction.wait()
             there = self._prediction.placed
@@ -152,7 +152,7 @@ class LookaheadMoELayer(BalancedMoELayer):
             after.hear(hidden_states)
 
     def report(self, forward: Forward, load: Tensor, chosen: Tensor) -> LayerReport:
-        """Tell also how good the prediction was; the host waits for nothing."""
+        """Add the accuracy of the prediction to the report; the host waits for nothing."""
         report, prediction = super().report(forward, load, chosen), self._prediction
         if prediction is None:
             return report
@@ -168,7 +168,7 @@ class LookaheadMoELayer(BalancedMoELayer):
         return dataclasses.replace(report, prediction=of_prediction)
 
     def drop_forward(self) -> None:
-        """Let go of the forward under way, and of what was predicted of it."""
+        """Let go of the forward under way, and of its prediction."""
         self._prediction = None
         super().drop_forward()
 

@@ -33,8 +33,8 @@ from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
+from megatron_ext.balance.strategies import STRATEGIES
 from megatron_ext.config import BalanceConfig
-from megatron_ext.mcore.limits import predicts
 from megatron_ext.methods.sem_moe.semantics import Semantics
 from megatron_ext.methods.sem_moe.tokens import LayerTables, predict, rebatch, resume
 
@@ -217,9 +217,10 @@ def validate_for_rebatching(config: Any, balance: BalanceConfig | None) -> list[
             f"pipeline_model_parallel_size ({config.pipeline_model_parallel_size}) > 1: a layer "
             "that is recomputed does not know its microbatch's token ids"
         )
-    if balance is not None and predicts(balance):
+    strategy = STRATEGIES.get(balance.strategy) if balance is not None else None
+    if strategy is not None and strategy.predicts:
         problems.append(
-            f"balance.strategy ({balance.strategy}) must not predict with token re-batching: a "
+            f"balance.strategy ({strategy.name}) must not predict with token re-batching: a "
             "layer's tokens are not those of the layer before it, whose routing would be compared"
         )
     problems += [

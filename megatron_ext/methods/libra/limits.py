@@ -1,0 +1,35 @@
+"""Settings of Megatron that exclude Libra's two ways, beside those that exclude balancing."""
+
+from megatron_ext.mcore.limits import Demand
+
+TO_PREDICT = (
+    Demand("moe_enable_routing_replay", (False,), "the replay would record predictions as choices"),
+    Demand(
+        "mlp_chunks_for_training",
+        (1,),
+        "a layer would predict a chunk from another chunk's tokens",
+    ),
+)
+"""Rules for layers that predict the next layer's load."""
+
+LOCAL_FIRST = (
+    Demand(
+        "moe_token_dispatcher_type",
+        ("alltoall",),
+        "only alltoall can leave own tokens on their rank",
+        "set --moe-token-dispatcher-type alltoall",
+    ),
+    Demand("moe_pad_expert_input_to_capacity", (False,), "local_first sends no padding"),
+    Demand(
+        "expert_tensor_parallel_size",
+        (1,),
+        "every token travels to all shards of its expert, so no token stays on its rank",
+        "set --expert-tensor-parallel-size 1",
+    ),
+    Demand(
+        "moe_shared_expert_overlap",
+        (False,),
+        "shared experts would overlap with the same parts of dispatch and combine",
+    ),
+)
+"""Rules with `balance.local_first`."""
