@@ -74,7 +74,7 @@ class CheckpointContents:
 
 
 def read_contents(path: str | Path) -> CheckpointContents:
-    """Read what a checkpoint holds. Nothing in it is run, whoever wrote it.
+    """Read what a checkpoint holds, and run nothing that is in the checkpoint.
 
     Args:
         path: A checkpoint, a folder of checkpoints, or a run directory. From a folder the

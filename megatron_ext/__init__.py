@@ -1,7 +1,7 @@
 """Expert load balancing for MoE training on stock Megatron-Core.
 
-The path of one microbatch through one MoE layer, stage by stage (`mcore/moe_layer.py` runs them in
-this order):
+The path of one microbatch through one MoE layer, stage by stage. `mcore/moe_layer.py` runs the
+stages; stage 4 starts before stage 3 and ends before stage 6:
 
     1 balance/load.py       exact load: every rank's assignments to every expert
     2 balance/plan.py       which experts to replicate where, and the quota of every instance
@@ -10,7 +10,9 @@ this order):
     5 mcore/dispatcher.py   tokens to the instances' ranks
     6 mcore/experts.py      experts over mains and slots
     7 mcore/dispatcher.py   outputs back
-    8 balance/slots.py      in backward: slot gradients into the mains
+    8 in backward, after stage 4 once more
+      balance/slots.py         slot gradients into sums
+      balance/main_weights.py  sums into the mains (`hand_over`)
 
 `balance/forward.py` holds one forward, and shows stages 4 and 8 to autograd.
 """

@@ -335,7 +335,8 @@ class BalanceConfig(Section):
     own metrics, it is 0."""
     check_plans: bool = False
     """Compare plan digests over the EP group in every microbatch, before anything follows the plan
-    (slow). Ranks that plan differently are found without it, too, but one layer later."""
+    (slow). Without it, ranks that plan differently are found before tokens travel with dispatcher
+    `alltoall` and no expert tensor parallelism, otherwise one layer later."""
 
     # Here, so that settings can be read and compared without the strategies.
     history: HistorySettings = field(default_factory=HistorySettings)

@@ -98,7 +98,7 @@ bool copy_choices(const char* from,
                   int64_t top_k,
                   int64_t element_size) {
     std::fill_n(to, num_tokens * to_width * element_size, char{0});
-    // The bits are moved, whatever number they are.
+    // The copy moves bits, and reads no number.
     const auto copy = [&](auto element) {
         const auto* source = reinterpret_cast<const decltype(element)*>(from);
         auto* target = reinterpret_cast<decltype(element)*>(to);

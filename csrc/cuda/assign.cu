@@ -141,8 +141,7 @@ unsigned blocks_for_warps(int64_t warps) {
     return static_cast<unsigned>((warps + kPerBlock - 1) / kPerBlock);
 }
 
-// `launch` of a zero of the type that has so many bytes: the bits are moved, whatever number they
-// are.
+// `launch` of a zero of the type that has so many bytes: kernels move bits, and read no number.
 template <class Launch>
 void launch_for(int64_t element_size, Launch launch) {
     switch (element_size) {

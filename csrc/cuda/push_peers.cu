@@ -94,8 +94,8 @@ __device__ bool is_aligned(const Unit& unit, int lane) {
     return __ballot_sync(kAll, !aligned) == 0;
 }
 
-// What a block does before it takes units. Whichever block begins first offers the slots and
-// compiles: others wait for one that runs, in whatever order they begin. Called by all lanes.
+// What a block does before it takes units. The block that begins first offers the slots and
+// compiles, so the other blocks wait for a block that runs. Called by all lanes.
 __device__ void prepare(const PeerRank& self,
                         const PeerPush& push,
                         uint64_t generation,

@@ -309,7 +309,7 @@ class BlockPlanner {
         return 2 * probe + (method == Method::kRefill ? 0 : 1);
     }
 
-    // The tries of the next steps of UltraEP's search, whatever the verdicts before them: step 0 is
+    // The tries of the next steps of UltraEP's search, for all verdicts before a step: step 0 is
     // warp 0's, and the one after that of warp w is 2w + 1's if it is reached, else 2w + 2's.
     __device__ void run_next_steps(PublishedSearch published, int64_t start) {
         if (warp_idx() < (1 << kSteps) - 1) {

@@ -1,4 +1,4 @@
-"""Detects ranks whose plans differ. Adds no collective: digests travel with the next counts.
+"""Detects ranks whose plans differ, by digests that travel with the next layer's counts.
 
 Each rank plans alone. A broken rank, or a bit that flipped in a load, would send tokens and
 replicas where no rank expects them. So a rank seals each plan and its load by a digest of 64 bits.
@@ -9,6 +9,8 @@ memory of the host, and the host looks there at every call.
 If the dispatcher takes its sizes from the plan, ranks with different plans could not end the
 exchange of tokens. Then the ranks compare the seals before that exchange, where the host waits for
 the sizes anyway. Ranks that all reach each other's memory gather the seals without a collective.
+Other ranks gather the seals by one collective, in place of the one by which Megatron's dispatcher
+counts tokens.
 
 Legend: N local tokens, E logical experts, R ranks of the EP group, T ranks of an expert-TP group.
 """

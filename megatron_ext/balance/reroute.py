@@ -87,8 +87,8 @@ def assign(
 class RoutingMaps:
     """Memory for one microbatch's dense maps, until its virtual layer is lent again.
 
-    Dispatchers keep the maps until the end of the layer's backward, so two microbatches between
-    their forward and their backward need memory each.
+    Dispatchers read the maps until the layer's forward ends, and autograd may keep the maps for the
+    backward. So two microbatches between their forward and their backward need memory each.
     """
 
     def __init__(self) -> None:

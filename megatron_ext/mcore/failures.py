@@ -4,7 +4,7 @@ Between GPUs the device waits, and the host learns of a failed wait at its next 
 transport. After the last reduction of a step, that call comes only after the optimizer step. So
 
     gradients are finished   the failed waits of all ranks of the model are counted, in a reduction
-                             of one word that the host does not wait for
+                             of one word; the host waits for it on gloo, but not between GPUs
     an optimizer steps       the host looks at the count; if it is not 0, all ranks raise
     gradients are zeroed     the same, where the optimizer has skipped its step
 

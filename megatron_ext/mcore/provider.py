@@ -48,7 +48,9 @@ def balanced_provider_spec(spec_function: Callable[..., Any], balance: BalanceCo
             provider.transformer_layer_spec, BalanceConfig(slots=2)
         )
 
-    The provider makes the spec of multi-token prediction from the balanced spec.
+    The provider makes the spec of multi-token prediction from the balanced spec. With multi-token
+    prediction a layer spec gets Megatron's plain `TransformerLayer`, so backward waits for the
+    reduction where the reduction starts.
 
     Args:
         spec_function: Takes a config, and may take `vp_stage`; returns a layer or block spec. The

@@ -37,13 +37,18 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
     Megatron's transformer layers around them become `JoiningTransformerLayer`s. A transformer layer
     of another class stays as it is; backward then waits for the reduction inside the MoE layer.
 
-    The first call also changes the whole process (`process_hooks.py` has all changes):
+    The first call also changes the whole process (`process_hooks.py` has all changes, and
+    docs/guides/whom-a-run-trusts.md lists what else balancing touches):
 
-    - `finish_grad_sync` of Megatron's `DistributedDataParallel` counts failed waits for replicas.
-      If a wait has failed on one rank, `zero_grad_buffer` and the step of every torch optimizer
-      raise an error on all ranks.
+    - `finish_grad_sync` of Megatron's `DistributedDataParallel` sums one integer, the failed waits
+      for replicas, over the model's groups of data, tensor and pipeline parallelism. So all ranks
+      of every such model must have called `balance_spec` or `balance_models`.
+    - `zero_grad_buffer` and the step of every torch optimizer look at the sum, and raise an error
+      on all ranks if a wait has failed.
     - A hook on every module that is put into another one warns of models that are balanced in part.
     - The stages of MoE layers become NVTX ranges if Megatron makes NVTX ranges.
+
+    The layers exchange messages with their EP group when they are built and in their first forward.
 
     Args:
         spec: A Megatron layer spec, block spec, or anything that holds such.

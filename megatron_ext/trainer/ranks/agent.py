@@ -5,8 +5,9 @@
 The arguments are torchrun's, and RDZV_SECRET in the environment is the same on all machines. Other
 than with torchrun itself,
 
+- the store listens on one address, and its state is signed;
 - signals that ask to stop go on to the ranks, which end after their step, however long saving
-  takes; torchrun would end them after 30 seconds;
+  takes; torchrun kills ranks after 30 seconds or, with newer torch, its `--shutdown-timeout`;
 - ranks that end for what they would meet again, a setting or a state that is not finite, are not
   started again, and their status says so; torchrun knows only 0 and the rest;
 - when ranks of one machine have failed for good, the agents of all machines end; torchrun leaves

@@ -45,7 +45,7 @@ MEGATRON_EXT_HOST_DEVICE inline bool comes_first(int64_t a, int i, int64_t b, in
     return a > b || (a == b && i < j);
 }
 
-// Bounds of the busiest rank's load of a domain, whatever the plan; docs/method.md has the proofs.
+// Bounds of the busiest rank's load of a domain, for all plans; docs/method.md has the proofs.
 template <class Warp>
 class DomainBound {
   public:
