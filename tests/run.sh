@@ -2,7 +2,7 @@
 # Sets up and runs all tests: tests/run.sh [--quick] [--python VERSION] [arguments of pytest].
 # With --quick it runs those of the method, the plug-in and the documents that are not slow.
 # With --python the tests run in an environment of their own, .venv-VERSION. Lint, format and types, which
-# depend on no version, are left to the run without.
+# depend on no version, are left to the run without. So they are where the tests to run are named.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -48,19 +48,21 @@ launch/setup.sh
 wait
 
 export OMP_NUM_THREADS=1
-if [[ ! ${version:-} ]]; then
+named=
+[[ ! -e ${1:-} ]] || named=yes
+if [[ ! ${version:-} && ! $named ]]; then
     "$venv/bin/ruff" check .
     "$venv/bin/ruff" format --check .
     "$venv/bin/mypy" --cache-dir "$venv/.mypy_cache" --show-traceback
 fi
 # CPU ranks stand in for GPUs, also where there are some; what needs those has a run of its own.
-if "$venv/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+if [[ ! $named ]] && "$venv/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     "$venv/bin/python" -m pytest -m gpu tests/gpu tests/ops
 fi
 export CUDA_VISIBLE_DEVICES=
 # Measurements (`perf`) are left out by the settings in pyproject.toml. Tests of Transformer Engine have
 # processes of their own, where Megatron finds it; not when the tests to run are named.
 status=0
-[[ -e ${1:-} ]] || VENV=$venv tests/te/run.sh "${chosen[@]:0:2}" || status=$?
+[[ $named ]] || VENV=$venv tests/te/run.sh "${chosen[@]:0:2}" || status=$?
 "$venv/bin/python" -m pytest "${chosen[@]}" "$@"
 exit "$status"

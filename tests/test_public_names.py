@@ -71,18 +71,40 @@ def test_homes_all_and_type_hints_name_the_same():
     assert megatron_ext.__all__ == sorted(hinted)
 
 
-@pytest.mark.parametrize("home", sorted(set(homes().values())))
-def test_a_name_asked_for_first(home):
-    """By a program that imported nothing before but, for Megatron's part, the CPU platform."""
-    names = [name for name, module in homes().items() if module == home]
-    run_fresh(f"""
-import torch
-if {home.startswith(NEEDS_MEGATRON)} and not torch.cuda.is_available():
-    from megatron_ext import enable_cpu_platform
-    enable_cpu_platform()
+def test_each_name_can_be_asked_for_first():
+    """By a program that imported nothing of ours before but, for Megatron's part, the CPU platform.
+
+    Each program is forked from one that has imported Torch, or Megatron.
+    """
+    for needs_megatron in (False, True):
+        programs = {
+            home: f"""
 from megatron_ext import {", ".join(names)}
 # Where it is made, not where it happens to be imported too.
 assert {{each.__module__ for each in ({", ".join(names)},)}} == {{{home!r}}}
+"""
+            for home in sorted(set(homes().values()))
+            if home.startswith(NEEDS_MEGATRON) == needs_megatron
+            and (names := [name for name, module in homes().items() if module == home])
+        }
+        assert programs
+        run_fresh(f"""
+import os, sys
+import torch
+if {needs_megatron}:
+    if not torch.cuda.is_available():
+        from megatron_ext import enable_cpu_platform
+        enable_cpu_platform()
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.transformer.moe.moe_layer
+for home, program in {programs}.items():
+    if not (child := os.fork()):
+        before = [name for name in sys.modules if name.startswith("megatron_ext.")]
+        assert before == ["megatron_ext.cpu_platform"] * len(before), before
+        exec(program)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, home
 """)
 
 

@@ -47,9 +47,8 @@ from megatron_ext.transport.one_sided import RELAY_THRESHOLD  # noqa: E402
 from tests.perf.planner import describe_machine  # noqa: E402
 
 ROUNDS = 100
-"""Rounds of each measurement."""
-_WARMUP = 20
-"""Rounds at the beginning that do not count: by then the allocator has what it needs."""
+"""Rounds of each measurement. The first fifth does not count: by then the allocator has what it
+needs."""
 
 _SQUARE = 1024
 """Side of the matrices whose product gives the peak."""
@@ -79,12 +78,13 @@ def calibration_run(num_ranks: int) -> TrainConfig:
     return config
 
 
-def calibrate(name: str, *, num_ranks: int | None = None) -> Hardware:
+def calibrate(name: str, *, num_ranks: int | None = None, rounds: int = ROUNDS) -> Hardware:
     """Measure this machine.
 
     Args:
         name: Name of the hardware.
         num_ranks: Ranks that work at the same time; by default one for each core, two at least.
+        rounds: Rounds of each measurement.
 
     Raises:
         RuntimeError: There is a GPU, which is not measured here.
@@ -95,7 +95,7 @@ def calibrate(name: str, *, num_ranks: int | None = None) -> Hardware:
     cores = len(os.sched_getaffinity(0))
     num_ranks = max(2, cores) if num_ranks is None else num_ranks
     with tempfile.TemporaryDirectory() as folder:
-        launch_ranks(_measure, folder, num_ranks=num_ranks)
+        launch_ranks(_measure, folder, rounds, num_ranks=num_ranks)
         measured = json.loads((Path(folder) / "measured.json").read_text())
     summary = f"{num_ranks} CPU ranks at a time on {cores} cores, one thread each"
     return Hardware(
@@ -135,43 +135,43 @@ def _sources() -> dict[str, str]:
     }
 
 
-def _measure(folder: str) -> None:
+def _measure(folder: str, rounds: int) -> None:
     """Measure on one rank of a launch; rank 0 writes what was measured."""
     with join_ranks(TrainConfig().group_timeout):
-        rates = _part_rates(calibration_run(dist.get_world_size()))
-        peak = max(_matrix_rate(), rates["expert"], rates["dense"])
+        rates = _part_rates(calibration_run(dist.get_world_size()), rounds)
+        peak = max(_matrix_rate(rounds), rates["expert"], rates["dense"])
         measured = {
             "peak_flops_per_s": peak,
             "expert_efficiency": rates["expert"] / peak,
             "dense_efficiency": rates["dense"] / peak,
-            "memory_bandwidth": _memory_bandwidth(),
+            "memory_bandwidth": _memory_bandwidth(rounds),
             "optimizer_bandwidth": rates["optimizer"],
             "token_bandwidth": rates["tokens"],
-            "weight_bandwidth": _weight_bandwidth(Path(folder)),
+            "weight_bandwidth": _weight_bandwidth(Path(folder), rounds),
         }
         if dist.get_rank() == 0:
             rounded = {name: float(f"{value:.4g}") for name, value in measured.items()}
-            report = rounded | {"solve_us": _solve_us()}
+            report = rounded | {"solve_us": _solve_us(rounds)}
             (Path(folder) / "measured.json").write_text(json.dumps(report))
         dist.barrier()
 
 
-def _median_s(work: Callable[[], object]) -> float:
+def _median_s(work: Callable[[], object], rounds: int) -> float:
     """Median seconds of a round."""
-    return _median([slowest_s(work) for _ in range(ROUNDS)])
+    return _median([slowest_s(work) for _ in range(rounds)])
 
 
 def _median(values: list[float]) -> float:
     """Median of the rounds that count."""
-    return statistics.median(values[_WARMUP:])
+    return statistics.median(values[len(values) // 5 :])
 
 
-def _matrix_rate() -> float:
+def _matrix_rate(rounds: int) -> float:
     left, right = torch.randn(2, _SQUARE, _SQUARE)
-    return 2 * _SQUARE**3 / _median_s(lambda: left @ right)
+    return 2 * _SQUARE**3 / _median_s(lambda: left @ right, rounds)
 
 
-def _part_rates(config: TrainConfig) -> dict[str, float]:
+def _part_rates(config: TrainConfig, rounds: int) -> dict[str, float]:
     """FLOPs or bytes per second of a step's parts, as the shape of the run counts them.
 
     A round is all parts in the order of a step, so that each part finds caches and allocator as in
@@ -181,7 +181,7 @@ def _part_rates(config: TrainConfig) -> dict[str, float]:
     num_tokens = config.data.sequence_length * config.data.micro_batch_size
     blocks = StepBlocks(config, _VOCAB_SIZE)
     times: dict[str, list[float]] = {"dense": [], "tokens": [], "expert": [], "optimizer": []}
-    for load in _uneven_loads(num_tokens * ranks, ranks):
+    for load in _uneven_loads(num_tokens * ranks, ranks, rounds):
         times["dense"].append(slowest_s(blocks.run_dense))
         times["tokens"].append(slowest_s(blocks.run_tokens))
         expert_s = slowest_s(partial(blocks.run_experts, load[dist.get_rank()]))
@@ -283,29 +283,29 @@ class _RouterAlone(nn.Module):
         return hidden * probs.sum(-1).view(*hidden.shape[:-1], 1), None
 
 
-def _uneven_loads(assignments: int, ranks: int) -> Tensor:
-    """Random loads of all experts, with a new popularity in every round: int64 [ROUNDS, R, M].
+def _uneven_loads(assignments: int, ranks: int, rounds: int) -> Tensor:
+    """Random loads of all experts, with a new popularity in every round: int64 [rounds, R, M].
 
     No sizes come twice, as in a training. The rounds with the busiest ranks come first, so that the
     allocator has seen the largest blocks when the warm-up ends.
     """
     generator = np.random.default_rng(0)
     experts = ranks * _EXPERTS
-    popularity = generator.dirichlet(np.ones(experts), size=ROUNDS)
-    loads = generator.multinomial(assignments, popularity).reshape(ROUNDS, ranks, _EXPERTS)
+    popularity = generator.dirichlet(np.ones(experts), size=rounds)
+    loads = generator.multinomial(assignments, popularity).reshape(rounds, ranks, _EXPERTS)
     busiest = loads.sum(-1).max(-1)
-    heaviest = np.argsort(-busiest, kind="stable")[:_WARMUP]
-    order = [*heaviest, *np.setdiff1d(np.arange(ROUNDS), heaviest)]
+    heaviest = np.argsort(-busiest, kind="stable")[: rounds // 5]
+    order = [*heaviest, *np.setdiff1d(np.arange(rounds), heaviest)]
     return torch.from_numpy(loads[order].astype(np.int64))
 
 
-def _memory_bandwidth() -> float:
+def _memory_bandwidth(rounds: int) -> float:
     """Bytes per second of adding two arrays: two reads and a write."""
     one = torch.ones(_COPIED_BYTES // 4)
-    return 3 * _COPIED_BYTES / _median_s(lambda: one + one)
+    return 3 * _COPIED_BYTES / _median_s(lambda: one + one, rounds)
 
 
-def _weight_bandwidth(folder: Path) -> float:
+def _weight_bandwidth(folder: Path, rounds: int) -> float:
     """Bytes per second that a rank copies into memory that a neighbour reads."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     size = _COPIED_BYTES // 4
@@ -316,14 +316,14 @@ def _weight_bandwidth(folder: Path) -> float:
     try:
         theirs = torch.from_file(str(names[(rank + 1) % ranks]), shared=True, size=size)
         weights = torch.ones(size)
-        elapsed_s = _median_s(lambda: theirs.copy_(weights))
+        elapsed_s = _median_s(lambda: theirs.copy_(weights), rounds)
     finally:
         names[rank].unlink()
     assert mine[-1] == 1, "what a neighbour copies here arrives here"
     return _COPIED_BYTES / elapsed_s
 
 
-def _solve_us() -> dict[str, float]:
+def _solve_us(rounds: int) -> dict[str, float]:
     """Microseconds of a plan for 64 ranks and 256 experts, for strategies that need only a load."""
     from megatron_ext.balance.solve import solve
     from megatron_ext.balance.strategies import STRATEGIES
@@ -340,7 +340,7 @@ def _solve_us() -> dict[str, float]:
         if not isinstance(strategy.kind, Solves) or strategy.package:
             continue
         times = []
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             started = time.perf_counter()
             solve(load, ep_size=64, strategy=name)
             times.append(time.perf_counter() - started)
@@ -369,11 +369,12 @@ def main(words: list[str] | None = None) -> None:
     """Measure, print the constants, and write them as asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, metavar="HARDWARE.yaml")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of each measurement")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the same as JSON")
     options = parser.parse_args(words)
     quiet_megatron()
     enable_cpu_platform()
-    hardware = calibrate(options.out.stem)
+    hardware = calibrate(options.out.stem, rounds=options.rounds)
     write_hardware(options.out, hardware)
     print(describe_machine())
     print(options.out.read_text())
