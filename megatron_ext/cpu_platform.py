@@ -7,6 +7,8 @@
 5. `FusedWeightGradient` adds weight gradients to `main_grad`, instead of Apex's kernels.
 6. An all-to-all gathers, or adds up and scatters, tensors of unequal lengths, as NCCL does and gloo
    cannot.
+7. Functions that Megatron compiles run as they are written: the import of the compiler alone takes
+   each process 3 s. `undo` leaves these functions as they are.
 
 The functions themselves are replaced, not intercepted by a `TorchFunctionMode`: such a mode is not
 active inside autograd's backward, where recompute creates attention masks with `device="cuda"`.
@@ -126,6 +128,13 @@ class CpuPlatform:
             self._replace(torch.cuda, name, value)
 
     def _patch_megatron(self) -> None:
+        # Megatron takes `torch.compile` as its `jit_fuser` when it is imported, and calls it then.
+        compile_, torch.compile = torch.compile, _as_written  # type: ignore[assignment]
+        try:
+            importlib.import_module("megatron.core.jit")
+        finally:
+            torch.compile = compile_
+
         random = importlib.import_module("megatron.core.tensor_parallel.random")
         self._replace(
             random,
@@ -188,6 +197,11 @@ class FusedWeightGradient:
         main_grad.copy_(torch.addmm(main_grad.float(), grad_output.t(), inputs))
 
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
+def _as_written(function: Any = None, **_: Any) -> Any:
+    """Stands for `torch.compile`, as a decorator with arguments and without."""
+    return function if function is not None else _as_written
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

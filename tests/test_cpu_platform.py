@@ -8,6 +8,8 @@ the same weights and tokens must give the same loss wherever the experts and lay
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -49,6 +51,24 @@ def test_undo_restores_every_attribute() -> None:
     assert after.keys() == before.keys()
     assert [key for key in before if after[key] is not before[key]] == []
     enable_cpu_platform()
+
+
+def test_nothing_is_compiled() -> None:
+    """The compiler is not even imported; a program may use it all the same."""
+    program = """
+import sys, torch
+compile_ = torch.compile
+from megatron_ext import enable_cpu_platform
+enable_cpu_platform()
+assert torch.compile is compile_
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu, swiglu
+assert "torch._inductor" not in sys.modules
+values = torch.randn(3, 8)
+gate, linear = values.chunk(2, -1)
+assert torch.equal(swiglu(values), torch.nn.functional.silu(gate) * linear)
+assert "torch._inductor" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_refuses_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:

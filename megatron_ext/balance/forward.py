@@ -360,6 +360,7 @@ class Forward:
             experts_in_slots = self._experts_of_backward()
             replica_grads = self.mains.by_segment(view_grads, self.slot_grads)
             aside, self.aside = self.aside, None
+            assert (aside is not None) == self.mains.fused, "`_begin_backward` comes first"
             self.reducing = self.buffers.reduce_replica_grads(
                 experts_in_slots, self.slot_grads, replica_grads, self.label, aside=aside
             )
@@ -379,6 +380,10 @@ class Forward:
             with stage_of_backward(REDUCE_WAIT, self.layer_number):
                 sums = self.reducing.wait()
         self.reducing = None
+        if self.mains.have_main_grads and not self.mains.fused and not _reaches_parameters():
+            # `torch.autograd.grad` of something else: `main_grad` stays as it was.
+            sums = {}
+        # The inputs of `join`, and without a join those of `materialized`.
         return (grad, None, *self.mains.hand_over(sums))
 
     def _rematerialize(self) -> Materializing:
@@ -433,6 +438,13 @@ class Forward:
                 "is over, or its step was aborted; one forward has one backward"
             )
         return self.virtual_layer.experts_in_slots.wait()
+
+
+def _reaches_parameters() -> bool:
+    """Whether the running backward goes on from this node to parameters, if it has parameters."""
+    inputs = [node for node, _ in torch._C._current_autograd_node().next_functions]
+    ends = [node for node in inputs if node is not None and node.name().endswith("AccumulateGrad")]
+    return not ends or any(map(torch._C._will_engine_execute_node, ends))
 
 
 def _edge(like: Tensor) -> Tensor:

@@ -220,6 +220,11 @@ class MainWeights:
         """
         return tuple(_grad_dtype(each.parameters(), self.fused) for each in self._segments)
 
+    @property
+    def have_main_grads(self) -> bool:
+        """Whether data-parallel training has made a `main_grad` for one of the mains."""
+        return any(_main_grad(main) is not None for main in self.parameters())
+
     def rows(self) -> list[list[Tensor]]:
         """Return the values of segment g of main m as `rows()[g][m]`, without gradient."""
         return [segment.rows() for segment in self._segments]

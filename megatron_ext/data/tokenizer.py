@@ -65,7 +65,7 @@ class HuggingFaceTokenizer:
             import tokenizers
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                f"reading {path} needs the `tokenizers` library: pip install tokenizers"
+                f"reading {path} needs the `tokenizers` library: pip install 'megatron-ext[train]'"
             ) from error
         if not path.is_file():
             raise FileNotFoundError(f"tokenizer file {path} does not exist")

@@ -180,7 +180,7 @@ class LayerBalancer:
             expert_bytes=self.expert_bytes, token_bytes=self.dtype.itemsize * self.width, **costs
         )
 
-    def slot_grads(self, mains: MainWeights) -> list[Tensor | None]:
+    def agree_on_slot_grads(self, mains: MainWeights) -> list[Tensor | None]:
         """Return the slots' gradients by segment; all EP ranks call.
 
         A segment gets None if its mains get no gradient on any EP rank. The ranks exchange their

@@ -107,7 +107,8 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
         """
         forward = self.forward_under_way
         arriving = forward.shares.arriving if forward is not None else None
-        if forward is None or arriving is None or not self._sends_what_is_planned():
+        # A router drops tokens before the plan is made; padding adds tokens after the plan.
+        if forward is None or arriving is None or self.drop_and_pad or self.ep_size == 1:
             counted: Tensor = super().preprocess(routing_map)
             return counted
         forward.send_seal()
@@ -133,7 +134,3 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
         if point == self.cuda_sync_point and self.forward_under_way is not None:
             self.forward_under_way.compare_seals()
         return result
-
-    def _sends_what_is_planned(self) -> bool:
-        # A router drops tokens before the plan is made; padding adds tokens after the plan.
-        return not self.drop_and_pad and self.ep_size > 1

@@ -16,6 +16,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from megatron_ext.balance.layer_report import LayerReport
 from megatron_ext.balance.metrics import home_imbalances, imbalances
 
 _logger = logging.getLogger("megatron_ext.balance")
@@ -36,7 +37,7 @@ class BalanceLines:
         self._every = every
         self._layers: WeakSet[Any] = WeakSet()
         self._has_begun = False
-        self._reports: list[Any] = []
+        self._reports: list[LayerReport] = []
         self._num_counted = 0
         self._sum = self._worst = torch.zeros(3, dtype=torch.float64)
 
@@ -45,7 +46,7 @@ class BalanceLines:
         self._layers.add(layer)
         layer.observers.append(partial(self._observe, weakref.ref(layer)))
 
-    def _observe(self, layer: weakref.ref[Any], report: Any) -> None:
+    def _observe(self, layer: weakref.ref[Any], report: LayerReport) -> None:
         if not self._has_begun:
             self._has_begun = True
             _say(f"{self._names()}: {_what_balances(layer())}")

@@ -311,7 +311,7 @@ class BalancedMoELayer(ObservedMoELayer):
         load = load_of(forward.counts, self.layout.ep_size)
         balancer.prepare_planner(forward.mains, load, probs_dtype)
         forward.plan, forward.is_planned = self.solve(load), True
-        self._await_backward(forward)
+        self._keep_plan(forward)
         kept = forward.virtual_layer
         forward.shares = balancer.agreement.share(
             forward.counts,
@@ -328,8 +328,8 @@ class BalancedMoELayer(ObservedMoELayer):
         """Named point, stage 2: plan the load, int64 [R, E], from what the layer knows."""
         return self.balancer.planner.solve(load)
 
-    def _await_backward(self, forward: Forward) -> None:
-        """Keep the plan for the backward, or for the second pass of a recomputed forward."""
+    def _keep_plan(self, forward: Forward) -> None:
+        """Keep the plan for the backward or the second pass: lend the forward a virtual layer."""
         checkpoint = checkpoint_under_way()
         if self.layout.slots == 0 or not (torch.is_grad_enabled() or checkpoint is not None):
             return
@@ -344,7 +344,7 @@ class BalancedMoELayer(ObservedMoELayer):
             if self.training and torch.is_grad_enabled():
                 check_main_grads(forward.mains)
             finish_parameter_gather(self.experts)
-            forward.slot_grads = self.balancer.slot_grads(forward.mains)
+            forward.slot_grads = self.balancer.agree_on_slot_grads(forward.mains)
         forward.push(there)
 
     def _reroute(

@@ -41,8 +41,8 @@ class TEGroupedWeights:
     def __init__(self, experts: TEGroupedMLP) -> None:
         self._experts = experts
         # Megatron-Core before 0.17 has no such path.
-        self._fused = _Fused(experts) if getattr(experts, "_with_fused_impl", False) else None
-        if self._fused is not None and experts.config.add_bias_linear:
+        self._op_fuser = _OpFuser(experts) if getattr(experts, "_with_fused_impl", False) else None
+        if self._op_fuser is not None and experts.config.add_bias_linear:
             raise ValueError(
                 "add_bias_linear (True) must be False with use_transformer_engine_op_fuser: its "
                 "sums of biases' gradients were never run with replicas (give "
@@ -91,8 +91,8 @@ class TEGroupedWeights:
                     "whose replicas would get no gradient from Transformer Engine: freeze the "
                     "linears of all experts of a layer, or leave out --moe-grouped-gemm"
                 )
-        if self._fused is not None:
-            lent = self._fused.lent(slot_weights)
+        if self._op_fuser is not None:
+            lent = self._op_fuser.lent(slot_weights)
         else:
             of_slots = iter(slot_weights)
             lent = _lent(
@@ -179,7 +179,7 @@ def _lent(experts: TEGroupedMLP, further: Further) -> Iterator[None]:
         yield
 
 
-class _Fused:
+class _OpFuser:
     """Operations of Transformer Engine's op fuser over mains and slots, without biases.
 
     The operations take parameters only. Megatron's own function makes the operations with

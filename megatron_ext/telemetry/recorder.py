@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.balance.layer_report import LayerReport, PredictionReport
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.reroute import as_map
@@ -40,7 +41,7 @@ class PredictedLoads(NamedTuple):
     topped_up_bytes: float = 0
 
     @classmethod
-    def of(cls, reports: Sequence[Any]) -> PredictedLoads:
+    def of(cls, reports: Sequence[PredictionReport]) -> PredictedLoads:
         """Sum the fields of these reports."""
         return cls(
             len(reports), *(sum(getattr(one, name) for one in reports) for name in cls._fields[1:])
@@ -102,7 +103,7 @@ class LoadRecorder:
 
     def __init__(self, layers: Iterable[Any], ep_group: dist.ProcessGroup | None) -> None:
         self._ep_group = ep_group
-        self._reports: list[Any] = []
+        self._reports: list[LayerReport] = []
         self._counts: list[tuple[int, Tensor]] = []  # Layers and their choices of experts, [E].
         self._held = _Held()
         self._hooks: list[Any] = []
@@ -131,7 +132,7 @@ class LoadRecorder:
                 [report.experts_in_slots for report in self._reports],
             )
             computed += map(_computed, self._reports, *arrays)
-        predictions: dict[int, list[Any]] = {}
+        predictions: dict[int, list[PredictionReport]] = {}
         for report in self._reports:
             if report.prediction is not None:
                 predictions.setdefault(report.layer_number, []).append(report.prediction)
@@ -161,7 +162,7 @@ class LoadRecorder:
             observers.remove(observer)
         TIMES.readers -= 1
 
-    def _observe(self, layer: Any, report: Any) -> None:
+    def _observe(self, layer: Any, report: LayerReport) -> None:
         self._held.forward_counted(layer, ("report", len(self._reports)))
         self._reports.append(report)
 

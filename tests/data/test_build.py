@@ -280,7 +280,7 @@ class TestHuggingFace:
 
     def test_library_missing(self, texts, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "tokenizers", None)
-        with pytest.raises(ModuleNotFoundError, match="pip install tokenizers"):
+        with pytest.raises(ModuleNotFoundError, match=r"pip install 'megatron-ext\[train\]'"):
             build(
                 parse_sources([f"{texts}/prose"]),
                 tmp_path / "out",

@@ -143,6 +143,24 @@ def test_gradients_set_aside_come_back_after_a_backward_that_stopped_halfway() -
     run_ranks(_stopped_before_the_experts, 2)
 
 
+def _of_the_input_alone(gpt: TinyGPT) -> None:
+    """All gradients of one microbatch, and then those of the embeddings in another."""
+    _loss(gpt, 0).backward()
+    embeddings = dict(gpt.named_parameters())["embedding.word_embeddings.weight"]
+    torch.autograd.grad(_loss(gpt, 1), embeddings)
+
+
+def _a_part(rank: int, case: dict[str, Any]) -> None:
+    balance = BalanceConfig(tolerance=0.0)
+    case = dict(ep=2, dtype=torch.float64) | case
+    _assert_equal_gradients(case, balance, _of_the_input_alone, GRADIENT_TOLERANCE)
+
+
+@pytest.mark.parametrize("case", [{}, dict(grouped_mm=True, dtype=torch.float32)])
+def test_gradients_of_something_else_leave_main_grads_as_they_were(case: dict[str, Any]) -> None:
+    run_ranks(_a_part, 2, case)
+
+
 class LateTransport(CollectiveTransport):
     """Reads slot gradients as late as a transport may: in the wait for their sums."""
 
