@@ -151,12 +151,16 @@ def _of_the_input_alone(gpt: TinyGPT) -> None:
 
 
 def _a_part(rank: int, case: dict[str, Any]) -> None:
-    balance = BalanceConfig(tolerance=0.0)
-    case = dict(ep=2, dtype=torch.float64) | case
-    _assert_equal_gradients(case, balance, _of_the_input_alone, GRADIENT_TOLERANCE)
+    is_float64 = case.get("dtype") == torch.float64
+    _assert_equal_gradients(
+        dict(ep=2, **case),
+        BalanceConfig(tolerance=0.0),
+        _of_the_input_alone,
+        GRADIENT_TOLERANCE if is_float64 else STEP_TOLERANCE,
+    )
 
 
-@pytest.mark.parametrize("case", [{}, dict(grouped_mm=True, dtype=torch.float32)])
+@pytest.mark.parametrize("case", [dict(dtype=torch.float64), dict(grouped_mm=True)])
 def test_gradients_of_something_else_leave_main_grads_as_they_were(case: dict[str, Any]) -> None:
     run_ranks(_a_part, 2, case)
 
