@@ -278,7 +278,11 @@ def in_a_checkpoint(rank: int, settings: dict[str, Any]) -> list[int]:
 def _around_the_moe_layer(rank: int) -> None:
     gpt = balanced_gpt(dict(ep=2), BalanceConfig())
     moe = balanced_layers(gpt)[0]
-    run = partial(torch.utils.checkpoint.checkpoint, moe.forward, use_reentrant=True)
+    forward = moe.forward
+
+    def run(hidden: torch.Tensor, **_: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(forward, hidden, use_reentrant=True)
+
     with (
         mock.patch.object(moe, "forward", run),
         pytest.raises(RuntimeError, match="layer 1: a checkpoint around the MoE layer alone"),
