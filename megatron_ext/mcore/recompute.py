@@ -32,18 +32,7 @@ _WITHOUT_REENTRY = ("torch.utils.checkpoint", "transformer_engine.pytorch.distri
 
 
 def leave(checkpoint: Any, layer: object, forward: Forward) -> None:
-    """Leave a layer's forward in a checkpoint's context for the second pass.
-
-    Raises:
-        RuntimeError: The checkpoint is inside the transformer layer. The mains would get a part of
-            their gradient in the checkpoint's backward, and a part in the transformer layer's.
-    """
-    if forward.is_joined:
-        raise RuntimeError(
-            f"layer {forward.layer_number}: a checkpoint around the MoE layer alone must be "
-            "Megatron's (--recompute-granularity selective --recompute-modules moe); or give the "
-            "whole transformer layer to the checkpoint"
-        )
+    """Leave a layer's forward in a checkpoint's context for the second pass."""
     if not hasattr(checkpoint, _LEFT):
         setattr(checkpoint, _LEFT, defaultdict(deque))
     getattr(checkpoint, _LEFT)[layer].append(forward)

@@ -275,26 +275,6 @@ def in_a_checkpoint(rank: int, settings: dict[str, Any]) -> list[int]:
     return solved
 
 
-def _around_the_moe_layer(rank: int) -> None:
-    gpt = balanced_gpt(dict(ep=2), BalanceConfig())
-    moe = balanced_layers(gpt)[0]
-    forward = moe.forward
-
-    def run(hidden: torch.Tensor, **_: Any) -> Any:
-        return torch.utils.checkpoint.checkpoint(forward, hidden, use_reentrant=True)
-
-    with (
-        mock.patch.object(moe, "forward", run),
-        pytest.raises(RuntimeError, match="layer 1: a checkpoint around the MoE layer alone"),
-    ):
-        gpt.train_step(0)
-
-
-def test_a_checkpoint_inside_a_transformer_layer_has_to_be_megatrons() -> None:
-    """The layer's join would give the mains their replicas' part behind the checkpoint's back."""
-    run_ranks(_around_the_moe_layer, 2)
-
-
 def test_other_checkpoints_and_one_in_another_are_recomputed_as_well() -> None:
     # The inner checkpoint has a first pass in both passes of the outer one.
     assert run_ranks(in_a_checkpoint, 2, {}) == [[1, 2], [1, 2]]
