@@ -18,6 +18,7 @@ from tests.ranks import run_ranks
 from megatron.core.transformer.moe.token_dispatcher import (  # isort: skip
     MoEAlltoAllTokenDispatcher,
 )
+from megatron_ext.balance import strategies  # isort: skip
 from megatron_ext.mcore import dispatcher, spec  # isort: skip
 from megatron_ext.mcore.moe_layer import BalancedMoELayer  # isort: skip
 
@@ -37,7 +38,7 @@ def test_methods_add_to_the_layer_what_settings_ask_for() -> None:
 
 
 def test_without_methods_nothing_is_added() -> None:
-    with mock.patch.object(spec, "table_of_methods", return_value={}):
+    with mock.patch.object(strategies, "table_of_methods", return_value={}):
         assert spec.balanced_layer_class(BalanceConfig(local_first=True)) is BalancedMoELayer
 
 
