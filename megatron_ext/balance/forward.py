@@ -380,7 +380,7 @@ class Forward:
             with stage_of_backward(REDUCE_WAIT, self.layer_number):
                 sums = self.reducing.wait()
         self.reducing = None
-        if self.mains.have_main_grads and not self.mains.fused and not _reaches_parameters():
+        if self.mains.have_main_grads and not self.mains.fused and not _reaches_leaves():
             # `torch.autograd.grad` of something else: `main_grad` stays as it was.
             sums = {}
         # The inputs of `join`, and without a join those of `materialized`.
@@ -440,11 +440,13 @@ class Forward:
         return self.virtual_layer.experts_in_slots.wait()
 
 
-def _reaches_parameters() -> bool:
-    """Whether the running backward goes on from this node to parameters, if it has parameters."""
-    inputs = [node for node, _ in torch._C._current_autograd_node().next_functions]
-    ends = [node for node in inputs if node is not None and node.name().endswith("AccumulateGrad")]
-    return not ends or any(map(torch._C._will_engine_execute_node, ends))
+def _reaches_leaves() -> bool:
+    """Whether the running backward goes on from this node to leaves: to the edge, or to mains."""
+    return any(
+        torch._C._will_engine_execute_node(node)
+        for node, _ in torch._C._current_autograd_node().next_functions
+        if node is not None and node.name().endswith("AccumulateGrad")
+    )
 
 
 def _edge(like: Tensor) -> Tensor:
