@@ -43,14 +43,18 @@ def test_shellcheck_finds_nothing() -> None:
 
 def test_the_tests_shared_between_versions_are_there() -> None:
     lists = (ROOT / ".ci/run").read_text().partition("\nrun() {")[0].partition("both=")
-    shown = f'{lists[1]}{lists[2]}\nprintf "%s\\n" "${{both[@]}}" "${{newer[@]}}" "$trained"'
+    shown = (
+        f'{lists[1]}{lists[2]}\nprintf "%s\\n" "${{both[@]}}" "${{newer[@]}}" "${{waiting[@]}}"'
+        ' "${once[@]#--*=}"'
+    )
     done = subprocess.run(["bash", "-uc", shown], capture_output=True, text=True, check=True)
-    paths, (trained,) = done.stdout.split()[:-1], done.stdout.split()[-1:]
-    assert len(paths) > 20
-    assert [path for path in paths if not (ROOT / path).exists()] == []
-    file, _, test = trained.partition("::")
-    assert file in paths
-    assert f"\ndef {test}(" in (ROOT / file).read_text()
+    files = [name.partition("::") for name in done.stdout.split()]
+    assert len(files) > 20
+    assert [file for file, _, _ in files if not (ROOT / file).exists()] == []
+    tests = [(file, test) for file, _, test in files if test]
+    assert tests
+    for file, test in tests:
+        assert f"\ndef {test}(" in (ROOT / file).read_text()
 
 
 def test_an_image_is_made_as_the_environment_of_the_tests_is() -> None:
