@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # The environment of ranks on GPUs, a reason for each variable; launch/train.sh reads it. What is set
-# stays. That of ranks on CPUs is in megatron_ext/trainer/ranks/cpu_environment.py.
+# stays.
 
 capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1) || true
 if [[ -n $capability ]]; then

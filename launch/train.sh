@@ -15,8 +15,6 @@ venv=${VENV:-$launch/../.venv}
 if ((${SLURM_STEP_NUM_TASKS:-1} > ${SLURM_STEP_NUM_NODES:-1})); then
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_STEP_NUM_TASKS
     export LOCAL_WORLD_SIZE=$((SLURM_STEP_NUM_TASKS / SLURM_STEP_NUM_NODES))
-    # Who starts ranks of a CPU gives them their environment; elsewhere that is a Python program.
-    [[ -n $capability ]] || eval "$(python -m megatron_ext.trainer.ranks.cpu_environment)"
     exec python -m megatron_ext.train "$@"
 fi
 if [[ ${NNODES:-1} == 1 ]]; then

@@ -9,6 +9,8 @@
    cannot.
 7. Functions that Megatron compiles run as they are written: the import of the compiler alone takes
    each process 3 s. `undo` leaves these functions as they are.
+8. Groups share the thread that moves gloo's bytes: one for each group, of which Megatron makes 30,
+   would wake a rank 3,000 times a second.
 
 The functions themselves are replaced, not intercepted by a `TorchFunctionMode`: such a mode is not
 active inside autograd's backward, where recompute creates attention masks with `device="cuda"`.
@@ -19,6 +21,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,6 +29,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megatron_ext.cpu_memory import keep_freed_memory
 
 _CPU = torch.device("cpu")
 
@@ -42,6 +47,8 @@ _TENSOR_FACTORIES = (
 _ABSENT = object()
 """Stands for an attribute that its owner did not have itself (`torch.Tensor.to` is inherited)."""
 
+_GLOO: Any = dist.ProcessGroupGloo  # Its stubs name other options than it has.
+
 _enabled: CpuPlatform | None = None
 
 
@@ -49,6 +56,7 @@ def enable_cpu_platform() -> CpuPlatform:
     """Make Megatron-Core's CUDA assumptions hold on the CPU of this process, a rank over gloo.
 
     Call it before Megatron is imported. A second call changes nothing and returns the same handle.
+    The process keeps memory that it frees from now on (`cpu_memory.py`), which nothing undoes.
 
     Returns:
         The handle that undoes everything, by `undo()` or as a context manager.
@@ -72,6 +80,7 @@ class CpuPlatform:
     """The replacements in force. Made by `enable_cpu_platform()`, lives until `undo()`."""
 
     def __init__(self) -> None:
+        keep_freed_memory()
         self._saved: list[tuple[Any, str, Any]] = []
         self._patch_torch()
         self._patch_megatron()
@@ -126,6 +135,8 @@ class CpuPlatform:
             "manual_seed": lambda seed: torch.manual_seed(seed),
         }.items():
             self._replace(torch.cuda, name, value)
+
+        self._replace(_GLOO, "__init__", _on_shared_devices(_GLOO.__init__))
 
     def _patch_megatron(self) -> None:
         # Megatron takes `torch.compile` as its `jit_fuser` when it is imported, and calls it then.
@@ -197,6 +208,31 @@ class FusedWeightGradient:
         main_grad.copy_(torch.addmm(main_grad.float(), grad_output.t(), inputs))
 
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
+def _on_shared_devices(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def on_shared_devices(
+        group: Any, store: Any, rank: int, size: int, *args: Any, **kwargs: Any
+    ) -> None:
+        if args or "options" in kwargs:
+            init(group, store, rank, size, *args, **kwargs)
+            return
+        options = _GLOO._Options()
+        options._devices = _gloo_devices(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME"))
+        options._threads = 2 * len(options._devices)
+        options._timeout = kwargs.get("timeout", dist.default_pg_timeout)
+        init(group, store, rank, size, options)
+
+    return on_shared_devices
+
+
+@functools.cache
+def _gloo_devices(process: int, interfaces: str | None) -> list[Any]:
+    """Return gloo's devices of a process. Each has a thread, which a fork does not inherit."""
+    if not interfaces:
+        return [_GLOO.create_default_device()]
+    return [_GLOO.create_device(interface=name) for name in interfaces.split(",")]
 
 
 def _as_written(function: Any = None, **_: Any) -> Any:

@@ -75,7 +75,7 @@ class Program:
 
     def ranks(self) -> list[int]:
         """Return the processes that it started as ranks by now, in their order."""
-        return [pid for pid in children(self.pid) if "spawn_main" in _words(pid)]
+        return [pid for pid in children(self.pid) if "resource_tracker" not in _words(pid)]
 
     def end(self) -> None:
         """Kill whatever is left of it."""

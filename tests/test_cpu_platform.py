@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ STEPS = 3
 
 def _attributes() -> dict[tuple[str, str], Any]:
     owners = {"torch": torch, "cuda": torch.cuda, "Tensor": torch.Tensor, "Module": torch.nn.Module}
+    owners["gloo"] = torch.distributed.ProcessGroupGloo
     for name in (
         "tensor_parallel.layers",
         "tensor_parallel.mappings",
@@ -119,6 +122,31 @@ def test_fused_weight_gradients_are_rounded_once(dtype: torch.dtype) -> None:
     }[dtype]
     kernel(inputs.bfloat16(), grad_output.bfloat16(), main_grad)
     assert torch.equal(main_grad, exact.to(dtype))
+
+
+def _threads_and_sums(rank: int) -> tuple[list[int], list[float], timedelta]:
+    enable_cpu_platform()
+    threads, sums = [], []
+    for members in ([0, 1], [0, 1], [1, 0], None):
+        group = torch.distributed.new_group(members, timeout=timedelta(seconds=77))
+        threads.append(_threads_of_gloo())
+        mine = torch.tensor(float(rank + 1))
+        torch.distributed.all_reduce(mine, group=group)
+        sums.append(mine.item())
+    return threads, sums, group._get_backend(torch.device("cpu")).options._timeout
+
+
+def _threads_of_gloo() -> int:
+    names = [file.read_text() for file in Path("/proc/self/task").glob("*/comm")]
+    return names.count("gloo_tcp_loop\n")
+
+
+def test_groups_share_a_thread_of_gloo() -> None:
+    for threads, sums, timeout in run_ranks(_threads_and_sums, 2):
+        assert len(set(threads)) == 1
+        assert threads[0] >= 1
+        assert sums == [3.0] * 4
+        assert timeout == timedelta(seconds=77)
 
 
 class _AsksInBackward(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
 import signal
@@ -15,7 +14,6 @@ import psutil
 
 from megatron_ext.cli import main
 from megatron_ext.telemetry.heartbeat import STATUS_FOLDER, read_statuses
-from megatron_ext.trainer.ranks import launch
 
 LIMIT_S = 120.0
 """Longest wait for anything: far more than a calm machine needs."""
@@ -57,8 +55,6 @@ class Attempt:
                 os.dup2(output, stream)
             if most_bytes is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
-            # Ranks are forked as well.
-            launch.get_context = lambda _: multiprocessing.get_context("fork")
             status = main(["train", *overrides])
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else 1

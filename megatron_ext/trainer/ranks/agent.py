@@ -33,7 +33,6 @@ from torch.distributed.launcher import api as launcher
 from torch.distributed.run import parse_args, run
 
 from megatron_ext.arguments import WRONG_USAGE
-from megatron_ext.trainer.ranks.cpu_environment import set_cpu_environment
 from megatron_ext.trainer.ranks.launch import NO_RESTART
 from megatron_ext.trainer.ranks.processes import AGENT, children
 from megatron_ext.trainer.ranks.rendezvous import NAME, SECRET, BoundRendezvous, create_handler
@@ -61,10 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     left = [each.name for each in _LEFT_TO_TORCHRUN if signal.getsignal(each) is not signal.SIG_IGN]
     ours = ["--rdzv-backend", NAME, "--signals-to-handle", ",".join(left)]
     options = parse_args([*ours, *(sys.argv[1:] if arguments is None else arguments)])
-    if not torch.cuda.is_available():
-        if options.nproc_per_node == "gpu":
-            _refuse("there is no GPU here: RANKS_PER_NODE must say how many ranks to start")
-        set_cpu_environment()
+    if options.nproc_per_node == "gpu" and not torch.cuda.is_available():
+        _refuse("there is no GPU here: RANKS_PER_NODE must say how many ranks to start")
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     rendezvous_handler_registry.register(NAME, create_handler)
     os.environ[AGENT] = str(os.getpid())

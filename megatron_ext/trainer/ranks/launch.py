@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing import connection, get_context, resource_tracker
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -31,7 +31,6 @@ from megatron_ext.arguments import WRONG_USAGE
 from megatron_ext.config import ConfigError
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.trainer.ranks.addresses import interface_towards
-from megatron_ext.trainer.ranks.cpu_environment import CPU_ENVIRONMENT, set_cpu_environment
 from megatron_ext.trainer.ranks.processes import TORCHRUN, call_with, die_with_launcher
 from megatron_ext.trainer.ranks.signals import (
     ENDED_AT_ONCE,
@@ -80,16 +79,14 @@ def launch_ranks(
     """Run `function(*args)` on ranks of this machine and wait for them.
 
     The function is of a module and begins with `join_ranks()`; its arguments must pickle. New ranks
-    are started `restarts` times after a rank failed. Ranks on CPUs get `CPU_ENVIRONMENT`, and so
-    does this process. A signal that asks to stop goes on to the ranks if all of them note it
-    (`StopRequest`); else, and at a second one (`ends_at_once`), they are ended.
+    are started `restarts` times after a rank failed. A signal that asks to stop goes on to the
+    ranks if all of them note it (`StopRequest`); else, and at a second one (`ends_at_once`), they
+    are ended.
 
     Raises:
         SystemExit: With status 1 if a rank failed, with 2 if it was because of a setting (the rank
             has printed why), and with 128 + the signal's number if a signal ended the ranks.
     """
-    if not torch.cuda.is_available():
-        set_cpu_environment()
     # Else torch's profiler writes to every rank's stderr that it begins and ends.
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     call = partial(function, *args)
@@ -130,7 +127,7 @@ def _attempt(
     """Run ranks to their end; return what failed."""
     # A file in memory: ranks open it by this process's number of it, as long as this process lives.
     store = os.memfd_create("megatron_ext_store", os.MFD_CLOEXEC)
-    ranks: list[SpawnProcess] = []
+    ranks: list[BaseProcess] = []
     try:
         _start(ranks, call, num_ranks, f"/proc/{os.getpid()}/fd/{store}")
         return _watch(ranks, noted)
@@ -142,13 +139,13 @@ def _attempt(
         os.close(store)
 
 
-def _start(ranks: list[SpawnProcess], call: Callable[[], None], num_ranks: int, store: str) -> None:
-    context = get_context("spawn")
+def _start(ranks: list[BaseProcess], call: Callable[[], None], num_ranks: int, store: str) -> None:
+    # A fork has all that this process has imported, which takes seconds. CUDA does not survive it.
+    context = get_context("spawn") if torch.cuda.is_available() else get_context("fork")
     # Else it starts with the first rank, and unblocks SIGINT then.
     resource_tracker.ensure_running()
-    # A terminal sends Ctrl-C to all processes of a command. Ranks inherit that it waits, until they
-    # note it (`StopRequest.listen`); here it is dealt with below.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # Ranks inherit that signals wait, and what this process does with them (`_be_rank`).
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         for number in range(num_ranks):
             being_rank = partial(_be_rank, number, num_ranks, store, call)
@@ -160,7 +157,7 @@ def _start(ranks: list[SpawnProcess], call: Callable[[], None], num_ranks: int, 
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _watch(ranks: list[SpawnProcess], noted: list[signal.Signals]) -> _Failure | None:
+def _watch(ranks: list[BaseProcess], noted: list[signal.Signals]) -> _Failure | None:
     """Wait for the ranks and pass signals on; see `_attempt`."""
     told = False
     while True:
@@ -193,14 +190,14 @@ def _watch(ranks: list[SpawnProcess], noted: list[signal.Signals]) -> _Failure |
 
 
 def _stop_signal(
-    ranks: list[SpawnProcess], exitcode: Callable[[signal.Signals], int]
+    ranks: list[BaseProcess], exitcode: Callable[[signal.Signals], int]
 ) -> signal.Signals | None:
     """Return the signal that asks to stop and made a rank end with this exit code, if any did."""
     seen = {rank.exitcode for rank in ranks}
     return next((each for each in STOP_SIGNALS if exitcode(each) in seen), None)
 
 
-def _failures(ranks: list[SpawnProcess]) -> list[_Failure]:
+def _failures(ranks: list[BaseProcess]) -> list[_Failure]:
     good = {None, 0, *map(exit_status, STOP_SIGNALS)}
     return [
         _Failure(number, rank.exitcode)
@@ -218,6 +215,12 @@ def _end_at_once(stop: signal.Signals) -> NoReturn:
 def _be_rank(rank: int, num_ranks: int, store: str, call: Callable[[], None]) -> None:
     global _store
     _store = store
+    for each in STOP_SIGNALS:
+        if signal.getsignal(each) is not signal.SIG_IGN:
+            signal.signal(each, signal.SIG_DFL)
+    # A terminal sends Ctrl-C to all processes of a command. The launcher deals with it, so it waits
+    # until the rank notes it (`StopRequest.listen`).
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS} - {signal.SIGINT})
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -247,8 +250,7 @@ def join_ranks(timeout: timedelta | None = None) -> Iterator[None]:
     else:
         enable_cpu_platform()
         # The ranks of a machine share its cores; torchrun may have set how.
-        threads = os.environ.get("OMP_NUM_THREADS", CPU_ENVIRONMENT["OMP_NUM_THREADS"])
-        torch.set_num_threads(int(threads))
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     _init_process_group(timeout)
     if dist.get_rank() != 0:
         logging.getLogger("megatron_ext").setLevel(logging.WARNING)
