@@ -47,8 +47,8 @@ _NOT_PROSE = re.compile(
     r"(top_level|entry_points|sources|requires|requirements.*|dependency_links|cmakelists)\.txt",
     re.IGNORECASE,
 )
-_HEADER_SUFFIXES = {".h", ".hh", ".hpp", ".hxx", ".cuh"}
-_PROSE_SUFFIXES = {".md", ".rst", ".txt"}
+_HEADER_SUFFIXES = (".h", ".hh", ".hpp", ".hxx", ".cuh")
+_PROSE_SUFFIXES = (".md", ".rst", ".txt")
 
 
 @dataclass(frozen=True)
@@ -144,11 +144,17 @@ def _gather(
     return DomainSize(documents=documents, text_bytes=text_bytes)
 
 
-def _under(roots: Iterable[tuple[Path, str]]) -> Iterator[tuple[Path, str]]:
-    """Yield each file below the roots and its name in the corpus, with a label for its root."""
+def _under(
+    roots: Iterable[tuple[Path, str]], is_wanted: Callable[[str], object]
+) -> Iterator[tuple[Path, str]]:
+    """Yield the files below the roots whose own name is wanted, and their names in the corpus.
+
+    These begin with the label of a root.
+    """
     for root, label in roots:
-        for file in walk(root):
-            yield file, f"{label}/{file.relative_to(root).as_posix()}"
+        for name in walk(root):
+            if is_wanted(name.rpartition("/")[-1]):
+                yield root / name, f"{label}/{name}"
 
 
 def _package_folders() -> Iterator[tuple[Path, str]]:
@@ -160,9 +166,9 @@ def _package_folders() -> Iterator[tuple[Path, str]]:
 
 def _stdlib_files() -> Iterator[tuple[Path, str]]:
     root = Path(sysconfig.get_path("stdlib"))
-    for file in walk(root, _NOT_STDLIB_CODE):
-        if file.suffix == ".py":
-            yield file, f"stdlib/{file.relative_to(root).as_posix()}"
+    for name in walk(root, _NOT_STDLIB_CODE):
+        if name.endswith(".py"):
+            yield root / name, f"stdlib/{name}"
 
 
 def _python_sources() -> Iterator[Candidate]:
@@ -172,17 +178,17 @@ def _python_sources() -> Iterator[Candidate]:
 
 def _c_headers() -> Iterator[Candidate]:
     folders = (Path("/usr/include"), "system"), (Path(sysconfig.get_path("include")), "python")
-    for file, name in _under([*folders, *_package_folders()]):
-        if file.suffix in _HEADER_SUFFIXES:
-            yield Candidate(name, partial(read_text, file))
+    roots = [*folders, *_package_folders()]
+    for file, name in _under(roots, lambda name: name.endswith(_HEADER_SUFFIXES)):
+        yield Candidate(name, partial(read_text, file))
 
 
 def _licenses() -> Iterator[Candidate]:
-    for file, name in _under([(Path("/usr/share/common-licenses"), "common")]):
+    for file, name in _under([(Path("/usr/share/common-licenses"), "common")], bool):
         yield Candidate(name, partial(read_text, file))
-    for file, name in _under([(Path("/usr/share/doc"), "doc"), *_package_folders()]):
-        if _LICENSE_NAME.match(file.name):
-            yield Candidate(name, partial(read_text, file))
+    roots = [(Path("/usr/share/doc"), "doc"), *_package_folders()]
+    for file, name in _under(roots, _LICENSE_NAME.match):
+        yield Candidate(name, partial(read_text, file))
 
 
 def _prose() -> Iterator[Candidate]:
@@ -191,15 +197,18 @@ def _prose() -> Iterator[Candidate]:
         yield Candidate(f"manual/{topic}.rst", partial(str, text))
     for file, name in _stdlib_files():
         yield Candidate(f"docstrings/{name}.txt", partial(_docstrings, file))
-    for file, name in _under(_package_folders()):
-        if file.name == "METADATA":
-            yield Candidate(name, partial(_description, file))
-        elif (
-            file.suffix in _PROSE_SUFFIXES
-            and not _LICENSE_NAME.match(file.name)
-            and not _NOT_PROSE.fullmatch(file.name)
-        ):
-            yield Candidate(name, partial(_mostly_letters, file))
+    for file, name in _under(_package_folders(), "METADATA".__eq__):
+        yield Candidate(name, partial(_description, file))
+    for file, name in _under(_package_folders(), _is_prose):
+        yield Candidate(name, partial(_mostly_letters, file))
+
+
+def _is_prose(name: str) -> bool:
+    return (
+        name.endswith(_PROSE_SUFFIXES)
+        and not _LICENSE_NAME.match(name)
+        and not _NOT_PROSE.fullmatch(name)
+    )
 
 
 def _mostly_letters(file: Path) -> str:

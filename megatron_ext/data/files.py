@@ -27,13 +27,17 @@ def fair_order(name: str) -> bytes:
     return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
 
 
-def walk(root: Path, skip: Set[str] = frozenset()) -> Iterator[Path]:
-    """Yield the files below `root`, in any order, without hidden ones and byte code."""
+def walk(root: Path, skip: Set[str] = frozenset()) -> Iterator[str]:
+    """Yield the files below `root`, in any order, without hidden ones and byte code.
+
+    Each as `folder/name`, a text: a machine has 100,000 files, and paths of all would take seconds.
+    """
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [
             s for s in subfolders if not s.startswith(".") and s != "__pycache__" and s not in skip
         ]
-        yield from (Path(folder, name) for name in names if not name.startswith("."))
+        below = "" if folder == str(root) else f"{os.path.relpath(folder, root)}/"
+        yield from (below + name for name in names if not name.startswith("."))
 
 
 def find_files(where: str) -> list[Path]:
@@ -50,7 +54,7 @@ def find_files(where: str) -> list[Path]:
         return [path]
     if path.is_dir():
         # Not every entry is a file: reading a pipe would wait for ever.
-        root, found = path, [file for file in walk(path) if file.is_file()]
+        root, found = path, [path / name for name in walk(path) if (path / name).is_file()]
     elif glob.has_magic(where):
         # The part before the first wildcard, so that the order is the same in every copy.
         first_wildcard = min(where.find(c) for c in "*?[" if c in where)

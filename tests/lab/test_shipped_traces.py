@@ -21,7 +21,8 @@ from megatron_ext.lab.replay import Measured, make_report, replay
 FOLDER = Path(__file__).parents[2] / "recipes" / "traces"
 TRACES = ("early", "late", "late_ep8", "mixed", "switch")
 SLOTS = (1, 2)
-OTHERS = ("quota_paper", "eplb", "eplb_exact", "lplb", "llep", "libra", "libra_paper")
+KNOW_NO_TOLERANCE = ("eplb", "eplb_exact", "lplb", "llep")
+OTHERS = ("quota_paper", *KNOW_NO_TOLERANCE, "libra", "libra_paper")
 
 # EPLB and LPLB place anew every 3 steps, at EP4; LLEP's pieces fit microbatches of so few tokens.
 HISTORY_AND_PIECES = (HistorySettings(interval=6), LlepSettings(min_tokens_per_gemm=64))
@@ -39,7 +40,15 @@ def asked(planning: PlanSettings, slots: int) -> Asked:
 
 def replayed(name: str, slots: int, tolerance: float) -> dict[str, Measured]:
     settings = PlanSettings(tolerance=tolerance, sections=HISTORY_AND_PIECES)
-    return replay(loads_of(name), ("quota", *OTHERS), asked(settings, slots))
+    others = [strategy for strategy in OTHERS if strategy not in KNOW_NO_TOLERANCE]
+    planned = replay(loads_of(name), ("quota", *others), asked(settings, slots))
+    return planned | replayed_once(name, slots)
+
+
+@cache
+def replayed_once(name: str, slots: int) -> dict[str, Measured]:
+    settings = PlanSettings(sections=HISTORY_AND_PIECES)
+    return replay(loads_of(name), KNOW_NO_TOLERANCE, asked(settings, slots))
 
 
 def test_no_trace_and_no_live_strategy_is_left_out():
@@ -74,6 +83,14 @@ def test_every_microbatch_is_there_in_every_layer(name):
 
 def test_traces_are_small():
     assert sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()) < 4e6
+
+
+def test_what_is_replayed_once_knows_no_tolerance():
+    settings = PlanSettings(tolerance=0.0, sections=HISTORY_AND_PIECES)
+    exact = replay(loads_of("late_ep8"), KNOW_NO_TOLERANCE, asked(settings, 2))
+    for strategy, of in replayed_once("late_ep8", 2).items():
+        for name in ("imbalance", "replicas", "remote_assignments"):
+            assert (of[name] == exact[strategy][name]).all(), (strategy, name)
 
 
 @pytest.mark.parametrize("slots", SLOTS)
