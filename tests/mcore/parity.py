@@ -7,11 +7,12 @@ own layers on the same ranks.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -25,6 +26,10 @@ GRADIENT_TOLERANCE = 1e-10
 
 STEP_TOLERANCE = 1e-5
 """float32 over a few steps, with an optimizer that does not amplify rounding (see `tests.gpt`)."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass
@@ -92,8 +97,7 @@ def gradient_difference(
 ) -> Difference:
     """Logits, losses and gradients of one schedule in float64."""
     balance = balance or BalanceConfig(tolerance=0.0)
-    plain = build_gpt(**case, dtype=torch.float64)
-    expected = _outcome(plain, num_microbatches)
+    expected = _outcome_without(case, num_microbatches)
     gpt = balanced_gpt(case, balance, dtype=torch.float64)
     found = _outcome(gpt, num_microbatches)
     for layer in balanced_layers(gpt):
@@ -115,9 +119,7 @@ def step_difference(
     """
     balance = balance or BalanceConfig(tolerance=0.0)
     for seed in range(3):
-        plain = build_gpt(**case, seed=seed)
-        expected_choices = _choices(plain)
-        expected = _train(plain, num_steps, num_microbatches)
+        expected, expected_choices = _training_without(case, seed, num_steps, num_microbatches)
         gpt = balanced_gpt(case, balance, seed=seed)
         choices = _choices(gpt)
         found = _train(gpt, num_steps, num_microbatches)
@@ -126,6 +128,37 @@ def step_difference(
         if not differ:
             break
     return _difference(expected, found, gpt)
+
+
+def _once(compute: Callable[P, R]) -> Callable[P, R]:
+    """Have a rank compute once what stock Megatron makes of a case, which many tests compare with.
+
+    All ranks of a call have begun together (`tests/ranks.py`), so all have it or none.
+    """
+    known: dict[bytes, R] = {}
+
+    @wraps(compute)
+    def once(*args: P.args, **kwargs: P.kwargs) -> R:
+        key = pickle.dumps((args, kwargs))
+        if key not in known:
+            known[key] = compute(*args, **kwargs)
+        return known[key]
+
+    return once
+
+
+@_once
+def _outcome_without(case: dict[str, Any], num_microbatches: int) -> dict[str, torch.Tensor]:
+    return _outcome(build_gpt(**case, dtype=torch.float64), num_microbatches)
+
+
+@_once
+def _training_without(
+    case: dict[str, Any], seed: int, num_steps: int, num_microbatches: int
+) -> tuple[dict[str, torch.Tensor], list[bytes]]:
+    gpt = build_gpt(**case, seed=seed)
+    choices = _choices(gpt)
+    return _train(gpt, num_steps, num_microbatches), choices
 
 
 def _choices(gpt: TinyGPT) -> list[bytes]:
