@@ -113,11 +113,18 @@ def assert_equal(expected: dict[str, torch.Tensor], found: dict[str, torch.Tenso
         assert distance <= TOLERANCE * scale, f"{name}: {distance} of {scale}"
 
 
+def tensors_of(shape: tuple[int, int]) -> list[torch.Tensor]:
+    """The tensors of a shape that this process holds."""
+    return [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and one.shape == shape]
+
+
 def _one_plan(rank: int) -> list[Noted]:
     everything = []
     for case, _ in CASES:
         expected = gradients(build_gpt(ep=2, **case, dtype=torch.float64), 2)
         gpt = balanced_gpt(dict(ep=2, **case), HISTORY, dtype=torch.float64)
+        maps = (gpt.micro_batch_size * SEQUENCE, balanced_layers(gpt)[0].layout.num_physical)
+        others = tensors_of(maps)
         gpt.forward_backward()  # The first microbatch has no history to be planned from.
         for layer in balanced_layers(gpt):
             inside.watch_plans(layer, partial(move_on, layer))
@@ -126,10 +133,8 @@ def _one_plan(rank: int) -> list[Noted]:
             assert_equal(expected, gradients(gpt, 2))
         assert all(layer.num_replicas > 0 for layer in balanced_layers(gpt)), "nothing was tested"
         assert all(inside.in_flight(layer) == 0 for layer in balanced_layers(gpt))
-        maps = (gpt.micro_batch_size * SEQUENCE, balanced_layers(gpt)[0].layout.num_physical)
-        assert not any(
-            isinstance(one, torch.Tensor) and one.shape == maps for one in gc.get_objects()
-        ), "maps that nothing will read"
+        left = [one for one in tensors_of(maps) if not any(one is other for other in others)]
+        assert left == [], "maps that nothing will read"
         everything.append(found)
     return everything
 
