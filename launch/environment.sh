@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# The environment of ranks on GPUs, a reason for each variable; launch/train.sh reads it. What is set
-# stays.
+# The environment of ranks on GPUs, a reason for each variable; launch/train.sh reads it. A variable
+# that is set stays.
 
 capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1) || true
 if [[ -n $capability ]]; then

@@ -60,8 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     left = [each.name for each in _LEFT_TO_TORCHRUN if signal.getsignal(each) is not signal.SIG_IGN]
     ours = ["--rdzv-backend", NAME, "--signals-to-handle", ",".join(left)]
     options = parse_args([*ours, *(sys.argv[1:] if arguments is None else arguments)])
-    if options.nproc_per_node == "gpu" and not torch.cuda.is_available():
-        _refuse("there is no GPU here: RANKS_PER_NODE must say how many ranks to start")
+    if not torch.cuda.is_available():
+        if options.nproc_per_node == "gpu":
+            _refuse("there is no GPU here: RANKS_PER_NODE must say how many ranks to start")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would do so, with a warning.
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     rendezvous_handler_registry.register(NAME, create_handler)
     os.environ[AGENT] = str(os.getpid())

@@ -253,11 +253,13 @@ def test_a_wrong_setting_on_one_machine_ends_the_agents_of_all(tmp_path: Path) -
     """Ranks are shells: on the first machine they wait for ever, on the second they end with 2."""
     port = free_port()
     agent = [
+        *("env", "-u", "OMP_NUM_THREADS"),
         *(sys.executable, "-m", "megatron_ext.trainer.ranks.agent", "--nnodes", "2"),
         *("--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{port}", "--max-restarts", "3"),
     ]
-    waits = [*agent, "--no-python", "sh", "-c", "echo rank; exec sleep 1000"]
-    fails = [*agent, "--no-python", "sh", "-c", "echo rank; exit 2"]
+    says = "echo rank with $OMP_NUM_THREADS thread"
+    waits = [*agent, "--no-python", "sh", "-c", f"{says}; exec sleep 1000"]
+    fails = [*agent, "--no-python", "sh", "-c", f"{says}; exit 2"]
     with ExitStack() as stack:
         first = stack.enter_context(running(waits, tmp_path / "output", RDZV_SECRET=SECRET))
         first.wait_for(lambda: port in {each for _, each in listening([first.pid])}, "store")
@@ -268,7 +270,7 @@ def test_a_wrong_setting_on_one_machine_ends_the_agents_of_all(tmp_path: Path) -
     ended = f"error: {socket.gethostname()} has ended the run, and says why"
     assert first.output().splitlines()[-1] == ended
     for agent_of in (first, second):  # Not started again.
-        assert agent_of.output().splitlines().count("rank") == 1
+        assert agent_of.output().splitlines().count("rank with 1 thread") == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without GPUs")
