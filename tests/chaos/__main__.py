@@ -38,8 +38,8 @@ def main() -> int:
         decks = Decks(chooser)
         for number, shape in enumerate(SHAPES):
             kills = arguments.kills // len(SHAPES) + (number < arguments.kills % len(SHAPES))
-            campaign = Campaign(shape, data, Path(folder, f"shape_{number}"))
-            campaign.run(kills, chooser, decks)
+            campaign = Campaign(shape, data, Path(folder, f"shape_{number}"), kills)
+            campaign.run(chooser, decks)
             problems += campaign.problems
             rows += [
                 (shape.name, fault, str(count), outcome)

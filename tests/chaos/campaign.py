@@ -21,8 +21,8 @@ from tests.processes import left_in_shared_memory, unused_shared_files
 from tests.steps import repeatable_steps
 from tests.trainer.dataset import overrides
 
-STEPS = 40
-"""Steps of a run, where nothing else is asked for."""
+STEPS_PER_STRIKE = 7
+"""Steps of a run, by strikes: an attempt makes about as many until it is struck."""
 
 LEFT_S = 10.0
 """Longest time after a launcher's end in which a process of its run may still live, in seconds."""
@@ -60,7 +60,7 @@ class Campaign:
         shape: How the model is spread.
         data: Folder of the dataset.
         folder: Where everything is written.
-        steps: Steps of the run.
+        kills: How often to strike.
         outcomes: How often each fault had each outcome.
         problems: What is wrong, a line each.
         shared_files: What shared memory held before that nobody used.
@@ -70,23 +70,21 @@ class Campaign:
     shape: Shape
     data: Path
     folder: Path
-    steps: int = STEPS
+    kills: int
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     shared_files: frozenset[str] = field(default_factory=unused_shared_files)
     torn_trace: bool = False
 
-    def run(self, kills: int, chooser: random.Random, decks: Decks) -> None:
+    def run(self, chooser: random.Random, decks: Decks) -> None:
         """Strike so often; then let the run end, and compare."""
         whole = self._attempt("whole")
         whole.wait_for(whole.lines, "the first step")
         listening = whole.listening()
         self._expect(listening <= LOOPBACK, f"listens on {sorted(listening)}", whole)
         self._expect(whole.wait() == 0, "the undisturbed run", whole)
-        for number in range(kills):
+        for number in range(self.kills):
             self._strike(next(decks.endings), chooser)
-            if self._steps_done() >= self.steps:
-                break
             if number % 2:
                 self._damage(*next(decks.damages), chooser)
         last = self._attempt("struck")
@@ -137,7 +135,7 @@ class Campaign:
         run_dir = self.folder / name
         settings = [
             *overrides(self.data, run_dir),
-            f"steps={self.steps}",
+            f"steps={STEPS_PER_STRIKE * self.kills}",
             *("checkpoint.every=4", "eval_every=6", "eval_steps=1", "logging.trace_steps=5"),
             *self.shape.settings,
         ]

@@ -1,18 +1,22 @@
 """Covering arrays: few trainings in which every two values of every two options come together.
 
-A pair that Megatron refuses is left out. Each training is compared with Megatron's own layers on
-the same ranks, in float64; in float32 where what computes knows no float64.
+A pair that Megatron refuses is left out. Each training runs with one version of Megatron-Core, each
+value with all of them. Each training is compared with Megatron's own layers on the same ranks, in
+float64; in float32 where what computes knows no float64.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Container, Mapping
+from collections import Counter
+from collections.abc import Collection, Container, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 
 from megatron_ext.config import BalanceConfig
+from tests.compatibility import VERSIONS
 from tests.mcore.parity import (
     GRADIENT_TOLERANCE,
     STEP_TOLERANCE,
@@ -96,20 +100,21 @@ IN_FLOAT32 = (
 def combinations(
     options: Options, impossible: Collection[set[str]], shown: Mapping[str, str]
 ) -> list[Any]:
-    """The trainings as parameters of a test.
+    """The trainings of the installed version as parameters of a test; of another, all.
 
     Args:
         options: What to combine. A value is of one option.
         impossible: Pairs of values that Megatron refuses.
         shown: Rows of docs/compatibility.md by value.
     """
+    trainings = covering(options, impossible)
     return [
         pytest.param(
             combination,
             marks=[pytest.mark.option(shown[v]) for v in combination.values() if v in shown],
             id=", ".join(combination.values()),
         )
-        for combination in covering(options, impossible)
+        for combination in by_version(trainings).get(version("megatron-core"), trainings)
     ]
 
 
@@ -138,6 +143,23 @@ def possible_pairs(options: Options, impossible: Collection[set[str]]) -> list[f
         for pair in itertools.product(*of_two)
     ]
     return [pair for pair in pairs if pair not in map(frozenset, impossible)]
+
+
+def by_version(trainings: Sequence[Combination]) -> dict[str, list[Combination]]:
+    """Give each training to the version that had fewer of its values' trainings so far."""
+    shares: dict[str, list[Combination]] = {each: [] for each in VERSIONS}
+    all_values = Counter(value for training in trainings for value in training.values())
+    had = {each: Counter[str]() for each in VERSIONS}
+    for training in trainings:
+        least = min(
+            VERSIONS,
+            key=lambda each: sum(
+                had[each][value] / all_values[value] for value in training.values()
+            ),
+        )
+        had[least].update(training.values())
+        shares[least].append(training)
+    return shares
 
 
 _BEGUN = 40
@@ -172,6 +194,15 @@ def _complete(
             ),
         )
     return chosen
+
+
+def assert_each_version_has_each_value(options: Options, trainings: Sequence[Combination]) -> None:
+    """Look at what each version of Megatron-Core trains, and that each training has one version."""
+    shares = by_version(trainings)
+    assert sum(map(len, shares.values())) == len(trainings)
+    for share in shares.values():
+        trained = {value for training in share for value in training.values()}
+        assert trained == {value for values in options.values() for value in values}
 
 
 def assert_equals_unbalanced_megatron(options: Options, combination: Combination) -> None:

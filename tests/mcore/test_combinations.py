@@ -10,6 +10,7 @@ import pytest
 from tests.mcore.covering import (
     OPTIONS,
     Combination,
+    assert_each_version_has_each_value,
     assert_equals_unbalanced_megatron,
     combinations,
     covering,
@@ -58,13 +59,15 @@ IMPOSSIBLE = (
 
 
 def test_every_possible_pair_is_trained() -> None:
-    trained = [set(combination.values()) for combination in covering(OPTIONS, IMPOSSIBLE)]
+    trainings = covering(OPTIONS, IMPOSSIBLE)
+    trained = [set(combination.values()) for combination in trainings]
     pairs = possible_pairs(OPTIONS, IMPOSSIBLE)
     assert len(set(pairs)) == len(pairs), "a value is of one option"
     assert [pair for pair in pairs if not any(pair <= values for values in trained)] == []
     assert not any(pair <= values for pair in IMPOSSIBLE for values in trained)
     # No fewer would do: every two of these come together.
     assert len(trained) == len(OPTIONS["layout"]) * len(OPTIONS["router"])
+    assert_each_version_has_each_value(OPTIONS, trainings)
 
 
 @pytest.mark.parametrize("combination", combinations(OPTIONS, IMPOSSIBLE, SHOWN))

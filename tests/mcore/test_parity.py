@@ -37,6 +37,9 @@ def by_world_size(cases: dict[int, Any]) -> list[Any]:
     return [pytest.param(size, marks=slow) if size >= 4 else size for size in sorted(cases)]
 
 
+TRANSPORTS = {1: "shared_memory", 2: "collective", 4: "shared_memory", 8: "collective"}
+"""Of each number of ranks; `test_combinations.py` trains every option with both."""
+
 OVERLAPPED = dict(moe_shared_expert_overlap=True, moe_shared_expert_gate=True)
 """The dispatcher computes the shared experts beside its exchanges, and their gate."""
 
@@ -107,10 +110,9 @@ def _steps(rank: int, cases: list[Case]) -> list[Any]:
 
 
 @pytest.mark.parametrize("world_size", by_world_size(GRADIENT_CASES))
-@pytest.mark.parametrize("transport", ["shared_memory", "collective"])
-def test_gradients_equal_unbalanced_megatron(transport: str, world_size: int) -> None:
+def test_gradients_equal_unbalanced_megatron(world_size: int) -> None:
     cases = GRADIENT_CASES[world_size]
-    balance = BalanceConfig(tolerance=0.0, transport=transport)
+    balance = BalanceConfig(tolerance=0.0, transport=TRANSPORTS[world_size])
     differences = run_ranks(_gradients, world_size, cases, balance, timeout_s=400)
     _check(differences, cases, GRADIENT_TOLERANCE)
 
@@ -230,9 +232,9 @@ def _steps_ahead(rank: int, cases: list[Case], local_first: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("world_size", by_world_size(AHEAD_CASES))
-@pytest.mark.parametrize("transport", ["shared_memory", "collective"])
-def test_replicas_sent_ahead_change_no_gradient(transport: str, world_size: int) -> None:
+def test_replicas_sent_ahead_change_no_gradient(world_size: int) -> None:
     cases = AHEAD_CASES[world_size]
+    transport = TRANSPORTS[world_size]
     balance = BalanceConfig(strategy="libra", tolerance=0.0, transport=transport, check_plans=True)
     differences = run_ranks(_gradients, world_size, cases, balance, timeout_s=400)
     _check(differences, cases, GRADIENT_TOLERANCE)

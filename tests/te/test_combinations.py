@@ -12,8 +12,10 @@ from tests.mcore.covering import (
     OPTIONS,
     Combination,
     Options,
+    assert_each_version_has_each_value,
     assert_equals_unbalanced_megatron,
     combinations,
+    covering,
 )
 
 TE = dict(transformer_engine=True, moe_grouped_gemm=True)
@@ -54,6 +56,10 @@ SHOWN = {
 
 IMPOSSIBLE = ({"biased", "etp2"},)
 """What Megatron does not take together."""
+
+
+def test_each_version_trains_each_value() -> None:
+    assert_each_version_has_each_value(TE_OPTIONS, covering(TE_OPTIONS, IMPOSSIBLE))
 
 
 @pytest.mark.parametrize("combination", combinations(TE_OPTIONS, IMPOSSIBLE, SHOWN))
