@@ -7,8 +7,7 @@ Every run of the tests notes the outcomes of such tests, by version of Megatron-
     python -m tests.compatibility       writes the page, its record and README's table
 
 The rules that refuse an option are in `megatron_ext/mcore/limits.py` and
-`megatron_ext/methods/libra/limits.py`. The recipes that use an
-option were counted among the 293 MoE performance recipes of megatron-bridge 0.6.2.
+`megatron_ext/methods/libra/limits.py`; `published_recipes.py` counts recipes that use an option.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ from itertools import zip_longest
 from pathlib import Path
 
 import pytest
+
+from tests.published_recipes import SETTINGS, excluded_by, read_record
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -40,7 +41,7 @@ class Option:
 
     title: str
     share: str = ""
-    """How many of the 293 recipes use the option."""
+    """How many published recipes use the option: the setting, `name` or `name=value`, or words."""
     twins: bool = False
     """Whether compiled parts of other packages had to be replaced for the tests."""
     brief: str = ""
@@ -62,11 +63,13 @@ OPTIONS = {
     "expert_bias_terms": Option("biases in the experts (`add_bias_linear`)"),
     "latent": Option("latent MoE (`--moe-latent-size`)", twins=True),
     "glu_interleave": Option(
-        "interleaved gate and linear part (`moe_mlp_glu_interleave_size`)", "53", True
+        "interleaved gate and linear part (`moe_mlp_glu_interleave_size`)",
+        "moe_mlp_glu_interleave_size",
+        True,
     ),
     "op_fuser": Option(
         "Transformer Engine's op fuser (`--use-transformer-engine-op-fuser`)",
-        "59",
+        "use_transformer_engine_op_fuser",
         True,
         brief="Transformer Engine's op fuser",
     ),
@@ -76,13 +79,11 @@ OPTIONS = {
         True,
         brief="fused gradient accumulation",
     ),
-    "bf16_gradients": Option(
-        "bfloat16 gradients (without `--accumulate-allreduce-grads-in-fp32`)", "289"
-    ),
+    "bf16_gradients": Option("bfloat16 gradients (without `--accumulate-allreduce-grads-in-fp32`)"),
     "fp16": Option("float16 (`--fp16`), with `balance.transport=collective`"),
     "distributed_optimizer": Option(
         "distributed optimizer with `--overlap-grad-reduce`, `--overlap-param-gather`",
-        "65",
+        "overlap_param_gather",
         brief="distributed optimizer with overlap",
     ),
     "precision_aware": Option(
@@ -91,7 +92,7 @@ OPTIONS = {
     "single_grouped_weight": Option(
         "one weight for all experts of a linear (`--moe-single-grouped-weight`)", twins=True
     ),
-    "alltoall": Option("dispatcher `alltoall`", "11"),
+    "alltoall": Option("dispatcher `alltoall`", "moe_token_dispatcher_type=alltoall"),
     "allgather": Option("dispatcher `allgather`"),
     "routing_ids": Option("routing as top-k ids in place of a map"),
     "expert_tp": Option(
@@ -107,21 +108,43 @@ OPTIONS = {
     "expert_dp": Option("expert data parallelism > 1"),
     "several_models": Option("several models in a process"),
     "mtp": Option(
-        "multi-token prediction (`--mtp-num-layers`)", "30", brief="multi-token prediction"
+        "multi-token prediction (`--mtp-num-layers`)",
+        "mtp_num_layers",
+        brief="multi-token prediction",
     ),
-    "mtp_repeated": Option("repeated layer of it (`--mtp-use-repeated-layer`)", "26"),
+    "mtp_repeated": Option(
+        "repeated layer of it (`--mtp-use-repeated-layer`)", "mtp_use_repeated_layer"
+    ),
     "dense_layers": Option("dense layers between (`--moe-layer-freq`)"),
     "hybrid": Option("hybrid models"),
     "recompute_moe": Option(
-        "recompute of MoE layers (`--recompute-modules moe`)", "11", brief="recomputed MoE layers"
+        "recompute of MoE layers (`--recompute-modules moe`)",
+        "recompute_modules=moe",
+        brief="recomputed MoE layers",
     ),
-    "recompute_act": Option("recompute of activations (`--recompute-modules moe_act`)", "17", True),
-    "recompute_full": Option("recompute of whole layers, uniform and block", "4"),
+    "recompute_act": Option(
+        "recompute of activations (`--recompute-modules moe_act`)",
+        "recompute_modules=moe_act",
+        True,
+    ),
+    "recompute_full": Option(
+        "recompute of whole layers, uniform and block", "recompute_granularity=full"
+    ),
+    "partial_graphs": Option(
+        "partial CUDA graphs: scopes `attn`, `mlp`, `mamba`, `moe_router`, `moe_preprocess`",
+        "cuda_graph_impl=transformer_engine",
+        True,
+        brief="partial CUDA graphs",
+    ),
     "activation_offload": Option(
-        "fine-grained offload of activations (`--fine-grained-activation-offloading`)", "", True
+        "fine-grained offload of activations (`--fine-grained-activation-offloading`)",
+        "fine_grained_activation_offloading",
+        True,
     ),
     "shared_experts": Option("shared experts"),
-    "shared_overlap": Option("their overlap (`--moe-shared-expert-overlap`)", "C"),
+    "shared_overlap": Option(
+        "their overlap (`--moe-shared-expert-overlap`)", "moe_shared_expert_overlap"
+    ),
     "aux_loss": Option("balancing losses of all kinds, z-loss"),
     "expert_bias": Option("expert bias (`--moe-router-enable-expert-bias`)"),
     "group_limited": Option("group-limited top-k"),
@@ -129,10 +152,14 @@ OPTIONS = {
     "padding_mask": Option("padding masks"),
     "router_replay": Option("router replay"),
     "fused_router": Option(
-        "fused router (`--moe-router-fusion`)", "232", True, brief="fused router"
+        "fused router (`--moe-router-fusion`)", "moe_router_fusion", True, brief="fused router"
     ),
-    "fused_permute": Option("fused permutation (`--moe-permute-fusion`)", "25, C", True),
-    "capacity": Option("capacity factor (`--moe-expert-capacity-factor`)", "16"),
+    "fused_permute": Option(
+        "fused permutation (`--moe-permute-fusion`)", "moe_permute_fusion", True
+    ),
+    "capacity": Option(
+        "capacity factor (`--moe-expert-capacity-factor`)", "moe_expert_capacity_factor"
+    ),
     "forward_only": Option("evaluation, log-probability passes, prefill"),
     "pretrain": Option("Megatron-LM's programs (`python -m megatron_ext.pretrain`)"),
     "bridge": Option("`provider.transformer_layer_spec` of Megatron-Bridge and NeMo"),
@@ -153,16 +180,15 @@ def note_options(items: Iterable[pytest.Item]) -> None:
 
 
 REFUSED = {
-    "cuda_graph_impl": ("CUDA graphs", "158"),
-    "fp8": ("FP8", "153"),
-    "overlap_moe_expert_parallel_comm": ("overlap of two microbatches", "64"),
-    "delay_wgrad_compute": ("delayed weight gradients", "63"),
-    "moe_expert_rank_capacity_factor": ("rank capacity factor", "50"),
-    "moe_paged_stash": ("paged stash of activations", "44"),
-    "fp4": ("FP4", "25"),
+    "fp8": "FP8",
+    "overlap_moe_expert_parallel_comm": "overlap of two microbatches",
+    "delay_wgrad_compute": "delayed weight gradients",
+    "moe_expert_rank_capacity_factor": "rank capacity factor",
+    "cuda_graph_impl": "graphs of whole steps",
+    "moe_paged_stash": "paged stash of activations",
+    "fp4": "FP4",
 }
-"""The refused fields of TransformerConfig that recipes set: README's words for the field, and how
-many of the 293 recipes set it."""
+"""README's words for refused fields of TransformerConfig that recipes set."""
 
 
 _WORST = ("failed", "passed", "skipped")
@@ -231,7 +257,7 @@ def _short_table(record: Record) -> list[str]:
         for name, option in OPTIONS.items()
         if option.brief
     ]
-    refused = [f" {words} | {share} |" for words, share in REFUSED.values()]
+    refused = [f" {words} | {_num_excluded(field)} |" for field, words in REFUSED.items()]
     return [
         f"| option | {' | '.join(VERSIONS)} | refused | recipes |",
         "|---" * (3 + len(VERSIONS)) + "|",
@@ -257,8 +283,9 @@ CPU ranks: nothing has run on a GPU.
   or Apex.
 - *absent*: that version of Megatron-Core does not have the option.
 
-The column *recipes* says how many of the 293 MoE performance recipes of megatron-bridge 0.6.2 use
-the option; C stands for its convergence recipes.
+The column *recipes* says how many of the [312 MoE performance recipes of
+megatron-bridge 0.6.2](published-recipes.md) use
+the option.
 """
 
 _REFUSED_HEAD = """
@@ -282,7 +309,8 @@ def _row(name: str, option: Option, record: Record) -> str | None:
     if not tests:
         return None
     named = ", ".join(f"`{test}`" for test in sorted(tests)[:2])
-    return f"| {option.title} | {option.share} | {' | '.join(_words(option, found))} | {named} |"
+    columns = (option.title, _num_recipes(option.share), *_words(option, found), named)
+    return f"| {' | '.join(columns)} |"
 
 
 def _words(option: Option, found: dict[str, dict[str, str]]) -> list[str]:
@@ -297,8 +325,19 @@ def _word(option: Option, outcomes: set[str]) -> str:
     return "absent"
 
 
-def _share(field: str) -> str:
-    return REFUSED[field][1] if field in REFUSED else ""
+def _num_recipes(share: str) -> str:
+    """Return how many recipes have a setting; what is no setting stays as it is."""
+    field, _, value = share.partition("=")
+    if field not in SETTINGS:
+        return share
+    found = [recipe[field] for recipe in read_record()]
+    return str(sum(value in each.split() if value else bool(each) for each in found))
+
+
+def _num_excluded(field: str) -> str:
+    """Return how many recipes a refused field excludes."""
+    found = sum(field in excluded_by(recipe) for recipe in read_record())
+    return str(found) if found else ""
 
 
 def _refusals() -> list[str]:
@@ -314,7 +353,7 @@ def _refusals() -> list[str]:
     transports = [name for name, each in TRANSPORTS.items() if not each.adds_float16]
     return [
         f"| `{rule.field}` | {', '.join(f'`{each}`' for each in used_with)} "
-        f"| {_share(rule.field)} "
+        f"| {_num_excluded(rule.field)} "
         f"| {' or '.join(f'`{value!r}`' for value in rule.allowed)} "
         f"| {rule.reason}; {rule.way_out} |"
         for used_with, rules in (

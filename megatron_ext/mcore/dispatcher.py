@@ -39,6 +39,7 @@ def physical_dispatcher(
     # config.
     physical_config = copy.copy(config)
     physical_config.num_moe_experts = layout.num_physical
+    physical_config.cuda_graph_impl = "none"  # The dispatcher is in no graph: partial_graphs.py.
     physical: Any = dispatcher_class(
         per_rank, local_experts, config=physical_config, pg_collection=pg_collection
     )

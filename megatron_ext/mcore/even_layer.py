@@ -31,9 +31,10 @@ class EvenMoELayer(ObservedMoELayer):
         require_valid(config, balance)
         super().__init__(config, *args, **kwargs)
 
-    def route(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Route as Megatron does, then replace the chosen experts by all experts in turn."""
-        probs, routing_map = super().route(*args, **kwargs)
+    def preprocess_behind_graph(
+        self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Preprocess as Megatron does, with all experts in turn in the place of the chosen ones."""
         group, ep_size = planning_group(self), self.ep_group.size()
         # Exact if all ranks have equally many tokens and drop none; else some experts get one more.
         dealt_before = group.rank() * len(routing_map) * self.router.topk
@@ -44,4 +45,4 @@ class EvenMoELayer(ObservedMoELayer):
             no_slots = load.new_empty(ep_size, 0, dtype=torch.int32)
             for observer in self.observers:
                 observer(LayerReport(self.layer_number, load, rank_loads, no_slots))
-        return probs, routing_map
+        return super().preprocess_behind_graph(hidden_states, probs, routing_map)

@@ -155,6 +155,41 @@ def _broken(rules: tuple[Demand, ...], config: Any, with_setting: str) -> list[s
     return [problem for rule in rules if (problem := rule.problem(config, with_setting))]
 
 
+class GraphDemand(Demand):
+    """The rule for CUDA graphs: which implementation, and what its graphs may hold."""
+
+    def problem(self, config: Any, with_setting: str) -> str | None:
+        """Return the problem with the graphs of `config`, or None."""
+        impl = getattr(config, self.field, None)
+        # Only in the layers of hybrid models do Megatron's own graphs leave out the experts.
+        is_hybrid = getattr(config, "is_hybrid_model", False)
+        allowed = [each for each in self.allowed if each != "local" or is_hybrid]
+        if impl not in allowed:
+            return Demand(*self._replace(allowed=tuple(allowed))).problem(config, with_setting)
+        # The field's name from 0.17 on, and before.
+        is_new = hasattr(config, "cuda_graph_modules")
+        field = "cuda_graph_modules" if is_new else "cuda_graph_scope"
+        value = getattr(config, field, None) or []
+        scopes = value.split(",") if isinstance(value, str) else value
+        names = [getattr(each, "name", each) for each in scopes]
+        if impl == "none" or (names and {*names} <= {*GRAPH_SCOPES}):
+            return None
+        return (
+            f"{field} ({', '.join(names) or 'whole layers'}) must be of {', '.join(GRAPH_SCOPES)} "
+            f"with {with_setting}: {self.reason} ({self.way_out})"
+        )
+
+
+GRAPH_SCOPES = ("attn", "mlp", "mamba", "moe_router", "moe_preprocess")
+"""What of balanced models CUDA graphs may hold."""
+
+_GRAPHS = GraphDemand(
+    "cuda_graph_impl",
+    ("none", "transformer_engine", "local"),
+    "a graph must end before the plan, which the host reads",
+    "set --cuda-graph-impl transformer_engine --cuda-graph-scope attn moe_router moe_preprocess",
+)
+
 MUST_BE = (
     Demand(
         "moe_use_legacy_grouped_gemm",
@@ -222,7 +257,7 @@ MUST_BE = (
         "the layers of other implementations make a dispatcher in every forward, without slots",
         "set --transformer-impl transformer_engine",
     ),
-    Demand("cuda_graph_impl", ("none",), "the host reads plans", "set --cuda-graph-impl none"),
+    _GRAPHS,
 )
 """Rules for every layer that is balanced by plans."""
 
@@ -237,11 +272,6 @@ MUST_BE_TO_FORCE = (
         (False,),
         "experts would get more than their capacity",
     ),
-    Demand(
-        "cuda_graph_impl",
-        ("none",),
-        "a replayed graph counts no loads",
-        "set --cuda-graph-impl none",
-    ),
+    _GRAPHS,
 )
 """Rules for a strategy that forces even routing, in place of `MUST_BE`."""

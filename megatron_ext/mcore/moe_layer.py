@@ -22,6 +22,7 @@ checkpoints hold logical experts only.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +247,7 @@ class BalancedMoELayer(ObservedMoELayer):
         """Let go of the forward under way, which is over or has ended with an error."""
         self._forward = self._edge = self.token_dispatcher.forward_under_way = None
 
-    def preprocess(
+    def preprocess_behind_graph(
         self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Stages 1 to 4: from logical to physical routing, with the replicas under way.
@@ -269,7 +270,7 @@ class BalancedMoELayer(ObservedMoELayer):
             probs, physical = self._reroute(forward, probs, routing_map, chosen, marks)
         self.before_dispatch(forward, hidden_states, chosen)
         self.token_dispatcher.forward_under_way = forward
-        hidden_states, probs = super().preprocess(hidden_states, probs, physical)
+        hidden_states, probs = super().preprocess_behind_graph(hidden_states, probs, physical)
         release_graph(self.token_dispatcher)
         return hidden_states, probs
 
@@ -478,13 +479,24 @@ class JoiningTransformerLayer(TransformerLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run Megatron's forward behind the point where backward will wait for the reduction."""
+        return self._joined(super().forward, args, kwargs)
+
+    def _te_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> Any:
+        """Replay the layer's graph, which Megatron calls in place of `forward`, behind that point.
+
+        The point is no part of the graph, because its backward waits for a reduction.
+        """
+        return self._joined(super()._te_cuda_graph_replay, args, kwargs)
+
+    def _joined(self, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the layer behind the point where backward will wait."""
         if not isinstance(self.mlp, BalancedMoELayer):
-            return super().forward(*args, **kwargs)
+            return run(*args, **kwargs)
         try:
             if "hidden_states" in kwargs:
                 kwargs["hidden_states"] = self.mlp.join_reduction(kwargs["hidden_states"])
             else:
                 args = (self.mlp.join_reduction(args[0]), *args[1:])
-            return super().forward(*args, **kwargs)
+            return run(*args, **kwargs)
         finally:
             self.mlp.drop_forward()

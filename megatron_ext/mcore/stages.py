@@ -20,6 +20,7 @@ from megatron_ext.balance.ranges import (
     stage,
 )
 from megatron_ext.config import BalanceConfig
+from megatron_ext.mcore.partial_graphs import GraphsEndBeforePlan
 
 
 class NamedStages:
@@ -49,7 +50,7 @@ class NamedStages:
         return output
 
 
-class ObservedMoELayer(NamedStages, MoELayer):
+class ObservedMoELayer(NamedStages, GraphsEndBeforePlan):
     """An MoE layer that reports to observers: the base of balanced layers and of even layers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -222,6 +222,11 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
         elif not _has_type(value, hints[name]) and not (value is None is known[name].default):
             wanted = re.sub(r"[a-z_.]+\.|<class '(\w+)'>", r"\1", str(hints[name]))
             problems.append(f"megatron.{name} ({value!r}) must be of type {wanted}")
+    if (graphs := config.megatron.get("cuda_graph_impl", "none")) != "none":
+        problems.append(
+            f"megatron.cuda_graph_impl ({graphs}) must be none: this program captures no graphs; "
+            "Megatron's own programs do, which `python -m megatron_ext.pretrain` runs balanced"
+        )
     # The numbers of experts and ranks were checked above, under their names here.
     ep_size = max(1, config.parallel.ep_size)
     sizes = {"num_moe_experts": ep_size, "expert_model_parallel_size": ep_size}

@@ -23,7 +23,7 @@ BROKEN = 1
 """A rank, of the first EP group."""
 
 
-def _spoil(gpt: TinyGPT, fault: str) -> Any:
+def spoil(gpt: TinyGPT, fault: str) -> Any:
     """Break the second MoE layer of this rank."""
     from megatron_ext.balance.plan import BalancePlan
 
@@ -60,7 +60,7 @@ def _train(rank: int, case: dict[str, Any], balance: BalanceConfig, fault: str) 
     loads = _count_loads(balanced_layers(gpt)[1])
     try:
         if rank == BROKEN:
-            with _spoil(gpt, fault):
+            with spoil(gpt, fault):
                 gpt.train_step(1)
         else:
             gpt.train_step(1)

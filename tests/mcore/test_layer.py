@@ -533,7 +533,7 @@ PADDED = dict(
         (
             dict(cuda_graph_impl="local"),
             {},
-            "cuda_graph_impl ('local') must be 'none' with balance.strategy=quota",
+            "cuda_graph_impl ('local') must be 'none' or 'transformer_engine' with balance.strate",
         ),
         ({}, dict(strategy="magic"), "unknown strategy 'magic'; known: "),
         ({}, dict(transport="rdma"), "balance.transport ('rdma') is not available here"),
@@ -568,7 +568,7 @@ PADDED = dict(
         (
             dict(cuda_graph_impl="local"),
             dict(strategy="ideal"),
-            "cuda_graph_impl ('local') must be 'none' with balance.strategy=ideal",
+            "cuda_graph_impl ('local') must be 'none' or 'transformer_engine' with balance.strate",
         ),
         (
             dict(

@@ -26,6 +26,7 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron_ext.mcore import limits  # noqa: E402
 from megatron_ext.mcore.check import check  # noqa: E402
 from megatron_ext.mcore.even_layer import EvenMoELayer  # noqa: E402
+from megatron_ext.mcore.limits import validate_for_balancing  # noqa: E402
 from megatron_ext.methods.libra import limits as libra  # noqa: E402
 
 RULES = (
@@ -104,9 +105,50 @@ def test_all_problems_are_in_one_error() -> None:
     strategy, domain, graphs = error.value.problems
     assert "unknown strategy 'magic'" in strategy
     assert "balance.nvlink_domain (3) must divide" in domain
-    assert graphs.startswith("cuda_graph_impl ('local') must be 'none' with balance.strategy=magic")
-    assert graphs.endswith("(set --cuda-graph-impl none)")
+    assert graphs.startswith(
+        "cuda_graph_impl ('local') must be 'none' or 'transformer_engine' with"
+    )
+    assert graphs.endswith("--cuda-graph-scope attn moe_router moe_preprocess)")
     check(config, BalanceConfig(strategy="none"))
+
+
+SCOPES = (
+    "cuda_graph_modules"
+    if hasattr(TransformerConfig, "cuda_graph_modules")
+    else ("cuda_graph_scope")
+)
+
+
+@pytest.mark.parametrize(
+    ("impl", "scopes", "is_hybrid", "problem"),
+    [
+        ("transformer_engine", ["attn", "moe_router", "moe_preprocess"], False, None),
+        ("transformer_engine", ["attn", "mamba"], True, None),
+        ("local", ["mamba", "moe_router"], True, None),
+        ("local", ["attn"], False, "cuda_graph_impl ('local') must be 'none' or 'transformer_"),
+        ("transformer_engine", [], False, f"{SCOPES} (whole layers) must be of attn, mlp, mamba,"),
+        ("local", [], True, f"{SCOPES} (whole layers) must be of attn"),
+        ("transformer_engine", ["attn", "moe"], False, f"{SCOPES} (attn, moe) must be of attn"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["quota", "ideal"])
+def test_graphs_end_before_the_plan(
+    impl: str, scopes: list[str], is_hybrid: bool, problem: str | None, strategy: str
+) -> None:
+    settings = {"cuda_graph_impl": impl, SCOPES: scopes, "is_hybrid_model": is_hybrid}
+    if "moe" in scopes:  # Megatron demands these.
+        settings |= dict(
+            moe_expert_capacity_factor=1.0,
+            moe_pad_expert_input_to_capacity=True,
+            moe_token_dispatcher_type="alltoall",
+            moe_router_load_balancing_type="none",
+        )
+    found = validate_for_balancing(moe_config(**settings), BalanceConfig(strategy=strategy))
+    graphs = [each for each in found if "graph" in each]
+    assert len(graphs) == (problem is not None)
+    for each in graphs:
+        assert each.startswith(problem)
+        assert each.endswith("--cuda-graph-scope attn moe_router moe_preprocess)")
 
 
 def test_static_buffers_are_refused_with_the_way_out() -> None:
@@ -211,5 +253,6 @@ def test_flags_are_those_of_megatrons_programs() -> None:
             value = object()
             problem = rule.problem(type("Config", (), {rule.field: value}), "balance")
             assert problem is not None
-            (flag,) = re.findall(r"--\S+", problem.rpartition("(")[2].rstrip(")"))
-            assert flag in flags, rule.field
+            named = re.findall(r"--\S+", problem.rpartition("(")[2].rstrip(")"))
+            assert named, rule.field
+            assert flags.issuperset(named), rule.field

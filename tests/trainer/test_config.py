@@ -122,7 +122,17 @@ WRONG = {
             "data.sequence_length (18) must be a multiple of parallel.tp_size (4)",
         ],
     ),
-    "graphs": (["+megatron.cuda_graph_impl=local"], ["cuda_graph_impl ('local') must be 'none'"]),
+    "graphs": (
+        ["+megatron.cuda_graph_impl=local"],
+        [
+            "megatron.cuda_graph_impl (local) must be none: this program captures no graphs",
+            "cuda_graph_impl ('local') must be 'none' or 'transformer_engine'",
+        ],
+    ),
+    "graphs without balancing": (
+        ["+megatron.cuda_graph_impl=transformer_engine", "balance.strategy=none"],
+        ["megatron.cuda_graph_impl (transformer_engine) must be none: this program captures no"],
+    ),
     "sharded experts": (
         ["+megatron.expert_tensor_parallel_size=2", "balance.local_first=true"],
         ["expert_tensor_parallel_size (2) must be 1 with balance.local_first: every token"],

@@ -123,7 +123,7 @@ def test_what_excludes_balancing_is_said_before_ranks_wait_for_each_other() -> N
     assert refused.returncode == 2, refused.stderr
     line = refused.stderr.splitlines()[-1]
     assert line.startswith(
-        f"{PROGRAM}: error: cuda_graph_impl ('local') must be 'none' with --moe-"
+        f"{PROGRAM}: error: cuda_graph_impl ('local') must be 'none' or 'transformer_engine' with"
     )
 
 
@@ -240,7 +240,7 @@ def _attached(rank: int) -> tuple[list[str], dict[str, float], dict[str, float],
         model = GPTModel(gpt.config, spec, **sizes, mtp_block_spec=mtp)
         gpt.config.mtp_num_layers = None
         graphs, gpt.config.cuda_graph_impl = gpt.config.cuda_graph_impl, "local"
-        with pytest.raises(ConfigError, match="--cuda-graph-impl none"):
+        with pytest.raises(ConfigError, match="--cuda-graph-impl transformer_engine"):
             GPTModel(gpt.config, spec, **sizes)
     gpt.config.cuda_graph_impl = graphs
     gpt.forward_backward(num_microbatches=2)

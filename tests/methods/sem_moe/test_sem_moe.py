@@ -47,9 +47,9 @@ def test_a_run_needs_a_file_of_semantics(folder: Path) -> None:
     dealt = [f"data.rebatch={semantics}", "parallel.tp_size=2"]
     assert problems(folder, "balance.strategy=sem_moe", *dealt) == []
     # What excludes replicas does not exclude this.
-    graphs = "+megatron.cuda_graph_impl=local"
-    assert problems(folder, "balance.strategy=quota", graphs) != []
-    assert problems(folder, "balance.strategy=sem_moe", f"data.affinity={semantics}", graphs) == []
+    legacy = "+megatron.moe_use_legacy_grouped_gemm=true"
+    assert problems(folder, "balance.strategy=quota", legacy) != []
+    assert problems(folder, "balance.strategy=sem_moe", f"data.affinity={semantics}", legacy) == []
 
 
 def test_layers_stay_megatrons_own() -> None:
