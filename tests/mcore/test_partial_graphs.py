@@ -226,6 +226,31 @@ def test_a_plan_inside_the_graph_is_noticed() -> None:
         run_ranks(_capture_the_plan, 2)
 
 
+def _joins(rank: int, scopes: tuple[str, ...]) -> list[bool]:
+    """Whether backward waits at the layer's input, of every forward of a step."""
+    from megatron_ext.balance.forward import Forward
+
+    gpt = balanced_gpt(dict(ep=2), BalanceConfig(tolerance=0.0), **with_graphs(*scopes))
+    gpt.train_step(0)
+    graph_layers(gpt)
+    joined = []
+    push = Forward.push
+
+    def noted(forward: Forward, there: Any = None) -> None:
+        joined.append(forward.is_joined)
+        push(forward, there)
+
+    with mock.patch.object(Forward, "push", noted):
+        gpt.train_step(1, num_microbatches=2)
+    return joined
+
+
+@pytest.mark.parametrize("scopes", [ALL, ("moe_router", "moe_preprocess")])
+def test_backward_waits_at_the_input_of_a_replayed_layer(scopes: tuple[str, ...]) -> None:
+    for joined in run_ranks(_joins, 2, scopes):
+        assert joined == [True] * 4  # 2 layers, 2 microbatches
+
+
 def _disagree(rank: int) -> None:
     gpt = balanced_gpt(dict(ep=2, num_layers=4), BalanceConfig(tolerance=0.0), **with_graphs())
     gpt.train_step(0)
