@@ -98,7 +98,7 @@ CASES |= dict(
 )
 
 
-def _compare(rank: int, case: Case) -> tuple[int, int]:
+def train_with_and_without(rank: int, case: Case) -> tuple[int, int]:
     """Train alike with and without graphs; return replicas and operations in graphs."""
     from tests.flex_on_cpu import flex_on_cpu
 
@@ -138,7 +138,7 @@ def assert_equal_steps(plain: TinyGPT, graphed: TinyGPT, step: int, num_microbat
 @pytest.mark.option("partial_graphs")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_training_is_the_same(case: Case) -> None:
-    for replicas, num_operations in run_ranks(_compare, case.world_size, case):
+    for replicas, num_operations in run_ranks(train_with_and_without, case.world_size, case):
         assert num_operations > 0
         assert replicas > 0 or case.balance.get("strategy") == "ideal"
 
