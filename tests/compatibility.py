@@ -284,8 +284,7 @@ CPU ranks: nothing has run on a GPU.
 - *absent*: that version of Megatron-Core does not have the option.
 
 The column *recipes* says how many of the [312 MoE performance recipes of
-megatron-bridge 0.6.2](published-recipes.md) use
-the option.
+megatron-bridge 0.6.2](published-recipes.md) use the option.
 """
 
 _REFUSED_HEAD = """

@@ -165,7 +165,7 @@ class GraphDemand(Demand):
         is_hybrid = getattr(config, "is_hybrid_model", False)
         allowed = [each for each in self.allowed if each != "local" or is_hybrid]
         if impl not in allowed:
-            return Demand(*self._replace(allowed=tuple(allowed))).problem(config, with_setting)
+            return Demand.problem(self._replace(allowed=tuple(allowed)), config, with_setting)
         # The field's name from 0.17 on, and before.
         is_new = hasattr(config, "cuda_graph_modules")
         field = "cuda_graph_modules" if is_new else "cuda_graph_scope"
@@ -186,7 +186,7 @@ GRAPH_SCOPES = ("attn", "mlp", "mamba", "moe_router", "moe_preprocess")
 _GRAPHS = GraphDemand(
     "cuda_graph_impl",
     ("none", "transformer_engine", "local"),
-    "a graph must end before the plan, which the host reads",
+    "a graph must end before the plan, and `local` ones do only in hybrid models",
     "set --cuda-graph-impl transformer_engine --cuda-graph-scope attn moe_router moe_preprocess",
 )
 

@@ -57,8 +57,9 @@ class GraphsEndBeforePlan(MoELayer):
             routing_map = getattr(self.token_dispatcher, _CHOSEN)
             assert routing_map is not None, "a graph hands over the router's choices"
             setattr(self.token_dispatcher, _CHOSEN, None)
-            # With what is in the store, Megatron would take the preprocessing for done.
-            self.cudagraph_tensor_store.clear()
+        # With what a replay left in the store, Megatron would take the preprocessing for done, and
+        # after an error the next forward's routing as well.
+        self.cudagraph_tensor_store.clear()
         return self.preprocess_behind_graph(hidden_states, probs, routing_map)
 
     def preprocess_behind_graph(

@@ -6,7 +6,6 @@ replaced (`graphs.py`).
 
 from __future__ import annotations
 
-import itertools
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -91,11 +90,12 @@ CASES_OF_ONE_VERSION = {
 }
 """With one of the versions, in turn."""
 
-CASES |= dict(
-    itertools.islice(
-        CASES_OF_ONE_VERSION.items(), VERSIONS.index(version("megatron-core")), None, len(VERSIONS)
-    )
-)
+HERE = version("megatron-core")
+CASES |= {
+    name: case
+    for number, (name, case) in enumerate(CASES_OF_ONE_VERSION.items())
+    if VERSIONS[number % len(VERSIONS)] == HERE or HERE not in VERSIONS
+}
 
 
 def train_with_and_without(rank: int, case: Case) -> tuple[int, int]:
@@ -228,19 +228,16 @@ def test_a_plan_inside_the_graph_is_noticed() -> None:
 
 def _joins(rank: int, scopes: tuple[str, ...]) -> list[bool]:
     """Whether backward waits at the layer's input, of every forward of a step."""
-    from megatron_ext.balance.forward import Forward
-
     gpt = balanced_gpt(dict(ep=2), BalanceConfig(tolerance=0.0), **with_graphs(*scopes))
     gpt.train_step(0)
     graph_layers(gpt)
-    joined = []
-    push = Forward.push
+    joined, push = [], inside.original(inside.START_MATERIALIZE)
 
-    def noted(forward: Forward, there: Any = None) -> None:
+    def noted(forward: Any, there: Any = None) -> None:
         joined.append(forward.is_joined)
         push(forward, there)
 
-    with mock.patch.object(Forward, "push", noted):
+    with mock.patch(inside.START_MATERIALIZE, noted):
         gpt.train_step(1, num_microbatches=2)
     return joined
 
@@ -249,6 +246,27 @@ def _joins(rank: int, scopes: tuple[str, ...]) -> list[bool]:
 def test_backward_waits_at_the_input_of_a_replayed_layer(scopes: tuple[str, ...]) -> None:
     for joined in run_ranks(_joins, 2, scopes):
         assert joined == [True] * 4  # 2 layers, 2 microbatches
+
+
+def _evaluate_after_an_error(rank: int) -> bool:
+    """Whether an evaluation after a replay that failed on all ranks is as before it."""
+    gpt = balanced_gpt(dict(ep=2), BalanceConfig(), **with_graphs("attn", "moe_router"))
+    gpt.train_step(0)
+    graph_layers(gpt)
+
+    def evaluate() -> torch.Tensor:
+        with torch.no_grad():
+            (report,) = gpt.forward_backward(7, forward_only=True)
+        return report["loss"]
+
+    before = evaluate()
+    with mock.patch(inside.SOLVE, side_effect=ArithmeticError), pytest.raises(ArithmeticError):
+        gpt.forward_backward(1)
+    return torch.equal(before, evaluate())
+
+
+def test_a_failed_replay_leaves_nothing_to_the_next_forward() -> None:
+    assert run_ranks(_evaluate_after_an_error, 2) == [True, True]
 
 
 def _disagree(rank: int) -> None:
