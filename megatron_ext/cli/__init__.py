@@ -71,7 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if overrides and not getattr(arguments, "takes_overrides", False):
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     arguments.overrides = overrides
-    _silence_megatron()
+    # Megatron and torch speak, when they are imported, of features that the CLI does not use.
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)(\.|$)")
+    for name in ("megatron", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         return int(arguments.run(arguments))
     except _USAGE_ERRORS as error:
@@ -94,13 +97,6 @@ def _parser() -> argparse.ArgumentParser:
     for command in _COMMANDS:
         command.add(commands)
     return parser
-
-
-def _silence_megatron() -> None:
-    """Silence import messages of Megatron and torch about features that the CLI does not use."""
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)(\.|$)")
-    for name in ("megatron", "torch.utils.cpp_extension"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _complain(command_name: str, error: Exception, status: int) -> int:

@@ -111,14 +111,7 @@ def run_relayout(arguments: argparse.Namespace) -> int:
 
     check_folders(arguments.out)
     layout = read_layout(arguments.layout)
-    report = {
-        "path": str(arguments.out),
-        "layers": list(layout),
-        "tensors": relayout(arguments.path, layout, arguments.out),
-    }
-    return show(arguments, report, _relayout_lines)
-
-
-def _relayout_lines(report: dict[str, Any]) -> Iterator[str]:
-    yield f"checkpoint  {report['path']}"
-    yield f"moved       {report['tensors']} tensors in {len(report['layers'])} layers"
+    moved = relayout(arguments.path, layout, arguments.out)
+    report = {"path": str(arguments.out), "layers": list(layout), "tensors": moved}
+    lines = f"checkpoint  {arguments.out}", f"moved       {moved} tensors in {len(layout)} layers"
+    return show(arguments, report, lambda _: lines)

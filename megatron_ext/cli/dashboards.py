@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -42,9 +41,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         made = dashboards.serialised(arguments.entity or "", arguments.project)
         return show(arguments, made, dashboards.outline)
-    return show(arguments, dashboards.save(arguments.entity, arguments.project), _lines)
-
-
-def _lines(saved: dict[str, Any]) -> Iterator[str]:
-    for name, address in saved.items():
-        yield f"{name}: {address}"
+    saved = dashboards.save(arguments.entity, arguments.project)
+    lines = [f"{name}: {address}" for name, address in saved.items()]
+    return show(arguments, saved, lambda _: lines)

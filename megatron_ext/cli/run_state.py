@@ -62,7 +62,12 @@ def add_stacks(state: dict[str, Any]) -> None:
         path = stacks_path(folder, rank)
         while _size(path) == asked[rank] and time.monotonic() < deadline:
             time.sleep(0.05)
-        row["stacks"] = _written_since(asked[rank], path) or "no answer"
+        found = -1
+        while found < (found := _size(path)):  # Until nothing more comes.
+            time.sleep(0.1)
+        with path.open("rb") as file:
+            file.seek(asked[rank])
+            row["stacks"] = file.read().decode(errors="replace") or "no answer"
 
 
 def _row(status: Status) -> dict[str, Any]:
@@ -106,13 +111,3 @@ def _verdict(statuses: list[Status]) -> tuple[str, bool]:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _written_since(size: int, path: Path) -> str:
-    """Return what is in the file beyond `size`, when nothing more comes."""
-    found = -1
-    while found < (found := _size(path)):
-        time.sleep(0.1)
-    with path.open("rb") as file:
-        file.seek(size)
-        return file.read().decode(errors="replace")
