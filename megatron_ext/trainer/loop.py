@@ -82,7 +82,9 @@ class Training:
         self.layers: dict[str, Any] = {}
         """The last step's line of `layers.jsonl`, equal on all ranks."""
         heartbeat.note_layers(layers)
-        self.trace = _trace_writer(config, self.step)
+        self.trace = None
+        if _writes_trace(config):
+            self.trace = TraceWriter(_step_files(config, TRACE_FOLDER), start_step=self.step)
         self.routes = _route_recorder(config, self.chunks, self.step, manifest.vocab_size)
         profile = config.profile
         self.profile = StepProfile(
@@ -287,12 +289,6 @@ def _step_files(config: TrainConfig, folder: str) -> StepFiles:
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pp_size=config.parallel.pp_size,
     )
-
-
-def _trace_writer(config: TrainConfig, start_step: int) -> TraceWriter | None:
-    if not _writes_trace(config):
-        return None
-    return TraceWriter(_step_files(config, TRACE_FOLDER), start_step=start_step)
 
 
 def _route_recorder(

@@ -48,7 +48,10 @@ def run(script: Path, words: list[str], balance: BalanceConfig | None) -> None:
     if not has_cuda:
         enable_cpu_platform()
     if importlib.util.find_spec("megatron.training") is not None:
-        _keep_compiled_helpers()
+        # Megatron's start would run `make`, and a wheel brings the library without a Makefile.
+        utils = importlib.import_module("megatron.core.datasets.utils")
+        if not Path(str(utils.__file__)).with_name("Makefile").exists():
+            utils.compile_helpers = lambda: None  # type: ignore[attr-defined]
         if not has_cuda:
             _train_without_cuda()
         if balance is not None:
@@ -100,13 +103,6 @@ def _check_arguments(balance: BalanceConfig) -> None:
         set_args(args)
 
     home.set_args = check_and_set
-
-
-def _keep_compiled_helpers() -> None:
-    """Let Megatron's start not run `make`, where a wheel brought the library without a Makefile."""
-    utils = importlib.import_module("megatron.core.datasets.utils")
-    if not Path(str(utils.__file__)).with_name("Makefile").exists():
-        utils.compile_helpers = lambda: None  # type: ignore[attr-defined]
 
 
 def _report_by_megatron(steps: StepMetrics) -> None:

@@ -37,7 +37,10 @@ def find_checkpoint(config: TrainConfig, damaged: dict[Path, str]) -> Path | Non
         if folder not in damaged and (problem := _damage(folder)):
             damaged[folder] = problem
         if folder not in damaged:
-            _check_trust(config, folder)
+            if not config.checkpoint.trust and (
+                problems := find_other_owners(folder) + find_foreign_classes(folder)
+            ):
+                raise ValueError(distrust(folder, problems[0]))
             return folder
         if own and not config.checkpoint.fallback:
             raise ValueError(
@@ -85,10 +88,3 @@ def _damage(folder: Path) -> str | None:
     if RUN_FILE not in names:
         return f"{RUN_FILE} is missing"
     return next(iter(find_damage(folder)), None)
-
-
-def _check_trust(config: TrainConfig, folder: Path) -> None:
-    if config.checkpoint.trust:
-        return
-    if problems := find_other_owners(folder) + find_foreign_classes(folder):
-        raise ValueError(distrust(folder, problems[0]))

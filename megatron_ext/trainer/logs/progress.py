@@ -59,14 +59,13 @@ class TrainingProgress:
         step = metrics["step"]
         if self._bar:
             self._bar.update(self._task, completed=step, line=line + self._left(step))
-        elif self._is_due(step):
+        elif (
+            time.monotonic() - self._said >= _SILENCE_S
+            or step in (self._start_step + 1, self._steps)
+            or step % self._every == 0
+        ):
             self._said = time.monotonic()
             logger.info("step %d/%d  %s%s", step, self._steps, line, self._left(step))
-
-    def _is_due(self, step: int) -> bool:
-        if time.monotonic() - self._said >= _SILENCE_S:
-            return True
-        return step in (self._start_step + 1, self._steps) or step % self._every == 0
 
     def _left(self, step: int) -> str:
         """Return how long the rest takes if its steps are as slow as those since this start."""

@@ -139,14 +139,17 @@ def dry_run(
     # The same parameters in layers that need no GPU to be built.
     local = dataclasses.replace(config.model, transformer_impl="local")
     counted = dataclasses.replace(config, model=local)
+    # Weight gradients are added to `main_grad` where they are computed, but not with PyTorch's
+    # grouped product.
+    fuses: bool = config.megatron.get("gradient_accumulation_fusion", with_engine)
+    fuses = fuses and (with_engine or model.experts == "sequential")
     stages = []
     with ExitStack() as stack:
         if with_engine or config.hardware.summary:
             stack.enter_context(kernels_of_a_gpu(fused_attention=with_engine))
         for pp_rank in range(pp_size):
             with fake_rank(counted, rank=pp_rank * num_ranks // pp_size, num_ranks=num_ranks):
-                stage = _count(counted, pp_rank, vocab_size, imbalances, _fuses_gradients(config))
-                stages.append(stage)
+                stages.append(_count(counted, pp_rank, vocab_size, imbalances, fuses))
     params = sum((stage.of_model for stage in stages), Params())
     return DryRun(
         num_ranks=num_ranks,
@@ -156,15 +159,6 @@ def dry_run(
         active=params.dense + params.experts * model.topk // model.num_experts,
         stages=stages,
     )
-
-
-def _fuses_gradients(config: TrainConfig) -> bool:
-    """Whether the run adds weight gradients of experts to `main_grad` where they are computed."""
-    fuses: bool = config.megatron.get(
-        "gradient_accumulation_fusion", assumes_transformer_engine(config)
-    )
-    # Not with PyTorch's grouped product.
-    return fuses and (assumes_transformer_engine(config) or config.model.experts == "sequential")
 
 
 def _count(

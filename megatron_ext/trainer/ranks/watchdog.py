@@ -88,7 +88,10 @@ class Watchdog:
         # Before there is a status, whose readers may send the signal: by itself it ends a process.
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         if self._rank == 0:
-            _forget_ranks_from(status.num_ranks, folder)
+            for old in read_statuses(folder):
+                if old.rank >= status.num_ranks:  # Only an earlier part of the run had it.
+                    status_path(folder, old.rank).unlink(missing_ok=True)
+                    stacks_path(folder, old.rank).unlink(missing_ok=True)
         self._pulse = Pulse(folder, status)
         self._ended = threading.Event()
         self._waited_in_vain = False
@@ -216,11 +219,3 @@ def _named(sentences: Iterator[str]) -> str:
     said = list(sentences)
     rest = f"; and {len(said) - _MOST_NAMED} ranks more" if len(said) > _MOST_NAMED else ""
     return "; ".join(said[:_MOST_NAMED]) + rest
-
-
-def _forget_ranks_from(num_ranks: int, folder: Path) -> None:
-    """Remove the files of ranks that only an earlier part of the run had."""
-    for status in read_statuses(folder):
-        if status.rank >= num_ranks:
-            status_path(folder, status.rank).unlink(missing_ok=True)
-            stacks_path(folder, status.rank).unlink(missing_ok=True)

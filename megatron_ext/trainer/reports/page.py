@@ -42,6 +42,11 @@ def page_html(page: Page) -> str:
     """Return the page as one file."""
     # Nothing in the data ends the script that holds it.
     data = json_text(page.data).replace("<", "\\u003c")
+    # The library itself; the Python around it is not needed, and takes a while to import.
+    found = importlib.util.find_spec("plotly")
+    assert found is not None
+    assert found.origin is not None
+    plotly = (Path(found.origin).parent / "package_data" / "plotly.min.js").read_text("utf-8")
     text = "\n".join(
         (
             '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">',
@@ -55,7 +60,7 @@ def page_html(page: Page) -> str:
             f"{page.bottom}</div>",
             f'<script type="application/json" id="data">{data}</script>',
             # After the text, which can be read without it.
-            f"<script>{_plotly()}</script>",
+            f"<script>{plotly}</script>",
             f"<script>{part(__package__, 'page.js')}{page.script}</script>\n</html>\n",
         )
     )
@@ -83,11 +88,3 @@ def sentences(verdict: Sequence[str], unknown: Sequence[str]) -> str:
 def wide(table: str) -> str:
     """Return a table that scrolls by itself where the screen is narrow."""
     return f'<div class="wide" tabindex="0">{table}</div>'
-
-
-def _plotly() -> str:
-    """The library itself; the Python around it is not needed, and takes a while to import."""
-    found = importlib.util.find_spec("plotly")
-    assert found is not None
-    assert found.origin is not None
-    return (Path(found.origin).parent / "package_data" / "plotly.min.js").read_text("utf-8")

@@ -44,6 +44,10 @@ def run_page(runs: Mapping[str, Run]) -> Page:
     steps = steps_line({name: len(run.metrics) for name, run in runs.items()})
     title = ", ".join(runs)
     first = next(iter(runs.values()))
+    about: dict[str, dict[str, str]] = {}
+    for name, run in runs.items():
+        for key, value in _flat_about(run.about):
+            about.setdefault(key, {})[name] = value
     return Page(
         title=title,
         top=f"<h1>{html.escape(title)}</h1>{sentences(said, unknown)}"
@@ -62,7 +66,7 @@ def run_page(runs: Mapping[str, Run]) -> Page:
             "warmup": WARMUP_STEPS,
         },
         bottom=_table("Settings that differ", runs, differing_settings(runs))
-        + _table("Machine and versions", runs, _about(runs)),
+        + _table("Machine and versions", runs, about),
         script=part(__package__, "run_page.js"),
     )
 
@@ -149,15 +153,6 @@ def _table(title: str, runs: Mapping[str, Run], values: Mapping[str, Mapping[str
     rows = [(key, *(each.get(run, "") for run in runs)) for key, each in values.items()]
     # No name above the first column: a run could have the same.
     return f"<h2>{title}</h2>{wide(html_table(('', *runs), rows))}"
-
-
-def _about(runs: Mapping[str, Run]) -> dict[str, dict[str, str]]:
-    """Start, machine and versions of runs, by name and run."""
-    about: dict[str, dict[str, str]] = {}
-    for run in runs:
-        for key, value in _flat_about(runs[run].about):
-            about.setdefault(key, {})[run] = value
-    return about
 
 
 def _flat_about(about: Mapping[str, Any]) -> list[tuple[str, str]]:
