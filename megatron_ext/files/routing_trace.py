@@ -98,7 +98,8 @@ def read_routing_trace(
             for name in layers:
                 layer = numbers[stage, name]
                 for parts in zip(*(counts[rank][step][name] for rank in group), strict=True):
-                    found[step, seen[step, layer], layer] = _stack(parts, experts)
+                    padded = [np.pad(chosen, (0, experts - len(chosen))) for chosen in parts]
+                    found[step, seen[step, layer], layer] = np.stack(padded)
                     seen[step, layer] += 1
     keys = sorted(found)
     load = torch.from_numpy(np.stack([found.pop(key) for key in keys]))
@@ -255,11 +256,3 @@ def _layers(counts: Sequence[_Counts]) -> Iterator[tuple[_Layer, list[np.ndarray
     for of_rank in counts:
         for of_step in of_rank.values():
             yield from of_step.items()
-
-
-def _stack(parts: Sequence[np.ndarray], experts: int) -> np.ndarray:
-    """Return the load of the ranks' counts, int64 [R, E]."""
-    load = np.zeros((len(parts), experts), dtype=np.int64)
-    for row, chosen in zip(load, parts, strict=True):
-        row[: len(chosen)] = chosen
-    return load

@@ -307,10 +307,6 @@ def _drift(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
     return [law(angle) for angle in np.linspace(0.0, math.pi, spec.batch)]
 
 
-def _domain_shift(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
-    return _halves(_zipf(spec, generator), _zipf(spec, generator), spec)
-
-
 def _cold_shift(spec: LoadSpec, generator: np.random.Generator) -> list[Law]:
     """The first ranks of a random order are cold, then the last; at a half, all others."""
     cold, order = _count_cold(spec), generator.permutation(spec.ranks)
@@ -385,7 +381,7 @@ KINDS: dict[str, Kind] = {
     ),
     "domain-shift": Kind(
         summary="other experts are popular in the second half",
-        laws=_domain_shift,
+        laws=lambda spec, generator: _halves(_zipf(spec, generator), _zipf(spec, generator), spec),
         defaults={"batch": 16},
         min_batch=2,
     ),

@@ -246,7 +246,12 @@ class _Shares:
                         may_add and self._add(rank, paths, limit, min_quota)
                     ):
                         break
-        self._send_home(min_quota)
+        # Replicas that have too few assignments send them home.
+        for rank, row in enumerate(self.held):
+            for expert in row:
+                if expert >= 0 and 0 < self.quota[expert][rank] < min_quota:
+                    home = expert // self._mains
+                    self._move(expert, rank, home, self.quota[expert][rank])
         return max(self.rank_loads) <= limit
 
     def _paths(self, source: int) -> dict[int, tuple[int, int]]:
@@ -322,14 +327,6 @@ class _Shares:
         row = self.held[rank]
         unused = [s for s, e in enumerate(row) if e < 0 or self.quota[e][rank] == 0]
         return min(unused, key=lambda s: row[s] >= 0, default=None)
-
-    def _send_home(self, min_quota: int) -> None:
-        """Move home the assignments of replicas that have too few."""
-        for rank, row in enumerate(self.held):
-            for expert in row:
-                if expert >= 0 and 0 < self.quota[expert][rank] < min_quota:
-                    home = expert // self._mains
-                    self._move(expert, rank, home, self.quota[expert][rank])
 
     def _move(self, expert: int, source: int, target: int, amount: int) -> None:
         self.quota[expert][source] -= amount
