@@ -55,18 +55,15 @@ class StageTimes:
         """
         sums: defaultdict[str, float] = defaultdict(float)
         for stage, start, end in self._spans:
-            sums[stage] += _between_ms(start, end)
+            if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+                end.synchronize()
+                sums[stage] += start.elapsed_time(end)
+            else:
+                sums[stage] += 1e3 * (cast("float", end) - cast("float", start))
         marks = {id(mark): mark for _, *ends in self._spans for mark in ends}.values()
         self._free += [mark for mark in marks if isinstance(mark, torch.cuda.Event)]
         self._spans.clear()
         return dict(sums)
-
-
-def _between_ms(start: Mark, end: Mark) -> float:
-    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        end.synchronize()
-        return float(start.elapsed_time(end))
-    return 1e3 * (cast("float", end) - cast("float", start))
 
 
 TIMES = StageTimes()

@@ -37,9 +37,11 @@ def library() -> Path:
     Raises:
         RuntimeError: It cannot be built; says why.
     """
-    installed = _installed()
-    if installed is not None and _is_for_this_torch(installed):
-        return installed
+    if (installed := _installed()) is not None:
+        mark = _MARK.search(installed.read_bytes())
+        # With another Torch it might be loaded, and then crash.
+        if mark is not None and mark[1].decode() == torch.__version__:
+            return installed
     try:
         return _cached(_sources())
     except OSError as error:
@@ -57,12 +59,6 @@ def _installed() -> Path | None:
         return None
     path = Path(str(distribution.locate_file(f"megatron_ext/ops/{_LIBRARY}")))
     return path if path.is_file() else None
-
-
-def _is_for_this_torch(path: Path) -> bool:
-    """Whether a library may be loaded: with another Torch it might, and then crash."""
-    mark = _MARK.search(path.read_bytes())
-    return mark is not None and mark[1].decode() == torch.__version__
 
 
 def _sources() -> Path:

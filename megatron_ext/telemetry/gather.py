@@ -236,8 +236,8 @@ class _Mine:
     """Bytes pushed and pulled, int [2, F]."""
     gaps: np.ndarray
     """Busiest rank's load over the proven bound, minus 1: float64 [F]. Only the first microbatch of
-    each layer has a gap, because a bound takes 0.15 ms with 64 ranks and 256 experts; others have
-    -1."""
+    each layer has a gap, because a bound takes 0.15 ms with 64 ranks and 256 experts; others, and
+    those without a plan, have -1."""
 
     @classmethod
     def of(cls, computed: Sequence[Computed], ep_size: int) -> _Mine:
@@ -250,8 +250,12 @@ class _Mine:
         before = [each.reshape(ep_size, -1).sum(1) for each in experts]
         held = [one.experts_in_slots.numpy() for one in computed]
         moved = [one.pushed_bytes for one in computed], [one.pulled_bytes for one in computed]
-        with_microbatch = zip(computed, microbatches, strict=True)
-        gaps = [_gap(one) if microbatch == 0 else -1 for one, microbatch in with_microbatch]
+        gaps = [
+            float(one.rank_loads_after.max()) / float(lower_bound(one.load, one.layout)) - 1
+            if microbatch == 0 and one.layout is not None and one.load.any()
+            else -1
+            for one, microbatch in zip(computed, microbatches, strict=True)
+        ]
         return cls(
             layers=np.array([one.layer_number - 1 for one in computed], dtype=int),
             microbatches=np.array(microbatches, dtype=int),
@@ -284,13 +288,6 @@ class _Mine:
                 self.gaps,
             ]
         )
-
-
-def _gap(one: Computed) -> float:
-    """Return the busiest rank's load over the proven bound, minus 1; -1 without a plan."""
-    if one.layout is None or not one.load.any():
-        return -1
-    return float(one.rank_loads_after.max()) / float(lower_bound(one.load, one.layout)) - 1
 
 
 def _imbalances(rank_loads: np.ndarray) -> np.ndarray:

@@ -179,7 +179,11 @@ class LoadRecorder:
         routed, held = self._held.take(computed, first)
         times = TIMES.take()
         stages = [times.get(stage, math.nan) for stage in STAGES]
-        return dict(zip(OWN, (held, routed, *stages, _peak_memory_bytes()), strict=True))
+        if torch.cuda.is_available():
+            memory = float(torch.cuda.max_memory_allocated())
+        else:  # Of the machine instead.
+            memory = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return dict(zip(OWN, (held, routed, *stages, memory), strict=True))
 
 
 class _Held:
@@ -247,13 +251,6 @@ def _computed(
         pushed_bytes=pushed,
         pulled_bytes=report.grad_bytes * replicas,
     )
-
-
-def _peak_memory_bytes() -> float:
-    """Return the most memory that this process has had: of the GPU, or else of the machine."""
-    if torch.cuda.is_available():
-        return float(torch.cuda.max_memory_allocated())
-    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _on_host(*lists: Sequence[Tensor]) -> list[list[Tensor]]:
