@@ -158,7 +158,7 @@ assert "megatron_ext.methods.libra" not in sys.modules
 
 
 def test_other_names_are_refused():
-    with pytest.raises(AttributeError, match="module 'megatron_ext' has no attribute 'solv'"):
+    with pytest.raises(AttributeError, match=r"'megatron_ext' .*'solv'"):
         megatron_ext.solv  # noqa: B018
 
 

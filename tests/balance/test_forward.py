@@ -63,7 +63,7 @@ def test_a_virtual_layer_is_lent_again_and_the_old_forward_does_not_read_it() ->
     third = lent(layers, 2)
     assert third.virtual_layer is first.virtual_layer
     assert (held(second), held(third)) == ([1, 1], [2, 2])
-    with pytest.raises(RuntimeError, match=r"layer 3: the plan of microbatch 0 .*id 10\) is gone"):
+    with pytest.raises(RuntimeError, match=r"layer 3: .*microbatch 0 .*id 10\) is gone"):
         held(first)
     # The end of the old forward must not give back what the new one has.
     first.release_plan()
@@ -81,10 +81,7 @@ def test_the_lowest_free_id_is_lent_first() -> None:
 def test_a_limit_that_is_reached_names_the_setting() -> None:
     layers = virtual_layers(limit=2)
     forwards = [lent(layers, 0), lent(layers, 1)]
-    message = (
-        r"layer 3: balance.max_in_flight \(2\) must be 3 or more: microbatches \[0, 1\] .*"
-        r"microbatch 2 begins"
-    )
+    message = r"layer 3: balance.max_in_flight \(2\) must be 3 .* \[0, 1\] .*microbatch 2"
     with pytest.raises(RuntimeError, match=message):
         lent(layers, 2)
     assert held(forwards[1]) == [1, 1]
@@ -108,8 +105,8 @@ def test_no_backward_follows_an_aborted_step() -> None:
     forwards = [lent(layers, value) for value in range(2)]
     layers.forget_step()
     assert layers.num_in_flight == 0
-    for forward in forwards:
-        with pytest.raises(RuntimeError, match="one forward has one backward"):
+    for value, forward in enumerate(forwards):
+        with pytest.raises(RuntimeError, match=f"layer 3: .*microbatch {value} .*is gone"):
             held(forward)
     assert held(lent(layers, 1)) == [1, 1]
 

@@ -318,12 +318,9 @@ class TestCheckPlan:
                 {"quota": [[5, 5], [2, 1], [0, 2], [0, 1]]},
                 r"quota\[1, 1\] is 1; there is no instance",
             ),
-            ({"slots": [[-1], [2]]}, "slot 0 of rank 1 holds expert 2; a rank has at most one"),
-            ({"slots": [[-1], [4]]}, "slot 0 of rank 1 holds expert 4; logical experts are 0 to 3"),
-            (
-                {"slots": [[3], [0]]},
-                "slot 0 of rank 0 holds expert 3 for a quota of 0; min_quota is 1",
-            ),
+            ({"slots": [[-1], [2]]}, "slot 0 of rank 1 holds expert 2; .*at most one"),
+            ({"slots": [[-1], [4]]}, "slot 0 of rank 1 holds expert 4; .*0 to 3"),
+            ({"slots": [[3], [0]]}, "slot 0 of rank 0 .*expert 3 .*quota of 0; min_quota is 1"),
             (
                 {"quota": [[10, 0], [3, 0], [1, 1], [0, 1]], "slots": [[2], [-1]]},
                 "busiest rank has 14",
@@ -339,7 +336,7 @@ class TestCheckPlan:
     def test_domains(self):
         plan = self.broken()
         layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=1)
-        with pytest.raises(ValueError, match="slot 0 of rank 1 holds expert 0; replicas stay"):
+        with pytest.raises(ValueError, match=r"slot 0 of rank 1 holds expert 0; .*NVLink domain"):
             check_plan(
                 worked_example().load, BalancePlan(layout, plan.quota, plan.experts_in_slots)
             )

@@ -75,14 +75,12 @@ def test_a_batch_in_order_is_its_loads_in_order():
 
 
 def test_objective_time_needs_a_tolerance_to_choose():
-    with pytest.raises(
-        ValueError, match="'eplb' fills replicas placed before, without a tolerance"
-    ):
+    with pytest.raises(ValueError, match=r"'eplb' .*without a tolerance .*time"):
         planner(**needs_of(TIME, LAYOUT))
 
 
 def test_time_is_an_objective():
-    with pytest.raises(ValueError, match=r"'time' is no strategy but.*balance\.objective=time"):
+    with pytest.raises(ValueError, match=r"'time' is no strategy .*balance\.objective=time"):
         planner("time")
 
 

@@ -103,7 +103,7 @@ def test_wrong_source_rank(source_rank):
 def test_wrong_shapes():
     instance = worked_example()
     plan = plan_for(instance.load, instance.layout)
-    with pytest.raises(ValueError, match=r"load must be \[R, E\] and quota \[E, R\], got"):
+    with pytest.raises(ValueError, match=r"load must be .* quota \[E, R\], got \[2, 2\] and"):
         split_quota(instance.load[:, :2], plan)
     with pytest.raises(ValueError, match="load must be int64, got Int"):
         split_quota(instance.load.int(), plan)

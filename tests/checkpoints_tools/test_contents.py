@@ -93,7 +93,7 @@ def test_step_of_our_own_runs(saved, tmp_path):
 def test_no_checkpoint(tmp_path):
     with pytest.raises(FileNotFoundError, match="absent is not a folder"):
         read_contents(tmp_path / "absent")
-    with pytest.raises(FileNotFoundError, match=r"no Megatron checkpoint in .*: no folder with"):
+    with pytest.raises(FileNotFoundError, match=f"no Megatron checkpoint in {tmp_path}"):
         read_contents(tmp_path)
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     with pytest.raises(ValueError, match="not written to the end"):

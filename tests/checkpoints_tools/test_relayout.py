@@ -105,8 +105,8 @@ def test_layouts_that_do_not_fit(saved, tmp_path, order, message):
 
 
 def test_nothing_is_replaced(saved, tmp_path):
-    with pytest.raises(FileExistsError, match="exists already"):
+    with pytest.raises(FileExistsError, match=f"{tmp_path} exists already"):
         relayout(saved[0] / "together", ORDER, tmp_path)
     shutil.rmtree(tmp_path)
-    with pytest.raises(FileNotFoundError, match="is not a folder"):
+    with pytest.raises(FileNotFoundError, match="absent is not a folder"):
         relayout(saved[0] / "absent", ORDER, tmp_path)

@@ -1,6 +1,7 @@
 """`data`: what is built, gathered and shown, and what is said of input that is wrong."""
 
 import json
+import re
 
 import pytest
 
@@ -27,9 +28,7 @@ def test_build_and_info(texts, capsys):
 
     status, stdout, stderr = run(capsys, "data", "build", texts / "code", "--out", out)
     assert (status, stdout) == (2, "")
-    assert stderr == (
-        f"megatron-ext data build: error: {out} exists already: replace it with --overwrite\n"
-    )
+    assert re.fullmatch(f"megatron-ext data build: error: {out} .*--overwrite\n", stderr)
     command = ["data", "build", texts / "code", "--out", out, "--overwrite"]
     assert run(capsys, *command)[0] == 0
     assert run(capsys, *command, "--strict")[0] == 2
@@ -53,8 +52,9 @@ def test_info_notices_a_cut_file(texts, capsys):
 def test_build_makes_no_folder_of_the_root(texts, capsys):
     words = ["data", "build", texts / "code", "--out", "/absent_disk/data"]
     status, _, stderr = run(capsys, *words)
-    rule = "/absent_disk/data cannot be written: there is no /absent_disk; make it first"
-    assert (status, stderr) == (2, f"megatron-ext data build: error: {rule}\n")
+    rule = "/absent_disk/data .*there is no /absent_disk;.*"
+    assert status == 2
+    assert re.fullmatch(f"megatron-ext data build: error: {rule}\n", stderr)
 
 
 def test_a_tokenizer_that_is_none(texts, capsys):

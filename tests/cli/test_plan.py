@@ -1,6 +1,7 @@
 """`plan`: the printed contract, the file of plans, and settings and files that are wrong."""
 
 import json
+import re
 
 import pytest
 
@@ -121,7 +122,7 @@ def test_plan_lists_the_strategies(capsys):
     assert json.loads(stdout)["eplb"]["training"] is True
     status, _, stderr = run(capsys, "plan")
     assert status == 2
-    assert stderr == "megatron-ext plan: error: LOADS.npz is not given (nor --list)\n"
+    assert re.fullmatch(r"megatron-ext plan: error: LOADS\.npz .*--list.*\n", stderr)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +146,7 @@ def test_plan_lists_the_strategies(capsys):
         (["--objective", "speed"], "balance.objective ('speed') must be one of tolerance, time"),
         (
             ["--objective", "time"],
-            "--objective time needs --expert-bytes, balance.link_bandwidth, "
-            "balance.assignment_time: only a training has the ranks to measure on",
+            "time needs --expert-bytes, balance.link_bandwidth, balance.assignment_time",
         ),
         (["--expert-bytes", 5], "--expert-bytes is for --objective time"),
         (["--strategy", "time"], "'time' is no strategy but an objective: balance.objective=time"),

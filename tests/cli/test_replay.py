@@ -1,6 +1,7 @@
 """`replay`: the printed contract, and settings that are wrong."""
 
 import json
+import re
 
 import pytest
 
@@ -43,13 +44,14 @@ def test_bytes_that_move(loads, capsys):
 
 def test_slots_that_nothing_can_fill_are_named(loads, capsys):
     """8 ranks of 4 experts: 28 are on other ranks."""
-    said = "warning: slots (29) beyond 28 stay empty: a rank has no more experts to borrow\n"
     for words in (
         ["replay", loads, "--strategies", "quota"],
         ["plan", loads],
         ["place", "craft", loads, "--out", loads.parent / "placement.npz", "--overwrite"],
     ):
-        assert run(capsys, *words, "--slots", 29)[::2] == (0, said)
+        status, _, stderr = run(capsys, *words, "--slots", 29)
+        assert status == 0
+        assert re.fullmatch(r"warning: slots \(29\) beyond 28 stay empty.*\n", stderr)
         assert run(capsys, *words, "--slots", 28)[::2] == (0, "")
 
 
@@ -57,10 +59,7 @@ def test_strategies_without_a_past_are_named(loads, capsys):
     """Three loads of one layer: placed after 50 by default, so never."""
     status, _, stderr = run(capsys, "replay", loads, "--strategies", "quota,eplb")
     assert status == 0
-    assert stderr == (
-        "warning: eplb without replicas in the first 3 of 3 microbatches of a layer: the first "
-        "placement from history comes after interval (50) microbatches\n"
-    )
+    assert re.fullmatch(r"warning: eplb .*first 3 of 3 .*interval \(50\) .*\n", stderr)
     words = ["plan", loads, "--strategy", "eplb"]
     assert "first 2 of 3" in run(capsys, *words, "balance.history.interval=2")[2]
     assert run(capsys, *words, "balance.history.interval=1")[2] == ""

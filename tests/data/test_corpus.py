@@ -91,10 +91,7 @@ def test_one_domain_missing_is_reported(machine, tmp_path):
 def test_two_domains_missing_is_an_error(machine, tmp_path):
     # A little text is as good as none.
     machine({"licenses": lines("a"), "python": lines("b"), "prose": lines("c", 2)})
-    with pytest.raises(
-        RuntimeError,
-        match=r"2 domains \(licenses, python\), not for c_headers, prose; 3 are needed",
-    ):
+    with pytest.raises(RuntimeError, match=r"2 .*\(licenses, python\), .* c_headers, prose; 3 "):
         gather(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -144,7 +141,7 @@ def test_overwrite_only_a_corpus(machine, tmp_path):
     gather(tmp_path / "out", overwrite=True)
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("dear")
-    with pytest.raises(FileExistsError, match="not an earlier output"):
+    with pytest.raises(FileExistsError, match=f"{tmp_path}/home .*not an earlier output"):
         gather(tmp_path / "home", overwrite=True)
 
 

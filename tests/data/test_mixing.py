@@ -232,13 +232,13 @@ def test_splits_share_no_token(manifest):
         ({"weights": {"maths": 1.0}}, "data.weights names maths; .* has code, prose, rare"),
         ({"weights": {"code": -1.0}}, r"data.weights.code \(-1.0\) must be >= 0"),
         ({"weights": {"code": float("nan")}}, r"data.weights.code \(nan\) must be >= 0"),
-        ({"weights": {"code": 0.0}}, "all zero"),
+        ({"weights": {"code": 0.0}}, "data.weights are all zero"),
         ({"mix_by": "token"}, r"data.mix_by \('token'\) must be one of microbatch, sample"),
         ({"split": "test"}, r"data.split \('test'\) must be one of train, validation"),
         ({"sequence_length": 0}, r"sequence_length \(0\) must be >= 1"),
         ({"micro_batch_size": 0}, r"micro_batch_size \(0\) must be >= 1"),
         ({"validation_fraction": 1.0}, r"validation_fraction \(1.0\)"),
-        ({"sequence_length": 41}, "domain rare has 41 train tokens, fewer than one sample"),
+        ({"sequence_length": 41}, "domain rare has 41 train tokens"),
         ({"split": "validation"}, "domain code has 0 validation tokens"),
     ],
 )
@@ -268,7 +268,7 @@ def test_a_cut_index_is_named_and_nothing_else_is_said(manifest, tmp_path, num_b
     index = tmp_path / "code.idx"
     assert index.stat().st_size > 500
     index.write_bytes(index.read_bytes()[:num_bytes])
-    with pytest.raises(ValueError, match=rf"^domain code: {index} is cut off, damaged or no index"):
+    with pytest.raises(ValueError, match=rf"^domain code: {index} is cut off"):
         mixed(moved)
     gc.collect()
     assert capfd.readouterr().err == ""
@@ -288,10 +288,7 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_place(
 ):
     moved = _copy(manifest, tmp_path)
     _put(tmp_path / "code.bin", {57: token, 100: token})
-    rule = (
-        rf"^{tmp_path}/code\.bin: token {token} at position 57 must be from 0 to 3999, the "
-        "vocabulary of the manifest$"
-    )
+    rule = rf"^{tmp_path}/code\.bin: token {token} at position 57 must be from 0 to 3999"
     with pytest.raises(ValueError, match=rule):
         mixed(moved)
     # A later one is noticed when its window is read.

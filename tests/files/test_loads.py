@@ -41,9 +41,9 @@ def test_one_load_is_a_batch_of_one(tmp_path):
         ({"loads": np.zeros((2, 4), np.int64)}, "has no array 'load'; it has loads"),
         (
             {"load": np.zeros((2, 4))},
-            r"load must be int64, got float64: convert it with load\.astype\('int64'\)",
+            r"load must be int64, got float64: .*load\.astype\('int64'\)",
         ),
-        ({"load": np.zeros((2, 4), np.int32)}, "load must be int64, got int32: convert it with"),
+        ({"load": np.zeros((2, 4), np.int32)}, "load must be int64, got int32"),
         ({"load": np.full((2, 4), np.nan)}, "load has NaN or infinite entries"),
         ({"load": np.zeros(4, np.int64)}, r"load must be \[B, R, E\] or \[R, E\]"),
         ({"load": np.zeros((0, 2, 4), np.int64)}, "and not empty"),
@@ -71,25 +71,23 @@ def test_wrong_arrays(tmp_path, arrays, message):
 def test_wrong_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"absent\.npz does not exist"):
         read_loads(tmp_path / "absent.npz")
-    with pytest.raises(FileNotFoundError, match=r"is a folder without \.npz files$"):
+    with pytest.raises(FileNotFoundError, match=rf"{tmp_path} is a folder without \.npz"):
         read_loads(tmp_path)
     with pytest.raises(FileNotFoundError, match="null is no file"):
         read_loads(Path(os.devnull))
     for name, content in {"text.npz": "load", "loads.csv": "1,2\n", "empty.npz": ""}.items():
         (tmp_path / name).write_text(content)
-        with pytest.raises(
-            ValueError, match=rf"{name} is no \.npz file: write it with numpy\.savez$"
-        ):
+        with pytest.raises(ValueError, match=rf"{name} is no \.npz file.*numpy\.savez"):
             read_loads(tmp_path / name)
     np.save(tmp_path / "array.npy", np.zeros((2, 4), np.int64))
-    with pytest.raises(ValueError, match="holds one array, not an archive"):
+    with pytest.raises(ValueError, match=r"array\.npy holds one array"):
         read_loads(tmp_path / "array.npy")
 
 
 def test_a_run_in_place_of_its_trace(tmp_path):
     (tmp_path / "run" / "trace").mkdir(parents=True)
     (tmp_path / "run" / "trace" / "step.npz").write_bytes(b"")
-    with pytest.raises(FileNotFoundError, match=r"files; there are some in .*run/trace$"):
+    with pytest.raises(FileNotFoundError, match=rf"{tmp_path}/run .*\.npz.* {tmp_path}/run/trace$"):
         read_loads(tmp_path / "run")
 
 
@@ -160,7 +158,7 @@ def test_predictions(tmp_path):
         (np.ones((2, 2, 4)), "predicted must be int64, got float64"),
         (
             np.stack([np.ones((2, 4), np.int64), np.eye(2, 4, dtype=np.int64) - 1]),
-            "predicted of load 1 has entries of -1 beside counts; where nothing was predicted, all",
+            "predicted of load 1 has entries of -1",
         ),
     ],
 )
@@ -201,8 +199,8 @@ def test_nothing_is_replaced_unless_asked(tmp_path):
     path = tmp_path / "loads.npz"
     loads = Loads(torch.zeros(1, 2, 4, dtype=torch.int64))
     write_loads(path, loads)
-    with pytest.raises(FileExistsError, match=r"exists already: replace it with --overwrite"):
+    with pytest.raises(FileExistsError, match=f"{path} exists already.*--overwrite"):
         write_loads(path, loads)
     write_loads(path, loads, overwrite=True)
-    with pytest.raises(FileExistsError, match="is a folder"):
+    with pytest.raises(FileExistsError, match=f"{tmp_path} is a folder"):
         write_loads(tmp_path, loads, overwrite=True)

@@ -29,7 +29,7 @@ def test_written_and_read(tmp_path):
     assert found.num_replicas() == {"1": 1, "4": 1}
     assert torch.equal(found.experts_in_slots, placement.experts_in_slots)
     assert torch.equal(found.expert_load, placement.expert_load)
-    with pytest.raises(FileExistsError, match="--overwrite"):
+    with pytest.raises(FileExistsError, match=f"{path} .*--overwrite"):
         write_placement(path, placement)
     write_placement(path, placement, overwrite=True)
 

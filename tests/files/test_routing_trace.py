@@ -94,7 +94,7 @@ def test_what_a_killed_run_tore_is_left_out(tmp_path: Path) -> None:
     assert keys(loads) == [(1, 0, 1)]
     # But not in the middle of a run.
     rank_0.append(line(0, 3, 0, [[0, 3]]))
-    with pytest.raises(ValueError, match="ranks 0 and 1 of an EP group have not as many lines of"):
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 .*not as many .*step 2.*--ep-size"):
         read_routing_trace(write(tmp_path / "trace", rank_0, whole[1]), ep_size=2)
 
 

@@ -312,7 +312,7 @@ def test_a_plan_that_is_too_large_is_refused() -> None:
     slot_weights = [transport.allocate((1, 4), torch.float32, ranks.device)]
     plan = in_slots([], 513, slots=1, device=ranks.device)
     mains = [[torch.ones(4, device=ranks.device)] * MAINS]
-    with pytest.raises(ValueError, match=r"at most 512 ranks.*use balance.transport=collective"):
+    with pytest.raises(ValueError, match=r"at most 512 ranks.*balance\.transport=collective"):
         transport.push(plan, mains, slot_weights)
 
 
@@ -358,11 +358,11 @@ def test_arguments_are_checked() -> None:
     slot_weights = [transport.allocate((1, 4), torch.float32, ranks.device)]
     slot_grads = [transport.allocate((1, 4), torch.float64, ranks.device)]
     plan = in_slots([], 1, mains=1, slots=1, device=ranks.device)
-    with pytest.raises(ValueError, match="has memory of cuda:0 only, not of cpu"):
+    with pytest.raises(ValueError, match=r"transport cuda .*cuda:0 only, not of cpu"):
         transport.allocate((1, 4), torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match="main must be contiguous"):
         transport.push(plan, [[torch.ones(4)]], slot_weights)
-    with pytest.raises(ValueError, match="must be float32 or bfloat16"):
+    with pytest.raises(ValueError, match=r"slot_grads .*float32 or bfloat16, got Double"):
         transport.pull_add([], slot_grads, {})
     transport.close()
     with pytest.raises(RuntimeError, match="closed"):

@@ -502,9 +502,7 @@ def _check_plans(rank: int, tamper: bool) -> None:
 
 def test_check_plans_passes_equal_plans_and_names_the_rank_that_differs() -> None:
     run_ranks(_check_plans, 2, False)
-    with pytest.raises(
-        RuntimeError, match=r"layer 1: EP ranks \[1\] solved another plan than rank 0"
-    ):
+    with pytest.raises(RuntimeError, match=r"layer 1: EP ranks \[1\] .*another plan .*rank 0"):
         run_ranks(_check_plans, 2, True)
 
 

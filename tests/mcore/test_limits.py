@@ -181,10 +181,9 @@ def test_float16_gradients_need_a_transport_that_adds_them() -> None:
     with pytest.raises(ConfigError) as error:
         check(config, BalanceConfig())
     (problem,) = error.value.problems
-    assert problem == (
-        "fp16 (True) must be False with transport shared_memory: only "
-        "balance.transport=collective adds float16 gradients (leave out --fp16)"
-    )
+    assert problem.startswith("fp16 (True) must be False with transport shared_memory")
+    assert "balance.transport=collective" in problem
+    assert problem.endswith("(leave out --fp16)")
     check(config, BalanceConfig(transport="collective"))
 
 
@@ -206,7 +205,7 @@ def test_forced_even_routing_has_limits_of_its_own() -> None:
     for refuse in (check, lambda config, balance: EvenMoELayer(config, balance=balance)):
         with pytest.raises(ValueError, match=r"^moe_pad_expert_input_to_capacity") as error:
             refuse(config, ideal)
-        assert "with balance.strategy=ideal: experts would get more" in str(error.value)
+        assert "with balance.strategy=ideal" in str(error.value)
 
 
 def test_layers_of_inference_are_refused() -> None:
@@ -221,7 +220,7 @@ def test_the_class_of_the_experts_is_checked_where_a_spec_is_given() -> None:
     spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
     check(config, balance, spec)
     dense = get_gpt_layer_local_spec()
-    with pytest.raises(ConfigError, match="the spec has no MoE layer in it"):
+    with pytest.raises(ConfigError, match=r"spec has no MoE layer .*\bMLP\b"):
         check(config, balance, dense)
     with pytest.raises(ConfigError) as error:
         check(config, BalanceConfig(strategy="magic"), spec)

@@ -109,23 +109,23 @@ def _balance(spec: Any) -> Any:
 
 def test_a_spec_without_experts_is_refused() -> None:
     dense = get_gpt_layer_local_spec()
-    with pytest.raises(ValueError, match="the spec has no MoE layer in it"):
+    with pytest.raises(ValueError, match=r"spec has no MoE layer .*\bMLP\b"):
         balance_spec(dense, BalanceConfig())
-    with pytest.raises(ValueError, match=r"the spec has no SequentialMLP in it; it has .*Layer"):
+    with pytest.raises(ValueError, match=r"spec has no SequentialMLP .*Layer"):
         grouped_mm_spec(dense)
-    with pytest.raises(ValueError, match=r"no MoE layer in it; it has no modules: None$"):
+    with pytest.raises(ValueError, match=r"spec has no MoE layer .* None$"):
         balance_spec(None, BalanceConfig())
 
 
 def test_a_spec_is_balanced_once() -> None:
     for strategy, has in (("quota", "BalancedMoELayer"), ("ideal", "EvenMoELayer")):
         balanced = balance_spec(block_spec(), BalanceConfig(strategy=strategy))
-        with pytest.raises(ValueError, match=f"^the spec is balanced already: it has {has}$"):
+        with pytest.raises(ValueError, match=rf"spec is balanced already: .*\b{has}$"):
             balance_spec(balanced, BalanceConfig())
 
 
 def test_a_mapping_is_no_config() -> None:
-    with pytest.raises(TypeError, match=r"^balance \({'slots': 2}\) must be a BalanceConfig, as "):
+    with pytest.raises(TypeError, match=r"^balance \({'slots': 2}\) must be a BalanceConfig"):
         balance_spec(block_spec(), {"slots": 2})  # type: ignore[arg-type]
 
 
@@ -136,16 +136,15 @@ def test_experts_of_no_kind_are_named_with_their_setting() -> None:
         """Stands for Megatron's, which later versions lack."""
 
     for change in (grouped_mm_spec, _balance):
-        with pytest.raises(ValueError, match=r"^the spec has experts of GroupedMLP") as error:
+        with pytest.raises(ValueError, match=r"spec .* GroupedMLP\b.*moe_grouped_gemm=False"):
             change(_with_experts(GroupedMLP))
-        assert "with moe_grouped_gemm=False" in str(error.value)
 
 
 def test_experts_of_transformer_engine_are_balanced_and_not_replaced() -> None:
     grouped = _with_experts(TEGroupedMLP)
     mlp = _balance(grouped).layer_specs[0].submodules.mlp
     assert layer_class(mlp) is BalancedMoELayer
-    with pytest.raises(ValueError, match=r"^the spec has experts of TEGroupedMLP: make it with"):
+    with pytest.raises(ValueError, match=r"spec .* TEGroupedMLP\b.*moe_grouped_gemm=False"):
         grouped_mm_spec(grouped)
 
 

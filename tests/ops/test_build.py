@@ -123,21 +123,21 @@ def test_what_keeps_it_from_being_built_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "_installed", lambda: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(RuntimeError, match=r"there is no no-such-compiler: install g\+\+ .* CXX"):
+    with pytest.raises(RuntimeError, match=r"no-such-compiler.*g\+\+.*CXX"):
         build.library()
 
     monkeypatch.delenv("CXX")
     monkeypatch.setattr(build, "_sources", lambda: tmp_path)  # no CMakeLists.txt
-    with pytest.raises(
-        RuntimeError, match=r"the native part does not build; (.*) says why"
-    ) as said:
+    with pytest.raises(RuntimeError, match="does not build") as said:
         build.library()
-    log = Path(str(said.value).split("; ")[1].removesuffix(" says why"))
+    cache = tmp_path / "cache" / "megatron_ext"
+    (log,) = cache.glob("*.log")
+    assert str(log) in str(said.value)
     assert "CMakeLists.txt" in log.read_text()
 
-    (tmp_path / "cache" / "megatron_ext").chmod(0o777)
-    with pytest.raises(RuntimeError, match="must belong to you and be writable by nobody else"):
+    cache.chmod(0o777)
+    with pytest.raises(RuntimeError, match=f"{cache} must belong to you"):
         build.library()
     monkeypatch.setenv("XDG_CACHE_HOME", str(log))
-    with pytest.raises(RuntimeError, match=r"Not a directory.*XDG_CACHE_HOME names another folder"):
+    with pytest.raises(RuntimeError, match=f"Not a directory.*{cache}.*XDG_CACHE_HOME"):
         build.library()

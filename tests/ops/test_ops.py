@@ -201,14 +201,16 @@ def test_seal_rejects():
     load, quota, slots = planned(4, 8, 2)
     with pytest.raises(ValueError, match=r"slots must be int32 \[R, S\] with R = 4, got Long"):
         seal(load, quota, slots.long())
-    with pytest.raises(ValueError, match=r"load must be \[R, E\] and quota \[E, R\]"):
+    with pytest.raises(
+        ValueError, match=r"load must be .* quota \[E, R\], got \[4, 8\] and \[4, 8\]"
+    ):
         seal(load, quota.T.contiguous(), slots)
-    with pytest.raises(ValueError, match=r"gathered must be \[R, 1 or more\] and difference"):
+    with pytest.raises(ValueError, match=r"gathered must be .* difference \[2 \+ R\] .*\[3\]"):
         seal(load, quota, slots, difference=torch.zeros(3, dtype=torch.int64))
     no_difference, wrong = torch.zeros(6).long(), torch.zeros(4, 1).int()
-    with pytest.raises(ValueError, match=r"slots_on_host must be contiguous int32 \[4, 2\] on the"):
+    with pytest.raises(ValueError, match=r"slots_on_host must be .*int32 \[4, 2\]"):
         native.share_and_seal(load, quota, slots, 1, NOTHING_BEFORE, 1, no_difference, wrong)
-    with pytest.raises(ValueError, match="tail must be one number on cpu"):
+    with pytest.raises(ValueError, match=r"tail must be one number .*\[2\]"):
         native.count_load(workloads.routing_map(9, 4, 2), torch.zeros(2, dtype=torch.int64))
 
 
@@ -411,7 +413,7 @@ def test_a_library_that_does_not_load_says_what_to_do(monkeypatch, tmp_path):
     broken.write_bytes(b"no library")
     monkeypatch.setattr(ops, "library", lambda: broken)
     ops.load_library()  # loaded already: nothing is looked for
-    with pytest.raises(RuntimeError, match=r"does not load with torch .*remove it"):
+    with pytest.raises(RuntimeError, match=f"{broken} does not load .*remove"):
         ops.load_library.__wrapped__()
 
 

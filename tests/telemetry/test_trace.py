@@ -172,7 +172,7 @@ def test_a_folder_of_what_does_not_belong_together(tmp_path):
     trace = {name: torch.tensor([1]) for name in ("step", "microbatch", "layer")}
     write_loads(tmp_path / "a.npz", Loads(torch.ones(1, 2, 4, dtype=torch.int64), trace))
     write_loads(tmp_path / "b.npz", Loads(torch.ones(1, 2, 4, dtype=torch.int64), trace))
-    with pytest.raises(ValueError, match="step 1, microbatch 1, layer 1 is there more than once"):
+    with pytest.raises(ValueError, match=r"step 1, microbatch 1, layer 1 .*more than once"):
         read_loads(tmp_path)
     write_loads(
         tmp_path / "b.npz", Loads(torch.ones(1, 2, 2, dtype=torch.int64), trace), overwrite=True

@@ -280,19 +280,20 @@ def test_wrong_settings_end_with_one_line_each(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "line"),
+    ("wrong", "given", "rule"),
     [
-        ("optimizer.beta1=1.5", "optimizer.beta1 (1.5) must be >= 0 and < 1"),
+        ("optimizer.beta1=1.5", "optimizer.beta1 (1.5) must be", ">= 0 and < 1"),
         (
             "model.transformer_impl=transformer_engine",
-            "model.transformer_impl (transformer_engine): Transformer Engine is not installed: "
-            "pip install --no-build-isolation 'megatron-ext[te]', or model.transformer_impl=local",
+            "model.transformer_impl (transformer_engine)",
+            "'megatron-ext[te]', or model.transformer_impl=local",
         ),
     ],
 )
 def test_a_wrong_setting_is_said_once(
     wrong: str,
-    line: str,
+    given: str,
+    rule: str,
     data: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -301,7 +302,9 @@ def test_a_wrong_setting_is_said_once(
     monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", False)
     with pytest.raises(SystemExit):
         main([*overrides(data, tmp_path), wrong])
-    assert capsys.readouterr().err == f"error: {line}\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {given}")
+    assert rule in line
 
 
 @pytest.mark.parametrize(
@@ -469,12 +472,14 @@ def test_what_else_is_wrong_is_said_where_a_setting_is_missing(
 ) -> None:
     with pytest.raises(SystemExit):
         main(["balance.slots=-1", "balance.objective=foo", "model.topk=0"])
-    assert capsys.readouterr().err.splitlines() == [
-        "error: data.path is missing: it has no default",
-        "error: model.topk (0) must be >= 1",
-        "error: balance.slots (-1) must be >= 0",
-        "error: balance.objective ('foo') must be one of tolerance, time",
+    rules = [
+        "data.path is missing",
+        "model.topk (0) must be >= 1",
+        "balance.slots (-1) must be >= 0",
+        "balance.objective ('foo') must be one of tolerance, time",
     ]
+    for line, rule in zip(capsys.readouterr().err.splitlines(), rules, strict=True):
+        assert line.startswith(f"error: {rule}")
 
 
 def test_a_section_that_is_a_mapping_is_refused() -> None:

@@ -269,7 +269,7 @@ def _push_other_replicas(rank: int) -> None:
 def test_ranks_that_push_different_replicas_say_so_at_once() -> None:
     with pytest.raises(
         RuntimeError,
-        match=r"rank 1 and rank 0 were given different replicas to push \(generation 2\).*layer 3",
+        match=r"rank 1 and rank 0 .*different replicas .*\(generation 2\).*layer 3",
     ):
         run_ranks(_push_other_replicas, 3)
 
@@ -381,7 +381,7 @@ def _run_ahead(rank: int) -> None:
     if rank == 0:
         with pytest.raises(
             RuntimeError,
-            match=r"rank 0 is at generation 1, but rank 1 is at generation 2 of slot 0: .*reset",
+            match=r"rank 0 .*generation 1, .*rank 1 .*generation 2 of slot 0.*reset\(\)",
         ):
             side.push(transfers, 0).wait()
     side.transport.reset()
@@ -394,11 +394,13 @@ def test_a_rank_that_is_ahead_is_refused() -> None:
 
 def _ask_for_different_memory(rank: int) -> None:
     transport = SharedMemoryTransport(dist.group.WORLD)
-    with pytest.raises(ValueError, match="all ranks must share the same, but one asks for"):
+    with pytest.raises(
+        ValueError, match=r"ranks must share the same, .*(8 bytes .*12|12 bytes .*8) bytes"
+    ):
         transport.allocate((1, 2 + rank), torch.float32, CPU)
     with pytest.raises(ValueError, match=r"must have 1 to 256 slots, got \[257, 1\]"):
         transport.allocate((257, 1), torch.float32, CPU)
-    with pytest.raises(ValueError, match="memory of the CPU only, not of meta"):
+    with pytest.raises(ValueError, match=r"shared_memory .*CPU only, not of meta"):
         transport.allocate((1, 1), torch.float32, torch.device("meta"))
     assert transport.allocate((0, 4), torch.float32, CPU).shape == (0, 4)
 
@@ -409,7 +411,7 @@ def test_memory_that_cannot_be_shared_is_refused() -> None:
 
 def _give_the_wrong_tensors(rank: int) -> None:
     side = side_of()
-    with pytest.raises(ValueError, match="must be buffers that this transport's allocate"):
+    with pytest.raises(ValueError, match=r"slot_weights .*must be .*allocate\(\)"):
         side.transport.push(in_slots([], 2), [], [torch.zeros(2, *shape) for shape in SHAPES])
     mains = [[torch.zeros(shape)] for shape in SHAPES]
     mains[0] = [torch.zeros(3, 4).T]
@@ -421,7 +423,7 @@ def _give_the_wrong_tensors(rank: int) -> None:
             side.transport.pull_add([Transfer(0, 0, 1, 0)], side.slot_grads, sums)
     half = SharedMemoryTransport(dist.group.WORLD)
     slot_grads = [half.allocate((1, 2), torch.float16, CPU)]
-    with pytest.raises(ValueError, match="slot_grads must be float32, float64 or bfloat16"):
+    with pytest.raises(ValueError, match=r"slot_grads .*float32, float64 or bfloat16, got Half"):
         half.pull_add([], slot_grads, {})
     side.step([Transfer(0, 0, 1, 0)], 0)  # refused calls did not count
 
@@ -444,8 +446,7 @@ def _live_on_two_machines(rank: int) -> None:
         )
         with pytest.raises(
             RuntimeError,
-            match=r"process \d+ on .* cannot map memory of process \d+ on .*another "
-            r"machine or in another container\); use balance.transport=collective",
+            match=r"process \d+ .*cannot map.*process \d+ .*machine .*balance.transport=collective",
         ):
             make_transport("shared_memory", dist.group.WORLD, CPU, OPTIONS)
 

@@ -76,9 +76,7 @@ def _share(rank: int) -> None:
         expected[rank] = mine.data_ptr()
         assert addresses.tolist() == expected
         assert heap.highest(rank) == peers[1]
-        with pytest.raises(
-            RuntimeError, match=r"symmetric_memory \(cuda\) .* has backend NCCL: it"
-        ):
+        with pytest.raises(RuntimeError, match=r"symmetric_memory \(cuda\) .* backend NCCL"):
             SymmetricHeap(world, CPU, backend="cuda")
 
     with _faked(Torch(), "the only GPU"):
@@ -89,13 +87,11 @@ def _share(rank: int) -> None:
     # All ranks raise what one has found.
     with _faked(Torch(missing=(1,) if rank == 3 else ()), str(rank)):
         heap = SymmetricHeap(world, CPU)
-        with pytest.raises(
-            RuntimeError, match=r"gave rank 3 no address .* memory of ranks \[1\]: t"
-        ):
+        with pytest.raises(RuntimeError, match=r"gave rank 3 no address .*ranks \[1\]"):
             heap.share(64)
     with _faked(Torch(offset=512 if rank == 2 else 256), str(rank)):
         heap = SymmetricHeap(world, CPU)
-        with pytest.raises(RuntimeError, match=r"gave rank 2 memory 512 bytes .* rank 0 256 bytes"):
+        with pytest.raises(RuntimeError, match=r"gave rank 2 .* 512 bytes .*rank 0 256 bytes"):
             heap.share(64)
 
 

@@ -129,7 +129,7 @@ class TestFiles:
             2: [1, 0, 2],
             5: [0, 2, 1],
         }
-        with pytest.raises(FileExistsError, match="replace it with --overwrite"):
+        with pytest.raises(FileExistsError, match=r"layout\.npz .*--overwrite"):
             write_layout(tmp_path / "layout.npz", layout)
 
     @pytest.mark.parametrize(

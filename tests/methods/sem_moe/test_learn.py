@@ -204,7 +204,7 @@ def test_wrong_ranks(ranks, message):
 
 def test_too_few_samples():
     routes = dataclasses.replace(two_topics(), sample=np.zeros(8, dtype=np.int64))
-    with pytest.raises(ValueError, match=r"samples \(1\) must be at least as many as ranks"):
+    with pytest.raises(ValueError, match=r"samples \(1\) must be .*ranks"):
         learn(routes, 2)
 
 

@@ -108,15 +108,11 @@ def test_a_damaged_file_is_named_before_ranks_start(
     assert re.fullmatch(problem, find_damage(newest)[0]) or not (newest / "run.json").exists()
     settings = overrides(data, run_dir)
     validate(load_config(settings), num_ranks=2)  # There is an older one.
-    with pytest.raises(ConfigError) as refused:
+    refusal = rf"{newest} is damaged: {problem}; .*checkpoint\.fallback=true"
+    with pytest.raises(ConfigError, match=refusal):
         validate(load_config([*settings, "checkpoint.fallback=false"]), num_ranks=2)
-    assert re.fullmatch(
-        f"checkpoint {newest} is damaged: {problem}; an older one is used only with "
-        r"checkpoint\.fallback=true",
-        str(refused.value),
-    )
     harm(run_dir / "checkpoints" / OLDER / name)
-    with pytest.raises(ConfigError, match=f"^none of the checkpoints of {run_dir} is whole, "):
+    with pytest.raises(ConfigError, match=f"none .*{run_dir} .*{newest}: {problem};"):
         validate(load_config(settings), num_ranks=2)
 
 
@@ -210,7 +206,7 @@ def test_verify_says_which_files_were_changed(
     older = run_dir / "checkpoints" / OLDER
     (older / "checksums.json").unlink()
     status, said, _ = run_command(capsys, "checkpoint", "verify", older)
-    assert (status, said) == (0, f"{older}: has no checksums; no file is missing or cut off\n")
+    assert (status, said.partition(";")[0]) == (0, f"{older}: has no checksums")
 
 
 # Checkpoints that cannot be written.

@@ -148,7 +148,7 @@ def test_trust_is_needed_for_files_of_another_user(
         owner, what = os.geteuid(), NEWEST
         monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     config = load_config(overrides(data, run_dir))
-    with pytest.raises(ConfigError, match=rf"{what} belongs to another user \({owner}\); .* needs"):
+    with pytest.raises(ConfigError, match=rf"{what} .*another user \({owner}\).*checkpoint\.trust"):
         validate(config, num_ranks=2)
     config.checkpoint.trust = True
     validate(config, num_ranks=2)
@@ -167,7 +167,7 @@ def test_trust_is_needed_for_files_of_another_user(
 )
 def test_a_table_names_only_its_own_classes(craft: Callable[[], bytes], tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(craft())
-    with pytest.raises(ForeignClassError, match=r"^\.metadata names [\w.]+, which no checkpoint"):
+    with pytest.raises(ForeignClassError, match=r"^\.metadata names [\w.]+, "):
         read_table(tmp_path / ".metadata")
 
 
@@ -175,7 +175,7 @@ def test_a_table_names_only_its_own_classes(craft: Callable[[], bytes], tmp_path
 def test_a_table_names_files_of_its_own_folder(name: object, tmp_path: Path) -> None:
     places = {MetadataIndex("a"): _StorageInfo(name, 0, 1)}  # type: ignore[arg-type]
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data=places)))
-    with pytest.raises(ValueError, match=r"^\.metadata names a file outside of its folder: "):
+    with pytest.raises(ValueError, match=rf"^\.metadata .*outside .*: {re.escape(repr(name))}$"):
         read_table(tmp_path / ".metadata")
 
 
