@@ -135,6 +135,8 @@ class CpuPlatform:
             "manual_seed": lambda seed: torch.manual_seed(seed),
         }.items():
             self._replace(torch.cuda, name, value)
+        self._replace(torch.cuda.nvtx, "range_push", lambda message: None)
+        self._replace(torch.cuda.nvtx, "range_pop", lambda: None)
 
         self._replace(_GLOO, "__init__", _on_shared_devices(_GLOO.__init__))
 

@@ -136,6 +136,22 @@ OPTIONS = {
         True,
         brief="partial CUDA graphs",
     ),
+    "overlap": Option(
+        "overlap of two microbatches (`--overlap-moe-expert-parallel-comm`)",
+        "overlap_moe_expert_parallel_comm",
+        brief="overlap of two microbatches",
+    ),
+    "delayed_gradients": Option(
+        "delayed weight gradients (`--delay-wgrad-compute`)",
+        "delay_wgrad_compute",
+        True,
+        brief="delayed weight gradients",
+    ),
+    "beside_dispatch": Option(
+        "weight gradients beside the dispatch's backward "
+        "(`--overlap-dispatch-backward-with-experts-wgrad`)",
+        twins=True,
+    ),
     "activation_offload": Option(
         "fine-grained offload of activations (`--fine-grained-activation-offloading`)",
         "fine_grained_activation_offloading",
@@ -181,8 +197,6 @@ def note_options(items: Iterable[pytest.Item]) -> None:
 
 REFUSED = {
     "fp8": "FP8",
-    "overlap_moe_expert_parallel_comm": "overlap of two microbatches",
-    "delay_wgrad_compute": "delayed weight gradients",
     "moe_expert_rank_capacity_factor": "rank capacity factor",
     "cuda_graph_impl": "graphs of whole steps",
     "moe_paged_stash": "paged stash of activations",

@@ -233,7 +233,14 @@ def build_gpt(
     if dtype == torch.float16:  # nor this
         differences |= dict(params_dtype=dtype, pipeline_dtype=dtype, fp16=True)
     settings = overridable_settings(run) | transformer_settings(run)
-    config = TransformerConfig(**(settings | differences | megatron))
+    settings |= differences | megatron
+    # Megatron allows these in 16 bits only, where it was tried; wider dtypes compare better.
+    in_16_bits = (
+        {} if dtype.itemsize == 2 else {n: settings.pop(n) for n in _IN_16_BITS & {*settings}}
+    )
+    config = TransformerConfig(**settings)
+    for name, value in in_16_bits.items():
+        setattr(config, name, value)
     transforms = [grouped_mm_spec] * grouped_mm + [spec_transform] * (spec_transform is not None)
     modules = [
         _build_chunk(config, chunk, vpp, transformer_engine, transforms) for chunk in range(vpp)
@@ -245,13 +252,24 @@ def build_gpt(
             if re.search(frozen, name):
                 parameter.requires_grad_(False)
     # Buckets far smaller than Megatron's, so that even this model has several.
-    ddp = {"bucket_size": 4 * hidden * ffn} | (ddp or {})
+    ddp = {
+        "bucket_size": 4 * hidden * ffn,
+        "delay_wgrad_compute": config.delay_wgrad_compute
+        or getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False),
+    } | (ddp or {})
     chunks = wrap_in_ddp(config, modules, ddp_config(run, **ddp))
     built = None
     if dtype not in (torch.float64, torch.float16):
         settings = dict(optimizer=optimizer) | (optimizer_settings or {})
         built = get_megatron_optimizer(optimizer_config(run, **settings), chunks)
     return TinyGPT(chunks, built, config, dtype, micro_batch_size, seed)
+
+
+_IN_16_BITS = {
+    *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
+    "ep_overlap_early_attn_memory_release",
+}
+"""Fields of Megatron's combined schedule."""
 
 
 def _drop_models() -> None:
@@ -392,14 +410,16 @@ def _shard_name(name: str, parameter: torch.nn.Parameter) -> str:
     return f" shard {rank}" if rank else ""
 
 
-def _forward_step(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+def _forward_step(
+    batches: Iterator[torch.Tensor], model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
     tokens = next(batches)
     positions = torch.arange(SEQUENCE).expand(len(tokens), -1)
+    run = model.build_schedule_plan if return_schedule_plan else model
     if model.config.mtp_num_layers:
         # Only with labels does Megatron add the loss of the tokens after the next.
-        return model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]), _mean_loss
-    logits = model(tokens[:, :-1], positions, None)
-    return logits, partial(_loss, tokens[:, 1:])
+        return run(tokens[:, :-1], positions, None, labels=tokens[:, 1:]), _mean_loss
+    return run(tokens[:, :-1], positions, None), partial(_loss, tokens[:, 1:])
 
 
 def _loss(

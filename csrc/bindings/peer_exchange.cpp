@@ -122,8 +122,9 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         // Before the slots are offered again, those of the last push must be filled: another rank
         // may fill them now. Its end is the current stream's, and then nothing of it is in use.
         finish_push(num_pushes_);
-        // The current stream has changed the mains, made the plan and read the slots.
+        // The current stream has changed the mains and made the plan.
         wait_for_current_stream(push_stream_);
+        if (read_.has_value()) read_->block(push_stream_.unwrap());
         const c10::cuda::CUDAStreamGuard on(push_stream_);
         const PeerPush task{push.segments,
                             problem,
@@ -154,6 +155,15 @@ class TensorPeerExchange : public torch::CustomClassHolder {
                                            stream));
             pushed_.reset();
         }
+    }
+
+    // Let later pushes wait for the current stream's work so far, which reads this rank's slots.
+    void note_reads() {
+        const c10::cuda::CUDAGuard guard(device_);
+        const c10::Stream stream = c10::cuda::getCurrentCUDAStream().unwrap();
+        if (!read_.has_value()) read_.emplace(c10::DeviceType::CUDA);
+        read_->block(stream);  // Earlier reads may be of another stream.
+        read_->record(stream);
     }
 
     // Start adding gradients; the arguments are those of Exchange.
@@ -468,6 +478,7 @@ class TensorPeerExchange : public torch::CustomClassHolder {
     Tensor copies_;                           // compiled anew by each push
     Push last_{};
     std::optional<c10::Event> pushed_;  // until the last push is finished
+    std::optional<c10::Event> read_;    // reads of the slots so far
     Pull last_pull_{};
     std::optional<c10::Event> pulled_;  // until the last pull is finished
     int64_t num_pushes_ = 0;
@@ -488,6 +499,7 @@ TORCH_LIBRARY_FRAGMENT(megatron_ext, m) {
         .def("add_segment", &TensorPeerExchange::add_segment)
         .def("start_push", &TensorPeerExchange::start_push)
         .def("finish_push", &TensorPeerExchange::finish_push)
+        .def("note_reads", &TensorPeerExchange::note_reads)
         .def("start_pull", &TensorPeerExchange::start_pull)
         .def("finish_pull", &TensorPeerExchange::finish_pull)
         .def("set_table", &TensorPeerExchange::set_table)

@@ -19,6 +19,8 @@ and its gradient reduction runs beside the backward of router and attention.
   reduction has started, even if the MoE layer's input is cut off from the transformer layer's.
 - The mains are inputs of the join (without a join, of `materialized`). So autograd and the hooks of
   data-parallel reduction take a main's gradient for complete only with the replicas' part.
+- Where the backward runs in pieces (Megatron's combined schedule), or weight gradients are delayed,
+  the mains are no inputs of the join: `held_back.py` holds the hooks back instead.
 - `MainWeights.hand_over` adds the replicas' part to the `main_grad` of data-parallel training. If
   there is no `main_grad`, or the addition would round too much, autograd adds both parts.
 - With gradient accumulation fusion, the products add slot gradients to the slots' buffers.
@@ -39,6 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.balance import held_back
 from megatron_ext.balance.agreement import Agreement
 from megatron_ext.balance.main_weights import Aside, MainWeights
 from megatron_ext.balance.plan import BalancePlan, Shares
@@ -201,6 +204,11 @@ class Forward:
     """Whether the plan was read for the last time: the reduction starts, or no backward comes."""
     is_joined: bool = False
     """Whether the layer's input waits for the reduction; else backward waits where it starts."""
+    is_held_back: bool = False
+    """Whether DDP hears of the mains' gradients at the join, and not when autograd has them."""
+    delayed: list[Forward] | None = None
+    """If weight gradients are delayed, takes this forward when its experts' backward is over. The
+    layer calls `reduce_delayed` after the weight gradients."""
     pushing: Materializing | None = None
     """The transfer that begins behind the plan and ends before the experts."""
     rematerializing: Materializing | None = None
@@ -244,17 +252,19 @@ class Forward:
             self.is_sealed = False
             self.agreement.compare_sent(self.rows)
 
-    def join(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def join(self, hidden: Tensor, *, hold_back: bool = False) -> tuple[Tensor, Tensor]:
         """Make the point at which backward waits for the reduction, and gives the mains the sums.
 
         Returns the layer's input, and the edge for `materialized`, which has no elements. The
         backward of everything that is computed from the returned input runs beside the reduction.
+        `hold_back` is for fused gradients, and says that autograd cannot give the mains the sums:
+        the experts' backward is a piece by itself, or comes without weight gradients.
         """
-        self.is_joined = True
+        assert self.mains.fused or not hold_back, "autograd has the mains' own part"
+        self.is_joined, self.is_held_back = True, hold_back
         edge = _edge(hidden)
-        hidden, edge = OnBackward.apply(
-            self._add_to_mains, (hidden, edge), hidden, edge, *self.mains.parameters()
-        )
+        mains = () if hold_back else self.mains.parameters()
+        hidden, edge = OnBackward.apply(self._add_to_mains, (hidden, edge), hidden, edge, *mains)
         return hidden, edge
 
     def push(self, there: Tensor | None = None) -> None:
@@ -284,10 +294,13 @@ class Forward:
         frozen = self._slot_weights(trained=False)
         constants = self.mains.by_segment(self.mains.slot_views(frozen), frozen)
         if not self.reduces:
+            if torch.is_grad_enabled():
+                (tokens,) = OnBackward.apply(self._end_experts, (tokens,), tokens, _edge(tokens))
             return tokens, constants
         views = self.mains.slot_views(self._slot_weights(trained=True))
         # With a join, the mains get the replicas' gradients at the join and not here.
-        parameters = () if self.is_joined else self.mains.parameters()
+        has_sums_here = not self.is_joined and self.delayed is None
+        parameters = self.mains.parameters() if has_sums_here else ()
         tokens, *views = OnBackward.apply(
             self._start_reduction,
             (tokens, *views),
@@ -313,6 +326,7 @@ class Forward:
         """Return the experts' output; its backward first waits for the forward's replicas."""
         if self.buffers is None:
             return output
+        self.buffers.transport.note_reads()
         (output,) = OnBackward.apply(self._await_replicas, (output,), output)
         return output
 
@@ -349,23 +363,43 @@ class Forward:
         rematerializing = self._rematerialize()
         with stage_of_backward(PUSH_WAIT, self.layer_number):
             rematerializing.wait()
+        if self.reduces and (self.is_held_back or self.delayed is not None):
+            held_back.hold_back(self.mains.parameters())
         return (grad,)
+
+    def _end_experts(self, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        """Let later pushes wait for the experts' backward, which reads the slots."""
+        assert self.buffers is not None
+        self.buffers.transport.note_reads()
+        return grad, None
 
     def _start_reduction(
         self, grad: Tensor | None, *view_grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Start the reduction, and without a join wait for it; the plan is not read any more."""
+        result = self._end_experts(grad)
+        if self.delayed is not None:
+            self.delayed.append(self)
+            return result
+        self._reduce(self.mains.by_segment(view_grads, self.slot_grads))
+        return result if self.is_joined else self._add_to_mains(grad)
+
+    def reduce_delayed(self) -> None:
+        """Start the reduction, and without a join wait for it, once the gradients are there."""
+        self._reduce([None] * len(self.slot_grads))
+        if not self.is_joined:
+            self._add_to_mains(None)
+
+    def _reduce(self, replica_grads: Sequence[Any]) -> None:
         assert self.buffers is not None
         with stage_of_backward(REDUCE_START, self.layer_number):
             experts_in_slots = self._experts_of_backward()
-            replica_grads = self.mains.by_segment(view_grads, self.slot_grads)
             aside, self.aside = self.aside, None
             assert (aside is not None) == self.mains.fused, "`_begin_backward` comes first"
             self.reducing = self.buffers.reduce_replica_grads(
                 experts_in_slots, self.slot_grads, replica_grads, self.label, aside=aside
             )
         self.release_plan()
-        return (grad, None) if self.is_joined else self._add_to_mains(grad)
 
     def _add_to_mains(
         self, grad: Tensor | None, _edge_grad: Tensor | None = None
@@ -383,8 +417,12 @@ class Forward:
         if self.mains.have_main_grads and not self.mains.fused and not _reaches_leaves():
             # `torch.autograd.grad` of something else: `main_grad` stays as it was.
             sums = {}
+        gradients = self.mains.hand_over(sums)
+        if self.is_held_back or self.delayed is not None:
+            held_back.let_go(self.mains.parameters())
+            return grad, None
         # The inputs of `join`, and without a join those of `materialized`.
-        return (grad, None, *self.mains.hand_over(sums))
+        return (grad, None, *gradients)
 
     def _rematerialize(self) -> Materializing:
         """Start materializing for the backward, once; return the transfer under way."""

@@ -65,6 +65,7 @@ class SlotBuffers:
         # The forward whose replicas are all here; None during a transfer, so that an aborted
         # transfer does not look complete.
         self._resident: weakref.ref[Any] | None = None
+        self._last_push: weakref.ref[Materializing] | None = None
         # The last reduction. The forward keeps the reduction and its sums alive.
         self._reducing: weakref.ref[Reducing] | None = None
         self._num_virtual_layers = 0
@@ -137,7 +138,9 @@ class SlotBuffers:
         # Do not iterate these transfers here: for a plan on a GPU the host would wait for it.
         transfers = Transfers(experts_in_slots, self.layout.mains_per_rank, on_host)
         pending = self.transport.push(transfers, mains.rows(), self.slot_weights, label)
-        return Materializing(pending, self, owner)
+        materializing = Materializing(pending, self, owner)
+        self._last_push = weakref.ref(materializing)
+        return materializing
 
     def begin_fused(
         self, experts_in_slots: Tensor, slot_grads: Sequence[Tensor | None], mains: MainWeights
@@ -253,7 +256,8 @@ class Materializing:
         with timed("materialize", self._started):
             self._pending.wait()
         self._pending = None
-        if self._buffers is not None:
+        # A later push may have begun, and overwrites the replicas of this one.
+        if self._buffers is not None and (last := self._buffers._last_push) and last() is self:
             self._buffers._resident = self._owner
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from megatron.core.distributed import distributed_data_parallel
@@ -30,6 +31,9 @@ class ExpertWeights(Protocol):
 
     def mains(self) -> MainWeights:
         """Return this rank's main weights, anew in each forward: a wrapper may move weights."""
+
+    def in_use(self) -> AbstractContextManager[object]:
+        """Let the module find what `run` has run, for weight gradients that come later."""
 
     def run(
         self,

@@ -155,6 +155,18 @@ def _broken(rules: tuple[Demand, ...], config: Any, with_setting: str) -> list[s
     return [problem for rule in rules if (problem := rule.problem(config, with_setting))]
 
 
+class DelayDemand(Demand):
+    """The rule for delayed weight gradients: with which other settings they come out right."""
+
+    def problem(self, config: Any, with_setting: str) -> str | None:
+        """Return the problem with delayed gradients in `config`, or None."""
+        if not config.gradient_accumulation_fusion:
+            return Demand.problem(self, config, "gradient_accumulation_fusion (False)")
+        if config.add_bias_linear:
+            return Demand.problem(self, config, "add_bias_linear (True)")
+        return None
+
+
 class GraphDemand(Demand):
     """The rule for CUDA graphs: which implementation, and what its graphs may hold."""
 
@@ -188,6 +200,14 @@ _GRAPHS = GraphDemand(
     ("none", "transformer_engine", "local"),
     "a graph must end before the plan, and `local` ones do only in hybrid models",
     "set --cuda-graph-impl transformer_engine --cuda-graph-scope attn moe_router moe_preprocess",
+)
+
+_DELAYED = DelayDemand(
+    "delay_wgrad_compute",
+    (False,),
+    "without fusion Megatron itself takes memory that nothing has set for gradients, and biases "
+    "get their gradients past the replicas",
+    "leave out --no-gradient-accumulation-fusion and set --disable-bias-linear",
 )
 
 MUST_BE = (
@@ -228,21 +248,8 @@ MUST_BE = (
         "weights that Megatron gathers for every use are not supported",
         "leave out --expert-tensor-parallel-num-weight-shards",
     ),
-    Demand(
-        "overlap_moe_expert_parallel_comm",
-        (False,),
-        "two layers would use the shared slots at once",
-    ),
-    Demand(
-        "delay_wgrad_compute",
-        (False,),
-        "slot gradients must be complete when the experts' backward ends",
-    ),
-    Demand(
-        "overlap_dispatch_backward_with_experts_wgrad",
-        (False,),
-        "slot gradients must not be delayed",
-    ),
+    _DELAYED,
+    _DELAYED._replace(field="overlap_dispatch_backward_with_experts_wgrad"),
     Demand(
         "quant_recipe",
         (None,),

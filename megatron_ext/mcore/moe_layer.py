@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
+from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -155,6 +157,8 @@ class BalancedMoELayer(ObservedMoELayer):
         # the graph and the graph holds the forward.
         self._forward: Forward | None = None
         self._edge: Tensor | None = None
+        # Forwards in backward, whose delayed weight gradients are to come.
+        self._delayed: list[Forward] = []
 
     @property
     def is_for_mtp(self) -> bool:
@@ -171,6 +175,26 @@ class BalancedMoELayer(ObservedMoELayer):
     def set_chunk(self, first_layer: int) -> None:
         """Named point: take the number of layers before this chunk; called in the layers' order."""
         self.first_layer_of_chunk = first_layer
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether Megatron's combined schedule runs two microbatches at a time.
+
+        It runs a forward and another's backward piece by piece, each piece with a backward of its
+        own, and without the transformer layer's `forward`.
+        """
+        return bool(self.config.overlap_moe_expert_parallel_comm)
+
+    @property
+    def has_delayed_gradients(self) -> bool:
+        """Whether the experts' weight gradients come after their backward, by `backward_dw`."""
+        return bool(self.config.delay_wgrad_compute or self._are_beside_dispatch)
+
+    @property
+    def _are_beside_dispatch(self) -> bool:
+        """Whether delayed gradients are computed beside the dispatch's backward."""
+        # Megatron-Core before 0.17 has no such overlap.
+        return bool(getattr(self.config, "overlap_dispatch_backward_with_experts_wgrad", False))
 
     @property
     def is_started(self) -> bool:
@@ -239,8 +263,13 @@ class BalancedMoELayer(ObservedMoELayer):
         # A recomputed MoE layer has a backward of its own inside the transformer layer's backward,
         # and a parameter must get its whole gradient in one of the two.
         if self.layout.slots > 0 and torch.is_grad_enabled() and not self.moe_layer_recompute:
+            hold_back = self.is_overlapped or self.has_delayed_gradients
+            if hold_back and not self.expert_weights.mains().fused:
+                return hidden_states
             self._forward = self.begin(hidden_states.device)
-            hidden_states, self._edge = self._forward.join(hidden_states)
+            hidden_states, edge = self._forward.join(hidden_states, hold_back=hold_back)
+            # With the combined schedule, an edge would take the experts' backward on to the join.
+            self._edge = None if self.is_overlapped else edge
         return hidden_states
 
     def drop_forward(self) -> None:
@@ -265,7 +294,8 @@ class BalancedMoELayer(ObservedMoELayer):
         forward = self._forward
         chosen = as_map(routing_map, self.layout.num_experts)
         marks = self._plan(forward, chosen, probs.dtype)
-        self.push(forward)
+        if not self.is_overlapped:
+            self.push(forward)
         with stage(REROUTE):
             probs, physical = self._reroute(forward, probs, routing_map, chosen, marks)
         self.before_dispatch(forward, hidden_states, chosen)
@@ -346,6 +376,8 @@ class BalancedMoELayer(ObservedMoELayer):
                 check_main_grads(forward.mains)
             finish_parameter_gather(self.experts)
             forward.slot_grads = self.balancer.agree_on_slot_grads(forward.mains)
+            if self.has_delayed_gradients and forward.mains.fused:
+                forward.delayed = self._delayed
         forward.push(there)
 
     def _reroute(
@@ -403,8 +435,22 @@ class BalancedMoELayer(ObservedMoELayer):
             moves=forward.moves,
         )
 
+    def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Stage 5 (Megatron); with the combined schedule, stage 4 starts here.
+
+        Until then, another microbatch's replicas are in the slots, for its experts' backward.
+        """
+        if self.is_overlapped:
+            self.push(self.under_way)
+        result: tuple[Tensor, Tensor] = super().dispatch(hidden_states, probs)
+        return result
+
     def routed_experts_compute(self, hidden_states: Any, probs: Any) -> tuple[Any, None]:
         """Named point, stage 6: wait for the replicas, and run mains and slots."""
+        if self._are_beside_dispatch:
+            hidden_states = moe_layer._RecordExpertDgradCompletion.apply(
+                self._delayed_wgrad_event, hidden_states
+            )
         tokens, counts, probs = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
         release_graph(self.token_dispatcher)
         tokens, slot_weights = self.under_way.materialized(tokens, self._edge)
@@ -428,6 +474,13 @@ class BalancedMoELayer(ObservedMoELayer):
                 self.experts, self.expert_weights, slot_weights, tokens, tokens_per_expert, probs
             )
         return forward.before_experts_backward(output)
+
+    def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
+        """Compute delayed weight gradients (Megatron), then start reducing those of replicas."""
+        with self.expert_weights.in_use():
+            super().backward_dw(routed_experts, shared_experts)
+        if routed_experts and self._delayed:
+            self._delayed.pop(0).reduce_delayed()
 
     def combine(self, output: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Stage 7: outputs back to the tokens' ranks; its backward begins with stage 4."""
@@ -458,6 +511,7 @@ class BalancedMoELayer(ObservedMoELayer):
     def forget_step(self) -> None:
         """Drop what an aborted step left in this layer."""
         self.drop_forward()
+        self._delayed.clear()
         if self.is_started:
             self.balancer.forget_step()
 
@@ -477,9 +531,17 @@ class JoiningTransformerLayer(TransformerLayer):
             # The argument counts from the chunk's first layer, the attribute from the model's.
             self.mlp.set_chunk(self.layer_number - layer_number)
 
+        self._is_behind_join = False
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run Megatron's forward behind the point where backward will wait for the reduction."""
         return self._joined(super().forward, args, kwargs)
+
+    def _forward_attention(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a layer's attention, with which Megatron's combined schedule begins, likewise."""
+        if self._is_behind_join or is_graph_capturing():
+            return super()._forward_attention(*args, **kwargs)
+        return self._joined(super()._forward_attention, args, kwargs)
 
     def _te_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the layer's graph, which Megatron calls in place of `forward`, behind that point.
@@ -492,11 +554,15 @@ class JoiningTransformerLayer(TransformerLayer):
         """Run the layer behind the point where backward will wait."""
         if not isinstance(self.mlp, BalancedMoELayer):
             return run(*args, **kwargs)
+        self._is_behind_join = True
         try:
             if "hidden_states" in kwargs:
                 kwargs["hidden_states"] = self.mlp.join_reduction(kwargs["hidden_states"])
             else:
                 args = (self.mlp.join_reduction(args[0]), *args[1:])
             return run(*args, **kwargs)
-        finally:
+        except BaseException:
             self.mlp.drop_forward()
+            raise
+        finally:
+            self._is_behind_join = False

@@ -2,6 +2,7 @@
 
     DistributedDataParallel.finish_grad_sync   counts failed waits when it is done    failures.py
     DistributedDataParallel.zero_grad_buffer   looks at the counts before             failures.py
+    DDP's buckets' register_grad_ready         waits for the replicas' part           held_back.py
     the step of every torch optimizer          looks at the counts before             failures.py
     a module put into a Megatron model         looks for layers left out              below
     Megatron's switch of NVTX ranges           is asked by the stages' ranges         ranges.py
@@ -21,12 +22,14 @@ from typing import Any
 import torch
 from megatron.core import utils
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from megatron_ext.balance import held_back
 from megatron_ext.balance.ranges import show_in_nvtx
 from megatron_ext.mcore import failures
 from megatron_ext.mcore.stages import ObservedMoELayer
@@ -48,6 +51,7 @@ def install() -> None:
     try:
         replace(DistributedDataParallel, "finish_grad_sync", _counting)
         replace(DistributedDataParallel, "zero_grad_buffer", _looking)
+        replace(_ParamAndGradBucketGroup, "register_grad_ready", _waiting)
         _undo.callback(register_optimizer_step_pre_hook(_look_before_step).remove)
         _undo.callback(register_module_module_registration_hook(_warn_of_layers_left_out).remove)
         show_stages_in_nvtx()
@@ -83,6 +87,7 @@ def show_stages_in_nvtx() -> None:
 def _counting(finish: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(finish)
     def finish_and_count(ddp: Any, *args: Any, **kwargs: Any) -> None:
+        held_back.require_complete()
         finish(ddp, *args, **kwargs)
         failures.start_count(ddp)
 
@@ -93,9 +98,19 @@ def _looking(zero: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(zero)
     def look_and_zero(*args: Any, **kwargs: Any) -> None:
         failures.look()
+        held_back.forget()
         zero(*args, **kwargs)
 
     return look_and_zero
+
+
+def _waiting(register: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(register)
+    def register_when_complete(group: Any, main: Tensor, *args: Any, **kwargs: Any) -> None:
+        call = functools.partial(register, group, main, *args, **kwargs)
+        held_back.call_when_complete(main, call)
+
+    return register_when_complete
 
 
 def _look_before_step(*_: Any) -> None:

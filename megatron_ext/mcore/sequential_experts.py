@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ class SlotsBehindMains:
 
     def __init__(self, experts: Any) -> None:
         self._experts = experts
+
+    def in_use(self) -> AbstractContextManager[object]:
+        """See `ExpertWeights.in_use`."""
+        return nullcontext()
 
     def run(
         self,
@@ -55,11 +60,27 @@ class SlotsBehindMains:
         raise NotImplementedError
 
 
+def _delays(module: nn.Module) -> bool:
+    """Whether a linear of Transformer Engine keeps its weight gradients for later."""
+    store: Any = getattr(module, "wgrad_store", None)
+    return store is not None and bool(store.delay_wgrad_compute())
+
+
 class SequentialWeights(SlotsBehindMains):
-    """Mains and slots of `SequentialMLP`: M modules, each with the same named parameters."""
+    """Mains and slots of `SequentialMLP`: M modules, each with the same named parameters.
+
+    Raises:
+        ValueError: Weight gradients are delayed.
+    """
 
     def __init__(self, experts: SequentialMLP) -> None:
         super().__init__(experts)
+        # Main 0's module runs the slots, too, and Megatron asks it for one run's gradients.
+        if any(_delays(module) for module in experts.modules()):
+            raise ValueError(
+                "delay_wgrad_compute (True) must be False with SequentialMLP of Transformer "
+                "Engine's linears (give --moe-grouped-gemm)"
+            )
         self.segments = tuple(
             Segment(name, tuple(parameter.shape))
             for name, parameter in experts.local_experts[0].named_parameters()

@@ -13,7 +13,7 @@ Legend: M mains per rank, S slots per rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -69,6 +69,10 @@ class TEGroupedWeights:
             ),
             fused=self._experts.config.gradient_accumulation_fusion,
         )
+
+    def in_use(self) -> AbstractContextManager[object]:
+        """See `ExpertWeights.in_use`."""
+        return self._op_fuser.in_use() if self._op_fuser is not None else nullcontext()
 
     def run(
         self,
@@ -195,22 +199,27 @@ class _OpFuser:
     @contextmanager
     def lent(self, slot_weights: Sequence[Sequence[Tensor]]) -> Iterator[None]:
         """Let the experts compute with the slots' weights, one tensor a slot for each linear."""
-        experts = self._experts
         if self._operations is None:
             # In the first forward, as in Megatron: parameters may move before that.
             self._operations = self._make(slot_weights)
-        before, experts._fused_ops = experts._fused_ops, (self._operations,)
-        linears = [getattr(experts, name) for name in _LINEARS]
+        linears = [getattr(self._experts, name) for name in _LINEARS]
         of_linears = zip(linears, slot_weights, strict=True)
         lent = [[*_rows(linear), *tensors] for linear, tensors in of_linears]
+        with self.in_use(), ExitStack() as stack:
+            for index, linear, tensors in zip(_FUSED_LINEARS, linears, lent, strict=True):
+                # A linear without biases has weights only: all are trained, or none.
+                trained = next(linear.parameters()).requires_grad
+                stack.enter_context(self._lent_to(index, tensors, trained))
+            stack.enter_context(_in_place(self._operations, [*chain(*lent)]))
+            yield
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let the experts' module have these operations in the place of its own."""
+        experts = self._experts
+        before, experts._fused_ops = experts._fused_ops, (self._operations,)
         try:
-            with ExitStack() as stack:
-                for index, linear, tensors in zip(_FUSED_LINEARS, linears, lent, strict=True):
-                    # A linear without biases has weights only: all are trained, or none.
-                    trained = next(linear.parameters()).requires_grad
-                    stack.enter_context(self._lent_to(index, tensors, trained))
-                stack.enter_context(_in_place(self._operations, [*chain(*lent)]))
-                yield
+            yield
         finally:
             experts._fused_ops = before
 

@@ -311,14 +311,20 @@ def _route_recorder(
 
 
 def _forward_step(
-    batches: Iterator[dict[str, Tensor]], model: Any, *, reverse: bool
-) -> tuple[Tensor, Any]:
+    batches: Iterator[dict[str, Tensor]],
+    model: Any,
+    return_schedule_plan: bool = False,
+    *,
+    reverse: bool,
+) -> tuple[Any, Any]:
+    """Run a microbatch; for Megatron's combined schedule, return its plan of the microbatch."""
     heartbeat.note("data")
     batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(batches).items()}
     heartbeat.note("forward" if model.training else "evaluate")
     if reverse:
         batch = {name: tensor.flip(0) for name, tensor in batch.items()}
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, partial(_mean_loss, batch["loss_mask"])
 
 

@@ -106,6 +106,9 @@ class CollectiveTransport:
 
         return _Push(transfers, post)
 
+    def note_reads(self) -> None:
+        """Do nothing: `wait` fills the slots, on the stream that goes on to read them."""
+
     def pull_add(
         self,
         transfers: Sequence[Transfer],

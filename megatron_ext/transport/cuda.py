@@ -127,6 +127,10 @@ class CudaTransport(OneSidedTransport):
         )
         return UnderWay(self._exchange.finish_push, push)
 
+    def note_reads(self) -> None:
+        """Let later pushes wait for the current stream; see `Transport.note_reads`."""
+        self._exchange.note_reads()
+
     def _share_tables(self, num_bytes: int) -> tuple[Tensor, Tensor]:
         return self._heap.share(num_bytes)
 

@@ -128,6 +128,9 @@ class SharedMemoryTransport(OneSidedTransport):
         )
         return UnderWay(self._exchange.finish_push, generation)
 
+    def note_reads(self) -> None:
+        """Do nothing: the CPU reads when it is told to."""
+
     def _share_tables(self, num_bytes: int) -> list[list[Tensor]]:
         return [share(num_bytes, "rows", self._group, self._peers)]
 

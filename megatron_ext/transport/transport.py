@@ -144,6 +144,12 @@ class Transport(Protocol):
         slots, [S, *shape]. The label names the layer in errors.
         """
 
+    def note_reads(self) -> None:
+        """Let later pushes wait for the current stream's work so far, which reads the slots.
+
+        Only needed where a later push starts on another stream.
+        """
+
     def pull_add(
         self,
         transfers: Sequence[Transfer],

@@ -88,6 +88,7 @@ OPTIONS: dict[str, dict[str, Settings]] = {
         "shared memory": {},
         "collective": dict(balance=dict(transport="collective")),
     },
+    "schedule": {"in turn": {}, "overlapped": dict(overlap_moe_expert_parallel_comm=True)},
     "exchange": {"at once": {}, "own first": dict(balance=dict(local_first=True))},
 }
 

@@ -176,6 +176,37 @@ def test_what_pads_experts_for_decoding_is_refused() -> None:
         check(config, BalanceConfig())
 
 
+@pytest.mark.parametrize(
+    "field", ["delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"]
+)
+@pytest.mark.parametrize(
+    ("setting", "value"), [("gradient_accumulation_fusion", False), ("add_bias_linear", True)]
+)
+def test_delayed_gradients_need_fused_ones_and_no_biases(
+    field: str, setting: str, value: bool
+) -> None:
+    config = moe_config()
+    config.gradient_accumulation_fusion = True
+    setattr(config, field, True)
+    check(config, BalanceConfig())
+    setattr(config, setting, value)
+    with pytest.raises(ConfigError) as error:
+        check(config, BalanceConfig())
+    (problem,) = error.value.problems
+    assert problem.startswith(f"{field} (True) must be False with {setting} ({value})")
+    assert "--no-gradient-accumulation-fusion" in problem
+
+
+@pytest.mark.parametrize("balance", [dict(strategy="libra"), dict(local_first=True)], ids=str)
+def test_the_combined_schedule_excludes_what_needs_whole_layers(balance: dict[str, Any]) -> None:
+    config = moe_config()
+    config.overlap_moe_expert_parallel_comm = True
+    config.moe_token_dispatcher_type = "alltoall"
+    check(config, BalanceConfig())
+    with pytest.raises(ConfigError, match=r"^overlap_moe_expert_parallel_comm \(True\) .* False"):
+        check(config, BalanceConfig(**balance))
+
+
 def test_float16_gradients_need_a_transport_that_adds_them() -> None:
     config = moe_config(fp16=True)
     with pytest.raises(ConfigError) as error:
@@ -220,7 +251,7 @@ def test_the_class_of_the_experts_is_checked_where_a_spec_is_given() -> None:
     spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
     check(config, balance, spec)
     dense = get_gpt_layer_local_spec()
-    with pytest.raises(ConfigError, match=r"spec has no MoE layer .*\bMLP\b"):
+    with pytest.raises(ConfigError, match=r"spec has no MoE layer .*\bTransformerLayer\b"):
         check(config, balance, dense)
     with pytest.raises(ConfigError) as error:
         check(config, BalanceConfig(strategy="magic"), spec)
@@ -249,8 +280,8 @@ def test_flags_are_those_of_megatrons_programs() -> None:
     flags = set(flags_of_megatron())
     for rule in RULES:
         if rule.field in known:
-            value = object()
-            problem = rule.problem(type("Config", (), {rule.field: value}), "balance")
+            settings = {"gradient_accumulation_fusion": False, rule.field: object()}
+            problem = rule.problem(type("Config", (), settings), "balance")
             assert problem is not None
             named = re.findall(r"--\S+", problem.rpartition("(")[2].rstrip(")"))
             assert named, rule.field

@@ -109,7 +109,7 @@ def _balance(spec: Any) -> Any:
 
 def test_a_spec_without_experts_is_refused() -> None:
     dense = get_gpt_layer_local_spec()
-    with pytest.raises(ValueError, match=r"spec has no MoE layer .*\bMLP\b"):
+    with pytest.raises(ValueError, match=r"spec has no MoE layer .*\bTransformerLayer\b"):
         balance_spec(dense, BalanceConfig())
     with pytest.raises(ValueError, match=r"spec has no SequentialMLP .*Layer"):
         grouped_mm_spec(dense)

@@ -9,6 +9,11 @@ TO_PREDICT = (
         (1,),
         "a layer would predict a chunk from another chunk's tokens",
     ),
+    Demand(
+        "overlap_moe_expert_parallel_comm",
+        (False,),
+        "replicas sent ahead would meet those of the other microbatch's backward",
+    ),
 )
 """Rules for layers that predict the next layer's load."""
 
@@ -30,6 +35,16 @@ LOCAL_FIRST = (
         "moe_shared_expert_overlap",
         (False,),
         "shared experts would overlap with the same parts of dispatch and combine",
+    ),
+    Demand(
+        "overlap_moe_expert_parallel_comm",
+        (False,),
+        "Megatron's combined schedule takes the dispatched tokens as one tensor",
+    ),
+    Demand(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        (False,),
+        "own tokens' weight gradients come while the dispatch's backward has begun",
     ),
 )
 """Rules with `balance.local_first`."""

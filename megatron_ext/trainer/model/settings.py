@@ -40,6 +40,9 @@ UNEVEN_STAGES = (
 )
 """Fields of TransformerConfig with which pipeline stages may differ in their layers."""
 
+_DELAYS = ("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad")
+"""Fields of TransformerConfig with which weight gradients come after a layer's backward."""
+
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective"},
@@ -97,7 +100,12 @@ def transformer_settings(config: TrainConfig) -> dict[str, Any]:
 
 def overridable_settings(config: TrainConfig) -> dict[str, Any]:
     """Return the fields of TransformerConfig that the section `megatron` may replace."""
+    is_interleaved = config.parallel.vpp_size > 1
     settings = OVERRIDABLE | {
+        # As Megatron's programs choose. With batched messages, its combined schedule of two
+        # microbatches computes other losses.
+        "overlap_p2p_comm": is_interleaved,
+        "batch_p2p_comm": not is_interleaved,
         "moe_router_load_balancing_type": "aux_loss" if config.model.aux_loss else "none",
         # The output layer is Megatron's own, and needs a kernel of NVIDIA Apex for it.
         "gradient_accumulation_fusion": (
@@ -149,6 +157,7 @@ def ddp_config(config: TrainConfig, **megatron: Any) -> DistributedDataParallelC
         "overlap_grad_reduce": parallel.overlap_grad_reduce,
         "overlap_param_gather": parallel.overlap_param_gather,
         "grad_reduce_in_fp32": config.model.precision == "bf16",
+        "delay_wgrad_compute": any(config.megatron.get(name) for name in _DELAYS),
     }
     return DistributedDataParallelConfig(**(of_run | megatron))
 

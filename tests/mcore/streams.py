@@ -1,0 +1,226 @@
+"""Finds accesses to the slots that no stream has put in order, by vector clocks on CPU ranks.
+
+On the CPU every operation is done when it is issued, in one order. On a GPU only what a stream has
+waited for is done. Here each stream counts its operations, and knows how many of each other stream
+are done for sure: of those that it waited for. `Watch` sees every operation of PyTorch on the
+slots' memory, and every push and pull, and holds it against what its stream knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Tick = tuple[str, int]
+"""An operation: its stream and its number there."""
+
+
+class Stream:
+    """Of `torch.cuda`: counts its operations, and knows those of others that are done."""
+
+    current: Stream
+
+    def __init__(self, *_: Any, name: str = "", **__: Any) -> None:
+        self.name = name or f"stream {id(self)}"
+        self.clock: dict[str, int] = {}
+        self.device = torch.device("cpu")
+
+    def tick(self) -> Tick:
+        """Count an operation."""
+        self.clock[self.name] = self.clock.get(self.name, 0) + 1
+        return self.name, self.clock[self.name]
+
+    def knows(self, tick: Tick) -> bool:
+        """Whether an operation is done before the next one of this stream."""
+        return self.clock.get(tick[0], 0) >= tick[1]
+
+    def learn(self, clock: dict[str, int]) -> None:
+        """Wait for what another stream, or an event, knew."""
+        for name, number in clock.items():
+            self.clock[name] = max(self.clock.get(name, 0), number)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.learn(other.clock)
+
+    def wait_event(self, event: Event) -> None:
+        self.learn(event.clock)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None: ...
+
+
+class Event:
+    """Of `torch.cuda`."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.clock: dict[str, int] = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or Stream.current
+        stream.tick()
+        self.clock = dict(stream.clock)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or Stream.current).learn(self.clock)
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        return 0.0
+
+
+@contextmanager
+def _on(stream: Stream | None) -> Iterator[None]:
+    before, Stream.current = Stream.current, stream or Stream.current
+    try:
+        yield
+    finally:
+        Stream.current = before
+
+
+@contextmanager
+def clocked_streams() -> Iterator[None]:
+    """Let `torch.cuda` have such streams and events, and Megatron's schedule make new ones."""
+    from megatron.core.pipeline_parallel import utils
+
+    Stream.current = Stream(name="compute")
+    values = dict(
+        Stream=Stream, Event=Event, stream=_on, current_stream=lambda device=None: Stream.current
+    )
+    with (
+        mock.patch.multiple(torch.cuda, **values),
+        mock.patch.multiple(utils, _COMP_STREAM=None, _COMM_STREAM=None),
+    ):
+        yield
+
+
+@dataclass
+class Memory:
+    """Some memory, and the operations on it since its last write."""
+
+    name: str
+    written: tuple[Tick, str] | None = None
+    read: list[tuple[Tick, str]] = field(default_factory=list)
+
+
+class Watch(TorchDispatchMode):
+    """Watches slot buffers, and stands before their transport as a GPU's transport would.
+
+    Pushes and pulls run on streams of their own, as `csrc/bindings/peer_exchange.cpp` has them.
+
+    Attributes:
+        num_checks: Pairs of operations whose order was looked at.
+        errors: The pairs that a GPU may run in the other order.
+    """
+
+    def __init__(self, buffers: Any, *, waits_for_reads: bool = True) -> None:
+        super().__init__()
+        self._buffers = buffers
+        self._transport, buffers.transport = buffers.transport, self
+        self._waits_for_reads = waits_for_reads
+        self._push_stream, self._pull_stream = Stream(name="push"), Stream(name="pull")
+        self._reads = Event()
+        self._weights, self._grads = Memory("slots"), Memory("slot gradients")
+        self._by_storage = {
+            buffer.untyped_storage().data_ptr(): memory
+            for memory, of_segments in (
+                (self._weights, buffers.slot_weights),
+                (self._grads, buffers.slot_grads),
+            )
+            for buffer in of_segments
+            if buffer is not None
+        }
+        self.num_checks = 0
+        self.errors: list[str] = []
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._buffers.transport = self._transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def push(self, transfers: Any, mains: Any, slot_weights: Any, label: str = "") -> Any:
+        """See `Transport.push`."""
+        self._push_stream.learn(Stream.current.clock)
+        if self._waits_for_reads:
+            self._push_stream.learn(self._reads.clock)
+        self._access(self._weights, self._push_stream, True, f"push of {label}")
+        return self._ended_on(
+            self._push_stream, self._transport.push(transfers, mains, slot_weights, label)
+        )
+
+    def note_reads(self) -> None:
+        """See `Transport.note_reads`."""
+        self._reads.wait()
+        self._reads.record()
+
+    def pull_add(self, transfers: Any, slot_grads: Any, sums: Any, label: str = "") -> Any:
+        """See `Transport.pull_add`."""
+        self._pull_stream.learn(Stream.current.clock)
+        self._access(self._grads, self._pull_stream, False, f"pull of {label}")
+        return self._ended_on(
+            self._pull_stream, self._transport.pull_add(transfers, slot_grads, sums, label)
+        )
+
+    def _ended_on(self, stream: Stream, pending: Any) -> Any:
+        ended, wait = Event(), pending.wait
+        ended.record(stream)
+
+        def wait_for_stream() -> None:
+            ended.wait()
+            # The transport on the CPU copies by operations, which are no one's.
+            with torch.utils._python_dispatch._disable_current_modes():
+                wait()
+
+        pending.wait = wait_for_stream
+        return pending
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for argument, schema in zip(args, function._schema.arguments, strict=False):
+            self._see(argument, schema, function)
+        for schema in function._schema.arguments:
+            if schema.name in kwargs:
+                self._see(kwargs[schema.name], schema, function)
+        return function(*args, **kwargs)
+
+    def _see(self, argument: Any, schema: Any, function: Any) -> None:
+        alias = schema.alias_info
+        if alias is not None and not alias.is_write:
+            return  # A view reads nothing.
+        for tensor in tree_leaves(argument):
+            if isinstance(tensor, Tensor) and tensor.numel():
+                memory = self._by_storage.get(tensor.untyped_storage().data_ptr())
+                if memory is not None:
+                    writes = alias is not None
+                    self._access(memory, Stream.current, writes, str(function))
+
+    def _access(self, memory: Memory, stream: Stream, writes: bool, what: str) -> None:
+        before = [memory.written] * (memory.written is not None) + memory.read * writes
+        for tick, earlier in before:
+            self.num_checks += 1
+            if not stream.knows(tick):
+                self.errors.append(f"{memory.name}: {what} may come before {earlier}")
+        entry = (stream.tick(), what)
+        if writes:
+            memory.written, memory.read = entry, []
+        else:
+            memory.read.append(entry)

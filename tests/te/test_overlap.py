@@ -1,0 +1,154 @@
+"""Delayed weight gradients of Transformer Engine's experts, balanced. Layer 2.
+
+With the combined schedule they are delayed by `delay_wgrad_compute`, without it by
+`overlap_dispatch_backward_with_experts_wgrad`. What is compared differs only in that; pairs with
+other options are in `test_combinations.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_ext.balance import held_back
+from megatron_ext.config import BalanceConfig
+from tests.mcore import inside
+from tests.mcore.parity import balanced_gpt
+from tests.mcore.test_overlap import (
+    EARLY,
+    FUSED,
+    IN_BACKWARD,
+    OVERLAP,
+    Case,
+    train_with_and_without,
+    watched_step,
+)
+from tests.ranks import run_ranks
+from tests.te.test_combinations import GATED, TE
+from tests.te.test_experts import HAS_BLOCKS
+
+DELAY = OVERLAP | dict(delay_wgrad_compute=True)
+BESIDE = dict(overlap_dispatch_backward_with_experts_wgrad=True)
+EXPERTS = TE | FUSED
+FUSER = GATED | dict(
+    moe_mlp_glu_interleave_size=32,
+    ffn=64,
+    bias_activation_fusion=False,
+    use_transformer_engine_op_fuser=True,
+)
+
+
+def delayed(settings: dict[str, Any], **case: Any) -> Case:
+    """Training with delayed gradients, compared with training without them."""
+    return Case(**dict(settings=EXPERTS | settings, schedule=DELAY, before=OVERLAP) | case)
+
+
+CASES = {
+    "alone": delayed({}),
+    "reduced in backward": delayed(IN_BACKWARD, world_size=4),
+    "DDP does not know": delayed(IN_BACKWARD | dict(ddp=dict(delay_wgrad_compute=False))),
+    "shared experts": delayed(IN_BACKWARD | dict(num_layers=3, shared_ffn=16)),
+    "multi-token prediction": delayed(IN_BACKWARD | dict(mtp_num_layers=1)),
+    "early release": delayed(IN_BACKWARD, schedule=DELAY | EARLY),
+    "interleaved": delayed(
+        IN_BACKWARD | dict(num_layers=4, pp=2, vpp=2), world_size=4, num_microbatches=4
+    ),
+    "gradients in 16 bits": delayed(
+        IN_BACKWARD | dict(ddp=dict(grad_reduce_in_fp32=False)), dtype=torch.bfloat16
+    ),
+}
+BESIDE_DISPATCH = {
+    "alone": delayed({}, schedule=BESIDE, before={}),
+    "recomputed": delayed(
+        IN_BACKWARD | dict(recompute="selective"), schedule=BESIDE, before={}, world_size=4
+    ),
+    "reduced in backward": delayed(IN_BACKWARD, schedule=BESIDE, before={}, world_size=4),
+    "op fuser": delayed(IN_BACKWARD | FUSER, schedule=BESIDE, before={}, dtype=torch.bfloat16),
+}
+if HAS_BLOCKS:
+    CASES["op fuser"] = delayed(IN_BACKWARD | FUSER, dtype=torch.bfloat16)
+
+
+def _train(rank: int, case: Case) -> tuple[int, list[str]]:
+    with mock.patch.dict(os.environ, NVTE_CUTEDSL_FUSED_GROUPED_MLP="1"):
+        return train_with_and_without(rank, case)
+
+
+@pytest.mark.option("delayed_gradients")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_training_is_the_same(case: Case) -> None:
+    for replicas, different in run_ranks(_train, case.world_size, case):
+        assert replicas > 0
+        assert different == []
+
+
+@pytest.mark.option("beside_dispatch")
+@pytest.mark.skipif(not HAS_BLOCKS, reason="Megatron-Core 0.16.1 has no such overlap")
+@pytest.mark.parametrize("case", BESIDE_DISPATCH.values(), ids=BESIDE_DISPATCH.keys())
+def test_training_with_gradients_beside_dispatch_is_the_same(case: Case) -> None:
+    for replicas, different in run_ranks(_train, case.world_size, case):
+        assert replicas > 0
+        assert different == []
+
+
+def _train_without_a_join(rank: int, case: Case) -> tuple[int, list[str]]:
+    """Train layers whose transformer layers are of a class that knows nothing of balancing."""
+    from megatron_ext.mcore.moe_layer import JoiningTransformerLayer
+
+    def run(layer: Any, run: Any, args: Any, kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    with mock.patch.object(JoiningTransformerLayer, "_joined", run):
+        return train_with_and_without(rank, case)
+
+
+@pytest.mark.option("delayed_gradients")
+def test_training_without_a_join_is_the_same() -> None:
+    for replicas, different in run_ranks(_train_without_a_join, 4, CASES["reduced in backward"]):
+        assert replicas > 0
+        assert different == []
+
+
+def _build_sequential(rank: int) -> None:
+    balanced_gpt(EXPERTS | dict(ep=2, moe_grouped_gemm=False), BalanceConfig(), **DELAY)
+
+
+def test_experts_one_by_one_cannot_delay() -> None:
+    with pytest.raises(RuntimeError, match=r"delay_wgrad_compute \(True\) .*--moe-grouped-gemm"):
+        run_ranks(_build_sequential, 2)
+
+
+def _train_with_hooks_at_once(rank: int, case: Case) -> list[str]:
+    with mock.patch.object(held_back, "call_when_complete", lambda main, call: call()):
+        return train_with_and_without(rank, case)[1]
+
+
+def _train_with_early_reduction(rank: int, case: Case) -> list[str]:
+    """Reduce where the experts' backward ends, before the weight gradients are there."""
+    start = inside.original(inside.START_REDUCTION)
+
+    def start_now(forward: Any, *grads: Any) -> Any:
+        forward.delayed = None
+        return start(forward, *grads)
+
+    with mock.patch(inside.START_REDUCTION, start_now):
+        return train_with_and_without(rank, case)[1]
+
+
+@pytest.mark.parametrize("broken", [_train_with_hooks_at_once, _train_with_early_reduction])
+def test_a_broken_order_changes_gradients(broken: Any) -> None:
+    # Compared with a training in turn, which holds nothing back.
+    assert any(run_ranks(broken, 4, replace(CASES["reduced in backward"], before={})))
+
+
+@pytest.mark.option("delayed_gradients")
+@pytest.mark.parametrize("schedule", [DELAY, *[BESIDE] * HAS_BLOCKS], ids=str)
+def test_streams_use_the_slots_in_order(schedule: dict[str, Any]) -> None:
+    for num_checks, errors in run_ranks(watched_step, 2, EXPERTS | schedule, torch.float32):
+        assert num_checks >= 12
+        assert errors == []
