@@ -222,8 +222,7 @@ def excluded_by(recipe: Recipe) -> list[str]:
     values: dict[str, Any] = {name: value or None for name, value in recipe.items()}
     values |= {name: True for name, value in recipe.items() if value == "True"}
     values["cuda_graph_modules"] = recipe["cuda_graph_modules"].split()
-    # The recipes' default, and their experts.
-    values |= {"gradient_accumulation_fusion": True, "add_bias_linear": False}
+    values["gradient_accumulation_fusion"] = True  # The recipes' default.
     config = SimpleNamespace(**values)
     refused = [rule.field for rule in MUST_BE if rule.problem(config, "balance.strategy=quota")]
     # Weights that are not whole are seen when a model is there (in_place.py).

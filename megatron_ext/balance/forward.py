@@ -215,6 +215,8 @@ class Forward:
     """The transfer that begins beside the combine's backward and ends before the experts'."""
     aside: Aside | None = None
     """With fused gradients, until the reduction: `main_grad` of the earlier microbatches."""
+    replica_grads: list[Any] = field(default_factory=list)
+    """From the experts' backward to the delayed gradients: those that are not delayed."""
     reducing: Reducing | None = None
     """The reduction, until the join."""
 
@@ -378,15 +380,23 @@ class Forward:
     ) -> tuple[Tensor | None, ...]:
         """Start the reduction, and without a join wait for it; the plan is not read any more."""
         result = self._end_experts(grad)
+        replica_grads = self.mains.by_segment(view_grads, self.slot_grads)
         if self.delayed is not None:
+            self.replica_grads = replica_grads
             self.delayed.append(self)
             return result
-        self._reduce(self.mains.by_segment(view_grads, self.slot_grads))
+        self._reduce(replica_grads)
         return result if self.is_joined else self._add_to_mains(grad)
 
-    def reduce_delayed(self) -> None:
-        """Start the reduction, and without a join wait for it, once the gradients are there."""
-        self._reduce([None] * len(self.slot_grads))
+    def reduce_delayed(self, delayed_grads: Sequence[Sequence[Tensor | None] | None]) -> None:
+        """Start the reduction, and without a join wait for it, once the gradients are there.
+
+        `delayed_grads` has those that no fused product has added, by segment and slot.
+        """
+        pairs = zip(delayed_grads, self.replica_grads, strict=True)
+        replica_grads = [now if later is None else _either(later, now) for later, now in pairs]
+        self.replica_grads = []
+        self._reduce(replica_grads)
         if not self.is_joined:
             self._add_to_mains(None)
 
@@ -476,6 +486,16 @@ class Forward:
                 "is over, or its step was aborted; one forward has one backward"
             )
         return self.virtual_layer.experts_in_slots.wait()
+
+
+def _either(
+    grads: Sequence[Tensor | None], others: Sequence[Tensor | None] | None
+) -> list[Tensor | None]:
+    """Return a gradient for each slot, from the one or the other."""
+    if others is None:
+        return list(grads)
+    pairs = zip(grads, others, strict=True)
+    return [grad if grad is not None else other for grad, other in pairs]
 
 
 def _reaches_leaves() -> bool:

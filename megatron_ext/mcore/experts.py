@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from megatron.core.distributed import distributed_data_parallel
@@ -32,8 +31,16 @@ class ExpertWeights(Protocol):
     def mains(self) -> MainWeights:
         """Return this rank's main weights, anew in each forward: a wrapper may move weights."""
 
-    def in_use(self) -> AbstractContextManager[object]:
-        """Let the module find what `run` has run, for weight gradients that come later."""
+    def run_delayed(self, compute: Callable[[], None], num_slots: int) -> list[Any]:
+        """Compute the delayed weight gradients of one backward, mains and slots.
+
+        Args:
+            compute: Megatron's `backward_dw` of the layer.
+            num_slots: Slots that the forward had.
+
+        Returns:
+            By segment, the gradients of all slots; None if fused products have added them.
+        """
 
     def run(
         self,

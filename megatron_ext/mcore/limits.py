@@ -156,15 +156,13 @@ def _broken(rules: tuple[Demand, ...], config: Any, with_setting: str) -> list[s
 
 
 class DelayDemand(Demand):
-    """The rule for delayed weight gradients: with which other settings they come out right."""
+    """The rule for delayed weight gradients: they must be fused."""
 
     def problem(self, config: Any, with_setting: str) -> str | None:
         """Return the problem with delayed gradients in `config`, or None."""
-        if not config.gradient_accumulation_fusion:
-            return Demand.problem(self, config, "gradient_accumulation_fusion (False)")
-        if config.add_bias_linear:
-            return Demand.problem(self, config, "add_bias_linear (True)")
-        return None
+        if config.gradient_accumulation_fusion:
+            return None
+        return Demand.problem(self, config, "gradient_accumulation_fusion (False)")
 
 
 class GraphDemand(Demand):
@@ -205,9 +203,8 @@ _GRAPHS = GraphDemand(
 _DELAYED = DelayDemand(
     "delay_wgrad_compute",
     (False,),
-    "without fusion Megatron itself takes memory that nothing has set for gradients, and biases "
-    "get their gradients past the replicas",
-    "leave out --no-gradient-accumulation-fusion and set --disable-bias-linear",
+    "without fusion Megatron itself takes memory that nothing has set for gradients",
+    "leave out --no-gradient-accumulation-fusion",
 )
 
 MUST_BE = (

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -477,10 +478,12 @@ class BalancedMoELayer(ObservedMoELayer):
 
     def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
         """Compute delayed weight gradients (Megatron), then start reducing those of replicas."""
-        with self.expert_weights.in_use():
-            super().backward_dw(routed_experts, shared_experts)
-        if routed_experts and self._delayed:
-            self._delayed.pop(0).reduce_delayed()
+        compute = partial(super().backward_dw, routed_experts, shared_experts)
+        if not routed_experts or not self._delayed:
+            compute()
+            return
+        replica_grads = self.expert_weights.run_delayed(compute, self.layout.slots)
+        self._delayed.pop(0).reduce_delayed(replica_grads)
 
     def combine(self, output: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Stage 7: outputs back to the tokens' ranks; its backward begins with stage 4."""

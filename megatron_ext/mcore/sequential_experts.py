@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +23,15 @@ def run_mains(experts: nn.Module, tokens: Tensor, counts: Tensor, probs: Tensor)
 class SlotsBehindMains:
     """Runs the mains with Megatron's module, then the slots: a base of `ExpertWeights`."""
 
+    segments: tuple[Segment, ...]
+
     def __init__(self, experts: Any) -> None:
         self._experts = experts
 
-    def in_use(self) -> AbstractContextManager[object]:
-        """See `ExpertWeights.in_use`."""
-        return nullcontext()
+    def run_delayed(self, compute: Callable[[], None], num_slots: int) -> list[Any]:
+        """See `ExpertWeights.run_delayed`."""
+        compute()
+        return [None] * len(self.segments)
 
     def run(
         self,

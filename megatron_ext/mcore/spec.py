@@ -45,6 +45,8 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
       of every such model must have called `balance_spec` or `balance_models`.
     - `zero_grad_buffer` and the step of every torch optimizer look at the sum, and raise an error
       on all ranks if a wait has failed.
+    - With delayed weight gradients, or two microbatches at a time, DDP's buckets hear of an expert
+      weight's gradient when the replicas' part is in it.
     - A hook on every module that is put into another one warns of models that are balanced in part.
     - The stages of MoE layers become NVTX ranges if Megatron makes NVTX ranges.
 

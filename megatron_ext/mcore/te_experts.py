@@ -12,8 +12,8 @@ Legend: M mains per rank, S slots per rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -70,9 +70,24 @@ class TEGroupedWeights:
             fused=self._experts.config.gradient_accumulation_fusion,
         )
 
-    def in_use(self) -> AbstractContextManager[object]:
-        """See `ExpertWeights.in_use`."""
-        return self._op_fuser.in_use() if self._op_fuser is not None else nullcontext()
+    def run_delayed(self, compute: Callable[[], None], num_slots: int) -> list[Any]:
+        """See `ExpertWeights.run_delayed`."""
+        if self._op_fuser is not None:
+            with self._op_fuser.in_use():
+                compute()
+            return [None] * len(self.segments)
+        # Transformer Engine sets the `.grad` of biases, and reads no weight.
+        stand_ins = [
+            [torch.empty_like(getattr(self._experts, name).bias0) for _ in range(num_slots)]
+            for name in _LINEARS
+        ]
+        with _lent(self._experts, [{"weight": each, "bias": each} for each in stand_ins]):
+            compute()
+        return [
+            [bias.grad for bias in of_linear] if kind == "bias" else None
+            for of_linear in stand_ins
+            for kind in self._kinds
+        ]
 
     def run(
         self,

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,6 +121,34 @@ def test_steps_wait_for_no_host() -> None:
         for idx, filled in enumerate(pushed[side.rank]):
             side.slot_weights = filled
             side.check_slots(plans[idx], idx)
+
+
+def test_a_push_of_another_stream_waits_for_the_slots_readers() -> None:
+    """As in Megatron's combined schedule: the experts read on a stream that the push is not on."""
+    ranks = VirtualRanks(2)
+    sides = [side_of(ranks, rank, ALIGNED) for rank in range(2)]
+    plan = [Transfer(0, 0, 1, 0), Transfer(1, 0, 0, 0)]
+    there = in_slots(plan, 2, device=ranks.device)
+    read: list[list[torch.Tensor]] = []
+
+    def all_ranks(call: Callable[[Side], None]) -> None:
+        for side in sides:
+            with torch.cuda.stream(ranks.streams[side.rank]):
+                call(side)
+
+    all_ranks(lambda side: side.push(there, 0).wait())
+    torch.cuda.synchronize()
+    for side in sides:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(10**8)
+            read.append([each.clone() for each in side.slot_weights])
+            side.transport.note_reads()
+    all_ranks(lambda side: side.push(there, 1, fill=False).wait())
+    torch.cuda.synchronize()
+    for side, before in zip(sides, read, strict=True):
+        side.check_slots(plan, 1)
+        side.slot_weights = before
+        side.check_slots(plan, 0)
 
 
 def test_replays_of_a_graph_go_on_counting() -> None:

@@ -11,7 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Container, Mapping, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -25,6 +25,8 @@ from tests.mcore.parity import (
     step_difference,
 )
 from tests.ranks import run_ranks
+
+T = TypeVar("T")
 
 Settings = dict[str, Any]
 
@@ -161,6 +163,16 @@ def by_version(trainings: Sequence[Combination]) -> dict[str, list[Combination]]
         had[least].update(training.values())
         shares[least].append(training)
     return shares
+
+
+def of_this_version(cases: Mapping[str, T]) -> dict[str, T]:
+    """Return the cases of the installed version: each has one, in turn. Of another, all."""
+    here = version("megatron-core")
+    return {
+        name: case
+        for number, (name, case) in enumerate(cases.items())
+        if VERSIONS[number % len(VERSIONS)] == here or here not in VERSIONS
+    }
 
 
 _BEGUN = 40

@@ -16,7 +16,7 @@ replay, or a large number.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -165,6 +165,7 @@ class Graphed:
         function: Takes tensors; returns tensors, and None.
         sample: Inputs of the recorded run.
         parameters: What else gets gradients.
+        modules: Where linears of Transformer Engine may keep weight gradients for later.
     """
 
     def __init__(
@@ -172,7 +173,9 @@ class Graphed:
         function: Callable[..., Sequence[Tensor | None]],
         sample: Sequence[Tensor],
         parameters: Sequence[Tensor],
+        modules: Iterable[Any] = (),
     ) -> None:
+        self.linears = [m for m in modules if hasattr(m, "wgrad_store") and m.need_backward_dw()]
         self.inputs = [each.detach().clone().requires_grad_(each.requires_grad) for each in sample]
         self.parameters = [each for each in parameters if each.requires_grad]
         wanted = [*(each for each in self.inputs if each.requires_grad), *self.parameters]
@@ -187,10 +190,32 @@ class Graphed:
                 self.grads = torch.autograd.grad(
                     self.differentiable, wanted, self.output_grads, allow_unused=True
                 )
+            with _hooks_off(self.linears), Recorder() as self.weight_gradients:
+                for linear in self.linears:
+                    linear.backward_dw()
 
     def __call__(self, *inputs: Tensor, **kwargs: Any) -> tuple[Tensor | None, ...]:
         results = iter(_Replay.apply(self, *inputs, *self.parameters))
         return tuple(None if each is None else next(results) for each in self.outputs)
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that the backward has left for later."""
+        self.weight_gradients.replay()
+        for linear in self.linears:
+            linear._trigger_wgrad_accumulation_and_reduce_hooks()
+
+
+@contextmanager
+def _hooks_off(linears: Iterable[Any]) -> Iterator[None]:
+    """Call no hooks of DDP while weight gradients are captured."""
+    hooks = [(linear, linear.wgrad_accumulation_and_reduce_hooks) for linear in linears]
+    for linear, _ in hooks:
+        linear.wgrad_accumulation_and_reduce_hooks = []
+    try:
+        yield
+    finally:
+        for linear, each in hooks:
+            linear.wgrad_accumulation_and_reduce_hooks = each
 
 
 class _Replay(torch.autograd.Function):
@@ -247,8 +272,9 @@ def graph_layers(gpt: TinyGPT, num_graphs: int = 1) -> list[Graphed]:
             sample = torch.randn(shape, dtype=gpt.dtype).requires_grad_()
             covered = layer._get_submodules_under_cudagraphs()
             parameters = [p for module in covered for p in module.parameters()]
+            modules = [part for module in covered for part in module.modules()]
             with capturing():
-                graphs = [Graphed(run, [sample], parameters) for _ in range(num_graphs)]
+                graphs = [Graphed(run, [sample], parameters, modules) for _ in range(num_graphs)]
             layer.cuda_graphs = graphs
             # Megatron's own adds a mask, and asks for the version of Transformer Engine.
             layer._get_te_cuda_graph_replay_args = _hidden_states_alone

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from typing import Any
 from unittest import mock
 
@@ -16,9 +15,9 @@ import pytest
 import torch
 
 from megatron_ext.config import BalanceConfig, HistorySettings
-from tests.compatibility import VERSIONS
 from tests.gpt import SEQUENCE, TinyGPT, build_gpt  # first: it enables the CPU platform
 from tests.mcore import inside
+from tests.mcore.covering import of_this_version
 from tests.mcore.graphs import CaptureError, Graphed, Recorder, graph_layers
 from tests.mcore.parity import balanced, balanced_gpt, balanced_layers
 from tests.mcore.test_agreement import spoil
@@ -90,12 +89,7 @@ CASES_OF_ONE_VERSION = {
 }
 """With one of the versions, in turn."""
 
-HERE = version("megatron-core")
-CASES |= {
-    name: case
-    for number, (name, case) in enumerate(CASES_OF_ONE_VERSION.items())
-    if VERSIONS[number % len(VERSIONS)] == HERE or HERE not in VERSIONS
-}
+CASES |= of_this_version(CASES_OF_ONE_VERSION)
 
 
 def train_with_and_without(rank: int, case: Case) -> tuple[int, int]:

@@ -68,7 +68,7 @@ IMPOSSIBLE = (
         for other in ("moe", "full", "allgather", "pp2", "libra")
     ),
     # Gradients that are not set, with and without balancing; of 0.16.1's latent MoE, too.
-    *({"delayed", other} for other in ("autograd", "biased", "latent")),
+    *({"delayed", other} for other in ("autograd", "latent")),
 )
 """What Megatron, or the plug-in, does not take together."""
 

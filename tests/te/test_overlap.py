@@ -18,6 +18,7 @@ import torch
 from megatron_ext.balance import held_back
 from megatron_ext.config import BalanceConfig
 from tests.mcore import inside
+from tests.mcore.covering import of_this_version
 from tests.mcore.parity import balanced_gpt
 from tests.mcore.test_overlap import (
     EARLY,
@@ -26,8 +27,10 @@ from tests.mcore.test_overlap import (
     OVERLAP,
     Case,
     train_with_and_without,
+    train_with_graphs,
     watched_step,
 )
+from tests.mcore.test_partial_graphs import ALL
 from tests.ranks import run_ranks
 from tests.te.test_combinations import GATED, TE
 from tests.te.test_experts import HAS_BLOCKS
@@ -51,17 +54,23 @@ def delayed(settings: dict[str, Any], **case: Any) -> Case:
 CASES = {
     "alone": delayed({}),
     "reduced in backward": delayed(IN_BACKWARD, world_size=4),
-    "DDP does not know": delayed(IN_BACKWARD | dict(ddp=dict(delay_wgrad_compute=False))),
-    "shared experts": delayed(IN_BACKWARD | dict(num_layers=3, shared_ffn=16)),
-    "multi-token prediction": delayed(IN_BACKWARD | dict(mtp_num_layers=1)),
-    "early release": delayed(IN_BACKWARD, schedule=DELAY | EARLY),
-    "interleaved": delayed(
-        IN_BACKWARD | dict(num_layers=4, pp=2, vpp=2), world_size=4, num_microbatches=4
-    ),
-    "gradients in 16 bits": delayed(
-        IN_BACKWARD | dict(ddp=dict(grad_reduce_in_fp32=False)), dtype=torch.bfloat16
-    ),
 }
+"""With each version of Megatron-Core."""
+CASES |= of_this_version(
+    {
+        "DDP does not know": delayed(IN_BACKWARD | dict(ddp=dict(delay_wgrad_compute=False))),
+        "biases": delayed(IN_BACKWARD | dict(add_bias_linear=True), world_size=4),
+        "shared experts": delayed(IN_BACKWARD | dict(num_layers=3, shared_ffn=16)),
+        "multi-token prediction": delayed(IN_BACKWARD | dict(mtp_num_layers=1)),
+        "early release": delayed(IN_BACKWARD, schedule=DELAY | EARLY),
+        "interleaved": delayed(
+            IN_BACKWARD | dict(num_layers=4, pp=2, vpp=2), world_size=4, num_microbatches=4
+        ),
+        "gradients in 16 bits": delayed(
+            IN_BACKWARD | dict(ddp=dict(grad_reduce_in_fp32=False)), dtype=torch.bfloat16
+        ),
+    }
+)
 BESIDE_DISPATCH = {
     "alone": delayed({}, schedule=BESIDE, before={}),
     "recomputed": delayed(
@@ -92,6 +101,32 @@ def test_training_is_the_same(case: Case) -> None:
 @pytest.mark.parametrize("case", BESIDE_DISPATCH.values(), ids=BESIDE_DISPATCH.keys())
 def test_training_with_gradients_beside_dispatch_is_the_same(case: Case) -> None:
     for replicas, different in run_ranks(_train, case.world_size, case):
+        assert replicas > 0
+        assert different == []
+
+
+FUSED_ROUTER = dict(moe_router_fusion=True, moe_permute_fusion=True)
+ALL_TOGETHER = {"all scopes": (ALL, {}, 2)} | of_this_version(
+    {
+        "shared experts": (ALL, dict(shared_ffn=16), 2),
+        "fused router": (ALL, GATED | FUSED_ROUTER | dict(bias_activation_fusion=False), 2),
+        "reduced in backward": (ALL, IN_BACKWARD, 4),
+        "EP x PP x DP": (ALL, IN_BACKWARD | dict(pp=2, vpp=2), 8),
+        "attention": (("attn",), {}, 2),
+        "router": (("moe_router", "moe_preprocess"), dict(shared_ffn=16), 2),
+    }
+)
+
+
+@pytest.mark.option("delayed_gradients")
+@pytest.mark.parametrize(
+    ("scopes", "settings", "num_ranks"), ALL_TOGETHER.values(), ids=ALL_TOGETHER.keys()
+)
+def test_training_with_partial_graphs_is_the_same(
+    scopes: tuple[str, ...], settings: dict[str, Any], num_ranks: int
+) -> None:
+    case = (scopes, EXPERTS | settings, DELAY)
+    for replicas, different in run_ranks(train_with_graphs, num_ranks, *case):
         assert replicas > 0
         assert different == []
 

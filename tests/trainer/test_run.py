@@ -99,6 +99,23 @@ def test_pipeline_run_continues_exactly(data: Path, tmp_path: Path) -> None:
     assert [line["loss"] for line in read_metrics(stopped)] == _losses(whole)[2:]
 
 
+@pytest.mark.parametrize(
+    ("stages", "num_ranks"),
+    [([], 2), (["model.num_layers=4", "parallel.pp_size=2", "parallel.vpp_size=2"], 4)],
+    ids=["one stage", "interleaved"],
+)
+def test_two_microbatches_at_a_time_are_the_same_run(
+    stages: list[str], num_ranks: int, data: Path, tmp_path: Path
+) -> None:
+    losses = []
+    for name, schedule in (("turn", []), ("overlap", ["overlap_moe_expert_parallel_comm=true"])):
+        settings = ["steps=2", "model.precision=bf16", "balance.strategy=quota", *stages]
+        settings += [f"+megatron.{each}" for each in schedule]
+        run_ranks(_train, num_ranks, [*overrides(data, tmp_path / name), *settings])
+        losses.append(_losses(tmp_path / name))
+    assert losses[0] == losses[1]
+
+
 SHORT = ["steps=4", "optimizer.eps=1e-3"]
 
 
