@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
@@ -40,7 +41,9 @@ def reset_after_abort(model: Iterable[nn.Module]) -> None:
     Args:
         model: The model's chunks on this rank.
     """
+    model = list(model)
     failures.forget()
+    _drop_delayed_gradients(model)
     layers = _balanced_layers(model)
     for layer in layers:
         layer.forget_step()
@@ -51,6 +54,15 @@ def reset_after_abort(model: Iterable[nn.Module]) -> None:
     # After these resets no device waits for a peer any more.
     for agreement in _agreements(layers):
         agreement.forget()
+
+
+def _drop_delayed_gradients(model: list[nn.Module]) -> None:
+    """Drop the products that linears of Transformer Engine keep for later: they come in order."""
+    for chunk in model:
+        for module in chunk.modules():
+            store: Any = getattr(module, "wgrad_store", None)
+            while store is not None and store.context is not None and not store.context.empty():
+                store.context.get()
 
 
 def _agreements(layers: list[BalancedMoELayer]) -> list[Agreement]:

@@ -31,6 +31,9 @@ class ExpertWeights(Protocol):
     def mains(self) -> MainWeights:
         """Return this rank's main weights, anew in each forward: a wrapper may move weights."""
 
+    def forget_step(self) -> None:
+        """Drop what an aborted step has left for delayed weight gradients."""
+
     def run_delayed(self, compute: Callable[[], None], num_slots: int) -> list[Any]:
         """Compute the delayed weight gradients of one backward, mains and slots.
 

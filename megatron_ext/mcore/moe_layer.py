@@ -515,6 +515,7 @@ class BalancedMoELayer(ObservedMoELayer):
         """Drop what an aborted step left in this layer."""
         self.drop_forward()
         self._delayed.clear()
+        self.expert_weights.forget_step()
         if self.is_started:
             self.balancer.forget_step()
 

@@ -28,6 +28,9 @@ class SlotsBehindMains:
     def __init__(self, experts: Any) -> None:
         self._experts = experts
 
+    def forget_step(self) -> None:
+        """Do nothing: these experts delay no gradients."""
+
     def run_delayed(self, compute: Callable[[], None], num_slots: int) -> list[Any]:
         """See `ExpertWeights.run_delayed`."""
         compute()

@@ -70,6 +70,11 @@ class TEGroupedWeights:
             fused=self._experts.config.gradient_accumulation_fusion,
         )
 
+    def forget_step(self) -> None:
+        """See `ExpertWeights.forget_step`. The linears are Megatron's; see `reset_after_abort`."""
+        if self._op_fuser is not None:
+            self._op_fuser = _OpFuser(self._experts)
+
     def run_delayed(self, compute: Callable[[], None], num_slots: int) -> list[Any]:
         """See `ExpertWeights.run_delayed`."""
         if self._op_fuser is not None:

@@ -11,10 +11,10 @@ The host does not know the transfers of a push: the kernel of the push compiles 
 device, into this rank's copies (`csrc/cuda/compile_copies.cuh`). The host lists the transfers of a
 pull, because the host has allocated the sums.
 
-All calls but `reset` can be captured in a CUDA graph. A captured push follows the plan that is in
-memory at the replay; a captured pull repeats its transfers. Three rules then hold: every layer has
-pushed before, a push or a pull ends in the graph in which it started, and all ranks replay the same
-graphs in the same order.
+All calls but `reset` and `note_reads` can be captured in a CUDA graph. A captured push follows the
+plan that is in memory at the replay; a captured pull repeats its transfers. Three rules then hold:
+every layer has pushed before, a push or a pull ends in the graph in which it started, and all ranks
+replay the same graphs in the same order.
 
 With `CUDA_DEVICE_MAX_CONNECTIONS=1` a GPU starts the work of all streams in the order of the calls.
 No launch here waits for another launch that waits for peers, so later work runs beside a push or a

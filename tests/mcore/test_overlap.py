@@ -278,7 +278,7 @@ def test_ranks_that_differ_stop() -> None:
         run_ranks(_disagree, 2)
 
 
-def _repeat_a_failed_step(rank: int, settings: dict[str, Any]) -> list[str]:
+def repeat_a_failed_step(rank: int, settings: dict[str, Any]) -> list[str]:
     """Fail in the middle of a step on all ranks, and train it again; return what differs."""
     from megatron_ext.mcore.between_steps import reset_after_abort
 
@@ -289,14 +289,14 @@ def _repeat_a_failed_step(rank: int, settings: dict[str, Any]) -> list[str]:
     expected = gradients(balanced_gpt(dict(ep=2) | settings, EXACT))
     gpt = balanced_gpt(dict(ep=2) | settings, EXACT)
     reductions = iter(range(9))
-    reduce = inside.original(inside.START_REDUCE)
+    reduce = inside.original(inside.START_REDUCTION)
 
     def fail_at_the_third(*args: Any, **kwargs: Any) -> Any:
         if next(reductions) == 2:
             raise ArithmeticError
         return reduce(*args, **kwargs)
 
-    with mock.patch(inside.START_REDUCE, fail_at_the_third), pytest.raises(ArithmeticError):
+    with mock.patch(inside.START_REDUCTION, fail_at_the_third), pytest.raises(ArithmeticError):
         gpt.forward_backward(0, num_microbatches=3)
     reset_after_abort(gpt.chunks)
     found = gradients(gpt)
@@ -304,7 +304,7 @@ def _repeat_a_failed_step(rank: int, settings: dict[str, Any]) -> list[str]:
 
 
 def test_a_failed_step_can_be_repeated() -> None:
-    assert run_ranks(_repeat_a_failed_step, 2, OVERLAP | FUSED) == [[], []]
+    assert run_ranks(repeat_a_failed_step, 2, OVERLAP | FUSED) == [[], []]
 
 
 def _lose_a_join(rank: int) -> None:

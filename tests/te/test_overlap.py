@@ -26,6 +26,7 @@ from tests.mcore.test_overlap import (
     IN_BACKWARD,
     OVERLAP,
     Case,
+    repeat_a_failed_step,
     train_with_and_without,
     train_with_graphs,
     watched_step,
@@ -147,6 +148,18 @@ def test_training_without_a_join_is_the_same() -> None:
     for replicas, different in run_ranks(_train_without_a_join, 4, CASES["reduced in backward"]):
         assert replicas > 0
         assert different == []
+
+
+def _repeat_a_failed_step(rank: int, settings: dict[str, Any]) -> list[str]:
+    with mock.patch.dict(os.environ, NVTE_CUTEDSL_FUSED_GROUPED_MLP="1"):
+        return repeat_a_failed_step(rank, EXPERTS | DELAY | settings)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, *[FUSER] * HAS_BLOCKS], ids=["linears", "op fuser"][: 1 + HAS_BLOCKS]
+)
+def test_a_failed_step_can_be_repeated(settings: dict[str, Any]) -> None:
+    assert run_ranks(_repeat_a_failed_step, 2, settings) == [[], []]
 
 
 def _build_sequential(rank: int) -> None:
