@@ -47,11 +47,12 @@ class Stream:
         for name, number in clock.items():
             self.clock[name] = max(self.clock.get(name, 0), number)
 
-    def wait_stream(self, other: Stream) -> None:
-        self.learn(other.clock)
+    def wait_stream(self, other: Any) -> None:
+        # Megatron keeps a stream for all layers, which may be older or live longer than the block.
+        self.learn(getattr(other, "clock", {}))
 
-    def wait_event(self, event: Event) -> None:
-        self.learn(event.clock)
+    def wait_event(self, event: Any) -> None:
+        self.learn(getattr(event, "clock", {}))
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -85,8 +86,10 @@ class Event:
 
 
 @contextmanager
-def _on(stream: Stream | None) -> Iterator[None]:
-    before, Stream.current = Stream.current, stream or Stream.current
+def _on(stream: Any) -> Iterator[None]:
+    before = Stream.current
+    if stream is not None:
+        Stream.current = stream if isinstance(stream, Stream) else Stream()
     try:
         yield
     finally:

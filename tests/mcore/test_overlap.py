@@ -64,6 +64,8 @@ CASES |= of_this_version(
         "interleaved": Case(
             FUSED | dict(num_layers=4, pp=2, vpp=2), world_size=4, num_microbatches=4
         ),
+        "DeepEP": Case(dict(dispatcher="flex", moe_flex_dispatcher_backend="deepep")),
+        "HybridEP": Case(dict(dispatcher="flex", moe_flex_dispatcher_backend="hybridep")),
         "ideal": Case(strategy="ideal"),
         "frozen experts": Case(dict(frozen=r"\.experts\."), dtype=torch.float64),
     }
@@ -89,6 +91,15 @@ def train_with_and_without(rank: int, case: Case) -> tuple[int, list[str]]:
 
     In the first step DDP learns what comes, and from the second on it reduces in backward.
     """
+    from tests.flex_on_cpu import flex_on_cpu
+
+    if case.settings.get("dispatcher") == "flex":
+        with flex_on_cpu():
+            return _train_with_and_without(case)
+    return _train_with_and_without(case)
+
+
+def _train_with_and_without(case: Case) -> tuple[int, list[str]]:
     outcomes: list[dict[str, torch.Tensor]] = []
     for schedule in (case.before, case.schedule):
         balance = replace(EXACT, strategy=case.strategy)

@@ -63,6 +63,10 @@ CASES |= of_this_version(
         "biases": delayed(IN_BACKWARD | dict(add_bias_linear=True), world_size=4),
         "shared experts": delayed(IN_BACKWARD | dict(num_layers=3, shared_ffn=16)),
         "multi-token prediction": delayed(IN_BACKWARD | dict(mtp_num_layers=1)),
+        "recomputed norms": delayed(
+            dict(recompute_granularity="selective", recompute_modules=["layernorm", "moe_act"])
+        ),
+        "HybridEP": delayed(dict(dispatcher="flex", moe_flex_dispatcher_backend="hybridep")),
         "early release": delayed(IN_BACKWARD, schedule=DELAY | EARLY),
         "interleaved": delayed(
             IN_BACKWARD | dict(num_layers=4, pp=2, vpp=2), world_size=4, num_microbatches=4
@@ -78,6 +82,9 @@ BESIDE_DISPATCH = {
         IN_BACKWARD | dict(recompute="selective"), schedule=BESIDE, before={}, world_size=4
     ),
     "reduced in backward": delayed(IN_BACKWARD, schedule=BESIDE, before={}, world_size=4),
+    "shared experts beside": delayed(
+        dict(shared_ffn=16, moe_shared_expert_overlap=True), schedule=BESIDE, before={}
+    ),
     "op fuser": delayed(IN_BACKWARD | FUSER, schedule=BESIDE, before={}, dtype=torch.bfloat16),
 }
 if HAS_BLOCKS:
