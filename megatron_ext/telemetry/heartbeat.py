@@ -88,12 +88,27 @@ def last_note() -> Note:
     return _MainThread.note
 
 
+def called_in_forward(layer: Any) -> nn.Module:
+    """Return the module of an MoE layer whose hooks run in every forward.
+
+    Megatron's combined schedule of two microbatches calls the experts, and not the layer.
+    """
+    config = getattr(layer, "config", None)
+    is_overlapped = getattr(config, "overlap_moe_expert_parallel_comm", False)
+    module: nn.Module = layer.experts if is_overlapped else layer
+    return module
+
+
 def note_layers(layers: Sequence[Any]) -> Callable[[], None]:
     """Let MoE layers note when their forward or backward begins; return how to end this.
 
     The stages are then `forward` and `backward`; the stage `evaluate` keeps its name.
     """
-    hooks = [hook for layer in layers for hook in _LayerNotes(layer.layer_number).attach(layer)]
+    hooks = [
+        hook
+        for layer in layers
+        for hook in _LayerNotes(layer.layer_number).attach(called_in_forward(layer))
+    ]
 
     def end() -> None:
         for hook in hooks:

@@ -26,6 +26,7 @@ from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.reroute import as_map
 from megatron_ext.balance.stage_times import STAGES, TIMES
+from megatron_ext.telemetry.heartbeat import called_in_forward
 
 
 class PredictedLoads(NamedTuple):
@@ -120,7 +121,8 @@ class LoadRecorder:
             self._observed.append((layer.observers, observer))
         else:
             self._hooks.append(layer.router.register_forward_hook(partial(self._count, layer)))
-        self._hooks.append(layer.register_forward_hook(self._held.forward_ended))
+        ended = partial(self._held.forward_ended, layer)
+        self._hooks.append(called_in_forward(layer).register_forward_hook(ended))
 
     def take_step(self) -> StepLoads:
         """Return the forwards since the last call; all ranks of the EP group call together."""
@@ -205,7 +207,7 @@ class _Held:
         else:
             self._last[layer] = name
 
-    def forward_ended(self, layer: Any, inputs: Any, outputs: Any) -> None:
+    def forward_ended(self, layer: Any, module: Any, inputs: Any, outputs: Any) -> None:
         name = self._last.pop(layer, None)
         output = outputs[0] if isinstance(outputs, tuple) else outputs
         if name is not None and output.requires_grad:

@@ -93,6 +93,11 @@ def _check_sections(config: TrainConfig) -> list[str]:
             f"logging.route_samples ({samples}) must be 0 with parallel.tp_size ({tp_size}) > 1: "
             "no rank's router sees whole samples"
         )
+    if samples and config.megatron.get("overlap_moe_expert_parallel_comm"):
+        problems.append(
+            f"logging.route_samples ({samples}) must be 0 with "
+            "megatron.overlap_moe_expert_parallel_comm: the model is not called with its tokens"
+        )
     return problems
 
 

@@ -93,6 +93,39 @@ def test_counts_every_forward_once(strategy: str, recompute: str) -> None:
             assert sum(after) <= 1.05 * forwards
 
 
+def _overlap(rank: int, strategy: str) -> tuple[int, int, list[str]]:
+    enable_cpu_platform()
+    from megatron.core import parallel_state
+
+    from megatron_ext.config import BalanceConfig
+    from megatron_ext.mcore.spec import balance_spec
+    from megatron_ext.telemetry import heartbeat
+    from megatron_ext.telemetry.recorder import LoadRecorder
+    from megatron_ext.trainer.model.build import moe_layers
+    from tests.gpt import build_gpt
+
+    gpt = build_gpt(
+        ep=2,
+        overlap_moe_expert_parallel_comm=True,
+        spec_transform=lambda spec: balance_spec(spec, BalanceConfig(strategy=strategy)),
+    )
+    layers = moe_layers(gpt.chunks)
+    recorder = LoadRecorder(layers, parallel_state.get_expert_model_parallel_group())
+    heartbeat.note_layers(layers)
+    heartbeat.note("forward", step=5)
+    gpt.forward_backward(num_microbatches=3)
+    still_held = sum(sign for sign, _ in recorder._held._events)
+    return len(recorder.take_step().computed), still_held, str(heartbeat.last_note()).split(", ")
+
+
+@pytest.mark.parametrize("strategy", ["none", "quota"])
+def test_two_microbatches_at_a_time_are_counted_and_let_go(strategy: str) -> None:
+    """There Megatron calls no layer, so no hook of a layer runs."""
+    for forwards, still_held, note in run_ranks(_overlap, 2, strategy):
+        assert (forwards, still_held) == (2 * 3, 0)
+        assert note == ["step 5", "backward", "layer 1"]
+
+
 def _layer(number: int, router: Any) -> Any:
     layer: Any = torch.nn.Identity()
     layer.layer_number, layer.router = number, router

@@ -99,6 +99,13 @@ WRONG = {
         ["logging.trace_steps=1", "logging.route_samples=1", "parallel.tp_size=2"],
         ["logging.route_samples (1) must be 0 with parallel.tp_size (2) > 1"],
     ),
+    "routes with two microbatches at a time": (
+        [
+            *("logging.trace_steps=1", "logging.route_samples=1", "model.precision=bf16"),
+            "+megatron.overlap_moe_expert_parallel_comm=true",
+        ],
+        ["logging.route_samples (1) must be 0 with megatron.overlap_moe_expert_parallel_comm"],
+    ),
     "affinity with tensor parallelism": (
         ["data.affinity=absent.npz", "parallel.tp_size=2"],
         ["data.affinity (absent.npz): must be empty with tensor_model_parallel_size (2) > 1"],
