@@ -160,9 +160,8 @@ class DelayDemand(Demand):
 
     def problem(self, config: Any, with_setting: str) -> str | None:
         """Return the problem with delayed gradients in `config`, or None."""
-        if config.gradient_accumulation_fusion:
-            return None
-        return Demand.problem(self, config, "gradient_accumulation_fusion (False)")
+        problem = Demand.problem(self, config, "gradient_accumulation_fusion (False)")
+        return None if problem is None or config.gradient_accumulation_fusion else problem
 
 
 class GraphDemand(Demand):

@@ -11,6 +11,9 @@
                 6 mains and slots                     route (Megatron)
     combine     7 outputs back                        layer's input  8 sums into the mains
 
+Megatron's combined schedule runs these stages of one microbatch between those of another one's
+backward. There stage 4 starts in `dispatch`, once the other's experts have left the slots.
+
 Three kinds of objects hold the state of balancing. The layers of an EP group share `SlotBuffers`,
 each layer has a `LayerBalancer`, and each forward has a `Forward` with its plan and its transfers.
 A recomputed forward takes the `Forward` of its first pass (recompute.py).
