@@ -42,9 +42,9 @@ TE_OPTIONS: Options = {
     | {
         "fused permute": dict(moe_permute_fusion=True),
     },
-    "schedule": OPTIONS["schedule"]
-    | {
-        "delayed": OPTIONS["schedule"]["overlapped"] | dict(delay_wgrad_compute=True),
+    "schedule": {
+        "in turn": {},
+        "delayed": dict(overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True),
     },
     **{name: OPTIONS[name] for name in ("gradients", "optimizer")},
 }
@@ -55,18 +55,13 @@ SHOWN = {
     "etp2": "expert_tp",
     "pp2": "pipeline",
     "mtp": "mtp",
-    "overlapped": "overlap",
     "delayed": "delayed_gradients",
 }
 """Rows of the compatibility page, by value."""
 
 IMPOSSIBLE = (
     {"biased", "etp2"},
-    *(
-        {schedule, other}
-        for schedule in ("overlapped", "delayed")
-        for other in ("moe", "full", "allgather", "pp2", "libra")
-    ),
+    *({"delayed", other} for other in ("moe", "full", "allgather", "pp2", "libra")),
     # Gradients that are not set, with and without balancing; of 0.16.1's latent MoE, too.
     *({"delayed", other} for other in ("autograd", "latent")),
 )
