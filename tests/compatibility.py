@@ -81,6 +81,24 @@ OPTIONS = {
     ),
     "bf16_gradients": Option("bfloat16 gradients (without `--accumulate-allreduce-grads-in-fp32`)"),
     "fp16": Option("float16 (`--fp16`), with `balance.transport=collective`"),
+    "mxfp8": Option("MXFP8 (`--fp8-recipe mxfp8`)", "fp8_recipe=mxfp8", True, brief="MXFP8"),
+    "tensorwise": Option(
+        "FP8 with a scale a tensor (`--fp8-recipe tensorwise`)", "fp8=hybrid", True, brief="FP8"
+    ),
+    "blockwise": Option(
+        "FP8 with a scale a block (`--fp8-recipe blockwise`)", "fp8_recipe=blockwise", True
+    ),
+    "nvfp4": Option("NVFP4 (`--fp4-format`)", "fp4", True, brief="NVFP4"),
+    "quantized_parameters": Option(
+        "quantized parameters (`--fp8-param-gather`, `--fp4-param-gather`)", twins=True
+    ),
+    "bf16_layers": Option("layers in bfloat16 at the ends (`first_last_layers_bf16`)", twins=True),
+    "precision_by_layer": Option(
+        "precision by layer (`--te-precision-config-file`)", "quant_recipe", True
+    ),
+    "quantized_padding": Option(
+        "the router pads (`--moe-router-padding-for-quantization`)", twins=True
+    ),
     "distributed_optimizer": Option(
         "distributed optimizer with `--overlap-grad-reduce`, `--overlap-param-gather`",
         "overlap_param_gather",
@@ -196,11 +214,11 @@ def note_options(items: Iterable[pytest.Item]) -> None:
 
 
 REFUSED = {
-    "fp8": "FP8",
+    "use_transformer_engine_op_fuser": "op fuser in FP8",
     "moe_expert_rank_capacity_factor": "rank capacity factor",
     "cuda_graph_impl": "graphs of whole steps",
     "moe_paged_stash": "paged stash of activations",
-    "fp4": "FP4",
+    "moe_pad_experts_for_cuda_graph_inference": "padding for decoding in graphs",
 }
 """README's words for refused fields of TransformerConfig that recipes set."""
 

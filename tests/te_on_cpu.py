@@ -2,8 +2,9 @@
 
 All of `transformer_engine.pytorch` is the real one. Below it, Python stands in for the compiled
 extension `transformer_engine_torch`: products of matrices, norms, routing, permutation and
-optimizer steps in the dtypes bfloat16, float32 and float64. What is asked for and not here
-(quantization, fused attention) raises NotImplementedError.
+optimizer steps in the dtypes bfloat16, float32 and float64, and what quantizes
+(`te_quantized_on_cpu.py`). What is asked for and not here (fused attention) raises
+NotImplementedError.
 
 The stand-ins follow signatures that are private to one version. `tests/te/run.sh` puts that version
 into a folder of its own, and runs tests with the folder on their path. There Megatron takes
@@ -33,6 +34,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.ranks import after_call
+from tests.te_quantized_on_cpu import (
+    QUANTIZED_TWINS,
+    answer_like,
+    dequantize,
+    kind_of,
+    product_of_quantized,
+    quantize,
+)
 from tests.te_routing_on_cpu import PERMUTATION_TWINS, ROUTING_TWINS
 
 VERSION = "2.20.2"
@@ -60,14 +70,17 @@ def enable_te_on_cpu() -> None:
         raise RuntimeError(f"transformer_engine is {found}, and its twin for the CPU {VERSION}")
     _put_twins_in_place()
     _answer_like_a_gpu()
+    after_call.append(functools.partial(answer_like, "hopper"))
     _enabled = True
 
 
 # --- products
 
 
-def _product(a: Tensor, transa: bool, b: Tensor, transb: bool) -> Tensor:
+def _product(a: Any, transa: bool, b: Any, transb: bool) -> Tensor:
     """See the legend; in float32 at least, as tensor cores add."""
+    if kind_of(a) or kind_of(b):
+        return product_of_quantized(a, transa, b, transb)
     wide = torch.promote_types(a.dtype, torch.float32)
     a, b = (x.detach().reshape(-1, x.shape[-1]).to(wide) for x in (a, b))
     return (b.T if transb else b) @ (a.T if transa else a)
@@ -80,9 +93,9 @@ def _write(out: Tensor, value: Tensor, accumulate: bool) -> None:
 
 @torch.no_grad()
 def te_general_grouped_gemm(
-    a: Sequence[Tensor],
+    a: Sequence[Any],
     transa: bool,
-    b: Sequence[Tensor],
+    b: Sequence[Any],
     transb: bool,
     out: Sequence[Tensor],
     out_dtype: Any,
@@ -103,10 +116,15 @@ def te_general_grouped_gemm(
     if len(dtypes := {each.dtype for each in outs}) > 1:
         # Some of its kernels take the first's for all, and write over what is beside the others.
         raise TypeError(f"a grouped product has outputs of several dtypes: {dtypes}")
+    if len(kinds := {kind_of(each) for each in a}) > 1:
+        raise TypeError(f"a grouped product has tensors of several kinds: {kinds}")
     for a_i, b_i, out_i, bias_i in zip(a, b, outs, bias, strict=True):
         if grad and bias_i.numel():
             bias_i.copy_(b_i.to(torch.promote_types(b_i.dtype, torch.float32)).sum(0))
-        value = _product(a_i, transa, b_i, transb)
+        if kind_of(b_i) and not b_i.shape.numel():  # Then nothing of the weight is read.
+            value = torch.zeros(out_i.shape)
+        else:
+            value = _product(a_i, transa, b_i, transb)
         if not grad and bias_i.numel():
             value = value + bias_i.to(value.dtype)
         _write(out_i, value, accumulate)
@@ -165,9 +183,9 @@ def splits_to_offsets_multi(
 
 @torch.no_grad()
 def generic_gemm(
-    a: Tensor,
+    a: Any,
     transa: bool,
-    b: Tensor,
+    b: Any,
     transb: bool,
     out: Tensor | None,
     quantizer: Any,
@@ -185,7 +203,7 @@ def generic_gemm(
 ) -> list[Tensor | None]:
     """One product: [out, gradient of the bias, input of GELU, further output]."""
     if gelu or quantizer is not None or rest.get("comm_overlap") is not None:
-        raise NotImplementedError("GELU, quantizers and overlap have no twin")
+        raise NotImplementedError("GELU, quantized outputs and overlap have no twin")
     value = _product(a, transa, b, transb) * rest.get("alpha", 1.0)
     bias_grad = None
     if bias is not None and bias.numel():
@@ -195,7 +213,8 @@ def generic_gemm(
             value = value + bias.to(value.dtype)
     if out is None:
         shape = value.shape if transb else (*b.shape[:-1], value.shape[-1])
-        out = value.reshape(shape).to(_torch_dtype(out_dtype, a.dtype))
+        default = value.dtype if kind_of(a) else a.dtype
+        out = value.reshape(shape).to(_torch_dtype(out_dtype, default))
     else:
         _write(out, value, accumulate)
     return [out, bias_grad, None, None]
@@ -268,9 +287,9 @@ def _gamma(weight: Tensor, rest: Sequence[Any]) -> Tensor:
     return _wide(weight) + (1.0 if rest[-1] else 0.0)
 
 
-def _deliver(value: Tensor, out: Tensor | None, quantizer: Any) -> Tensor:
+def _deliver(value: Tensor, out: Any, quantizer: Any) -> Any:
     if quantizer is not None:
-        raise NotImplementedError("quantizers have no twin")
+        return quantize(value, quantizer, out)
     return value if out is None else out.copy_(value)
 
 
@@ -401,6 +420,7 @@ _TWINS: dict[str, Callable[..., Any]] = {
     "te_general_grouped_gemm_for_discrete_in": te_general_grouped_gemm_by_counts,
     "te_general_grouped_gemm_for_discrete_out": te_general_grouped_gemm_by_counts,
     "te_general_grouped_gemm_for_grouped_tensor": te_general_grouped_gemm_by_counts,
+    **QUANTIZED_TWINS,
     **ROUTING_TWINS,
 }
 
@@ -502,7 +522,7 @@ class _Delegate(types.ModuleType):
 
 
 def _answer_like_a_gpu() -> None:
-    """Transformer Engine hears of a Hopper; everybody else who asks PyTorch hears the truth."""
+    """Transformer Engine hears of a GPU; everybody else who asks PyTorch hears the truth."""
     from transformer_engine.pytorch import (
         DotProductAttention,
         constants,
@@ -512,16 +532,14 @@ def _answer_like_a_gpu() -> None:
     from transformer_engine.pytorch.cpp_extensions import gemm
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
     from transformer_engine.pytorch.ops.basic import grouped_linear
+    from transformer_engine.pytorch.tensor.storage import mxfp8_tensor_storage, nvfp4_tensor_storage
 
-    properties = types.SimpleNamespace(
-        name="CPU", major=9, minor=0, multi_processor_count=1, total_memory=1 << 34
-    )
+    properties = types.SimpleNamespace(name="CPU", multi_processor_count=1, total_memory=1 << 34)
     cuda = _Delegate(
         torch.cuda,
         is_available=lambda: True,
         current_device=lambda: torch.device("cpu"),
         get_device_properties=lambda device=None: properties,
-        get_device_capability=lambda device=None: (9, 0),
         is_current_stream_capturing=lambda: False,
         synchronize=lambda device=None: None,
         default_generators={torch.device("cpu"): torch.default_generator},
@@ -531,8 +549,12 @@ def _answer_like_a_gpu() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("transformer_engine.") and vars(module).get("torch") is torch:
             module.torch = theirs  # type: ignore[attr-defined]
+    answer_like("hopper")
     constants.TE_DType[torch.float64] = constants.DType.kFloat32
     gemm.get_cublas_workspace_size_bytes = lambda: 1
+    for cast in (mxfp8_tensor_storage._FromMXFP8Func, nvfp4_tensor_storage._FromNVFP4Func):
+        # They would go over a GPU.
+        cast.forward = staticmethod(lambda ctx, tensor, dtype: dequantize(tensor, dtype))
     for owner, method in (
         (TransformerEngineBaseModule, "prepare_forward"),
         (DotProductAttention, "forward"),

@@ -20,6 +20,14 @@ inline void check_int64(const char* name, const Tensor& tensor) {
         tensor.scalar_type() == at::kLong, name, " must be int64, got ", tensor.scalar_type());
 }
 
+// Whether a main is bytes that fill the start of a slot: a part of a quantized weight, which may be
+// shorter in one direction than in the other.
+inline bool is_shorter(const Tensor& main, const Tensor& slots) {
+    return main.scalar_type() == at::kByte && slots.scalar_type() == at::kByte &&
+           main.is_contiguous() && main.device() == slots.device() && main.dim() == 1 &&
+           slots.dim() == 2 && main.size(0) < slots.size(1);
+}
+
 // A row that a table takes.
 inline void check_row(const Tensor& row, at::Device device, const RowTable& table) {
     TORCH_CHECK_VALUE(row.dim() == 1 && row.scalar_type() == at::kLong && row.is_contiguous() &&

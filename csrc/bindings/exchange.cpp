@@ -112,7 +112,7 @@ class TensorExchange : public torch::CustomClassHolder {
                 places({copies.begin() + static_cast<int64_t>(i) + 3, copies.begin() + end});
             if (copy.relayed.rank < 0) {
                 for (const int64_t segment : segments) {
-                    copy.main_segments.push_back(bytes_of("main", mains.at(used++), segment));
+                    copy.main_segments.push_back(main_segment(mains.at(used++), segment));
                 }
             }
             task.copies.push_back(std::move(copy));
@@ -232,9 +232,11 @@ class TensorExchange : public torch::CustomClassHolder {
                           tensor.device());
     }
 
-    const std::byte* bytes_of(const char* name, const Tensor& main, int64_t segment) const {
-        check(name, main, segment, buffers_.at(segment).scalar_type());
-        return static_cast<const std::byte*>(main.const_data_ptr());
+    MainSegment main_segment(const Tensor& main, int64_t segment) const {
+        const Tensor& slots = buffers_.at(segment);
+        if (!is_shorter(main, slots)) check("main", main, segment, slots.scalar_type());
+        return {static_cast<const std::byte*>(main.const_data_ptr()),
+                static_cast<int64_t>(main.nbytes())};
     }
 
     void* sum_of(const Tensor& sum, int64_t segment) const {

@@ -84,7 +84,7 @@ class TensorPeerExchange : public torch::CustomClassHolder {
 
     // Bytes of a rank's buffer of one segment.
     static int64_t segment_bytes(int64_t num_slots, int64_t slot_bytes) {
-        return PeerSegment{nullptr, num_slots, slot_bytes}.bytes();
+        return PeerSegment{nullptr, num_slots, slot_bytes, slot_bytes}.bytes();
     }
 
     // `slots`: this rank's [S, *shape] at the start of its buffer; `addresses`: of all ranks'
@@ -96,9 +96,11 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         TORCH_CHECK(addresses.device() == device_ && addresses.scalar_type() == at::kLong);
         slots_.push_back(slots);
         addresses_.push_back(addresses);
+        const int64_t slot_bytes = static_cast<int64_t>(slots.nbytes()) / slots.size(0);
         segments_.push_back({reinterpret_cast<char* const*>(addresses.const_data_ptr<int64_t>()),
                              slots.size(0),
-                             static_cast<int64_t>(slots.nbytes()) / slots.size(0)});
+                             slot_bytes,
+                             slot_bytes});
         return static_cast<int64_t>(segments_.size()) - 1;
     }
 
@@ -118,6 +120,9 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         Push push{label_of(label), segments_of(segments), {}, problem.num_slots, mains, slots};
         const char* const* const addresses =
             kept_on_device(addresses_of("main", mains, segments, std::nullopt));
+        for (size_t g = 0; g < segments.size(); ++g) {
+            push.segments.each[g].used_bytes = static_cast<int64_t>(mains[g].nbytes());
+        }
 
         // Before the slots are offered again, those of the last push must be filled: another rank
         // may fill them now. Its end is the current stream's, and then nothing of it is in use.
@@ -417,7 +422,10 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         Words addresses;
         for (size_t i = 0; i < tensors.size(); ++i) {
             const int64_t segment = segments.at(i % segments.size());
-            check(name, tensors[i], segment, type.value_or(slots_.at(segment).scalar_type()));
+            const Tensor& slots = slots_.at(segment);
+            if (type.has_value() || !is_shorter(tensors[i], slots)) {
+                check(name, tensors[i], segment, type.value_or(slots.scalar_type()));
+            }
             addresses.push_back(reinterpret_cast<intptr_t>(tensors[i].data_ptr()));
         }
         return addresses;

@@ -199,10 +199,12 @@ void Exchange::copy(const PushTask& task, const CopyTask& copy, uint64_t generat
     for (size_t g = 0; g < task.segments.size(); ++g) {
         const int64_t segment = task.segments[g];
         const int64_t size = segments_[segment].slot_bytes;
-        const std::byte* source =
-            is_relay ? address(segment, {rank_, copy.relayed.slot}) : copy.main_segments[g];
+        const MainSegment source =
+            is_relay ? MainSegment{address(segment, {rank_, copy.relayed.slot}), size}
+                     : copy.main_segments[g];
+        // A chunk behind the end of a shorter main is empty, and is counted like the others.
         for (int64_t first = 0; first < size; first += kChunkBytes) {
-            const int64_t bytes = std::min(kChunkBytes, size - first);
+            const int64_t bytes = std::clamp<int64_t>(source.bytes - first, 0, kChunkBytes);
             ++progress;
             if (is_relay) {
                 wait_for(&SlotFlags::filled,
@@ -214,7 +216,7 @@ void Exchange::copy(const PushTask& task, const CopyTask& copy, uint64_t generat
                          task.label);
             }
             for (const Place& place : copy.destinations) {
-                std::memcpy(address(segment, place) + first, source + first, bytes);
+                std::memcpy(address(segment, place) + first, source.memory + first, bytes);
                 publish(&SlotFlags::filled, place, progress);
             }
             bytes_sent_.fetch_add(bytes * static_cast<int64_t>(copy.destinations.size()),

@@ -20,8 +20,9 @@ __device__ inline PeerChunk peer_chunk(const PeerSegments& segments, int64_t idx
     int g = 0;
     while (idx >= segments.each[g].num_chunks()) idx -= segments.each[g++].num_chunks();
     const int64_t offset = idx * kPeerChunkBytes;
-    const int64_t left = segments.each[g].slot_bytes - offset;
-    return {g, idx, offset, left < kPeerChunkBytes ? left : kPeerChunkBytes};
+    const int64_t left = segments.each[g].used_bytes - offset;
+    const int64_t bytes = left < kPeerChunkBytes ? left : kPeerChunkBytes;
+    return {g, idx, offset, bytes > 0 ? bytes : 0};
 }
 
 // Keep what a wait ended with for the host, if it is the first of this rank that failed.

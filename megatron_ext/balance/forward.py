@@ -223,9 +223,9 @@ class Forward:
     @property
     def bytes_of_one(self) -> tuple[int, int]:
         """Bytes of one replica's weights and gradients on this rank."""
-        weights = self.buffers.slot_weights if self.buffers is not None else ()
+        weight_bytes = self.buffers.weight_bytes if self.buffers is not None else 0
         trained = (grad for grad in self.slot_grads if grad is not None)
-        return sum(each[0].nbytes for each in weights), sum(each[0].nbytes for each in trained)
+        return weight_bytes, sum(each[0].nbytes for each in trained)
 
     @property
     def label(self) -> str:
@@ -293,13 +293,13 @@ class Forward:
         with stage(PUSH_WAIT):
             self.pushing.wait()
         self.pushing = None
-        frozen = self._slot_weights(trained=False)
-        constants = self.mains.by_segment(self.mains.slot_views(frozen), frozen)
+        frozen, num_slots = self._slot_weights(trained=False), self.buffers.layout.slots
+        constants = self.mains.by_segment(self.mains.slot_weights(frozen), frozen, num_slots)
         if not self.reduces:
             if torch.is_grad_enabled():
                 (tokens,) = OnBackward.apply(self._end_experts, (tokens,), tokens, _edge(tokens))
             return tokens, constants
-        views = self.mains.slot_views(self._slot_weights(trained=True))
+        views = self.mains.slot_weights(self._slot_weights(trained=True))
         # With a join, the mains get the replicas' gradients at the join and not here.
         has_sums_here = not self.is_joined and self.delayed is None
         parameters = self.mains.parameters() if has_sums_here else ()
@@ -313,15 +313,18 @@ class Forward:
         if self.mains.fused:
             # Fused products add the slots' gradients to `main_grad`, like the mains'. No hook asks
             # for a mark, so a view has no `grad_added_to_main_grad`, and autograd gets None.
-            for view, grad in zip(views, self.mains.slot_views(self.slot_grads), strict=True):
+            for view, grad in zip(views, self.mains.slot_grads(self.slot_grads), strict=True):
                 view.main_grad = grad
-        pairs = zip(self.mains.by_segment(views, self.slot_grads), constants, strict=True)
+        trained = self.mains.by_segment(views, self.slot_grads, num_slots)
+        pairs = zip(trained, constants, strict=True)
         return tokens, [one if one is not None else other for one, other in pairs]
 
     def hide_slots(self) -> AbstractContextManager[None]:
         """Hide the slots' weights from hooks on saved tensors."""
         return (
-            kept_in_place(self.buffers.slot_weights) if self.buffers is not None else nullcontext()
+            kept_in_place(self.buffers.weight_buffers)
+            if self.buffers is not None
+            else nullcontext()
         )
 
     def before_experts_backward(self, output: Tensor) -> Tensor:
@@ -380,7 +383,9 @@ class Forward:
     ) -> tuple[Tensor | None, ...]:
         """Start the reduction, and without a join wait for it; the plan is not read any more."""
         result = self._end_experts(grad)
-        replica_grads = self.mains.by_segment(view_grads, self.slot_grads)
+        assert self.buffers is not None
+        num_slots = self.buffers.layout.slots
+        replica_grads = self.mains.by_segment(view_grads, self.slot_grads, num_slots)
         if self.delayed is not None:
             self.replica_grads = replica_grads
             self.delayed.append(self)
@@ -438,20 +443,27 @@ class Forward:
         """Start materializing for the backward, once; return the transfer under way."""
         if self.rematerializing is None:
             with stage_of_backward(PUSH_START, self.layer_number):
-                self.rematerializing = self._materialize(on_host=self._experts_of_backward())
+                self.rematerializing = self._materialize(
+                    on_host=self._experts_of_backward(), columnwise=True
+                )
         return self.rematerializing
 
     def _materialize(
-        self, *, there: Tensor | None = None, on_host: Tensor | None = None
+        self,
+        *,
+        there: Tensor | None = None,
+        on_host: Tensor | None = None,
+        columnwise: bool = False,
     ) -> Materializing:
         """Start to move the plan's replicas, unless the slots still hold them for this forward.
 
         The slots still hold the replicas if the backward follows the forward directly: in the last
-        layer, and after a recomputed forward. All ranks see the same order of forwards, so all
-        ranks decide alike.
+        layer, and after a recomputed forward; but quantized replicas as a forward reads them,
+        mostly, and not as a backward does (`columnwise`). All ranks see the same order of forwards,
+        so all ranks decide alike.
         """
         assert self.buffers is not None
-        if self.buffers.hold_replicas_of(self):
+        if self.buffers.hold_replicas_of(self, columnwise=columnwise):
             return Materializing(None)
         missing = self.plan.experts_in_slots
         if there is not None:
@@ -464,10 +476,11 @@ class Forward:
             self.label,
             on_host=on_host,
             owner=self if has_backward else None,
+            columnwise=columnwise,
         )
 
-    def _slot_weights(self, *, trained: bool) -> list[Tensor | None]:
-        """The slots' weights, [S, *shape] a segment; None where `trained` does not fit."""
+    def _slot_weights(self, *, trained: bool) -> list[list[Tensor] | None]:
+        """The slots' weights by segment and part; None where `trained` does not fit."""
         assert self.buffers is not None
         pairs = zip(self.buffers.slot_weights, self.slot_grads, strict=True)
         return [weight if (grad is not None) == trained else None for weight, grad in pairs]
@@ -516,17 +529,18 @@ def _edge(like: Tensor) -> Tensor:
 def kept_in_place(buffers: Sequence[Tensor]) -> Iterator[None]:
     """Hide buffers from hooks on saved tensors, such as hooks that offload activations.
 
-    Backward needs no copies, because `before_experts_backward` restores the buffers.
+    Backward needs no copies, because `before_experts_backward` restores the buffers. A quantized
+    tensor has no storage of its own, and is known by its first part.
     """
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None:
         yield
         return
     pack, unpack = hooks
-    hidden = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+    hidden = {_address(buffer) for buffer in buffers}
 
     def pack_others(saved: Tensor) -> tuple[bool, Any]:
-        is_hidden = saved.untyped_storage().data_ptr() in hidden
+        is_hidden = _address(saved) in hidden
         return is_hidden, saved if is_hidden else pack(saved)
 
     def unpack_others(packed: tuple[bool, Any]) -> Tensor:
@@ -535,3 +549,10 @@ def kept_in_place(buffers: Sequence[Tensor]) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack_others, unpack_others):
         yield
+
+
+def _address(tensor: Any) -> int:
+    """Where a tensor's storage begins."""
+    if hasattr(tensor, "get_data_tensors"):  # Transformer Engine's quantized tensors.
+        tensor = next(each for each in tensor.get_data_tensors() if each is not None)
+    return int(tensor.untyped_storage().data_ptr())

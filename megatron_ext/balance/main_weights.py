@@ -1,14 +1,19 @@
-"""Holds this rank's main expert weights, in the three forms that expert modules keep them in.
+"""Holds this rank's main expert weights, in the forms that expert modules keep them in.
 
-The weights of a segment are one parameter for each main (`_SeparateMains`), or one stacked
-parameter for all mains. Matrix products take a stacked parameter whole (`_StackedMains`) or main by
-main (`_SplitMains`). Slot weights have the form of the mains, so the same classes group them.
+The weights of a segment are one parameter for each main (`SeparateMains`), or one stacked parameter
+for all mains. Matrix products take a stacked parameter whole (`_StackedMains`) or main by main
+(`_SplitMains`). Slot weights have the form of the mains, so the same classes group them.
 
-Legend: M mains per rank, S slots per rank.
+Products of quantized weights read parts: data, scales, maybe an amax. A forward reads the row-wise
+parts and a backward the column-wise ones, and a push moves the parts of one direction. Weights that
+are not quantized are one part, the same in both directions.
+
+Legend: M mains per rank, S slots per rank, p part of a segment.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -18,24 +23,74 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Part:
+    """One tensor that products read of a quantized weight; the directions take turns in a slot."""
+
+    dtype: torch.dtype
+    row: tuple[int, ...]
+    """Shape of the part that a forward reads."""
+    column: tuple[int, ...] | None
+    """Shape of the part that a backward reads; None if that is the same tensor."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a slot: the larger direction's, aligned for products and for copies."""
+        numel = max(math.prod(shape) for shape in (self.row, self.column) if shape is not None)
+        return -(-numel * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+    def view(self, slot: Tensor, *, columnwise: bool) -> Tensor:
+        """Return what a slot, uint8 [num_bytes], holds after a push in this direction."""
+        shape = self.row if self.column is None or not columnwise else self.column
+        return slot[: math.prod(shape) * self.dtype.itemsize].view(self.dtype).view(shape)
+
+
+_ALIGNMENT = 16
+"""Bytes. Scales of blocks must be aligned so, and such copies take the fast path."""
+
+
+@dataclass(frozen=True)
 class Segment:
-    """One named part of an expert's state."""
+    """One named part of an expert's state that is trained."""
 
     name: str
     shape: tuple[int, ...]
+    """Of the weight, and so of its gradient."""
+    parts: tuple[Part, ...] = ()
+    """What is pushed of a quantized weight; empty for weights as they are."""
+    form: str = ""
+    """What else products must know of the parts: class and flags of a quantized weight."""
+
+    @property
+    def has_directions(self) -> bool:
+        """Whether a backward reads other parts than a forward."""
+        return any(part.column is not None for part in self.parts)
+
+    def described(self, dtype: torch.dtype) -> str:
+        """Name what must be alike on all ranks, where weights as they are have `dtype`."""
+        parts = [f"{list(part.row)}/{list(part.column or part.row)}" for part in self.parts]
+        return " ".join([self.name, str(list(self.shape)), self.form or str(dtype), *parts])
+
+    def slot_shapes(self, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of each part of a slot, where weights as they are have `dtype`."""
+        if not self.parts:
+            return [(self.shape, dtype)]
+        return [((part.num_bytes,), torch.uint8) for part in self.parts]
 
 
 class SegmentMains(Protocol):
-    """The weights of one segment of the mains, in one of the three forms."""
+    """The weights of one segment of the mains, in one of the forms."""
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters in a fixed order."""
 
-    def rows(self) -> list[Tensor]:
-        """Return the values of each main, M tensors [*shape] without gradient."""
+    def rows(self, *, columnwise: bool) -> list[list[Tensor]]:
+        """Return part p of main m as `rows()[p][m]`, without gradient; see `MainWeights.rows`."""
+
+    def weights(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Return slot weights as autograd outputs: see `MainWeights.slot_weights`."""
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Return slot weights [S, *shape] as autograd outputs: see `MainWeights.slot_views`."""
+        """Return a tensor of slots, [S, *shape], slot by slot or stacked, as `weights` are."""
 
     def take(self, values: Iterator[Any], num_slots: int) -> Any:
         """Take one of `values` for each of `views`, from the front; slot s indexes the result."""
@@ -48,25 +103,34 @@ class SegmentMains(Protocol):
 
 
 @dataclass(frozen=True)
-class _SeparateMains:
+class SeparateMains:
     """A parameter [*shape] for each of the M mains. An unused slot costs no gradient."""
 
     mains: list[Tensor]
     fused: bool
 
     def parameters(self) -> list[Tensor]:
+        """Return the mains' parameters."""
         return self.mains
 
-    def rows(self) -> list[Tensor]:
-        return [main.detach() for main in self.mains]
+    def rows(self, *, columnwise: bool) -> list[list[Tensor]]:
+        """Return the values of the mains."""
+        return [[main.detach() for main in self.mains]]
+
+    def weights(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Return a tensor for each slot."""
+        return self.views(parts[0])
 
     def views(self, buffer: Tensor) -> list[Tensor]:
+        """Return a tensor for each slot."""
         return list(buffer.unbind())
 
     def take(self, values: Iterator[Any], num_slots: int) -> list[Any]:
+        """Take a value for each slot."""
         return [next(values) for _ in range(num_slots)]
 
     def main_grad(self, m: int) -> Tensor | None:
+        """Return the `main_grad` of main m, or None."""
         return _main_grad(self.mains[m])
 
     def hand_over(self, sums: dict[int, Tensor]) -> list[Tensor | None]:
@@ -95,8 +159,11 @@ class _StackedMains:
     def parameters(self) -> list[Tensor]:
         return [self.mains]
 
-    def rows(self) -> list[Tensor]:
-        return list(self.values.detach().unbind())
+    def rows(self, *, columnwise: bool) -> list[list[Tensor]]:
+        return [list(self.values.detach().unbind())]
+
+    def weights(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return self.views(parts[0])
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         return [buffer]
@@ -178,12 +245,18 @@ def _emptied(main_grad: Tensor | None) -> Tensor | None:
     return before
 
 
-def _segment_mains(held: Tensor | list[Tensor] | Split, fused: bool) -> SegmentMains:
+Held = Tensor | list[Tensor] | Split | SeparateMains
+"""How a module holds the weights of one segment; see `MainWeights`."""
+
+
+def _segment_mains(held: Held, fused: bool) -> SegmentMains:
+    if isinstance(held, SeparateMains):
+        return held
     if isinstance(held, Split):
         return _SplitMains(held.parameter, held.values, fused)
     if isinstance(held, Tensor):
         return _StackedMains(held, held, fused)
-    return _SeparateMains(held, fused)
+    return SeparateMains(held, fused)
 
 
 Aside = dict[int, list[Tensor | None]]
@@ -195,14 +268,12 @@ class MainWeights:
 
     Args:
         per_segment: For each segment, the M parameters [*shape], or one stacked parameter [M,
-            *shape], alone or as a `Split`.
+            *shape], alone or as a `Split`; or the `SeparateMains` of quantized weights.
         fused: Whether Megatron's gradient accumulation fusion is on: the matrix product adds a
             weight's gradient to `main_grad`, and autograd's gradient of the weight does not count.
     """
 
-    def __init__(
-        self, per_segment: Sequence[Tensor | list[Tensor] | Split], *, fused: bool
-    ) -> None:
+    def __init__(self, per_segment: Sequence[Held], *, fused: bool) -> None:
         self.fused = fused
         self._segments = [_segment_mains(held, fused) for held in per_segment]
 
@@ -225,34 +296,45 @@ class MainWeights:
         """Whether data-parallel training has made a `main_grad` for one of the mains."""
         return any(_main_grad(main) is not None for main in self.parameters())
 
-    def rows(self) -> list[list[Tensor]]:
-        """Return the values of segment g of main m as `rows()[g][m]`, without gradient."""
-        return [segment.rows() for segment in self._segments]
+    def rows(self, *, columnwise: bool = False) -> list[list[Tensor]]:
+        """Return what a push moves: part p of main m as `rows()[p][m]`, without gradient.
 
-    def slot_views(self, buffers: Sequence[Tensor | None]) -> list[Tensor]:
+        The parts of all segments follow each other. Parts of quantized weights are uint8 [n].
+        """
+        return [part for each in self._segments for part in each.rows(columnwise=columnwise)]
+
+    def slot_weights(self, parts: Sequence[Sequence[Tensor] | None]) -> list[Tensor]:
         """Return slot weights as autograd outputs: slot by slot or stacked, like the parameters.
 
-        Buffers are one a segment, [S, *shape]; None for a segment that is left out.
+        `parts` are the slots' buffers by segment and part; None for a segment that is left out.
         """
         # `.data` has a version counter of its own: other layers overwrite these buffers before this
         # layer's backward reads them, and the backward restores the buffers before it reads them.
-        pairs = zip(self._segments, buffers, strict=True)
         return [
-            view
-            for segment, buffer in pairs
-            if buffer is not None
-            for view in segment.views(buffer.data)
+            weight
+            for segment, of_segment in zip(self._segments, parts, strict=True)
+            if of_segment is not None
+            for weight in segment.weights([part.data for part in of_segment])
         ]
 
-    def by_segment(self, flat: Sequence[Any], buffers: Sequence[Tensor | None]) -> list[Any]:
-        """Group values, one for each of `slot_views(buffers)`, by segment and slot.
+    def slot_grads(self, buffers: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return the slots' gradients, [S, *shape] a segment, like `slot_weights`."""
+        pairs = zip(self._segments, buffers, strict=True)
+        return [
+            view for each, buffer in pairs if buffer is not None for view in each.views(buffer.data)
+        ]
 
-        A segment that is left out gets None.
+    def by_segment(
+        self, flat: Sequence[Any], there: Sequence[object | None], num_slots: int
+    ) -> list[Any]:
+        """Group values, one for each of `slot_weights(there)`, by segment and slot.
+
+        A segment that is left out, None in `there`, gets None.
         """
         values = iter(flat)
         return [
-            segment.take(values, len(buffer)) if buffer is not None else None
-            for segment, buffer in zip(self._segments, buffers, strict=True)
+            segment.take(values, num_slots) if each is not None else None
+            for segment, each in zip(self._segments, there, strict=True)
         ]
 
     def set_aside(self, mains: Iterable[int]) -> Aside:

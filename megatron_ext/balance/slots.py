@@ -38,8 +38,9 @@ class SlotBuffers:
     """The slots of this rank: weights and gradients of S experts, shared by all layers.
 
     Slots are no parameters: they have no optimizer state, and are in no gradient bucket and in no
-    checkpoint. The transport allocates weights and gradients, one tensor [S, *shape] for each of
-    the `segments` of an expert's state.
+    checkpoint. The transport allocates them: for each segment of an expert's state one tensor [S,
+    *shape] of gradients, and one of weights. Quantized weights are bytes, uint8 [S, n] for each
+    part, in which a forward's and a backward's parts take turns.
     """
 
     def __init__(
@@ -57,25 +58,40 @@ class SlotBuffers:
         self.ep_rank = ep_rank
         self.transport = transport
         self.slot_weights = [
-            transport.allocate((layout.slots, *segment.shape), dtype, device)
+            [
+                transport.allocate((layout.slots, *shape), of_part, device)
+                for shape, of_part in segment.slot_shapes(dtype)
+            ]
             for segment in segments
         ]
+        """By segment and part."""
         self.slot_grads: list[Tensor | None] = [None] * len(self.segments)
         """By segment; None until `allocate_grads` makes the buffer."""
         # The forward whose replicas are all here; None during a transfer, so that an aborted
         # transfer does not look complete.
         self._resident: weakref.ref[Any] | None = None
+        self._resident_columnwise = False
+        self._has_directions = any(segment.has_directions for segment in segments)
         self._last_push: weakref.ref[Materializing] | None = None
         # The last reduction. The forward keeps the reduction and its sums alive.
         self._reducing: weakref.ref[Reducing] | None = None
         self._num_virtual_layers = 0
 
     @property
+    def weight_buffers(self) -> list[Tensor]:
+        """The slots' weights, one part after the other, as `MainWeights.rows` has the mains'."""
+        return [part for of_segment in self.slot_weights for part in of_segment]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one replica's weights: what a push moves."""
+        return sum(buffer[0].nbytes for buffer in self.weight_buffers)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all buffers on this rank."""
-        return sum(
-            buffer.nbytes for buffer in (*self.slot_weights, *self.slot_grads) if buffer is not None
-        )
+        buffers = (*self.weight_buffers, *self.slot_grads)
+        return sum(buffer.nbytes for buffer in buffers if buffer is not None)
 
     def allocate_grads(self, dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
         """Return a layer's slot gradients, made once; every EP rank calls with the same dtypes.
@@ -89,9 +105,11 @@ class SlotBuffers:
         for segment_idx, dtype in enumerate(dtypes):
             if dtype is None:
                 continue
-            weight, grad = self.slot_weights[segment_idx], self.slot_grads[segment_idx]
+            grad = self.slot_grads[segment_idx]
             if grad is None:
-                grad = self.transport.allocate(tuple(weight.shape), dtype, weight.device)
+                shape = self.layout.slots, *self.segments[segment_idx].shape
+                device = self.slot_weights[segment_idx][0].device
+                grad = self.transport.allocate(shape, dtype, device)
                 self.slot_grads[segment_idx] = grad
             if grad.dtype != dtype:
                 raise ValueError(
@@ -109,9 +127,10 @@ class SlotBuffers:
         self._num_virtual_layers += 1
         return self._num_virtual_layers - 1
 
-    def hold_replicas_of(self, forward: object) -> bool:
-        """Whether the slots hold the replicas that were pushed for this forward."""
-        return self._resident is not None and self._resident() is forward
+    def hold_replicas_of(self, forward: object, *, columnwise: bool) -> bool:
+        """Whether the slots hold the replicas that were pushed for this forward, so directed."""
+        is_turned = self._has_directions and columnwise != self._resident_columnwise
+        return not is_turned and self._resident is not None and self._resident() is forward
 
     def push(
         self,
@@ -121,6 +140,7 @@ class SlotBuffers:
         *,
         on_host: Tensor | None = None,
         owner: object | None = None,
+        columnwise: bool = False,
     ) -> Materializing:
         """Start materializing replicas in this rank's slots; every EP rank calls.
 
@@ -133,11 +153,13 @@ class SlotBuffers:
             on_host: `experts_in_slots` on the host, where the host has it already.
             owner: The forward that uses the replicas, if a backward follows. None if no backward
                 follows, as in evaluation; such a push is not timed.
+            columnwise: Whether a backward reads the replicas, and not a forward.
         """
-        self._resident = None
+        self._resident, self._resident_columnwise = None, columnwise
         # Do not iterate these transfers here: for a plan on a GPU the host would wait for it.
         transfers = Transfers(experts_in_slots, self.layout.mains_per_rank, on_host)
-        pending = self.transport.push(transfers, mains.rows(), self.slot_weights, label)
+        rows = mains.rows(columnwise=columnwise)
+        pending = self.transport.push(transfers, rows, self.weight_buffers, label)
         materializing = Materializing(pending, self, owner)
         self._last_push = weakref.ref(materializing)
         return materializing
@@ -330,12 +352,25 @@ def shared_slot_buffers(
 
     Layers share the buffers, which are freed with the last of these layers. Each `set_name` has
     buffers and a transport of its own.
+
+    Raises:
+        ValueError: The ranks have experts of other segments.
     """
     key = (ep_group, layout, tuple(segments), dtype, device, transport, options, set_name)
     buffers = _SHARED.get(key)
+    mine = buffers is not None, tuple(segment.described(dtype) for segment in segments)
+    has_buffers, experts = zip(*gather(mine, ep_group), strict=True)
+    for rank, of_rank in enumerate(experts):
+        for segment, like in zip(of_rank, experts[0], strict=False):
+            if segment != like:
+                raise ValueError(
+                    f"experts must be alike on all EP ranks, got {segment} on EP rank {rank} and "
+                    f"{like} on rank 0: give all ranks the same precision (--bf16, --fp8-format, "
+                    "--fp8-recipe, --fp8-param-gather)"
+                )
     # Each rank's garbage collector decides when buffers without layers are freed. A new model may
     # use the buffers of an earlier model only if all ranks still have these buffers.
-    if not all(gather(buffers is not None, ep_group)) or buffers is None:
+    if not all(has_buffers) or buffers is None:
         buffers = SlotBuffers(
             layout,
             segments,

@@ -94,7 +94,7 @@ class Machine:
         slowest = max((1 - outside) / hardware.token_bandwidth, outside / hardware.outer_bandwidth)
         expert_flops_per_s = hardware.peak_flops_per_s * hardware.expert_efficiency
         return LayerCosts(
-            expert_bytes=self.shape.element_bytes * self.shape.expert_params,
+            expert_bytes=self.shape.replica_bytes,
             link_bandwidth=hardware.weight_bandwidth,
             assignment_time=self.shape.expert_flops / expert_flops_per_s,
             token_bytes=self.shape.token_bytes,
@@ -123,8 +123,8 @@ class Machine:
 
     def slot_bytes(self, slots: int) -> int:
         """Memory of a rank's slots: weights, and gradients in float32."""
-        each = self.shape.element_bytes + _GRADIENT_BYTES
-        return slots * self.shape.expert_params * each
+        gradients = _GRADIENT_BYTES * self.shape.expert_params
+        return slots * (self.shape.replica_bytes + gradients)
 
     def params(self) -> tuple[float, float]:
         """Weights of a rank: in its experts, and in the parts that all ranks of its stage have."""
@@ -413,7 +413,8 @@ def _layer_times(
     }
     # Of the experts' backward one half is weight gradients, as long as the forward.
     filled_again = weights - hardware.overlap * experts
-    reduced = weights * (_GRADIENT_BYTES / shape.element_bytes) - 2 * hardware.overlap * dense
+    gradients = _GRADIENT_BYTES * shape.expert_params / shape.replica_bytes
+    reduced = weights * gradients - 2 * hardware.overlap * dense
     again = {"none": (0, 0), "selective": (1, 0), "full": (1, 1)}[shape.recompute]
     backward = {
         "weights": torch.where(replicas, filled_again, 0.0).clamp(min=0.0),

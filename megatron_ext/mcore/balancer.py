@@ -118,8 +118,11 @@ class LayerBalancer:
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert's weights, which a replica moves."""
-        num_elements = sum(math.prod(segment.shape) for segment in self.expert_weights.segments)
-        return self.dtype.itemsize * num_elements
+        return sum(
+            math.prod(shape) * dtype.itemsize
+            for segment in self.expert_weights.segments
+            for shape, dtype in segment.slot_shapes(self.dtype)
+        )
 
     def new_forward(self, mains: MainWeights) -> Forward:
         """Return the object of a forward that begins."""

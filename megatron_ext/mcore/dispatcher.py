@@ -109,7 +109,8 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
         forward = self.forward_under_way
         arriving = forward.shares.arriving if forward is not None else None
         # A router drops tokens before the plan is made; padding adds tokens after the plan.
-        if forward is None or arriving is None or self.drop_and_pad or self.ep_size == 1:
+        adds = self.drop_and_pad or self.config.moe_router_padding_for_quantization
+        if forward is None or arriving is None or adds or self.ep_size == 1:
             counted: Tensor = super().preprocess(routing_map)
             return counted
         forward.send_seal()

@@ -26,7 +26,9 @@ from megatron_ext.mcore.te_experts import TEGroupedWeights, let_all_microbatches
 class ExpertWeights(Protocol):
     """How one kind of experts module keeps and uses its weights."""
 
-    segments: tuple[Segment, ...]
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Return what an expert's state is made of; asked for in the layer's first forward."""
 
     def mains(self) -> MainWeights:
         """Return this rank's main weights, anew in each forward: a wrapper may move weights."""
@@ -81,9 +83,19 @@ def expert_weights(experts: nn.Module) -> ExpertWeights:
         ValueError: Experts of this kind cannot be balanced.
     """
     let_all_microbatches_accumulate(experts)
-    for module_class, kind in EXPERT_KINDS.items():
-        if isinstance(experts, module_class):
-            return kind(experts)
+    kind = next((k for each, k in EXPERT_KINDS.items() if isinstance(experts, each)), None)
+    config: Any = experts.config
+    if kind is not None and (config.fp8 or getattr(config, "fp4", None)):
+        if kind is not TEGroupedWeights:
+            raise ValueError(
+                f"fp8 ({config.fp8!r}) must be None with {type(experts).__name__}: only "
+                "TEGroupedMLP has replicas of quantized experts (give --moe-grouped-gemm)"
+            )
+        from megatron_ext.mcore.quantized import QuantizedWeights
+
+        kind = QuantizedWeights
+    if kind is not None:
+        return kind(experts)
     raise ValueError(
         f"experts of type {type(experts).__name__} cannot be balanced; use TEGroupedMLP "
         "(moe_grouped_gemm=True with Transformer Engine), SequentialMLP (moe_grouped_gemm=False) "

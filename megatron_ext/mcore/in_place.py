@@ -43,10 +43,14 @@ def memory_of(parameter: Tensor) -> Tensor:
     """Return the tensor with a parameter's values.
 
     A `GroupedTensor` of Transformer Engine, such as the single weight of all experts, keeps its
-    values in another tensor. Megatron's DDP puts that other tensor into its buffer.
+    values in another tensor, and so do quantized tensors. Megatron's DDP puts that other tensor
+    into its buffer.
     """
-    held = getattr(parameter, "rowwise_data", None)
-    return held if isinstance(held, Tensor) else parameter
+    for name in ("rowwise_data", "_rowwise_data", "_data"):
+        held = getattr(parameter, name, None)
+        if isinstance(held, Tensor):
+            return held
+    return parameter
 
 
 def _obstacle(parameter: Tensor, device: torch.device) -> str | None:
@@ -57,7 +61,8 @@ def _obstacle(parameter: Tensor, device: torch.device) -> str | None:
         return "is sharded by Megatron-FSDP (leave out --use-megatron-fsdp)"
     if parameter.device != device:
         return f"is on {parameter.device} and the layer's input on {device}: is it offloaded?"
-    held = memory_of(parameter).untyped_storage().nbytes()
-    if held < parameter.nbytes:
-        return f"has {held} of its {parameter.nbytes} bytes of memory: something has freed them"
+    held = memory_of(parameter)
+    num_bytes = held.untyped_storage().nbytes()
+    if num_bytes < held.nbytes:
+        return f"has {num_bytes} of its {held.nbytes} bytes of memory: something has freed them"
     return None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.balance.strategies import STRATEGIES, get_planner, of_methods
 from megatron_ext.balance.strategies.strategy import ForcesEven, FromPlacement, StaysMegatron
@@ -164,6 +166,54 @@ class DelayDemand(Demand):
         return None if problem is None or config.gradient_accumulation_fusion else problem
 
 
+class QuantizationDemand(Demand):
+    """The rule for quantized models: which recipe, of which sizes, on which GPU."""
+
+    def problem(self, config: Any, with_setting: str) -> str | None:
+        """Return the problem with the recipe of `config`, or None."""
+        if not getattr(config, self.field.removesuffix("_recipe"), None):
+            return None
+        # Megatron's default, where `config` is not all of a TransformerConfig.
+        default = getattr(TransformerConfig, self.field, None)
+        recipe: Any = getattr(config, self.field, default)
+        if problem := Demand.problem(self, SimpleNamespace(**{self.field: recipe}), with_setting):
+            return problem
+        least, check = _FORMATS[recipe]
+        for field in ("hidden_size", "moe_latent_size", "moe_ffn_hidden_size"):
+            size = getattr(config, field, None)
+            if size is not None and size % least:
+                return f"{field} ({size}) must be a multiple of {least} with {self.field}={recipe}"
+        if torch.cuda.is_available():
+            from transformer_engine.pytorch import quantization
+
+            is_there, reason = getattr(quantization, check)()
+            if not is_there:
+                flag = f"--{self.field.replace('_', '-')}"
+                return f"{self.field} ({recipe!r}) is not for this GPU: {reason} (change {flag})"
+        return None
+
+
+class PlainDemand(Demand):
+    """A rule for quantized models only."""
+
+    def problem(self, config: Any, with_setting: str) -> str | None:
+        """Return the problem with the field in a quantized model of `config`, or None."""
+        for field in ("fp8", "fp4"):
+            if value := getattr(config, field, None):
+                return Demand.problem(self, config, f"{field}={value}")
+        return None
+
+
+_FORMATS = {
+    "tensorwise": (16, "check_fp8_support"),
+    "blockwise": (16, "check_fp8_block_scaling_support"),
+    "mxfp8": (32, "check_mxfp8_support"),
+    "nvfp4": (32, "check_nvfp4_support"),
+}
+"""By recipe: what sizes of weights must be multiples of in Transformer Engine's products, and its
+function that knows whether the GPU has the format."""
+
+
 class GraphDemand(Demand):
     """The rule for CUDA graphs: which implementation, and what its graphs may hold."""
 
@@ -246,14 +296,28 @@ MUST_BE = (
     ),
     _DELAYED,
     _DELAYED._replace(field="overlap_dispatch_backward_with_experts_wgrad"),
-    Demand(
-        "quant_recipe",
-        (None,),
-        "quantized experts are not supported",
-        "leave out --te-precision-config-file",
+    QuantizationDemand(
+        "fp8_recipe",
+        ("tensorwise", "blockwise", "mxfp8"),
+        "a replica has no history of scales, and no factory of quantizers",
+        "set --fp8-recipe tensorwise",
     ),
-    Demand("fp8", (None,), "quantized experts are not supported", "leave out --fp8-format"),
-    Demand("fp4", (None,), "quantized experts are not supported", "leave out --fp4-format"),
+    QuantizationDemand(
+        "fp4_recipe",
+        ("nvfp4",),
+        "a replica has no factory of quantizers",
+        "set --fp4-recipe nvfp4",
+    ),
+    PlainDemand(
+        "use_transformer_engine_op_fuser",
+        (False,),
+        "its kernels for quantized experts were never run with replicas",
+    ),
+    PlainDemand(
+        "moe_single_grouped_weight",
+        (False,),
+        "its packed form of quantized weights was never run with replicas",
+    ),
     Demand(
         "transformer_impl",
         ("local", "transformer_engine"),

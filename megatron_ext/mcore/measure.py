@@ -73,7 +73,7 @@ class CostMeter:
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert's weights."""
-        return sum(buffer[0].nbytes for buffer in self.buffers.slot_weights)
+        return self.buffers.weight_bytes
 
     @property
     def assignments_per_expert(self) -> int:

@@ -5,7 +5,7 @@
 During a forward the linear has the slots' weights as further weights, so that mains and slots are
 one grouped product, in forward and in backward. Autograd keeps the slots' tensors themselves: in
 backward the slots must hold the forward's replicas again, and the tensors' `main_grad` takes the
-gradients.
+gradients. What is different in FP8 and FP4 is in quantized.py.
 
 Legend: M mains per rank, S slots per rank.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -22,11 +23,11 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor, nn
 
 from megatron_ext.balance.forward import kept_in_place
-from megatron_ext.balance.main_weights import MainWeights, Segment, Split
+from megatron_ext.balance.main_weights import Held, MainWeights, Segment, Split
 from megatron_ext.mcore.in_place import memory_of
 from megatron_ext.mcore.sequential_experts import run_mains
 
-_LINEARS = ("linear_fc1", "linear_fc2")
+LINEARS = ("linear_fc1", "linear_fc2")
 
 
 class TEGroupedWeights:
@@ -48,9 +49,13 @@ class TEGroupedWeights:
                 "sums of biases' gradients were never run with replicas (give "
                 "--disable-bias-linear, or leave out --use-transformer-engine-op-fuser)"
             )
-        self.segments = tuple(
-            Segment(f"{name}.{kind}", _shape(getattr(experts, name), kind))
-            for name in _LINEARS
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """See `ExpertWeights.segments`."""
+        return tuple(
+            Segment(f"{name}.{kind}", _shape(getattr(self._experts, name), kind))
+            for name in LINEARS
             for kind in self._kinds
         )
 
@@ -62,13 +67,16 @@ class TEGroupedWeights:
     def mains(self) -> MainWeights:
         """See `ExpertWeights.mains`."""
         return MainWeights(
-            tuple(
-                _mains(getattr(self._experts, name), kind)
-                for name in _LINEARS
-                for kind in self._kinds
-            ),
+            tuple(self._held(name, kind) for name in LINEARS for kind in self._kinds),
             fused=self._experts.config.gradient_accumulation_fusion,
         )
+
+    def _held(self, name: str, kind: str) -> Held:
+        """Return a linear's weights, or biases, as `MainWeights` takes them."""
+        linear = getattr(self._experts, name)
+        if _is_single(linear):
+            return Split(linear.weight, _values(linear.weight))
+        return [getattr(linear, f"{kind}{m}") for m in range(linear.num_gemms)]
 
     def forget_step(self) -> None:
         """See `ExpertWeights.forget_step`. The linears are Megatron's; see `reset_after_abort`."""
@@ -84,7 +92,7 @@ class TEGroupedWeights:
         # Transformer Engine sets the `.grad` of biases, and reads no weight.
         stand_ins = [
             [torch.empty_like(getattr(self._experts, name).bias0) for _ in range(num_slots)]
-            for name in _LINEARS
+            for name in LINEARS
         ]
         with _lent(self._experts, [{"weight": each, "bias": each} for each in stand_ins]):
             compute()
@@ -106,7 +114,7 @@ class TEGroupedWeights:
         Raises:
             ValueError: This rank holds replicas of trained weights, and its own weights are frozen.
         """
-        for name, of_slots in zip(_LINEARS, slot_weights[:: len(self._kinds)], strict=True):
+        for name, of_slots in zip(LINEARS, slot_weights[:: len(self._kinds)], strict=True):
             # A linear's products give all weights gradients if the first weight needs one.
             is_trained = next(getattr(self._experts, name).parameters()).requires_grad
             if of_slots[0].requires_grad and not is_trained:
@@ -120,7 +128,7 @@ class TEGroupedWeights:
         else:
             of_slots = iter(slot_weights)
             lent = _lent(
-                self._experts, [{kind: next(of_slots) for kind in self._kinds} for _ in _LINEARS]
+                self._experts, [{kind: next(of_slots) for kind in self._kinds} for _ in LINEARS]
             )
         with lent:
             return run_mains(self._experts, tokens, tokens_per_expert, probs)
@@ -136,12 +144,6 @@ def _shape(linear: Any, kind: str) -> tuple[int, ...]:
     if _is_single(linear):
         return tuple(linear.weight.shape[1:])
     return tuple(getattr(linear, f"{kind}0").shape)
-
-
-def _mains(linear: Any, kind: str) -> list[Tensor] | Split:
-    if _is_single(linear):
-        return Split(linear.weight, _values(linear.weight))
-    return [getattr(linear, f"{kind}{m}") for m in range(linear.num_gemms)]
 
 
 def _values(single_weight: Tensor) -> Tensor:
@@ -198,7 +200,7 @@ Further = Sequence[Mapping[str, Sequence[Tensor]]]
 def _lent(experts: TEGroupedMLP, further: Further) -> Iterator[None]:
     """Add the slots' weights, and biases if there are any, to the linears of `experts`."""
     with ExitStack() as stack:
-        for name, of_linear in zip(_LINEARS, further, strict=True):
+        for name, of_linear in zip(LINEARS, further, strict=True):
             stack.enter_context(_lent_to(getattr(experts, name), of_linear))
         yield
 
@@ -222,7 +224,7 @@ class _OpFuser:
         if self._operations is None:
             # In the first forward, as in Megatron: parameters may move before that.
             self._operations = self._make(slot_weights)
-        linears = [getattr(self._experts, name) for name in _LINEARS]
+        linears = [getattr(self._experts, name) for name in LINEARS]
         of_linears = zip(linears, slot_weights, strict=True)
         lent = [[*_rows(linear), *tensors] for linear, tensors in of_linears]
         with self.in_use(), ExitStack() as stack:
@@ -249,7 +251,7 @@ class _OpFuser:
             for tensors in slot_weights
         ]
         with ExitStack() as stack:
-            for name in _LINEARS:
+            for name in LINEARS:
                 stack.enter_context(_split(getattr(self._experts, name)))
             stack.enter_context(_lent(self._experts, stand_ins))
             operations = self._experts._make_fused_ops()
@@ -326,8 +328,8 @@ def _split(linear: Any) -> Iterator[None]:
 def _lent_to(linear: Any, further: Mapping[str, Sequence[Tensor]]) -> Iterator[None]:
     """Add the slots' weights, and biases if there are any, to a `GroupedLinear`.
 
-    The linear reads `weight{i}` and `bias{i}` for i below `num_gemms`. Without FP8, nothing else in
-    it depends on the number of weights.
+    The linear reads `weight{i}` and `bias{i}` for i below `num_gemms`. Besides these, only its
+    quantizers are as many.
     """
     num_mains, num_slots = linear.num_gemms, len(further["weight"])
     if "bias" not in further:
@@ -376,7 +378,7 @@ def let_all_microbatches_accumulate(experts: nn.Module) -> None:
     Transformer Engine's linears treat their first forward as the first microbatch of a step: the
     gradient overwrites `main_grad`. Experts that run in parts would lose the gradients of the parts
     whose backward came before. DDP has zeroed `main_grad` already, so adding is right. Megatron
-    sets "first" again only for quantized weights.
+    sets "first" again only for quantized weights; there a push takes it away (quantized.py).
     """
     module: Any
     for module in experts.modules():

@@ -199,12 +199,15 @@ _INSTEAD = {"moe_grouped_gemm": "; model.experts=grouped_mm computes experts in 
 
 def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -> list[str]:
     """Check the section `megatron` and the balancing, and let Megatron check its settings."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
     from megatron_ext.mcore.limits import validate_for_balancing
     from megatron_ext.trainer.model.settings import (
         overridable_settings,
         transformer_class,
         transformer_config,
         transformer_settings,
+        unquantized,
     )
 
     settings = transformer_settings(config) if values_fit else {}
@@ -239,7 +242,9 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
     problems += validate_for_balancing(checked, config.balance)
     if sizes_fit and not problems:
         try:
-            transformer_config(config)
+            # With quantization, Megatron asks for the version of Transformer Engine; that it must
+            # be there is said once (`_check_engine`).
+            transformer_config(config if HAVE_TE else unquantized(config))
         except (ValueError, AssertionError, TypeError) as error:
             problems.append(f"Megatron: {_one_line(error)}")
     return problems
@@ -248,12 +253,16 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
 def _check_engine(config: TrainConfig) -> list[str]:
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
-    asked = config.model.transformer_impl
-    if asked != "transformer_engine" or HAVE_TE:
+    from megatron_ext.trainer.model.settings import recipe_of
+
+    asked, recipe = config.model.transformer_impl, recipe_of(config)
+    if HAVE_TE or (asked != "transformer_engine" and recipe is None):
         return []
+    what = f"quantization by {recipe}" if recipe else f"model.transformer_impl ({asked})"
+    way_out = "leave out megatron.fp8" if recipe else "model.transformer_impl=local"
     return [
-        f"model.transformer_impl ({asked}): Transformer Engine is not installed: "
-        "pip install --no-build-isolation 'megatron-ext[te]', or model.transformer_impl=local"
+        f"{what}: Transformer Engine is not installed: "
+        f"pip install --no-build-isolation 'megatron-ext[te]', or {way_out}"
     ]
 
 

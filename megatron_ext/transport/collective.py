@@ -98,7 +98,10 @@ class CollectiveTransport:
                         packed[main_idx] = _pack([segment[main_idx] for segment in mains])
                     ops.append(self._op(dist.isend, packed[main_idx], transfer.replica_rank))
                 elif transfer.replica_rank == self._rank:
-                    slot = [segment[transfer.slot_idx] for segment in slot_weights]
+                    slot = [
+                        _start(segment[transfer.slot_idx], of_mains[0])
+                        for segment, of_mains in zip(slot_weights, mains, strict=True)
+                    ]
                     message = _message_for(slot)
                     ops.append(self._op(dist.irecv, message, transfer.home_rank))
                     arrivals.append(partial(_fill, slot, message, slot))
@@ -144,6 +147,11 @@ class CollectiveTransport:
 
     def _op(self, op: Any, tensor: Tensor, peer: int) -> P2POp:
         return P2POp(op, tensor, group=self._group, group_peer=peer)
+
+
+def _start(slot: Tensor, main: Tensor) -> Tensor:
+    """Return what a main fills of its slot; see `Transport.push`."""
+    return slot if slot.shape == main.shape else slot[: main.numel()]
 
 
 def _pack(segments: Sequence[Tensor]) -> Tensor:

@@ -141,7 +141,8 @@ class Transport(Protocol):
         mains.
 
         `mains[g][m]` is segment g of this rank's main m, and `slot_weights[g]` that of all its
-        slots, [S, *shape]. The label names the layer in errors.
+        slots, [S, *shape]. Where slots are bytes, [S, n], a main may have fewer, the same number on
+        all ranks; they fill the slot's start. The label names the layer in errors.
         """
 
     def note_reads(self) -> None:

@@ -335,6 +335,41 @@ def test_a_push_of_a_plan_waits_for_no_host() -> None:
         assert torch.equal(host, plan.experts_in_slots.cpu())
 
 
+@pytest.mark.parametrize("relay_threshold", [0, 1000], ids=["relays", "direct"])
+def test_mains_of_bytes_may_be_shorter_than_their_slots(relay_threshold: int) -> None:
+    """Parts of quantized weights are: a push fills a slot from its start, and no more."""
+    ranks = VirtualRanks(3)
+    plan = [Transfer(0, 0, 1, 0), Transfer(0, 0, 2, 1), Transfer(2, 1, 0, 0)]
+    there = in_slots(plan, 3, mains=2, device=ranks.device)
+    transports = [transport_of(ranks, r, relay_threshold=relay_threshold) for r in range(3)]
+    sizes = (16, 1 << 19)
+    slots = [
+        [each.allocate((2, size), torch.uint8, ranks.device) for size in sizes]
+        for each in transports
+    ]
+    for step, used in enumerate([sizes, (4, 1 << 18), sizes]):
+        mains = [
+            [[_bytes(size, rank, m, step, ranks.device) for m in range(2)] for size in used]
+            for rank in range(3)
+        ]
+        torch.cuda.synchronize()
+        for rank in range(3):
+            with torch.cuda.stream(ranks.streams[rank]):
+                for buffer in slots[rank]:
+                    buffer.fill_(255)
+                transports[rank].push(there, mains[rank], slots[rank]).wait()
+        torch.cuda.synchronize()
+        for t in plan:
+            for g, size in enumerate(used):
+                slot = slots[t.replica_rank][g][t.slot_idx]
+                assert torch.equal(slot[:size], mains[t.home_rank][g][t.main_idx])
+                assert slot[size:].eq(255).all()
+
+
+def _bytes(size: int, rank: int, main_idx: int, step: int, device: torch.device) -> torch.Tensor:
+    return torch.full((size,), 40 * rank + 10 * main_idx + step, dtype=torch.uint8, device=device)
+
+
 def test_a_plan_that_is_too_large_is_refused() -> None:
     ranks = VirtualRanks(1)
     transport = transport_of(ranks, 0)

@@ -88,7 +88,7 @@ def slot_buffers(layer: Any) -> Any:
 
 def slot_weights(layer: Any) -> list[torch.Tensor]:
     """The weights in the layer's slots, by segment."""
-    return list(slot_buffers(layer).slot_weights)
+    return list(slot_buffers(layer).weight_buffers)
 
 
 def slot_grads(layer: Any) -> list[torch.Tensor | None]:

@@ -142,7 +142,7 @@ class Watch(TorchDispatchMode):
         self._by_storage = {
             buffer.untyped_storage().data_ptr(): memory
             for memory, of_segments in (
-                (self._weights, buffers.slot_weights),
+                (self._weights, buffers.weight_buffers),
                 (self._grads, buffers.slot_grads),
             )
             for buffer in of_segments

@@ -386,7 +386,7 @@ def _generate(rank: int) -> float:
     torch.testing.assert_close(balanced_token, token)
     buffers = inside.slot_buffers(balanced_layers(gpt)[0])
     assert not any(grad is not None for grad in buffers.slot_grads)
-    return max(float(weights.abs().max()) for weights in buffers.slot_weights)
+    return max(float(weights.abs().max()) for weights in buffers.weight_buffers)
 
 
 @pytest.mark.option("forward_only")
@@ -635,7 +635,7 @@ def _bfloat16(rank: int) -> None:
         for model in (plain, gpt)
     ]
     buffers = inside.slot_buffers(balanced_layers(gpt)[0])
-    assert {weight.dtype for weight in buffers.slot_weights} == {torch.bfloat16}
+    assert {weight.dtype for weight in buffers.weight_buffers} == {torch.bfloat16}
     assert {grad.dtype for grad in buffers.slot_grads} == {torch.bfloat16}
     # Low precision by the usual rule: at most twice the error that the plain path makes against
     # float32.

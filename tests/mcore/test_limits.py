@@ -44,7 +44,7 @@ FINE = {
     *("moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_router_fusion"),
     *("moe_router_quantile_balancing_ema", "moe_router_force_load_balancing"),
     "moe_router_force_biased",
-    # Megatron takes them with fp8 or fp4 only, which are refused.
+    # Megatron's dispatcher then counts what comes.
     *("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
     # Shared experts are not replicated.
     *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
@@ -59,7 +59,6 @@ FINE = {
     "moe_ncclep_static_shape",
     # How the experts compute.
     *("moe_apply_probs_on_input", "moe_grouped_gemm", "moe_mlp_glu_interleave_size"),
-    "moe_single_grouped_weight",
     # Dropped choices are none, and padded experts are even already.
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
     # Nothing without the stash.

@@ -168,12 +168,13 @@ class Group {
         const PeerRank self = self_of(rank);
         run(stream, [=, this] { write_mains(rank, round); });
         const PeerCopies copies = PeerCopies::in(copies_[rank].data(), sizes_.ranks, sizes_.slots);
-        const PeerPush task{
+        PeerPush task{
             segments_of(rank, weights_),
             {rank, sizes_.ranks, sizes_.slots, sizes_.mains, sizes_.relay_threshold},
             lists->slots.data(),
             copies,
             addresses_[rank].data()};
+        for (int64_t g = 0; g < num_segments(); ++g) task.segments.each[g].used_bytes = used(g, round);
         push_peers_cuda(self, task, static_cast<int>(pick(1, 4)), stream);
         wait_peers_cuda(self, task.segments, copies.used, sizes_.slots, PeerDeed::kFill, stream);
         // From here on the rank may change its mains.
@@ -276,7 +277,7 @@ class Group {
     }
 
     void add_segment(std::vector<Shared>& to, int64_t slot_bytes) {
-        Shared added{{nullptr, sizes_.slots, slot_bytes}, {}, {}, {}};
+        Shared added{{nullptr, sizes_.slots, slot_bytes, slot_bytes}, {}, {}, {}};
         for (int64_t rank = 0; rank < sizes_.ranks; ++rank) {
             added.buffers.emplace_back(added.segment.bytes());
             char* const buffer = added.buffers.back().data();
@@ -326,6 +327,11 @@ class Group {
         return slots;
     }
 
+    // Bytes that a push of this round fills of a slot, from its start.
+    int64_t used(int64_t g, int round) const {
+        return round % 3 == 1 ? (sizes_.weights[g] + 1) / 2 : sizes_.weights[g];
+    }
+
     int64_t num_segments() const { return static_cast<int64_t>(sizes_.weights.size()); }
     Memory& main(int64_t expert, int64_t g) { return mains_[expert * num_segments() + g]; }
     Memory& total(int64_t expert, int64_t g) { return totals_[expert * sizes_.grads.size() + g]; }
@@ -351,7 +357,7 @@ class Group {
         for (int64_t g = 0; g < num_segments(); ++g) {
             char* const bytes = slot(weights_[g], at);
             bool equal = true;
-            for (int64_t i = 0; i < sizes_.weights[g]; ++i) {
+            for (int64_t i = 0; i < used(g, round); ++i) {
                 equal = equal && bytes[i] == weight(at.home * sizes_.mains + at.main, g, round, i);
             }
             require(equal, "a slot has the bytes of its main");

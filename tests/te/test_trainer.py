@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from megatron_ext.cpu_platform import enable_cpu_platform
 from tests.ranks import run_ranks
 from tests.te_on_cpu import enable_te_on_cpu
+from tests.te_quantized_on_cpu import GPU, answer_like
 from tests.trainer.dataset import build, overrides
 
 SETTINGS = [
@@ -35,7 +37,9 @@ LOSS_TOLERANCE = 1e-5
 """Of float32 losses of about 5, after two steps of Adam whose sums were rounded in other orders."""
 
 
-def _train(rank: int, words: list[str]) -> tuple[list[dict[str, Any]], set[str], bool]:
+def _train(
+    rank: int, words: list[str], saves: bool = True
+) -> tuple[list[dict[str, Any]], set[str], bool]:
     """The metrics of a run's steps, the kinds of its modules, whether gradients are fused."""
     enable_te_on_cpu()  # before anything of Megatron
     enable_cpu_platform()
@@ -49,7 +53,7 @@ def _train(rank: int, words: list[str]) -> tuple[list[dict[str, Any]], set[str],
     steps = []
     while training.step < training.config.steps:
         steps.append(training.train_step())
-    if not training.config.checkpoint.load:
+    if saves and not training.config.checkpoint.load:
         training._save()
         training.checkpoints.finish()
     (chunk,) = training.chunks
@@ -102,3 +106,39 @@ def test_losses_are_those_of_megatrons_layers(tmp_path: Path) -> None:
     assert "GroupedExperts" in kinds
     assert not any(kind.startswith("TE") for kind in kinds)
     assert not fuses
+
+
+def _train_quantized(rank: int, words: list[str]) -> tuple[list[dict[str, Any]], int]:
+    """The metrics of a run's steps, and the bytes of a replica in its first balanced layer."""
+    enable_te_on_cpu()
+    answer_like(GPU["mxfp8"])
+    from megatron_ext.mcore import moe_layer
+
+    made: list[Any] = []
+    with mock.patch.object(moe_layer, "LayerBalancer", _noting(moe_layer.LayerBalancer, made)):
+        # Megatron-Core 0.16.1 cannot save what this version of Transformer Engine has to.
+        steps, *_ = _train(rank, words, saves=False)
+    return steps, made[0].expert_bytes if made else 0
+
+
+def _noting(made_by: Any, made: list[Any]) -> Any:
+    def make(**settings: Any) -> Any:
+        made.append(made_by(**settings))
+        return made[-1]
+
+    return make
+
+
+def test_training_in_mxfp8_is_the_same(tmp_path: Path) -> None:
+    """Losses differ by what bfloat16 activations round."""
+    data, found = build(tmp_path), {}
+    in_mxfp8 = ["model.precision=bf16", "+megatron.fp8=e4m3", "+megatron.fp8_recipe=mxfp8"]
+    for name in ("unbalanced", "balanced"):
+        words = [*overrides(data, tmp_path / name), *in_mxfp8, "steps=2", *RUNS[name]]
+        words += ["model.hidden_size=64", "model.expert_hidden_size=64", "model.experts=grouped_mm"]
+        (found[name], num_bytes), *_ = run_ranks(_train_quantized, 2, words)
+    losses = {name: [step["loss"] for step in steps] for name, steps in found.items()}
+    assert losses["balanced"] == pytest.approx(losses["unbalanced"], rel=1e-3), losses
+    assert all(step["imbalance_after"] < step["imbalance_before"] for step in found["balanced"])
+    # Two matrices of 64 x 64, each with scales for blocks of 32, padded to 128 x 4 or 4 x 128.
+    assert num_bytes == 2 * (64 * 64 + 128 * 4)

@@ -56,6 +56,24 @@ def test_recipes_are_valid_at_full_and_tiny_size(name: str, data: Path, tmp_path
     validate(load_config(_tiny(data, tmp_path), config_name=name), num_ranks=2)
 
 
+@pytest.mark.parametrize(
+    ("precision", "of_bf16"),
+    [("tensorwise", 0.5), ("blockwise", 0.5001), ("mxfp8", 0.5156), ("nvfp4", 0.2813)],
+)
+def test_precisions_quantize_experts(precision: str, of_bf16: float, data: Path) -> None:
+    from megatron_ext.trainer.model.shape import shape_of
+
+    given = [f"data.path={data}", "data.sequence_length=64", "model.vocab_size=0"]
+    name = "qwen3_30b_8_h200_bf16"
+    in_bf16 = shape_of(load_config(given, config_name=name), name)
+    config = load_config([*given, f"precision={precision}"], config_name=name)
+    validate(config, num_ranks=8, needs_data=False)
+    shape = shape_of(config, name)
+    assert shape.precision == precision
+    assert shape.replica_bytes / in_bf16.replica_bytes == pytest.approx(of_bf16, abs=1e-4)
+    assert shape.token_bytes == in_bf16.token_bytes
+
+
 def _tiny(data: Path, run_dir: Path) -> list[str]:
     return [f"data.path={data}", f"run_dir={run_dir}", "size=tiny", "precision=fp32"]
 

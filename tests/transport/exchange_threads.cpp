@@ -119,6 +119,11 @@ class Rank {
         }
     }
 
+    static MainSegment segment_of(const std::vector<float>& values) {
+        return {reinterpret_cast<const std::byte*>(values.data()),
+                static_cast<int64_t>(values.size() * sizeof(float))};
+    }
+
     void push(const std::vector<Transfer>& transfers, bool is_relayed, int round) {
         // The mains change from push to push, which is right as the last one has ended.
         for (int64_t m = 0; m < kMains; ++m) {
@@ -140,10 +145,7 @@ class Rank {
             to.resize(direct);
             if (home == rank_) {
                 const auto& main = mains_[e % kMains];
-                task.copies.push_back({{reinterpret_cast<const std::byte*>(main[0].data()),
-                                        reinterpret_cast<const std::byte*>(main[1].data())},
-                                       {},
-                                       to});
+                task.copies.push_back({{segment_of(main[0]), segment_of(main[1])}, {}, to});
             }
             if (!rest.empty() && relay.rank == rank_) {
                 onward.push_back({{}, {home, relay.slot}, rest});

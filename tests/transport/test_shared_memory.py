@@ -360,10 +360,10 @@ def _reset_slots(rank: int) -> None:
         if is_reset:
             buffers.reset()
         mains = MainWeights((torch.full((2, 2), value),), fused=False)
-        if not buffers.hold_replicas_of(forward):
+        if not buffers.hold_replicas_of(forward, columnwise=False):
             buffers.push(plan.experts_in_slots, mains, "layer 3", owner=forward).wait()
         if rank == 1:
-            assert buffers.slot_weights[0].tolist() == [[expected, expected]]
+            assert buffers.weight_buffers[0].tolist() == [[expected, expected]]
     assert transport.bytes_sent == (16 if rank == 0 else 0)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -214,6 +215,65 @@ def test_segments_of_several_chunks(name: str) -> None:
 )
 def test_gradients_of_other_dtypes(name: str, dtype: torch.dtype) -> None:
     run_ranks(_move, 2, name, 5, SHAPES, dtype)
+
+
+_SLOT_BYTES = (16, 1 << 19)
+"""Slots of bytes; the second are several chunks."""
+
+
+def _push_shorter(rank: int, name: str, **options: Any) -> None:
+    """Mains of bytes fill the start of their slots; each push's are shorter or longer."""
+    num_ranks = dist.get_world_size()
+    transport = build(name, dist.group.WORLD, **options)
+    slots = [transport.allocate((SLOTS, size), torch.uint8, CPU) for size in _SLOT_BYTES]
+    generator = random.Random(7)
+    for step in range(6):
+        transfers = random_transfers(generator, num_ranks)
+        sizes = [4 if step % 2 else 16, 1 << (18 + step % 2)] if step < 4 else list(_SLOT_BYTES)
+        mains = [
+            [torch.full((size,), _byte(rank, m, step), dtype=torch.uint8) for m in range(MAINS)]
+            for size in sizes
+        ]
+        for buffer in slots:
+            buffer.fill_(255)
+        transport.push(in_slots(transfers, num_ranks), mains, slots).wait()
+        mine = {t.slot_idx: t for t in transfers if t.replica_rank == rank}
+        for buffer, size in zip(slots, sizes, strict=True):
+            for slot_idx, slot in enumerate(buffer):
+                t = mine.get(slot_idx)
+                if t is not None:
+                    assert slot[:size].eq(_byte(t.home_rank, t.main_idx, step)).all()
+                # Behind it, a slot has what it had, or what a relay had behind its own.
+                assert slot[0 if t is None else size :].eq(255).all()
+
+
+def _byte(rank: int, main_idx: int, step: int) -> int:
+    return 40 * rank + 10 * main_idx + step
+
+
+@pytest.mark.parametrize("name", CPU_TRANSPORTS)
+def test_mains_of_bytes_may_be_shorter_than_their_slots(name: str) -> None:
+    run_ranks(_push_shorter, 4, name)
+
+
+def test_shorter_mains_go_through_relays() -> None:
+    run_ranks(partial(_push_shorter, relay_threshold=0), 4, "shared_memory")
+
+
+def _push_longer(rank: int, name: str) -> None:
+    transport = build(name, dist.group.WORLD)
+    slots = [transport.allocate((1, 16), torch.uint8, CPU)]
+    mains = [[torch.zeros(17, dtype=torch.uint8)]]
+    with pytest.raises(ValueError, match=r"main must be .*\[16\].* got .*\[17\]"):
+        transport.push(
+            in_slots([Transfer(0, 0, 1, 0), Transfer(1, 0, 0, 0)], 2, mains=1, slots=1),
+            mains,
+            slots,
+        )
+
+
+def test_mains_longer_than_their_slots_are_refused() -> None:
+    run_ranks(_push_longer, 2, "shared_memory")
 
 
 def _add_256_and_1(rank: int, name: str) -> None:

@@ -61,11 +61,17 @@ struct Place {
     int64_t slot;
 };
 
+// One segment of a main: as long as its slot, or shorter. Then it comes to the slot's start.
+struct MainSegment {
+    const std::byte* memory;
+    int64_t bytes;
+};
+
 // One source to all its destinations. The source is a main, segment by segment, or, where
 // `main_segments` is empty, what arrives in this rank's slot `relayed.slot`, filled by
 // `relayed.rank`.
 struct CopyTask {
-    std::vector<const std::byte*> main_segments;
+    std::vector<MainSegment> main_segments;
     Place relayed;
     std::vector<Place> destinations;
 };

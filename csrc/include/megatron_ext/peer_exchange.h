@@ -47,7 +47,9 @@ struct PeerSegment {
     char* const* buffers;  // [R] in device memory: each rank's, null where it is out of reach
     int64_t num_slots;     // of a rank
     int64_t slot_bytes;
+    int64_t used_bytes;  // what a push fills, or a pull reads, from a slot's start
 
+    // Of a whole slot: the flags stand where they stand, however much a push fills.
     __host__ __device__ int64_t num_chunks() const {
         return (slot_bytes + kPeerChunkBytes - 1) / kPeerChunkBytes;
     }

@@ -14,6 +14,11 @@ TO_PREDICT = (
         (False,),
         "replicas sent ahead would meet those of the other microbatch's backward",
     ),
+    Demand(
+        "first_last_layers_bf16",
+        (False,),
+        "replicas are quantized in the layer before, which may have another precision",
+    ),
 )
 """Rules for layers that predict the next layer's load."""
 

@@ -36,7 +36,12 @@ from megatron_ext.trainer.model.meta_model import (
     kernels_of_a_gpu,
     without_recompute,
 )
-from megatron_ext.trainer.model.settings import assumes_transformer_engine
+from megatron_ext.trainer.model.settings import (
+    assumes_transformer_engine,
+    recipe_of,
+    unquantized,
+)
+from megatron_ext.trainer.model.shape import REPLICA_BYTES
 
 _MOMENT_BYTES = 8
 """Bytes of a parameter's two moments of Adam."""
@@ -136,9 +141,10 @@ def dry_run(
     data, model, pp_size = config.data, config.model, config.parallel.pp_size
     batch = data.micro_batch_size * num_ranks // (config.parallel.tp_size * pp_size)
     with_engine = assumes_transformer_engine(config)
-    # The same parameters in layers that need no GPU to be built.
+    # The same parameters in layers that need no GPU to be built, and no Transformer Engine.
     local = dataclasses.replace(config.model, transformer_impl="local")
-    counted = dataclasses.replace(config, model=local)
+    counted = dataclasses.replace(unquantized(config), model=local)
+    precision = recipe_of(config) or config.model.precision
     # Weight gradients are added to `main_grad` where they are computed, but not with PyTorch's
     # grouped product.
     fuses: bool = config.megatron.get("gradient_accumulation_fusion", with_engine)
@@ -149,7 +155,11 @@ def dry_run(
             stack.enter_context(kernels_of_a_gpu(fused_attention=with_engine))
         for pp_rank in range(pp_size):
             with fake_rank(counted, rank=pp_rank * num_ranks // pp_size, num_ranks=num_ranks):
-                stages.append(_count(counted, pp_rank, vocab_size, imbalances, fuses))
+                stages.append(
+                    _count(
+                        counted, pp_rank, vocab_size, imbalances, fuses, REPLICA_BYTES[precision]
+                    )
+                )
     params = sum((stage.of_model for stage in stages), Params())
     return DryRun(
         num_ranks=num_ranks,
@@ -167,6 +177,7 @@ def _count(
     vocab_size: int,
     imbalances: Sequence[float],
     fuses_gradients: bool,
+    element_bytes: float,
 ) -> Stage:
     """Build this fake rank's model, and count what it is and keeps."""
     # Replicas are no parameters, and without them nothing is planned.
@@ -183,7 +194,7 @@ def _count(
         weight.untyped_storage()._cdata: weight.untyped_storage().nbytes()
         for weight in _parameters(chunks)
     }
-    expert_params, expert_bytes, expert_grad_bytes = _expert_sizes(layers, fuses_gradients)
+    expert_params, expert_grad_bytes = _expert_sizes(layers, fuses_gradients)
     return Stage(
         pp_rank=pp_rank,
         layers=[each.layer_number for one in unwrap_model(chunks) for each in one.decoder.layers],
@@ -194,7 +205,7 @@ def _count(
         optimizer=_optimizer_bytes(config, chunks),
         num_slots=_num_slots(config.balance, [moe_layers([chunk]) for chunk in chunks]),
         expert_params=expert_params,
-        expert_bytes=expert_bytes,
+        expert_bytes=round(expert_params * element_bytes),
         expert_grad_bytes=expert_grad_bytes,
         activations={
             imbalance: _activation_bytes(config, chunks, pp_rank, imbalance)
@@ -249,16 +260,15 @@ def _optimizer_bytes(config: TrainConfig, chunks: list[Any]) -> int:
     return round(total)
 
 
-def _expert_sizes(layers: Sequence[MoELayer], fuses_gradients: bool) -> tuple[int, int, int]:
-    """Numbers and bytes of one expert's weights, and bytes of its gradient in a slot."""
+def _expert_sizes(layers: Sequence[MoELayer], fuses_gradients: bool) -> tuple[int, int]:
+    """Numbers of one expert's weights, and bytes of its gradient in a slot."""
     if not layers:
-        return 0, 0, 0
+        return 0, 0
     mains = expert_weights(layers[0].experts).mains()
-    one_expert = [rows[0] for rows in mains.rows()]
-    numel = sum(segment.numel() for segment in one_expert)
+    numel = sum(of_segment[0].numel() for of_segment in mains.rows())
     weight: Any = next(layers[0].experts.parameters())
     grad_dtype = weight.main_grad.dtype if fuses_gradients else weight.dtype
-    return numel, numel * one_expert[0].itemsize, numel * grad_dtype.itemsize
+    return numel, numel * grad_dtype.itemsize
 
 
 def _num_slots(balance: BalanceConfig, layers: Sequence[Sequence[MoELayer]]) -> int:

@@ -6,6 +6,7 @@ needs data, a balancer or a process group.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -132,6 +133,28 @@ def assumes_transformer_engine(config: TrainConfig) -> bool:
     """
     asked = config.model.transformer_impl
     return asked == "transformer_engine" or (asked == "auto" and bool(config.hardware.summary))
+
+
+def recipe_of(config: TrainConfig) -> str | None:
+    """Return the recipe of quantization; None without one."""
+    for name in ("fp8", "fp4"):
+        if config.megatron.get(name):
+            field = f"{name}_recipe"
+            return str(config.megatron.get(field, getattr(TransformerConfig, field)))
+    return None
+
+
+def unquantized(config: TrainConfig) -> TrainConfig:
+    """Return a run without quantization, which needs Transformer Engine; its sizes are the same."""
+    of_quantization = (
+        "fp8",
+        "fp4",
+        "first_last_layers_bf16",
+        "num_layers_at_",
+        "moe_router_padding",
+    )
+    rest = {k: v for k, v in config.megatron.items() if not k.startswith(of_quantization)}
+    return dataclasses.replace(config, megatron=rest)
 
 
 def transformer_class(config: TrainConfig) -> type[TransformerConfig]:

@@ -12,9 +12,19 @@ from typing import Any
 from megatron_ext.data.manifest import Manifest
 from megatron_ext.data.tokenizer import padded_vocab_size
 from megatron_ext.trainer.config import TrainConfig
-from megatron_ext.trainer.model.settings import transformer_config
+from megatron_ext.trainer.model.settings import recipe_of, transformer_config, unquantized
 
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
+REPLICA_BYTES: dict[str, float] = {
+    "fp32": 4,
+    "bf16": 2,
+    "tensorwise": 1,
+    "blockwise": 1 + 4 / 128**2,
+    "mxfp8": 1 + 1 / 32,
+    "nvfp4": 1 / 2 + 1 / 16,
+}
+"""Bytes that a push moves for an element of a weight, scales among them, by precision. A recipe of
+FP8 or FP4 stands for a model in bf16 with experts that compute by it. An amax, or the one scale of
+a tensor, is left out."""
 
 
 @dataclass(kw_only=True)
@@ -59,7 +69,7 @@ class ModelShape:
             if field.type == "int" and not value >= least:
                 raise ValueError(f"{field.name} ({value}) must be >= {least}")
         for name, known in (
-            ("precision", tuple(ELEMENT_BYTES)),
+            ("precision", tuple(REPLICA_BYTES)),
             ("recompute", ("none", "selective", "full")),
         ):
             if getattr(self, name) not in known:
@@ -85,7 +95,12 @@ class ModelShape:
     @property
     def element_bytes(self) -> int:
         """Bytes of a weight or an activation."""
-        return ELEMENT_BYTES[self.precision]
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def replica_bytes(self) -> int:
+        """Bytes of one expert's weights as a push moves them."""
+        return round(REPLICA_BYTES[self.precision] * self.expert_params)
 
     @property
     def token_bytes(self) -> int:
@@ -175,7 +190,7 @@ def shape_of(config: TrainConfig, name: str) -> ModelShape:
         is_gated=model.activation == "swiglu" or bool(config.megatron.get("gated_linear_unit")),
         vocab_size=model.vocab_size or _vocab_size(data.path),
         sequence_length=data.sequence_length,
-        precision=model.precision,
+        precision=recipe_of(config) or model.precision,
         pp_size=parallel.pp_size,
         vpp_size=parallel.vpp_size,
         recompute=parallel.recompute,
@@ -185,7 +200,7 @@ def shape_of(config: TrainConfig, name: str) -> ModelShape:
 
 
 def _attention(config: TrainConfig) -> tuple[int, int]:
-    megatron: Any = transformer_config(config)
+    megatron: Any = transformer_config(unquantized(config))
     hidden, heads = megatron.hidden_size, megatron.num_attention_heads
     if megatron.multi_latent_attention:
         position, value = megatron.qk_pos_emb_head_dim, megatron.v_head_dim

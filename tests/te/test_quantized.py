@@ -1,0 +1,687 @@
+"""Quantized experts of Transformer Engine, balanced.
+
+A replica has its main's bytes, and computes with them what the main would: in every format. So
+training is the same where a row's blocks do not depend on the rows beside it, which is compared
+bit by bit, or up to the order of sums; pairs with other options are in
+`test_quantized_combinations.py`. In the other formats a balanced model is as far from an
+unquantized one as Megatron's own. Layers 1 and 2.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.config import BalanceConfig
+from tests.gpt import TinyGPT, build_gpt  # first: it enables the CPU platform
+from tests.mcore import inside
+from tests.mcore.parity import balanced_gpt, balanced_layers, relative_distance
+from tests.mcore.test_partial_graphs import Case as GraphCase
+from tests.mcore.test_partial_graphs import train_with_and_without
+from tests.ranks import run_ranks
+from tests.te.quantized import (
+    EXACT,
+    EXPERTS,
+    FORMATS,
+    Case,
+    Settings,
+    apart,
+    assert_training_is_the_same,
+    first_step,
+    in_format,
+    run_on,
+    run_on_gpu_of,
+)
+from tests.te.test_experts import HAS_BLOCKS
+from tests.te.test_saved import ToHost as UnquantizedToHost
+from tests.te_quantized_on_cpu import GPU
+
+PUSH = "megatron_ext.balance.slots.SlotBuffers.push"
+HIDE = "megatron_ext.mcore.te_experts.kept_in_place"
+"""Hides slots from hooks around a linear."""
+
+# --- bytes of replicas
+
+ROWS_AND_COLUMNS = {
+    "tensorwise": (("_data", "_scale_inv"), ("_transpose", "_scale_inv")),
+    **dict.fromkeys(
+        ("blockwise", "mxfp8"),
+        (
+            ("_rowwise_data", "_rowwise_scale_inv"),
+            ("_columnwise_data", "_columnwise_scale_inv"),
+        ),
+    ),
+    "nvfp4": (
+        ("_rowwise_data", "_rowwise_scale_inv", "_amax_rowwise"),
+        ("_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise"),
+    ),
+}
+"""What a forward's products read of a weight, and what those of a backward read."""
+
+
+@contextmanager
+def _checked_pushes(name: str, counts: dict[bool, int]) -> Iterator[None]:
+    """Compare slots with what their mains' linears have, after each push; count by direction."""
+    push = inside.original(PUSH)
+
+    def checked(buffers: Any, experts_in_slots: Any, mains: Any, *args: Any, **kwargs: Any) -> Any:
+        columnwise = kwargs.get("columnwise", False)
+        for buffer in buffers.weight_buffers:
+            buffer.fill_(0xA5)
+        dist.barrier()  # No rank fills slots when another's push has begun.
+        pushed = push(buffers, experts_in_slots, mains, *args, **kwargs)
+        mine = [_bytes_of_mains(name, each.linear, columnwise) for each in mains._segments]
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, mine)
+        wait = pushed.wait
+
+        def wait_and_compare() -> None:
+            wait()
+            for s, expert in enumerate(experts_in_slots[buffers.ep_rank].tolist()):
+                home, main = divmod(expert, buffers.layout.mains_per_rank)
+                for of_linear, of_slots in zip(by_rank[home], buffers.slot_weights, strict=True):
+                    for expected, slots in zip(of_linear[main], of_slots, strict=True):
+                        if expert >= 0:
+                            assert torch.equal(slots[s][: len(expected)], expected)
+                            counts[columnwise] += 1
+
+        pushed.wait = wait_and_compare
+        return pushed
+
+    with mock.patch(PUSH, checked):
+        yield
+
+
+def _bytes_of_mains(name: str, linear: Any, columnwise: bool) -> list[list[torch.Tensor]]:
+    """The parts of each main, uint8."""
+    found = []
+    for m in range(linear.num_gemms):
+        weight = linear._fp8_workspaces.get(f"weight{m}", getattr(linear, f"weight{m}"))
+        parts = [getattr(weight, each) for each in ROWS_AND_COLUMNS[name][columnwise]]
+        if parts[0] is None:  # A Blackwell reads a tensor with one scale in both directions.
+            parts[0] = weight._data
+        found.append([part.detach().clone().reshape(-1).view(torch.uint8) for part in parts])
+    return found
+
+
+@contextmanager
+def _quantized_by_pushes_only() -> Iterator[None]:
+    """The linear takes what a push has quantized, and quantizes no weight again."""
+    from transformer_engine.pytorch.module import grouped_linear
+
+    quantize = grouped_linear.quantize_weight
+
+    def take(**settings: Any) -> Any:
+        weight, new = quantize(**settings)
+        assert new is None
+        assert not settings["update_workspace"]
+        return weight, new
+
+    with mock.patch.object(grouped_linear, "quantize_weight", take):
+        yield
+
+
+def _push_and_compare(rank: int, name: str, gpu: str) -> None:
+    for native in (False, True):
+        run_on(gpu)
+        dtype = torch.bfloat16 if native else torch.float32
+        gpt = balanced_gpt(EXPERTS | in_format(name, native=native), EXACT, dtype=dtype)
+        counts = {False: 0, True: 0}
+        with _checked_pushes(name, counts), _quantized_by_pushes_only():
+            for step in range(2):
+                gpt.train_step(step, num_microbatches=2)
+        # On a Blackwell the last layer's slots may still have what its backward reads.
+        assert min(counts.values()) > 0, counts
+
+
+def _shown(*names: str) -> list[Any]:
+    """Formats as parameters of a test, with their rows of the compatibility page."""
+    return [pytest.param(name, marks=pytest.mark.option(name)) for name in names]
+
+
+@pytest.mark.option("quantized_parameters")
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        *(pytest.param(*each, marks=pytest.mark.option(each[0])) for each in GPU.items()),
+        ("tensorwise", "blackwell"),
+    ],
+)
+def test_a_slot_has_its_mains_bytes_after_each_push(name: str, gpu: str) -> None:
+    run_ranks(_push_and_compare, 2, name, gpu)
+
+
+# --- a replica and its main
+
+FEW, MANY = [128, 256], [128, 0, 128, 256]
+"""Rows of the owner's mains; of two other mains, and of the owner's in two slots."""
+
+
+def _linear_with_slots(
+    rank: int, name: str, native: bool = False, fused: bool = False, turns: bool = True
+) -> list[bool]:
+    """Whether a linear with mains and one with slots for them are equal: y, dx, dw of each."""
+    from megatron.core.fp8_utils import get_fp8_context
+
+    run_on_gpu_of(name)
+    settings = EXPERTS | in_format(name, native=native) | dict(ep=1, num_layers=1, experts=2)
+    settings |= dict(dtype=torch.bfloat16, hidden=160, ffn=160)
+    with _to_nearest():
+        gpts = [build_gpt(**settings, seed=seed) for seed in (1, 2)]
+    models: list[Any] = [gpt.chunks[0].module for gpt in gpts]
+    owner, other = (model.decoder.layers[0].mlp.experts.linear_fc1 for model in models)
+    context = get_fp8_context
+    if name == "nvfp4":
+        from megatron.core.fp4_utils import get_fp4_context as context
+    rows, upstream = _random(sum(MANY), 160), _random(sum(MANY), owner.out_features)
+    first = sum(MANY[:2])
+    with _to_nearest():
+        for linear in (owner, other):
+            linear.fuse_wgrad_accumulation = fused
+        with context(owner.config, 0):
+            memory, slots, refill = _slots(owner, other, fused)
+            x = rows[first:].clone().requires_grad_()
+            y, _ = owner(x, FEW)
+            x_there = rows.clone().requires_grad_()
+            y_there, _ = _run_with_slots(other, slots, x_there)
+        for part in memory:
+            part.fill_(0xA5)
+        refill(columnwise=turns)
+        y.backward(upstream[first:])
+        y_there.backward(upstream)
+    assert sorted(other._fp8_workspaces) == ([] if native else ["weight0", "weight1"])
+    pairs = [(y, y_there[first:]), (x.grad, x_there.grad[first:])]
+    for slot, main in zip(slots, (owner.weight0, owner.weight1), strict=True):
+        pairs.append((main.main_grad, slot.main_grad if fused else slot.grad.float()))
+    assert all(one.any() for one, _ in pairs)
+    return [torch.equal(one, other) for one, other in pairs]
+
+
+def _random(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).bfloat16()
+
+
+def _slots(owner: Any, other: Any, fused: bool) -> Any:
+    """Memory of `other`'s slots, slots in it with `owner`'s rows, and what brings the columns."""
+    from megatron_ext.mcore.quantized import Precision, QuantizedMains
+
+    of_owner, of_other = (
+        QuantizedMains([each.weight0, each.weight1], fused, each, Precision.of(each).parts)
+        for each in (owner, other)
+    )
+    memory = [torch.empty(2, part.num_bytes, dtype=torch.uint8) for part in of_owner.parts]
+
+    def fill(columnwise: bool) -> None:
+        of_other.rows(columnwise=columnwise)
+        for slots, mains in zip(memory, of_owner.rows(columnwise=columnwise), strict=True):
+            for slot, main in zip(slots, mains, strict=True):
+                slot[: len(main)] = main
+
+    fill(columnwise=False)
+    slots = [slot.requires_grad_() for slot in of_other.weights(memory)]
+    for slot in slots:
+        slot.main_grad = torch.zeros(slot.shape)
+    return memory, slots, fill
+
+
+def _run_with_slots(linear: Any, slots: list[Any], rows: torch.Tensor) -> Any:
+    from megatron_ext.mcore.quantized import SlotQuantizers
+    from megatron_ext.mcore.te_experts import _lent_to
+
+    with (
+        SlotQuantizers(linear, len(slots)).lent() as quantizes,
+        _lent_to(linear, {"weight": slots}),
+    ):
+        assert quantizes
+        return linear(rows, MANY)
+
+
+@contextmanager
+def _to_nearest() -> Iterator[None]:
+    """As NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1, which counts when TE is imported."""
+    from transformer_engine.common.recipe import NVFP4BlockScaling
+
+    make = NVFP4BlockScaling.__post_init__
+
+    def without_chance(recipe: Any) -> None:
+        recipe.disable_stochastic_rounding = True
+        make(recipe)
+
+    with mock.patch.object(NVFP4BlockScaling, "__post_init__", without_chance):
+        yield
+
+
+def _linears_with_slots(rank: int, name: str) -> None:
+    for native in (False, True):
+        for fused in (False, True):
+            assert _linear_with_slots(rank, name, native, fused) == [True] * 4
+
+
+@pytest.mark.parametrize("name", _shown(*FORMATS))
+def test_a_replica_computes_what_its_main_would(name: str) -> None:
+    run_ranks(_linears_with_slots, 1, name)
+
+
+def _linear_with_rows_in_backward(rank: int, name: str) -> list[bool]:
+    return _linear_with_slots(rank, name, turns=False)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_backward_with_what_the_forward_read_is_seen(name: str) -> None:
+    assert run_ranks(_linear_with_rows_in_backward, 1, name) == [[True, False, True, True]]
+
+
+def _linear_with_shared_quantizers(rank: int) -> None:
+    from megatron_ext.mcore.quantized import SlotQuantizers
+
+    def shared(quantizers: Any, of_mains: list[Any]) -> list[Any]:
+        return of_mains * 2  # As many slots as mains.
+
+    with (
+        mock.patch.object(SlotQuantizers, "_with_slots", shared),
+        pytest.raises(ValueError, match="groups 0 and 2 have rows, and one quantizer for both"),
+    ):
+        _linear_with_slots(rank, "tensorwise")
+
+
+def test_quantizers_shared_with_mains_are_seen() -> None:
+    run_ranks(_linear_with_shared_quantizers, 1)
+
+
+# --- training in formats in which it is the same
+
+
+def _recipe_of_linears(**of_linears: Any) -> Any:
+    """Megatron's `--te-precision-config-file`: the parameters of each linear's quantization."""
+    from megatron.core.quantization.quant_config import RecipeConfig
+
+    matchers = {
+        name: dict(type="glob", enabled=True, pattern=f"*experts.{name}", config=name)
+        for name in of_linears
+    }
+    key = dict(transformer_engine_config_type="TEQuantizationParams")
+    configs = {name: key | of_linear for name, of_linear in of_linears.items()}
+    return RecipeConfig.from_config_dict(dict(matchers=matchers, configs=configs))
+
+
+IN_16_BITS: Settings = dict(dtype=torch.bfloat16, gradient_accumulation_fusion=True)
+FROZEN: Settings = dict(frozen=r"layers\.0\..*\.experts\.|fc1")
+GATHERED: Settings = IN_16_BITS | dict(
+    distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+)
+CASES = {
+    "gathered mxfp8": Case("mxfp8", GATHERED, native=True, world_size=4),
+    "gathered blockwise": Case("blockwise", GATHERED, native=True, world_size=4),
+    "gradients in 16 bits": Case("mxfp8", IN_16_BITS | dict(ddp=dict(grad_reduce_in_fp32=False))),
+    "padding for FP8": Case("blockwise", dict(moe_router_padding_for_fp8=True)),
+    "frozen": Case("blockwise", FROZEN),
+    "frozen parameters": Case("mxfp8", FROZEN | IN_16_BITS, native=True),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_training_is_the_same(case: Case) -> None:
+    assert_training_is_the_same(case)
+
+
+@pytest.mark.option("precision_by_layer")
+def test_training_with_one_quantized_linear_is_the_same() -> None:
+    recipe = _recipe_of_linears(linear_fc2=dict(training_recipe={}))
+    assert_training_is_the_same(Case("mxfp8", IN_16_BITS | dict(quant_recipe=recipe)))
+
+
+def _train_with_graphs(rank: int, name: str, case: GraphCase) -> tuple[int, int]:
+    run_on_gpu_of(name)
+    return train_with_and_without(rank, case)
+
+
+def test_training_with_partial_graphs_is_the_same() -> None:
+    settings = EXPERTS | in_format("mxfp8")
+    # The twins of products look at values, which a capture forbids.
+    case = GraphCase(settings, ("moe_router", "moe_preprocess"), num_microbatches=2)
+    for replicas, num_operations in run_ranks(_train_with_graphs, 2, "mxfp8", case):
+        assert num_operations > 0
+        assert replicas > 0
+
+
+# --- hooks on saved tensors
+
+
+class ToHost(UnquantizedToHost):
+    """Notes where the parts of quantized tensors are."""
+
+    def _copy(self, saved: torch.Tensor) -> torch.Tensor:
+        return _copied(saved)
+
+
+def _copied(saved: Any) -> torch.Tensor:
+    parts = saved.get_data_tensors() if hasattr(saved, "get_data_tensors") else (saved,)
+    ToHost.copied += [part.untyped_storage().data_ptr() for part in parts if part is not None]
+    return saved.clone()
+
+
+def _gradients(
+    case: Case, around: Any = None, **settings: Any
+) -> tuple[dict[str, torch.Tensor], set[int]]:
+    """Gradients, and where the slots are; `around` the whole step."""
+    gpt = balanced_gpt(case.model | settings, EXACT)
+    with around or nullcontext():
+        _, gradients = first_step(gpt, case)
+    layer = balanced_layers(gpt)[0]
+    assert layer.num_replicas > 0
+    return gradients, {each.untyped_storage().data_ptr() for each in inside.slot_weights(layer)}
+
+
+def _offloaded(rank: int, native: bool) -> None:
+    from megatron.core.transformer.moe import experts
+
+    case = Case("mxfp8", native=native)
+    offload = dict(
+        offload_modules=["expert_fc1", "moe_act"], fine_grained_activation_offloading=True
+    )
+    run_on_gpu_of(case.format)
+    everywhere = torch.autograd.graph.saved_tensors_hooks(_copied, torch.clone)
+    with mock.patch.object(experts, "off_interface", ToHost):
+        kept, _ = _gradients(case)
+        for how in (offload, dict(around=everywhere)):
+            ToHost.copied.clear()
+            copied, slots = _gradients(case, **how)
+            assert ToHost.copied
+            assert not slots & set(ToHost.copied)
+            assert _different(kept, copied) == []
+        ToHost.copied.clear()
+        with mock.patch(HIDE, return_value=nullcontext()):
+            copied, slots = _gradients(case, **offload)
+        assert slots & set(ToHost.copied), "hooks that see slots are not seen"
+        assert _different(kept, copied)
+        ToHost.copied.clear()
+
+
+def _different(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name, each in some.items() if not torch.equal(each, others[name])]
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["cached", "native"])
+def test_hooks_on_saved_tensors_do_not_see_slots(native: bool) -> None:
+    run_ranks(_offloaded, 2, native)
+
+
+# --- formats in which a number's scale depends on other rows
+
+
+@contextmanager
+def _powers_of_two() -> Iterator[None]:
+    """As NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES=1, which counts when TE is imported."""
+    from transformer_engine.common.recipe import Float8CurrentScaling, QParams
+
+    names = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
+    scales = QParams(power_2_scale=True, amax_epsilon=0.0)
+    with mock.patch.multiple(Float8CurrentScaling, **dict.fromkeys(names, scales)):
+        yield
+
+
+def _distances(some: Any, others: Any) -> list[float]:
+    """Relative distances of all numbers of forwards together, and of all gradients."""
+    return [
+        relative_distance(
+            *(torch.cat([each.flatten().float() for each in one.values()]) for one in pair)
+        )
+        for pair in zip(some, others, strict=True)
+    ]
+
+
+def _logits(outcome: Any) -> Any:
+    forwards, gradients = outcome
+    return {name: each for name, each in forwards.items() if "logits" in name}, gradients
+
+
+def _run(case: Case, make: Callable[..., TinyGPT] = build_gpt, **settings: Any) -> Any:
+    return _logits(first_step(make(**(case.model | settings)), case))
+
+
+def _make_balanced(**settings: Any) -> TinyGPT:
+    return balanced_gpt(settings, EXACT)
+
+
+def _scales_of_all_rows(rank: int, name: str) -> dict[str, list[float]]:
+    case = Case(name, num_microbatches=4)
+    run_on_gpu_of(name)
+    with _to_nearest():
+        exact = _run(case, fp8=None, fp4=None)
+        stock, first, second = (_run(case, make) for make in (build_gpt, *[_make_balanced] * 2))
+    found = {
+        "alike": _distances(second, first),
+        "stock": _distances(stock, exact),
+        "balanced": _distances(first, exact),
+        "apart": _distances(first, stock),
+    }
+    if name == "tensorwise":
+        with _powers_of_two():
+            stock, balanced = (_run(case, make) for make in (build_gpt, _make_balanced))
+        found["powers"] = [
+            max(relative_distance(balanced[i][name], each) for name, each in stock[i].items())
+            for i in (0, 1)
+        ]
+    return found
+
+
+@pytest.mark.parametrize("name", _shown("tensorwise", "nvfp4"))
+def test_balanced_models_are_as_near_to_unquantized_ones(name: str) -> None:
+    for found in run_ranks(_scales_of_all_rows, 2, name):
+        assert found["alike"] == [0.0, 0.0]
+        assert min(found["apart"]) > 0.01, "the scales were those of unbalanced training"
+        for of_balanced, of_stock in zip(found["balanced"], found["stock"], strict=True):
+            assert of_balanced <= 1.05 * of_stock
+        if name == "tensorwise":
+            logits, gradients = found["powers"]
+            assert logits <= 1e-5
+            assert gradients <= 2e-2
+
+
+# --- what is broken is seen
+
+
+def _rows_in_backward() -> Any:
+    push = inside.original(PUSH)
+    return mock.patch(PUSH, lambda *args, columnwise=False, **kwargs: push(*args, **kwargs))
+
+
+def _workspaces_left() -> Any:
+    """Slots are plain numbers: the linear quantizes them, and keeps that for the next replica."""
+    from megatron_ext.mcore.quantized import QuantizedMains
+
+    make = QuantizedMains.weights
+    return mock.patch.object(
+        QuantizedMains,
+        "weights",
+        lambda mains, parts: [each.dequantize() for each in make(mains, parts)],
+    )
+
+
+def _break(rank: int, breaking: Callable[[], Any]) -> Any:
+    # A slot has one replica after the other.
+    case = Case("mxfp8", dict(experts=8), num_microbatches=4)
+    run_on_gpu_of(case.format)
+    expected = first_step(build_gpt(**case.model), case)
+    with breaking():
+        gpt = balanced_gpt(case.model, BalanceConfig(tolerance=0.0, slots=1))
+        return apart(case, expected, first_step(gpt, case))
+
+
+def test_wrong_bytes_are_seen() -> None:
+    for found in run_ranks(_break, 2, nullcontext):
+        assert found.forwards == []
+        assert found.gradients <= 1
+    for found in run_ranks(_break, 2, _rows_in_backward):
+        assert found.forwards == []
+        assert found.gradients > 1e4
+    assert any(found.forwards for found in run_ranks(_break, 2, _workspaces_left))
+
+
+# --- what is refused, before the first step
+
+
+def _problems(**settings: Any) -> list[str]:
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_ext.mcore.limits import validate_for_balancing
+
+    sizes = dict(num_layers=1, hidden_size=64, num_attention_heads=2, num_moe_experts=4)
+    fixed = dict(moe_ffn_hidden_size=96, expert_model_parallel_size=2, add_bias_linear=False)
+    return validate_for_balancing(TransformerConfig(**(sizes | fixed | settings)), EXACT)
+
+
+FACTORY = "tests.te.test_quantized"
+REFUSED: list[tuple[Settings, str, str]] = [
+    (dict(fp8="hybrid", fp8_recipe="delayed"), "fp8_recipe ('delayed') must be", "no history"),
+    (
+        dict(fp8="e4m3", fp8_recipe="custom", fp8_quantizer_factory=FACTORY),
+        "fp8_recipe ('custom') must be",
+        "--fp8-recipe",
+    ),
+    (
+        dict(fp4="e2m1", fp4_recipe="custom", fp4_quantizer_factory=FACTORY),
+        "fp4_recipe ('custom') must be 'nvfp4'",
+        "--fp4-recipe",
+    ),
+    *(
+        (in_format(name) | dict(hidden_size=size), f"hidden_size ({size}) must be", f"of {least}")
+        for name, size, least in (
+            ("tensorwise", 72, 16),
+            ("blockwise", 72, 16),
+            ("mxfp8", 80, 32),
+            ("nvfp4", 80, 32),
+        )
+    ),
+    (
+        in_format("mxfp8") | dict(moe_ffn_hidden_size=48),
+        "moe_ffn_hidden_size (48) must be",
+        "of 32",
+    ),
+    (in_format("mxfp8") | dict(moe_latent_size=16), "moe_latent_size (16) must be", "of 32"),
+]
+
+
+@pytest.mark.parametrize(("settings", "what", "rule"), REFUSED)
+def test_settings_are_refused(settings: Settings, what: str, rule: str) -> None:
+    (problem,) = _problems(**settings)
+    assert problem.startswith(what)
+    assert rule in problem
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_are_not_refused(name: str) -> None:
+    assert _problems(**in_format(name)) == []
+
+
+def test_a_gpu_without_the_format_is_refused() -> None:
+    run_on("hopper")
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("megatron_ext.mcore.limits.lack_here", return_value=None),
+    ):
+        found = [each for each in _problems(**in_format("mxfp8")) if "fp8" in each]
+    (problem,) = found
+    assert problem.startswith("fp8_recipe ('mxfp8') is not for this GPU")
+    assert "--fp8-recipe" in problem
+    run_on("hopper")  # The next test may ask for another one.
+
+
+def _first_forward(settings: Settings, name: str) -> str:
+    """The error of a balanced model's first forward."""
+    run_on_gpu_of(name)
+    gpt = _make_balanced(**EXPERTS | settings)
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the caller looks at it
+        gpt.forward_backward()
+    return str(error.value)
+
+
+def _unlike(rank: int, per_rank: list[Settings]) -> str:
+    return _first_forward(per_rank[rank], "mxfp8")
+
+
+BFLOAT16 = dict(dtype=torch.bfloat16)
+UNLIKE = {
+    "native": ([in_format("mxfp8"), in_format("mxfp8", native=True)], ["cached", "native"]),
+    "recipe": (
+        [in_format("mxfp8"), in_format("tensorwise")],
+        ["MXFP8Tensor", "Float8Tensor"],
+    ),
+    "dtype": (
+        [in_format("mxfp8"), in_format("mxfp8") | BFLOAT16],
+        ["torch.float32", "torch.bfloat16"],
+    ),
+    "none": ([in_format("mxfp8") | BFLOAT16, BFLOAT16], ["MXFP8Tensor", "torch.bfloat16"]),
+}
+
+
+@pytest.mark.parametrize(("per_rank", "names"), UNLIKE.values(), ids=UNLIKE.keys())
+def test_ranks_of_different_formats_are_refused(per_rank: list[Settings], names: list[str]) -> None:
+    first, second = run_ranks(_unlike, 2, per_rank)
+    assert first == second
+    assert first.startswith("experts must be alike on all EP ranks")
+    assert all(name in first for name in names)
+    assert "--fp8-param-gather" in first
+
+
+def _refused_when_built(rank: int, settings: Settings) -> None:
+    run_on_gpu_of("mxfp8")
+    with mock.patch.dict(os.environ, NVTE_CUTEDSL_FUSED_GROUPED_MLP="1"):
+        _make_balanced(**EXPERTS | in_format("mxfp8") | settings)
+
+
+BUILT: dict[str, Settings] = {
+    r"fp8 \('e4m3'\) must be None with SequentialMLP": dict(moe_grouped_gemm=False)
+}
+if HAS_BLOCKS:
+    BUILT[r"use_transformer_engine_op_fuser \(True\) must be False with fp8=e4m3"] = dict(
+        use_transformer_engine_op_fuser=True, moe_mlp_glu_interleave_size=32
+    )
+
+
+@pytest.mark.parametrize(("error", "settings"), BUILT.items())
+def test_experts_without_quantized_replicas_are_refused(error: str, settings: Settings) -> None:
+    with pytest.raises(RuntimeError, match=error):
+        run_ranks(_refused_when_built, 2, settings)
+
+
+def _overridden(rank: int) -> str:
+    from transformer_engine.common.recipe import MXFP8BlockScaling
+
+    def override(recipe: Any) -> None:  # As the variable does, which counts when TE is imported.
+        recipe.backward_override = "dequantized"
+
+    with mock.patch.object(MXFP8BlockScaling, "__post_init__", override):
+        return _first_forward(in_format("mxfp8"), "mxfp8")
+
+
+def test_another_backward_is_refused() -> None:
+    for error in run_ranks(_overridden, 2):
+        assert error.startswith("NVTE_BACKWARD_OVERRIDE (dequantized) must not be set")
+        assert "quantized bytes" in error
+
+
+def _evaluated_otherwise(rank: int) -> str:
+    mxfp8 = dict(fp8_quantization_recipe="mxfp8")
+    recipe = _recipe_of_linears(linear_fc1=dict(training_recipe=mxfp8, evaluation_recipe={}))
+    run_on_gpu_of("mxfp8")
+    gpt = _make_balanced(**EXPERTS | in_format("mxfp8") | dict(quant_recipe=recipe))
+    gpt.forward_backward()
+    with pytest.raises(ValueError) as error, torch.no_grad():  # noqa: PT011 - see the caller
+        gpt.forward_backward(forward_only=True)
+    return str(error.value)
+
+
+def test_another_precision_in_evaluation_is_refused() -> None:
+    for error in run_ranks(_evaluated_otherwise, 2):
+        assert error.startswith("experts.linear_fc1 quantize")
+        assert "in one forward" in error
+        assert "evaluation" in error
