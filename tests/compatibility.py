@@ -15,11 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ class Option:
 
     title: str
     share: str = ""
-    """How many published recipes use the option: the setting, `name` or `name=value`, or words."""
+    """How many published recipes use the option: `name` or `name=value` of settings, or words."""
     twins: bool = False
     """Whether compiled parts of other packages had to be replaced for the tests."""
     brief: str = ""
@@ -83,7 +84,10 @@ OPTIONS = {
     "fp16": Option("float16 (`--fp16`), with `balance.transport=collective`"),
     "mxfp8": Option("MXFP8 (`--fp8-recipe mxfp8`)", "fp8_recipe=mxfp8", True, brief="MXFP8"),
     "tensorwise": Option(
-        "FP8 with a scale a tensor (`--fp8-recipe tensorwise`)", "fp8=hybrid", True, brief="FP8"
+        "FP8 with a scale a tensor (`--fp8-recipe tensorwise`)",
+        "fp8 and fp8_recipe=tensorwise",
+        True,
+        brief="FP8",
     ),
     "blockwise": Option(
         "FP8 with a scale a block (`--fp8-recipe blockwise`)", "fp8_recipe=blockwise", True
@@ -357,12 +361,18 @@ def _word(option: Option, outcomes: set[str]) -> str:
 
 
 def _num_recipes(share: str) -> str:
-    """Return how many recipes have a setting; what is no setting stays as it is."""
-    field, _, value = share.partition("=")
-    if field not in SETTINGS:
+    """Return how many recipes have a setting, or all of several; other words stay as they are."""
+    asked = [each.partition("=")[::2] for each in share.split(" and ")]
+    if not all(field in SETTINGS for field, _ in asked):
         return share
-    found = [recipe[field] for recipe in read_record()]
-    return str(sum(value in each.split() if value else bool(each) for each in found))
+    return str(
+        sum(
+            all(
+                value in recipe[field].split() if value else recipe[field] for field, value in asked
+            )
+            for recipe in read_record()
+        )
+    )
 
 
 def _num_excluded(field: str) -> str:
@@ -383,7 +393,8 @@ def _refusals() -> list[str]:
     predicts = [name for name, each in STRATEGIES.items() if each.predicts]
     transports = [name for name, each in TRANSPORTS.items() if not each.adds_float16]
     return [
-        f"| `{rule.field}` | {', '.join(f'`{each}`' for each in used_with)} "
+        f"| `{rule.field}` "
+        f"| {', '.join(f'`{each}`' for each in _used_with(rule, used_with))} "
         f"| {_num_excluded(rule.field)} "
         f"| {' or '.join(f'`{value!r}`' for value in rule.allowed)} "
         f"| {rule.reason}; {rule.way_out} |"
@@ -396,6 +407,12 @@ def _refusals() -> list[str]:
         )
         for rule in rules
     ]
+
+
+def _used_with(rule: Any, used_with: Sequence[str]) -> Sequence[str]:
+    from megatron_ext.mcore.limits import PlainDemand
+
+    return ("fp8", "fp4") if isinstance(rule, PlainDemand) else used_with
 
 
 def main() -> None:

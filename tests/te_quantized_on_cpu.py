@@ -54,9 +54,11 @@ def answer_like(gpu: str) -> None:
     properties.major, properties.minor = capability
     vars(cuda)["get_device_capability"] = lambda device=None: capability
     for module in (utils, quantization):  # They remember earlier answers.
-        for each in vars(module).values():
+        for name, each in [*vars(module).items()]:
             if isinstance(each, functools._lru_cache_wrapper):
                 each.cache_clear()
+            elif name.endswith("_SUPPORT"):
+                setattr(module, name, None)
 
 
 def kind_of(tensor: Any) -> str | None:

@@ -64,10 +64,16 @@ class Precision:
         Raises:
             ValueError: Replicas cannot be quantized as the linear quantizes its weights.
         """
+        params = linear.te_quant_params
+        if params is not None and params.evaluation_recipe not in (None, params.training_recipe):
+            raise ValueError(
+                f"evaluation_recipe ({params.evaluation_recipe}) must be the training_recipe: a "
+                "layer's slots have one precision (change --te-precision-config-file)"
+            )
         with precision_of(linear) as quantizes:
             if not quantizes:
                 return cls()
-            _refuse(linear)
+            _refuse_recipe()
             quantizer = _weight_quantizers(linear)[0].copy()
             quantizer.internal = False
             weight = linear.weight0
@@ -83,7 +89,7 @@ class Precision:
         return cls(parts, " ".join([type(like).__name__, kind, *sorted(flags)]))
 
 
-def _refuse(linear: Any) -> None:
+def _refuse_recipe() -> None:
     """Refuse a recipe of Transformer Engine whose backward reads other bytes than are pushed."""
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
@@ -265,8 +271,8 @@ class QuantizedWeights(TEGroupedWeights):
                 lent = self._quantizers.setdefault(name, SlotQuantizers(linear, num_slots))
                 if stack.enter_context(lent.lent()) != bool(self._precisions[name].parts):
                     raise ValueError(
-                        f"experts.{name} quantizes in one forward of a layer and not in another, "
-                        "and its slots have one precision: give evaluation the recipe of training"
+                        f"experts.{name} quantizes in one forward of a layer and not in another: a "
+                        "layer's slots have one precision"
                     )
             stack.enter_context(_padding_for_slots(self._experts, num_slots))
             return super().run(slot_weights, tokens, tokens_per_expert, probs)

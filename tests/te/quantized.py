@@ -183,24 +183,9 @@ def apart(case: Case, expected: FirstStep, found: FirstStep) -> Apart:
     return Apart(unequal, distances[where], where)
 
 
-def run_on_gpu_of(name: str) -> None:
-    """Let Transformer Engine hear of a GPU with the format, until this rank's call ends."""
-    run_on(GPU[name])
-
-
-def run_on(gpu: str) -> None:
-    """`answer_like`, and let Transformer Engine ask again which formats the GPU has."""
-    from transformer_engine.pytorch import quantization
-
-    answer_like(gpu)
-    for name in [*vars(quantization)]:
-        if name.endswith("_SUPPORT"):
-            setattr(quantization, name, None)
-
-
 def prepare(case: Case) -> None:
     """Make this rank ready for a case, until its call ends."""
-    run_on_gpu_of(case.format)
+    answer_like(GPU[case.format])
     if case.native and case.is_distributed:
         gather_one_by_one()
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron_ext.config import BalanceConfig
 from tests.gpt import TinyGPT, build_gpt  # first: it enables the CPU platform
 from tests.mcore import inside
+from tests.mcore.clock import DEAR_EXPERTS_MS, rounds_take
 from tests.mcore.parity import balanced_gpt, balanced_layers, relative_distance
 from tests.mcore.test_partial_graphs import Case as GraphCase
 from tests.mcore.test_partial_graphs import train_with_and_without
@@ -36,12 +37,10 @@ from tests.te.quantized import (
     assert_training_is_the_same,
     first_step,
     in_format,
-    run_on,
-    run_on_gpu_of,
 )
 from tests.te.test_experts import HAS_BLOCKS
 from tests.te.test_saved import ToHost as UnquantizedToHost
-from tests.te_quantized_on_cpu import GPU
+from tests.te_quantized_on_cpu import GPU, answer_like
 
 PUSH = "megatron_ext.balance.slots.SlotBuffers.push"
 HIDE = "megatron_ext.mcore.te_experts.kept_in_place"
@@ -102,13 +101,18 @@ def _checked_pushes(name: str, counts: dict[bool, int]) -> Iterator[None]:
 def _bytes_of_mains(name: str, linear: Any, columnwise: bool) -> list[list[torch.Tensor]]:
     """The parts of each main, uint8."""
     found = []
-    for m in range(linear.num_gemms):
-        weight = linear._fp8_workspaces.get(f"weight{m}", getattr(linear, f"weight{m}"))
+    for weight in _as_products_read(linear):
         parts = [getattr(weight, each) for each in ROWS_AND_COLUMNS[name][columnwise]]
         if parts[0] is None:  # A Blackwell reads a tensor with one scale in both directions.
             parts[0] = weight._data
         found.append([part.detach().clone().reshape(-1).view(torch.uint8) for part in parts])
     return found
+
+
+def _as_products_read(linear: Any) -> list[Any]:
+    """What a linear keeps of each main, or the main."""
+    names = [f"weight{m}" for m in range(linear.num_gemms)]
+    return [linear._fp8_workspaces.get(name, getattr(linear, name)) for name in names]
 
 
 @contextmanager
@@ -120,8 +124,9 @@ def _quantized_by_pushes_only() -> Iterator[None]:
 
     def take(**settings: Any) -> Any:
         weight, new = quantize(**settings)
-        assert new is None
-        assert not settings["update_workspace"]
+        if torch.is_grad_enabled():  # Not where costs are measured.
+            assert new is None
+            assert not settings["update_workspace"]
         return weight, new
 
     with mock.patch.object(grouped_linear, "quantize_weight", take):
@@ -130,11 +135,17 @@ def _quantized_by_pushes_only() -> Iterator[None]:
 
 def _push_and_compare(rank: int, name: str, gpu: str) -> None:
     for native in (False, True):
-        run_on(gpu)
+        answer_like(gpu)
         dtype = torch.bfloat16 if native else torch.float32
-        gpt = balanced_gpt(EXPERTS | in_format(name, native=native), EXACT, dtype=dtype)
+        # The first layer's mains run alone first, to be measured, and need one direction only.
+        balance = BalanceConfig(tolerance=0.0, objective="time", link_bandwidth=1e15)
+        gpt = balanced_gpt(EXPERTS | in_format(name, native=native), balance, dtype=dtype)
         counts = {False: 0, True: 0}
-        with _checked_pushes(name, counts), _quantized_by_pushes_only():
+        with (
+            _checked_pushes(name, counts),
+            _quantized_by_pushes_only(),
+            rounds_take(DEAR_EXPERTS_MS),
+        ):
             for step in range(2):
                 gpt.train_step(step, num_microbatches=2)
         # On a Blackwell the last layer's slots may still have what its backward reads.
@@ -170,7 +181,7 @@ def _linear_with_slots(
     """Whether a linear with mains and one with slots for them are equal: y, dx, dw of each."""
     from megatron.core.fp8_utils import get_fp8_context
 
-    run_on_gpu_of(name)
+    answer_like(GPU[name])
     settings = EXPERTS | in_format(name, native=native) | dict(ep=1, num_layers=1, experts=2)
     settings |= dict(dtype=torch.bfloat16, hidden=160, ffn=160)
     with _to_nearest():
@@ -321,6 +332,7 @@ CASES = {
     "gathered mxfp8": Case("mxfp8", GATHERED, native=True, world_size=4),
     "gathered blockwise": Case("blockwise", GATHERED, native=True, world_size=4),
     "gradients in 16 bits": Case("mxfp8", IN_16_BITS | dict(ddp=dict(grad_reduce_in_fp32=False))),
+    "measured": Case("blockwise", balance=dict(objective="time")),
     "padding for FP8": Case("blockwise", dict(moe_router_padding_for_fp8=True)),
     "frozen": Case("blockwise", FROZEN),
     "frozen parameters": Case("mxfp8", FROZEN | IN_16_BITS, native=True),
@@ -339,7 +351,7 @@ def test_training_with_one_quantized_linear_is_the_same() -> None:
 
 
 def _train_with_graphs(rank: int, name: str, case: GraphCase) -> tuple[int, int]:
-    run_on_gpu_of(name)
+    answer_like(GPU[name])
     return train_with_and_without(rank, case)
 
 
@@ -370,14 +382,20 @@ def _copied(saved: Any) -> torch.Tensor:
 
 def _gradients(
     case: Case, around: Any = None, **settings: Any
-) -> tuple[dict[str, torch.Tensor], set[int]]:
-    """Gradients, and where the slots are; `around` the whole step."""
+) -> tuple[dict[str, torch.Tensor], set[int], set[int]]:
+    """Gradients, and where slots and mains are; `around` the whole step."""
     gpt = balanced_gpt(case.model | settings, EXACT)
     with around or nullcontext():
         _, gradients = first_step(gpt, case)
     layer = balanced_layers(gpt)[0]
     assert layer.num_replicas > 0
-    return gradients, {each.untyped_storage().data_ptr() for each in inside.slot_weights(layer)}
+    mains = _as_products_read(layer.experts.linear_fc1)
+    parts = [part for main in mains for part in main.get_data_tensors()]
+    return gradients, _addresses(inside.slot_weights(layer)), _addresses(parts)
+
+
+def _addresses(tensors: list[torch.Tensor]) -> set[int]:
+    return {each.untyped_storage().data_ptr() for each in tensors}
 
 
 def _offloaded(rank: int, native: bool) -> None:
@@ -387,19 +405,19 @@ def _offloaded(rank: int, native: bool) -> None:
     offload = dict(
         offload_modules=["expert_fc1", "moe_act"], fine_grained_activation_offloading=True
     )
-    run_on_gpu_of(case.format)
+    answer_like(GPU[case.format])
     everywhere = torch.autograd.graph.saved_tensors_hooks(_copied, torch.clone)
     with mock.patch.object(experts, "off_interface", ToHost):
-        kept, _ = _gradients(case)
+        kept, _, _ = _gradients(case)
         for how in (offload, dict(around=everywhere)):
             ToHost.copied.clear()
-            copied, slots = _gradients(case, **how)
-            assert ToHost.copied
+            copied, slots, mains = _gradients(case, **how)
+            assert mains & set(ToHost.copied), "hooks see weights, as without balancing"
             assert not slots & set(ToHost.copied)
             assert _different(kept, copied) == []
         ToHost.copied.clear()
         with mock.patch(HIDE, return_value=nullcontext()):
-            copied, slots = _gradients(case, **offload)
+            copied, slots, _ = _gradients(case, **offload)
         assert slots & set(ToHost.copied), "hooks that see slots are not seen"
         assert _different(kept, copied)
         ToHost.copied.clear()
@@ -453,7 +471,7 @@ def _make_balanced(**settings: Any) -> TinyGPT:
 
 def _scales_of_all_rows(rank: int, name: str) -> dict[str, list[float]]:
     case = Case(name, num_microbatches=4)
-    run_on_gpu_of(name)
+    answer_like(GPU[name])
     with _to_nearest():
         exact = _run(case, fp8=None, fp4=None)
         stock, first, second = (_run(case, make) for make in (build_gpt, *[_make_balanced] * 2))
@@ -509,7 +527,7 @@ def _workspaces_left() -> Any:
 def _break(rank: int, breaking: Callable[[], Any]) -> Any:
     # A slot has one replica after the other.
     case = Case("mxfp8", dict(experts=8), num_microbatches=4)
-    run_on_gpu_of(case.format)
+    answer_like(GPU[case.format])
     expected = first_step(build_gpt(**case.model), case)
     with breaking():
         gpt = balanced_gpt(case.model, BalanceConfig(tolerance=0.0, slots=1))
@@ -583,7 +601,7 @@ def test_formats_are_not_refused(name: str) -> None:
 
 
 def test_a_gpu_without_the_format_is_refused() -> None:
-    run_on("hopper")
+    answer_like("hopper")
     with (
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("megatron_ext.mcore.limits.lack_here", return_value=None),
@@ -592,12 +610,12 @@ def test_a_gpu_without_the_format_is_refused() -> None:
     (problem,) = found
     assert problem.startswith("fp8_recipe ('mxfp8') is not for this GPU")
     assert "--fp8-recipe" in problem
-    run_on("hopper")  # The next test may ask for another one.
+    answer_like("hopper")  # The next test may ask for another one.
 
 
 def _first_forward(settings: Settings, name: str) -> str:
     """The error of a balanced model's first forward."""
-    run_on_gpu_of(name)
+    answer_like(GPU[name])
     gpt = _make_balanced(**EXPERTS | settings)
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the caller looks at it
         gpt.forward_backward()
@@ -633,7 +651,7 @@ def test_ranks_of_different_formats_are_refused(per_rank: list[Settings], names:
 
 
 def _refused_when_built(rank: int, settings: Settings) -> None:
-    run_on_gpu_of("mxfp8")
+    answer_like(GPU["mxfp8"])
     with mock.patch.dict(os.environ, NVTE_CUTEDSL_FUSED_GROUPED_MLP="1"):
         _make_balanced(**EXPERTS | in_format("mxfp8") | settings)
 
@@ -669,19 +687,52 @@ def test_another_backward_is_refused() -> None:
         assert "quantized bytes" in error
 
 
-def _evaluated_otherwise(rank: int) -> str:
+def make_quantizer(role: Any) -> Any:
+    """A factory of a custom recipe."""
+    import transformer_engine.pytorch as te
+
+    return te.MXFP8Quantizer(te.DType.kFloat8E4M3)
+
+
+def _custom_linear(rank: int) -> str:
+    custom = dict(
+        fp8_quantization_recipe="custom", custom_recipe_factory=f"{FACTORY}.make_quantizer"
+    )
+    recipe = _recipe_of_linears(linear_fc1=dict(training_recipe=custom))
+    return _first_forward(in_format("mxfp8") | dict(quant_recipe=recipe), "mxfp8")
+
+
+def test_a_custom_recipe_of_a_linear_is_refused() -> None:
+    for error in run_ranks(_custom_linear, 2):
+        assert error.startswith("fp8_recipe (CustomRecipe) must be")
+        assert "factory of quantizers" in error
+
+
+def _evaluated_otherwise(rank: int) -> tuple[str, str]:
+    from megatron.core.extensions.transformer_engine import (
+        TEQuantizationParams,
+        TEQuantizationRecipe,
+    )
+
     mxfp8 = dict(fp8_quantization_recipe="mxfp8")
     recipe = _recipe_of_linears(linear_fc1=dict(training_recipe=mxfp8, evaluation_recipe={}))
-    run_on_gpu_of("mxfp8")
-    gpt = _make_balanced(**EXPERTS | in_format("mxfp8") | dict(quant_recipe=recipe))
+    answer_like(GPU["mxfp8"])
+    settings = EXPERTS | in_format("mxfp8")
+    with pytest.raises(ValueError) as evaluated:  # noqa: PT011 - see the caller
+        _make_balanced(**settings, quant_recipe=recipe).forward_backward()
+    gpt = _make_balanced(**settings)
     gpt.forward_backward()
-    with pytest.raises(ValueError) as error, torch.no_grad():  # noqa: PT011 - see the caller
-        gpt.forward_backward(forward_only=True)
-    return str(error.value)
+    (experts, *_) = (layer.experts for layer in balanced_layers(gpt))
+    in_bf16 = TEQuantizationRecipe(override_quantized_autocast=True)
+    experts.linear_fc1.te_quant_params = TEQuantizationParams(in_bf16, None)
+    with pytest.raises(ValueError) as changed:  # noqa: PT011 - see the caller
+        gpt.forward_backward()
+    return str(evaluated.value), str(changed.value)
 
 
-def test_another_precision_in_evaluation_is_refused() -> None:
-    for error in run_ranks(_evaluated_otherwise, 2):
-        assert error.startswith("experts.linear_fc1 quantize")
-        assert "in one forward" in error
-        assert "evaluation" in error
+def test_another_precision_than_in_the_first_forward_is_refused() -> None:
+    for evaluated, changed in run_ranks(_evaluated_otherwise, 2):
+        assert evaluated.startswith("evaluation_recipe (")
+        assert "--te-precision-config-file" in evaluated
+        assert changed.startswith("experts.linear_fc1 quantize")
+        assert "in one forward" in changed
