@@ -218,11 +218,9 @@ def note_options(items: Iterable[pytest.Item]) -> None:
 
 
 REFUSED = {
-    "use_transformer_engine_op_fuser": "op fuser in FP8",
     "moe_expert_rank_capacity_factor": "rank capacity factor",
     "cuda_graph_impl": "graphs of whole steps",
     "moe_paged_stash": "paged stash of activations",
-    "moe_pad_experts_for_cuda_graph_inference": "padding for decoding in graphs",
 }
 """README's words for refused fields of TransformerConfig that recipes set."""
 

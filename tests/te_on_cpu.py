@@ -148,7 +148,10 @@ def te_general_grouped_gemm_by_counts(
     if bias is not None:
         raise NotImplementedError("biases of such products have no twin")
     for a_i, b_i, out_i in zip(*(_parts(each) for each in (a, b, out)), strict=True):
-        _write(out_i, _product(a_i, transa, b_i, transb), bool(beta.any()))
+        if b_i.shape[0]:  # A weight without rows is not read.
+            _write(out_i, _product(a_i, transa, b_i, transb), bool(beta.any()))
+        elif not bool(beta.any()):
+            out_i.zero_()
     return out
 
 
@@ -156,6 +159,9 @@ def _parts(groups: Any) -> Sequence[Tensor]:
     """The tensors of a list, or of Transformer Engine's storage for groups of rows, or weights."""
     if isinstance(groups, list):
         return groups
+    if groups.quantizer is not None:
+        parts: Sequence[Tensor] = groups.split_into_quantized_tensors()
+        return parts
     rows = groups.rowwise_data.view(groups.logical_shape)
     if groups.first_dims is None:  # All have the same shape.
         return rows.chunk(groups.num_tensors)

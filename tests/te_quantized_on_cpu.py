@@ -331,6 +331,42 @@ _QUANTIZE: dict[str, Callable[[Tensor, Any, Any], None]] = {
 }
 
 
+_OF_GROUPS = {
+    "data": ("_rowwise_data", "_data"),
+    "columnwise_data": ("_columnwise_data", "_transpose"),
+    "scale_inv": ("_rowwise_scale_inv", "_scale_inv"),
+    "columnwise_scale_inv": ("_columnwise_scale_inv", "_scale_inv"),
+    "amax": ("_amax_rowwise",),
+    "columnwise_amax": ("_amax_columnwise",),
+}
+"""Buffers of packed groups, and their names in a quantized tensor."""
+
+
+@torch.no_grad()
+def group_quantize(
+    tensor: Tensor, quantizer: Any, num_groups: int, split_sizes: Tensor, **_: Any
+) -> Any:
+    """Groups of rows quantized each by itself, and packed: one buffer for the data of all, and so
+    for scales."""
+    from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensorStorage
+
+    parts = [quantize(part, quantizer) for part in tensor.split(split_sizes.tolist())]
+    packed = {}
+    for argument, names in _OF_GROUPS.items():
+        name = next((each for each in names if getattr(parts[0], each, None) is not None), None)
+        if name is not None:
+            packed[argument] = torch.cat([getattr(part, name).flatten() for part in parts])
+    return GroupedTensorStorage(
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        num_tensors=num_groups,
+        quantizer=quantizer,
+        first_dims=split_sizes,
+        with_gemm_swizzled_scales=bool(quantizer.optimize_for_gemm),
+        **packed,
+    )
+
+
 def split_quantize(
     tensor: Tensor,
     split_sizes: Sequence[int],
@@ -680,6 +716,7 @@ QUANTIZED_TWINS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
         *(create_empty_quantized_tensor, quantize, split_quantize, bgrad_quantize, dequantize),
+        group_quantize,
         *(fp8_transpose, nvfp4_data_transpose, nvfp4_2d_scale_transpose),
         *(nvfp4_2d_multi_tensor_transpose, fused_multi_row_padding, fused_multi_row_unpadding),
         *(compute_amax, multi_tensor_compute_scale_and_scale_inv),

@@ -278,11 +278,6 @@ MUST_BE = (
         "moe_paged_stash", (False,), "the stash may run a step again, and a step is planned once"
     ),
     Demand(
-        "moe_pad_experts_for_cuda_graph_inference",
-        (False,),
-        "decoding would pad all experts to a capacity that leaves out the slots",
-    ),
-    Demand(
         "moe_flex_dispatcher_backend",
         ("deepep", "hybridep"),
         "NCCL EP makes its buffers once, for the experts without slots",
@@ -307,11 +302,6 @@ MUST_BE = (
         ("nvfp4",),
         "a replica has no factory of quantizers",
         "set --fp4-recipe nvfp4",
-    ),
-    PlainDemand(
-        "use_transformer_engine_op_fuser",
-        (False,),
-        "its kernels for quantized experts were never run with replicas",
     ),
     PlainDemand(
         "moe_single_grouped_weight",

@@ -56,9 +56,11 @@ class Precision:
     """Empty if it does not quantize."""
     form: str = ""
     """Class and flags of its quantized weights."""
+    swizzles: bool = True
+    """Whether scales may be in the order of products; the op fuser's kernels want them in rows."""
 
     @classmethod
-    def of(cls, linear: Any) -> Precision:
+    def of(cls, linear: Any, *, swizzles: bool = True) -> Precision:
         """Return a linear's precision, in the context of its layer's forward.
 
         Raises:
@@ -74,7 +76,7 @@ class Precision:
             if not quantizes:
                 return cls()
             _refuse_recipe()
-            quantizer = _weight_quantizers(linear)[0].copy()
+            quantizer = _weight_quantizers(linear, swizzles)[0].copy()
             quantizer.internal = False
             weight = linear.weight0
             # Made to look at: values, and the parameters' memory, are not needed for that.
@@ -86,7 +88,7 @@ class Precision:
             if not isinstance(value, Tensor) and value is not None and name != "quantizer"
         ]
         kind = "native" if linear.primary_weights_in_fp8 else "cached"
-        return cls(parts, " ".join([type(like).__name__, kind, *sorted(flags)]))
+        return cls(parts, " ".join([type(like).__name__, kind, *sorted(flags)]), swizzles)
 
 
 def _refuse_recipe() -> None:
@@ -107,10 +109,10 @@ def _refuse_recipe() -> None:
         )
 
 
-def _weight_quantizers(linear: Any) -> list[Any]:
+def _weight_quantizers(linear: Any, swizzles: bool) -> list[Any]:
     """Return the mains' weight quantizers, set to make what both directions read."""
     quantizers: list[Any] = linear._get_weight_quantizers()
-    swizzles = linear._enable_weight_preswizzle(quantizers[0], linear.weight0)
+    swizzles = swizzles and linear._enable_weight_preswizzle(quantizers[0], linear.weight0)
     for quantizer in quantizers:
         quantizer.set_usage(rowwise=True, columnwise=True)
         quantizer.optimize_for_gemm = swizzles
@@ -143,13 +145,13 @@ class QuantizedMains(SeparateMains):
     """
 
     linear: Any
-    parts: tuple[Part, ...]
+    precision: Precision
     _found: list[Any] = field(default_factory=list, init=False)
 
     def rows(self, *, columnwise: bool) -> list[list[Tensor]]:
         """Return the parts' bytes, uint8 [n]; see `MainWeights.rows`."""
         if not self._found:
-            self._found.extend(_quantized(self.linear, self.mains))
+            self._found.extend(_quantized(self.linear, self.mains, self.precision.swizzles))
         return [
             [
                 _bytes(getattr(main, column if columnwise and column else row))
@@ -166,7 +168,8 @@ class QuantizedMains(SeparateMains):
         """Return a quantized tensor like the mains, in whose memory the directions take turns."""
         like = self._found[0]
         views: dict[str, Tensor] = {}
-        for part, (row, column), slot in zip(self.parts, _names(like), memory, strict=True):
+        of_parts = zip(self.precision.parts, _names(like), memory, strict=True)
+        for part, (row, column), slot in of_parts:
             views[row] = part.view(slot, columnwise=False)
             if column is not None:
                 views[column] = part.view(slot, columnwise=True)
@@ -188,7 +191,7 @@ def _bytes(part: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _quantized(linear: Any, mains: Sequence[Tensor]) -> list[Any]:
+def _quantized(linear: Any, mains: Sequence[Tensor], swizzles: bool) -> list[Any]:
     """Return the mains as products read them; quantize anew where the linear would.
 
     The linear then finds the results, and no first microbatch: that would overwrite `main_grad`.
@@ -202,7 +205,8 @@ def _quantized(linear: Any, mains: Sequence[Tensor]) -> list[Any]:
     with precision_of(linear):
         is_first, linear.is_first_microbatch = linear.is_first_microbatch, False
         found = []
-        for m, (main, quantizer) in enumerate(zip(mains, _weight_quantizers(linear), strict=True)):
+        quantizers = _weight_quantizers(linear, swizzles)
+        for m, (main, quantizer) in enumerate(zip(mains, quantizers, strict=True)):
             weight: Any = main
             if not isinstance(main, QuantizedTensor):
                 weight, new = quantize_weight(
@@ -237,7 +241,10 @@ class QuantizedWeights(TEGroupedWeights):
     def segments(self) -> tuple[Segment, ...]:
         """See `ExpertWeights.segments`. Only in a forward is it known what quantizes."""
         linears = {name: getattr(self._experts, name) for name in LINEARS}
-        self._precisions = {name: Precision.of(linear) for name, linear in linears.items()}
+        swizzles = self._op_fuser is None
+        self._precisions = {
+            name: Precision.of(linear, swizzles=swizzles) for name, linear in linears.items()
+        }
         of_weights = {f"{name}.weight": each for name, each in self._precisions.items()}
         plain = super().segments
         pairs = [(segment, of_weights.get(segment.name, Precision())) for segment in plain]
@@ -250,7 +257,12 @@ class QuantizedWeights(TEGroupedWeights):
             return held
         assert isinstance(held, list), "limits.py refuses a single weight of all experts"
         fused = self._experts.config.gradient_accumulation_fusion
-        return QuantizedMains(held, fused, getattr(self._experts, name), precision.parts)
+        return QuantizedMains(held, fused, getattr(self._experts, name), precision)
+
+    def _read_for(self, name: str) -> list[Tensor]:
+        # What a push has made of parameters in bf16: operations want all weights of one kind.
+        kept = getattr(self._experts, name)._fp8_workspaces
+        return [kept[key] for key in sorted(kept, key=lambda key: int(key[len("weight") :]))]
 
     def run(
         self,

@@ -71,6 +71,10 @@ class TEGroupedWeights:
             fused=self._experts.config.gradient_accumulation_fusion,
         )
 
+    def _read_for(self, name: str) -> list[Tensor]:
+        """Return what the op fuser reads in place of a linear's mains; empty for the mains."""
+        return []
+
     def _held(self, name: str, kind: str) -> Held:
         """Return a linear's weights, or biases, as `MainWeights` takes them."""
         linear = getattr(self._experts, name)
@@ -124,7 +128,7 @@ class TEGroupedWeights:
                     "linears of all experts of a layer, or leave out --moe-grouped-gemm"
                 )
         if self._op_fuser is not None:
-            lent = self._op_fuser.lent(slot_weights)
+            lent = self._op_fuser.lent(slot_weights, [self._read_for(name) for name in LINEARS])
         else:
             of_slots = iter(slot_weights)
             lent = _lent(
@@ -219,19 +223,27 @@ class _OpFuser:
         self._operations: Any = None
 
     @contextmanager
-    def lent(self, slot_weights: Sequence[Sequence[Tensor]]) -> Iterator[None]:
-        """Let the experts compute with the slots' weights, one tensor a slot for each linear."""
+    def lent(
+        self, slot_weights: Sequence[Sequence[Tensor]], read: Sequence[Sequence[Tensor]]
+    ) -> Iterator[None]:
+        """Let the experts compute with the slots' weights, one tensor a slot for each linear.
+
+        `read` are the tensors that operations read in place of the mains, where they are not the
+        mains; autograd sees the mains all the same.
+        """
         if self._operations is None:
             # In the first forward, as in Megatron: parameters may move before that.
             self._operations = self._make(slot_weights)
         linears = [getattr(self._experts, name) for name in LINEARS]
-        of_linears = zip(linears, slot_weights, strict=True)
-        lent = [[*_rows(linear), *tensors] for linear, tensors in of_linears]
+        of_linears = zip(linears, read, slot_weights, strict=True)
+        lent = [[*_rows(linear), *for_mains, *slots] for linear, for_mains, slots in of_linears]
         with self.in_use(), ExitStack() as stack:
-            for index, linear, tensors in zip(_FUSED_LINEARS, linears, lent, strict=True):
+            for index, linear, for_mains, tensors in zip(
+                _FUSED_LINEARS, linears, read, lent, strict=True
+            ):
                 # A linear without biases has weights only: all are trained, or none.
                 trained = next(linear.parameters()).requires_grad
-                stack.enter_context(self._lent_to(index, tensors, trained))
+                stack.enter_context(self._lent_to(index, tensors, len(for_mains), trained))
             stack.enter_context(_in_place(self._operations, [*chain(*lent)]))
             yield
 
@@ -260,19 +272,27 @@ class _OpFuser:
         return operations
 
     @contextmanager
-    def _lent_to(self, index: int, tensors: Sequence[Tensor], trained: bool) -> Iterator[None]:
-        """Replace an operation's stand-ins, which are its last parameters, by tensors."""
+    def _lent_to(
+        self, index: int, tensors: Sequence[Tensor], num_read: int, trained: bool
+    ) -> Iterator[None]:
+        """Replace an operation's stand-ins, which are its last parameters, by tensors.
+
+        For autograd, the first `num_read` tensors do not replace their parameters.
+        """
         operation = self._operations[index]
         parameters = list(operation.parameters())
         first = len(parameters) - len(tensors)
-        for stand_in, tensor in zip(parameters[first:], tensors, strict=True):
+        pairs = [*zip(parameters[first:], tensors, strict=True)]
+        for parameter, tensor in pairs[num_read:]:
             if hasattr(tensor, "main_grad"):
-                stand_in.main_grad = tensor.main_grad
-        lent = [_trained_or_not(tensor, trained) for tensor in tensors]
+                parameter.main_grad = tensor.main_grad
+        lent: list[Any] = [_trained_or_not(tensor, trained) for tensor in tensors]
+        for (parameter, _), tensor in zip(pairs[:num_read], lent, strict=False):
+            tensor.main_grad = getattr(parameter, "main_grad", None)
         names = [f"weight{i}" for i in range(first, len(parameters))]
         # Set in `vars`, past nn.Module: there the tensors hide the parameters of the same names.
         vars(operation).update(zip(names, lent, strict=True))
-        self._take_for_inputs(index, [*parameters[:first], *lent])
+        self._take_for_inputs(index, [*parameters[: first + num_read], *lent[num_read:]])
         try:
             yield
         finally:

@@ -18,6 +18,5 @@ def test_what_no_rule_excludes_is_said_to_run() -> None:
     excluded = {recipe["name"]: excluded_by(recipe) for recipe in read_record()}
     assert excluded["deepseek_v3_pretrain_256gpu_b200_bf16"] == []
     assert excluded["deepseek_v3_pretrain_256gpu_b200_fp8mx"] == []
-    fused = excluded["nemotron_3_nano_pretrain_8gpu_gb200_fp8mx"]
-    assert fused == ["use_transformer_engine_op_fuser"]
+    assert excluded["nemotron_3_nano_pretrain_8gpu_gb200_fp8mx"] == []
     assert excluded["deepseek_v3_pretrain_64gpu_gb300_bf16_fsdp"] == ["use_megatron_fsdp"]

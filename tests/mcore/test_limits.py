@@ -64,6 +64,8 @@ FINE = {
     # Nothing without the stash.
     "moe_paged_stash_page_size",
     *("moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu"),
+    # Acts when Megatron decodes: there the layer refuses it (test_layer.py).
+    "moe_pad_experts_for_cuda_graph_inference",
     # Parts of a prompt: forwards that no backward follows.
     "mlp_chunks_for_prefill",
     # Of what is read.
@@ -165,14 +167,6 @@ def test_static_buffers_are_refused_with_the_way_out() -> None:
     assert factor.endswith("(leave out --moe-expert-rank-capacity-factor)")
     assert stash.startswith("moe_paged_stash (True) must be False with balance.strategy=quota: ")
     assert stash.endswith("(leave out --moe-paged-stash)")
-
-
-def test_what_pads_experts_for_decoding_is_refused() -> None:
-    """Only later versions of Megatron have the field here."""
-    config = moe_config()
-    config.moe_pad_experts_for_cuda_graph_inference = True
-    with pytest.raises(ConfigError, match=r"^moe_pad_experts_for_cuda_graph_inference \(True\)"):
-        check(config, BalanceConfig())
 
 
 @pytest.mark.parametrize(
