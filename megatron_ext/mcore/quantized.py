@@ -56,11 +56,11 @@ class Precision:
     """Empty if it does not quantize."""
     form: str = ""
     """Class and flags of its quantized weights."""
-    swizzles: bool = True
-    """Whether scales may be in the order of products; the op fuser's kernels want them in rows."""
+    for_op_fuser: bool = False
+    """Whether the op fuser computes: it wants scales in rows, and quantizes in each forward."""
 
     @classmethod
-    def of(cls, linear: Any, *, swizzles: bool = True) -> Precision:
+    def of(cls, linear: Any, *, for_op_fuser: bool = False) -> Precision:
         """Return a linear's precision, in the context of its layer's forward.
 
         Raises:
@@ -76,7 +76,7 @@ class Precision:
             if not quantizes:
                 return cls()
             _refuse_recipe()
-            quantizer = _weight_quantizers(linear, swizzles)[0].copy()
+            quantizer = _weight_quantizers(linear, for_op_fuser)[0].copy()
             quantizer.internal = False
             weight = linear.weight0
             # Made to look at: values, and the parameters' memory, are not needed for that.
@@ -88,7 +88,7 @@ class Precision:
             if not isinstance(value, Tensor) and value is not None and name != "quantizer"
         ]
         kind = "native" if linear.primary_weights_in_fp8 else "cached"
-        return cls(parts, " ".join([type(like).__name__, kind, *sorted(flags)]), swizzles)
+        return cls(parts, " ".join([type(like).__name__, kind, *sorted(flags)]), for_op_fuser)
 
 
 def _refuse_recipe() -> None:
@@ -109,10 +109,10 @@ def _refuse_recipe() -> None:
         )
 
 
-def _weight_quantizers(linear: Any, swizzles: bool) -> list[Any]:
+def _weight_quantizers(linear: Any, for_op_fuser: bool) -> list[Any]:
     """Return the mains' weight quantizers, set to make what both directions read."""
     quantizers: list[Any] = linear._get_weight_quantizers()
-    swizzles = swizzles and linear._enable_weight_preswizzle(quantizers[0], linear.weight0)
+    swizzles = linear._enable_weight_preswizzle(quantizers[0], linear.weight0) and not for_op_fuser
     for quantizer in quantizers:
         quantizer.set_usage(rowwise=True, columnwise=True)
         quantizer.optimize_for_gemm = swizzles
@@ -151,7 +151,7 @@ class QuantizedMains(SeparateMains):
     def rows(self, *, columnwise: bool) -> list[list[Tensor]]:
         """Return the parts' bytes, uint8 [n]; see `MainWeights.rows`."""
         if not self._found:
-            self._found.extend(_quantized(self.linear, self.mains, self.precision.swizzles))
+            self._found.extend(_quantized(self.linear, self.mains, self.precision.for_op_fuser))
         return [
             [
                 _bytes(getattr(main, column if columnwise and column else row))
@@ -191,8 +191,8 @@ def _bytes(part: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _quantized(linear: Any, mains: Sequence[Tensor], swizzles: bool) -> list[Any]:
-    """Return the mains as products read them; quantize anew where the linear would.
+def _quantized(linear: Any, mains: Sequence[Tensor], for_op_fuser: bool) -> list[Any]:
+    """Return the mains as products read them; quantize anew where the linear or operation would.
 
     The linear then finds the results, and no first microbatch: that would overwrite `main_grad`.
     """
@@ -205,7 +205,7 @@ def _quantized(linear: Any, mains: Sequence[Tensor], swizzles: bool) -> list[Any
     with precision_of(linear):
         is_first, linear.is_first_microbatch = linear.is_first_microbatch, False
         found = []
-        quantizers = _weight_quantizers(linear, swizzles)
+        quantizers = _weight_quantizers(linear, for_op_fuser)
         for m, (main, quantizer) in enumerate(zip(mains, quantizers, strict=True)):
             weight: Any = main
             if not isinstance(main, QuantizedTensor):
@@ -213,7 +213,7 @@ def _quantized(linear: Any, mains: Sequence[Tensor], swizzles: bool) -> list[Any
                     tensor=main.detach(),
                     quantizer=quantizer,
                     workspace=kept.get(f"weight{m}"),
-                    update_workspace=is_first,
+                    update_workspace=is_first or for_op_fuser,
                     workspace_dtype=main.dtype,
                     cache=True,
                 )
@@ -241,9 +241,9 @@ class QuantizedWeights(TEGroupedWeights):
     def segments(self) -> tuple[Segment, ...]:
         """See `ExpertWeights.segments`. Only in a forward is it known what quantizes."""
         linears = {name: getattr(self._experts, name) for name in LINEARS}
-        swizzles = self._op_fuser is None
+        fuses = self._op_fuser is not None
         self._precisions = {
-            name: Precision.of(linear, swizzles=swizzles) for name, linear in linears.items()
+            name: Precision.of(linear, for_op_fuser=fuses) for name, linear in linears.items()
         }
         of_weights = {f"{name}.weight": each for name, each in self._precisions.items()}
         plain = super().segments

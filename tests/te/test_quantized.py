@@ -31,6 +31,7 @@ from tests.te.quantized import (
     EXACT,
     EXPERTS,
     FORMATS,
+    LOSSES,
     Case,
     Settings,
     apart,
@@ -375,6 +376,28 @@ def _scales_of_op_fuser(rank: int) -> list[str]:
         gpt = _make_balanced(**case.model)
         gpt.forward_backward()
     return [each.form for each in inside.slot_buffers(balanced_layers(gpt)[0]).segments]
+
+
+def _own_loop(rank: int) -> list[list[float]]:
+    """Losses of a loop that never says that a step's first microbatch comes."""
+    case = Case("mxfp8", OP_FUSER | IN_16_BITS)
+    answer_like(GPU[case.format])
+    losses = []
+    with mock.patch.dict(os.environ, NVTE_CUTEDSL_FUSED_GROUPED_MLP="1"):
+        for make in (build_gpt, _make_balanced):
+            gpt = make(**case.model)
+            vars(gpt.chunks[0])["set_is_first_microbatch"] = lambda: None
+            for module in gpt.chunks[0].modules():
+                if not hasattr(module, "num_gemms") and hasattr(module, "is_first_microbatch"):
+                    module.disable_parameter_transpose_cache = True  # Nothing is kept but experts.
+            losses.append([gpt.train_step(step, num_microbatches=2) for step in range(3)])
+    return losses
+
+
+@pytest.mark.skipif(not HAS_BLOCKS, reason="Megatron has no fused experts")
+def test_the_op_fuser_quantizes_in_each_forward() -> None:
+    for stock, balanced in run_ranks(_own_loop, 2):
+        assert stock == pytest.approx(balanced, rel=LOSSES)
 
 
 @pytest.mark.skipif(not HAS_BLOCKS, reason="Megatron has no fused experts")
