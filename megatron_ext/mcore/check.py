@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ext.config import BalanceConfig, ConfigError
+from megatron_ext.mcore.experts import EXPERT_KINDS, quantization_problem
 from megatron_ext.mcore.limits import validate_for_balancing
-from megatron_ext.mcore.spec import with_balanced_layers
+from megatron_ext.mcore.spec import modules_of, with_balanced_layers
 
 
 def check(config: Any, balance: BalanceConfig, spec: Any = None) -> None:
@@ -28,6 +29,8 @@ def check(config: Any, balance: BalanceConfig, spec: Any = None) -> None:
     """
     problems = validate_for_balancing(config, balance)
     if spec is not None:
+        found = [quantization_problem(config, kind) for kind in modules_of(spec) & {*EXPERT_KINDS}]
+        problems += [problem for problem in found if problem is not None]
         try:
             with_balanced_layers(spec, balance)
         except (ValueError, FileNotFoundError) as error:

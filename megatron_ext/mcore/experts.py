@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from megatron_ext.balance.main_weights import MainWeights, Segment
 from megatron_ext.mcore.grouped_experts import GroupedExperts, GroupedWeights
+from megatron_ext.mcore.limits import quantization_of
 from megatron_ext.mcore.sequential_experts import SequentialWeights, run_mains
-from megatron_ext.mcore.te_experts import TEGroupedWeights, let_all_microbatches_accumulate
 
 
 class ExpertWeights(Protocol):
@@ -68,10 +68,17 @@ class ExpertWeights(Protocol):
         """
 
 
+def _of_te(experts: Any) -> ExpertWeights:
+    # Imported here, because other experts do without.
+    from megatron_ext.mcore.quantized import QuantizedWeights
+
+    return QuantizedWeights(experts)
+
+
 EXPERT_KINDS: dict[type[nn.Module], Callable[[Any], ExpertWeights]] = {
     SequentialMLP: SequentialWeights,
     GroupedExperts: GroupedWeights,
-    TEGroupedMLP: TEGroupedWeights,
+    TEGroupedMLP: _of_te,
 }
 """Makes the `ExpertWeights` of an experts module, by the class of the module."""
 
@@ -83,23 +90,40 @@ def expert_weights(experts: nn.Module) -> ExpertWeights:
         ValueError: Experts of this kind cannot be balanced.
     """
     let_all_microbatches_accumulate(experts)
-    kind = next((k for each, k in EXPERT_KINDS.items() if isinstance(experts, each)), None)
-    config: Any = experts.config
-    if kind is not None and (config.fp8 or getattr(config, "fp4", None)):
-        if kind is not TEGroupedWeights:
-            raise ValueError(
-                f"fp8 ({config.fp8!r}) must be None with {type(experts).__name__}: only "
-                "TEGroupedMLP has replicas of quantized experts (give --moe-grouped-gemm)"
-            )
-        from megatron_ext.mcore.quantized import QuantizedWeights
-
-        kind = QuantizedWeights
-    if kind is not None:
-        return kind(experts)
+    for module_class, kind in EXPERT_KINDS.items():
+        if isinstance(experts, module_class):
+            if problem := quantization_problem(experts.config, module_class):
+                raise ValueError(problem)
+            return kind(experts)
     raise ValueError(
         f"experts of type {type(experts).__name__} cannot be balanced; use TEGroupedMLP "
         "(moe_grouped_gemm=True with Transformer Engine), SequentialMLP (moe_grouped_gemm=False) "
         "or GroupedExperts (megatron_ext.grouped_mm_spec)"
+    )
+
+
+def let_all_microbatches_accumulate(experts: nn.Module) -> None:
+    """Let fused weight gradients be added to `main_grad` from the first microbatch on.
+
+    Transformer Engine's linears treat their first forward as the first microbatch of a step: the
+    gradient overwrites `main_grad`. Experts that run in parts would lose the gradients of the parts
+    whose backward came before. DDP has zeroed `main_grad` already, so adding is right. Megatron
+    sets "first" again only for quantized weights; there a push takes it away (quantized.py).
+    """
+    module: Any
+    for module in experts.modules():
+        if hasattr(module, "is_first_microbatch"):
+            module.is_first_microbatch = False
+
+
+def quantization_problem(config: Any, experts_class: type[nn.Module]) -> str | None:
+    """Return why quantized experts of a class of `EXPERT_KINDS` have no replicas, or None."""
+    setting = quantization_of(config)
+    if setting is None or experts_class is TEGroupedMLP:
+        return None
+    return (
+        f"{setting} must not be set with {experts_class.__name__}: of quantized experts, only "
+        "TEGroupedMLP's have replicas (give --moe-grouped-gemm)"
     )
 
 

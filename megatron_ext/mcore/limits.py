@@ -179,18 +179,36 @@ class QuantizationDemand(Demand):
         if problem := Demand.problem(self, SimpleNamespace(**{self.field: recipe}), with_setting):
             return problem
         least, check = _FORMATS[recipe]
-        for field in ("hidden_size", "moe_latent_size", "moe_ffn_hidden_size"):
-            size = getattr(config, field, None)
-            if size is not None and size % least:
-                return f"{field} ({size}) must be a multiple of {least} with {self.field}={recipe}"
+        wrong = [
+            f"{field} ({size}{f' / {shards} shards' if shards > 1 else ''})"
+            for field, shards in (
+                ("hidden_size", 1),
+                ("moe_latent_size", 1),
+                ("moe_ffn_hidden_size", getattr(config, "expert_tensor_parallel_size", None) or 1),
+            )
+            if (size := getattr(config, field, None)) is not None and size % (least * shards)
+        ]
+        flag = f"--{self.field.replace('_', '-')}"
+        if wrong:
+            return (
+                f"{' and '.join(wrong)} must be a multiple of {least} with {self.field}={recipe} "
+                f"(change {flag})"
+            )
         if torch.cuda.is_available():
             from transformer_engine.pytorch import quantization
 
             is_there, reason = getattr(quantization, check)()
             if not is_there:
-                flag = f"--{self.field.replace('_', '-')}"
                 return f"{self.field} ({recipe!r}) is not for this GPU: {reason} (change {flag})"
         return None
+
+
+def quantization_of(config: Any) -> str | None:
+    """Return the setting by which a model, or a part of it, quantizes, as `fp8=e4m3`, or None."""
+    for field in ("fp8", "fp4"):
+        if value := getattr(config, field, None):
+            return f"{field}={value}"
+    return "quant_recipe" if getattr(config, "quant_recipe", None) is not None else None
 
 
 class PlainDemand(Demand):
@@ -198,10 +216,8 @@ class PlainDemand(Demand):
 
     def problem(self, config: Any, with_setting: str) -> str | None:
         """Return the problem with the field in a quantized model of `config`, or None."""
-        for field in ("fp8", "fp4"):
-            if value := getattr(config, field, None):
-                return Demand.problem(self, config, f"{field}={value}")
-        return None
+        setting = quantization_of(config)
+        return None if setting is None else Demand.problem(self, config, setting)
 
 
 _FORMATS = {

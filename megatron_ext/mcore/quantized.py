@@ -23,7 +23,7 @@ import torch
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 
-from megatron_ext.balance.main_weights import Held, Part, Segment, SeparateMains
+from megatron_ext.balance.main_weights import Held, MainWeights, Part, Segment, SeparateMains
 from megatron_ext.mcore.te_experts import LINEARS, TEGroupedWeights
 
 _ROW_NAMES = ("_data", "_rowwise_data", "_scale_inv", "_rowwise_scale_inv", "_amax_rowwise")
@@ -31,8 +31,8 @@ _ROW_NAMES = ("_data", "_rowwise_data", "_scale_inv", "_rowwise_scale_inv", "_am
 
 
 @contextmanager
-def precision_of(linear: Any) -> Iterator[bool]:
-    """Enter the precision that a linear computes in; whether it quantizes.
+def precision_of(linear: Any) -> Iterator[str]:
+    """Enter the precision that a linear computes in; the class of its recipe, or "".
 
     Megatron's recipe of quantization (`--te-precision-config-file`) sets it in the linear's own
     forward, apart from the layer's.
@@ -41,11 +41,12 @@ def precision_of(linear: Any) -> Iterator[bool]:
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
     with _get_fp8_autocast_for_quant_params(linear.te_quant_params, linear.training):
-        quantizes = bool(FP8GlobalStateManager.is_fp8_enabled())
-        if quantizes:
-            # As the linear does in its forward; the slots are not lent to it yet.
-            linear.init_fp8_metadata(num_gemms=linear.num_gemms)
-        yield quantizes
+        if not FP8GlobalStateManager.is_fp8_enabled():
+            yield ""
+            return
+        # As the linear does in its forward; the slots are not lent to it yet.
+        linear.init_fp8_metadata(num_gemms=linear.num_gemms)
+        yield type(FP8GlobalStateManager.get_fp8_recipe()).__name__
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Precision:
     """Empty if it does not quantize."""
     form: str = ""
     """Class and flags of its quantized weights."""
+    recipe: str = ""
+    """Class of Transformer Engine's recipe."""
     for_op_fuser: bool = False
     """Whether the op fuser computes: it wants scales in rows, and quantizes in each forward."""
 
@@ -72,8 +75,8 @@ class Precision:
                 f"evaluation_recipe ({params.evaluation_recipe}) must be the training_recipe: a "
                 "layer's slots have one precision (change --te-precision-config-file)"
             )
-        with precision_of(linear) as quantizes:
-            if not quantizes:
+        with precision_of(linear) as recipe:
+            if not recipe:
                 return cls()
             _refuse_recipe()
             quantizer = _weight_quantizers(linear, for_op_fuser)[0].copy()
@@ -88,7 +91,8 @@ class Precision:
             if not isinstance(value, Tensor) and value is not None and name != "quantizer"
         ]
         kind = "native" if linear.primary_weights_in_fp8 else "cached"
-        return cls(parts, " ".join([type(like).__name__, kind, *sorted(flags)]), for_op_fuser)
+        form = " ".join([type(like).__name__, kind, *sorted(flags)])
+        return cls(parts, form, recipe, for_op_fuser)
 
 
 def _refuse_recipe() -> None:
@@ -199,9 +203,9 @@ def _quantized(linear: Any, mains: Sequence[Tensor], for_op_fuser: bool) -> list
     from transformer_engine.pytorch.module.base import quantize_weight
     from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
 
-    # Also where the linear keeps nothing (`disable_parameter_transpose_cache`): a push is fast from
-    # memory that stays.
+    # The linear may keep nothing, but a push is fast from memory that stays.
     kept = linear._fp8_workspaces
+    quantizes_always = for_op_fuser or linear.disable_parameter_transpose_cache
     with precision_of(linear):
         is_first, linear.is_first_microbatch = linear.is_first_microbatch, False
         found = []
@@ -213,7 +217,7 @@ def _quantized(linear: Any, mains: Sequence[Tensor], for_op_fuser: bool) -> list
                     tensor=main.detach(),
                     quantizer=quantizer,
                     workspace=kept.get(f"weight{m}"),
-                    update_workspace=is_first or for_op_fuser,
+                    update_workspace=is_first or quantizes_always,
                     workspace_dtype=main.dtype,
                     cache=True,
                 )
@@ -226,9 +230,9 @@ def _quantized(linear: Any, mains: Sequence[Tensor], for_op_fuser: bool) -> list
 
 
 class QuantizedWeights(TEGroupedWeights):
-    """Mains and slots of `TEGroupedMLP` in a model that computes in FP8 or FP4.
+    """Mains and slots of `TEGroupedMLP`, whose linears may compute in FP8 or FP4.
 
-    Some of its layers, and linears, may not: they have slots as in other models.
+    Not all layers and linears of a model do; the others have slots of their parameters' dtype.
     """
 
     def __init__(self, experts: TEGroupedMLP) -> None:
@@ -249,6 +253,22 @@ class QuantizedWeights(TEGroupedWeights):
         plain = super().segments
         pairs = [(segment, of_weights.get(segment.name, Precision())) for segment in plain]
         return tuple(replace(each, parts=like.parts, form=like.form) for each, like in pairs)
+
+    def mains(self) -> MainWeights:
+        """See `ExpertWeights.mains`.
+
+        Raises:
+            ValueError: A linear has another precision than in the layer's first forward.
+        """
+        for name, precision in self._precisions.items():
+            with precision_of(getattr(self._experts, name)) as recipe:
+                if recipe != precision.recipe:
+                    raise ValueError(
+                        f"experts.{name} computes by {recipe or 'no recipe of quantization'}, and "
+                        f"in its layer's first forward by {precision.recipe or 'none'}: a layer's "
+                        "slots have one precision (keep it, or build the model anew)"
+                    )
+        return super().mains()
 
     def _held(self, name: str, kind: str) -> Held:
         held = super()._held(name, kind)
@@ -271,21 +291,13 @@ class QuantizedWeights(TEGroupedWeights):
         tokens_per_expert: Tensor,
         probs: Tensor,
     ) -> Tensor:
-        """See `TEGroupedWeights.run`; lends quantizers and paddings for slots.
-
-        Raises:
-            ValueError: A linear has another precision than in the layer's first forward.
-        """
+        """See `TEGroupedWeights.run`; lends quantizers and paddings for slots."""
         num_slots = len(slot_weights[0])
         with ExitStack() as stack:
             for name in LINEARS:
                 linear = getattr(self._experts, name)
                 lent = self._quantizers.setdefault(name, SlotQuantizers(linear, num_slots))
-                if stack.enter_context(lent.lent()) != bool(self._precisions[name].parts):
-                    raise ValueError(
-                        f"experts.{name} quantizes in one forward of a layer and not in another: a "
-                        "layer's slots have one precision"
-                    )
+                stack.enter_context(lent.lent())
             stack.enter_context(_padding_for_slots(self._experts, num_slots))
             return super().run(slot_weights, tokens, tokens_per_expert, probs)
 
@@ -304,12 +316,12 @@ class SlotQuantizers:
         self._lent: dict[str, list[Any]] = {}
 
     @contextmanager
-    def lent(self) -> Iterator[bool]:
-        """Let the linear have them behind the mains' for the block; whether it quantizes."""
-        with precision_of(self._linear) as quantizes:
+    def lent(self) -> Iterator[None]:
+        """Let the linear have them behind the mains' for the block, if it quantizes."""
+        with precision_of(self._linear) as recipe:
             own = self._linear.quantizers
-        if not quantizes:
-            yield False
+        if not recipe:
+            yield
             return
         of_mains = [*own.values()]
         # A change of the recipe makes new lists.
@@ -318,7 +330,7 @@ class SlotQuantizers:
             self._lent = {key: self._with_slots(each) for key, each in own.items()}
         self._linear.quantizers = self._lent
         try:
-            yield True
+            yield
         finally:
             self._linear.quantizers = own
 

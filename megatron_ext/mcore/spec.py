@@ -92,7 +92,7 @@ def with_balanced_layers(spec: Any, balance: BalanceConfig) -> Any:
 
 def _check_parts(spec: Any) -> None:
     """Check that the spec is not balanced yet, and that its experts can be balanced."""
-    names, modules = _module_names(spec), _modules(spec)
+    names, modules = _module_names(spec), modules_of(spec)
     if balanced := {each.__name__ for each in modules if issubclass(each, ObservedMoELayer)}:
         raise ValueError(f"the spec is balanced already: it has {', '.join(sorted(balanced))}")
     if unknown := _grouped_by_megatron(names - {kind.__name__ for kind in EXPERT_KINDS}):
@@ -196,8 +196,8 @@ def has_moe_layers(spec: Any) -> bool:
     return MoELayer.__name__ in _module_names(spec)
 
 
-def _modules(spec: Any) -> list[type]:
-    """Classes of the modules that a spec makes."""
+def modules_of(spec: Any) -> set[type]:
+    """Return the classes of the modules that a spec makes."""
     modules: list[Any] = []
 
     def note(part: Any) -> bool:
@@ -205,11 +205,11 @@ def _modules(spec: Any) -> list[type]:
         return False
 
     replace_parts(spec, note, lambda part: part)
-    return [module for module in modules if isinstance(module, type)]
+    return {module for module in modules if isinstance(module, type)}
 
 
 def _module_names(spec: Any) -> set[str]:
-    return {module.__name__ for module in _modules(spec)}
+    return {module.__name__ for module in modules_of(spec)}
 
 
 def replace_parts(

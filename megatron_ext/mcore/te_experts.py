@@ -390,17 +390,3 @@ def _in_place(module: nn.Module, slot_weights: Sequence[Tensor]) -> Iterator[Non
         del vars(module)["forward"]
         if own is not None:
             vars(module)["forward"] = own
-
-
-def let_all_microbatches_accumulate(experts: nn.Module) -> None:
-    """Let fused weight gradients be added to `main_grad` from the first microbatch on.
-
-    Transformer Engine's linears treat their first forward as the first microbatch of a step: the
-    gradient overwrites `main_grad`. Experts that run in parts would lose the gradients of the parts
-    whose backward came before. DDP has zeroed `main_grad` already, so adding is right. Megatron
-    sets "first" again only for quantized weights; there a push takes it away (quantized.py).
-    """
-    module: Any
-    for module in experts.modules():
-        if hasattr(module, "is_first_microbatch"):
-            module.is_first_microbatch = False

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.config import BalanceConfig
+from megatron_ext.config import BalanceConfig, ConfigError
 from tests.gpt import TinyGPT, build_gpt  # first: it enables the CPU platform
 from tests.mcore import inside
 from tests.mcore.clock import DEAR_EXPERTS_MS, rounds_take
@@ -36,6 +36,7 @@ from tests.te.quantized import (
     Settings,
     apart,
     assert_training_is_the_same,
+    balanced_and_not,
     first_step,
     in_format,
 )
@@ -251,10 +252,9 @@ def _run_with_slots(linear: Any, slots: list[Any], rows: torch.Tensor) -> Any:
     from megatron_ext.mcore.te_experts import _lent_to
 
     with (
-        SlotQuantizers(linear, len(slots)).lent() as quantizes,
+        SlotQuantizers(linear, len(slots)).lent(),
         _lent_to(linear, {"weight": slots}),
     ):
-        assert quantizes
         return linear(rows, MANY)
 
 
@@ -378,9 +378,9 @@ def _scales_of_op_fuser(rank: int) -> list[str]:
     return [each.form for each in inside.slot_buffers(balanced_layers(gpt)[0]).segments]
 
 
-def _own_loop(rank: int) -> list[list[float]]:
+def _own_loop(rank: int, settings: Settings) -> list[list[float]]:
     """Losses of a loop that never says that a step's first microbatch comes."""
-    case = Case("mxfp8", OP_FUSER | IN_16_BITS)
+    case = Case("mxfp8", IN_16_BITS | settings)
     answer_like(GPU[case.format])
     losses = []
     with mock.patch.dict(os.environ, NVTE_CUTEDSL_FUSED_GROUPED_MLP="1"):
@@ -394,9 +394,13 @@ def _own_loop(rank: int) -> list[list[float]]:
     return losses
 
 
-@pytest.mark.skipif(not HAS_BLOCKS, reason="Megatron has no fused experts")
-def test_the_op_fuser_quantizes_in_each_forward() -> None:
-    for stock, balanced in run_ranks(_own_loop, 2):
+@pytest.mark.parametrize(
+    "settings",
+    [dict(disable_parameter_transpose_cache=True), *[OP_FUSER] * HAS_BLOCKS],
+    ids=["keeps nothing", "op fuser"][: 1 + HAS_BLOCKS],
+)
+def test_what_quantizes_in_each_forward_is_pushed_so(settings: Settings) -> None:
+    for stock, balanced in run_ranks(_own_loop, 2, settings):
         assert stock == pytest.approx(balanced, rel=LOSSES)
 
 
@@ -407,10 +411,30 @@ def test_slots_of_the_op_fuser_have_scales_in_rows() -> None:
         assert "with_gemm_swizzled_scales=False" in form
 
 
+IN_BLOCKS = dict(fp8_quantization_recipe="blockwise", override_nonquantized_autocast=True)
+BY_LINEAR: dict[str, Settings] = {
+    "one in bf16": dict(linear_fc2=dict(training_recipe={})),
+    "both in a model in bf16": {
+        name: dict(training_recipe=IN_BLOCKS) for name in ("linear_fc1", "linear_fc2")
+    },
+}
+
+
 @pytest.mark.option("precision_by_layer")
-def test_training_with_one_quantized_linear_is_the_same() -> None:
-    recipe = _recipe_of_linears(linear_fc2=dict(training_recipe={}))
-    assert_training_is_the_same(Case("mxfp8", IN_16_BITS | dict(quant_recipe=recipe)))
+@pytest.mark.parametrize("name", BY_LINEAR)
+def test_training_with_precision_by_linear_is_the_same(name: str) -> None:
+    settings = IN_16_BITS | dict(quant_recipe=_recipe_of_linears(**BY_LINEAR[name]), experts=8)
+    if "in a model in bf16" in name:
+        settings["fp8"] = None  # Nothing pads the rows then, to MXFP8's blocks.
+    assert_training_is_the_same(Case("blockwise", settings, balance=dict(slots=1)))
+
+
+def test_own_tokens_first_without_slots_is_the_same() -> None:
+    """Experts that run in parts would lose the gradient of one: see `LocalFirstMoELayer`."""
+    case = Case("mxfp8", IN_16_BITS, balance=dict(slots=0, local_first=True))
+    for found in run_ranks(balanced_and_not, 2, case):
+        assert found.forwards == []
+        assert found.gradients == 0
 
 
 def _train_with_graphs(rank: int, name: str, case: GraphCase) -> tuple[int, int]:
@@ -610,14 +634,18 @@ def test_wrong_bytes_are_seen() -> None:
 # --- what is refused, before the first step
 
 
-def _problems(**settings: Any) -> list[str]:
+def _config(**settings: Any) -> Any:
     from megatron.core.transformer import TransformerConfig
-
-    from megatron_ext.mcore.limits import validate_for_balancing
 
     sizes = dict(num_layers=1, hidden_size=64, num_attention_heads=2, num_moe_experts=4)
     fixed = dict(moe_ffn_hidden_size=96, expert_model_parallel_size=2, add_bias_linear=False)
-    return validate_for_balancing(TransformerConfig(**(sizes | fixed | settings)), EXACT)
+    return TransformerConfig(**(sizes | fixed | settings))
+
+
+def _problems(**settings: Any) -> list[str]:
+    from megatron_ext.mcore.limits import validate_for_balancing
+
+    return validate_for_balancing(_config(**settings), EXACT)
 
 
 FACTORY = "tests.te.test_quantized"
@@ -661,6 +689,25 @@ def test_settings_are_refused(settings: Settings, what: str, rule: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_are_not_refused(name: str) -> None:
     assert _problems(**in_format(name)) == []
+
+
+def test_sizes_are_refused_together_and_by_shard() -> None:
+    (problem,) = _problems(**in_format("mxfp8"), hidden_size=72, moe_ffn_hidden_size=100)
+    assert problem.startswith("hidden_size (72) and moe_ffn_hidden_size (100) must be a multiple")
+    assert "--fp8-recipe" in problem
+    (problem,) = _problems(**in_format("mxfp8"), expert_tensor_parallel_size=2)
+    assert problem.startswith("moe_ffn_hidden_size (96 / 2 shards) must be a multiple of 32")
+
+
+def test_check_looks_at_the_experts_of_a_spec() -> None:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    from megatron_ext import check
+
+    for grouped in (True, False):
+        spec = get_gpt_layer_with_transformer_engine_spec(num_experts=4, moe_grouped_gemm=grouped)
+        with nullcontext() if grouped else pytest.raises(ConfigError, match="SequentialMLP"):
+            check(_config(**in_format("mxfp8")), EXACT, spec)
 
 
 def test_a_gpu_without_the_format_is_refused() -> None:
@@ -720,7 +767,7 @@ def _refused_when_built(rank: int, settings: Settings) -> None:
 
 
 BUILT: dict[str, Settings] = {
-    r"fp8 \('e4m3'\) must be None with SequentialMLP": dict(moe_grouped_gemm=False)
+    r"fp8=e4m3 must not be set with SequentialMLP": dict(moe_grouped_gemm=False)
 }
 if HAS_BLOCKS:
     BUILT[r"moe_single_grouped_weight \(True\) must be False with fp8=e4m3"] = dict(
@@ -797,5 +844,5 @@ def test_another_precision_than_in_the_first_forward_is_refused() -> None:
     for evaluated, changed in run_ranks(_evaluated_otherwise, 2):
         assert evaluated.startswith("evaluation_recipe (")
         assert "--te-precision-config-file" in evaluated
-        assert changed.startswith("experts.linear_fc1 quantize")
-        assert "in one forward" in changed
+        assert changed.startswith("experts.linear_fc1 computes by no recipe")
+        assert "MXFP8BlockScaling" in changed

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.mcore.dispatcher import PlannedDispatcher, release_graph
+from megatron_ext.mcore.limits import quantization_of
 from megatron_ext.mcore.moe_layer import BalancedMoELayer
 from megatron_ext.transport import HostCopy
 
@@ -207,8 +208,13 @@ class LocalFirstMoELayer(BalancedMoELayer):
     """A balanced layer that computes its rank's own tokens while the others travel."""
 
     def dispatcher_class(self, dispatcher: Any) -> type:
-        """Return `LocalFirstDispatcher`, unless there is no other rank to send tokens to."""
-        if self.ep_group.size() == 1:
+        """Return `LocalFirstDispatcher`, unless there is no other rank to send tokens to.
+
+        Nor without slots in quantized models: linears take the first part that they compute for the
+        first microbatch, and its gradient would overwrite that of the other part. With slots, the
+        push comes first.
+        """
+        if self.ep_group.size() == 1 or (self.layout.slots == 0 and quantization_of(self.config)):
             return super().dispatcher_class(dispatcher)
         return LocalFirstDispatcher
 
