@@ -205,6 +205,8 @@ class BalancedMoELayer(ObservedMoELayer):
         """Whether the layer has its balancer."""
         return hasattr(self, "balancer")
 
+    # What the layer keeps is written in training, too, which tensors of inference mode forbid.
+    @torch.inference_mode(False)
     def start(self, device: torch.device) -> LayerBalancer:
         """Make the layer's balancer, in its first forward; all ranks that plan alike call.
 

@@ -194,6 +194,7 @@ def _bytes(part: Tensor) -> Tensor:
     return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 
+@torch.inference_mode(False)  # The linear keeps the results for training.
 @torch.no_grad()
 def _quantized(linear: Any, mains: Sequence[Tensor], for_op_fuser: bool) -> list[Any]:
     """Return the mains as products read them; quantize anew where the linear or operation would.

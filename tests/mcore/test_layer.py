@@ -350,6 +350,24 @@ def _forward_only_bytes(rank: int, recompute: str) -> list[int]:
     return [*num_bytes, sum(weight.nbytes for weight in weights)]
 
 
+def _train_after_generation(rank: int, transport: str) -> tuple[list[float], list[float]]:
+    losses = []
+    for make in (build_gpt, partial(balanced_gpt, balance=BalanceConfig(transport=transport))):
+        gpt = make(ep=2) if make is build_gpt else make(dict(ep=2))
+        positions = torch.arange(SEQUENCE).expand(2, -1)
+        with torch.inference_mode():
+            gpt.chunks[0](positions, positions, None)
+        losses.append([gpt.train_step(step) for step in range(2)])
+    return losses[0], losses[1]
+
+
+@pytest.mark.option("forward_only")
+@pytest.mark.parametrize("transport", ["shared_memory", "collective"])
+def test_a_first_forward_in_inference_mode_leaves_a_layer_that_trains(transport: str) -> None:
+    for plain, balanced in run_ranks(_train_after_generation, 2, transport):
+        assert balanced == pytest.approx(plain, rel=1e-6)
+
+
 @pytest.mark.option("forward_only")
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_only_forwards_with_gradients_have_gradient_slots(recompute: str) -> None:

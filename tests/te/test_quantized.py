@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.config import BalanceConfig, ConfigError
-from tests.gpt import TinyGPT, build_gpt  # first: it enables the CPU platform
+from tests.gpt import SEQUENCE, TinyGPT, build_gpt  # first: it enables the CPU platform
 from tests.mcore import inside
 from tests.mcore.clock import DEAR_EXPERTS_MS, rounds_take
 from tests.mcore.parity import balanced_gpt, balanced_layers, relative_distance
@@ -427,6 +427,25 @@ def test_training_with_precision_by_linear_is_the_same(name: str) -> None:
     if "in a model in bf16" in name:
         settings["fp8"] = None  # Nothing pads the rows then, to MXFP8's blocks.
     assert_training_is_the_same(Case("blockwise", settings, balance=dict(slots=1)))
+
+
+def _train_after_generation(rank: int, native: bool) -> list[list[float]]:
+    case = Case("mxfp8", IN_16_BITS, native=native)
+    answer_like(GPU[case.format])
+    losses = []
+    for make in (build_gpt, _make_balanced):
+        gpt = make(**case.model)
+        positions = torch.arange(SEQUENCE).expand(2, -1)
+        with torch.inference_mode():
+            gpt.chunks[0](positions, positions, None)
+        losses.append([gpt.train_step(step) for step in range(2)])
+    return losses
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["cached", "native"])
+def test_a_first_forward_in_inference_mode_leaves_a_layer_that_trains(native: bool) -> None:
+    for plain, balanced in run_ranks(_train_after_generation, 2, native):
+        assert balanced == pytest.approx(plain, rel=LOSSES)
 
 
 def test_own_tokens_first_without_slots_is_the_same() -> None:
