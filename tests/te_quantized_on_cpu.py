@@ -13,9 +13,9 @@ Another is the order in which a GPU adds. Here sums inside a scaling block are e
 added one after the other in float32: a row of a product depends on its values only, and not on the
 rows beside. Stochastic rounding (NVFP4's gradients) takes `torch.rand`, so no two calls are alike.
 
-Not here, and raising NotImplementedError: delayed scaling, packed groups (`group_quantize`), MXFP8
-with blocks of 32 x 32, NVFP4 with scales by row or 4over6, amaxes that ranks share, and the
-distributed optimizer's casts to MXFP8 (Megatron gathers bfloat16 for it).
+Not here, and raising NotImplementedError: delayed scaling, weights that are packed, MXFP8 with
+blocks of 32 x 32, NVFP4 with scales by row or 4over6, amaxes that ranks share, the distributed
+optimizer's casts to MXFP8 (Megatron gathers bfloat16 for it), and the op fuser's fused kernels.
 
 Legend: a product is D[m, n] = sum over k of B[m, k] A[n, k], with scales for blocks of k.
 """
