@@ -12,7 +12,7 @@ stages; stage 4 starts before stage 3 and ends before stage 6:
     7 mcore/dispatcher.py   outputs back
     8 in backward, after stage 4 once more
       balance/slots.py         slot gradients into sums
-      balance/main_weights.py  sums into the mains (`hand_over`)
+      balance/main_weights.py  what sums go into (`totals`)
 
 `balance/forward.py` holds one forward, and shows stages 4 and 8 to autograd.
 """

@@ -20,6 +20,11 @@ inline void check_int64(const char* name, const Tensor& tensor) {
         tensor.scalar_type() == at::kLong, name, " must be int64, got ", tensor.scalar_type());
 }
 
+// The type that a total must have, where it has `type`: the gradients', or float32 for bfloat16.
+inline at::ScalarType total_type(at::ScalarType type, at::ScalarType of_grads) {
+    return type == of_grads || of_grads != at::kBFloat16 ? of_grads : at::kFloat;
+}
+
 // Whether a main is bytes that fill the start of a slot: a part of a quantized weight, which may be
 // shorter in one direction than in the other.
 inline bool is_shorter(const Tensor& main, const Tensor& slots) {
@@ -196,19 +201,25 @@ inline SealedPlan sealed_plan(const Tensor& load, const Tensor& quota, const Ten
             slots.numel()};
 }
 
-// `slots_on_host` takes the values of `slots`.
-inline void check_slots_on_host(const Tensor& slots_on_host, const Tensor& slots) {
-    TORCH_CHECK_VALUE(slots_on_host.device().is_cpu() && slots_on_host.is_contiguous() &&
-                          slots_on_host.scalar_type() == at::kInt &&
-                          slots_on_host.sizes() == slots.sizes(),
-                      "slots_on_host must be contiguous int32 ",
-                      slots.sizes(),
-                      " on the CPU, got ",
-                      slots_on_host.scalar_type(),
-                      " ",
-                      slots_on_host.sizes(),
-                      " on ",
-                      slots_on_host.device());
+// A gradient for each of the experts, beside the plan's slots, int32 [R, S].
+inline void check_set_aside(at::TensorList main_grads, const Tensor& slots, at::IntArrayRef experts) {
+    TORCH_CHECK_VALUE(main_grads.size() == experts.size() && slots.scalar_type() == at::kInt,
+                      "set_aside must have an expert for each gradient, and int32 slots, got ",
+                      main_grads.size(),
+                      " gradients, ",
+                      experts.size(),
+                      " experts and slots of ",
+                      slots.scalar_type());
+    for (const Tensor& each : main_grads) {
+        TORCH_CHECK_VALUE(each.is_contiguous() && each.device() == slots.device(),
+                          "main_grads must be contiguous on ",
+                          slots.device(),
+                          ", got ",
+                          each.is_contiguous() ? "" : "non-contiguous ",
+                          each.sizes(),
+                          " on ",
+                          each.device());
+    }
 }
 
 // The last column of what was `gathered` [R, any], contiguous; `difference` [2 + R] is where the

@@ -1,14 +1,17 @@
 // The CUDA implementations of the ops, on Torch's current stream. Compiled in a CUDA build only.
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <initializer_list>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "checks.h"
 #include "megatron_ext/cuda_api.h"
@@ -176,15 +179,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> share_and_seal_op(
     int64_t source_rank,
     const Tensor& gathered,
     int64_t layer,
-    const Tensor& difference,
-    const std::optional<Tensor>& slots_on_host) {
+    const Tensor& difference) {
     check_planned(load, quota, slots, source_rank);
     check_one_device({load, quota, slots, gathered});
-    if (slots_on_host.has_value()) check_slots_on_host(*slots_on_host, slots);
-    // Memory of no size is not anywhere.
-    const bool writes_slots = slots_on_host.has_value() && slots.numel() > 0;
-    TORCH_CHECK_VALUE(difference.is_pinned() && (!writes_slots || slots_on_host->is_pinned()),
-                      "difference and slots_on_host must be in pinned memory");
+    TORCH_CHECK_VALUE(difference.is_pinned(), "difference must be in pinned memory");
     const c10::cuda::CUDAGuard guard(load.device());
     Tensor seal = at::empty({1}, load.options());
     auto [split, ids, lines, arriving] =
@@ -192,10 +190,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> share_and_seal_op(
               quota,
               slots,
               source_rank,
-              {{},
-               seals_of(gathered, layer, difference),
-               seal.mutable_data_ptr<int64_t>(),
-               writes_slots ? slots_on_host->mutable_data_ptr<int32_t>() : nullptr});
+              {{}, seals_of(gathered, layer, difference), seal.mutable_data_ptr<int64_t>()});
     return {split, ids, lines, arriving, seal};
 }
 
@@ -297,6 +292,29 @@ Tensor place_back_op(const Tensor& grad,
     return back;
 }
 
+std::vector<Tensor> set_aside_op(at::TensorList main_grads,
+                                 const Tensor& slots,
+                                 at::IntArrayRef experts) {
+    check_set_aside(main_grads, slots, experts);
+    const c10::cuda::CUDAGuard guard(slots.device());
+    const Tensor held = slots.contiguous();
+    std::vector<Tensor> copies;
+    for (const Tensor& each : main_grads) copies.push_back(at::empty_like(each));
+    for (size_t first = 0; first < copies.size(); first += AsideTasks::kMost) {
+        AsideTasks tasks{};
+        tasks.count = static_cast<int>(std::min(copies.size() - first, size_t{AsideTasks::kMost}));
+        for (int i = 0; i < tasks.count; ++i) {
+            tasks.each[i] = {static_cast<char*>(main_grads[first + i].mutable_data_ptr()),
+                             static_cast<char*>(copies[first + i].mutable_data_ptr()),
+                             static_cast<int64_t>(copies[first + i].nbytes()),
+                             experts[first + i]};
+        }
+        C10_CUDA_CHECK(set_aside_cuda(
+            tasks, held.const_data_ptr<int32_t>(), held.numel(), current_stream()));
+    }
+    return copies;
+}
+
 }  // namespace
 }  // namespace megatron_ext
 
@@ -310,4 +328,5 @@ TORCH_LIBRARY_IMPL(megatron_ext, CUDA, m) {
     m.impl("assign", &megatron_ext::assign_op);
     m.impl("reroute", &megatron_ext::reroute_op);
     m.impl("place_back", &megatron_ext::place_back_op);
+    m.impl("set_aside", &megatron_ext::set_aside_op);
 }

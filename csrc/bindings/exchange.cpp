@@ -7,6 +7,7 @@
 #include <torch/custom_class.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -126,11 +127,13 @@ class TensorExchange : public torch::CustomClassHolder {
     void finish_push(int64_t generation) { open().finish_push(static_cast<uint64_t>(generation)); }
 
     // Start adding gradients; see `PullTask`.
-    //   sums      for each main with replicas, its segments' sums
+    //   totals    for each main with replicas, its segments' totals
+    //   asides    likewise, what is added to their sums, or nothing
     //   replicas  for each such main: the number of replicas, then rank and slot of each
     //   computed  rank of the main and slot, for each used slot of this rank
     int64_t start_pull(const std::vector<int64_t>& segments,
-                       std::vector<Tensor> sums,
+                       const std::vector<Tensor>& totals,
+                       const std::vector<std::optional<Tensor>>& asides,
                        const std::vector<int64_t>& replicas,
                        const std::vector<int64_t>& computed,
                        std::string label) {
@@ -145,13 +148,18 @@ class TensorExchange : public torch::CustomClassHolder {
             SumTask sum{
                 places({replicas.begin() + static_cast<int64_t>(i) + 1, replicas.begin() + end}),
                 {}};
-            for (const int64_t segment : segments)
-                sum.sums.push_back(sum_of(sums.at(used++), segment));
+            for (const int64_t segment : segments) {
+                sum.totals.push_back(total_of(totals.at(used), asides.at(used), segment));
+                ++used;
+            }
             task.sums.push_back(std::move(sum));
             i = static_cast<size_t>(end);
         }
         pull_ = static_cast<int64_t>(exchange.start_pull(std::move(task)));
-        sums_ = std::move(sums);
+        sums_ = totals;
+        for (const auto& aside : asides) {
+            if (aside.has_value()) sums_.push_back(*aside);
+        }
         return pull_;
     }
 
@@ -239,10 +247,13 @@ class TensorExchange : public torch::CustomClassHolder {
                 static_cast<int64_t>(main.nbytes())};
     }
 
-    void* sum_of(const Tensor& sum, int64_t segment) const {
-        const auto type = buffers_.at(segment).scalar_type();
-        check("sum", sum, segment, type == at::kDouble ? at::kDouble : at::kFloat);
-        return sum.mutable_data_ptr();
+    Total total_of(const Tensor& total, const std::optional<Tensor>& aside, int64_t segment) const {
+        const auto type = total.scalar_type();
+        check("total", total, segment, total_type(type, buffers_.at(segment).scalar_type()));
+        if (aside.has_value()) check("aside", *aside, segment, type);
+        return {total.mutable_data_ptr(),
+                aside.has_value() ? aside->const_data_ptr() : nullptr,
+                grad_type(total)};
     }
 
     const int64_t rank_;
@@ -251,7 +262,7 @@ class TensorExchange : public torch::CustomClassHolder {
     std::vector<Tensor> kept_;     // the ranks' regions: their mappings live as long as these
     std::vector<Tensor> buffers_;  // for each segment, this rank's: shape and dtype
     std::vector<Tensor> mains_;    // of the last push
-    std::vector<Tensor> sums_;     // of the pull under way
+    std::vector<Tensor> sums_;     // totals of the pull under way, and what was set aside
     int64_t pull_ = 0;             // generation of the last one
     std::unique_ptr<Exchange> exchange_;  // goes first: its thread uses the memory above
 };

@@ -4,8 +4,10 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "checks.h"
 #include "megatron_ext/api.h"
@@ -161,13 +163,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> share_and_seal_op(
     int64_t source_rank,
     const Tensor& gathered,
     int64_t layer,
-    const Tensor& difference,
-    const std::optional<Tensor>& slots_on_host) {
+    const Tensor& difference) {
     auto [split, ids, lines, arriving] = share_plan_op(load, quota, slots, source_rank);
-    if (slots_on_host.has_value()) {
-        check_slots_on_host(*slots_on_host, slots);
-        slots_on_host->copy_(slots);
-    }
     const Tensor loads = with_whole_rows(load);
     const Tensor quotas = quota.contiguous();
     const Tensor held = slots.contiguous();
@@ -259,6 +256,22 @@ Tensor place_back_op(const Tensor& grad,
     return back;
 }
 
+std::vector<Tensor> set_aside_op(at::TensorList main_grads,
+                                 const Tensor& slots,
+                                 at::IntArrayRef experts) {
+    check_set_aside(main_grads, slots, experts);
+    const Tensor held = slots.contiguous();
+    const auto* const first = held.const_data_ptr<int32_t>();
+    std::vector<Tensor> copies;
+    for (size_t i = 0; i < main_grads.size(); ++i) {
+        copies.push_back(at::empty_like(main_grads[i]));
+        if (std::find(first, first + held.numel(), experts[i]) == first + held.numel()) continue;
+        copies.back().copy_(main_grads[i]);
+        main_grads[i].zero_();
+    }
+    return copies;
+}
+
 }  // namespace
 }  // namespace megatron_ext
 
@@ -275,4 +288,5 @@ TORCH_LIBRARY_IMPL(megatron_ext, CPU, m) {
     m.impl("assign", &megatron_ext::assign_op);
     m.impl("reroute", &megatron_ext::reroute_op);
     m.impl("place_back", &megatron_ext::place_back_op);
+    m.impl("set_aside", &megatron_ext::set_aside_op);
 }

@@ -24,7 +24,7 @@ TORCH_LIBRARY(megatron_ext, m) {
         "(Tensor split, Tensor physical_index, Tensor lines, Tensor arriving)");
     m.def(
         "share_and_seal(Tensor load, Tensor quota, Tensor slots, int source_rank, "
-        "Tensor gathered, int layer, Tensor(a!) difference, Tensor(b!)? slots_on_host) -> "
+        "Tensor gathered, int layer, Tensor(a!) difference) -> "
         "(Tensor split, Tensor physical_index, Tensor lines, Tensor arriving, Tensor seal)");
     m.def(
         "assign(Tensor routing_map, Tensor source_quota, Tensor physical_index, int top_k, "
@@ -33,5 +33,6 @@ TORCH_LIBRARY(megatron_ext, m) {
         "reroute(Tensor probs, Tensor routing_map, Tensor source_quota, Tensor physical_index, "
         "int top_k, Tensor? marks, Tensor? lines, Tensor(a!) placed, Tensor(b!) placed_map) -> "
         "(Tensor logical, Tensor physical)");
+    m.def("set_aside(Tensor(a!)[] main_grads, Tensor slots, int[] experts) -> Tensor[]");
     m.def("place_back(Tensor grad, Tensor logical, Tensor physical, int num_experts) -> Tensor");
 }

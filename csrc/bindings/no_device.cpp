@@ -22,7 +22,8 @@ TORCH_LIBRARY_IMPL(megatron_ext, CUDA, m) {
                              "share_and_seal",
                              "assign",
                              "reroute",
-                             "place_back"}) {
+                             "place_back",
+                             "set_aside"}) {
         m.impl(name, torch::CppFunction::makeFromBoxedFunction<&no_cuda_part>());
     }
 }

@@ -26,13 +26,13 @@
 #include "checks.h"
 #include "megatron_ext/cuda_api.h"
 #include "megatron_ext/exchange.h"
-#include "megatron_ext/peer_tables.h"
 
 namespace megatron_ext {
 namespace {
 
 using at::Tensor;
 using c10::cuda::CUDAStream;
+using Words = std::vector<int64_t>;
 
 const char* name_of(PeerDeed deed) {
     switch (deed) {
@@ -119,7 +119,7 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         TORCH_CHECK(mains.size() == mains_per_rank * segments.size());
         Push push{label_of(label), segments_of(segments), {}, problem.num_slots, mains, slots};
         const char* const* const addresses =
-            kept_on_device(addresses_of("main", mains, segments, std::nullopt));
+            kept_on_device(addresses_of(mains, segments));
         for (size_t g = 0; g < segments.size(); ++g) {
             push.segments.each[g].used_bytes = static_cast<int64_t>(mains[g].nbytes());
         }
@@ -131,10 +131,13 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         wait_for_current_stream(push_stream_);
         if (read_.has_value()) read_->block(push_stream_.unwrap());
         const c10::cuda::CUDAStreamGuard on(push_stream_);
+        const int64_t bytes = PeerCopies::bytes(problem.num_ranks, problem.num_slots);
+        const PeerCopies copies = PeerCopies::in(
+            memory_of(copies_, bytes), problem.num_ranks, problem.num_slots);
         const PeerPush task{push.segments,
                             problem,
                             slots.const_data_ptr<int32_t>(),
-                            copies_for(problem),
+                            copies,
                             addresses};
         C10_CUDA_CHECK(push_peers_cuda(self(push.label), task, push_blocks_, push_stream_));
         push.used = task.copies.used;
@@ -156,7 +159,6 @@ class TensorPeerExchange : public torch::CustomClassHolder {
                                            last_.segments,
                                            last_.used,
                                            last_.num_slots,
-                                           PeerDeed::kFill,
                                            stream));
             pushed_.reset();
         }
@@ -171,60 +173,75 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         read_->record(stream);
     }
 
-    // Start adding gradients; the arguments are those of Exchange.
+    // Start adding the gradients of what a plan says, which stays on the device.
+    //   segments  ids of the segments
+    //   totals    of all mains, main after main, segment by segment
+    //   asides    likewise, what is added to their sums, or nothing
+    //   slots     expert in each slot, int32 [R, S]; see PeerPush
     int64_t start_pull(const std::vector<int64_t>& segments,
-                       const std::vector<Tensor>& sums,
-                       const std::vector<int64_t>& replicas,
-                       const std::vector<int64_t>& computed,
+                       const std::vector<Tensor>& totals,
+                       const std::vector<std::optional<Tensor>>& asides,
+                       int64_t mains_per_rank,
+                       const Tensor& slots,
                        const std::string& label) {
         raise_failure();
         const c10::cuda::CUDAGuard guard(device_);
-        Pull under_way{label_of(label), segments_of(segments), nullptr, 0, sums, {}};
-        const PullTable table =
-            pull_table(addresses_of("sum", sums, segments, at::kFloat), replicas, computed);
-
-        // Before the slots' gradients are offered again, those of the last pull must be taken.
-        finish_pull(num_pulls_);
-        // The current stream has written the slots' gradients and is done with the sums' memory.
-        wait_for_current_stream(pull_stream_);
-        const c10::cuda::CUDAStreamGuard on(pull_stream_);
-        under_way.words = on_device(table.words);
-        const int64_t* const words = under_way.words.const_data_ptr<int64_t>();
-        PeerPull pull = peer_pull(table, words, under_way.segments);
+        const CopyProblem problem = problem_of(slots, mains_per_rank);
+        TORCH_CHECK(totals.size() == mains_per_rank * segments.size() &&
+                    asides.size() == totals.size());
+        PeerPull pull{segments_of(segments), {}, {}, problem, slots.const_data_ptr<int32_t>()};
         for (size_t g = 0; g < segments.size(); ++g) {
             const auto type = slots_.at(segments[g]).scalar_type();
             TORCH_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16,
                               "slot_grads on a GPU must be float32 or bfloat16, got ",
                               type);
             pull.is_bfloat16[g] = type == at::kBFloat16;
+            pull.is_total_bfloat16[g] = totals.at(g).scalar_type() == at::kBFloat16;
         }
-        C10_CUDA_CHECK(pull_add_peers_cuda(self(under_way.label), pull, pull_blocks_, pull_stream_));
-        under_way.used = used_places(table, words);
-        under_way.num_used = table.num_used;
-        last_pull_ = std::move(under_way);
+        Words addresses;
+        std::vector<Tensor> used{slots};
+        for (size_t i = 0; i < totals.size(); ++i) {
+            const int64_t segment = segments[i % segments.size()];
+            const auto type = totals.at(i % segments.size()).scalar_type();
+            check("total", totals[i], segment, total_type(type, slots_.at(segment).scalar_type()));
+            addresses.push_back(reinterpret_cast<intptr_t>(totals[i].mutable_data_ptr()));
+            used.push_back(totals[i]);
+        }
+        for (size_t i = 0; i < asides.size(); ++i) {
+            addresses.push_back(0);
+            if (!asides[i].has_value()) continue;
+            check("aside", *asides[i], segments[i % segments.size()], totals[i].scalar_type());
+            addresses.back() = reinterpret_cast<intptr_t>(asides[i]->const_data_ptr());
+            used.push_back(*asides[i]);
+        }
+
+        // Before the slots' gradients are offered again, those of the last pull must be taken.
+        finish_pull(num_pulls_);
+        // The current stream has written the slots' gradients and the totals.
+        wait_for_current_stream(pull_stream_);
+        const c10::cuda::CUDAStreamGuard on(pull_stream_);
+        Tensor words = on_device(addresses);
+        const auto* const there = words.const_data_ptr<int64_t>();
+        pull.totals = reinterpret_cast<char* const*>(there);
+        pull.asides = reinterpret_cast<const char* const*>(there + totals.size());
+        pull.sums = PeerSums::in(memory_of(sums_, PeerSums::bytes(problem)), problem);
+        C10_CUDA_CHECK(pull_add_peers_cuda(self(label_of(label)), pull, pull_blocks_, pull_stream_));
+        used.push_back(std::move(words));
+        pulling_ = std::move(used);
         pulled_.emplace(c10::DeviceType::CUDA);
         pulled_->record(pull_stream_.unwrap());
         return ++num_pulls_;
     }
 
-    // Let the current stream wait until the sums are there and this rank's slot gradients may be
-    // overwritten. The current stream of the next `start_pull` must be behind that.
+    // Let the current stream wait until the totals are there and this rank's slots with a replica
+    // have zero gradients. The current stream of the next `start_pull` must be behind that.
     void finish_pull(int64_t pull) {
         raise_failure();
         const c10::cuda::CUDAGuard guard(device_);
         if (pull == num_pulls_ && pulled_.has_value()) {
-            // Not launched behind the pull: where a GPU has one queue of work, this would hold up
-            // all that is launched until the peers are done.
-            const CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-            pulled_->block(stream.unwrap());
-            C10_CUDA_CHECK(wait_peers_cuda(self(last_pull_.label),
-                                           last_pull_.segments,
-                                           last_pull_.used,
-                                           last_pull_.num_used,
-                                           PeerDeed::kTakeGrad,
-                                           stream));
+            pulled_->block(c10::cuda::getCurrentCUDAStream().unwrap());
             pulled_.reset();
-            last_pull_.sums.clear();  // their memory is the current stream's again
+            pulling_.clear();  // its memory is the current stream's again
         }
     }
 
@@ -310,8 +327,9 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         main_addresses_.clear();
         tables_.clear();
         copies_.reset();
+        sums_.reset();
         last_ = {};
-        last_pull_ = {};
+        pulling_.clear();
         pushed_.reset();
         pulled_.reset();
         closed_ = true;
@@ -326,16 +344,6 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         int64_t num_slots;
         std::vector<Tensor> mains;  // read by another stream than the one they are of
         Tensor slots;               // likewise
-    };
-
-    // What a pull leaves for its end.
-    struct Pull {
-        int64_t label;
-        PeerSegments segments;
-        const PeerPlace* used;  // [num_used] in `words`
-        int64_t num_used;
-        std::vector<Tensor> sums;  // written by another stream than the one they are of
-        Tensor words;              // the pull stream's
     };
 
     PeerRank self(int64_t label) const {
@@ -378,13 +386,12 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         return problem;
     }
 
-    // Memory of the push stream for the copies of one push after the other.
-    PeerCopies copies_for(const CopyProblem& problem) {
-        const int64_t bytes = PeerCopies::bytes(problem.num_ranks, problem.num_slots);
-        if (!copies_.defined() || copies_.numel() < bytes) {
-            copies_ = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+    // Memory of the current stream for what one call after the other compiles.
+    void* memory_of(Tensor& kept, int64_t bytes) const {
+        if (!kept.defined() || kept.numel() < bytes) {
+            kept = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
         }
-        return PeerCopies::in(copies_.mutable_data_ptr(), problem.num_ranks, problem.num_slots);
+        return kept.mutable_data_ptr();
     }
 
     // A layer's mains in memory of the push stream: written at its first push, because parameters
@@ -414,19 +421,15 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         return there;
     }
 
-    // Of tensors that go through all segments again and again; of the slots' type, or of `type`.
-    Words addresses_of(const char* name,
-                       const std::vector<Tensor>& tensors,
-                       const std::vector<int64_t>& segments,
-                       std::optional<at::ScalarType> type) const {
+    // Of mains, segment by segment.
+    Words addresses_of(const std::vector<Tensor>& mains,
+                       const std::vector<int64_t>& segments) const {
         Words addresses;
-        for (size_t i = 0; i < tensors.size(); ++i) {
+        for (size_t i = 0; i < mains.size(); ++i) {
             const int64_t segment = segments.at(i % segments.size());
             const Tensor& slots = slots_.at(segment);
-            if (type.has_value() || !is_shorter(tensors[i], slots)) {
-                check(name, tensors[i], segment, type.value_or(slots.scalar_type()));
-            }
-            addresses.push_back(reinterpret_cast<intptr_t>(tensors[i].data_ptr()));
+            if (!is_shorter(mains[i], slots)) check("main", mains[i], segment, slots.scalar_type());
+            addresses.push_back(reinterpret_cast<intptr_t>(mains[i].data_ptr()));
         }
         return addresses;
     }
@@ -487,7 +490,8 @@ class TensorPeerExchange : public torch::CustomClassHolder {
     Push last_{};
     std::optional<c10::Event> pushed_;  // until the last push is finished
     std::optional<c10::Event> read_;    // reads of the slots so far
-    Pull last_pull_{};
+    Tensor sums_;                       // compiled anew by each pull
+    std::vector<Tensor> pulling_;       // used by the pull under way, on another stream than theirs
     std::optional<c10::Event> pulled_;  // until the last pull is finished
     int64_t num_pushes_ = 0;
     int64_t num_pulls_ = 0;

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <bit>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <random>
@@ -40,34 +41,43 @@ void relax() {
 // first-level cache, so each gradient is read from memory once.
 constexpr int64_t kTile = 2048;
 
-float widen(float value) { return value; }
-double widen(double value) { return value; }
 struct BFloat16 {
     uint16_t bits;
 };
+float widen(float value) { return value; }
+double widen(double value) { return value; }
 float widen(BFloat16 value) { return std::bit_cast<float>(uint32_t{value.bits} << 16); }
 
-// sum = sources[0] + sources[1] + ..., in this order.
-template <class Sum, class Grad>
-void add_all(void* sum, const std::vector<const std::byte*>& sources, int64_t bytes) {
+void round_to(float value, float& to) { to = value; }
+void round_to(double value, double& to) { to = value; }
+// To nearest, ties to even.
+void round_to(float value, BFloat16& to) {
+    const auto bits = std::bit_cast<uint32_t>(value);
+    const uint32_t rounded = bits + 0x7fff + (bits >> 16 & 1);
+    to.bits = static_cast<uint16_t>(std::isnan(value) ? 0x7fc0 : rounded >> 16);
+}
+
+// total += (sources[0] + sources[1] + ...) + aside, in this order; the sources are zero then.
+template <class Sum, class Grad, class Stored>
+void add_all(const Total& to, const std::vector<std::byte*>& sources, int64_t bytes) {
     const int64_t count = bytes / static_cast<int64_t>(sizeof(Grad));
+    Sum added[kTile];
     for (int64_t first = 0; first < count; first += kTile) {
         const int64_t size = std::min(kTile, count - first);
-        Sum* const __restrict total = static_cast<Sum*>(sum) + first;
-        const auto tile_of = [&](size_t i) {
-            return reinterpret_cast<const Grad*>(sources[i]) + first;
-        };
+        const auto tile_of = [&](size_t s) { return reinterpret_cast<Grad*>(sources[s]) + first; };
         const Grad* const __restrict one = tile_of(0);
-        if (sources.size() == 1) {
-            for (int64_t i = 0; i < size; ++i) total[i] = widen(one[i]);
-            continue;
+        for (int64_t i = 0; i < size; ++i) added[i] = widen(one[i]);
+        for (size_t s = 1; s < sources.size(); ++s) {
+            const Grad* const __restrict more = tile_of(s);
+            for (int64_t i = 0; i < size; ++i) added[i] += widen(more[i]);
         }
-        const Grad* const __restrict two = tile_of(1);
-        for (int64_t i = 0; i < size; ++i) total[i] = widen(one[i]) + widen(two[i]);
-        for (size_t s = 2; s < sources.size(); ++s) {
-            const Grad* const __restrict added = tile_of(s);
-            for (int64_t i = 0; i < size; ++i) total[i] += widen(added[i]);
+        if (to.aside != nullptr) {
+            const Stored* const __restrict aside = static_cast<const Stored*>(to.aside) + first;
+            for (int64_t i = 0; i < size; ++i) added[i] += widen(aside[i]);
         }
+        Stored* const __restrict total = static_cast<Stored*>(to.memory) + first;
+        for (int64_t i = 0; i < size; ++i) round_to(widen(total[i]) + added[i], total[i]);
+        for (size_t s = 0; s < sources.size(); ++s) std::fill_n(tile_of(s), size, Grad{});
     }
 }
 
@@ -244,7 +254,7 @@ void Exchange::sum_up(const PullTask& task, uint64_t generation) {
 }
 
 void Exchange::wait_until_taken(const PullTask& task, uint64_t generation) {
-    // The caller overwrites its slot gradients next, so they must have been read.
+    // The caller adds to its slot gradients next, so they must have been read, and be zero.
     for (const Place& slot : task.computed) {
         wait_for(&SlotFlags::grad_taken,
                  {rank_, slot.slot},
@@ -257,20 +267,25 @@ void Exchange::wait_until_taken(const PullTask& task, uint64_t generation) {
 }
 
 void Exchange::add(const PullTask& task, const SumTask& sum) {
-    std::vector<const std::byte*> sources(sum.replicas.size());
+    std::vector<std::byte*> sources(sum.replicas.size());
     for (size_t g = 0; g < task.segments.size(); ++g) {
         const int64_t segment = task.segments[g];
         for (size_t i = 0; i < sources.size(); ++i) sources[i] = address(segment, sum.replicas[i]);
         const int64_t bytes = segments_[segment].slot_bytes;
+        const Total& total = sum.totals[g];
         switch (task.types[g]) {
             case GradType::kFloat32:
-                add_all<float, float>(sum.sums[g], sources, bytes);
+                add_all<float, float, float>(total, sources, bytes);
                 break;
             case GradType::kFloat64:
-                add_all<double, double>(sum.sums[g], sources, bytes);
+                add_all<double, double, double>(total, sources, bytes);
                 break;
             case GradType::kBFloat16:
-                add_all<float, BFloat16>(sum.sums[g], sources, bytes);
+                if (total.type == GradType::kBFloat16) {
+                    add_all<float, BFloat16, BFloat16>(total, sources, bytes);
+                } else {
+                    add_all<float, BFloat16, float>(total, sources, bytes);
+                }
                 break;
         }
     }

@@ -29,11 +29,6 @@ __device__ void seal_plan_in_block(const Sealing& sealing, SealParts<kThreads>& 
     const int thread = static_cast<int>(threadIdx.x);
     if (thread == 0) is_different = 0;
     partial[thread] = plan.sum(thread, kThreads);
-    if (sealing.slots_on_host != nullptr) {
-        for (int64_t i = thread; i < plan.num_replicas; i += kThreads) {
-            sealing.slots_on_host[i] = plan.slots[i];
-        }
-    }
     // All sums are there, and the flag is clear.
     __syncthreads();
     for (int64_t r = thread; r < before.num_ranks; r += kThreads) {

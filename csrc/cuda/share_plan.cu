@@ -1,7 +1,7 @@
 // Stage 2 on the device: what this rank does by a plan.
 //
 // 1. The rank's row [E, R] of the split, the ids of the instances, and both as lines for assign.cu;
-//    what comes to its own instances; the plan's seal, and its slots in memory of the host.
+//    what comes to its own instances; the plan's seal.
 // 2. One warp: one expert, or one of the rank's instances. One lane: one instance, or source rank, at
 //    a time (shares.cuh). If there is something to seal, one more block does that (seal_plan.cuh).
 // 3. A kernel, because load and plan are on the device and the host must not wait for them. One

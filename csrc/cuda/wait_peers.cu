@@ -1,12 +1,11 @@
-// After a push or a pull on the device: wait until peers are done with this rank's slots.
+// After a push on the device: wait until peers have filled this rank's slots.
 //
-// 1. Waits until every chunk of the used slots is written, or its gradient taken.
+// 1. Waits until every chunk of the used slots is written.
 // 2. One block; a thread looks at every kThreads-th flag. All are in this GPU's own memory.
 // 3. A kernel of its own, so that a push goes on beside other work. Work that needs the slots waits
 //    on its own stream, for one block instead of all blocks that move bytes.
 // 4. The chunks that the flags report are visible to kernels behind this kernel on the stream. The
-//    generation is read from the counter, so this kernel comes behind the push or pull that it
-//    waits for.
+//    generation is read from the counter, so this kernel comes behind the push that it waits for.
 // 5. Deterministic: writes nothing but a failure.
 // 6. Reads 8 bytes for every 128 KiB of a slot; a look at all flags takes about 1 us.
 
@@ -19,8 +18,8 @@ namespace {
 constexpr int kThreads = 256;
 
 __global__ void __launch_bounds__(kThreads) wait_kernel(
-    PeerRank self, PeerSegments segments, const PeerPlace* used, int64_t num_used, PeerDeed deed) {
-    const PeerTurn& turn = deed == PeerDeed::kFill ? self.state->push : self.state->pull;
+    PeerRank self, PeerSegments segments, const PeerPlace* used, int64_t num_used) {
+    const uint64_t generation = self.state->push.generation;
     const int64_t chunks = segments.num_chunks();
     for (int64_t i = threadIdx.x; i < num_used * chunks; i += kThreads) {
         const PeerPlace place = used[i / chunks];
@@ -28,7 +27,7 @@ __global__ void __launch_bounds__(kThreads) wait_kernel(
         const PeerChunk chunk = peer_chunk(segments, i % chunks);
         const uint64_t* const flag =
             segments.each[chunk.segment].done(self.rank, place.slot, chunk.idx);
-        if (!wait_for(self, flag, turn.generation, deed, place, chunk.idx)) return;
+        if (!wait_for(self, flag, generation, PeerDeed::kFill, place, chunk.idx)) return;
     }
 }
 
@@ -38,9 +37,8 @@ cudaError_t wait_peers_cuda(const PeerRank& self,
                             const PeerSegments& segments,
                             const PeerPlace* used,
                             int64_t num_used,
-                            PeerDeed deed,
                             cudaStream_t stream) {
-    wait_kernel<<<1, kThreads, 0, stream>>>(self, segments, used, num_used, deed);
+    wait_kernel<<<1, kThreads, 0, stream>>>(self, segments, used, num_used);
     return cudaGetLastError();
 }
 

@@ -68,7 +68,6 @@ class Agreement:
         load: Tensor,
         plan: BalancePlan,
         layer: int,
-        on_host: HostCopy | None = None,
     ) -> Shares:
         """Return this rank's shares of a plan; compare the last seals, and seal the plan.
 
@@ -77,7 +76,6 @@ class Agreement:
             load: `load_of` these counts, int64 [R, E].
             plan: The plan of this load, on the same device.
             layer: The layer's number, for messages.
-            on_host: Gets the plan's `experts_in_slots`; None if the host does not need them.
 
         Raises:
             RuntimeError: Ranks had different loads or plans in the layer before. On a GPU a call
@@ -92,10 +90,7 @@ class Agreement:
             self._gathered,
             self._layer,
             self._difference,
-            on_host.memory if on_host is not None else None,
         )
-        if on_host is not None:
-            on_host.mark_written()
         self._layer = layer
         self._raise_difference()
         return Shares(*shares).of_shard(rank, counts)

@@ -5,7 +5,7 @@ Autograd sees both, at four points of a layer. At each of them `OnBackward` pass
 calls the forward's object in backward; `push` is a plain call:
 
     forward, from the first line             backward, from the last line
-    join          at the layer's input       8 wait for the sums, and add them to the mains'
+    join          at the layer's input       8 wait for the sums in the mains' gradients
     push          4 start materializing
     materialized  4 wait; slot weights       8 start reducing the slots' gradients
     before_experts_backward                  4 wait for the replicas
@@ -21,8 +21,8 @@ and its gradient reduction runs beside the backward of router and attention.
   data-parallel reduction take a main's gradient for complete only with the replicas' part.
 - Where the backward runs in pieces (Megatron's combined schedule), or weight gradients are delayed,
   the mains are no inputs of the join: `held_back.py` holds the hooks back instead.
-- `MainWeights.hand_over` adds the replicas' part to the `main_grad` of data-parallel training. If
-  there is no `main_grad`, or the addition would round too much, autograd adds both parts.
+- The reduction adds the replicas' part to the `main_grad` of data-parallel training. If there is
+  no `main_grad`, or the addition would round too much, autograd adds both parts.
 - With gradient accumulation fusion, the products add slot gradients to the slots' buffers.
 
 Sums of gradients are rounded once, to the dtype of `main_grad` or of the weights. Legend: R ranks,
@@ -36,6 +36,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,8 +55,8 @@ from megatron_ext.balance.ranges import (
     stage_of_backward,
 )
 from megatron_ext.balance.reroute import RoutingMaps
-from megatron_ext.balance.slots import Materializing, Reducing, SlotBuffers, add_aside
-from megatron_ext.transport import GathersRows, HostCopy
+from megatron_ext.balance.slots import Materializing, Reducing, SlotBuffers
+from megatron_ext.transport import GathersRows, Transfers
 
 NO_SLOTS: list[Any] = [()]
 """Slot weights, by segment, of a layer without slots."""
@@ -105,9 +106,6 @@ class VirtualLayer:
 
     virtual_layer_id: int
     """Number of the pair (MoE layer of this rank, microbatch in flight)."""
-    experts_in_slots: HostCopy
-    """Those of the plan, int32 [R, S]. For a plan on a GPU, the launch that seals the plan writes
-    them to the host long before a backward needs them, and the host waits for nothing."""
     maps: RoutingMaps
     """The microbatch's dense maps over physical experts."""
 
@@ -219,6 +217,13 @@ class Forward:
     """From the experts' backward to the delayed gradients: those that are not delayed."""
     reducing: Reducing | None = None
     """The reduction, until the join."""
+    adds_in_place: bool = True
+    """Whether the reduction adds to `main_grad` where there is one; else autograd gets the sums."""
+
+    @cached_property
+    def replicas(self) -> Transfers:
+        """Those of the plan."""
+        return Transfers(self.plan.experts_in_slots, self.plan.layout.mains_per_rank)
 
     @property
     def bytes_of_one(self) -> tuple[int, int]:
@@ -278,7 +283,12 @@ class Forward:
         """
         if self.buffers is not None:
             with stage(PUSH_START):
-                self.pushing = self._materialize(there=there)
+                replicas = self.replicas
+                if there is not None:
+                    planned = replicas.experts_in_slots
+                    missing = torch.where(planned == there.to(planned.device), -1, planned)
+                    replicas = Transfers(missing, replicas.mains_per_rank)
+                self.pushing = self._materialize(replicas)
 
     def materialized(self, tokens: Tensor, edge: Tensor | None = None) -> tuple[Tensor, list[Any]]:
         """Wait for the replicas; return the tokens and, by segment, the slots' weights.
@@ -350,16 +360,18 @@ class Forward:
 
     def _begin_backward(self, grad: Tensor | None) -> tuple[Tensor | None]:
         """Start to materialize the replicas again; with fusion their gradients begin at zero."""
-        experts_in_slots = self._experts_of_backward()
+        self.replicas_of_backward()
         self.rematerializing = None  # After a backward that stopped halfway, push again.
         self._rematerialize()
         if not self.reduces:
             self.release_plan()
         elif self.mains.fused:
             assert self.buffers is not None
-            aside = self.buffers.begin_fused(experts_in_slots, self.slot_grads, self.mains)
+            self.buffers.begin_fused(self.slot_grads)
+            aside = self.mains.set_aside(self.plan.experts_in_slots, self.buffers.ep_rank)
             # Add the part that an earlier backward has set aside before it stopped halfway.
-            add_aside(aside, self.aside or {})
+            for now, before in zip(_tensors(aside), _tensors(self.aside or ()), strict=False):
+                now.add_(before)
             self.aside = aside
         return (grad,)
 
@@ -408,31 +420,31 @@ class Forward:
     def _reduce(self, replica_grads: Sequence[Any]) -> None:
         assert self.buffers is not None
         with stage_of_backward(REDUCE_START, self.layer_number):
-            experts_in_slots = self._experts_of_backward()
+            replicas = self.replicas_of_backward()
             aside, self.aside = self.aside, None
             assert (aside is not None) == self.mains.fused, "`_begin_backward` comes first"
+            # In `torch.autograd.grad` of something else, `main_grad` stays as it was.
+            self.adds_in_place = self.mains.fused or _reaches_leaves()
+            totals = self.mains.totals(self.slot_grads, in_place=self.adds_in_place)
             self.reducing = self.buffers.reduce_replica_grads(
-                experts_in_slots, self.slot_grads, replica_grads, self.label, aside=aside
+                replicas, self.slot_grads, replica_grads, totals, self.label, aside=aside
             )
         self.release_plan()
 
     def _add_to_mains(
         self, grad: Tensor | None, _edge_grad: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        """Wait for the reduction, if there is one, and add its sums to the mains' gradients.
+        """Wait for the reduction, if there is one.
 
         Sums that do not go to a `main_grad` are returned for autograd: see
         `MainWeights.hand_over`.
         """
-        sums = {}
+        gradients: list[Tensor | None] = [None for _ in self.mains.parameters()]
         if self.reducing is not None:
             with stage_of_backward(REDUCE_WAIT, self.layer_number):
-                sums = self.reducing.wait()
+                totals = self.reducing.wait()
+            gradients = self.mains.hand_over(totals, in_place=self.adds_in_place)
         self.reducing = None
-        if self.mains.have_main_grads and not self.mains.fused and not _reaches_leaves():
-            # `torch.autograd.grad` of something else: `main_grad` stays as it was.
-            sums = {}
-        gradients = self.mains.hand_over(sums)
         if self.is_held_back or self.delayed is not None:
             held_back.let_go(self.mains.parameters())
             return grad, None
@@ -444,17 +456,11 @@ class Forward:
         if self.rematerializing is None:
             with stage_of_backward(PUSH_START, self.layer_number):
                 self.rematerializing = self._materialize(
-                    on_host=self._experts_of_backward(), columnwise=True
+                    self.replicas_of_backward(), columnwise=True
                 )
         return self.rematerializing
 
-    def _materialize(
-        self,
-        *,
-        there: Tensor | None = None,
-        on_host: Tensor | None = None,
-        columnwise: bool = False,
-    ) -> Materializing:
+    def _materialize(self, replicas: Transfers, *, columnwise: bool = False) -> Materializing:
         """Start to move the plan's replicas, unless the slots still hold them for this forward.
 
         The slots still hold the replicas if the backward follows the forward directly: in the last
@@ -465,16 +471,12 @@ class Forward:
         assert self.buffers is not None
         if self.buffers.hold_replicas_of(self, columnwise=columnwise):
             return Materializing(None)
-        missing = self.plan.experts_in_slots
-        if there is not None:
-            missing = torch.where(missing == there.to(missing.device), -1, missing)
         has_backward = self.virtual_layer is not None
         self.moves.pushes += has_backward
         return self.buffers.push(
-            missing,
+            replicas,
             self.mains,
             self.label,
-            on_host=on_host,
             owner=self if has_backward else None,
             columnwise=columnwise,
         )
@@ -485,8 +487,8 @@ class Forward:
         pairs = zip(self.buffers.slot_weights, self.slot_grads, strict=True)
         return [weight if (grad is not None) == trained else None for weight, grad in pairs]
 
-    def _experts_of_backward(self) -> Tensor:
-        """The plan's `experts_in_slots` on the host, for the one backward that a forward has.
+    def replicas_of_backward(self) -> Transfers:
+        """Return the plan's replicas, for the one backward that a forward has.
 
         Raises:
             RuntimeError: The backward is over, or the step of the forward was aborted.
@@ -498,7 +500,11 @@ class Forward:
                 f"(virtual layer id {self.virtual_layer.virtual_layer_id}) is gone: its backward "
                 "is over, or its step was aborted; one forward has one backward"
             )
-        return self.virtual_layer.experts_in_slots.wait()
+        return self.replicas
+
+
+def _tensors(aside: Aside | tuple[()]) -> list[Tensor]:
+    return [each for of_segment in aside for each in of_segment or () if each is not None]
 
 
 def _either(
@@ -512,10 +518,17 @@ def _either(
 
 
 def _reaches_leaves() -> bool:
-    """Whether the running backward goes on from this node to leaves: to the edge, or to mains."""
+    """Whether the running backward goes on to leaves: to the edge or to mains, maybe by a join."""
+    after = [node for node, _ in torch._C._current_autograd_node().next_functions]
+    joins = [
+        node
+        for node in after
+        if node is not None and node.name() == OnBackward.__name__ + "Backward"
+    ]
+    after += [node for join in joins for node, _ in join.next_functions]
     return any(
         torch._C._will_engine_execute_node(node)
-        for node, _ in torch._C._current_autograd_node().next_functions
+        for node in after
         if node is not None and node.name().endswith("AccumulateGrad")
     )
 

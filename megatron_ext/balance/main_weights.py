@@ -14,7 +14,7 @@ Legend: M mains per rank, S slots per rank, p part of a segment.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -95,11 +95,14 @@ class SegmentMains(Protocol):
     def take(self, values: Iterator[Any], num_slots: int) -> Any:
         """Take one of `values` for each of `views`, from the front; slot s indexes the result."""
 
-    def main_grad(self, m: int) -> Tensor | None:
-        """Return main m's part [*shape] of `main_grad`; None without `main_grad`."""
+    def main_grads(self) -> list[Tensor | None]:
+        """Return the `main_grad` [*shape] of each main, or None."""
 
-    def hand_over(self, sums: dict[int, Tensor]) -> list[Tensor | None]:
-        """Add the sums [*shape] of replicas to the mains; see `MainWeights.hand_over`."""
+    def totals(self, dtype: torch.dtype, *, in_place: bool) -> list[Tensor]:
+        """Return what the gradients of main m's replicas are added to, [*shape]; see `Totals`."""
+
+    def hand_over(self, totals: list[Tensor], *, in_place: bool) -> list[Tensor | None]:
+        """Return the totals that autograd adds, by parameter; see `MainWeights.hand_over`."""
 
 
 @dataclass(frozen=True)
@@ -129,23 +132,26 @@ class SeparateMains:
         """Take a value for each slot."""
         return [next(values) for _ in range(num_slots)]
 
-    def main_grad(self, m: int) -> Tensor | None:
-        """Return the `main_grad` of main m, or None."""
-        return _main_grad(self.mains[m])
+    def main_grads(self) -> list[Tensor | None]:
+        """Return the `main_grad` of each main, or None."""
+        return [_main_grad(main) for main in self.mains]
 
-    def hand_over(self, sums: dict[int, Tensor]) -> list[Tensor | None]:
-        """None for a main without replicas."""
-        return [self._hand_over(m, sums[m]) if m in sums else None for m in range(len(self.mains))]
+    def totals(self, dtype: torch.dtype, *, in_place: bool) -> list[Tensor]:
+        """Return a tensor for each main."""
+        taken = (_takes_sums(main, self.fused, in_place) for main in self.mains)
+        return [
+            torch.zeros(main.shape, dtype=dtype, device=main.device) if total is None else total
+            for main, total in zip(self.mains, taken, strict=True)
+        ]
 
-    def _hand_over(self, m: int, total: Tensor) -> Tensor | None:
-        main = self.mains[m]
-        if not main.requires_grad:
-            return None
-        main_grad = _takes_sums(main, self.fused)
-        if main_grad is None:
-            return total.to(main.dtype)
-        main_grad.add_(total)
-        return None
+    def hand_over(self, totals: list[Tensor], *, in_place: bool) -> list[Tensor | None]:
+        """Zero for a main without replicas."""
+        return [
+            total.to(main.dtype)
+            if main.requires_grad and _takes_sums(main, self.fused, in_place) is None
+            else None
+            for main, total in zip(self.mains, totals, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -171,19 +177,23 @@ class _StackedMains:
     def take(self, values: Iterator[Any], num_slots: int) -> Any:
         return next(values)
 
-    def main_grad(self, m: int) -> Tensor | None:
+    def main_grads(self) -> list[Tensor | None]:
         main_grad = _main_grad(self.mains)
-        return None if main_grad is None else main_grad[m]
+        return list(main_grad.unbind() if main_grad is not None else [None] * len(self.values))
 
-    def hand_over(self, sums: dict[int, Tensor]) -> list[Tensor | None]:
-        """None if no main has replicas, else zero for the others."""
-        if not sums or not self.mains.requires_grad:
+    def totals(self, dtype: torch.dtype, *, in_place: bool) -> list[Tensor]:
+        total = _takes_sums(self.mains, self.fused, in_place)
+        if total is None:
+            total = torch.zeros(self.values.shape, dtype=dtype, device=self.values.device)
+        return list(total.unbind())
+
+    def hand_over(self, totals: list[Tensor], *, in_place: bool) -> list[Tensor | None]:
+        if (
+            not self.mains.requires_grad
+            or _takes_sums(self.mains, self.fused, in_place) is not None
+        ):
             return [None]
-        main_grad = _takes_sums(self.mains, self.fused)
-        gradient = torch.zeros_like(self.values) if main_grad is None else main_grad
-        for m, total in sums.items():
-            gradient[m].add_(total)
-        return [gradient if main_grad is None else None]
+        return [torch.stack(totals).to(self.values.dtype)]
 
 
 class _SplitMains(_StackedMains):
@@ -213,13 +223,13 @@ def _main_grad(main: Tensor) -> Tensor | None:
     return getattr(main, "main_grad", None) if main.requires_grad else None
 
 
-def _takes_sums(main: Tensor, fused: bool) -> Tensor | None:
+def _takes_sums(main: Tensor, fused: bool, in_place: bool) -> Tensor | None:
     """Return the `main_grad` that gets the sums over replicas; None if autograd adds the sums.
 
     A `main_grad` narrower than float32 would round each part of a microbatch's gradient at the size
     of all microbatches' sum. So autograd adds both parts first.
     """
-    main_grad = _main_grad(main)
+    main_grad = _main_grad(main) if in_place else None
     return None if main_grad is None or (_rounds(main_grad) and not fused) else main_grad
 
 
@@ -237,12 +247,15 @@ def _rounds(main_grad: Tensor) -> bool:
     return main_grad.element_size() < torch.float32.itemsize
 
 
-def _emptied(main_grad: Tensor | None) -> Tensor | None:
-    if main_grad is None or not _rounds(main_grad):
+def _set_aside(
+    main_grads: list[Tensor | None], experts_in_slots: Tensor, ep_rank: int
+) -> list[Tensor | None] | None:
+    narrow = {m: grad for m, grad in enumerate(main_grads) if grad is not None and _rounds(grad)}
+    if not narrow:
         return None
-    before = main_grad.clone()
-    main_grad.zero_()
-    return before
+    experts = [ep_rank * len(main_grads) + m for m in narrow]
+    copies = torch.ops.megatron_ext.set_aside(list(narrow.values()), experts_in_slots, experts)
+    return [dict(zip(narrow, copies, strict=True)).get(m) for m in range(len(main_grads))]
 
 
 Held = Tensor | list[Tensor] | Split | SeparateMains
@@ -259,8 +272,13 @@ def _segment_mains(held: Held, fused: bool) -> SegmentMains:
     return SeparateMains(held, fused)
 
 
-Aside = dict[int, list[Tensor | None]]
-"""Copies of the mains' `main_grad` by main and segment; None if `main_grad` was left as it is."""
+Totals = list[list[Tensor] | None]
+"""By segment and main, [*shape]: what the gradients of a main's replicas are added to. None for a
+segment that is not trained."""
+
+Aside = list[list[Tensor | None] | None]
+"""By segment and main: copies of `main_grad`, without values for a main without replicas. None
+where `main_grad` was left as it is, or is not there."""
 
 
 class MainWeights:
@@ -337,28 +355,46 @@ class MainWeights:
             for segment, each in zip(self._segments, there, strict=True)
         ]
 
-    def set_aside(self, mains: Iterable[int]) -> Aside:
-        """Empty those `main_grad` that are narrower than float32; return copies by segment.
+    def set_aside(self, experts_in_slots: Tensor, ep_rank: int) -> Aside:
+        """Empty those `main_grad` that are narrower than float32; return copies.
 
         With fused gradients, a matrix product adds the main's own part to `main_grad`, and the sums
         over replicas are added after it: two rounded additions, where Megatron has one. The first
         addition to an empty `main_grad` rounds nothing away, and the copies, in the dtype of
-        `main_grad`, are added with the second. `mains` are those with replicas in the microbatch
-        whose backward begins.
-        """
-        return {m: [_emptied(segment.main_grad(m)) for segment in self._segments] for m in mains}
+        `main_grad`, are added with the second.
 
-    def hand_over(self, sums: dict[int, list[Tensor | None]]) -> list[Tensor | None]:
-        """Add the sums over replicas to the mains; return autograd's gradients, by parameter.
-
-        If a parameter has a `main_grad`, the sums are added to `main_grad` here and rounded once,
-        to the dtype of `main_grad`; autograd then adds nothing. Otherwise, and for a `main_grad`
-        narrower than float32 without fusion, the sums are rounded to the weights' dtype and
-        autograd adds them. A frozen parameter gets nothing. Each main with replicas has one sum a
-        segment, or None.
+        Args:
+            experts_in_slots: Of the microbatch whose backward begins, int32 [R, S]. Only mains with
+                replicas there are touched; the host does not know them.
+            ep_rank: This rank.
         """
-        gradients: list[Tensor | None] = []
-        for segment_idx, segment in enumerate(self._segments):
-            of_mains = ((m, totals[segment_idx]) for m, totals in sums.items())
-            gradients += segment.hand_over({m: each for m, each in of_mains if each is not None})
-        return gradients
+        return [_set_aside(each.main_grads(), experts_in_slots, ep_rank) for each in self._segments]
+
+    def totals(self, slot_grads: Sequence[Tensor | None], *, in_place: bool) -> Totals:
+        """Return what replicas' gradients are added to, where a segment has `slot_grads`.
+
+        That is `main_grad` itself, but with `in_place=False`, and where adding there would round
+        too much, zeros for `hand_over`: float32 (float64 for float64 gradients).
+        """
+        return [
+            segment.totals(torch.promote_types(grad.dtype, torch.float32), in_place=in_place)
+            if grad is not None
+            else None
+            for segment, grad in zip(self._segments, slot_grads, strict=True)
+        ]
+
+    def hand_over(self, totals: Totals, *, in_place: bool) -> list[Tensor | None]:
+        """Return the gradients that autograd adds, by parameter, from the finished `totals`.
+
+        A parameter whose `main_grad` has the sums already gets None, and so does a frozen one. Else
+        the sums are rounded to the weights' dtype.
+        """
+        return [
+            gradient
+            for segment, of_segment in zip(self._segments, totals, strict=True)
+            for gradient in (
+                segment.hand_over(of_segment, in_place=in_place)
+                if of_segment is not None
+                else [None for _ in segment.parameters()]
+            )
+        ]

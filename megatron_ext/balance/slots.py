@@ -3,6 +3,7 @@
 All layers share a rank's slots, so one materializing ends before the next begins, and one
 reduction ends before the next begins. Slot gradients have the dtype of the mains' gradients. The
 home rank adds slot gradients in float32 (float64 for float64 weights), in rank order of replicas.
+A plan may stay on a GPU: nothing here reads it on the host.
 
 Needs: a plan, the mains' weights, a transport. Gives: replicas in slots, and sums for the mains.
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.balance.layout import ExpertLayout
-from megatron_ext.balance.main_weights import Aside, MainWeights, Segment
+from megatron_ext.balance.main_weights import Aside, MainWeights, Segment, Totals
 from megatron_ext.balance.stage_times import TIMES, Mark
 from megatron_ext.transport import (
     Pending,
@@ -73,8 +74,10 @@ class SlotBuffers:
         self._resident_columnwise = False
         self._has_directions = any(segment.has_directions for segment in segments)
         self._last_push: weakref.ref[Materializing] | None = None
-        # The last reduction. The forward keeps the reduction and its sums alive.
+        # The last reduction. The forward keeps the reduction and its totals alive.
         self._reducing: weakref.ref[Reducing] | None = None
+        # Whether a slot's gradient may be other than zero.
+        self._are_grads_used = False
         self._num_virtual_layers = 0
 
     @property
@@ -134,11 +137,10 @@ class SlotBuffers:
 
     def push(
         self,
-        experts_in_slots: Tensor,
+        transfers: Transfers,
         mains: MainWeights,
         label: str,
         *,
-        on_host: Tensor | None = None,
         owner: object | None = None,
         columnwise: bool = False,
     ) -> Materializing:
@@ -147,88 +149,84 @@ class SlotBuffers:
         The slots may be read after `wait()`, and the mains must not change before.
 
         Args:
-            experts_in_slots: Logical expert for each slot, or -1: int32 [R, S].
+            transfers: The replicas. For a plan on a GPU the host does not wait for it.
             mains: This rank's mains.
             label: Names the forward in errors.
-            on_host: `experts_in_slots` on the host, where the host has it already.
             owner: The forward that uses the replicas, if a backward follows. None if no backward
                 follows, as in evaluation; such a push is not timed.
             columnwise: Whether a backward reads the replicas, and not a forward.
         """
         self._resident, self._resident_columnwise = None, columnwise
-        # Do not iterate these transfers here: for a plan on a GPU the host would wait for it.
-        transfers = Transfers(experts_in_slots, self.layout.mains_per_rank, on_host)
         rows = mains.rows(columnwise=columnwise)
         pending = self.transport.push(transfers, rows, self.weight_buffers, label)
         materializing = Materializing(pending, self, owner)
         self._last_push = weakref.ref(materializing)
         return materializing
 
-    def begin_fused(
-        self, experts_in_slots: Tensor, slot_grads: Sequence[Tensor | None], mains: MainWeights
-    ) -> Aside:
-        """Zero the gradients of this rank's replicas; fused products then add to them.
+    def begin_fused(self, slot_grads: Sequence[Tensor | None]) -> None:
+        """Let fused products add to the slots' gradients, which begin at zero.
 
-        All layers share the slots' gradients, so this call waits for a reduction under way. Returns
-        `MainWeights.set_aside` of the mains with replicas, for `reduce_replica_grads`, which also
-        explains the arguments.
+        All layers share the slots' gradients, so this call waits for a reduction under way.
         """
         self._end_reduction()
-        for slot_idx in self._used(experts_in_slots):
+        if self._are_grads_used:  # By a backward that stopped halfway.
             for buffer in slot_grads:
                 if buffer is not None:
-                    buffer[slot_idx].zero_()
-        transfers = Transfers(experts_in_slots, self.layout.mains_per_rank)
-        return mains.set_aside({t.main_idx for t in transfers if t.home_rank == self.ep_rank})
+                    buffer.zero_()
+        self._are_grads_used = True
 
     def reduce_replica_grads(
         self,
-        experts_in_slots: Tensor,
+        transfers: Transfers,
         slot_grads: Sequence[Tensor | None],
         replica_grads: Sequence[Any],
+        totals: Totals,
         label: str,
         *,
         aside: Aside | None = None,
     ) -> Reducing:
         """Start adding the gradients of all replicas; every rank of the EP group calls.
 
-        All layers share the slots' gradients, so this call waits for a reduction under way.
+        All layers share the slots' gradients, so this call waits for a reduction under way. The
+        host does not wait for a plan on a GPU. Slots' gradients are zero again at the end.
 
         Args:
-            experts_in_slots: The `experts_in_slots` of the forward's plan, int32 [R, S], on the
-                host: the host allocates sums for experts with replicas only.
+            transfers: The replicas.
             slot_grads: The result of `allocate_grads`; a segment with None is not reduced.
             replica_grads: The gradients from autograd, one entry a segment, indexed by slot. None
                 for a segment or a slot without a gradient.
+            totals: What the mains' sums are added to: `MainWeights.totals`.
             label: Names the forward in errors.
-            aside: With fused gradients the result of `begin_fused`, which is added to the sums. A
-                replica without an entry in `replica_grads` then has its gradient in `slot_grads`.
+            aside: With fused gradients, after `begin_fused`: what `MainWeights.set_aside` returned,
+                which is added to the sums. A slot without an entry in `replica_grads` then has its
+                gradient in `slot_grads`.
         """
         self._end_reduction()
-        used = self._used(experts_in_slots)
-        for buffer, grad in zip(slot_grads, replica_grads, strict=True):
-            if buffer is None:
-                continue
-            for slot_idx in used:
-                of_slot = grad[slot_idx] if grad is not None else None
-                if of_slot is not None:
-                    buffer[slot_idx].copy_(of_slot)
+        asides = aside if aside is not None else [None for _ in totals]
+        trained = [
+            (buffer, grads, of_segment, before)
+            for buffer, grads, of_segment, before in zip(
+                slot_grads, replica_grads, totals, asides, strict=True
+            )
+            if buffer is not None and of_segment is not None
+        ]
+        for buffer, grads, *_ in trained:
+            is_stacked = grads is None or isinstance(grads, Tensor)
+            for slot, grad in [(buffer, grads)] if is_stacked else zip(buffer, grads, strict=True):
+                if grad is not None:
+                    slot.copy_(grad)
                 elif aside is None:
                     # A recomputed router may send no token to a replica that the plan has.
-                    buffer[slot_idx].zero_()
-        transfers = list(Transfers(experts_in_slots, self.layout.mains_per_rank))
-        sums = {
-            t.main_idx: [_sum_like(buffer) for buffer in slot_grads]
-            for t in transfers
-            if t.home_rank == self.ep_rank
-        }
+                    slot.zero_()
+        self._are_grads_used = True
         pending = self.transport.pull_add(
             transfers,
-            [buffer for buffer in slot_grads if buffer is not None],
-            {m: [total for total in each if total is not None] for m, each in sums.items()},
+            [buffer for buffer, *_ in trained],
+            [of_segment for *_, of_segment, _ in trained],
+            [before for *_, before in trained],
             label,
         )
-        reducing = Reducing(sums, pending, aside or {})
+        reducing = Reducing(self, pending, totals)
         self._reducing = weakref.ref(reducing)
         return reducing
 
@@ -238,23 +236,12 @@ class SlotBuffers:
         if self._reducing is not None and (reducing := self._reducing()) is not None:
             reducing.wait()
 
-    def _used(self, experts_in_slots: Tensor) -> list[int]:
-        """This rank's slots with a replica."""
-        of_rank = experts_in_slots[self.ep_rank].tolist()
-        return [slot_idx for slot_idx, expert in enumerate(of_rank) if expert >= 0]
-
     def reset(self) -> None:
         """Forget an aborted step; every rank of the EP group calls before the next one."""
         self._resident = None
         self._reducing = None
+        self._are_grads_used = True
         self.transport.reset()
-
-
-def _sum_like(buffer: Tensor | None) -> Tensor | None:
-    """Memory for a sum over slots, which are the rows of the buffer."""
-    if buffer is None:
-        return None
-    return torch.empty_like(buffer[0], dtype=torch.promote_types(buffer.dtype, torch.float32))
 
 
 class Materializing:
@@ -284,36 +271,22 @@ class Materializing:
 
 
 class Reducing:
-    """Replica gradients on their way into the mains' sums."""
+    """Replica gradients on their way into the mains' totals."""
 
-    def __init__(
-        self, sums: dict[int, list[Tensor | None]], pending: Pending, aside: Aside
-    ) -> None:
-        self._sums = sums
+    def __init__(self, buffers: SlotBuffers, pending: Pending, totals: Totals) -> None:
+        self._buffers = buffers
         self._pending: Pending | None = pending
-        self._aside = aside
+        self._totals = totals
         self._started = TIMES.mark()
 
-    def wait(self) -> dict[int, list[Tensor | None]]:
-        """Wait for the sums of the mains with replicas; return them by main and segment.
-
-        Sums are float32 (float64 for float64 weights), and include the part of `main_grad` that was
-        set aside. A segment without gradients has None. A second call returns the same sums.
-        """
+    def wait(self) -> Totals:
+        """Wait for the totals; return them. A second call returns the same."""
         if self._pending is not None:
             with timed("reduce", self._started):
                 self._pending.wait()
             self._pending = None
-            add_aside(self._sums, self._aside)
-        return self._sums
-
-
-def add_aside(sums: dict[int, list[Tensor | None]], aside: Aside) -> None:
-    """Add what was set aside to the tensors of the same mains and segments, in place."""
-    for main_idx, of_main in aside.items():
-        for total, before in zip(sums[main_idx], of_main, strict=True):
-            if total is not None and before is not None:
-                total.add_(before)
+            self._buffers._are_grads_used = False
+        return self._totals
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from megatron_ext.balance.slots import SlotBuffers, shared_slot_buffers
 from megatron_ext.balance.strategies import PlanSettings
 from megatron_ext.config import COST_UNITS, BalanceConfig
 from megatron_ext.mcore.experts import ExpertWeights, finish_parameter_gather, run_experts
-from megatron_ext.transport import GathersRows, HostCopy, TransportOptions
+from megatron_ext.transport import GathersRows, TransportOptions
 from megatron_ext.transport.reach import gather
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class LayerBalancer:
         self.virtual_layers = VirtualLayers(
             None if limit == "auto" else int(limit),
             # Not a method: the balancer would hold itself.
-            partial(_virtual_layer, self.buffers, self.device),
+            partial(_virtual_layer, self.buffers),
         )
 
     @property
@@ -220,11 +220,9 @@ class LayerBalancer:
         return next(iter(found), None)
 
 
-def _virtual_layer(buffers: SlotBuffers | None, device: torch.device) -> VirtualLayer:
+def _virtual_layer(buffers: SlotBuffers | None) -> VirtualLayer:
     assert buffers is not None, "without slots no plan is kept"
-    shape = buffers.layout.ep_size, buffers.layout.slots
-    on_host = HostCopy(shape, torch.int32, device)
-    return VirtualLayer(buffers.new_virtual_layer_id(), on_host, RoutingMaps())
+    return VirtualLayer(buffers.new_virtual_layer_id(), RoutingMaps())
 
 
 def layout_of(config: Any, balance: BalanceConfig, ep_size: int) -> ExpertLayout:

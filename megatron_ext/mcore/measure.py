@@ -37,6 +37,7 @@ from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.main_weights import MainWeights
 from megatron_ext.balance.slots import SlotBuffers
 from megatron_ext.config import COST_UNITS
+from megatron_ext.transport import Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -84,16 +85,13 @@ class CostMeter:
         """Return the bytes per second that a rank sends while all ranks send as much."""
         experts_in_slots = neighbor_experts(self.buffers.layout)
         sent_bytes = int((experts_in_slots[0] >= 0).sum()) * self.expert_bytes
-        on_device = experts_in_slots.to(self._example.device)
+        replicas = Transfers(
+            experts_in_slots.to(self._example.device), self.buffers.layout.mains_per_rank
+        )
 
         def push() -> None:
             # Without an owner: no forward may take these replicas for its own.
-            self.buffers.push(
-                on_device,
-                self.mains,
-                "measuring balance.link_bandwidth",
-                on_host=experts_in_slots,
-            ).wait()
+            self.buffers.push(replicas, self.mains, "measuring balance.link_bandwidth").wait()
 
         return sent_bytes / self._median_s(push)
 

@@ -349,13 +349,8 @@ class BalancedMoELayer(ObservedMoELayer):
         balancer.prepare_planner(forward.mains, load, probs_dtype)
         forward.plan, forward.is_planned = self.solve(load), True
         self._keep_plan(forward)
-        kept = forward.virtual_layer
         forward.shares = balancer.agreement.share(
-            forward.counts,
-            load,
-            forward.plan,
-            self.layer_number,
-            kept.experts_in_slots if kept is not None else None,
+            forward.counts, load, forward.plan, self.layer_number
         )
         if self.balance.check_plans:
             check_equal_plans(forward.plan, self.planning_group, self.layer_number)

@@ -6,6 +6,7 @@ expert, so the sender packs and the receiver stages: each needs memory of one ex
 
 The host must know the transfers to post the messages. For a plan on a GPU, `push` starts a copy of
 the plan to the host, and `wait()` posts the messages; for a plan on the host, `push` posts them.
+`pull_add` finds the copy that the push of the same transfers has started.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, Work
 
-from megatron_ext.transport.transport import HostCopy, Transfer, Transfers, TransportKind
+from megatron_ext.transport.transport import Transfer, Transfers, TransportKind
 
 _Arrival = Callable[[], None]
 """Copies or adds a message that has arrived."""
@@ -46,20 +47,15 @@ class _Push:
     """A push, whose messages are posted when the host knows the transfers."""
 
     def __init__(self, transfers: Transfers, post: Callable[[Iterable[Transfer]], _Batch]) -> None:
-        self._mains_per_rank = transfers.mains_per_rank
+        self._transfers = transfers
         self._post = post
-        self._batch: _Batch | None = None
-        known = transfers.known
-        if known is not None:
-            self._batch = post(known)
-            return
-        held = transfers.experts_in_slots
-        self._on_host = HostCopy(tuple(held.shape), held.dtype, held.device)
-        self._on_host.start(held)
+        self._batch = post(transfers) if transfers.is_on_host else None
+        # Of a plan on a GPU; the pull of the same transfers finds the copy.
+        transfers.start_copy()
 
     def wait(self) -> None:
         if self._batch is None:
-            self._batch = self._post(Transfers(self._on_host.wait(), self._mains_per_rank))
+            self._batch = self._post(self._transfers)
         self._batch.wait()
 
 
@@ -114,27 +110,39 @@ class CollectiveTransport:
 
     def pull_add(
         self,
-        transfers: Sequence[Transfer],
+        transfers: Transfers,
         slot_grads: list[Tensor],
-        sums: dict[int, list[Tensor]],
+        totals: list[list[Tensor]],
+        aside: Sequence[Sequence[Tensor | None] | None],
         label: str = "",
     ) -> _Batch:
         """Start adding slot gradients at the mains' home; see `Transport.pull_add`."""
         ops: list[P2POp] = []
-        arrivals: list[_Arrival] = []
-        started: set[int] = set()
+        messages: dict[int, list[Tensor]] = {}
         for transfer in transfers:
             # A rank that receives uses the shapes and dtypes of this slot only.
             grads = [grad[transfer.slot_idx] for grad in slot_grads]
             if transfer.replica_rank == self._rank:
                 ops.append(self._op(dist.isend, _pack(grads), transfer.home_rank))
+                for grad in grads:
+                    grad.zero_()
             elif transfer.home_rank == self._rank:
                 message = _message_for(grads)
                 ops.append(self._op(dist.irecv, message, transfer.replica_rank))
-                put = _add if transfer.main_idx in started else _fill
-                started.add(transfer.main_idx)
-                arrivals.append(partial(put, sums[transfer.main_idx], message, grads))
-        return _Batch(ops, arrivals)
+                messages.setdefault(transfer.main_idx, []).append(message)
+
+        def add(main_idx: int, of_main: list[Tensor]) -> None:
+            replicas = [_unpack(message, [grad[0] for grad in slot_grads]) for message in of_main]
+            for segment_idx, (total, before) in enumerate(zip(totals, aside, strict=True)):
+                grads = [replica[segment_idx] for replica in replicas]
+                added = grads[0].to(torch.promote_types(grads[0].dtype, torch.float32))
+                for grad in grads[1:]:
+                    added = added + grad
+                if before is not None and (more := before[main_idx]) is not None:
+                    added = added + more
+                total[main_idx].add_(added)
+
+        return _Batch(ops, [partial(add, *each) for each in messages.items()])
 
     def raise_failure(self) -> None:
         """Do nothing: torch.distributed raises its own errors."""
@@ -176,11 +184,6 @@ def _unpack(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 def _fill(targets: list[Tensor], message: Tensor, like: list[Tensor]) -> None:
     for target, piece in zip(targets, _unpack(message, like), strict=True):
         target.copy_(piece)
-
-
-def _add(targets: list[Tensor], message: Tensor, like: list[Tensor]) -> None:
-    for target, piece in zip(targets, _unpack(message, like), strict=True):
-        target.add_(piece)
 
 
 COLLECTIVE = TransportKind(

@@ -7,14 +7,12 @@ Calls return at once; work that follows on the current stream sees the results. 
 on their own streams. The device enforces the time limit of a wait, and a later call raises the
 error.
 
-The host does not know the transfers of a push: the kernel of the push compiles the plan, on the
-device, into this rank's copies (`csrc/cuda/compile_copies.cuh`). The host lists the transfers of a
-pull, because the host has allocated the sums.
+The host does not know the transfers: the kernels of a push and of a pull compile the plan, on the
+device, into this rank's copies (`csrc/cuda/compile_copies.cuh`) and sums.
 
-All calls but `reset` and `note_reads` can be captured in a CUDA graph. A captured push follows the
-plan that is in memory at the replay; a captured pull repeats its transfers. Three rules then hold:
-every layer has pushed before, a push or a pull ends in the graph in which it started, and all ranks
-replay the same graphs in the same order.
+All calls but `reset` can be captured in a CUDA graph, and follow the plan that is in memory at the
+replay. Three rules then hold: every layer has pushed before, a push or a pull ends in the graph in
+which it started, and all ranks replay the same graphs in the same order.
 
 With `CUDA_DEVICE_MAX_CONNECTIONS=1` a GPU starts the work of all streams in the order of the calls.
 No launch here waits for another launch that waits for peers, so later work runs beside a push or a
@@ -24,6 +22,7 @@ pull. Work on any stream that follows `Pending.wait` waits for the push or pull.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -126,6 +125,30 @@ class CudaTransport(OneSidedTransport):
             label,
         )
         return UnderWay(self._exchange.finish_push, push)
+
+    def pull_add(
+        self,
+        transfers: Transfers,
+        slot_grads: list[Tensor],
+        totals: list[list[Tensor]],
+        aside: Sequence[Sequence[Tensor | None] | None],
+        label: str = "",
+    ) -> UnderWay:
+        """Start adding slot gradients at the mains' home; see `Transport.pull_add`.
+
+        Raises:
+            ValueError: The plan is too large; the message says how large it may be.
+        """
+        mains = range(transfers.mains_per_rank)
+        pull = self._exchange.start_pull(
+            self._segments(slot_grads),
+            [segment[m] for m in mains for segment in totals],
+            [segment and segment[m] for m in mains for segment in aside],
+            transfers.mains_per_rank,
+            transfers.experts_in_slots.to(self._heap.device).contiguous(),
+            label,
+        )
+        return UnderWay(self._exchange.finish_pull, pull)
 
     def note_reads(self) -> None:
         """Let later pushes wait for the current stream; see `Transport.note_reads`."""

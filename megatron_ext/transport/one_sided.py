@@ -1,15 +1,13 @@
 """Base of the transports whose ranks read and write each other's memory.
 
-This file turns the transfers of a pull into one rank's sums, in the form that an exchange takes. An
-exchange is a compiled class (`csrc/bindings/exchange.cpp`, `peer_exchange.cpp`), which moves the
-bytes when the flags of the peers allow. The subclass turns a push into copies.
+An exchange is a compiled class (`csrc/bindings/exchange.cpp`, `peer_exchange.cpp`), which moves the
+bytes when the flags of the peers allow. The subclass gives it the transfers of pushes and pulls.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_timeout
 
-from megatron_ext.transport.transport import GathersRows, Transfer
+from megatron_ext.transport.transport import GathersRows
 
 RELAY_THRESHOLD = 4
 """Most sends of a rank without relays. Not tuned: on 2 cores relays make no difference in time."""
@@ -48,7 +46,7 @@ class UnderWay:
 
 
 class OneSidedTransport(ABC):
-    """Transport that pulls with an exchange; a subclass pushes, and allocates the buffers.
+    """Transport around an exchange; a subclass pushes and pulls, and allocates the buffers.
 
     The exchange numbers ranks as the EP group does, and has the memory of `peers` only: the ranks
     of this rank's domain, this rank among them.
@@ -63,29 +61,6 @@ class OneSidedTransport(ABC):
         self._num_ranks = num_ranks
         self._most_words = 0
         self._segment_ids: dict[int, int] = {}
-
-    def pull_add(
-        self,
-        transfers: Sequence[Transfer],
-        slot_grads: list[Tensor],
-        sums: dict[int, list[Tensor]],
-        label: str = "",
-    ) -> UnderWay:
-        """Start adding slot gradients at the mains' home; see `Transport.pull_add`."""
-        replicas: dict[int, list[int]] = defaultdict(list)
-        computed: list[int] = []
-        self._check_within(transfers)
-        for transfer in transfers:
-            if transfer.home_rank == self._rank:
-                replicas[transfer.main_idx] += (transfer.replica_rank, transfer.slot_idx)
-            if transfer.replica_rank == self._rank:
-                computed += (transfer.home_rank, transfer.slot_idx)
-        flat = [value for each in replicas.values() for value in (len(each) // 2, *each)]
-        totals = [total for main_idx in replicas for total in sums[main_idx]]
-        generation = self._exchange.start_pull(
-            self._segments(slot_grads), totals, flat, computed, label
-        )
-        return UnderWay(self._exchange.finish_pull, generation)
 
     @property
     def rows(self) -> GathersRows | None:
@@ -125,16 +100,6 @@ class OneSidedTransport(ABC):
     @abstractmethod
     def raise_failure(self) -> None:
         """See `Transport.raise_failure`."""
-
-    def _check_within(self, transfers: Iterable[Transfer]) -> None:
-        """Check that no transfer leaves or enters this rank's domain."""
-        for each in transfers:
-            if (each.home_rank in self._peers) != (each.replica_rank in self._peers):
-                raise ValueError(
-                    f"a replica of rank {each.home_rank} on rank {each.replica_rank} leaves the "
-                    f"NVLink domain of ranks {self._peers.start} to {self._peers.stop - 1}, which "
-                    f"transport {self.name} moves replicas in"
-                )
 
     def _segments(self, buffers: Sequence[Tensor]) -> list[int]:
         if not all(len(buffer) for buffer in buffers):

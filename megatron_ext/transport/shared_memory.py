@@ -9,6 +9,8 @@ computes.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ from megatron_ext.transport.one_sided import (
 from megatron_ext.transport.reach import domain_of
 from megatron_ext.transport.relay import compile_copies
 from megatron_ext.transport.shared_heap import machine_obstacles, share
-from megatron_ext.transport.transport import Transfers, TransportKind
+from megatron_ext.transport.transport import Transfer, Transfers, TransportKind
 
 _MAX_SLOTS = 256
 """Most slots of a rank: the number of slots with flags."""
@@ -128,8 +130,47 @@ class SharedMemoryTransport(OneSidedTransport):
         )
         return UnderWay(self._exchange.finish_push, generation)
 
+    def pull_add(
+        self,
+        transfers: Transfers,
+        slot_grads: list[Tensor],
+        totals: list[list[Tensor]],
+        aside: Sequence[Sequence[Tensor | None] | None],
+        label: str = "",
+    ) -> UnderWay:
+        """Start adding slot gradients at the mains' home; see `Transport.pull_add`."""
+        listed = list(transfers)
+        self._check_within(listed)
+        replicas: dict[int, list[int]] = defaultdict(list)
+        computed: list[int] = []
+        for transfer in listed:
+            if transfer.home_rank == self._rank:
+                replicas[transfer.main_idx] += (transfer.replica_rank, transfer.slot_idx)
+            if transfer.replica_rank == self._rank:
+                computed += (transfer.home_rank, transfer.slot_idx)
+        flat = [value for each in replicas.values() for value in (len(each) // 2, *each)]
+        generation = self._exchange.start_pull(
+            self._segments(slot_grads),
+            [segment[main_idx] for main_idx in replicas for segment in totals],
+            [segment and segment[main_idx] for main_idx in replicas for segment in aside],
+            flat,
+            computed,
+            label,
+        )
+        return UnderWay(self._exchange.finish_pull, generation)
+
     def note_reads(self) -> None:
         """Do nothing: the CPU reads when it is told to."""
+
+    def _check_within(self, transfers: Iterable[Transfer]) -> None:
+        """Check that no transfer leaves or enters this rank's domain."""
+        for each in transfers:
+            if (each.home_rank in self._peers) != (each.replica_rank in self._peers):
+                raise ValueError(
+                    f"a replica of rank {each.home_rank} on rank {each.replica_rank} leaves the "
+                    f"NVLink domain of ranks {self._peers.start} to {self._peers.stop - 1}, which "
+                    f"transport {self.name} moves replicas in"
+                )
 
     def _share_tables(self, num_bytes: int) -> list[list[Tensor]]:
         return [share(num_bytes, "rows", self._group, self._peers)]

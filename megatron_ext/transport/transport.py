@@ -8,7 +8,7 @@ plans: `balance/` decides which experts are replicated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -26,33 +26,42 @@ class Transfer:
     slot_idx: int
 
 
-@dataclass(frozen=True, eq=False)
 class Transfers:
     """Every replica of a plan, in the whole group; equal on all ranks.
 
-    An iteration lists the replicas by rank, then slot. For a plan on a GPU, an iteration makes the
-    host wait for the device. A transport that needs no list leaves the plan on the device; `known`
-    never waits.
+    An iteration lists the replicas by rank, then slot. For a plan on a GPU, the host waits for a
+    copy of the plan, unless the copy was started long before. A transport that needs no list leaves
+    the plan on the device.
 
     >>> list(Transfers(torch.tensor([[-1], [0]], dtype=torch.int32), mains_per_rank=2))
     [Transfer(home_rank=0, main_idx=0, replica_rank=1, slot_idx=0)]
+
+    Args:
+        experts_in_slots: Logical expert in each slot of each rank, or -1: int32 [R, S].
+        mains_per_rank: Expert e is main e % mains_per_rank of rank e // mains_per_rank.
     """
 
-    experts_in_slots: Tensor
-    """Logical expert in each slot of each rank, or -1: int32 [R, S]."""
-    mains_per_rank: int
-    """Expert e is main e % mains_per_rank of rank e // mains_per_rank."""
-    on_host: Tensor | None = None
-    """`experts_in_slots` on the host, if the host has a copy already."""
+    def __init__(self, experts_in_slots: Tensor, mains_per_rank: int) -> None:
+        self.experts_in_slots = experts_in_slots
+        self.mains_per_rank = mains_per_rank
+        self._on_host: HostCopy | None = None
 
     @property
-    def known(self) -> Transfers | None:
-        """Return the transfers listed on the host; None if the host would have to wait."""
-        on_host = self.on_host if self.experts_in_slots.is_cuda else self.experts_in_slots
-        return None if on_host is None else replace(self, experts_in_slots=on_host)
+    def is_on_host(self) -> bool:
+        """Whether an iteration waits for nothing, because the plan was never on a GPU."""
+        return not self.experts_in_slots.is_cuda
+
+    def start_copy(self) -> None:
+        """Start to copy the plan to the host, once; the host does not wait."""
+        if self._on_host is None and not self.is_on_host:
+            held = self.experts_in_slots
+            self._on_host = HostCopy(tuple(held.shape), held.dtype, held.device)
+            self._on_host.start(held)
 
     def __iter__(self) -> Iterator[Transfer]:
-        for rank, experts in enumerate(self.experts_in_slots.tolist()):
+        self.start_copy()
+        held = self._on_host.wait() if self._on_host is not None else self.experts_in_slots
+        for rank, experts in enumerate(held.tolist()):
             for slot_idx, expert in enumerate(experts):
                 if expert >= 0:
                     home_rank, main_idx = divmod(expert, self.mains_per_rank)
@@ -153,22 +162,27 @@ class Transport(Protocol):
 
     def pull_add(
         self,
-        transfers: Sequence[Transfer],
+        transfers: Transfers,
         slot_grads: list[Tensor],
-        sums: dict[int, list[Tensor]],
+        totals: list[list[Tensor]],
+        aside: Sequence[Sequence[Tensor | None] | None],
         label: str = "",
     ) -> Pending:
-        """Start adding slot gradients at the mains' home, in the order of `transfers`.
+        """Start adding the slot gradients of replicas to their mains' totals.
 
-        `wait()` returns when the sums are complete and this rank may overwrite its slot gradients.
+        For each main with replicas, `total += (sum of its replicas, rank by rank) + aside`:
+        computed in float32 (float64 for float64 gradients), and rounded once to the dtype of the
+        total. Totals of other mains stay as they are. `wait()` returns when this rank's totals are
+        complete, and the gradients of this rank's replicas are zero again.
 
         Args:
-            transfers: Every replica of the group, in an order that is the same on all ranks.
+            transfers: Every replica of the group.
             slot_grads: `slot_grads[g]` is segment g of the gradients of this rank's slots, [S,
                 *shape].
-            sums: For each main m of this rank that has replicas, one tensor a segment; `pull_add`
-                overwrites the tensors with the sums of the replicas' gradients. Their dtype is that
-                of `slot_grads`, but float32 for gradients stored in bfloat16 or float16.
+            totals: `totals[g][m]` is for segment g of this rank's main m, [*shape]. The dtype is
+                that of `slot_grads[g]`, or float32 for gradients in bfloat16 or float16.
+            aside: For each segment None, or for each main None or a tensor like its total. Not
+                read for a main without replicas.
             label: Names the layer in errors.
         """
 

@@ -15,16 +15,14 @@ import torch
 
 from megatron_ext.balance.forward import Forward, OnBackward, VirtualLayer, VirtualLayers
 from megatron_ext.balance.reroute import RoutingMaps
-from megatron_ext.transport import HostCopy
-
-CPU = torch.device("cpu")
+from megatron_ext.transport import Transfers
 
 
 def virtual_layers(limit: int | None = None, ids: Iterator[int] | None = None) -> VirtualLayers:
     ids = ids or count(10)
     return VirtualLayers(
         limit,
-        lambda: VirtualLayer(next(ids), HostCopy((2, 1), torch.int32, CPU), RoutingMaps()),
+        lambda: VirtualLayer(next(ids), RoutingMaps()),
     )
 
 
@@ -35,12 +33,13 @@ def new_forward() -> Forward:
 def lent(layers: VirtualLayers, value: int) -> Forward:
     """A forward whose plan has that expert in all slots."""
     forward = new_forward()
-    layers.lend(forward).experts_in_slots.start(torch.full((2, 1), value, dtype=torch.int32))
+    forward.replicas = Transfers(torch.full((2, 1), value, dtype=torch.int32), 8)
+    layers.lend(forward)
     return forward
 
 
 def held(forward: Forward) -> list[int]:
-    return forward._experts_of_backward().flatten().tolist()
+    return [transfer.main_idx for transfer in forward.replicas_of_backward()]
 
 
 def test_plans_come_back_in_any_order() -> None:

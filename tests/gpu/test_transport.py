@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megatron_ext.balance.solve import solve
 from megatron_ext.ops import has_cuda_part
-from megatron_ext.transport import HostCopy, Transfer, Transfers, TransportOptions, make_transport
+from megatron_ext.transport import Transfer, Transfers, TransportOptions, make_transport
 from megatron_ext.transport.collective import CollectiveTransport
 from megatron_ext.transport.cuda import CudaTransport
 from megatron_ext.transport.symmetric_heap import SymmetricHeap
@@ -160,14 +160,14 @@ def test_replays_of_a_graph_go_on_counting() -> None:
     slot_weights = [[each.allocate((2, *shape), torch.float32, device)] for each in transports]
     slot_grads = [[each.allocate((2, *shape), torch.float32, device)] for each in transports]
     mains = [[[torch.zeros(shape, device=device) for _ in range(2)]] for _ in transports]
-    sums = [{m: [torch.zeros(shape, device=device)] for m in range(2)} for _ in transports]
+    totals = [[[torch.zeros(shape, device=device) for _ in range(2)]] for _ in transports]
 
     def step(rank: int) -> None:
         transports[rank].push(there, mains[rank], slot_weights[rank]).wait()
         slot_grads[rank][0].copy_(slot_weights[rank][0])
-        homes = {t.main_idx for t in plan if t.home_rank == rank}
-        mine = {m: sums[rank][m] for m in homes}
-        transports[rank].pull_add(plan, slot_grads[rank], mine).wait()
+        for total in totals[rank][0]:
+            total.zero_()
+        transports[rank].pull_add(there, slot_grads[rank], totals[rank], [None]).wait()
 
     def all_ranks(call: Any) -> None:
         for rank in range(3):
@@ -190,7 +190,8 @@ def test_replays_of_a_graph_go_on_counting() -> None:
             value = 100.0 * replay + 10 * t.home_rank + t.main_idx
             assert slot_weights[t.replica_rank][0][t.slot_idx].eq(value).all()
             num_replicas = sum((o.home_rank, o.main_idx) == (t.home_rank, t.main_idx) for o in plan)
-            assert sums[t.home_rank][t.main_idx][0].eq(value * num_replicas).all()
+            assert totals[t.home_rank][0][t.main_idx].eq(value * num_replicas).all()
+            assert not slot_grads[t.replica_rank][0][t.slot_idx].any()
     # A call outside of the graphs finds the generation that the replays have come to.
     all_ranks(step)
     for transport in transports:
@@ -314,25 +315,24 @@ def test_the_row_of_a_late_rank_is_zeros() -> None:
 
 
 def test_a_push_of_a_plan_waits_for_no_host() -> None:
-    """From a load on the device to filled slots, and what backward must know of it."""
+    """From a load on the device to filled slots and added gradients."""
     ranks = VirtualRanks(1)
     device = ranks.device
     transport = transport_of(ranks, 0)
     slot_weights = [transport.allocate((1, 64), torch.float32, device)]
     mains = [[torch.ones(64, device=device) for _ in range(4)]]
     load = torch.ones(1, 4, dtype=torch.int64, device=device)
-    on_host, host = HostCopy((1, 1), torch.int32, device), None
-    for _ in range(2):  # the caching allocators get what a step needs
-        torch.cuda.set_sync_debug_mode("error" if host is not None else "default")
+    slot_grads = [transport.allocate((1, 64), torch.float32, device)]
+    totals = [[torch.ones(64, device=device) for _ in range(4)]]
+    for is_first in (True, False):  # the caching allocators get what a step needs
+        torch.cuda.set_sync_debug_mode("default" if is_first else "error")
         try:
             plan = solve(load, ep_size=1, slots=1)
-            on_host.start(plan.experts_in_slots)
-            transport.push(Transfers(plan.experts_in_slots, 4), mains, slot_weights).wait()
-            host = on_host.wait()
+            replicas = Transfers(plan.experts_in_slots, 4)
+            transport.push(replicas, mains, slot_weights).wait()
+            transport.pull_add(replicas, slot_grads, totals, [None]).wait()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert host.device.type == "cpu"
-        assert torch.equal(host, plan.experts_in_slots.cpu())
 
 
 @pytest.mark.parametrize("relay_threshold", [0, 1000], ids=["relays", "direct"])
@@ -427,7 +427,7 @@ def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match="main must be contiguous"):
         transport.push(plan, [[torch.ones(4)]], slot_weights)
     with pytest.raises(ValueError, match=r"slot_grads .*float32 or bfloat16, got Double"):
-        transport.pull_add([], slot_grads, {})
+        transport.pull_add(plan, slot_grads, [[torch.ones(4, device=ranks.device)]], [None])
     transport.close()
     with pytest.raises(RuntimeError, match="closed"):
         transport.push(plan, [[torch.ones(4, device=ranks.device)]], slot_weights)
@@ -470,7 +470,7 @@ def _work_goes_on(rank: int) -> None:
     main, total = torch.full((4096,), 1.0 + rank, device=device), torch.zeros(4096, device=device)
     calls = (
         lambda: transport.push(plan, [[main]], slot_weights),
-        lambda: transport.pull_add(moved, slot_grads, {0: [total]}),
+        lambda: transport.pull_add(plan, slot_grads, [[total]], [None]),
     )
     for round_idx in range(3):  # the first loads kernels, and writes addresses
         for call in calls:

@@ -52,8 +52,8 @@ SET_ASIDE = "megatron_ext.balance.main_weights.MainWeights.set_aside"
 KEEP_PLAN = "megatron_ext.balance.forward.VirtualLayers.lend"
 """Keeps the plan of a forward, its second argument, for its backward."""
 RELEASE_PLAN = "megatron_ext.balance.forward.Forward.release_plan"
-RECALL_SLOTS = "megatron_ext.balance.forward.Forward._experts_of_backward"
-"""The `experts_in_slots` of a forward's plan, for its backward."""
+RECALL_REPLICAS = "megatron_ext.balance.forward.Forward.replicas_of_backward"
+"""The replicas of a forward's plan, for its backward."""
 
 SEND_AHEAD = "megatron_ext.methods.libra.lookahead.LookaheadMoELayer.send_ahead"
 """Sends replicas of predicted choices to a layer. Returns a prediction, whose end is `ARRIVED`."""
@@ -182,8 +182,8 @@ def is_reducing(reducing: Any) -> bool:
 
 
 def sums_of(reducing: Any) -> Any:
-    """The sums of that reduction, by main."""
-    return reducing._sums
+    """What that reduction adds to, by segment and main."""
+    return reducing._totals
 
 
 def delay_arrival(sent: Any, around: Callable[[Any], Any]) -> None:

@@ -139,6 +139,8 @@ class Watch(TorchDispatchMode):
         self._push_stream, self._pull_stream = Stream(name="push"), Stream(name="pull")
         self._reads = Event()
         self._weights, self._grads = Memory("slots"), Memory("slot gradients")
+        self._by_address: dict[int, Memory] = {}
+        """What pulls add to: `main_grad` of mains, parts of one memory."""
         self._by_storage = {
             buffer.untyped_storage().data_ptr(): memory
             for memory, of_segments in (
@@ -173,12 +175,17 @@ class Watch(TorchDispatchMode):
         self._reads.wait()
         self._reads.record()
 
-    def pull_add(self, transfers: Any, slot_grads: Any, sums: Any, label: str = "") -> Any:
+    def pull_add(
+        self, transfers: Any, slot_grads: Any, totals: Any, aside: Any, label: str = ""
+    ) -> Any:
         """See `Transport.pull_add`."""
         self._pull_stream.learn(Stream.current.clock)
-        self._access(self._grads, self._pull_stream, False, f"pull of {label}")
+        self._access(self._grads, self._pull_stream, True, f"pull of {label}")
+        for total in (total for of_segment in totals for total in of_segment):
+            memory = self._by_address.setdefault(total.data_ptr(), Memory("totals"))
+            self._access(memory, self._pull_stream, True, f"pull of {label}")
         return self._ended_on(
-            self._pull_stream, self._transport.pull_add(transfers, slot_grads, sums, label)
+            self._pull_stream, self._transport.pull_add(transfers, slot_grads, totals, aside, label)
         )
 
     def _ended_on(self, stream: Stream, pending: Any) -> Any:
@@ -212,6 +219,7 @@ class Watch(TorchDispatchMode):
         for tensor in tree_leaves(argument):
             if isinstance(tensor, Tensor) and tensor.numel():
                 memory = self._by_storage.get(tensor.untyped_storage().data_ptr())
+                memory = memory or self._by_address.get(tensor.data_ptr())
                 if memory is not None:
                     writes = alias is not None
                     self._access(memory, Stream.current, writes, str(function))

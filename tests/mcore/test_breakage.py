@@ -24,8 +24,10 @@ CASE = dict(ep=2, experts=32, topk=1)
 
 
 def _skip_reduce() -> Any:
-    nothing = mock.Mock(wait=lambda: {})
-    return mock.patch(inside.START_REDUCE, return_value=nothing)
+    def nothing(*arguments: Any, **_: Any) -> Any:
+        return mock.Mock(wait=lambda: arguments[4])  # The totals, as they are.
+
+    return mock.patch(inside.START_REDUCE, nothing)
 
 
 def _skip_rematerialize() -> Any:
@@ -48,15 +50,13 @@ def _swap_slots() -> Any:
 
 @contextmanager
 def _reuse_plan_of_other_microbatch() -> Iterator[None]:
-    recall_slots = inside.original(inside.RECALL_SLOTS)
-    first: dict[int, tuple[Any, Any]] = {}
+    recall = inside.original(inside.RECALL_REPLICAS)
+    first: dict[int, Any] = {}
 
-    def stale_slots(forward: Any) -> Any:
-        mine = forward.plan, recall_slots(forward).clone()
-        forward.plan, slots = first.setdefault(forward.layer_number, mine)
-        return slots
+    def stale(forward: Any) -> Any:
+        return first.setdefault(forward.layer_number, recall(forward))
 
-    with mock.patch(inside.RECALL_SLOTS, stale_slots):
+    with mock.patch(inside.RECALL_REPLICAS, stale):
         yield
 
 

@@ -36,12 +36,12 @@ class LateTransport(CollectiveTransport):
         self.failed = torch.zeros(1, dtype=torch.int32)
         self.fails_next = False
 
-    def pull_add(self, transfers: Any, slot_grads: Any, sums: Any, label: str = "") -> Any:
+    def pull_add(self, transfers: Any, slot_grads: Any, *totals: Any) -> Any:
         if self.fails_next:
             self.failed.fill_(1)
             for segment in slot_grads:
                 segment.fill_(1e9)
-        return super().pull_add(transfers, slot_grads, sums, label)
+        return super().pull_add(transfers, slot_grads, *totals)
 
     def raise_failure(self) -> None:
         if self.failed.item():

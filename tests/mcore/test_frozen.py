@@ -71,15 +71,20 @@ def _moving(layers: set[str]) -> Iterator[None]:
     reduce = inside.original(inside.START_REDUCE)
 
     def noted(
-        self: Any, experts: Any, slot_grads: Any, replica_grads: Any, label: str, **rest: Any
+        self: Any,
+        replicas: Any,
+        slot_grads: Any,
+        replica_grads: Any,
+        totals: Any,
+        label: str,
+        **rest: Any,
     ) -> Any:
         layers.add(label.split(",")[0])
         with mock.patch.object(self, "transport", wraps=self.transport) as transport:
-            reducing = reduce(self, experts, slot_grads, replica_grads, label, **rest)
-        (_, buffers, sums, *_), _ = transport.pull_add.call_args
+            reducing = reduce(self, replicas, slot_grads, replica_grads, totals, label, **rest)
+        (_, buffers, added_to, *_), _ = transport.pull_add.call_args
         num_trained = sum(grad is not None for grad in slot_grads)
-        assert 0 < num_trained == len(buffers)
-        assert all(len(of_main) == num_trained for of_main in sums.values())
+        assert 0 < num_trained == len(buffers) == len(added_to)
         return reducing
 
     with mock.patch(inside.START_REDUCE, noted):

@@ -16,6 +16,7 @@ from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.main_weights import MainWeights, Segment
 from megatron_ext.balance.slots import SlotBuffers
 from megatron_ext.config import BalanceConfig
+from megatron_ext.ops import load_library
 from tests.mcore.parity import Difference, balanced_gpt, balanced_layers, step_difference
 from tests.ranks import run_ranks
 
@@ -73,18 +74,30 @@ def test_fusion_without_main_grads_is_one_clear_error() -> None:
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_sums_over_replicas_are_rounded_once(stacked: bool) -> None:
-    """bfloat16 has steps of 2 above 256, and a sum rounded before would be half a step: lost."""
+def test_main_grads_take_the_sums_over_replicas_themselves(stacked: bool) -> None:
+    """Narrow ones are emptied before, so that the transport rounds a sum of all parts once."""
     mains = torch.nn.Parameter(torch.zeros(2, 4, dtype=torch.bfloat16))
     mains.main_grad = torch.full_like(mains, 256.0)
     held = mains if stacked else [torch.nn.Parameter(row) for row in mains.detach()]
     if not stacked:
         for row, main_grad in zip(held, mains.main_grad, strict=True):
             row.main_grad = main_grad
+    load_library()
     weights = MainWeights((held,), fused=True)
-    total = torch.full((4,), 2**-10) + 1.0  # just above half a step
-    assert weights.hand_over({1: [total]}) == [None for _ in weights.parameters()]
+    slot_grads = [torch.zeros(1, 4, dtype=torch.bfloat16)]
+    ((_, aside),) = weights.set_aside(torch.tensor([[-1], [1]], dtype=torch.int32), ep_rank=0)
+    assert aside.tolist() == [256.0] * 4
+    assert mains.main_grad.tolist() == [[256.0] * 4, [0.0] * 4], "main 0 has no replicas"
+    totals = weights.totals(slot_grads, in_place=True)
+    totals[0][1].fill_(258.0)
     assert mains.main_grad.tolist() == [[256.0] * 4, [258.0] * 4]
+    assert weights.hand_over(totals, in_place=True) == [None for _ in weights.parameters()]
+    # Where autograd gets the sums, they are rounded to the weights' dtype at the end.
+    totals = weights.totals(slot_grads, in_place=False)
+    totals[0][1].fill_(257.0)
+    found = weights.hand_over(totals, in_place=False)
+    expected = torch.tensor([[0.0] * 4, [256.0] * 4], dtype=torch.bfloat16)
+    assert torch.equal(found[0] if stacked else torch.stack(found), expected)
 
 
 def test_gradients_of_two_dtypes_in_the_same_slots_are_refused() -> None:

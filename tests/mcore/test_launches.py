@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -57,12 +58,23 @@ def test_ranks_that_reach_each_other_gather_nothing_by_collectives(quota, stock)
 
 def test_the_host_waits_where_megatron_lets_it_wait(quota, stock) -> None:
     assert quota["forward"]["by_name"]["_grouped_mm"] == 4, "a slot had tokens"
-    assert quota["backward"]["by_name"]["pull_add"] == KERNELS["pull_add"]
+    assert "wait" not in quota["backward"]["by_name"], "a pull's own launch is its end"
     for phase in ("routing", "forward", "backward"):
         assert quota[phase]["our_syncs"] == stock[phase]["our_syncs"] == []
     assert "moe/token_dispatcher.py: counts" in stock["forward"]["megatrons_syncs"]
     for phase in ("forward", "backward"):
         assert quota[phase]["megatrons_syncs"] == stock[phase]["megatrons_syncs"]
+
+
+PRODUCTS = {"_grouped_mm", "mul", "gelu_backward", "sum", "cat", "zeros"}
+"""What this package's grouped experts launch for slots apart from mains; others do not."""
+
+
+def test_backward_reads_the_plan_on_the_device(quota, stock) -> None:
+    """Two launches reduce, one brings gradients of probabilities back; unfused ones are copied."""
+    launched, before = (Counter(work["backward"]["by_name"]) for work in (quota, stock))
+    added = {name: count for name, count in (launched - before).items() if name not in PRODUCTS}
+    assert added == {"pull_add": KERNELS["pull_add"], "place_back": 1, "copy_": 2}
 
 
 @pytest.mark.parametrize("setting", [dict(local_first=True), dict(transport="collective")])
@@ -110,6 +122,7 @@ def test_with_no_dispatcher_the_host_waits_for_us(dispatcher) -> None:
         ("push_peers", KERNELS["push"]),
         ("gather_rows", KERNELS["gather_rows"]),
         ("wait_peers", KERNELS["wait"]),
+        ("set_aside", KERNELS["set_aside"]),
     ],
 )
 def test_kernels_are_counted_as_the_sources_launch_them(file, in_file) -> None:

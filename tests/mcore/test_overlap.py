@@ -231,7 +231,8 @@ def _watch_broken(
     [
         (_wait_for_no_reads, "slots: push of layer"),
         (_wait_for_no_push, "slots: aten.mm"),
-        (_wait_for_no_pull, "slot gradients: aten.zero_"),
+        (_wait_for_no_pull, "slot gradients: aten.copy_"),
+        (_wait_for_no_pull, "totals: aten."),
     ],
 )
 def test_missing_waits_are_found(break_it: Callable[[], Any], what: str) -> None:

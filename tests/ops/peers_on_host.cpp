@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "megatron_ext/cuda_api.h"
-#include "megatron_ext/peer_tables.h"
+#include "megatron_ext/peer_exchange.h"
 
 using namespace megatron_ext;
 
@@ -65,15 +65,14 @@ struct Sizes {
     std::vector<int64_t> grads;    // elements
     bool is_bfloat16;
     int64_t relay_threshold;
-    int64_t domain = ranks;  // ranks that have each other's memory, and no other's
+    int64_t domain = ranks;   // ranks that have each other's memory, and no other's
+    bool is_narrow = false;   // totals are bfloat16, as the gradients are
+    bool has_asides = false;  // something was set aside for the totals of even segments
 };
 
-// A plan as transports give it to one rank: the slots for a push, lists for a pull.
+// A plan as transports give it to one rank.
 struct Lists {
     std::vector<int32_t> slots;
-    Words sums, replicas, computed;
-    std::vector<std::vector<Transfer>> pulled;  // for each sum
-    PullTable pulls;                            // what becomes of them
 };
 
 // All ranks' memory, and their calls.
@@ -90,7 +89,10 @@ class Group {
         }
         for (int64_t i = 0; i < sizes_.ranks * sizes_.mains; ++i) {
             for (const int64_t bytes : sizes_.weights) mains_.emplace_back(bytes);
-            for (const int64_t count : sizes_.grads) totals_.emplace_back(4 * count);
+            for (const int64_t count : sizes_.grads) {
+                totals_.emplace_back(total_bytes() * count);
+                asides_.emplace_back(total_bytes() * count);
+            }
         }
         rows_.resize(sizes_.ranks);
         gathered_.resize(sizes_.ranks);
@@ -99,7 +101,16 @@ class Group {
             tables_.back().fill(0);
             table_addresses_.push_back(tables_.back().data());
             copies_.emplace_back(PeerCopies::bytes(sizes_.ranks, sizes_.slots));
+            sums_.emplace_back(PeerSums::bytes(problem_of(rank)));
             addresses_.emplace_back();
+            total_addresses_.emplace_back();
+            aside_addresses_.emplace_back();
+            for (int64_t e = rank * sizes_.mains; e < (rank + 1) * sizes_.mains; ++e) {
+                for (size_t g = 0; g < sizes_.grads.size(); ++g) {
+                    total_addresses_[rank].push_back(total(e, g).data());
+                    aside_addresses_[rank].push_back(has_aside(g) ? aside(e, g).data() : nullptr);
+                }
+            }
             for (int64_t i = 0; i < sizes_.mains * num_segments(); ++i) {
                 addresses_[rank].push_back(main(rank * sizes_.mains, i).data());
             }
@@ -139,26 +150,6 @@ class Group {
             all.push_back(std::make_shared<Lists>());
             all.back()->slots = slots_of(transfers);
         }
-        for (int64_t e = 0; e < sizes_.ranks * sizes_.mains; ++e) {
-            std::vector<Transfer> replicas;
-            for (const Transfer& each : transfers) {
-                if (each.home * sizes_.mains + each.main == e) replicas.push_back(each);
-            }
-            if (replicas.empty()) continue;
-            Lists& home = *all[e / sizes_.mains];
-            home.replicas.push_back(static_cast<int64_t>(replicas.size()));
-            for (const Transfer& each : replicas) {
-                add(home.replicas, {each.rank, each.slot});
-                add(all[each.rank]->computed, {each.home, each.slot});
-            }
-            for (size_t g = 0; g < sizes_.grads.size(); ++g) {
-                home.sums.push_back(reinterpret_cast<intptr_t>(total(e, g).data()));
-            }
-            home.pulled.push_back(std::move(replicas));
-        }
-        for (const auto& lists : all) {
-            lists->pulls = pull_table(lists->sums, lists->replicas, lists->computed);
-        }
         return all;
     }
 
@@ -168,15 +159,14 @@ class Group {
         const PeerRank self = self_of(rank);
         run(stream, [=, this] { write_mains(rank, round); });
         const PeerCopies copies = PeerCopies::in(copies_[rank].data(), sizes_.ranks, sizes_.slots);
-        PeerPush task{
-            segments_of(rank, weights_),
-            {rank, sizes_.ranks, sizes_.slots, sizes_.mains, sizes_.relay_threshold},
-            lists->slots.data(),
-            copies,
-            addresses_[rank].data()};
+        PeerPush task{segments_of(rank, weights_),
+                      problem_of(rank),
+                      lists->slots.data(),
+                      copies,
+                      addresses_[rank].data()};
         for (int64_t g = 0; g < num_segments(); ++g) task.segments.each[g].used_bytes = used(g, round);
         push_peers_cuda(self, task, static_cast<int>(pick(1, 4)), stream);
-        wait_peers_cuda(self, task.segments, copies.used, sizes_.slots, PeerDeed::kFill, stream);
+        wait_peers_cuda(self, task.segments, copies.used, sizes_.slots, stream);
         // From here on the rank may change its mains.
         run(stream, [=, this] {
             for (const Transfer& each : transfers) {
@@ -190,33 +180,34 @@ class Group {
         });
     }
 
-    // Write gradients, pull, wait, look, and leave nothing of it.
+    // Write gradients, pull, look, and leave nothing of it.
     void pull(int64_t rank, const std::vector<Transfer>& transfers, Lists* lists, int round) {
         const auto stream = stream_of(rank, 1);
-        const PeerRank self = self_of(rank);
         run(stream, [=, this] {
             for (const Transfer& each : transfers) {
                 if (each.rank == rank) write_grads(each, round);
             }
+            write_totals(rank, round);
         });
-        const PullTable& table = lists->pulls;
-        PeerPull task = peer_pull(table, table.words.data(), segments_of(rank, grads_));
+        PeerPull task{segments_of(rank, grads_),
+                      {},
+                      {},
+                      problem_of(rank),
+                      lists->slots.data(),
+                      PeerSums::in(sums_[rank].data(), problem_of(rank)),
+                      total_addresses_[rank].data(),
+                      aside_addresses_[rank].data()};
         std::fill(task.is_bfloat16, task.is_bfloat16 + kMaxPeerSegments, sizes_.is_bfloat16);
-        pull_add_peers_cuda(self, task, static_cast<int>(pick(1, 3)), stream);
-        wait_peers_cuda(self,
-                        task.segments,
-                        used_places(table, table.words.data()),
-                        table.num_used,
-                        PeerDeed::kTakeGrad,
-                        stream);
+        std::fill(task.is_total_bfloat16,
+                  task.is_total_bfloat16 + kMaxPeerSegments,
+                  sizes_.is_narrow);
+        pull_add_peers_cuda(self_of(rank), task, static_cast<int>(pick(1, 3)), stream);
         run(stream, [=, this] {
             for (const Transfer& each : transfers) {
-                for (size_t g = 0; each.rank == rank && g < sizes_.grads.size(); ++g) {
-                    std::memset(slot(grads_[g], each), kGarbage, grads_[g].segment.slot_bytes);
-                }
+                if (each.rank == rank) check_zero(each);
             }
             if (transfers.empty()) return;
-            for (const std::vector<Transfer>& replicas : lists->pulled) check_sum(replicas, round);
+            for (int64_t m = 0; m < sizes_.mains; ++m) check_total(rank, m, transfers, round);
         });
     }
 
@@ -314,9 +305,12 @@ class Group {
         return {rank, timeout_ns, 40 + rank, &states_[rank], &failures_[rank], &aborted_[rank]};
     }
 
-    static void add(Words& to, const Words& words) {
-        to.insert(to.end(), words.begin(), words.end());
+    CopyProblem problem_of(int64_t rank) const {
+        return {rank, sizes_.ranks, sizes_.slots, sizes_.mains, sizes_.relay_threshold};
     }
+
+    int64_t total_bytes() const { return sizes_.is_narrow ? 2 : 4; }
+    bool has_aside(size_t g) const { return sizes_.has_asides && g % 2 == 0; }
 
     std::vector<int32_t> slots_of(const std::vector<Transfer>& transfers) const {
         std::vector<int32_t> slots(sizes_.ranks * sizes_.slots, -1);
@@ -335,6 +329,7 @@ class Group {
     int64_t num_segments() const { return static_cast<int64_t>(sizes_.weights.size()); }
     Memory& main(int64_t expert, int64_t g) { return mains_[expert * num_segments() + g]; }
     Memory& total(int64_t expert, int64_t g) { return totals_[expert * sizes_.grads.size() + g]; }
+    Memory& aside(int64_t expert, int64_t g) { return asides_[expert * sizes_.grads.size() + g]; }
     static char* slot(const Shared& shared, const Transfer& at) {
         return shared.segment.slot(at.rank, at.slot);
     }
@@ -373,35 +368,83 @@ class Group {
                static_cast<float>(1 << mixed / 64 % 24);
     }
 
+    // What a total, or what was set aside for it, is before.
+    static float before(int64_t expert, int64_t g, int round, int64_t i) {
+        return grad({0, 0, expert, 50}, g, round, i);
+    }
+
+    // As float32, or bfloat16 to nearest, ties to even.
+    static void write(char* to, int64_t i, float value, bool is_narrow) {
+        if (!is_narrow) {
+            std::memcpy(to + 4 * i, &value, 4);
+            return;
+        }
+        uint32_t bits;
+        std::memcpy(&bits, &value, 4);
+        const uint32_t low = bits & 0xffff, high = bits >> 16;
+        const auto rounded =
+            static_cast<uint16_t>(low > 0x8000 || (low == 0x8000 && high % 2 == 1) ? high + 1 : high);
+        std::memcpy(to + 2 * i, &rounded, 2);
+    }
+
     void write_grads(const Transfer& at, int round) {
         for (size_t g = 0; g < sizes_.grads.size(); ++g) {
-            char* const bytes = slot(grads_[g], at);
             for (int64_t i = 0; i < sizes_.grads[g]; ++i) {
-                const float value = grad(at, g, round, i);
-                const char* const from = reinterpret_cast<const char*>(&value);
-                if (sizes_.is_bfloat16) {
-                    std::memcpy(bytes + 2 * i, from + 2, 2);
-                } else {
-                    std::memcpy(bytes + 4 * i, from, 4);
+                write(slot(grads_[g], at), i, grad(at, g, round, i), sizes_.is_bfloat16);
+            }
+        }
+    }
+
+    void write_totals(int64_t rank, int round) {
+        for (int64_t e = rank * sizes_.mains; e < (rank + 1) * sizes_.mains; ++e) {
+            for (size_t g = 0; g < sizes_.grads.size(); ++g) {
+                for (int64_t i = 0; i < sizes_.grads[g]; ++i) {
+                    write(total(e, g).data(), i, before(e, g, round, i), sizes_.is_narrow);
+                    write(aside(e, g).data(), i, before(e, g, round + 1, i), sizes_.is_narrow);
                 }
             }
         }
     }
 
-    void check_sum(const std::vector<Transfer>& replicas, int round) {
+    void check_zero(const Transfer& at) {
+        for (const Shared& each : grads_) {
+            char* const bytes = slot(each, at);
+            const int64_t count = each.segment.slot_bytes;
+            require(std::all_of(bytes, bytes + count, [](char byte) { return byte == 0; }),
+                    "the gradient of a replica is zero again");
+            std::memset(bytes, kGarbage, count);
+        }
+    }
+
+    void check_total(int64_t rank, int64_t m, const std::vector<Transfer>& transfers, int round) {
+        const int64_t e = rank * sizes_.mains + m;
+        std::vector<Transfer> replicas;
+        for (const Transfer& each : transfers) {
+            if (each.home == rank && each.main == m) replicas.push_back(each);
+        }
+        std::sort(replicas.begin(), replicas.end(), [](const Transfer& a, const Transfer& b) {
+            return a.rank < b.rank;
+        });
         for (size_t g = 0; g < sizes_.grads.size(); ++g) {
-            Memory& totals = total(replicas[0].home * sizes_.mains + replicas[0].main, g);
-            bool equal = true;
+            Memory expected(total_bytes() * sizes_.grads[g]);
             for (int64_t i = 0; i < sizes_.grads[g]; ++i) {
-                float expected = grad(replicas[0], g, round, i);
-                for (size_t r = 1; r < replicas.size(); ++r) {
-                    expected += grad(replicas[r], g, round, i);
+                float value = before(e, g, round, i);
+                if (!replicas.empty()) {
+                    float sum = grad(replicas[0], g, round, i);
+                    for (size_t r = 1; r < replicas.size(); ++r) {
+                        sum += grad(replicas[r], g, round, i);
+                    }
+                    if (has_aside(g)) sum += before(e, g, round + 1, i);
+                    value += sum;
                 }
-                equal =
-                    equal && std::memcmp(totals.data() + 4 * i, &expected, sizeof expected) == 0;
+                write(expected.data(), i, value, sizes_.is_narrow);
             }
-            require(equal, "a total is the sum of its replicas' gradients, in their order");
-            totals.fill(kGarbage);
+            require(std::memcmp(total(e, g).data(),
+                                expected.data(),
+                                total_bytes() * sizes_.grads[g]) == 0,
+                    "a total has the gradients of its replicas, in the order of their ranks");
+            total(e, g).fill(kGarbage);
+            aside(e, g).fill(kGarbage);
         }
     }
 
@@ -413,9 +456,11 @@ class Group {
     std::vector<char*> table_addresses_;
     std::vector<std::vector<int64_t>> rows_, gathered_;  // of each rank
     std::vector<Shared> weights_, grads_;              // of each segment
-    std::vector<Memory> mains_, totals_;               // [experts, segments]
-    std::vector<Memory> copies_;                       // each rank's, compiled anew by every push
-    std::vector<std::vector<const char*>> addresses_;  // each rank's mains, [M, segments]
+    std::vector<Memory> mains_, totals_, asides_;      // [experts, segments]
+    std::vector<Memory> copies_, sums_;                // each rank's, compiled anew by every call
+    // Each rank's mains, [M, segments], and what belongs to them.
+    std::vector<std::vector<const char*>> addresses_, aside_addresses_;
+    std::vector<std::vector<char*>> total_addresses_;
     std::vector<PeerState> states_;
     std::vector<PeerFailure> failures_;
     std::vector<uint32_t> aborted_;
@@ -425,6 +470,8 @@ Sizes random_sizes() {
     Sizes sizes{one_of<int64_t>({2, 3, 4, 8}), pick(1, 2), pick(1, 3), {}, {}, false, 0};
     if (sizes.ranks % 2 == 0 && pick(0, 1) == 1) sizes.domain = sizes.ranks / 2;
     sizes.is_bfloat16 = pick(0, 1) == 1;
+    sizes.is_narrow = sizes.is_bfloat16 && pick(0, 1) == 1;
+    sizes.has_asides = pick(0, 1) == 1;
     sizes.relay_threshold = one_of<int64_t>({0, 2, 1000});
     // Less than a tile, tails, slots that are not aligned, more chunks than one.
     for (int64_t g = pick(1, 2); g > 0; --g) {
@@ -457,6 +504,46 @@ void move_random_replicas() {
         require(group.state(rank).push.generation == rounds, "every push is counted once");
         require(group.state(rank).pull.generation == rounds, "every pull is counted once");
         require(group.state(rank).gathered == gathers * rounds, "rows are counted once");
+    }
+}
+
+// Of mains with replicas, and of others; more than one launch takes.
+void set_aside() {
+    std::vector<int32_t> slots(pick(1, 300));
+    for (int32_t& expert : slots) expert = static_cast<int32_t>(pick(-1, 200));
+    AsideTasks tasks{};
+    tasks.count = static_cast<int>(pick(1, 3));
+    std::vector<std::vector<uint16_t>> memory;
+    for (int i = 0; i < 2 * tasks.count; ++i) {
+        memory.emplace_back(one_of<int64_t>({1, 8, 9, 40'000}) + 1, static_cast<uint16_t>(1 + i));
+    }
+    for (int i = 0; i < tasks.count; ++i) {
+        auto& grads = memory[i];
+        auto& copies = memory[tasks.count + i];
+        copies.assign(grads.size(), 77);
+        const auto bytes = static_cast<int64_t>(2 * (grads.size() - 1));
+        // Aligned, or not.
+        const int64_t first = pick(0, 1);
+        tasks.each[i] = {reinterpret_cast<char*>(grads.data() + first),
+                         reinterpret_cast<char*>(copies.data() + first),
+                         bytes,
+                         i == 0 ? slots[0] : pick(0, 200)};
+        if (tasks.each[i].expert < 0) tasks.each[i].expert = 200;
+    }
+    set_aside_cuda(tasks, slots.data(), static_cast<int64_t>(slots.size()), nullptr);
+    for (int i = 0; i < tasks.count; ++i) {
+        const bool is_there =
+            std::find(slots.begin(), slots.end(), tasks.each[i].expert) != slots.end();
+        const auto* const grads = reinterpret_cast<uint16_t*>(tasks.each[i].main_grad);
+        const auto* const copies = reinterpret_cast<uint16_t*>(tasks.each[i].copy);
+        for (int64_t k = 0; k < tasks.each[i].bytes / 2; ++k) {
+            require(grads[k] == (is_there ? 0 : 1 + i), "only what has replicas is emptied");
+            require(copies[k] == (is_there ? 1 + i : 77), "what is emptied is copied");
+        }
+        const int at = tasks.count + i;
+        const bool is_first = tasks.each[i].main_grad == reinterpret_cast<char*>(memory[i].data());
+        require((is_first ? memory[i].back() : memory[i].front()) == 1 + i, "nothing beside it is");
+        require((is_first ? memory[at].back() : memory[at].front()) == 77, "nothing beside it is");
     }
 }
 
@@ -547,6 +634,7 @@ int main(int, char** arguments) {
     const int rounds = std::atoi(arguments[1]);
     for (int i = 0; i < rounds; ++i) move_random_replicas();
     for (int i = 0; i < 5; ++i) write_words();
+    for (int i = 0; i < 20; ++i) set_aside();
     end_waits_in_time();
     end_waits_at_once();
     std::printf("%d rounds\n", rounds);

@@ -143,11 +143,7 @@ NOTHING_BEFORE = torch.zeros(4, 1, dtype=torch.int64)
 def seal(load, quota, slots, gathered=NOTHING_BEFORE, layer=0, difference=None):
     if difference is None:
         difference = torch.zeros(2 + len(gathered), dtype=torch.int64)
-    on_host = torch.zeros(*slots.shape, dtype=torch.int32)
-    *shares, sealed = native.share_and_seal(
-        load, quota, slots, 1, gathered, layer, difference, on_host
-    )
-    assert torch.equal(on_host, slots)
+    *shares, sealed = native.share_and_seal(load, quota, slots, 1, gathered, layer, difference)
     for one, other in zip(shares, native.share_plan(load, quota, slots, 1), strict=True):
         assert torch.equal(one, other)
     return int(sealed) % 2**64
@@ -207,11 +203,21 @@ def test_seal_rejects():
         seal(load, quota.T.contiguous(), slots)
     with pytest.raises(ValueError, match=r"gathered must be .* difference \[2 \+ R\] .*\[3\]"):
         seal(load, quota, slots, difference=torch.zeros(3, dtype=torch.int64))
-    no_difference, wrong = torch.zeros(6).long(), torch.zeros(4, 1).int()
-    with pytest.raises(ValueError, match=r"slots_on_host must be .*int32 \[4, 2\]"):
-        native.share_and_seal(load, quota, slots, 1, NOTHING_BEFORE, 1, no_difference, wrong)
     with pytest.raises(ValueError, match=r"tail must be one number .*\[2\]"):
         native.count_load(workloads.routing_map(9, 4, 2), torch.zeros(2, dtype=torch.int64))
+
+
+def test_gradients_of_experts_in_slots_are_set_aside():
+    slots = torch.tensor([[-1, 5], [2, -1]], dtype=torch.int32)
+    main_grads = [torch.full((2, 3), float(value)).bfloat16() for value in (1, 2, 3)]
+    copies = native.set_aside(main_grads, slots, [2, 3, 5])
+    assert [each.unique().tolist() for each in main_grads] == [[0.0], [2.0], [0.0]]
+    assert [copies[i].unique().tolist() for i in (0, 2)] == [[1.0], [3.0]]
+    assert copies[1].shape == (2, 3)
+    with pytest.raises(ValueError, match=r"an expert for each .* 3 gradients, 1 experts"):
+        native.set_aside(main_grads, slots, [2])
+    with pytest.raises(ValueError, match="main_grads must be contiguous on cpu, got non-"):
+        native.set_aside([main_grads[0].T], slots, [2])
 
 
 def test_strided_inputs_are_read_as_they_are():
@@ -237,18 +243,11 @@ def test_what_schemas_say_of_arguments_is_true():
         (native.count_load, (workloads.routing_map(9, 4, 2), torch.tensor([7]))),
         (
             native.share_and_seal,
-            (*planned(4, 8, 2), 1, NOTHING_BEFORE, 1, torch.zeros(6).long(), None),
+            (*planned(4, 8, 2), 1, NOTHING_BEFORE, 1, torch.zeros(6).long()),
         ),
         (
-            native.share_and_seal,
-            (
-                *planned(4, 8, 2),
-                1,
-                NOTHING_BEFORE,
-                1,
-                torch.zeros(6).long(),
-                torch.zeros(4, 2).int(),
-            ),
+            native.set_aside,
+            ([torch.ones(3), torch.ones(3)], torch.tensor([[-1], [2]]).int(), [2, 3]),
         ),
         (native.solve_quota, (load, 1, 2, 10_000, 1)),
         (native.solve_quota, (batch, 0, 1, 0, 3)),

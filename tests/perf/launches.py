@@ -58,12 +58,13 @@ KERNELS = {
     "place_back": 1,
     "push": 1,
     "pull_add": 2,  # lists what to pull, pulls
-    "wait": 1,
+    "wait": 1,  # for a push
+    "set_aside": 1,
 }
 """What each operation of `torch.ops.megatron_ext`, and each transfer, puts on a GPU's streams."""
 
 _NO_LAUNCH = {"empty", "empty_like", "new_empty", "empty_strided", "detach", "lift_fresh"}
-_NO_LAUNCH |= {"_unsafe_view", "_local_scalar_dense", "wait_tensor"}
+_NO_LAUNCH |= {"_unsafe_view", "_local_scalar_dense", "wait_tensor", "promote_types"}
 _READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "is_nonzero"}
 """Operations that a host waits for: their value, or the size of their result."""
 
@@ -199,10 +200,11 @@ class _CountedTransport:
         self._counting.launch(name)
         with self._counting.paused():
             pending = getattr(self._transport, name)(*args)
-        return mock.Mock(wait=partial(self._wait, pending))
+        return mock.Mock(wait=partial(self._wait, name, pending))
 
-    def _wait(self, pending: Any) -> None:
-        self._counting.launch("wait")
+    def _wait(self, name: str, pending: Any) -> None:
+        if name == "push":  # A pull ends when its own launch does.
+            self._counting.launch("wait")
         with self._counting.paused():
             pending.wait()
 

@@ -64,15 +64,15 @@ class Setup:
         self.mains = [
             [torch.ones(shape, device=device) for _ in range(slots)] for shape in self.shapes
         ]
-        self.sums = {
-            m: [torch.ones(shape, device=device) for shape in self.shapes] for m in range(slots)
-        }
+        self.totals = [
+            [torch.ones(shape, device=device) for _ in range(slots)] for shape in self.shapes
+        ]
 
     def push(self, transfers: Transfers) -> None:
         self.transport.push(transfers, self.mains, self.slot_weights).wait()
 
-    def pull_add(self, transfers: list[Transfer]) -> None:
-        self.transport.pull_add(transfers, self.slot_grads, self.sums).wait()
+    def pull_add(self, transfers: Transfers) -> None:
+        self.transport.pull_add(transfers, self.slot_grads, self.totals, [None, None]).wait()
 
 
 Times = dict[str, list[tuple[float, float]]]
@@ -125,17 +125,18 @@ def _add(rank: int, num_bytes: int, slots: int, rounds: int) -> Any:
     shared = Setup(SharedMemoryTransport(dist.group.WORLD), num_bytes, slots)
     gloo = Setup(CollectiveTransport(dist.group.WORLD), num_bytes, slots)
     transfers = [Transfer(0, m, other, m) for other in (1, 2) for m in range(slots)]
+    plan = in_slots(transfers, dist.get_world_size(), mains=slots, slots=slots)
 
     def add() -> None:
-        for m in range(slots):
-            for g, total in enumerate(shared.sums[m]):
+        for g, totals in enumerate(shared.totals):
+            for m, total in enumerate(totals):
                 torch.add(gloo.slot_weights[g][m], gloo.slot_grads[g][m], out=total)
 
     return _time(
         {
-            "shared_memory": lambda: shared.pull_add(transfers),
+            "shared_memory": lambda: shared.pull_add(plan),
             "fused add": add if rank == 0 else _nothing,
-            "gloo": lambda: gloo.pull_add(transfers),
+            "gloo": lambda: gloo.pull_add(plan),
         },
         rounds,
         2 * slots * num_bytes,
@@ -332,16 +333,22 @@ def measure_gpu(rounds: int) -> list[dict[str, Any]]:
         setups, on_all = set_up(3, num_bytes, slots, relay_threshold=1000)
         to_one = [Transfer(0, m, 1, m) for m in range(slots)]
         plan = in_slots(to_one, 3, mains=slots, slots=slots, device=device)
-        both = [Transfer(0, m, other, m) for other in (1, 2) for m in range(slots)]
+        both = in_slots(
+            [Transfer(0, m, other, m) for other in (1, 2) for m in range(slots)],
+            3,
+            mains=slots,
+            slots=slots,
+            device=device,
+        )
 
         def copy(setups: Any = setups) -> None:
             for mains, copies in zip(setups[0].mains, setups[1].slot_weights, strict=True):
                 for main, to in zip(mains, copies, strict=True):
                     to.copy_(main)
 
-        def add(setups: Any = setups, slots: int = slots) -> None:
-            for m in range(slots):
-                for g, total in enumerate(setups[0].sums[m]):
+        def add(setups: Any = setups) -> None:
+            for g, totals in enumerate(setups[0].totals):
+                for m, total in enumerate(totals):
                     torch.add(setups[1].slot_grads[g][m], setups[2].slot_grads[g][m], out=total)
 
         ms = _time_gpu(

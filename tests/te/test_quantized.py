@@ -72,12 +72,12 @@ def _checked_pushes(name: str, counts: dict[bool, int]) -> Iterator[None]:
     """Compare slots with what their mains' linears have, after each push; count by direction."""
     push = inside.original(PUSH)
 
-    def checked(buffers: Any, experts_in_slots: Any, mains: Any, *args: Any, **kwargs: Any) -> Any:
+    def checked(buffers: Any, replicas: Any, mains: Any, *args: Any, **kwargs: Any) -> Any:
         columnwise = kwargs.get("columnwise", False)
         for buffer in buffers.weight_buffers:
             buffer.fill_(0xA5)
         dist.barrier()  # No rank fills slots when another's push has begun.
-        pushed = push(buffers, experts_in_slots, mains, *args, **kwargs)
+        pushed = push(buffers, replicas, mains, *args, **kwargs)
         mine = [_bytes_of_mains(name, each.linear, columnwise) for each in mains._segments]
         by_rank: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(by_rank, mine)
@@ -85,7 +85,7 @@ def _checked_pushes(name: str, counts: dict[bool, int]) -> Iterator[None]:
 
         def wait_and_compare() -> None:
             wait()
-            for s, expert in enumerate(experts_in_slots[buffers.ep_rank].tolist()):
+            for s, expert in enumerate(replicas.experts_in_slots[buffers.ep_rank].tolist()):
                 home, main = divmod(expert, buffers.layout.mains_per_rank)
                 for of_linear, of_slots in zip(by_rank[home], buffers.slot_weights, strict=True):
                     for expected, slots in zip(of_linear[main], of_slots, strict=True):

@@ -181,7 +181,7 @@ class Rank {
                             gradient_of(rank_, t.slot, round));
             }
         }
-        std::vector<float> sums[kMains][2];
+        std::vector<float> totals[kMains][2], asides[kMains];
         float expected[kMains] = {};
         for (int64_t m = 0; m < kMains; ++m) {
             SumTask sum;
@@ -192,17 +192,31 @@ class Rank {
             }
             if (sum.replicas.empty()) continue;
             for (int g = 0; g < 2; ++g) {
-                sums[m][g].resize(kSizes[g]);
-                sum.sums.push_back(sums[m][g].data());
+                totals[m][g].assign(kSizes[g], 1000.0f);
+                // Of the first segment, something was set aside.
+                if (g == 0) asides[m].assign(kSizes[g], 500.0f);
+                sum.totals.push_back({totals[m][g].data(),
+                                      g == 0 ? asides[m].data() : nullptr,
+                                      GradType::kFloat32});
             }
             task.sums.push_back(std::move(sum));
         }
         exchange_.finish_pull(exchange_.start_pull(std::move(task)));
         for (int64_t m = 0; m < kMains; ++m) {
-            for (const auto& sum : sums[m]) {
-                require(
-                    std::all_of(sum.begin(), sum.end(), [&](float v) { return v == expected[m]; }),
-                    "a sum is that of its replicas");
+            for (int g = 0; g < 2; ++g) {
+                const float value = expected[m] + (g == 0 ? 1500.0f : 1000.0f);
+                require(std::all_of(totals[m][g].begin(),
+                                    totals[m][g].end(),
+                                    [&](float v) { return v == value; }),
+                        "a total has the gradients of its replicas");
+            }
+        }
+        for (const Transfer& t : transfers) {
+            if (t.replica != rank_) continue;
+            for (int g = 0; g < 2; ++g) {
+                const float* slot = memory_.grads[g][rank_].data() + t.slot * kSizes[g];
+                require(std::all_of(slot, slot + kSizes[g], [](float v) { return v == 0; }),
+                        "the gradient of a replica is zero again");
             }
         }
     }

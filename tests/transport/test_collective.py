@@ -13,10 +13,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_ext.transport import Transfer, Transfers, collective
+from megatron_ext.transport import Transfer, Transfers, transport
 from megatron_ext.transport.collective import CollectiveTransport
 from tests.ranks import run_ranks
-from tests.transport.test_transports import CPU, SHAPES, Side, in_slots
+from tests.transport.test_transports import SHAPES, Side, in_slots
 
 TRANSFERS = [Transfer(0, 0, 1, 0), Transfer(0, 0, 2, 1), Transfer(0, 2, 3, 0), Transfer(3, 1, 0, 0)]
 
@@ -25,7 +25,7 @@ class Watch:
     """Posted messages, and waits of the host for a plan on a device."""
 
     def __init__(self) -> None:
-        self.posted, self.waited = 0, 0
+        self.posted, self.waited, self.copied = 0, 0, 0
 
     def post(self, ops: list[Any]) -> list[Any]:
         self.posted += len(ops)
@@ -33,6 +33,7 @@ class Watch:
 
     def copy(self, *arguments: Any) -> Any:
         """Make what stands for a plan's copy to the host."""
+        self.copied += 1
         started: list[torch.Tensor] = []
         return SimpleNamespace(start=started.append, wait=lambda: self._wait(started[0]))
 
@@ -49,35 +50,24 @@ def _count(rank: int) -> None:
     assert len(SHAPES) == 3, "several segments"
     mine = sum(rank in (t.home_rank, t.replica_rank) for t in TRANSFERS)
     plan = in_slots(TRANSFERS, 4)
-    for pushed, is_on_device, at_once, waits in (
-        (plan, False, True, 0),
-        (plan, True, False, 1),
-    ):
+    for is_on_device in (False, True):
         watch = Watch()
-        unknown = mock.patch.object(Transfers, "known", None) if is_on_device else nullcontext()
+        on_device = mock.patch.object(Transfers, "is_on_host", False)
         with (
             mock.patch.object(dist, "batch_isend_irecv", watch.post),
-            mock.patch.object(collective, "HostCopy", watch.copy),
-            unknown,
+            mock.patch.object(transport, "HostCopy", watch.copy),
+            on_device if is_on_device else nullcontext(),
         ):
-            pending = side.push(pushed, 1)
-            assert watch.posted == (mine if at_once else 0)
-            assert watch.waited == (waits if at_once else 0)
+            plan = in_slots(TRANSFERS, 4)
+            pending = side.push(plan, 1)
+            assert (watch.posted, watch.waited) == (0 if is_on_device else mine, 0)
             pending.wait()
-            assert (watch.posted, watch.waited) == (mine, waits)
+            assert (watch.posted, watch.waited) == (mine, int(is_on_device))
             side.check_slots(TRANSFERS, 1)
-            side.pull_add_and_check(TRANSFERS, 1)
+            side.pull_add_and_check(plan, 1)
             assert watch.posted == 2 * mine
+            assert watch.copied == int(is_on_device), "the pull finds the push's copy"
 
 
 def test_a_replica_is_a_message_and_its_plan_is_copied_meanwhile() -> None:
     run_ranks(_count, 4)
-
-
-def test_what_the_host_knows_needs_no_wait() -> None:
-    held = torch.tensor([[-1], [0]], dtype=torch.int32, device=CPU)
-    there: Any = SimpleNamespace(is_cuda=True)
-    assert Transfers(there, 2).known is None
-    for transfers in (Transfers(held, 2), Transfers(there, 2, on_host=held)):
-        assert transfers.known is not None
-        assert list(transfers.known) == [Transfer(0, 0, 1, 0)]

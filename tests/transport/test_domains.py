@@ -152,7 +152,7 @@ def _move_in_two_machines(rank: int) -> None:
     assert moved > 10
     out = [Transfer(0, 0, 2, 0)]
     mine = f"of ranks {transport._peers[0]} to {transport._peers[1]}"
-    for call in (lambda: side.push(out, 0), lambda: transport.pull_add(out, side.slot_grads, {})):
+    for call in (lambda: side.push(out, 0), lambda: side.pull_add_and_check(out, 0)):
         with pytest.raises(ValueError, match=f"rank 0 on rank 2 leaves the NVLink domain {mine}"):
             call()
     transport.reset()

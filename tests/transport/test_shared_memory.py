@@ -23,14 +23,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.main_weights import MainWeights, Segment
-from megatron_ext.balance.plan import BalancePlan
 from megatron_ext.balance.slots import SlotBuffers
 from megatron_ext.transport import Transfer, TransportOptions, make_transport
 from megatron_ext.transport.collective import CollectiveTransport
 from megatron_ext.transport.one_sided import group_timeout_s
 from megatron_ext.transport.shared_memory import SharedMemoryTransport
 from tests.ranks import run_ranks
-from tests.transport.test_transports import CPU, LARGE, SHAPES, Side, in_slots, random_transfers
+from tests.transport.test_transports import (
+    CPU,
+    LARGE,
+    MAINS,
+    SHAPES,
+    Side,
+    in_slots,
+    random_transfers,
+)
 
 OPTIONS = TransportOptions()
 
@@ -131,12 +138,12 @@ def _step_in_steady_state(rank: int) -> None:
     mains = [
         [segment.clone() for segment in main] for main in zip(*side.weights[rank], strict=True)
     ]
-    sums = {1 - rank: [torch.empty(shape) for shape in SHAPES]}
-    plan = in_slots(transfers, 2)
+    totals = [[torch.zeros(shape) for _ in range(MAINS)] for shape in SHAPES]
+    plan, nothing = in_slots(transfers, 2), [None for _ in SHAPES]
     with _nothing_new():
         for _ in range(3):
             side.transport.push(plan, mains, side.slot_weights).wait()
-            side.transport.pull_add(transfers, side.slot_grads, sums).wait()
+            side.transport.pull_add(plan, side.slot_grads, totals, nothing).wait()
     mine = _mappings() - others
     assert len(mine) == 2 * (1 + 2 * len(SHAPES)), "one region a rank and buffer, and flags"
     assert all("memfd:megatron_ext (deleted)" in name for name in mine)
@@ -343,8 +350,7 @@ def test_a_step_after_an_aborted_one_is_clean(where: str) -> None:
 def _reset_slots(rank: int) -> None:
     """Slots that hold what the plan says are not filled again, except after an aborted step."""
     layout = ExpertLayout(num_experts=4, ep_size=2, slots=1, nvlink_domain=2)
-    quota = torch.tensor([[5, 5], [2, 0], [0, 3], [0, 1]])
-    plan = BalancePlan(layout, quota, experts_in_slots=torch.tensor([[-1], [0]], dtype=torch.int32))
+    transfers = in_slots([Transfer(0, 0, 1, 0)], 2, mains=2, slots=1)
     transport = SharedMemoryTransport(dist.group.WORLD)
     buffers = SlotBuffers(
         layout,
@@ -361,7 +367,7 @@ def _reset_slots(rank: int) -> None:
             buffers.reset()
         mains = MainWeights((torch.full((2, 2), value),), fused=False)
         if not buffers.hold_replicas_of(forward, columnwise=False):
-            buffers.push(plan.experts_in_slots, mains, "layer 3", owner=forward).wait()
+            buffers.push(transfers, mains, "layer 3", owner=forward).wait()
         if rank == 1:
             assert buffers.weight_buffers[0].tolist() == [[expected, expected]]
     assert transport.bytes_sent == (16 if rank == 0 else 0)
@@ -418,13 +424,22 @@ def _give_the_wrong_tensors(rank: int) -> None:
     if rank == 0:
         with pytest.raises(ValueError, match=r"main must be contiguous Float .* got non-"):
             side.transport.push(in_slots([Transfer(0, 0, 1, 0)], 2), mains, side.slot_weights)
-        sums = {0: [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]}
-        with pytest.raises(ValueError, match=r"sum must be contiguous Float .* got Double"):
-            side.transport.pull_add([Transfer(0, 0, 1, 0)], side.slot_grads, sums)
+        transfers = in_slots([Transfer(0, 0, 1, 0)], 2)
+        for dtypes, wrong in (
+            ((torch.float64, None), r"total must be contiguous Float .* got Double"),
+            ((torch.bfloat16, None), r"total must be contiguous Float .* got BFloat16"),
+            ((torch.float32, torch.bfloat16), r"aside must be contiguous Float .* got BFloat16"),
+        ):
+            totals, aside = (
+                [[torch.zeros(shape, dtype=dtype)] if dtype else None for shape in SHAPES]
+                for dtype in dtypes
+            )
+            with pytest.raises(ValueError, match=wrong):
+                side.transport.pull_add(transfers, side.slot_grads, totals, aside)
     half = SharedMemoryTransport(dist.group.WORLD)
     slot_grads = [half.allocate((1, 2), torch.float16, CPU)]
     with pytest.raises(ValueError, match=r"slot_grads .*float32, float64 or bfloat16, got Half"):
-        half.pull_add([], slot_grads, {})
+        half.pull_add(in_slots([], 2, slots=1), slot_grads, [[]], [None])
     side.step([Transfer(0, 0, 1, 0)], 0)  # refused calls did not count
 
 

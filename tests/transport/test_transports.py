@@ -147,30 +147,52 @@ class Side:
                 elif filled:
                     assert values[slot].isnan().all(), "an unused slot was written"
 
-    def pull_add_and_check(self, transfers: list[Transfer], step: int, label: str = "") -> None:
+    def pull_add_and_check(
+        self, transfers: list[Transfer] | Transfers, step: int, label: str = ""
+    ) -> None:
         for g, values in enumerate(self.slot_grads):
             for slot in range(SLOTS):
                 values[slot].copy_(self.gradients[self.rank][slot][g] + step % 7)
-        homes = {t.main_idx for t in transfers if t.home_rank == self.rank}
-        dtype = torch.promote_types(self.grad_dtype, torch.float32)
-        sums = {
-            m: [
-                torch.full(shape, float("nan"), dtype=dtype, device=self.device)
+        # Where gradients are narrow, the totals are so, too, in every other step.
+        wide = torch.promote_types(self.grad_dtype, torch.float32)
+        dtype = self.grad_dtype if step % 2 else wide
+        totals, aside = (
+            [
+                [
+                    torch.full(shape, start + m, dtype=dtype, device=self.device)
+                    for m in range(MAINS)
+                ]
                 for shape in self.shapes
             ]
-            for m in homes
-        }
-        self.transport.pull_add(transfers, self.slot_grads, sums, label).wait()
+            for start in (8.0, 16.0)
+        )
+        # Every other segment has something set aside, but for one main.
+        asides = [
+            [*of_segment[:-1], None] if g % 2 == 0 else None for g, of_segment in enumerate(aside)
+        ]
+        if not isinstance(transfers, Transfers):
+            transfers = in_slots(transfers, self.group.size(), device=self.device)
+        listed = list(transfers)
+        self.transport.pull_add(transfers, self.slot_grads, totals, asides, label).wait()
+        for t in listed:
+            for values in self.slot_grads:
+                if t.replica_rank == self.rank:
+                    assert not values[t.slot_idx].any(), "gradients are zero again"
         for values in self.slot_grads:
             values.fill_(float("nan"))  # they belong to this rank again
-        for m, totals in sums.items():
-            for g, total in enumerate(totals):
+        for g, of_segment in enumerate(totals):
+            for m, total in enumerate(of_segment):
                 parts = [
                     self.gradients[t.replica_rank][t.slot_idx][g] + step % 7
-                    for t in transfers
+                    for t in listed
                     if (t.home_rank, t.main_idx) == (self.rank, m)
                 ]
-                assert torch.equal(total, torch.stack(parts).sum(0).to(dtype))
+                expected = torch.full_like(total, 8.0 + m, dtype=wide)
+                if parts:
+                    expected += torch.stack(parts).sum(0).to(wide)
+                    if asides[g] is not None and m < MAINS - 1:
+                        expected += 16.0 + m
+                assert torch.equal(total, expected.to(dtype))
 
     def step(self, transfers: list[Transfer], step: int) -> None:
         self.push(transfers, step).wait()
@@ -279,11 +301,16 @@ def test_mains_longer_than_their_slots_are_refused() -> None:
 def _add_256_and_1(rank: int, name: str) -> None:
     transport = build(name, dist.group.WORLD)
     slot_grads = [transport.allocate((1, 2), torch.bfloat16, CPU)]
-    slot_grads[0].fill_({1: 256.0, 2: 1.0}.get(rank, 0.0))
-    sums = {0: [torch.empty(2)]} if rank == 0 else {}
-    transport.pull_add([Transfer(0, 0, 1, 0), Transfer(0, 0, 2, 0)], slot_grads, sums).wait()
-    if rank == 0:
-        assert sums[0][0].tolist() == [257.0, 257.0], "bfloat16 has no 257"
+    # 1.0078125 is the next number after 1, and more than half of the step at 256.
+    for start, expected in (
+        (torch.zeros(2), 257.0),
+        (torch.full((2,), 0.0078125).bfloat16(), 258.0),
+    ):
+        slot_grads[0].fill_({1: 256.0, 2: 1.0}.get(rank, 0.0))
+        transfers = Transfers(torch.tensor([[-1], [0], [0], [-1]], dtype=torch.int32), 1)
+        transport.pull_add(transfers, slot_grads, [[start]], [None]).wait()
+        if rank == 0:
+            assert start.tolist() == [expected] * 2, "bfloat16 has no 257"
 
 
 @pytest.mark.parametrize("name", CPU_TRANSPORTS)

@@ -111,7 +111,6 @@ struct Sealing {
     SealedPlan plan;
     Seals before;            // `difference` is memory of the host that the device reaches
     int64_t* seal;           // [1] out
-    int32_t* slots_on_host;  // [R, S] out: the plan's slots, in memory of the host; or null
 };
 
 // Share every quota, as split_quota() does for one source, number the instances, lay the shares on
@@ -173,6 +172,25 @@ cudaError_t copy_choices_cuda(const void* from,
                               int64_t element_size,
                               cudaStream_t stream);
 
+// Gradients of experts to empty, where the expert has a replica.
+struct AsideTask {
+    char* main_grad;
+    char* copy;
+    int64_t bytes;   // of each; elements of 2 bytes
+    int64_t expert;  // logical
+};
+struct AsideTasks {
+    static constexpr int kMost = 120;  // all arguments of a launch together have at most 4096 bytes
+    AsideTask each[kMost];
+    int count;
+};
+
+// Copy and zero the gradients of those experts that are in one of the slots [num_replicas].
+cudaError_t set_aside_cuda(const AsideTasks& tasks,
+                           const int32_t* slots,
+                           int64_t num_replicas,
+                           cudaStream_t stream);
+
 // Write `count` words of the host to device memory; they may be changed when this returns.
 cudaError_t write_words_cuda(const int64_t* words, int64_t count, int64_t* to, cudaStream_t stream);
 
@@ -187,8 +205,9 @@ cudaError_t push_peers_cuda(const PeerRank& self,
                             int num_blocks,
                             cudaStream_t stream);
 
-// Offer this rank's slot gradients and overwrite each total with the sum of its replicas'. They may
-// be overwritten when peers say so (`wait_peers_cuda`).
+// Offer this rank's slot gradients, compile the plan's slots into this rank's sums (`pull.sums`), and
+// add the sums to the totals of mains with replicas. This rank's slots with a replica are zero when
+// the launch has ended, which waits for peers that read them.
 //   num_blocks  >= 1, of 256 threads and 33 KiB shared memory each; bounds what the launch takes of
 //               the GPU beside a backward pass
 cudaError_t pull_add_peers_cuda(const PeerRank& self,
@@ -200,13 +219,12 @@ cudaError_t pull_add_peers_cuda(const PeerRank& self,
 // ranks of the tables must reach each other.
 cudaError_t gather_rows_cuda(const PeerRank& self, const PeerRows& rows, cudaStream_t stream);
 
-// Make `stream` wait until peers are done with this rank's slots `used` [num_used], in the last
-// push (kFill) or pull (kTakeGrad) that ended on the device before. Those of rank -1 are left out.
+// Make `stream` wait until peers have filled this rank's slots `used` [num_used], in the last push
+// that ended on the device before. Those of rank -1 are left out.
 cudaError_t wait_peers_cuda(const PeerRank& self,
                             const PeerSegments& segments,
                             const PeerPlace* used,
                             int64_t num_used,
-                            PeerDeed deed,
                             cudaStream_t stream);
 
 }  // namespace megatron_ext

@@ -8,7 +8,7 @@
 //   freed       by the slot's rank    nobody here reads the last generation's weights any more
 //   filled      by the sending rank   so many chunks of this generation are in the slot
 //   grad_ready  by the slot's rank    the gradient of this generation is in the slot
-//   grad_taken  by the main's rank    that gradient has been added and may be overwritten
+//   grad_taken  by the main's rank    that gradient has been added, and is zero
 //
 // A flag only grows. It is stored with release after the writes and reads that it reports, and read
 // with acquire before those that depend on it. A rank publishes all that peers can wait for before
@@ -87,10 +87,17 @@ struct PushTask {
 
 enum class GradType { kFloat32, kFloat64, kBFloat16 };
 
+// What the gradients of replicas are added to.
+struct Total {
+    void* memory;
+    const void* aside;  // of the same type: added to their sum; null for nothing
+    GradType type;      // of the gradients, or float32 for bfloat16
+};
+
 // The sum over the replicas of one main, in the order of `replicas`.
 struct SumTask {
     std::vector<Place> replicas;
-    std::vector<void*> sums;  // for each segment; float32, or float64 if the gradients are
+    std::vector<Total> totals;  // for each segment
 };
 
 struct PullTask {
@@ -169,8 +176,8 @@ class Exchange {
     // Start a pull and return its generation; as for a push.
     uint64_t start_pull(PullTask task);
 
-    // Return when the sums are there and this rank's slot gradients may be overwritten. Throws what
-    // went wrong.
+    // Return when the totals are there and this rank's slots with a replica have zero gradients.
+    // Throws what went wrong.
     void finish_pull(uint64_t generation);
 
     // Where each rank's rows come; as segments, on all ranks alike.

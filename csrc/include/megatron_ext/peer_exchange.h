@@ -12,11 +12,12 @@
 //
 // Generations are counted in device memory by the kernel that moves the bytes: the last block of a
 // launch to end adds one. No launch carries a generation, so a captured graph goes on counting when
-// it is replayed. Nor does a push carry who copies what: its first block compiles that from the plan
-// in device memory, so a replay follows the plan that is there then.
+// it is replayed. Nor does a launch carry who copies or adds what: its first block compiles that
+// from the plan in device memory, so a replay follows the plan that is there then.
 //
 // Blocks take units of work (a chunk of a copy or of a sum) from a counter, copies from mains
-// first. A launch offers its slots before it waits, and copies from mains wait for offers only. So
+// first. A launch offers its slots before it waits, copies from mains and sums wait for offers only,
+// and units that wait for other ranks' copies or sums come behind them. So
 // ranks that all make the call finish, however many blocks run at a time, as long as one block of
 // every rank's launch runs. Virtual ranks share the GPU: the blocks of all launches that wait for
 // each other must fit on it together.
@@ -136,10 +137,31 @@ struct PeerCopies {
     }
 };
 
-// The sum over the replicas of one main, in their order.
+// The sum over the replicas of one main, in the order of their ranks.
 struct PeerSum {
+    int64_t main_idx;
     int64_t first_replica;
     int64_t num_replicas;
+};
+
+// A rank's part of a pull, in device memory that is large enough for every plan.
+struct PeerSums {
+    PeerSum* each;        // [M]
+    PeerPlace* replicas;  // [R * S] of all sums
+    int64_t* count;       // so many sums are there
+
+    static int64_t bytes(const CopyProblem& problem) {
+        return problem.mains_per_rank * static_cast<int64_t>(sizeof(PeerSum)) +
+               problem.num_ranks * problem.num_slots * static_cast<int64_t>(sizeof(PeerPlace)) +
+               static_cast<int64_t>(sizeof(int64_t));
+    }
+    // `memory` of so many bytes, aligned to 8.
+    static PeerSums in(void* memory, const CopyProblem& problem) {
+        auto* const sums = static_cast<PeerSum*>(memory);
+        auto* const replicas = reinterpret_cast<PeerPlace*>(sums + problem.mains_per_rank);
+        PeerPlace* const end = replicas + problem.num_ranks * problem.num_slots;
+        return {sums, replicas, reinterpret_cast<int64_t*>(end)};
+    }
 };
 
 // One kind of call of a rank: what is counted on the device.
@@ -155,6 +177,7 @@ struct PeerState {
     PeerTurn push;
     PeerTurn pull;
     uint64_t compiled;  // generation of the push whose copies are compiled
+    uint64_t summed;    // generation of the pull whose sums are compiled
     uint64_t gathered;  // rows gathered so often
     uint32_t failed;    // a wait was given up; later ones of this rank do not wait
 };
@@ -206,14 +229,16 @@ struct PeerRows {
     int64_t* rows;  // [R, num_words] out
 };
 
-// A rank's part of a pull.
+// A rank's part of a pull. Pointers are device memory.
 struct PeerPull {
-    PeerSegments segments;               // slot gradients
-    bool is_bfloat16[kMaxPeerSegments];  // else float32; for each segment
-    const PeerSum* sums;                 // [num_sums]
-    float* const* totals;                // [num_sums, segments] aligned to 16
-    const PeerPlace* replicas;
-    int64_t num_sums;
+    PeerSegments segments;                     // slot gradients
+    bool is_bfloat16[kMaxPeerSegments];        // else float32; for each segment
+    bool is_total_bfloat16[kMaxPeerSegments];  // its totals, and what was set aside of them
+    CopyProblem problem;                       // one that fits()
+    const int32_t* slots;                      // [R, S] as of a push
+    PeerSums sums;                             // compiled from the slots when the launch runs
+    char* const* totals;                       // [M, segments]
+    const char* const* asides;                 // [M, segments]; null where nothing was set aside
 };
 
 }  // namespace megatron_ext

@@ -40,6 +40,7 @@ from megatron_ext.config import BalanceConfig
 from megatron_ext.mcore.experts import finish_parameter_gather
 from megatron_ext.mcore.moe_layer import BalancedMoELayer
 from megatron_ext.mcore.recompute import in_backward
+from megatron_ext.transport import Transfers
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,7 +195,8 @@ class LookaheadMoELayer(BalancedMoELayer):
         finish_parameter_gather(self.experts)
         assert balancer.buffers is not None, "without slots nothing is predicted"
         with stage(PUSH_START):
-            pending = balancer.buffers.push(placed, mains, label)
+            replicas = Transfers(placed, self.layout.mains_per_rank)
+            pending = balancer.buffers.push(replicas, mains, label)
         sent = TIMES.mark() if self.training else None
         return Prediction(balancer.new_forward(mains), predicted, load, placed, pending, sent)
 

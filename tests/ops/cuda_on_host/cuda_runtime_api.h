@@ -346,6 +346,11 @@ inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(static_cast<u
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 
+inline uint32_t __float_as_uint(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
 inline float __uint_as_float(uint32_t bits) {
     float value;
     std::memcpy(&value, &bits, sizeof value);
