@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan, check_load, stack_plans, with_spare_slots
+from megatron_ext.balance.reruns import TakeBack, can_take_back
 from megatron_ext.balance.strategies import get_planner, get_strategy
 from megatron_ext.balance.strategies.strategy import (
     FromHistory,
@@ -88,6 +89,7 @@ class LayerPlanner:
         self._planner = planner
         self._first_placed = self._placed
         self.forget()
+        can_take_back(self)
 
     def forget(self) -> None:
         """Forget the history: ranks may have seen different parts of an aborted step."""
@@ -95,6 +97,15 @@ class LayerPlanner:
         self._expert_load = torch.zeros(self._layout.num_experts, dtype=torch.int64)
         self._num_observed = 0
         self._previous_load: Tensor | None = None
+
+    def mark(self) -> TakeBack:
+        """See `HoldsCounts`. Tensors of the history are replaced, and never changed."""
+        history = self._placed, self._expert_load, self._num_observed, self._previous_load
+
+        def take_back() -> None:
+            self._placed, self._expert_load, self._num_observed, self._previous_load = history
+
+        return take_back
 
     @property
     def predicts(self) -> bool:
