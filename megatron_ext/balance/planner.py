@@ -7,6 +7,7 @@ of the EP group, E logical experts, S slots per rank, B loads.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.nn import functional
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan, check_load, stack_plans, with_spare_slots
-from megatron_ext.balance.reruns import TakeBack, can_take_back
+from megatron_ext.balance.reruns import can_take_back
 from megatron_ext.balance.strategies import get_planner, get_strategy
 from megatron_ext.balance.strategies.strategy import (
     FromHistory,
@@ -98,14 +99,13 @@ class LayerPlanner:
         self._num_observed = 0
         self._previous_load: Tensor | None = None
 
-    def mark(self) -> TakeBack:
+    def mark(self) -> tuple[Any, ...]:
         """See `HoldsCounts`. Tensors of the history are replaced, and never changed."""
-        history = self._placed, self._expert_load, self._num_observed, self._previous_load
+        return self._placed, self._expert_load, self._num_observed, self._previous_load
 
-        def take_back() -> None:
-            self._placed, self._expert_load, self._num_observed, self._previous_load = history
-
-        return take_back
+    def take_back(self, mark: tuple[Any, ...]) -> None:
+        """See `HoldsCounts`."""
+        self._placed, self._expert_load, self._num_observed, self._previous_load = mark
 
     @property
     def predicts(self) -> bool:

@@ -10,28 +10,35 @@ that were reported. So the second run plans the same loads from the same history
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Protocol
-
-TakeBack = Callable[[], None]
-"""Takes one holder of counts back to an earlier state."""
+from typing import Any, Protocol
 
 
 class HoldsCounts(Protocol):
     """An object that counts the forwards of a step."""
 
-    def mark(self) -> TakeBack:
-        """Return a function that takes the object back to its present state."""
+    def mark(self) -> Any:
+        """Return the present counts, without a reference to the object."""
+
+    def take_back(self, mark: Any) -> None:
+        """Go back to the counts of a mark."""
 
 
-_holders: weakref.WeakSet[HoldsCounts] = weakref.WeakSet()
+_marks: weakref.WeakKeyDictionary[HoldsCounts, Any] = weakref.WeakKeyDictionary()
+"""The last mark of each object: of its beginning, where that was later than the step's."""
 
 
 def can_take_back(holder: HoldsCounts) -> None:
-    """Include an object in the marks from now on, as long as it lives."""
-    _holders.add(holder)
+    """Take an object that begins back with the others, as long as it lives."""
+    _marks[holder] = holder.mark()
 
 
-def mark() -> list[TakeBack]:
-    """Mark the present state of all objects that count: before a step that may be run again."""
-    return [holder.mark() for holder in _holders]
+def mark() -> None:
+    """Mark the present counts: before a step that may be run again."""
+    for holder in [*_marks]:
+        can_take_back(holder)
+
+
+def take_back() -> None:
+    """Take all counts back to their marks, before the second run of a step."""
+    for holder, counts in [*_marks.items()]:
+        holder.take_back(counts)

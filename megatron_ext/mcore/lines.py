@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_ext.balance.layer_report import LayerReport
 from megatron_ext.balance.metrics import home_imbalances, imbalances
-from megatron_ext.balance.reruns import TakeBack, can_take_back
+from megatron_ext.balance.reruns import can_take_back
 from megatron_ext.mcore.capacity import FIELD
 
 _logger = logging.getLogger("megatron_ext.balance")
@@ -51,16 +51,14 @@ class BalanceLines:
         self._layers.add(layer)
         layer.observers.append(partial(self._observe, weakref.ref(layer)))
 
-    def mark(self) -> TakeBack:
+    def mark(self) -> tuple[Any, ...]:
         """See `HoldsCounts`. A line that a run has said stays said."""
-        reports, rows_over = [*self._reports], {**self._rows_over}
-        counted = self._num_counted, self._sum, self._worst
+        lists = [*self._reports], {**self._rows_over}
+        return *lists, self._num_counted, self._sum, self._worst
 
-        def take_back() -> None:
-            self._reports, self._rows_over = reports, rows_over
-            self._num_counted, self._sum, self._worst = counted
-
-        return take_back
+    def take_back(self, mark: tuple[Any, ...]) -> None:
+        """See `HoldsCounts`."""
+        self._reports, self._rows_over, self._num_counted, self._sum, self._worst = mark
 
     def _observe(self, layer: weakref.ref[Any], report: LayerReport) -> None:
         if not self._has_begun:

@@ -123,22 +123,18 @@ def _waiting(register: Callable[..., None]) -> Callable[..., None]:
 
 def _marking(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
-    def mark_and_run(runner: Any, *args: Any, **kwargs: Any) -> Any:
-        runner.marks = reruns.mark()
-        try:
-            return run(runner, *args, **kwargs)
-        finally:
-            del runner.marks
+    def mark_and_run(*args: Any, **kwargs: Any) -> Any:
+        reruns.mark()
+        return run(*args, **kwargs)
 
     return mark_and_run
 
 
 def _taking_back(prepare: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(prepare)
-    def take_back_and_prepare(runner: Any, *args: Any, **kwargs: Any) -> None:
-        for take_back in runner.marks:
-            take_back()
-        prepare(runner, *args, **kwargs)
+    def take_back_and_prepare(*args: Any, **kwargs: Any) -> None:
+        reruns.take_back()
+        prepare(*args, **kwargs)
 
     return take_back_and_prepare
 

@@ -25,7 +25,7 @@ from megatron_ext.balance.layer_report import LayerReport, PredictionReport
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.reroute import as_map
-from megatron_ext.balance.reruns import TakeBack, can_take_back
+from megatron_ext.balance.reruns import can_take_back
 from megatron_ext.balance.stage_times import STAGES, TIMES
 from megatron_ext.telemetry.heartbeat import called_in_forward
 
@@ -110,6 +110,7 @@ class LoadRecorder:
         self._reports: list[LayerReport] = []
         self._counts: list[tuple[int, Tensor]] = []  # Layers and their choices of experts, [E].
         self._held = _Held()
+        self._of_step: tuple[list[Any], ...] = (self._reports, self._counts, self._held.events)
         self._hooks: list[Any] = []
         self._observed: list[tuple[list[Any], Any]] = []
         for layer in layers:
@@ -117,16 +118,14 @@ class LoadRecorder:
         TIMES.readers += 1
         can_take_back(self)
 
-    def mark(self) -> TakeBack:
+    def mark(self) -> list[int]:
         """See `HoldsCounts`. Times of stages stay, because a step that runs twice takes them."""
-        lists = self._reports, self._counts, self._held.events
-        sizes = [len(each) for each in lists]
+        return [len(each) for each in self._of_step]
 
-        def take_back() -> None:
-            for each, size in zip(lists, sizes, strict=True):
-                del each[size:]
-
-        return take_back
+    def take_back(self, mark: list[int]) -> None:
+        """See `HoldsCounts`."""
+        for each, size in zip(self._of_step, mark, strict=True):
+            del each[size:]
 
     def watch(self, layer: Any) -> None:
         """Count the training forwards of one more layer."""
