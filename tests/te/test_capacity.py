@@ -171,7 +171,7 @@ RERUNS: dict[str, tuple[BalanceConfig, dict[str, Any], int]] = {
     "stash full": (EXACT, STASH | {FACTOR: 0.1}, 2),
     "dropped": (STUCK, STASH, 3),
     "dropped, without stash": (STUCK, LIMIT, 3),
-    "history": (BalanceConfig(strategy="eplb", history=HistorySettings(interval=3)), STASH, 3),
+    "history": (BalanceConfig(strategy="eplb", history=HistorySettings(interval=3)), STASH, 2),
 }
 
 
