@@ -160,7 +160,7 @@ def run_by_megatrons_program(gpt: TinyGPT) -> Any:
 
     run = get_forward_backward_func()
     runner = PagedStashRunner(gpt.config, False, gpt.chunks, gpt.optimizer, run)
-    return mock.patch("tests.gpt.get_forward_backward_func", lambda: runner)
+    return mock.patch("tests.gpt.get_forward_backward_func", return_value=runner)
 
 
 FACTOR = "moe_paged_stash_buffer_size_factor_cuda"
@@ -183,12 +183,8 @@ def _trained(gpt: TinyGPT) -> tuple[dict[str, torch.Tensor], list[list[Any]]]:
     for step in range(3):
         losses.append(gpt.train_step(step, num_microbatches=2))
         loads = recorder.take_step()
-        counted.append(
-            [
-                *((c.layer_number, c.load.tolist(), c.experts_in_slots.tolist()) for c in loads.computed),
-                loads.own["max_cum_overload"],
-            ]
-        )
+        plans = [(c.load.tolist(), c.experts_in_slots.tolist()) for c in loads.computed]
+        counted.append([*plans, loads.own["max_cum_overload"]])
         assert all(inside.in_flight(layer) == 0 for layer in balanced_layers(gpt))
     recorder.close()
     return gpt.parameters() | {"losses": torch.tensor(losses)}, counted
