@@ -143,10 +143,13 @@ def _refused(rank: int) -> None:
     case = Case("mxfp8", MODEL | LIMIT | dict(hidden=64, ffn=128)).model
     with pytest.raises(ValueError, match=r"factor \(1\.05\) must be >= 1\.376 with 2048 choices"):
         balanced_gpt(case, EXACT).forward_backward()
-    case["moe_expert_rank_capacity_factor"] = 1.376
-    gpt = balanced_gpt(case, EXACT)
-    gpt.forward_backward(num_microbatches=2)
-    assert overflowed(gpt) == [False, False]
+    gradients = []
+    for factor in (1.376, None):
+        gpt = balanced_gpt(case | dict(moe_expert_rank_capacity_factor=factor), EXACT)
+        gpt.forward_backward(num_microbatches=2)
+        assert overflowed(gpt) == [False, False]
+        gradients.append(gpt.gradients())
+    assert unequal(*gradients) == []
 
 
 def test_a_factor_without_room_for_even_plans_names_the_least() -> None:
