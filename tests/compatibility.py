@@ -103,6 +103,18 @@ OPTIONS = {
     "quantized_padding": Option(
         "the router pads (`--moe-router-padding-for-quantization`)", twins=True
     ),
+    "rank_capacity": Option(
+        "HybridEP's buffers of fixed size (`--moe-expert-rank-capacity-factor`)",
+        "moe_expert_rank_capacity_factor",
+        True,
+        brief="rank capacity factor",
+    ),
+    "paged_stash": Option(
+        "paged stash of activations (`--moe-paged-stash`)",
+        "moe_paged_stash",
+        True,
+        brief="paged stash of activations",
+    ),
     "distributed_optimizer": Option(
         "distributed optimizer with `--overlap-grad-reduce`, `--overlap-param-gather`",
         "overlap_param_gather",
@@ -218,9 +230,7 @@ def note_options(items: Iterable[pytest.Item]) -> None:
 
 
 REFUSED = {
-    "moe_expert_rank_capacity_factor": "rank capacity factor",
     "cuda_graph_impl": "graphs of whole steps",
-    "moe_paged_stash": "paged stash of activations",
 }
 """README's words for refused fields of TransformerConfig that recipes set."""
 

@@ -350,7 +350,9 @@ def group_quantize(
     for scales."""
     from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensorStorage
 
-    parts = [quantize(part, quantizer) for part in tensor.split(split_sizes.tolist())]
+    # A buffer of fixed size may go on behind the groups.
+    sizes = split_sizes.tolist()
+    parts = [quantize(part, quantizer) for part in tensor[: sum(sizes)].split(sizes)]
     packed = {}
     for argument, names in _OF_GROUPS.items():
         name = next((each for each in names if getattr(parts[0], each, None) is not None), None)
@@ -362,6 +364,7 @@ def group_quantize(
         num_tensors=num_groups,
         quantizer=quantizer,
         first_dims=split_sizes,
+        tensor_offsets=F.pad(split_sizes.cumsum(0) * tensor.shape[-1], (1, 0)),
         with_gemm_swizzled_scales=bool(quantizer.optimize_for_gemm),
         **packed,
     )

@@ -92,6 +92,9 @@ class LayerReport:
     """Bytes of one replica's gradients, over all shards."""
     moves: Moves = field(default_factory=Moves)
     """How often its replicas have moved; complete when the step is over."""
+    rows_over: Tensor | None = None
+    """Rows of each rank beyond `moe_expert_rank_capacity_factor`, which are dropped: int64 [R];
+    None without this limit."""
 
     @property
     def num_replicas(self) -> int:

@@ -7,6 +7,7 @@ of the EP group, E logical experts, S slots per rank, B loads.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.plan import BalancePlan, check_load, stack_plans, with_spare_slots
+from megatron_ext.balance.reruns import can_take_back
 from megatron_ext.balance.strategies import get_planner, get_strategy
 from megatron_ext.balance.strategies.strategy import (
     FromHistory,
@@ -88,6 +90,7 @@ class LayerPlanner:
         self._planner = planner
         self._first_placed = self._placed
         self.forget()
+        can_take_back(self)
 
     def forget(self) -> None:
         """Forget the history: ranks may have seen different parts of an aborted step."""
@@ -95,6 +98,14 @@ class LayerPlanner:
         self._expert_load = torch.zeros(self._layout.num_experts, dtype=torch.int64)
         self._num_observed = 0
         self._previous_load: Tensor | None = None
+
+    def mark(self) -> tuple[Any, ...]:
+        """See `HoldsCounts`. Tensors of the history are replaced, and never changed."""
+        return self._placed, self._expert_load, self._num_observed, self._previous_load
+
+    def take_back(self, mark: tuple[Any, ...]) -> None:
+        """See `HoldsCounts`."""
+        self._placed, self._expert_load, self._num_observed, self._previous_load = mark
 
     @property
     def predicts(self) -> bool:

@@ -11,7 +11,7 @@ from megatron_ext.cli.output import DONE, INTERRUPTED, columns, show
 
 if TYPE_CHECKING:
     from megatron_ext.trainer.config import TrainConfig
-    from megatron_ext.trainer.model.dry_run import Stage
+    from megatron_ext.trainer.model.dry_run import Buffers, Stage
 
 _GB = 1e9
 
@@ -65,6 +65,7 @@ def dry_run(options: argparse.Namespace) -> None:
         raise ConfigError([str(error)]) from None
 
     from megatron_ext.trainer.model.dry_run import dry_run as count
+    from megatron_ext.trainer.model.dry_run import recommended_buffers
     from megatron_ext.trainer.model.settings import assumes_transformer_engine
 
     counted = count(config, num_ranks=num_ranks, vocab_size=vocab_size, imbalances=(1.0, imbalance))
@@ -90,6 +91,12 @@ def dry_run(options: argparse.Namespace) -> None:
         },
         "imbalance": imbalance,
         "stages": [_stage(stage, imbalance) for stage in counted.stages],
+        "buffers": _buffers(
+            recommended_buffers(config, tokens=counted.tokens),
+            counted.stages,
+            imbalance,
+            choices=counted.tokens * config.model.topk,
+        ),
         "memory_bytes": None if hardware is None else hardware.memory_bytes,
         "machine": None if hardware is None else hardware.summary,
         "layers": "transformer_engine" if assumes_transformer_engine(config) else "local",
@@ -154,6 +161,19 @@ def _stage(stage: Stage, imbalance: float) -> dict[str, Any]:
     }
 
 
+def _buffers(
+    buffers: Buffers | None, stages: list[Stage], imbalance: float, *, choices: int
+) -> dict[str, Any] | None:
+    """Return the buffers that plans allow, and what they save of a rank's activations."""
+    if buffers is None or imbalance == 1:
+        return None
+    # Activations grow with the rows of experts, of which even loads have as many as choices.
+    most = max(stage.activations[imbalance] - stage.activations[1.0] for stage in stages)
+    rows_saved = buffers.usual_rows - buffers.rows
+    saved = round(most / (imbalance - 1) * rows_saved / choices)
+    return dataclasses.asdict(buffers) | {"saved_bytes": saved}
+
+
 def _lines(report: dict[str, Any]) -> Iterator[str]:
     from omegaconf import OmegaConf
 
@@ -184,6 +204,12 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         yield (
             f"Busiest rank: {most / _GB:.1f} GB of {report['memory_bytes'] / _GB:.0f} GB "
             f"({report['machine']}): {verdict}. Left out: {LEFT_OUT}."
+        )
+    if (buffers := report["buffers"]) is not None:
+        yield (
+            f"With HybridEP's buffers of fixed size, plans need moe_expert_rank_capacity_factor "
+            f"{buffers['factor']:g}: {buffers['rows']:,} rows instead of {buffers['usual_rows']:,} "
+            f"with 1.5, and {buffers['saved_bytes'] / _GB:.2f} GB less of activations."
         )
     auto = report["auto"]
     yield f"{auto['why']}. Replicas: domains of {auto['nvlink_domain']} ranks."

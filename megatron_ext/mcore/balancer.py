@@ -109,6 +109,11 @@ class LayerBalancer:
         return self.planning_group.size() // self.layout.ep_size
 
     @property
+    def has_planner(self) -> bool:
+        """Whether a microbatch was planned."""
+        return hasattr(self, "planner")
+
+    @property
     def rows(self) -> GathersRows | None:
         """Gathers one row per rank through peer memory; None if the transport cannot."""
         if self.buffers is None or self.planning_group is not self.ep_group:
@@ -138,7 +143,7 @@ class LayerBalancer:
             load: Of the microbatch that is to be planned: int64 [R, E].
             probs_dtype: Dtype of the router's probabilities.
         """
-        if hasattr(self, "planner"):
+        if self.has_planner:
             return
         # Where no replica can go anywhere, all plans are the same.
         if self.layout.slots > 0 and self.layout.nvlink_domain > 1:
@@ -206,7 +211,7 @@ class LayerBalancer:
     def forget_step(self) -> None:
         """Forget an aborted step, of which ranks may have seen different parts; all ranks call."""
         self.virtual_layers.forget_step()
-        if hasattr(self, "planner"):
+        if self.has_planner:
             self.planner.forget()
 
     def _only_dtype(self, by_rank: tuple[torch.dtype | None, ...]) -> torch.dtype | None:

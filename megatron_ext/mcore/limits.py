@@ -12,6 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron_ext.balance.strategies import STRATEGIES, get_planner, of_methods
 from megatron_ext.balance.strategies.strategy import ForcesEven, FromPlacement, StaysMegatron
 from megatron_ext.config import BalanceConfig
+from megatron_ext.mcore.capacity import FIELD, promised_tolerance, too_small
 from megatron_ext.transport import TRANSPORTS, resolve_transport
 from megatron_ext.transport.gpus import lack_here
 
@@ -44,7 +45,7 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
             f"balance.nvlink_domain ({balance.nvlink_domain}) must divide "
             f"expert_model_parallel_size ({ep_size})"
         )
-    problems += _broken(MUST_BE, config, with_strategy)
+    problems += _broken(MUST_BE, config, with_strategy) + _capacity_problems(config, balance)
     for setting, rules in of_methods("LIMITS", balance).items():
         problems += _broken(rules, config, setting)
     return problems
@@ -69,6 +70,28 @@ def require_balance_config(balance: Any) -> None:
     """
     if not isinstance(balance, BalanceConfig):
         raise TypeError(f"balance ({balance!r}) must be a BalanceConfig, as BalanceConfig(slots=2)")
+
+
+def _capacity_problems(config: Any, balance: BalanceConfig) -> list[str]:
+    """Check what is known before training; the first forward knows how many tokens there are."""
+    factor = getattr(config, FIELD, None)
+    if factor is None or config.expert_model_parallel_size == 1 or balance.slots == 0:
+        return []
+    problems = []
+    uneven = "moe_hybridep_pad_uneven_dispatch_inputs"
+    if getattr(config, uneven, False):
+        problems.append(
+            f"{uneven} (True) must be False with {FIELD} ({factor}): how many tokens a rank has "
+            f"room for is known only after the plan (leave out --{uneven.replace('_', '-')})"
+        )
+    try:
+        tolerance = promised_tolerance(balance)
+    except (ValueError, ModuleNotFoundError):  # `_check_strategy` says it.
+        return problems
+    if tolerance is not None and factor < 1 + tolerance:
+        why = f"balance.tolerance={balance.tolerance}"
+        problems.append(too_small(factor, round(1 + tolerance, 3), why))
+    return problems
 
 
 def _expert_problems(config: Any) -> list[str]:
@@ -280,18 +303,9 @@ MUST_BE = (
     ),
     Demand("moe_single_grouped_bias", (False,), "each expert needs its own bias to have replicas"),
     Demand(
-        "moe_expert_rank_capacity_factor",
-        (None,),
-        "the limit is for buffers of HybridEP and NCCL EP, which were never tried on a GPU here, "
-        "and balanced ranks do not need the limit",
-    ),
-    Demand(
         "moe_ncclep_zero_copy",
         (False,),
         "NCCL EP makes its buffers once, for the experts without slots",
-    ),
-    Demand(
-        "moe_paged_stash", (False,), "the stash may run a step again, and a step is planned once"
     ),
     Demand(
         "moe_flex_dispatcher_backend",

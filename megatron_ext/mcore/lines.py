@@ -18,6 +18,8 @@ from torch import Tensor
 
 from megatron_ext.balance.layer_report import LayerReport
 from megatron_ext.balance.metrics import home_imbalances, imbalances
+from megatron_ext.balance.reruns import can_take_back
+from megatron_ext.mcore.capacity import FIELD
 
 _logger = logging.getLogger("megatron_ext.balance")
 # By default Python shows warnings only, and these lines are no warnings.
@@ -40,11 +42,23 @@ class BalanceLines:
         self._reports: list[LayerReport] = []
         self._num_counted = 0
         self._sum = self._worst = torch.zeros(3, dtype=torch.float64)
+        # By layer, rows beyond the limit of a rank, as a tensor [].
+        self._rows_over: dict[int, Tensor] = {}
+        can_take_back(self)
 
     def watch(self, layer: Any) -> None:
         """Count the microbatches that a balanced layer is trained with."""
         self._layers.add(layer)
         layer.observers.append(partial(self._observe, weakref.ref(layer)))
+
+    def mark(self) -> tuple[Any, ...]:
+        """See `HoldsCounts`. A line that a run has said stays said."""
+        lists = [*self._reports], {**self._rows_over}
+        return *lists, self._num_counted, self._sum, self._worst
+
+    def take_back(self, mark: tuple[Any, ...]) -> None:
+        """See `HoldsCounts`."""
+        self._reports, self._rows_over, self._num_counted, self._sum, self._worst = mark
 
     def _observe(self, layer: weakref.ref[Any], report: LayerReport) -> None:
         if not self._has_begun:
@@ -56,8 +70,10 @@ class BalanceLines:
             self._count()
         if self._num_counted >= self._every * num_layers:
             did = _what_was_done(self._sum / self._num_counted, self._worst)
-            _say(f"{self._names()}, last {_number(self._every, 'microbatch')}: {did}")
+            over = _what_was_dropped(self._rows_over)
+            _say(f"{self._names()}, last {_number(self._every, 'microbatch')}: {did}{over}")
             self._num_counted = 0
+            self._rows_over.clear()
 
     def _count(self) -> None:
         """Count the reports so far, in as many operations as one of them would take."""
@@ -74,6 +90,10 @@ class BalanceLines:
         self._sum = total if is_first else self._sum + total
         self._worst = worst if is_first else torch.maximum(self._worst, worst)
         self._num_counted += len(self._reports)
+        for one in self._reports:
+            if one.rows_over is not None:
+                rows = self._rows_over.get(one.layer_number, 0) + one.rows_over.sum()
+                self._rows_over[one.layer_number] = rows
         self._reports.clear()
 
     def _training(self) -> list[Any]:
@@ -113,6 +133,13 @@ def _what_was_done(mean: Tensor, worst: Tensor) -> str:
         f"imbalance {before:.2f} -> {after:.2f} (worst {worst_before:.2f} -> {worst_after:.2f}), "
         f"{replicas:.1f} replicas a layer"
     )
+
+
+def _what_was_dropped(rows_over: dict[int, Tensor]) -> str:
+    """Say which layers had loads that no plan brought below the limit, and how far above."""
+    rows = {layer: int(rows) for layer, rows in sorted(rows_over.items())}
+    said = [f"{count} of layer {layer}" for layer, count in rows.items() if count]
+    return f"; rows dropped beyond {FIELD}: {', '.join(said)}" if said else ""
 
 
 def _number(count: int, what: str) -> str:

@@ -48,6 +48,7 @@ from megatron_ext.balance.reroute import as_map, assign, reroute, reroute_ids
 from megatron_ext.balance.stage_times import TIMES
 from megatron_ext.config import BalanceConfig
 from megatron_ext.mcore.balancer import LayerBalancer, layout_of
+from megatron_ext.mcore.capacity import FIELD, RankCapacity, require_room
 from megatron_ext.mcore.dispatcher import (
     PlannedDispatcher,
     physical_dispatcher,
@@ -346,6 +347,9 @@ class BalancedMoELayer(ObservedMoELayer):
                 chosen, balancer.rows, f"layer {self.layer_number}, load"
             )
         load = load_of(forward.counts, self.layout.ep_size)
+        if not balancer.has_planner:
+            choices = self._num_choices(chosen)
+            require_room(self.config, self.balance, self.layout, choices, balancer.num_shards)
         balancer.prepare_planner(forward.mains, load, probs_dtype)
         forward.plan, forward.is_planned = self.solve(load), True
         self._keep_plan(forward)
@@ -425,6 +429,9 @@ class BalancedMoELayer(ObservedMoELayer):
     def report(self, forward: Forward, load: Tensor, chosen: Tensor) -> LayerReport:
         """Named point: return the report of a forward with this load, int64 [R, E]."""
         weight_bytes, grad_bytes = forward.bytes_of_one
+        # Of the dispatcher, because Megatron lifts the limit where it runs a step again.
+        manager = getattr(self.token_dispatcher, "_comm_manager", None)
+        capacity = RankCapacity.of(self.config, getattr(manager, FIELD, None))
         return LayerReport(
             self.layer_number,
             load,
@@ -434,7 +441,16 @@ class BalancedMoELayer(ObservedMoELayer):
             weight_bytes=self.balancer.num_shards * weight_bytes,
             grad_bytes=self.balancer.num_shards * grad_bytes,
             moves=forward.moves,
+            rows_over=(
+                capacity.rows_over(forward.plan.quota, self._num_choices(chosen))
+                if capacity is not None
+                else None
+            ),
         )
+
+    def _num_choices(self, chosen: Tensor) -> int:
+        """Choices of this rank's tokens, bool [N, E], if none is dropped."""
+        return len(chosen) * int(self.config.moe_router_topk)
 
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Stage 5 (Megatron); with the combined schedule, stage 4 starts here.

@@ -3,6 +3,7 @@
     DistributedDataParallel.finish_grad_sync   counts failed waits when it is done    failures.py
     DistributedDataParallel.zero_grad_buffer   looks at the counts before             failures.py
     DDP's buckets' register_grad_ready         waits for the replicas' part           held_back.py
+    PagedStashRunner: a step, and its rerun    takes back what the first run counted  reruns.py
     the step of every torch optimizer          looks at the counts before             failures.py
     a module put into a Megatron model         looks for layers left out              below
     Megatron's switch of NVTX ranges           is asked by the stages' ranges         ranges.py
@@ -14,6 +15,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -29,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron_ext.balance import held_back
+from megatron_ext.balance import held_back, reruns
 from megatron_ext.balance.ranges import show_in_nvtx
 from megatron_ext.mcore import failures
 from megatron_ext.mcore.stages import ObservedMoELayer
@@ -52,6 +54,12 @@ def install() -> None:
         replace(DistributedDataParallel, "finish_grad_sync", _counting)
         replace(DistributedDataParallel, "zero_grad_buffer", _looking)
         replace(_ParamAndGradBucketGroup, "register_grad_ready", _waiting)
+        # Megatron-Core before 0.19 runs no step again.
+        if importlib.util.find_spec("megatron.core.transformer.moe.paged_stash") is not None:
+            from megatron.core.transformer.moe.paged_stash import PagedStashRunner
+
+            replace(PagedStashRunner, "__call__", _marking)
+            replace(PagedStashRunner, "prepare_for_rerun", _taking_back)
         _undo.callback(register_optimizer_step_pre_hook(_look_before_step).remove)
         _undo.callback(register_module_module_registration_hook(_warn_of_layers_left_out).remove)
         show_stages_in_nvtx()
@@ -111,6 +119,24 @@ def _waiting(register: Callable[..., None]) -> Callable[..., None]:
         held_back.call_when_complete(main, call)
 
     return register_when_complete
+
+
+def _marking(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def mark_and_run(*args: Any, **kwargs: Any) -> Any:
+        reruns.mark()
+        return run(*args, **kwargs)
+
+    return mark_and_run
+
+
+def _taking_back(prepare: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(prepare)
+    def take_back_and_prepare(*args: Any, **kwargs: Any) -> None:
+        reruns.take_back()
+        prepare(*args, **kwargs)
+
+    return take_back_and_prepare
 
 
 def _look_before_step(*_: Any) -> None:

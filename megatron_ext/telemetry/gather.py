@@ -36,6 +36,7 @@ _CELL = (
     "pushed_bytes",
     "pulled_bytes",
     "bound_gap",
+    "rows_over_capacity",
 )
 """Numbers of one layer in one microbatch, on one EP group."""
 
@@ -90,6 +91,8 @@ class GatheredStep:
             metrics[f"{name}_max"] = float(numbers[name].max())
         if (gaps := numbers["bound_gap"]).size:
             metrics["bound_gap"] = float(gaps.mean())
+        if (over := numbers["rows_over_capacity"]).size:
+            metrics["rows_over_capacity"] = float(over.sum())
         metrics["maxvio"] = float(numbers["maxvio"].mean())
         metrics["replicas"] = float(numbers["replicas"].mean())
         metrics["replicas_max"] = float(numbers["replicas"].max())
@@ -187,8 +190,9 @@ def gather_step(
     cells, rank_loads, expert_loads, shown = reduced
     before, after, experts_in_slots = np.split(shown[1:], [place.ep_size, 2 * place.ep_size])
     counted = cells[0] > 0
-    gaps = cells[_CELL.index("bound_gap")]
-    gaps[gaps < 0] = math.nan
+    for name in ("bound_gap", "rows_over_capacity"):
+        values = cells[_CELL.index(name)]
+        values[values < 0] = math.nan
     return GatheredStep(
         cells={
             name: np.where(counted, values, math.nan)
@@ -238,6 +242,8 @@ class _Mine:
     """Busiest rank's load over the proven bound, minus 1: float64 [F]. Only the first microbatch of
     each layer has a gap, because a bound takes 0.15 ms with 64 ranks and 256 experts; others, and
     those without a plan, have -1."""
+    rows_over: np.ndarray
+    """Rows of all ranks beyond the rank capacity factor, int [F]; -1 without this limit."""
 
     @classmethod
     def of(cls, computed: Sequence[Computed], ep_size: int) -> _Mine:
@@ -266,6 +272,9 @@ class _Mine:
             experts_in_slots=_stacked(held, (ep_size, 0), -1),
             bytes=np.array(moved),
             gaps=np.array(gaps),
+            rows_over=np.array(
+                [-1 if one.rows_over is None else one.rows_over for one in computed], dtype=int
+            ),
         )
 
     @cached_property
@@ -286,6 +295,7 @@ class _Mine:
                 np.max(sends, axis=0),
                 *self.bytes,
                 self.gaps,
+                self.rows_over,
             ]
         )
 

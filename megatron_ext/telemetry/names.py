@@ -57,6 +57,9 @@ METRICS: dict[str, Metric] = {
     "imbalance_after": Metric("balance", "", "busiest rank's load / mean, as computed: mean"),
     **_spread("imbalance_after", "imbalance as computed"),
     "bound_gap": Metric("balance", "", "busiest rank's load / least that any plan reaches - 1"),
+    "rows_over_capacity": Metric(
+        "balance", "", "rows dropped beyond moe_expert_rank_capacity_factor, on all ranks"
+    ),
     "maxvio": Metric("balance", "", "hottest expert's load / mean - 1: mean"),
     "replicas": Metric("balance", "", "replicas of a layer in a microbatch: mean"),
     "replicas_max": Metric("balance", "", "replicas of a layer in a microbatch: largest"),

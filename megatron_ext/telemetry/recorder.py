@@ -25,6 +25,7 @@ from megatron_ext.balance.layer_report import LayerReport, PredictionReport
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.metrics import home_loads
 from megatron_ext.balance.reroute import as_map
+from megatron_ext.balance.reruns import can_take_back
 from megatron_ext.balance.stage_times import STAGES, TIMES
 from megatron_ext.telemetry.heartbeat import called_in_forward
 
@@ -73,6 +74,8 @@ class Computed(NamedTuple):
     """Weights that moved to replicas, of all ranks."""
     pulled_bytes: int = 0
     """Gradients that moved back to mains, of all ranks."""
+    rows_over: int | None = None
+    """Rows of all ranks beyond the rank capacity factor; None without this limit."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +110,22 @@ class LoadRecorder:
         self._reports: list[LayerReport] = []
         self._counts: list[tuple[int, Tensor]] = []  # Layers and their choices of experts, [E].
         self._held = _Held()
+        self._of_step: tuple[list[Any], ...] = (self._reports, self._counts, self._held.events)
         self._hooks: list[Any] = []
         self._observed: list[tuple[list[Any], Any]] = []
         for layer in layers:
             self.watch(layer)
         TIMES.readers += 1
+        can_take_back(self)
+
+    def mark(self) -> list[int]:
+        """See `HoldsCounts`. Times of stages stay, because a step that runs twice takes them."""
+        return [len(each) for each in self._of_step]
+
+    def take_back(self, mark: list[int]) -> None:
+        """See `HoldsCounts`."""
+        for each, size in zip(self._of_step, mark, strict=True):
+            del each[size:]
 
     def watch(self, layer: Any) -> None:
         """Count the training forwards of one more layer."""
@@ -132,6 +146,11 @@ class LoadRecorder:
                 [report.load for report in self._reports],
                 [report.rank_loads_after for report in self._reports],
                 [report.experts_in_slots for report in self._reports],
+                # Nothing stands for no limit.
+                [
+                    report.load.new_empty(0) if report.rows_over is None else report.rows_over
+                    for report in self._reports
+                ],
             )
             computed += map(_computed, self._reports, *arrays)
         predictions: dict[int, list[PredictionReport]] = {}
@@ -196,14 +215,14 @@ class _Held:
     """
 
     def __init__(self) -> None:
-        self._events: list[tuple[int, tuple[str, int]]] = []
+        self.events: list[tuple[int, tuple[str, int]]] = []
         self._last: dict[Any, tuple[str, int]] = {}
         self._graph_task_id = torch._C._current_graph_task_id
 
     def forward_counted(self, layer: Any, name: tuple[str, int]) -> None:
-        self._events.append((1, name))
+        self.events.append((1, name))
         if self._graph_task_id() != -1:  # Recomputed, so its backward comes next.
-            self._events.append((-1, name))
+            self.events.append((-1, name))
         else:
             self._last[layer] = name
 
@@ -211,7 +230,7 @@ class _Held:
         name = self._last.pop(layer, None)
         output = outputs[0] if isinstance(outputs, tuple) else outputs
         if name is not None and output.requires_grad:
-            events = self._events
+            events = self.events
             output.register_hook(lambda grad: events.append((-1, name)))
 
     def take(self, computed: Sequence[Computed], first: dict[str, int]) -> tuple[float, float]:
@@ -220,7 +239,7 @@ class _Held:
         The first result is for experts that stay at home, the second for the ranks that computed.
         `computed` has the reports' forwards, then the counts'; each kind begins at its `first`.
         """
-        events, self._events[:] = list(self._events), []
+        events, self.events[:] = list(self.events), []
         if not events:
             return math.nan, math.nan
         signs = torch.tensor([sign for sign, _ in events])[:, None]
@@ -235,7 +254,11 @@ class _Held:
 
 
 def _computed(
-    report: Any, load: Tensor, rank_loads_after: Tensor, experts_in_slots: Tensor
+    report: LayerReport,
+    load: Tensor,
+    rank_loads_after: Tensor,
+    experts_in_slots: Tensor,
+    rows_over: Tensor,
 ) -> Computed:
     replicas = int((experts_in_slots >= 0).sum())
     pushed = report.weight_bytes * replicas * report.moves.pushes
@@ -252,6 +275,7 @@ def _computed(
         predicted=report.prediction.load if report.prediction is not None else None,
         pushed_bytes=pushed,
         pulled_bytes=report.grad_bytes * replicas,
+        rows_over=int(rows_over.sum()) if rows_over.numel() else None,
     )
 
 

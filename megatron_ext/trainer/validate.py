@@ -235,6 +235,12 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
             f"megatron.cuda_graph_impl ({graphs}) must be none: this program captures no graphs; "
             "Megatron's own programs do, which `python -m megatron_ext.pretrain` runs balanced"
         )
+    if config.megatron.get("moe_paged_stash"):
+        problems.append(
+            "megatron.moe_paged_stash (True) must be False: this program does not run a step again "
+            "if the stash was full; Megatron's own programs do, which "
+            "`python -m megatron_ext.pretrain` runs balanced"
+        )
     # The numbers of experts and ranks were checked above, under their names here.
     ep_size = max(1, config.parallel.ep_size)
     sizes = {"num_moe_experts": ep_size, "expert_model_parallel_size": ep_size}

@@ -107,3 +107,21 @@ def test_text_is_for_people_and_wrong_words_are_said_at_once() -> None:
         status, _, said = _dry_run("--config-name", "quickstart", *words)
         assert status == 2
         assert problem in said
+
+
+def test_the_least_buffers_of_fixed_size_are_recommended() -> None:
+    """The numbers are those of `RankCapacity.least_factor`, in words."""
+    recipe = "qwen3_30b_8_h200_bf16"
+    status, out, said = _dry_run("--config-name", recipe, "--json")
+    assert status == 0, said
+    report: dict[str, Any] = json.loads(out)
+    buffers, config = report["buffers"], report["config"]
+    tokens = config["data"]["micro_batch_size"] * config["data"]["sequence_length"]
+    choices = tokens // config["parallel"]["tp_size"] * config["model"]["topk"]
+    assert 1 + config["balance"]["tolerance"] <= buffers["factor"] < 1.1
+    assert choices < buffers["rows"] < buffers["usual_rows"] < 1.6 * choices
+    assert buffers["saved_bytes"] > 0
+    status, out, said = _dry_run("--config-name", recipe)
+    assert f"plans need moe_expert_rank_capacity_factor {buffers['factor']:g}: " in out
+    status, out, said = _dry_run("--config-name", recipe, "balance.strategy=eplb")
+    assert "moe_expert_rank_capacity_factor" not in out

@@ -61,8 +61,10 @@ FINE = {
     *("moe_apply_probs_on_input", "moe_grouped_gemm", "moe_mlp_glu_interleave_size"),
     # Dropped choices are none, and padded experts are even already.
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
-    # Nothing without the stash.
-    "moe_paged_stash_page_size",
+    # `_capacity_problems`.
+    "moe_expert_rank_capacity_factor",
+    # What the stash moves are no slots, and its second run of a step plans alike.
+    *("moe_paged_stash", "moe_paged_stash_page_size"),
     *("moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu"),
     # Acts when Megatron decodes: there the layer refuses it (test_layer.py).
     "moe_pad_experts_for_cuda_graph_inference",
@@ -152,21 +154,25 @@ def test_graphs_end_before_the_plan(
         assert each.endswith("--cuda-graph-scope attn moe_router moe_preprocess)")
 
 
-def test_static_buffers_are_refused_with_the_way_out() -> None:
+def test_static_buffers_have_room_for_even_plans() -> None:
     """Only later versions of Megatron have these fields."""
     config = moe_config()
-    config.moe_expert_rank_capacity_factor, config.moe_paged_stash = 1.5, True
-    config.moe_ncclep_zero_copy = True
+    config.moe_expert_rank_capacity_factor, config.moe_paged_stash = 1.05, True
+    check(config, BalanceConfig())
+    check(config, BalanceConfig(tolerance=0.1, slots=0))
+    config.moe_ncclep_zero_copy = config.moe_hybridep_pad_uneven_dispatch_inputs = True
     assert not torch.distributed.is_initialized()
     with pytest.raises(ConfigError) as error:
-        check(config, BalanceConfig())
-    factor, zero_copy, stash = error.value.problems
+        check(config, BalanceConfig(tolerance=0.1))
+    zero_copy, uneven, factor = error.value.problems
     assert zero_copy.startswith("moe_ncclep_zero_copy (True) must be False with balance.strategy=")
     assert zero_copy.endswith("(leave out --moe-ncclep-zero-copy)")
-    assert factor.startswith("moe_expert_rank_capacity_factor (1.5) must be None with balance.")
-    assert factor.endswith("(leave out --moe-expert-rank-capacity-factor)")
-    assert stash.startswith("moe_paged_stash (True) must be False with balance.strategy=quota: ")
-    assert stash.endswith("(leave out --moe-paged-stash)")
+    assert uneven.startswith("moe_hybridep_pad_uneven_dispatch_inputs (True) must be False with ")
+    assert uneven.endswith("(leave out --moe-hybridep-pad-uneven-dispatch-inputs)")
+    assert factor.startswith(
+        "moe_expert_rank_capacity_factor (1.05) must be >= 1.1 with balance.tolerance=0.1, or "
+    )
+    assert factor.endswith("--moe-expert-rank-capacity-factor 1.1, or a smaller balance.tolerance)")
 
 
 @pytest.mark.parametrize(

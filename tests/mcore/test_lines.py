@@ -109,9 +109,11 @@ def test_only_a_line_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     every = lines.BalanceLines(3)
     every.watch(layer)
     report = SimpleNamespace(
+        layer_number=1,
         load=torch.ones(2, 4, dtype=torch.int64, device="meta"),
         rank_loads_after=torch.ones(2, dtype=torch.int64, device="meta"),
         experts_in_slots=torch.zeros(2, 1, dtype=torch.int32, device="meta"),
+        rows_over=torch.zeros(2, dtype=torch.int64, device="meta"),
     )
     layer.observers[0](report)
     layer.observers[0](report)
@@ -135,6 +137,7 @@ def test_layers_of_a_model_that_is_only_evaluated_do_not_count(
         load=torch.ones(2, 4, dtype=torch.int64),
         rank_loads_after=torch.ones(2, dtype=torch.int64),
         experts_in_slots=torch.zeros(2, 1, dtype=torch.int32),
+        rows_over=None,
     )
     policy.observers[0](report)
     policy.observers[0](report)

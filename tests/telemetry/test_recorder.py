@@ -114,7 +114,7 @@ def _overlap(rank: int, strategy: str) -> tuple[int, int, list[str]]:
     heartbeat.note_layers(layers)
     heartbeat.note("forward", step=5)
     gpt.forward_backward(num_microbatches=3)
-    still_held = sum(sign for sign, _ in recorder._held._events)
+    still_held = sum(sign for sign, _ in recorder._held.events)
     return len(recorder.take_step().computed), still_held, str(heartbeat.last_note()).split(", ")
 
 
@@ -167,6 +167,7 @@ def test_the_host_waits_once_a_step() -> None:
             weight_bytes=10,
             grad_bytes=20,
             moves=SimpleNamespace(pushes=2),
+            rows_over=torch.tensor([0, layer_number]),
         )
         layer.observers[0](report)
     counting, work = Counting(), Work()
@@ -178,6 +179,7 @@ def test_the_host_waits_once_a_step() -> None:
     assert before == pytest.approx([8 / 6, 8 / 7, 1, 10 / 9])
     assert after == pytest.approx([1, 8 / 7, 10 / 8, 12 / 9])
     assert [(one.pushed_bytes, one.pulled_bytes) for one in step.computed] == [(20, 20)] * 4
+    assert [one.rows_over for one in step.computed] == [one.layer_number for one in step.computed]
     assert step.computed[3].load.tolist() == [[3, 4], [2, 0]]
 
 

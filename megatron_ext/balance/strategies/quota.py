@@ -36,4 +36,5 @@ QUOTA = Strategy(
     name="quota",
     summary="the quota planner: within the tolerance at least cost",
     kind=Solves(solve),
+    reaches=lambda asked: asked,
 )

@@ -185,6 +185,10 @@ class Strategy:
     num_slots: Callable[[int, int], int] = lambda asked, mains_per_rank: asked
     """Slots per rank that it plans for, given those asked for and the mains per rank."""
 
+    reaches: Callable[[float], float] | None = None
+    """The tolerance that its plans reach wherever a legal plan can, given that asked for; None if
+    it promises none."""
+
     package: str | None = None
     """A package that the strategy imports; the extra of the strategy's name installs it."""
 

@@ -23,9 +23,11 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import unwrap_model
 from torch import nn
 
+from megatron_ext.balance.planner import plan_layout
 from megatron_ext.balance.strategies import get_strategy
 from megatron_ext.config import BalanceConfig
 from megatron_ext.mcore.balancer import layout_of
+from megatron_ext.mcore.capacity import ROWS_OF_OP_FUSER, RankCapacity, promised_tolerance
 from megatron_ext.mcore.experts import expert_weights
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.model.build import build_model, moe_layers
@@ -42,6 +44,7 @@ from megatron_ext.trainer.model.settings import (
     unquantized,
 )
 from megatron_ext.trainer.model.shape import REPLICA_BYTES
+from megatron_ext.trainer.validate import expert_shards
 
 _MOMENT_BYTES = 8
 """Bytes of a parameter's two moments of Adam."""
@@ -125,6 +128,50 @@ class DryRun:
     active: int
     """Parameters that a token meets, without layers that predict further tokens."""
     stages: list[Stage]
+
+
+USUAL_FACTOR = 1.5
+"""The `moe_expert_rank_capacity_factor` of most published recipes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffers:
+    """HybridEP's buffers of fixed size, with the factor that plans allow."""
+
+    factor: float
+    """The least `moe_expert_rank_capacity_factor` with which plans within the tolerance drop
+    nothing."""
+    rows: int
+    """Rows of a layer's buffer with that factor."""
+    usual_rows: int
+    """The same with `USUAL_FACTOR`."""
+
+
+def recommended_buffers(config: TrainConfig, *, tokens: int) -> Buffers | None:
+    """Return the least buffers that drop nothing; None if the run's plans promise nothing.
+
+    A rank routes `tokens` in a microbatch. The op fuser is taken for on, which Megatron demands
+    with such buffers.
+    """
+    kind = get_strategy(config.balance.strategy)
+    tolerance = promised_tolerance(config.balance)
+    ep_size = config.parallel.ep_size
+    if kind.kind is not kind.planner or tolerance is None or ep_size == 1:
+        return None
+    layout = plan_layout(
+        config.balance.strategy,
+        num_experts=config.model.num_experts,
+        ep_size=ep_size,
+        slots=config.balance.slots,
+        nvlink_domain=None,
+    )
+    choices = tokens * config.model.topk
+    pad = ROWS_OF_OP_FUSER if recipe_of(config) else 1
+    usual = RankCapacity(factor=USUAL_FACTOR, align=ROWS_OF_OP_FUSER, pad=pad)
+    shards = expert_shards(config)
+    least = usual.least_factor(choices, layout, tolerance, num_shards=shards)
+    rows = dataclasses.replace(usual, factor=least).rows(choices)
+    return Buffers(factor=least, rows=rows, usual_rows=usual.rows(choices))
 
 
 def dry_run(

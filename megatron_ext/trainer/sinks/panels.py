@@ -24,6 +24,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
         "imbalance_before_max",
     ),
     "Above what any plan reaches": ("bound_gap",),
+    "Rows dropped beyond the rank capacity factor": ("rows_over_capacity",),
     "Replicas of a layer": ("replicas", "replicas_max"),
     "Replicas that the busiest rank sends": ("rank_sends_max",),
     "Slots in use": ("slot_use",),
