@@ -116,6 +116,11 @@ OPTIONS = {
     ),
     "alltoall": Option("dispatcher `alltoall`", "moe_token_dispatcher_type=alltoall"),
     "allgather": Option("dispatcher `allgather`"),
+    "nccl_ep": Option(
+        "dispatcher `flex` over NCCL EP (`--moe-flex-dispatcher-backend ncclep`)",
+        "moe_flex_dispatcher_backend=ncclep",
+        True,
+    ),
     "routing_ids": Option("routing as top-k ids in place of a map"),
     "expert_tp": Option(
         "expert tensor parallelism (`--expert-tensor-parallel-size` > 1)", "nearly none"

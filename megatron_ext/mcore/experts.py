@@ -53,6 +53,7 @@ class ExpertWeights(Protocol):
         tokens: Tensor,
         tokens_per_expert: Tensor,
         probs: Tensor,
+        **buffers: Tensor,
     ) -> Tensor:
         """Run the mains and the S >= 1 slots.
 
@@ -62,6 +63,7 @@ class ExpertWeights(Protocol):
             tokens: [N', H], sorted by this rank's physical experts.
             tokens_per_expert: [M + S], on the host or the device.
             probs: Router probabilities of the tokens, [N'].
+            buffers: Memory of the dispatcher that the experts write to; see `expert_buffers`.
 
         Returns:
             Expert outputs, [N', H], in the order of `tokens`.
@@ -134,11 +136,12 @@ def run_experts(
     tokens: Tensor,
     tokens_per_expert: Tensor,
     probs: Tensor,
+    **buffers: Tensor,
 ) -> Tensor:
     """Run `ExpertWeights.run` on the `weights` of `experts`; without slots, Megatron's module."""
     if len(slot_weights[0]) > 0:
-        return weights.run(slot_weights, tokens, tokens_per_expert, probs)
-    return run_mains(experts, tokens, tokens_per_expert, probs)
+        return weights.run(slot_weights, tokens, tokens_per_expert, probs, **buffers)
+    return run_mains(experts, tokens, tokens_per_expert, probs, **buffers)
 
 
 def finish_parameter_gather(module: nn.Module) -> None:

@@ -280,24 +280,7 @@ MUST_BE = (
     ),
     Demand("moe_single_grouped_bias", (False,), "each expert needs its own bias to have replicas"),
     Demand(
-        "moe_expert_rank_capacity_factor",
-        (None,),
-        "the limit is for buffers of HybridEP and NCCL EP, which were never tried on a GPU here, "
-        "and balanced ranks do not need the limit",
-    ),
-    Demand(
-        "moe_ncclep_zero_copy",
-        (False,),
-        "NCCL EP makes its buffers once, for the experts without slots",
-    ),
-    Demand(
         "moe_paged_stash", (False,), "the stash may run a step again, and a step is planned once"
-    ),
-    Demand(
-        "moe_flex_dispatcher_backend",
-        ("deepep", "hybridep"),
-        "NCCL EP makes its buffers once, for the experts without slots",
-        "set --moe-flex-dispatcher-backend deepep",
     ),
     Demand(
         "expert_gtp_weight_remat_size",

@@ -50,6 +50,7 @@ from megatron_ext.config import BalanceConfig
 from megatron_ext.mcore.balancer import LayerBalancer, layout_of
 from megatron_ext.mcore.dispatcher import (
     PlannedDispatcher,
+    expert_buffers,
     physical_dispatcher,
     release_graph,
     release_maps,
@@ -477,7 +478,13 @@ class BalancedMoELayer(ObservedMoELayer):
         """
         with stage(EXPERTS), forward.hide_slots():
             output = run_experts(
-                self.experts, self.expert_weights, slot_weights, tokens, tokens_per_expert, probs
+                self.experts,
+                self.expert_weights,
+                slot_weights,
+                tokens,
+                tokens_per_expert,
+                probs,
+                **expert_buffers(self.token_dispatcher),
             )
         return forward.before_experts_backward(output)
 

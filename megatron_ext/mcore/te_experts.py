@@ -112,6 +112,7 @@ class TEGroupedWeights:
         tokens: Tensor,
         tokens_per_expert: Tensor,
         probs: Tensor,
+        **buffers: Tensor,
     ) -> Tensor:
         """See `ExpertWeights.run`. The host reads the counts once, as in Megatron.
 
@@ -135,7 +136,7 @@ class TEGroupedWeights:
                 self._experts, [{kind: next(of_slots) for kind in self._kinds} for _ in LINEARS]
             )
         with lent:
-            return run_mains(self._experts, tokens, tokens_per_expert, probs)
+            return run_mains(self._experts, tokens, tokens_per_expert, probs, **buffers)
 
 
 def _is_single(linear: Any) -> bool:
