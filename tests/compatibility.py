@@ -121,6 +121,9 @@ OPTIONS = {
         "moe_flex_dispatcher_backend=ncclep",
         True,
     ),
+    "nccl_ep_zero_copy": Option(
+        "the same without copies (`--moe-ncclep-zero-copy`)", "moe_ncclep_zero_copy", True
+    ),
     "routing_ids": Option("routing as top-k ids in place of a map"),
     "expert_tp": Option(
         "expert tensor parallelism (`--expert-tensor-parallel-size` > 1)", "nearly none"

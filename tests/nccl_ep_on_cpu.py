@@ -24,6 +24,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel import utils
 from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -77,11 +78,15 @@ class NcclEp(types.ModuleType):
         self.reachable.append(torch.full(shape, NAN, dtype=dtype))
         return self.reachable[-1]
 
+    def is_symm_backed(self, tensor: Tensor) -> bool:
+        """Whether peers can reach a tensor."""
+        ours = {each.untyped_storage().data_ptr() for each in self.reachable}
+        return tensor.untyped_storage().data_ptr() in ours
+
     def must_reach(self, tensor: Tensor) -> None:
         """Without copies, peers read and write this tensor."""
         if self.sizes["zero_copy"]:
-            ours = {each.untyped_storage().data_ptr() for each in self.reachable}
-            assert tensor.untyped_storage().data_ptr() in ours, "peers cannot reach this tensor"
+            assert self.is_symm_backed(tensor), "peers cannot reach this tensor"
 
     def EpBuffer(self, **sizes: Any) -> Buffer:  # noqa: N802 - a class in the real module
         """State of one dispatch and its combine."""
@@ -157,7 +162,7 @@ class Buffer:
             num_experts=num_local_experts * nccl_ep.group.size(),
         )
         assert given.items() <= nccl_ep.sizes.items(), f"{given}, set up for {nccl_ep.sizes}"
-        assert alignment in (0, 256)
+        assert alignment in (0, 32, 256)
         self.nccl_ep, self.group, self.capacity = nccl_ep, nccl_ep.group, recv_capacity_per_rank
         self.top_k, self.num_local_experts, self.alignment = top_k, num_local_experts, alignment
         self.is_dispatched = self.is_combined = False
@@ -271,5 +276,6 @@ def nccl_ep_on_cpu() -> Iterator[NcclEp]:
             flex_on_cpu(),
             mock.patch.multiple(token_dispatcher, **wrappers),
             mock.patch.multiple(manager, **buffers),
+            mock.patch.object(utils, "is_symm_backed", nccl_ep.is_symm_backed),
         ):
             yield nccl_ep

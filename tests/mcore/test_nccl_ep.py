@@ -15,6 +15,7 @@ import torch
 from megatron_ext.config import BalanceConfig
 from tests.gpt import TinyGPT, build_gpt  # first: it enables the CPU platform
 from tests.mcore.parity import balanced_gpt, balanced_layers
+from tests.mcore.test_partial_graphs import Case, train_with_and_without
 from tests.ranks import run_ranks
 
 from megatron.core import parallel_state  # isort: skip
@@ -67,6 +68,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "4 ranks": (4, dict(ep=4, experts=8, shared_ffn=16)),
     "data parallel": (4, dict(ep=2, distributed_optimizer=True, overlap_grad_reduce=True)),
     "layer recomputed": (2, dict(ep=2, recompute="selective")),
+    "overlapped": (2, dict(ep=2, overlap_moe_expert_parallel_comm=True)),
     "all recomputed": (2, dict(ep=2, recompute="full", grouped_mm=True)),
 }
 
@@ -77,6 +79,19 @@ def test_training_is_the_same_as_with_alltoall(world_size: int, settings: dict[s
     for differ, replicas in run_ranks(_training, world_size, settings | BF16):
         assert differ == []
         assert replicas > 0
+
+
+def _with_and_without_graphs(rank: int) -> tuple[int, int]:
+    from tests.nccl_ep_on_cpu import nccl_ep_on_cpu
+
+    with nccl_ep_on_cpu():
+        return train_with_and_without(rank, Case(NCCL_EP | BF16))
+
+
+@pytest.mark.option("nccl_ep")
+def test_training_with_partial_graphs_is_the_same() -> None:
+    for replicas, operations in run_ranks(_with_and_without_graphs, 2):
+        assert min(replicas, operations) > 0
 
 
 def _clashing(rank: int, first_is_balanced: bool) -> None:
