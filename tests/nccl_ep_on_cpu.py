@@ -1,4 +1,4 @@
-"""Stands in for NCCL EP between CPU ranks: for `transformer_engine.pytorch.ep`, as Megatron calls it.
+"""Stands in for NCCL EP between CPU ranks: for `transformer_engine.pytorch.ep`.
 
 Megatron's manager and its wrappers of that module are the real ones, whether Transformer Engine is
 there or not. The stand-in refuses what NCCL EP cannot take: a second set-up, another one than the
@@ -16,6 +16,7 @@ megatron/core/transformer/moe/fused_a2a.py (0.19.2).
 from __future__ import annotations
 
 import importlib
+import re
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,7 +89,7 @@ class NcclEp(types.ModuleType):
         if self.sizes["zero_copy"]:
             assert self.is_symm_backed(tensor), "peers cannot reach this tensor"
 
-    def EpBuffer(self, **sizes: Any) -> Buffer:  # noqa: N802 - a class in the real module
+    def EpBuffer(self, **sizes: Any) -> Buffer:
         """State of one dispatch and its combine."""
         return Buffer(self, **sizes)
 
@@ -108,17 +109,25 @@ class NcclEp(types.ModuleType):
             Tokens [C, H], sorted by this rank's experts, each expert's rows filled up with zeros to
             a multiple of the alignment; their probabilities [C]; rows of each expert, int32.
         """
-        # Megatron brings these for quantized models only, which the tests here have not.
-        assert recv_tokens is None
-        assert recv_topk_weights is None
         self.num_dispatches += 1
+        hidden = self.sizes["hidden_dim"]
+        if recv_tokens is None:
+            recv_tokens = tokens.new_empty(buffer.capacity, hidden)
+        else:  # Megatron brings memory where experts do not keep their input: in quantized models.
+            self.must_reach(recv_tokens)
+        if recv_topk_weights is None:
+            recv_topk_weights = topk_weights.new_empty(buffer.capacity)
+        else:
+            self.must_reach(recv_topk_weights)
+        assert recv_tokens.shape == (buffer.capacity, hidden)
+        assert recv_topk_weights.shape == (buffer.capacity,)
         buffer.take_routing(topk_idx)
-        assert tokens.shape == (len(topk_idx), self.sizes["hidden_dim"])
+        assert tokens.shape == (len(topk_idx), hidden)
         assert tokens.dtype == torch.bfloat16
         assert topk_weights.shape == topk_idx.shape
         assert topk_weights.dtype == torch.float32
-        received, probs = _Dispatch.apply(buffer, tokens, topk_weights)
-        return received, probs, buffer.rows_by_expert
+        received = _Dispatch.apply(buffer, tokens, topk_weights, recv_tokens, recv_topk_weights)
+        return *received, buffer.rows_by_expert
 
     def ep_combine(
         self,
@@ -187,7 +196,7 @@ class Buffer:
             choices.append(rows[:, 1])
         self.rows_by_expert = torch.tensor([*map(len, tokens)], dtype=torch.int32)
         self.num_rows = int(self.rows_by_expert.sum())
-        assert self.num_rows <= self.capacity, f"{self.num_rows} tokens, and room for {self.capacity}"
+        assert self.num_rows <= self.capacity, f"{self.num_rows} > {self.capacity}: no room"
         self.token, self.choice = torch.cat(tokens), torch.cat(choices)
         """Which of all ranks' tokens is in a row, and by which of its choices; -1 for padding."""
 
@@ -215,14 +224,14 @@ class Buffer:
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, buffer: Buffer, tokens: Tensor, weights: Tensor
+        ctx: Any, buffer: Buffer, tokens: Tensor, weights: Tensor, received: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.buffer = buffer
-        received = buffer.to_rows(buffer.of_all(tokens), tokens.new_empty(buffer.capacity, tokens.shape[1]))
+        buffer.to_rows(buffer.of_all(tokens), received)
         of_rows = buffer.of_all(weights)[buffer.token, buffer.choice] * (buffer.token >= 0)
-        probs = weights.new_full((buffer.capacity,), NAN)
-        probs[: buffer.num_rows] = of_rows
-        return received, probs
+        probs.fill_(NAN)[: buffer.num_rows] = of_rows
+        # Autograd must not take memory that lives longer for its own.
+        return received.detach(), probs.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, probs_grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -233,7 +242,7 @@ class _Dispatch(torch.autograd.Function):
         buffer.nccl_ep.must_reach(grad)
         by_choice = torch.zeros(buffer.capacity, buffer.top_k)
         by_choice[torch.arange(buffer.num_rows), buffer.choice] = probs_grad[: buffer.num_rows]
-        return None, buffer.to_tokens(grad), buffer.to_tokens(by_choice)
+        return None, buffer.to_tokens(grad), buffer.to_tokens(by_choice), None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -266,7 +275,7 @@ def nccl_ep_on_cpu() -> Iterator[NcclEp]:
     home.ep = nccl_ep  # type: ignore[attr-defined]
     modules = {"transformer_engine": types.ModuleType("transformer_engine"), home.__name__: home}
     manager = token_dispatcher._NCCLEPManager
-    buffers = {name: None for name in vars(manager) if name.startswith("_zc_") and name.endswith("_buf")}
+    buffers = dict.fromkeys(name for name in vars(manager) if re.fullmatch("_zc_.*_buf", name))
     # Also for the end of Megatron's process groups, which forgets the set-up.
     with mock.patch.dict(vars(fused_a2a)):
         with mock.patch.dict("sys.modules", modules):

@@ -347,10 +347,11 @@ def group_quantize(
     tensor: Tensor, quantizer: Any, num_groups: int, split_sizes: Tensor, **_: Any
 ) -> Any:
     """Groups of rows quantized each by itself, and packed: one buffer for the data of all, and so
-    for scales."""
+    for scales. Rows behind the last group are left out."""
     from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensorStorage
 
-    parts = [quantize(part, quantizer) for part in tensor.split(split_sizes.tolist())]
+    sizes = split_sizes.tolist()
+    parts = [quantize(part, quantizer) for part in tensor[: sum(sizes)].split(sizes)]
     packed = {}
     for argument, names in _OF_GROUPS.items():
         name = next((each for each in names if getattr(parts[0], each, None) is not None), None)

@@ -55,8 +55,9 @@ FINE = {
     *("moe_hybridep_num_blocks_permute", "moe_hybridep_num_blocks_unpermute"),
     *("moe_hybridep_num_sms_preprocessing", "moe_permute_fusion_into_hybridep"),
     "moe_hybridep_pad_uneven_dispatch_inputs",
-    # Of a dispatcher that is refused.
-    "moe_ncclep_static_shape",
+    *("moe_flex_dispatcher_backend", "moe_ncclep_static_shape", "moe_ncclep_zero_copy"),
+    # What a rank has room for: balanced ranks need less.
+    "moe_expert_rank_capacity_factor",
     # How the experts compute.
     *("moe_apply_probs_on_input", "moe_grouped_gemm", "moe_mlp_glu_interleave_size"),
     # Dropped choices are none, and padded experts are even already.
@@ -152,19 +153,14 @@ def test_graphs_end_before_the_plan(
         assert each.endswith("--cuda-graph-scope attn moe_router moe_preprocess)")
 
 
-def test_static_buffers_are_refused_with_the_way_out() -> None:
-    """Only later versions of Megatron have these fields."""
+def test_the_stash_is_refused_with_the_way_out() -> None:
+    """Only later versions of Megatron have this field."""
     config = moe_config()
-    config.moe_expert_rank_capacity_factor, config.moe_paged_stash = 1.5, True
-    config.moe_ncclep_zero_copy = True
+    config.moe_paged_stash = True
     assert not torch.distributed.is_initialized()
     with pytest.raises(ConfigError) as error:
         check(config, BalanceConfig())
-    factor, zero_copy, stash = error.value.problems
-    assert zero_copy.startswith("moe_ncclep_zero_copy (True) must be False with balance.strategy=")
-    assert zero_copy.endswith("(leave out --moe-ncclep-zero-copy)")
-    assert factor.startswith("moe_expert_rank_capacity_factor (1.5) must be None with balance.")
-    assert factor.endswith("(leave out --moe-expert-rank-capacity-factor)")
+    (stash,) = error.value.problems
     assert stash.startswith("moe_paged_stash (True) must be False with balance.strategy=quota: ")
     assert stash.endswith("(leave out --moe-paged-stash)")
 

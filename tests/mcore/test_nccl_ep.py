@@ -39,13 +39,13 @@ def train(gpt: TinyGPT) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, gpt.parameters()
 
 
-def differs_from_alltoall(settings: dict[str, Any], **nccl_ep_settings: Any) -> tuple[list[str], int]:
+def differs_from_alltoall(settings: dict[str, Any], **over_nccl_ep: Any) -> tuple[list[str], int]:
     """Names of what differs between the dispatchers, and replicas."""
     from tests.nccl_ep_on_cpu import nccl_ep_on_cpu
 
     losses, expected = train(balanced_gpt(settings, EXACT))
     with nccl_ep_on_cpu() as nccl_ep:
-        gpt = balanced_gpt(settings | NCCL_EP | nccl_ep_settings, EXACT)
+        gpt = balanced_gpt(settings | NCCL_EP | over_nccl_ep, EXACT)
         found_losses, found = train(gpt)
         layers = balanced_layers(gpt)
         assert nccl_ep.num_dispatches >= 6 * len(layers)
