@@ -196,7 +196,9 @@ class Buffer:
             choices.append(rows[:, 1])
         self.rows_by_expert = torch.tensor([*map(len, tokens)], dtype=torch.int32)
         self.num_rows = int(self.rows_by_expert.sum())
-        assert self.num_rows <= self.capacity, f"{self.num_rows} > {self.capacity}: no room"
+        # The real one's trap ends the job: here all ranks see it.
+        most = int(self.of_all(self.rows_by_expert.sum().view(1)).max())
+        assert most <= self.capacity, f"{most} > {self.capacity}: no room"
         self.token, self.choice = torch.cat(tokens), torch.cat(choices)
         """Which of all ranks' tokens is in a row, and by which of its choices; -1 for padding."""
 

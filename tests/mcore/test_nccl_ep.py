@@ -66,6 +66,7 @@ def _training(rank: int, settings: dict[str, Any]) -> tuple[list[str], int]:
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "2 ranks": (2, dict(ep=2)),
     "4 ranks": (4, dict(ep=4, experts=8, shared_ffn=16)),
+    "tensor parallel": (4, dict(ep=4, tp=2, experts=8)),
     "data parallel": (4, dict(ep=2, distributed_optimizer=True, overlap_grad_reduce=True)),
     "layer recomputed": (2, dict(ep=2, recompute="selective")),
     "overlapped": (2, dict(ep=2, overlap_moe_expert_parallel_comm=True)),
@@ -92,6 +93,23 @@ def _with_and_without_graphs(rank: int) -> tuple[int, int]:
 def test_training_with_partial_graphs_is_the_same() -> None:
     for replicas, operations in run_ranks(_with_and_without_graphs, 2):
         assert min(replicas, operations) > 0
+
+
+def _with_room_for_even_loads(rank: int) -> int:
+    from tests.nccl_ep_on_cpu import nccl_ep_on_cpu
+
+    settings = dict(ep=2, micro_batch_size=4) | BF16 | NCCL_EP
+    settings |= dict(moe_expert_rank_capacity_factor=1.0)
+    with nccl_ep_on_cpu(), pytest.raises(AssertionError, match="no room"):
+        build_gpt(**settings).forward_backward()
+    with nccl_ep_on_cpu():
+        gpt = balanced_gpt(settings, EXACT)
+        gpt.forward_backward()
+    return sum(layer.num_replicas for layer in balanced_layers(gpt))
+
+
+def test_balanced_ranks_need_room_for_even_loads_only() -> None:
+    assert min(run_ranks(_with_room_for_even_loads, 2)) > 0
 
 
 def _clashing(rank: int, first_is_balanced: bool) -> None:
