@@ -128,6 +128,11 @@ OPTIONS = {
     "expert_tp": Option(
         "expert tensor parallelism (`--expert-tensor-parallel-size` > 1)", "nearly none"
     ),
+    "expert_shards": Option(
+        "sharded expert weights (`--expert-tensor-parallel-num-weight-shards`)",
+        "expert_gtp_weight_remat_size",
+        True,
+    ),
     "sequence_parallel": Option("tensor parallelism with sequence parallelism"),
     "context_parallel": Option("context parallelism"),
     "pipeline": Option(
@@ -410,6 +415,7 @@ def _refusals() -> list[str]:
             (forces, limits.MUST_BE_TO_FORCE),
             (["balance.local_first"], libra.LOCAL_FIRST),
             (transports, limits.MUST_BE_TO_ADD),
+            (["balance.objective=time"], limits.MUST_BE_TO_MEASURE),
         )
         for rule in rules
     ]

@@ -21,6 +21,7 @@ from megatron_ext.balance.main_weights import MainWeights, Segment
 from megatron_ext.mcore.grouped_experts import GroupedExperts, GroupedWeights
 from megatron_ext.mcore.limits import quantization_of
 from megatron_ext.mcore.sequential_experts import SequentialWeights, run_mains
+from megatron_ext.mcore.sharded import is_sharded
 
 
 class ExpertWeights(Protocol):
@@ -96,6 +97,11 @@ def expert_weights(experts: nn.Module) -> ExpertWeights:
         if isinstance(experts, module_class):
             if problem := quantization_problem(experts.config, module_class):
                 raise ValueError(problem)
+            if module_class is not TEGroupedMLP and any(map(is_sharded, experts.parameters())):
+                raise ValueError(
+                    f"expert_gtp_weight_remat_size must be 1 with {module_class.__name__}: of "
+                    "sharded experts, only TEGroupedMLP's have replicas (give --moe-grouped-gemm)"
+                )
             return kind(experts)
     raise ValueError(
         f"experts of type {type(experts).__name__} cannot be balanced; use TEGroupedMLP "

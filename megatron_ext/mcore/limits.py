@@ -45,6 +45,8 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
             f"expert_model_parallel_size ({ep_size})"
         )
     problems += _broken(MUST_BE, config, with_strategy)
+    if balance.costs_to_measure:
+        problems += _broken(MUST_BE_TO_MEASURE, config, "balance.objective=time")
     for setting, rules in of_methods("LIMITS", balance).items():
         problems += _broken(rules, config, setting)
     return problems
@@ -220,6 +222,17 @@ class PlainDemand(Demand):
         return None if setting is None else Demand.problem(self, config, setting)
 
 
+class ShardsDemand(Demand):
+    """The rule for sharded expert weights: what they must not meet."""
+
+    def problem(self, config: Any, with_setting: str) -> str | None:
+        """Return the problem with shards in `config`, or None."""
+        fields = *_DELAYS, "use_transformer_engine_op_fuser", "add_bias_linear"
+        met = [name for name in fields if getattr(config, name, None)]
+        met += filter(None, [quantization_of(config)])
+        return Demand.problem(self, config, " and ".join(met)) if met else None
+
+
 _FORMATS = {
     "tensorwise": (16, "check_fp8_support"),
     "blockwise": (16, "check_fp8_block_scaling_support"),
@@ -265,12 +278,19 @@ _GRAPHS = GraphDemand(
     "set --cuda-graph-impl transformer_engine --cuda-graph-scope attn moe_router moe_preprocess",
 )
 
-_DELAYED = DelayDemand(
-    "delay_wgrad_compute",
-    (False,),
-    "without fusion Megatron itself takes memory that nothing has set for gradients",
-    "leave out --no-gradient-accumulation-fusion",
+_DELAYS = "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"
+
+_DELAYED = tuple(
+    DelayDemand(
+        field,
+        (False,),
+        "without fusion Megatron itself takes memory that nothing has set for gradients",
+        "leave out --no-gradient-accumulation-fusion",
+    )
+    for field in _DELAYS
 )
+
+SHARDS_FLAG = "leave out --expert-tensor-parallel-num-weight-shards"
 
 MUST_BE = (
     Demand(
@@ -282,14 +302,14 @@ MUST_BE = (
     Demand(
         "moe_paged_stash", (False,), "the stash may run a step again, and a step is planned once"
     ),
-    Demand(
+    ShardsDemand(
         "expert_gtp_weight_remat_size",
         (1,),
-        "weights that Megatron gathers for every use are not supported",
-        "leave out --expert-tensor-parallel-num-weight-shards",
+        "replicas beside shards were never run with the op fuser, biases, quantization or delayed "
+        "weight gradients",
+        SHARDS_FLAG,
     ),
-    _DELAYED,
-    _DELAYED._replace(field="overlap_dispatch_backward_with_experts_wgrad"),
+    *_DELAYED,
     QuantizationDemand(
         "fp8_recipe",
         ("tensorwise", "blockwise", "mxfp8"),
@@ -321,6 +341,17 @@ MUST_BE_TO_ADD = (
     Demand("fp16", (False,), "only balance.transport=collective adds float16 gradients"),
 )
 """Rules for a transport that cannot add gradients in float16."""
+
+MUST_BE_TO_MEASURE = (
+    Demand(
+        "expert_gtp_weight_remat_size",
+        (1,),
+        "costs are measured on experts by themselves, and Megatron gathers weights in the layers' "
+        "order",
+        SHARDS_FLAG,
+    ),
+)
+"""Rules for costs that are measured."""
 
 MUST_BE_TO_FORCE = (
     Demand(

@@ -26,6 +26,7 @@ from megatron_ext.balance.forward import kept_in_place
 from megatron_ext.balance.main_weights import Held, MainWeights, Segment, Split
 from megatron_ext.mcore.in_place import memory_of
 from megatron_ext.mcore.sequential_experts import run_mains
+from megatron_ext.mcore.sharded import LedSlots, ShardedMains, Whole, is_sharded
 
 LINEARS = ("linear_fc1", "linear_fc2")
 
@@ -41,6 +42,8 @@ class TEGroupedWeights:
 
     def __init__(self, experts: TEGroupedMLP) -> None:
         self._experts = experts
+        self._whole: Whole
+        """Of the last forward that began, if this rank has shards of its mains."""
         # Megatron-Core before 0.17 has no such path.
         self._op_fuser = _OpFuser(experts) if getattr(experts, "_with_fused_impl", False) else None
         if self._op_fuser is not None and experts.config.add_bias_linear:
@@ -80,7 +83,13 @@ class TEGroupedWeights:
         linear = getattr(self._experts, name)
         if _is_single(linear):
             return Split(linear.weight, _values(linear.weight))
-        return [getattr(linear, f"{kind}{m}") for m in range(linear.num_gemms)]
+        mains = [getattr(linear, f"{kind}{m}") for m in range(linear.num_gemms)]
+        if not is_sharded(mains[0]):
+            return mains
+        if name == LINEARS[0]:
+            self._whole = Whole([getattr(self._experts, each).weight0 for each in LINEARS])
+        fused = self._experts.config.gradient_accumulation_fusion
+        return ShardedMains(mains, fused, self._whole, LINEARS.index(name))
 
     def forget_step(self) -> None:
         """See `ExpertWeights.forget_step`. The linears are Megatron's; see `reset_after_abort`."""
@@ -135,8 +144,26 @@ class TEGroupedWeights:
             lent = _lent(
                 self._experts, [{kind: next(of_slots) for kind in self._kinds} for _ in LINEARS]
             )
-        with lent:
+        with lent, _led(self._experts, slot_weights[:: len(self._kinds)]):
             return run_mains(self._experts, tokens, tokens_per_expert, probs, **buffers)
+
+
+@contextmanager
+def _led(experts: TEGroupedMLP, of_slots: Sequence[Any]) -> Iterator[None]:
+    """Let the first weight of each linear lead slots, too, if this rank has shards of its mains."""
+    leaders = {
+        name: slots.leader()
+        for name, slots in zip(LINEARS, of_slots, strict=True)
+        if isinstance(slots, LedSlots)
+    }
+    for name, leader in leaders.items():
+        # Set in `vars`, past nn.Module, it hides the parameter.
+        vars(getattr(experts, name))["weight0"] = leader
+    try:
+        yield
+    finally:
+        for name in leaders:
+            del vars(getattr(experts, name))["weight0"]
 
 
 def _is_single(linear: Any) -> bool:
@@ -148,7 +175,8 @@ def _is_single(linear: Any) -> bool:
 def _shape(linear: Any, kind: str) -> tuple[int, ...]:
     if _is_single(linear):
         return tuple(linear.weight.shape[1:])
-    return tuple(getattr(linear, f"{kind}0").shape)
+    parameter = getattr(linear, f"{kind}0")
+    return tuple(parameter._unsharded_shape if is_sharded(parameter) else parameter.shape)
 
 
 def _values(single_weight: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from megatron_ext.methods.libra import limits as libra  # noqa: E402
 
 RULES = (
     *(*limits.MUST_BE, *libra.LOCAL_FIRST, *libra.TO_PREDICT),
-    *(*limits.MUST_BE_TO_FORCE, *limits.MUST_BE_TO_ADD),
+    *(*limits.MUST_BE_TO_FORCE, *limits.MUST_BE_TO_ADD, *limits.MUST_BE_TO_MEASURE),
 )
 
 FINE = {
@@ -180,6 +180,19 @@ def test_delayed_gradients_need_fused_ones(field: str) -> None:
     assert problem.startswith(f"{field} (True) must be False with gradient_accumulation_fusion")
     assert "Megatron itself" in problem
     assert problem.endswith("(leave out --no-gradient-accumulation-fusion)")
+
+
+def test_shards_of_experts_exclude_what_they_were_not_run_with() -> None:
+    config = moe_config()
+    config.expert_gtp_weight_remat_size = 2
+    check(config, BalanceConfig())
+    check(config, BalanceConfig(objective="time", link_bandwidth=1e12, assignment_time=1e-6))
+    for balance in (dict(strategy="libra"), dict(local_first=True), dict(objective="time")):
+        with pytest.raises(ConfigError, match=r"expert_gtp_weight_remat_size \(2\) must be 1"):
+            check(config, BalanceConfig(**balance))
+    config.add_bias_linear, config.quant_recipe = True, object()
+    with pytest.raises(ConfigError, match="must be 1 with add_bias_linear and quant_recipe: repl"):
+        check(config, BalanceConfig())
 
 
 @pytest.mark.parametrize("balance", [dict(strategy="libra"), dict(local_first=True)], ids=str)
