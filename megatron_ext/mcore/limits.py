@@ -227,9 +227,11 @@ class ShardsDemand(Demand):
 
     def problem(self, config: Any, with_setting: str) -> str | None:
         """Return the problem with shards in `config`, or None."""
-        fields = *_DELAYS, "use_transformer_engine_op_fuser", "add_bias_linear"
-        met = [name for name in fields if getattr(config, name, None)]
+        met = [name for name in (*_DELAYS, *_NOT_BESIDE_SHARDS) if getattr(config, name, None)]
         met += filter(None, [quantization_of(config)])
+        granularity = getattr(config, "recompute_granularity", None)
+        if granularity == "full" or (granularity and "moe" in (config.recompute_modules or ())):
+            met.append("recomputed experts")
         return Demand.problem(self, config, " and ".join(met)) if met else None
 
 
@@ -290,6 +292,12 @@ _DELAYED = tuple(
     for field in _DELAYS
 )
 
+_NOT_BESIDE_SHARDS = (
+    "use_transformer_engine_op_fuser",
+    "add_bias_linear",
+    "overlap_moe_expert_parallel_comm",
+)
+
 SHARDS_FLAG = "leave out --expert-tensor-parallel-num-weight-shards"
 
 MUST_BE = (
@@ -306,7 +314,8 @@ MUST_BE = (
         "expert_gtp_weight_remat_size",
         (1,),
         "replicas beside shards were never run with the op fuser, biases, quantization or delayed "
-        "weight gradients",
+        "weight gradients; with recomputed experts, or two microbatches at a time, Megatron itself "
+        "may read another layer's weights",
         SHARDS_FLAG,
     ),
     *_DELAYED,

@@ -26,7 +26,7 @@ from megatron_ext.balance.forward import kept_in_place
 from megatron_ext.balance.main_weights import Held, MainWeights, Segment, Split
 from megatron_ext.mcore.in_place import memory_of
 from megatron_ext.mcore.sequential_experts import run_mains
-from megatron_ext.mcore.sharded import LedSlots, ShardedMains, Whole, is_sharded
+from megatron_ext.mcore.sharded import LedSlots, ShardedMains, Whole, is_sharded, leader_of
 
 LINEARS = ("linear_fc1", "linear_fc2")
 
@@ -42,8 +42,6 @@ class TEGroupedWeights:
 
     def __init__(self, experts: TEGroupedMLP) -> None:
         self._experts = experts
-        self._whole: Whole
-        """Of the last forward that began, if this rank has shards of its mains."""
         # Megatron-Core before 0.17 has no such path.
         self._op_fuser = _OpFuser(experts) if getattr(experts, "_with_fused_impl", False) else None
         if self._op_fuser is not None and experts.config.add_bias_linear:
@@ -86,10 +84,8 @@ class TEGroupedWeights:
         mains = [getattr(linear, f"{kind}{m}") for m in range(linear.num_gemms)]
         if not is_sharded(mains[0]):
             return mains
-        if name == LINEARS[0]:
-            self._whole = Whole([getattr(self._experts, each).weight0 for each in LINEARS])
         fused = self._experts.config.gradient_accumulation_fusion
-        return ShardedMains(mains, fused, self._whole, LINEARS.index(name))
+        return ShardedMains(mains, fused, Whole(mains[0]))
 
     def forget_step(self) -> None:
         """See `ExpertWeights.forget_step`. The linears are Megatron's; see `reset_after_abort`."""
@@ -152,7 +148,7 @@ class TEGroupedWeights:
 def _led(experts: TEGroupedMLP, of_slots: Sequence[Any]) -> Iterator[None]:
     """Let the first weight of each linear lead slots, too, if this rank has shards of its mains."""
     leaders = {
-        name: slots.leader()
+        name: leader_of(slots)
         for name, slots in zip(LINEARS, of_slots, strict=True)
         if isinstance(slots, LedSlots)
     }

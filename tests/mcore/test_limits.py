@@ -190,6 +190,12 @@ def test_shards_of_experts_exclude_what_they_were_not_run_with() -> None:
     for balance in (dict(strategy="libra"), dict(local_first=True), dict(objective="time")):
         with pytest.raises(ConfigError, match=r"expert_gtp_weight_remat_size \(2\) must be 1"):
             check(config, BalanceConfig(**balance))
+    config.recompute_granularity, config.recompute_modules = "selective", ["layernorm"]
+    check(config, BalanceConfig())
+    config.recompute_modules = ["moe"]
+    with pytest.raises(ConfigError, match="must be 1 with recomputed experts: "):
+        check(config, BalanceConfig())
+    config.recompute_granularity = None
     config.add_bias_linear, config.quant_recipe = True, object()
     with pytest.raises(ConfigError, match="must be 1 with add_bias_linear and quant_recipe: repl"):
         check(config, BalanceConfig())
