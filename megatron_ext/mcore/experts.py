@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from megatron_ext.balance.main_weights import MainWeights, Segment
 from megatron_ext.mcore.grouped_experts import GroupedExperts, GroupedWeights
+from megatron_ext.mcore.in_place import is_sharded
 from megatron_ext.mcore.limits import quantization_of
 from megatron_ext.mcore.sequential_experts import SequentialWeights, run_mains
-from megatron_ext.mcore.sharded import is_sharded
 
 
 class ExpertWeights(Protocol):

@@ -30,12 +30,6 @@ from torch import Tensor
 from megatron_ext.balance.main_weights import SeparateMains
 
 
-def is_sharded(weight: Any) -> bool:
-    """Whether this rank has a shard of a weight by generalized tensor parallelism."""
-    # Megatron-Core before 0.19 has none.
-    return getattr(weight, "is_gtp_weight_remat", False)
-
-
 @dataclass(eq=False)
 class Whole:
     """The mains of one linear in one forward and its backward, whole."""
