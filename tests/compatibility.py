@@ -128,9 +128,22 @@ OPTIONS = {
     ),
     "alltoall": Option("dispatcher `alltoall`", "moe_token_dispatcher_type=alltoall"),
     "allgather": Option("dispatcher `allgather`"),
+    "nccl_ep": Option(
+        "dispatcher `flex` over NCCL EP (`--moe-flex-dispatcher-backend ncclep`)",
+        "moe_flex_dispatcher_backend=ncclep",
+        True,
+    ),
+    "nccl_ep_zero_copy": Option(
+        "the same without copies (`--moe-ncclep-zero-copy`)", "moe_ncclep_zero_copy", True
+    ),
     "routing_ids": Option("routing as top-k ids in place of a map"),
     "expert_tp": Option(
         "expert tensor parallelism (`--expert-tensor-parallel-size` > 1)", "nearly none"
+    ),
+    "expert_shards": Option(
+        "sharded expert weights (`--expert-tensor-parallel-num-weight-shards`)",
+        "expert_gtp_weight_remat_size",
+        True,
     ),
     "sequence_parallel": Option("tensor parallelism with sequence parallelism"),
     "context_parallel": Option("context parallelism"),
@@ -412,6 +425,7 @@ def _refusals() -> list[str]:
             (forces, limits.MUST_BE_TO_FORCE),
             (["balance.local_first"], libra.LOCAL_FIRST),
             (transports, limits.MUST_BE_TO_ADD),
+            (["balance.objective=time"], limits.MUST_BE_TO_MEASURE),
         )
         for rule in rules
     ]

@@ -347,10 +347,9 @@ def group_quantize(
     tensor: Tensor, quantizer: Any, num_groups: int, split_sizes: Tensor, **_: Any
 ) -> Any:
     """Groups of rows quantized each by itself, and packed: one buffer for the data of all, and so
-    for scales."""
+    for scales. Rows behind the last group are left out."""
     from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensorStorage
 
-    # A buffer of fixed size may go on behind the groups.
     sizes = split_sizes.tolist()
     parts = [quantize(part, quantizer) for part in tensor[: sum(sizes)].split(sizes)]
     packed = {}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megatron_ext.balance.main_weights import MainWeights, Segment
 from megatron_ext.mcore.grouped_experts import GroupedExperts, GroupedWeights
+from megatron_ext.mcore.in_place import is_sharded
 from megatron_ext.mcore.limits import quantization_of
 from megatron_ext.mcore.sequential_experts import SequentialWeights, run_mains
 
@@ -53,6 +54,7 @@ class ExpertWeights(Protocol):
         tokens: Tensor,
         tokens_per_expert: Tensor,
         probs: Tensor,
+        **buffers: Tensor,
     ) -> Tensor:
         """Run the mains and the S >= 1 slots.
 
@@ -62,6 +64,7 @@ class ExpertWeights(Protocol):
             tokens: [N', H], sorted by this rank's physical experts.
             tokens_per_expert: [M + S], on the host or the device.
             probs: Router probabilities of the tokens, [N'].
+            buffers: Memory of the dispatcher that the experts write to; see `expert_buffers`.
 
         Returns:
             Expert outputs, [N', H], in the order of `tokens`.
@@ -94,6 +97,11 @@ def expert_weights(experts: nn.Module) -> ExpertWeights:
         if isinstance(experts, module_class):
             if problem := quantization_problem(experts.config, module_class):
                 raise ValueError(problem)
+            if module_class is not TEGroupedMLP and any(map(is_sharded, experts.parameters())):
+                raise ValueError(
+                    f"expert_gtp_weight_remat_size must be 1 with {module_class.__name__}: of "
+                    "sharded experts, only TEGroupedMLP's have replicas (give --moe-grouped-gemm)"
+                )
             return kind(experts)
     raise ValueError(
         f"experts of type {type(experts).__name__} cannot be balanced; use TEGroupedMLP "
@@ -134,11 +142,12 @@ def run_experts(
     tokens: Tensor,
     tokens_per_expert: Tensor,
     probs: Tensor,
+    **buffers: Tensor,
 ) -> Tensor:
     """Run `ExpertWeights.run` on the `weights` of `experts`; without slots, Megatron's module."""
     if len(slot_weights[0]) > 0:
-        return weights.run(slot_weights, tokens, tokens_per_expert, probs)
-    return run_mains(experts, tokens, tokens_per_expert, probs)
+        return weights.run(slot_weights, tokens, tokens_per_expert, probs, **buffers)
+    return run_mains(experts, tokens, tokens_per_expert, probs, **buffers)
 
 
 def finish_parameter_gather(module: nn.Module) -> None:

@@ -46,6 +46,8 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
             f"expert_model_parallel_size ({ep_size})"
         )
     problems += _broken(MUST_BE, config, with_strategy) + _capacity_problems(config, balance)
+    if balance.costs_to_measure:
+        problems += _broken(MUST_BE_TO_MEASURE, config, "balance.objective=time")
     for setting, rules in of_methods("LIMITS", balance).items():
         problems += _broken(rules, config, setting)
     return problems
@@ -243,6 +245,19 @@ class PlainDemand(Demand):
         return None if setting is None else Demand.problem(self, config, setting)
 
 
+class ShardsDemand(Demand):
+    """The rule for sharded expert weights: what they must not meet."""
+
+    def problem(self, config: Any, with_setting: str) -> str | None:
+        """Return the problem with shards in `config`, or None."""
+        met = [name for name in (*_DELAYS, *_NOT_BESIDE_SHARDS) if getattr(config, name, None)]
+        met += filter(None, [quantization_of(config)])
+        granularity = getattr(config, "recompute_granularity", None)
+        if granularity == "full" or (granularity and "moe" in (config.recompute_modules or ())):
+            met.append("recomputed experts")
+        return Demand.problem(self, config, " and ".join(met)) if met else None
+
+
 _FORMATS = {
     "tensorwise": (16, "check_fp8_support"),
     "blockwise": (16, "check_fp8_block_scaling_support"),
@@ -288,12 +303,25 @@ _GRAPHS = GraphDemand(
     "set --cuda-graph-impl transformer_engine --cuda-graph-scope attn moe_router moe_preprocess",
 )
 
-_DELAYED = DelayDemand(
-    "delay_wgrad_compute",
-    (False,),
-    "without fusion Megatron itself takes memory that nothing has set for gradients",
-    "leave out --no-gradient-accumulation-fusion",
+_DELAYS = "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"
+
+_DELAYED = tuple(
+    DelayDemand(
+        field,
+        (False,),
+        "without fusion Megatron itself takes memory that nothing has set for gradients",
+        "leave out --no-gradient-accumulation-fusion",
+    )
+    for field in _DELAYS
 )
+
+_NOT_BESIDE_SHARDS = (
+    "use_transformer_engine_op_fuser",
+    "add_bias_linear",
+    "overlap_moe_expert_parallel_comm",
+)
+
+SHARDS_FLAG = "leave out --expert-tensor-parallel-num-weight-shards"
 
 MUST_BE = (
     Demand(
@@ -302,25 +330,15 @@ MUST_BE = (
         "GroupedMLP cannot compute replicas, and TEGroupedMLP can",
     ),
     Demand("moe_single_grouped_bias", (False,), "each expert needs its own bias to have replicas"),
-    Demand(
-        "moe_ncclep_zero_copy",
-        (False,),
-        "NCCL EP makes its buffers once, for the experts without slots",
-    ),
-    Demand(
-        "moe_flex_dispatcher_backend",
-        ("deepep", "hybridep"),
-        "NCCL EP makes its buffers once, for the experts without slots",
-        "set --moe-flex-dispatcher-backend deepep",
-    ),
-    Demand(
+    ShardsDemand(
         "expert_gtp_weight_remat_size",
         (1,),
-        "weights that Megatron gathers for every use are not supported",
-        "leave out --expert-tensor-parallel-num-weight-shards",
+        "replicas beside shards were never run with the op fuser, biases, quantization or delayed "
+        "weight gradients; with recomputed experts, or two microbatches at a time, Megatron itself "
+        "may read another layer's weights",
+        SHARDS_FLAG,
     ),
-    _DELAYED,
-    _DELAYED._replace(field="overlap_dispatch_backward_with_experts_wgrad"),
+    *_DELAYED,
     QuantizationDemand(
         "fp8_recipe",
         ("tensorwise", "blockwise", "mxfp8"),
@@ -352,6 +370,17 @@ MUST_BE_TO_ADD = (
     Demand("fp16", (False,), "only balance.transport=collective adds float16 gradients"),
 )
 """Rules for a transport that cannot add gradients in float16."""
+
+MUST_BE_TO_MEASURE = (
+    Demand(
+        "expert_gtp_weight_remat_size",
+        (1,),
+        "costs are measured on experts by themselves, and Megatron gathers weights in the layers' "
+        "order",
+        SHARDS_FLAG,
+    ),
+)
+"""Rules for costs that are measured."""
 
 MUST_BE_TO_FORCE = (
     Demand(

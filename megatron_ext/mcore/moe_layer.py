@@ -51,6 +51,7 @@ from megatron_ext.mcore.balancer import LayerBalancer, layout_of
 from megatron_ext.mcore.capacity import FIELD, RankCapacity, require_room
 from megatron_ext.mcore.dispatcher import (
     PlannedDispatcher,
+    expert_buffers,
     physical_dispatcher,
     release_graph,
     release_maps,
@@ -488,7 +489,13 @@ class BalancedMoELayer(ObservedMoELayer):
         """
         with stage(EXPERTS), forward.hide_slots():
             output = run_experts(
-                self.experts, self.expert_weights, slot_weights, tokens, tokens_per_expert, probs
+                self.experts,
+                self.expert_weights,
+                slot_weights,
+                tokens,
+                tokens_per_expert,
+                probs,
+                **expert_buffers(self.token_dispatcher),
             )
         return forward.before_experts_backward(output)
 

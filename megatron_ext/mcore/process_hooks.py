@@ -7,6 +7,7 @@
     the step of every torch optimizer          looks at the counts before             failures.py
     a module put into a Megatron model         looks for layers left out              below
     Megatron's switch of NVTX ranges           is asked by the stages' ranges         ranges.py
+    NCCL EP's set-up, of all layers            must be for as many experts            dispatcher.py
     the constructors of Megatron's models      balance their specs                    models.py
 
 `balance_spec` installs all but the constructors, which `balance_models` adds.
@@ -26,6 +27,7 @@ from megatron.core import utils
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -34,6 +36,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from megatron_ext.balance import held_back, reruns
 from megatron_ext.balance.ranges import show_in_nvtx
 from megatron_ext.mcore import failures
+from megatron_ext.mcore.dispatcher import set_up_for_all
 from megatron_ext.mcore.stages import ObservedMoELayer
 
 _undo: ExitStack | None = None
@@ -60,6 +63,8 @@ def install() -> None:
 
             replace(PagedStashRunner, "__call__", _marking)
             replace(PagedStashRunner, "prepare_for_rerun", _taking_back)
+        if hasattr(token_dispatcher, "_NCCLEPManager"):  # since Megatron-Core 0.19
+            replace(token_dispatcher._NCCLEPManager, "_ensure_bootstrap", set_up_for_all)
         _undo.callback(register_optimizer_step_pre_hook(_look_before_step).remove)
         _undo.callback(register_module_module_registration_hook(_warn_of_layers_left_out).remove)
         show_stages_in_nvtx()

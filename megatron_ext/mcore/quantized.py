@@ -291,6 +291,7 @@ class QuantizedWeights(TEGroupedWeights):
         tokens: Tensor,
         tokens_per_expert: Tensor,
         probs: Tensor,
+        **buffers: Tensor,
     ) -> Tensor:
         """See `TEGroupedWeights.run`; lends quantizers and paddings for slots."""
         num_slots = len(slot_weights[0])
@@ -300,7 +301,7 @@ class QuantizedWeights(TEGroupedWeights):
                 lent = self._quantizers.setdefault(name, SlotQuantizers(linear, num_slots))
                 stack.enter_context(lent.lent())
             stack.enter_context(_padding_for_slots(self._experts, num_slots))
-            return super().run(slot_weights, tokens, tokens_per_expert, probs)
+            return super().run(slot_weights, tokens, tokens_per_expert, probs, **buffers)
 
 
 class SlotQuantizers:

@@ -12,10 +12,15 @@ from torch import Tensor, nn
 from megatron_ext.balance.main_weights import MainWeights, Segment
 
 
-def run_mains(experts: nn.Module, tokens: Tensor, counts: Tensor, probs: Tensor) -> Tensor:
-    """Run Megatron's module on tokens [N', H] sorted by main, counts [M], probabilities [N']."""
+def run_mains(
+    experts: nn.Module, tokens: Tensor, counts: Tensor, probs: Tensor, **buffers: Tensor
+) -> Tensor:
+    """Run Megatron's module on tokens [N', H] sorted by main, counts [M], probabilities [N'].
+
+    `buffers` are those of `ExpertWeights.run`; only `TEGroupedMLP` takes any.
+    """
     output: Tensor
-    output, bias = experts(tokens, counts, probs)
+    output, bias = experts(tokens, counts, probs, **buffers)
     assert bias is None, "Megatron adds expert biases inside the experts"
     return output
 
@@ -42,6 +47,7 @@ class SlotsBehindMains:
         tokens: Tensor,
         tokens_per_expert: Tensor,
         probs: Tensor,
+        **buffers: Tensor,
     ) -> Tensor:
         """See `ExpertWeights.run`."""
         counts = tokens_per_expert.cpu()  # The mains' module reads the counts on the host, too.
@@ -51,7 +57,7 @@ class SlotsBehindMains:
         sizes = [tokens.shape[0] - num_slot_tokens, num_slot_tokens]
         main_tokens, slot_tokens = tokens.split(sizes)
         main_probs, slot_probs = probs.split(sizes)
-        output = run_mains(self._experts, main_tokens, counts[:num_mains], main_probs)
+        output = run_mains(self._experts, main_tokens, counts[:num_mains], main_probs, **buffers)
         if num_slot_tokens == 0:
             return output
         return torch.cat(

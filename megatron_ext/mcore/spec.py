@@ -49,6 +49,7 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
       weight's gradient when the replicas' part is in it.
     - A hook on every module that is put into another one warns of models that are balanced in part.
     - The stages of MoE layers become NVTX ranges if Megatron makes NVTX ranges.
+    - NCCL EP refuses layers of another number of experts than those it is set up for.
 
     The layers exchange messages with their EP group when they are built and in their first forward.
 

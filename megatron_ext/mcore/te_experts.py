@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from megatron_ext.balance.forward import kept_in_place
 from megatron_ext.balance.main_weights import Held, MainWeights, Segment, Split
-from megatron_ext.mcore.in_place import memory_of
+from megatron_ext.mcore.in_place import is_sharded, memory_of
 from megatron_ext.mcore.sequential_experts import run_mains
+from megatron_ext.mcore.sharded import LedSlots, ShardedMains, Whole, leader_of
 
 LINEARS = ("linear_fc1", "linear_fc2")
 
@@ -80,7 +81,11 @@ class TEGroupedWeights:
         linear = getattr(self._experts, name)
         if _is_single(linear):
             return Split(linear.weight, _values(linear.weight))
-        return [getattr(linear, f"{kind}{m}") for m in range(linear.num_gemms)]
+        mains = [getattr(linear, f"{kind}{m}") for m in range(linear.num_gemms)]
+        if not is_sharded(mains[0]):
+            return mains
+        fused = self._experts.config.gradient_accumulation_fusion
+        return ShardedMains(mains, fused, Whole(mains[0]))
 
     def forget_step(self) -> None:
         """See `ExpertWeights.forget_step`. The linears are Megatron's; see `reset_after_abort`."""
@@ -112,6 +117,7 @@ class TEGroupedWeights:
         tokens: Tensor,
         tokens_per_expert: Tensor,
         probs: Tensor,
+        **buffers: Tensor,
     ) -> Tensor:
         """See `ExpertWeights.run`. The host reads the counts once, as in Megatron.
 
@@ -134,8 +140,26 @@ class TEGroupedWeights:
             lent = _lent(
                 self._experts, [{kind: next(of_slots) for kind in self._kinds} for _ in LINEARS]
             )
-        with lent:
-            return run_mains(self._experts, tokens, tokens_per_expert, probs)
+        with lent, _led(self._experts, slot_weights[:: len(self._kinds)]):
+            return run_mains(self._experts, tokens, tokens_per_expert, probs, **buffers)
+
+
+@contextmanager
+def _led(experts: TEGroupedMLP, of_slots: Sequence[Any]) -> Iterator[None]:
+    """Let the first weight of each linear lead slots, too, if this rank has shards of its mains."""
+    leaders = {
+        name: leader_of(slots)
+        for name, slots in zip(LINEARS, of_slots, strict=True)
+        if isinstance(slots, LedSlots)
+    }
+    for name, leader in leaders.items():
+        # Set in `vars`, past nn.Module, it hides the parameter.
+        vars(getattr(experts, name))["weight0"] = leader
+    try:
+        yield
+    finally:
+        for name in leaders:
+            del vars(getattr(experts, name))["weight0"]
 
 
 def _is_single(linear: Any) -> bool:
@@ -147,7 +171,8 @@ def _is_single(linear: Any) -> bool:
 def _shape(linear: Any, kind: str) -> tuple[int, ...]:
     if _is_single(linear):
         return tuple(linear.weight.shape[1:])
-    return tuple(getattr(linear, f"{kind}0").shape)
+    parameter = getattr(linear, f"{kind}0")
+    return tuple(parameter._unsharded_shape if is_sharded(parameter) else parameter.shape)
 
 
 def _values(single_weight: Tensor) -> Tensor:

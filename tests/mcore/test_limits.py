@@ -31,7 +31,7 @@ from megatron_ext.methods.libra import limits as libra  # noqa: E402
 
 RULES = (
     *(*limits.MUST_BE, *libra.LOCAL_FIRST, *libra.TO_PREDICT),
-    *(*limits.MUST_BE_TO_FORCE, *limits.MUST_BE_TO_ADD),
+    *(*limits.MUST_BE_TO_FORCE, *limits.MUST_BE_TO_ADD, *limits.MUST_BE_TO_MEASURE),
 )
 
 FINE = {
@@ -55,8 +55,9 @@ FINE = {
     *("moe_hybridep_num_blocks_permute", "moe_hybridep_num_blocks_unpermute"),
     *("moe_hybridep_num_sms_preprocessing", "moe_permute_fusion_into_hybridep"),
     "moe_hybridep_pad_uneven_dispatch_inputs",
-    # Of a dispatcher that is refused.
-    "moe_ncclep_static_shape",
+    *("moe_flex_dispatcher_backend", "moe_ncclep_static_shape", "moe_ncclep_zero_copy"),
+    # What a rank has room for: balanced ranks need less.
+    "moe_expert_rank_capacity_factor",
     # How the experts compute.
     *("moe_apply_probs_on_input", "moe_grouped_gemm", "moe_mlp_glu_interleave_size"),
     # Dropped choices are none, and padded experts are even already.
@@ -160,13 +161,11 @@ def test_static_buffers_have_room_for_even_plans() -> None:
     config.moe_expert_rank_capacity_factor, config.moe_paged_stash = 1.05, True
     check(config, BalanceConfig())
     check(config, BalanceConfig(tolerance=0.1, slots=0))
-    config.moe_ncclep_zero_copy = config.moe_hybridep_pad_uneven_dispatch_inputs = True
+    config.moe_hybridep_pad_uneven_dispatch_inputs = True
     assert not torch.distributed.is_initialized()
     with pytest.raises(ConfigError) as error:
         check(config, BalanceConfig(tolerance=0.1))
-    zero_copy, uneven, factor = error.value.problems
-    assert zero_copy.startswith("moe_ncclep_zero_copy (True) must be False with balance.strategy=")
-    assert zero_copy.endswith("(leave out --moe-ncclep-zero-copy)")
+    uneven, factor = error.value.problems
     assert uneven.startswith("moe_hybridep_pad_uneven_dispatch_inputs (True) must be False with ")
     assert uneven.endswith("(leave out --moe-hybridep-pad-uneven-dispatch-inputs)")
     assert factor.startswith(
@@ -190,6 +189,25 @@ def test_delayed_gradients_need_fused_ones(field: str) -> None:
     assert problem.startswith(f"{field} (True) must be False with gradient_accumulation_fusion")
     assert "Megatron itself" in problem
     assert problem.endswith("(leave out --no-gradient-accumulation-fusion)")
+
+
+def test_shards_of_experts_exclude_what_they_were_not_run_with() -> None:
+    config = moe_config()
+    config.expert_gtp_weight_remat_size = 2
+    check(config, BalanceConfig())
+    check(config, BalanceConfig(objective="time", link_bandwidth=1e12, assignment_time=1e-6))
+    for balance in (dict(strategy="libra"), dict(local_first=True), dict(objective="time")):
+        with pytest.raises(ConfigError, match=r"expert_gtp_weight_remat_size \(2\) must be 1"):
+            check(config, BalanceConfig(**balance))
+    config.recompute_granularity, config.recompute_modules = "selective", ["layernorm"]
+    check(config, BalanceConfig())
+    config.recompute_modules = ["moe"]
+    with pytest.raises(ConfigError, match="must be 1 with recomputed experts: "):
+        check(config, BalanceConfig())
+    config.recompute_granularity = None
+    config.add_bias_linear, config.quant_recipe = True, object()
+    with pytest.raises(ConfigError, match="must be 1 with add_bias_linear and quant_recipe: repl"):
+        check(config, BalanceConfig())
 
 
 @pytest.mark.parametrize("balance", [dict(strategy="libra"), dict(local_first=True)], ids=str)

@@ -1,6 +1,6 @@
 """Settings of Megatron that exclude Libra's two ways, beside those that exclude balancing."""
 
-from megatron_ext.mcore.limits import Demand
+from megatron_ext.mcore.limits import SHARDS_FLAG, Demand
 
 TO_PREDICT = (
     Demand("moe_enable_routing_replay", (False,), "the replay would record predictions as choices"),
@@ -13,6 +13,12 @@ TO_PREDICT = (
         "overlap_moe_expert_parallel_comm",
         (False,),
         "replicas sent ahead would meet those of the other microbatch's backward",
+    ),
+    Demand(
+        "expert_gtp_weight_remat_size",
+        (1,),
+        "replicas are sent in the layer before, which has not gathered the weights",
+        SHARDS_FLAG,
     ),
     Demand(
         "first_last_layers_bf16",
@@ -35,6 +41,12 @@ LOCAL_FIRST = (
         (1,),
         "every token travels to all shards of its expert, so no token stays on its rank",
         "set --expert-tensor-parallel-size 1",
+    ),
+    Demand(
+        "expert_gtp_weight_remat_size",
+        (1,),
+        "experts run twice, and Megatron gathers their weights once",
+        SHARDS_FLAG,
     ),
     Demand(
         "moe_shared_expert_overlap",
