@@ -35,17 +35,22 @@ class RankCapacity:
     """The number of rows is a multiple of this."""
     pad: int
     """The rows of a physical expert are padded to a multiple of this."""
+    num_empty: int = 1
+    """Rows at the end that are never used: HybridEP's last one, and none of NCCL EP."""
 
     @classmethod
-    def of(cls, config: Any, factor: float | None) -> RankCapacity | None:
-        """Return the limit of Megatron's `config` with this factor; None without a factor."""
-        if factor is None:
-            return None
+    def of(cls, config: Any, factor: float) -> RankCapacity:
+        """Return the limit of Megatron's `config` with this factor."""
         # Imported here, because Megatron-Core before 0.19 has neither limit nor function.
         from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 
         align = max(get_align_size_for_quantization(config), 1)
-        return cls(factor=factor, align=align, pad=align if config.fp8 or config.fp4 else 1)
+        return cls(
+            factor=factor,
+            align=align,
+            pad=align if config.fp8 or config.fp4 else 1,
+            num_empty=int(config.moe_flex_dispatcher_backend == "hybridep"),
+        )
 
     def rows(self, choices: int) -> int:
         """Return the rows of a buffer; `choices` are those of a rank's own tokens (N * K).
@@ -59,8 +64,7 @@ class RankCapacity:
     def rows_over(self, quota: Tensor, choices: int) -> Tensor:
         """Return the rows beyond the limit on each rank, int64 [R], of a plan's quota [E, R].
 
-        These are what HybridEP drops: assignments and, in FP8 and FP4, padding. HybridEP leaves the
-        last row empty.
+        These are what HybridEP drops: assignments and, in FP8 and FP4, padding.
 
         >>> import torch
         >>> capacity = RankCapacity(factor=1.0, align=4, pad=1)
@@ -68,7 +72,7 @@ class RankCapacity:
         [3, 0]
         """
         rows = ((quota + self.pad - 1) // self.pad * self.pad).sum(0)
-        return (rows - self.rows(choices) + 1).clamp(min=0)
+        return (rows - self.rows(choices) + self.num_empty).clamp(min=0)
 
     def least_factor(
         self, choices: int, layout: ExpertLayout, tolerance: float, *, num_shards: int = 1
@@ -87,12 +91,14 @@ class RankCapacity:
         total, ranks = choices * num_shards * layout.ep_size, layout.ep_size
         most = target_load(total, ranks, round(tolerance * 1e6))
         most += layout.physical_per_rank * (self.pad - 1)
-        # Padded experts have whole multiples together, and one row more stays empty.
-        rows = most - most % self.pad + 1
+        # Padded experts have whole multiples together.
+        rows = most - most % self.pad + self.num_empty
         rows += -rows % self.align
-        # The least number that is rounded up to these rows; the factor is a bit larger.
-        least = math.floor(1000 * (rows - self.align + 1) / choices + 1) / 1000
-        return max(least, round(1 + tolerance, 3))
+        # The least number that is rounded up to these rows, and Megatron rounds the product down.
+        needed = rows - self.align + 1
+        thousandths = math.ceil(1000 * needed / choices)
+        thousandths += int(choices * (thousandths / 1000)) < needed
+        return max(thousandths / 1000, round(1 + tolerance, 3))
 
 
 def promised_tolerance(balance: BalanceConfig) -> float | None:
@@ -118,9 +124,9 @@ def require_room(
     Raises:
         ValueError: The factor is too small.
     """
-    capacity = RankCapacity.of(config, getattr(config, FIELD, None))
+    capacity = RankCapacity.of(config, getattr(config, FIELD))
     tolerance = promised_tolerance(balance)
-    if capacity is None or tolerance is None or layout.slots == 0:
+    if tolerance is None or layout.slots == 0:
         return
     least = capacity.least_factor(choices, layout, tolerance, num_shards=num_shards)
     if capacity.factor < least:

@@ -12,7 +12,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron_ext.balance.strategies import STRATEGIES, get_planner, of_methods
 from megatron_ext.balance.strategies.strategy import ForcesEven, FromPlacement, StaysMegatron
 from megatron_ext.config import BalanceConfig
-from megatron_ext.mcore.capacity import FIELD, promised_tolerance, too_small
 from megatron_ext.transport import TRANSPORTS, resolve_transport
 from megatron_ext.transport.gpus import lack_here
 
@@ -76,9 +75,11 @@ def require_balance_config(balance: Any) -> None:
 
 def _capacity_problems(config: Any, balance: BalanceConfig) -> list[str]:
     """Check what is known before training; the first forward knows how many tokens there are."""
-    factor = getattr(config, FIELD, None)
+    factor = getattr(config, "moe_expert_rank_capacity_factor", None)
     if factor is None or config.expert_model_parallel_size == 1 or balance.slots == 0:
         return []
+    from megatron_ext.mcore.capacity import FIELD, promised_tolerance, too_small
+
     problems = []
     uneven = "moe_hybridep_pad_uneven_dispatch_inputs"
     if getattr(config, uneven, False):

@@ -19,7 +19,6 @@ from torch import Tensor
 from megatron_ext.balance.layer_report import LayerReport
 from megatron_ext.balance.metrics import home_imbalances, imbalances
 from megatron_ext.balance.reruns import can_take_back
-from megatron_ext.mcore.capacity import FIELD
 
 _logger = logging.getLogger("megatron_ext.balance")
 # By default Python shows warnings only, and these lines are no warnings.
@@ -139,7 +138,9 @@ def _what_was_dropped(rows_over: dict[int, Tensor]) -> str:
     """Say which layers had loads that no plan brought below the limit, and how far above."""
     rows = {layer: int(rows) for layer, rows in sorted(rows_over.items())}
     said = [f"{count} of layer {layer}" for layer, count in rows.items() if count]
-    return f"; rows dropped beyond {FIELD}: {', '.join(said)}" if said else ""
+    return (
+        f"; rows dropped beyond moe_expert_rank_capacity_factor: {', '.join(said)}" if said else ""
+    )
 
 
 def _number(count: int, what: str) -> str:

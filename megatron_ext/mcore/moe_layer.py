@@ -48,7 +48,6 @@ from megatron_ext.balance.reroute import as_map, assign, reroute, reroute_ids
 from megatron_ext.balance.stage_times import TIMES
 from megatron_ext.config import BalanceConfig
 from megatron_ext.mcore.balancer import LayerBalancer, layout_of
-from megatron_ext.mcore.capacity import FIELD, RankCapacity, require_room
 from megatron_ext.mcore.dispatcher import (
     PlannedDispatcher,
     expert_buffers,
@@ -73,6 +72,8 @@ from megatron_ext.mcore.recompute import (
 )
 from megatron_ext.mcore.stages import ObservedMoELayer
 from megatron_ext.transport import agree_on_transport
+
+_CAPACITY = "moe_expert_rank_capacity_factor"
 
 
 class BalancedMoELayer(ObservedMoELayer):
@@ -348,7 +349,9 @@ class BalancedMoELayer(ObservedMoELayer):
                 chosen, balancer.rows, f"layer {self.layer_number}, load"
             )
         load = load_of(forward.counts, self.layout.ep_size)
-        if not balancer.has_planner:
+        if getattr(self.config, _CAPACITY, None) is not None and not balancer.has_planner:
+            from megatron_ext.mcore.capacity import require_room
+
             choices = self._num_choices(chosen)
             require_room(self.config, self.balance, self.layout, choices, balancer.num_shards)
         balancer.prepare_planner(forward.mains, load, probs_dtype)
@@ -430,9 +433,6 @@ class BalancedMoELayer(ObservedMoELayer):
     def report(self, forward: Forward, load: Tensor, chosen: Tensor) -> LayerReport:
         """Named point: return the report of a forward with this load, int64 [R, E]."""
         weight_bytes, grad_bytes = forward.bytes_of_one
-        # Of the dispatcher, because Megatron lifts the limit where it runs a step again.
-        manager = getattr(self.token_dispatcher, "_comm_manager", None)
-        capacity = RankCapacity.of(self.config, getattr(manager, FIELD, None))
         return LayerReport(
             self.layer_number,
             load,
@@ -442,12 +442,19 @@ class BalancedMoELayer(ObservedMoELayer):
             weight_bytes=self.balancer.num_shards * weight_bytes,
             grad_bytes=self.balancer.num_shards * grad_bytes,
             moves=forward.moves,
-            rows_over=(
-                capacity.rows_over(forward.plan.quota, self._num_choices(chosen))
-                if capacity is not None
-                else None
-            ),
+            rows_over=self._rows_over(forward, chosen),
         )
+
+    def _rows_over(self, forward: Forward, chosen: Tensor) -> Tensor | None:
+        """Rows of each rank beyond Megatron's limit, int64 [R]; None without a limit."""
+        # Of the dispatcher, because Megatron lifts the limit where it runs a step again.
+        manager = getattr(self.token_dispatcher, "_comm_manager", None)
+        if (factor := getattr(manager, _CAPACITY, None)) is None:
+            return None
+        from megatron_ext.mcore.capacity import RankCapacity
+
+        capacity = RankCapacity.of(self.config, factor)
+        return capacity.rows_over(forward.plan.quota, self._num_choices(chosen))
 
     def _num_choices(self, chosen: Tensor) -> int:
         """Choices of this rank's tokens, bool [N, E], if none is dropped."""

@@ -56,14 +56,12 @@ FINE = {
     *("moe_hybridep_num_sms_preprocessing", "moe_permute_fusion_into_hybridep"),
     "moe_hybridep_pad_uneven_dispatch_inputs",
     *("moe_flex_dispatcher_backend", "moe_ncclep_static_shape", "moe_ncclep_zero_copy"),
-    # What a rank has room for: balanced ranks need less.
+    # What a rank has room for: `_capacity_problems`.
     "moe_expert_rank_capacity_factor",
     # How the experts compute.
     *("moe_apply_probs_on_input", "moe_grouped_gemm", "moe_mlp_glu_interleave_size"),
     # Dropped choices are none, and padded experts are even already.
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
-    # `_capacity_problems`.
-    "moe_expert_rank_capacity_factor",
     # What the stash moves are no slots, and its second run of a step plans alike.
     *("moe_paged_stash", "moe_paged_stash_page_size"),
     *("moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu"),
