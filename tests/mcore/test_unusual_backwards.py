@@ -28,6 +28,8 @@ from tests.mcore.parity import (
 )
 from tests.ranks import run_ranks
 
+from megatron_ext.mcore.between_steps import reset_after_abort  # isort: skip
+
 EXPERTS = r"\.experts\."
 
 Backwards = Callable[[TinyGPT], None]
@@ -141,6 +143,32 @@ def _stopped_before_the_experts(rank: int) -> None:
 
 def test_gradients_set_aside_come_back_after_a_backward_that_stopped_halfway() -> None:
     run_ranks(_stopped_before_the_experts, 2)
+
+
+def _ended_by_an_error(rank: int, dtype: torch.dtype) -> bool:
+    """The experts' products have added to slots, whose gradients no reduction has taken."""
+    case = dict(ep=2, dtype=dtype, gradient_accumulation_fusion=True)
+    gpt = balanced_gpt(case | dict(ddp=dict(grad_reduce_in_fp32=False)), BalanceConfig())
+
+    def one(gpt: TinyGPT) -> None:
+        _loss(gpt, 0).backward()
+
+    expected = _gradients(gpt, one)
+    with (
+        mock.patch(inside.START_REDUCE, side_effect=ArithmeticError),
+        pytest.raises(ArithmeticError),
+    ):
+        one(gpt)
+    are_left = any(bool(grad.any()) for grad in inside.slot_grads(balanced_layers(gpt)[0]))
+    reset_after_abort(gpt.chunks)
+    found = _gradients(gpt, one)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    return are_left
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_aborted_backward_leaves_no_gradients_in_slots(dtype: torch.dtype) -> None:
+    assert any(run_ranks(_ended_by_an_error, 2, dtype)), "nothing was tested"
 
 
 def _of_the_input_alone(gpt: TinyGPT) -> None:
