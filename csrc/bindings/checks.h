@@ -222,6 +222,20 @@ inline void check_set_aside(at::TensorList main_grads, const Tensor& slots, at::
     }
 }
 
+// Where the seal of a plan goes.
+inline void check_seal(const Tensor& seal, at::Device device) {
+    TORCH_CHECK_VALUE(seal.numel() == 1 && seal.scalar_type() == at::kLong &&
+                          seal.device() == device,
+                      "seal must be one int64 on ",
+                      device,
+                      ", got ",
+                      seal.scalar_type(),
+                      " ",
+                      seal.sizes(),
+                      " on ",
+                      seal.device());
+}
+
 // The last column of what was `gathered` [R, any], contiguous; `difference` [2 + R] is where the
 // host reads it.
 inline Seals seals_of(const Tensor& gathered, int64_t layer, const Tensor& difference) {

@@ -172,26 +172,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> share_plan_op(const Tensor& load,
     return share(load, quota, slots, source_rank, {});
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> share_and_seal_op(
-    const Tensor& load,
-    const Tensor& quota,
-    const Tensor& slots,
-    int64_t source_rank,
-    const Tensor& gathered,
-    int64_t layer,
-    const Tensor& difference) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> share_and_seal_op(const Tensor& load,
+                                                             const Tensor& quota,
+                                                             const Tensor& slots,
+                                                             int64_t source_rank,
+                                                             const Tensor& gathered,
+                                                             int64_t layer,
+                                                             const Tensor& difference,
+                                                             const Tensor& seal) {
+    check_seal(seal, load.device());
     check_planned(load, quota, slots, source_rank);
     check_one_device({load, quota, slots, gathered});
     TORCH_CHECK_VALUE(difference.is_pinned(), "difference must be in pinned memory");
     const c10::cuda::CUDAGuard guard(load.device());
-    Tensor seal = at::empty({1}, load.options());
-    auto [split, ids, lines, arriving] =
-        share(load,
-              quota,
-              slots,
-              source_rank,
-              {{}, seals_of(gathered, layer, difference), seal.mutable_data_ptr<int64_t>()});
-    return {split, ids, lines, arriving, seal};
+    return share(load,
+                 quota,
+                 slots,
+                 source_rank,
+                 {{}, seals_of(gathered, layer, difference), seal.mutable_data_ptr<int64_t>()});
 }
 
 // Assigns all choices, and places their values as `placing` says.

@@ -156,22 +156,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> share_plan_op(const Tensor& load,
     return {split, ids, no_lines(load), arriving};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> share_and_seal_op(
-    const Tensor& load,
-    const Tensor& quota,
-    const Tensor& slots,
-    int64_t source_rank,
-    const Tensor& gathered,
-    int64_t layer,
-    const Tensor& difference) {
-    auto [split, ids, lines, arriving] = share_plan_op(load, quota, slots, source_rank);
+std::tuple<Tensor, Tensor, Tensor, Tensor> share_and_seal_op(const Tensor& load,
+                                                             const Tensor& quota,
+                                                             const Tensor& slots,
+                                                             int64_t source_rank,
+                                                             const Tensor& gathered,
+                                                             int64_t layer,
+                                                             const Tensor& difference,
+                                                             const Tensor& seal) {
+    check_seal(seal, load.device());
+    auto shares = share_plan_op(load, quota, slots, source_rank);
     const Tensor loads = with_whole_rows(load);
     const Tensor quotas = quota.contiguous();
     const Tensor held = slots.contiguous();
-    Tensor seal = at::empty({1}, load.options());
     *seal.mutable_data_ptr<int64_t>() =
         seal_plan(sealed_plan(loads, quotas, held), seals_of(gathered, layer, difference));
-    return {split, ids, lines, arriving, seal};
+    return shares;
 }
 
 std::tuple<Tensor, Tensor> assign_op(const Tensor& routing_map,

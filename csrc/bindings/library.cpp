@@ -24,8 +24,8 @@ TORCH_LIBRARY(megatron_ext, m) {
         "(Tensor split, Tensor physical_index, Tensor lines, Tensor arriving)");
     m.def(
         "share_and_seal(Tensor load, Tensor quota, Tensor slots, int source_rank, "
-        "Tensor gathered, int layer, Tensor(a!) difference) -> "
-        "(Tensor split, Tensor physical_index, Tensor lines, Tensor arriving, Tensor seal)");
+        "Tensor gathered, int layer, Tensor(a!) difference, Tensor(b!) seal) -> "
+        "(Tensor split, Tensor physical_index, Tensor lines, Tensor arriving)");
     m.def(
         "assign(Tensor routing_map, Tensor source_quota, Tensor physical_index, int top_k, "
         "Tensor? marks=None, Tensor? lines=None) -> (Tensor logical, Tensor physical)");

@@ -49,6 +49,28 @@ const char* name_of(PeerDeed deed) {
     }
 }
 
+// The id of the capture of a CUDA graph that the current stream is part of; 0 outside of captures.
+unsigned long long capture_id() {
+    auto status = cudaStreamCaptureStatusNone;
+    unsigned long long id = 0;
+    C10_CUDA_CHECK(cudaStreamGetCaptureInfo(c10::cuda::getCurrentCUDAStream(), &status, &id));
+    return status == cudaStreamCaptureStatusActive ? id : 0;
+}
+
+// A stream's work so far. Other streams may wait for it in the same capture only, or outside of all.
+class Mark {
+  public:
+    explicit Mark(const CUDAStream& stream) : event_(c10::DeviceType::CUDA), capture_(capture_id()) {
+        event_.record(stream.unwrap());
+    }
+    bool is_of_this_capture() const { return capture_ == capture_id(); }
+    void block(const CUDAStream& stream) { event_.block(stream.unwrap()); }
+
+  private:
+    c10::Event event_;
+    unsigned long long capture_;
+};
+
 // Pushes and pulls run on a stream each, which waits for the current stream at `start_...`; at
 // `finish_...` the current stream waits for it. The host waits for nothing: a failed wait is an
 // error of some later call.
@@ -129,7 +151,7 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         finish_push(num_pushes_);
         // The current stream has changed the mains and made the plan.
         wait_for_current_stream(push_stream_);
-        if (read_.has_value()) read_->block(push_stream_.unwrap());
+        if (read_.has_value() && read_->is_of_this_capture()) read_->block(push_stream_);
         const c10::cuda::CUDAStreamGuard on(push_stream_);
         const int64_t bytes = PeerCopies::bytes(problem.num_ranks, problem.num_slots);
         const PeerCopies copies = PeerCopies::in(
@@ -142,8 +164,7 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         C10_CUDA_CHECK(push_peers_cuda(self(push.label), task, push_blocks_, push_stream_));
         push.used = task.copies.used;
         last_ = std::move(push);
-        pushed_.emplace(c10::DeviceType::CUDA);
-        pushed_->record(push_stream_.unwrap());
+        pushed_.emplace(push_stream_);
         return ++num_pushes_;
     }
 
@@ -154,7 +175,8 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         const c10::cuda::CUDAGuard guard(device_);
         if (push == num_pushes_ && pushed_.has_value()) {  // else a later push has ended it
             const CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-            pushed_->block(stream.unwrap());
+            check_capture("push", *pushed_);
+            pushed_->block(stream);
             C10_CUDA_CHECK(wait_peers_cuda(self(last_.label),
                                            last_.segments,
                                            last_.used,
@@ -167,10 +189,11 @@ class TensorPeerExchange : public torch::CustomClassHolder {
     // Let later pushes wait for the current stream's work so far, which reads this rank's slots.
     void note_reads() {
         const c10::cuda::CUDAGuard guard(device_);
-        const c10::Stream stream = c10::cuda::getCurrentCUDAStream().unwrap();
-        if (!read_.has_value()) read_.emplace(c10::DeviceType::CUDA);
-        read_->block(stream);  // Earlier reads may be of another stream.
-        read_->record(stream);
+        const CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+        // Earlier reads may be of another stream. What was read before a capture began, or in a
+        // graph that the current stream has replayed, is over when this work begins.
+        if (read_.has_value() && read_->is_of_this_capture()) read_->block(stream);
+        read_.emplace(stream);
     }
 
     // Start adding the gradients of what a plan says, which stays on the device.
@@ -228,8 +251,7 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         C10_CUDA_CHECK(pull_add_peers_cuda(self(label_of(label)), pull, pull_blocks_, pull_stream_));
         used.push_back(std::move(words));
         pulling_ = std::move(used);
-        pulled_.emplace(c10::DeviceType::CUDA);
-        pulled_->record(pull_stream_.unwrap());
+        pulled_.emplace(pull_stream_);
         return ++num_pulls_;
     }
 
@@ -239,7 +261,8 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         raise_failure();
         const c10::cuda::CUDAGuard guard(device_);
         if (pull == num_pulls_ && pulled_.has_value()) {
-            pulled_->block(c10::cuda::getCurrentCUDAStream().unwrap());
+            check_capture("pull", *pulled_);
+            pulled_->block(c10::cuda::getCurrentCUDAStream());
             pulled_.reset();
             pulling_.clear();  // its memory is the current stream's again
         }
@@ -353,9 +376,15 @@ class TensorPeerExchange : public torch::CustomClassHolder {
     }
 
     static void wait_for_current_stream(const CUDAStream& stream) {
-        c10::Event before(c10::DeviceType::CUDA);
-        before.record(c10::cuda::getCurrentCUDAStream().unwrap());
-        before.block(stream.unwrap());
+        Mark(c10::cuda::getCurrentCUDAStream()).block(stream);
+    }
+
+    static void check_capture(const char* what, const Mark& ended) {
+        TORCH_CHECK(ended.is_of_this_capture(),
+                    "a ",
+                    what,
+                    " must end in the capture of a CUDA graph in which it started, or start and end "
+                    "outside of captures: wait for it before the capture begins, and before it ends");
     }
 
     CopyProblem problem_of(const Tensor& slots, int64_t mains_per_rank) const {
@@ -488,11 +517,11 @@ class TensorPeerExchange : public torch::CustomClassHolder {
     std::map<Words, Tensor> main_addresses_;  // the same on the device, for each layer
     Tensor copies_;                           // compiled anew by each push
     Push last_{};
-    std::optional<c10::Event> pushed_;  // until the last push is finished
-    std::optional<c10::Event> read_;    // reads of the slots so far
+    std::optional<Mark> pushed_;  // until the last push is finished
+    std::optional<Mark> read_;    // reads of the slots so far
     Tensor sums_;                       // compiled anew by each pull
     std::vector<Tensor> pulling_;       // used by the pull under way, on another stream than theirs
-    std::optional<c10::Event> pulled_;  // until the last pull is finished
+    std::optional<Mark> pulled_;  // until the last pull is finished
     int64_t num_pushes_ = 0;
     int64_t num_pulls_ = 0;
     std::vector<std::string> labels_;

@@ -39,6 +39,7 @@ class Agreement:
     def __init__(self, group: ProcessGroup, device: torch.device, num_shards: int = 1) -> None:
         self._group = group
         self._num_shards = num_shards
+        # Written in place: the next layer of a captured graph finds it where it was.
         self._seal = torch.zeros(1, dtype=torch.int64, device=device)
         self._layer = 0
         self._gathered = self._seal.expand(group.size(), 1).contiguous()
@@ -82,7 +83,7 @@ class Agreement:
                 raises after the device has found the difference, maybe a few calls later.
         """
         rank = self._group.rank()
-        *shares, self._seal = torch.ops.megatron_ext.share_and_seal(
+        shares = torch.ops.megatron_ext.share_and_seal(
             load,
             plan.quota,
             plan.experts_in_slots,
@@ -90,6 +91,7 @@ class Agreement:
             self._gathered,
             self._layer,
             self._difference,
+            self._seal,
         )
         self._layer = layer
         self._raise_difference()
@@ -138,7 +140,7 @@ class Agreement:
 
     def forget_plan(self) -> None:
         """Forget the last plan, because some ranks may not have it."""
-        self._seal = torch.zeros_like(self._seal)
+        self._seal.zero_()
         self._layer = 0
 
     def _gather_seals(self) -> Tensor:

@@ -181,9 +181,8 @@ def test_seals_equal_the_host(ranks, experts, slots, domain):
             tensors = [
                 one.to(device) for one in (load, plan.quota, plan.experts_in_slots, gathered)
             ]
-            *_, seal = torch.ops.megatron_ext.share_and_seal(
-                *tensors[:3], 0, tensors[3], 3, difference
-            )
+            seal = torch.zeros(1, dtype=torch.int64, device=device)
+            torch.ops.megatron_ext.share_and_seal(*tensors[:3], 0, tensors[3], 3, difference, seal)
             seals.append(seal.item())
             is_different = bool(wrong) and ranks > 1
             assert difference.tolist() == (

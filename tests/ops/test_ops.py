@@ -143,7 +143,8 @@ NOTHING_BEFORE = torch.zeros(4, 1, dtype=torch.int64)
 def seal(load, quota, slots, gathered=NOTHING_BEFORE, layer=0, difference=None):
     if difference is None:
         difference = torch.zeros(2 + len(gathered), dtype=torch.int64)
-    *shares, sealed = native.share_and_seal(load, quota, slots, 1, gathered, layer, difference)
+    sealed = torch.zeros(1, dtype=torch.int64)
+    shares = native.share_and_seal(load, quota, slots, 1, gathered, layer, difference, sealed)
     for one, other in zip(shares, native.share_plan(load, quota, slots, 1), strict=True):
         assert torch.equal(one, other)
     return int(sealed) % 2**64
@@ -203,6 +204,10 @@ def test_seal_rejects():
         seal(load, quota.T.contiguous(), slots)
     with pytest.raises(ValueError, match=r"gathered must be .* difference \[2 \+ R\] .*\[3\]"):
         seal(load, quota, slots, difference=torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"seal must be one int64 on cpu, got Int \[1\]"):
+        native.share_and_seal(
+            *planned(4, 8, 2), 1, NOTHING_BEFORE, 1, torch.zeros(6).long(), torch.zeros(1).int()
+        )
     with pytest.raises(ValueError, match=r"tail must be one number .*\[2\]"):
         native.count_load(workloads.routing_map(9, 4, 2), torch.zeros(2, dtype=torch.int64))
 
@@ -243,7 +248,14 @@ def test_what_schemas_say_of_arguments_is_true():
         (native.count_load, (workloads.routing_map(9, 4, 2), torch.tensor([7]))),
         (
             native.share_and_seal,
-            (*planned(4, 8, 2), 1, NOTHING_BEFORE, 1, torch.zeros(6).long()),
+            (
+                *planned(4, 8, 2),
+                1,
+                NOTHING_BEFORE,
+                1,
+                torch.zeros(6).long(),
+                torch.zeros(1).long(),
+            ),
         ),
         (
             native.set_aside,
