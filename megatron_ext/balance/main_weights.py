@@ -309,11 +309,6 @@ class MainWeights:
         """
         return tuple(_grad_dtype(each.parameters(), self.fused) for each in self._segments)
 
-    @property
-    def have_main_grads(self) -> bool:
-        """Whether data-parallel training has made a `main_grad` for one of the mains."""
-        return any(_main_grad(main) is not None for main in self.parameters())
-
     def rows(self, *, columnwise: bool = False) -> list[list[Tensor]]:
         """Return what a push moves: part p of main m as `rows()[p][m]`, without gradient.
 

@@ -69,20 +69,15 @@ class Transfers:
 
 
 class HostCopy:
-    """Memory of the host with the values of a tensor, from a copy or from a kernel's writes."""
+    """Memory of the host with a copy of a tensor's values."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._written = torch.cuda.Event() if device.type == "cuda" else None
-        self.memory = torch.empty(shape, dtype=dtype, pin_memory=self._written is not None)
-        """The values. A kernel of the GPU, or a launch on the CPU, may write here."""
+        self._memory = torch.empty(shape, dtype=dtype, pin_memory=self._written is not None)
 
     def start(self, source: Tensor) -> None:
         """Start a copy of `source` behind the current stream's work; the host does not wait."""
-        self.memory.copy_(source, non_blocking=True)
-        self.mark_written()
-
-    def mark_written(self) -> None:
-        """Note that the current stream's work so far has written the values."""
+        self._memory.copy_(source, non_blocking=True)
         if self._written is not None:
             self._written.record()
 
@@ -90,7 +85,7 @@ class HostCopy:
         """Wait until the values are on the host; return the values."""
         if self._written is not None:
             self._written.synchronize()
-        return self.memory
+        return self._memory
 
 
 class Pending(Protocol):
