@@ -109,6 +109,12 @@ OPTIONS = {
         True,
         brief="rank capacity factor",
     ),
+    "full_iteration": Option(
+        "CUDA graphs of whole steps (`--cuda-graph-impl full_iteration`)",
+        "cuda_graph_impl=full_iteration or cuda_graph_modules=full_iteration",
+        True,
+        brief="CUDA graphs of whole steps",
+    ),
     "paged_stash": Option(
         "paged stash of activations (`--moe-paged-stash`)",
         "moe_paged_stash",
@@ -243,7 +249,7 @@ def note_options(items: Iterable[pytest.Item]) -> None:
 
 
 REFUSED = {
-    "cuda_graph_impl": "graphs of whole steps",
+    "cuda_graph_impl": "graphs of whole layers",
 }
 """README's words for refused fields of TransformerConfig that recipes set."""
 
@@ -382,14 +388,23 @@ def _word(option: Option, outcomes: set[str]) -> str:
 
 
 def _num_recipes(share: str) -> str:
-    """Return how many recipes have a setting, or all of several; other words stay as they are."""
-    asked = [each.partition("=")[::2] for each in share.split(" and ")]
-    if not all(field in SETTINGS for field, _ in asked):
+    """Return how many recipes have a setting, or all of several, or one of several.
+
+    Other words stay as they are.
+    """
+    groups = [
+        [each.partition("=")[::2] for each in group.split(" and ")] for group in share.split(" or ")
+    ]
+    if not all(field in SETTINGS for asked in groups for field, _ in asked):
         return share
     return str(
         sum(
-            all(
-                value in recipe[field].split() if value else recipe[field] for field, value in asked
+            any(
+                all(
+                    value in recipe[field].split() if value else recipe[field]
+                    for field, value in asked
+                )
+                for asked in groups
             )
             for recipe in read_record()
         )

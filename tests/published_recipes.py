@@ -217,14 +217,19 @@ def write_record(recipes: list[Recipe]) -> None:
 def excluded_by(recipe: Recipe) -> list[str]:
     """Return the fields of TransformerConfig that keep a recipe from training balanced."""
     # Here, as Megatron is imported with it.
+    from megatron_ext.config import BalanceConfig
+    from megatron_ext.mcore.graph_limits import host_problems
     from megatron_ext.mcore.limits import MUST_BE
 
     values: dict[str, Any] = {name: value or None for name, value in recipe.items()}
     values |= {name: True for name, value in recipe.items() if value == "True"}
     values["cuda_graph_modules"] = recipe["cuda_graph_modules"].split()
     values["gradient_accumulation_fusion"] = True  # The recipes' default.
+    values |= dict(expert_model_parallel_size=2, moe_pad_expert_input_to_capacity=False)
     config = SimpleNamespace(**values)
     refused = [rule.field for rule in MUST_BE if rule.problem(config, "balance.strategy=quota")]
+    # The problem begins with the field.
+    refused += [each.split()[0] for each in host_problems(config, BalanceConfig())]
     # Weights that are not whole are seen when a model is there (in_place.py).
     return refused + ["use_megatron_fsdp"] * bool(recipe["use_megatron_fsdp"])
 

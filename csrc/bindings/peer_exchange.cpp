@@ -140,8 +140,7 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         const CopyProblem problem = problem_of(slots, mains_per_rank);
         TORCH_CHECK(mains.size() == mains_per_rank * segments.size());
         Push push{label_of(label), segments_of(segments), {}, problem.num_slots, mains, slots};
-        const char* const* const addresses =
-            kept_on_device(addresses_of(mains, segments));
+        const Words addresses = addresses_of(mains, segments);
         for (size_t g = 0; g < segments.size(); ++g) {
             push.segments.each[g].used_bytes = static_cast<int64_t>(mains[g].nbytes());
         }
@@ -153,6 +152,7 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         wait_for_current_stream(push_stream_);
         if (read_.has_value() && read_->is_of_this_capture()) read_->block(push_stream_);
         const c10::cuda::CUDAStreamGuard on(push_stream_);
+        const Tensor table = kept_on_device(addresses);
         const int64_t bytes = PeerCopies::bytes(problem.num_ranks, problem.num_slots);
         const PeerCopies copies = PeerCopies::in(
             memory_of(copies_, bytes), problem.num_ranks, problem.num_slots);
@@ -160,7 +160,7 @@ class TensorPeerExchange : public torch::CustomClassHolder {
                             problem,
                             slots.const_data_ptr<int32_t>(),
                             copies,
-                            addresses};
+                            static_cast<const char* const*>(table.const_data_ptr())};
         C10_CUDA_CHECK(push_peers_cuda(self(push.label), task, push_blocks_, push_stream_));
         push.used = task.copies.used;
         last_ = std::move(push);
@@ -423,20 +423,15 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         return kept.mutable_data_ptr();
     }
 
-    // A layer's mains in memory of the push stream: written at its first push, because parameters
-    // stay where they are.
-    const char* const* kept_on_device(const Words& addresses) {
-        auto found = main_addresses_.find(addresses);
-        if (found == main_addresses_.end()) {
-            // What a captured graph writes is there after its replay only; others would miss it.
-            TORCH_CHECK(
-                c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None,
-                "the first push of a layer cannot be captured in a CUDA graph: run the "
-                "layer once before");
-            const c10::cuda::CUDAStreamGuard on(push_stream_);
-            found = main_addresses_.emplace(addresses, on_device(addresses)).first;
-        }
-        return static_cast<const char* const*>(found->second.const_data_ptr());
+    // A layer's mains in memory of the push stream, which is the current one: written at the first
+    // push and kept, because parameters stay where they are.
+    Tensor kept_on_device(const Words& addresses) {
+        const auto found = main_addresses_.find(addresses);
+        if (found != main_addresses_.end()) return found->second;
+        Tensor there = on_device(addresses);
+        // A captured graph writes them in each replay, where no other push finds them.
+        if (capture_id() == 0) main_addresses_.emplace(addresses, there);
+        return there;
     }
 
     // Words in memory of the current stream.

@@ -94,7 +94,7 @@ class Agreement:
             self._seal,
         )
         self._layer = layer
-        self._raise_difference()
+        self.raise_failure()
         return Shares(*shares).of_shard(rank, counts)
 
     def send_seal(self, rows: GathersRows | None = None, label: str = "") -> None:
@@ -124,7 +124,7 @@ class Agreement:
             RuntimeError: Ranks had different loads or plans in some layer.
         """
         found = self._gather_seals().tolist()
-        self._raise_difference()
+        self.raise_failure()
         if len(set(found)) > 1:
             self._raise(self._layer, found)
 
@@ -148,7 +148,17 @@ class Agreement:
         dist.all_gather_into_tensor(seals, self._seal, group=self._group)
         return seals
 
-    def _raise_difference(self) -> None:
+    @property
+    def failed(self) -> Tensor:
+        """Return int64 [1] in memory of the host: 1 after a difference was found, else 0."""
+        return self._difference[:1]
+
+    def raise_failure(self) -> None:
+        """Raise the error of a difference, if the host has not raised it yet.
+
+        Raises:
+            RuntimeError: Ranks had different loads or plans.
+        """
         if self._found[0]:
             _, layer, *seals = self._found.tolist()
             self._difference.zero_()
@@ -184,6 +194,11 @@ def name_ranks(ranks: int | list[int], num_shards: int) -> str:
 
 
 _SHARED: WeakValueDictionary[tuple[ProcessGroup, torch.device], Agreement] = WeakValueDictionary()
+
+
+def agreements_in_use() -> list[Agreement]:
+    """Return all agreements that `shared_agreement` made and that live."""
+    return list(_SHARED.values())
 
 
 def shared_agreement(group: ProcessGroup, device: torch.device, num_shards: int = 1) -> Agreement:

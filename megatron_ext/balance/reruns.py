@@ -27,6 +27,15 @@ _marks: weakref.WeakKeyDictionary[HoldsCounts, Any] = weakref.WeakKeyDictionary(
 """The last mark of each object: of its beginning, where that was later than the step's."""
 
 
+is_capturing = False
+"""Whether a whole step is captured in a CUDA graph, and so does not run; `replays.py` sets it."""
+
+
+def holders() -> list[HoldsCounts]:
+    """Return the objects that hold counts now."""
+    return [*_marks]
+
+
 def can_take_back(holder: HoldsCounts) -> None:
     """Take an object that begins back with the others, as long as it lives."""
     _marks[holder] = holder.mark()
@@ -34,7 +43,7 @@ def can_take_back(holder: HoldsCounts) -> None:
 
 def mark() -> None:
     """Mark the present counts: before a step that may be run again."""
-    for holder in [*_marks]:
+    for holder in holders():
         can_take_back(holder)
 
 

@@ -170,9 +170,7 @@ class SlotBuffers:
         """
         self._end_reduction()
         if self._are_grads_used:  # By a backward that stopped halfway.
-            for buffer in slot_grads:
-                if buffer is not None:
-                    buffer.zero_()
+            self._zero_grads(slot_grads)
         self._are_grads_used = True
 
     def reduce_replica_grads(
@@ -230,6 +228,12 @@ class SlotBuffers:
         self._reducing = weakref.ref(reducing)
         return reducing
 
+    def _zero_grads(self, slot_grads: Sequence[Tensor | None]) -> None:
+        for buffer in slot_grads:
+            if buffer is not None:
+                buffer.zero_()
+        self._are_grads_used = False
+
     def _end_reduction(self) -> None:
         # The forward keeps a running reduction alive. If the reference is dead, the step was
         # aborted, and there is nothing to wait for.
@@ -240,8 +244,9 @@ class SlotBuffers:
         """Forget an aborted step; every rank of the EP group calls before the next one."""
         self._resident = None
         self._reducing = None
-        self._are_grads_used = True
         self.transport.reset()
+        # Now, because the next backward may be a replay, which does not ask.
+        self._zero_grads(self.slot_grads)
 
 
 class Materializing:

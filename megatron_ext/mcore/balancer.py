@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron_ext.balance import reruns
 from megatron_ext.balance.agreement import Agreement, shared_agreement
 from megatron_ext.balance.forward import NO_SLOTS, Forward, VirtualLayer, VirtualLayers
 from megatron_ext.balance.layout import ExpertLayout
 from megatron_ext.balance.main_weights import MainWeights
-from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.planner import LayerPlanner, plan_layout
 from megatron_ext.balance.reroute import RoutingMaps
 from megatron_ext.balance.slots import SlotBuffers, shared_slot_buffers
@@ -33,6 +33,7 @@ from megatron_ext.transport.reach import gather
 
 if TYPE_CHECKING:
     from megatron_ext.balance.costs import LayerCosts
+    from megatron_ext.balance.placement import Placement
 
 GradDtypes = tuple[torch.dtype | None, ...]
 """See `MainWeights.grad_dtypes`."""
@@ -78,6 +79,7 @@ class LayerBalancer:
     """Dtypes of the gradients, by segment, that the EP ranks have agreed on."""
 
     def __post_init__(self) -> None:
+        self._require_warm_up("slots")
         self.agreement = shared_agreement(self.planning_group, self.device, self.num_shards)
         if self.layout.slots > 0:
             self.buffers = shared_slot_buffers(
@@ -204,6 +206,7 @@ class LayerBalancer:
             return [None] * len(mine)
         agreed = self._grad_dtypes
         if agreed is None or any(own not in (None, a) for own, a in zip(mine, agreed, strict=True)):
+            self._require_warm_up("slots' gradients")
             by_rank = gather(mine, self.ep_group)
             agreed = self._grad_dtypes = tuple(map(self._only_dtype, zip(*by_rank, strict=True)))
         return self.buffers.allocate_grads(agreed)
@@ -213,6 +216,13 @@ class LayerBalancer:
         self.virtual_layers.forget_step()
         if self.has_planner:
             self.planner.forget()
+
+    def _require_warm_up(self, what: str) -> None:
+        if reruns.is_capturing:
+            raise RuntimeError(
+                f"layer {self.layer_number} makes its {what} in the first step, and a CUDA graph "
+                "captures that step: train one step before (--cuda-graph-warmup-steps)"
+            )
 
     def _only_dtype(self, by_rank: tuple[torch.dtype | None, ...]) -> torch.dtype | None:
         found = dict.fromkeys(dtype for dtype in by_rank if dtype is not None)

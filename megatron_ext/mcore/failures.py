@@ -1,10 +1,11 @@
 """A wait that failed on one rank ends the step on all ranks, before a weight changes.
 
 Between GPUs the device waits, and the host learns of a failed wait at its next call of the
-transport. After the last reduction of a step, that call comes only after the optimizer step. So
+transport. After the last reduction of a step, that call comes only after the optimizer step. The
+same holds for plans that differ between ranks, which the device finds. So
 
-    gradients are finished   the failed waits of all ranks of the model are counted, in a reduction
-                             of one word; the host waits for it on gloo, but not between GPUs
+    gradients are finished   the failures of all ranks of the model are counted, in a reduction of
+                             one word; the host waits for it on gloo, but not between GPUs
     an optimizer steps       the host looks at the count; if it is not 0, all ranks raise
     gradients are zeroed     the same, where the optimizer has skipped its step
 
@@ -14,7 +15,8 @@ so the host does not wait longer than without the count.
 A rank that finds a failure in its own call of a transport raises at once: its peer may have died,
 and then no reduction ends.
 
-`process_hooks.py` calls `start_count` and `look` at these three places.
+`process_hooks.py` calls `start_count` and `look` at these three places. Behind a replay of a whole
+step, `full_graphs.py` calls `count_and_look`.
 """
 
 from __future__ import annotations
@@ -29,13 +31,15 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron_ext.balance.agreement import Agreement, agreements_in_use
 from megatron_ext.balance.slots import transports_in_use
+from megatron_ext.transport import Transport
 
 logger = logging.getLogger(__name__)
 
 
 class _Count(NamedTuple):
-    """Failed waits of all ranks, until the host has looked."""
+    """Failures of all ranks, until the host has looked."""
 
     number: Tensor
     """int32 [1] in memory of the host."""
@@ -50,7 +54,9 @@ _counts: list[_Count] = []
 
 
 def count_and_look(model: Iterable[nn.Module]) -> None:
-    """Count, and look at once: before a checkpoint. All ranks of the model call.
+    """Count, and look at once: before a checkpoint, and behind a replay.
+
+    All ranks of the model call.
 
     Args:
         model: The model's chunks on this rank, in Megatron's DistributedDataParallel. Others are
@@ -75,8 +81,9 @@ def look() -> None:
     """Look at the counts since the last look; all ranks of the models call.
 
     Raises:
-        RuntimeError: A wait of some rank has failed. All ranks raise the same error, which names
-            the rank that waited, the peer, and the awaited work.
+        RuntimeError: A wait of some rank has failed, or a rank has found other plans than its own.
+            All ranks raise the same error, which names the rank that waited, the peer and the
+            awaited work, or the ranks whose plans differ.
     """
     counts = _counts[:]
     _counts.clear()
@@ -90,12 +97,12 @@ def look() -> None:
 
 
 def start_count(ddp: Any) -> None:
-    """Count the waits that have failed when the work issued so far is done."""
+    """Count what has failed when the work issued so far is done."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     number = torch.zeros(1, dtype=torch.int32, device=device)
-    for transport in transports_in_use():
-        if transport.failed is not None:
-            number += transport.failed.to(device, non_blocking=True)
+    for each in _in_use():
+        if (failed := each.failed) is not None:
+            number += failed.to(device, non_blocking=True)
     groups = _groups(ddp)
     for group in groups:
         dist.all_reduce(number, group=group)
@@ -109,6 +116,11 @@ def start_count(ddp: Any) -> None:
     _counts.append(_Count(number, arrived, groups))
 
 
+def _in_use() -> list[Transport | Agreement]:
+    """What fails late: the device notices, and the host hears of it."""
+    return [*transports_in_use(), *agreements_in_use()]
+
+
 def _groups(ddp: Any) -> list[ProcessGroup]:
     """The groups of data, tensor and pipeline parallelism: a grid of all ranks of the model."""
     pipelines = ddp.pp_group if isinstance(ddp.pp_group, list) else [ddp.pp_group]
@@ -117,9 +129,9 @@ def _groups(ddp: Any) -> list[ProcessGroup]:
 
 def _raise_on_all(groups: list[ProcessGroup]) -> None:
     said = set()
-    for transport in transports_in_use():
+    for each in _in_use():
         try:
-            transport.raise_failure()
+            each.raise_failure()
         except RuntimeError as failure:
             said.add(f"global rank {dist.get_rank()}: {failure}")
             # Logged before the gather, which does not end if another rank has died.
@@ -129,6 +141,6 @@ def _raise_on_all(groups: list[ProcessGroup]) -> None:
         dist.all_gather_object(of_ranks, said, group=group)
         said = set().union(*of_ranks)
     raise RuntimeError(
-        f"a wait for replicas failed, and the step ends on all ranks before it changes a weight: "
-        f"{'; '.join(sorted(said))}"
+        "a wait for replicas failed or plans differ, and the step ends on all ranks before it "
+        f"changes a weight: {'; '.join(sorted(said))}"
     )

@@ -38,6 +38,10 @@ def validate_for_balancing(config: Any, balance: BalanceConfig) -> list[str]:
         except (ValueError, ModuleNotFoundError) as error:
             problems.append(str(error))
     problems += _transport_problems(balance, config) + _expert_problems(config)
+    if _has_graphs(config):
+        from megatron_ext.mcore.graph_limits import host_problems
+
+        problems += host_problems(config, balance)
     ep_size = config.expert_model_parallel_size
     if ep_size % (balance.domain_ranks or ep_size):
         problems.append(
@@ -274,33 +278,27 @@ class GraphDemand(Demand):
 
     def problem(self, config: Any, with_setting: str) -> str | None:
         """Return the problem with the graphs of `config`, or None."""
-        impl = getattr(config, self.field, None)
-        # Only in the layers of hybrid models do Megatron's own graphs leave out the experts.
-        is_hybrid = getattr(config, "is_hybrid_model", False)
-        allowed = [each for each in self.allowed if each != "local" or is_hybrid]
-        if impl not in allowed:
-            return Demand.problem(self._replace(allowed=tuple(allowed)), config, with_setting)
-        # The field's name from 0.17 on, and before.
-        is_new = hasattr(config, "cuda_graph_modules")
-        field = "cuda_graph_modules" if is_new else "cuda_graph_scope"
-        value = getattr(config, field, None) or []
-        scopes = value.split(",") if isinstance(value, str) else value
-        names = [getattr(each, "name", each) for each in scopes]
-        if impl == "none" or (names and {*names} <= {*GRAPH_SCOPES}):
+        if not _has_graphs(config):
             return None
+        from megatron_ext.mcore.graph_limits import layer_graph_problem
+
+        if (found := layer_graph_problem(config, self.allowed)) is None:
+            return None
+        field, value, allowed = found
         return (
-            f"{field} ({', '.join(names) or 'whole layers'}) must be of {', '.join(GRAPH_SCOPES)} "
-            f"with {with_setting}: {self.reason} ({self.way_out})"
+            f"{field} ({value}) must be {allowed} with {with_setting}: {self.reason} "
+            f"({self.way_out})"
         )
 
 
-GRAPH_SCOPES = ("attn", "mlp", "mamba", "moe_router", "moe_preprocess")
-"""What of balanced models CUDA graphs may hold."""
+def _has_graphs(config: Any) -> bool:
+    return getattr(config, "cuda_graph_impl", None) not in (None, "none")
+
 
 _GRAPHS = GraphDemand(
     "cuda_graph_impl",
-    ("none", "transformer_engine", "local"),
-    "a graph must end before the plan, and `local` ones do only in hybrid models",
+    ("none", "transformer_engine", "local", "full_iteration"),
+    "a graph of a layer must end before the plan, and `local` ones do only in hybrid models",
     "set --cuda-graph-impl transformer_engine --cuda-graph-scope attn moe_router moe_preprocess",
 )
 

@@ -16,9 +16,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from megatron_ext.balance import reruns
 from megatron_ext.balance.layer_report import LayerReport
 from megatron_ext.balance.metrics import home_imbalances, imbalances
-from megatron_ext.balance.reruns import can_take_back
 
 _logger = logging.getLogger("megatron_ext.balance")
 # By default Python shows warnings only, and these lines are no warnings.
@@ -43,7 +43,7 @@ class BalanceLines:
         self._sum = self._worst = torch.zeros(3, dtype=torch.float64)
         # By layer, rows beyond the limit of a rank, as a tensor [].
         self._rows_over: dict[int, Tensor] = {}
-        can_take_back(self)
+        reruns.can_take_back(self)
 
     def watch(self, layer: Any) -> None:
         """Count the microbatches that a balanced layer is trained with."""
@@ -59,11 +59,27 @@ class BalanceLines:
         """See `HoldsCounts`."""
         self._reports, self._rows_over, self._num_counted, self._sum, self._worst = mark
 
+    def counted_since(self, mark: tuple[Any, ...]) -> list[LayerReport]:
+        """See `CountsReplays`: nothing is counted in a capture but reports."""
+        return self._reports[len(mark[0]) :]
+
+    def count_again(self, counted: list[LayerReport]) -> None:
+        """See `CountsReplays`."""
+        for report in counted:
+            self._add(report)
+        if self._reports:  # The next replay writes into them.
+            self._count()
+
     def _observe(self, layer: weakref.ref[Any], report: LayerReport) -> None:
         if not self._has_begun:
             self._has_begun = True
             _say(f"{self._names()}: {_what_balances(layer())}")
+        self._add(report)
+
+    def _add(self, report: LayerReport) -> None:
         self._reports.append(report)
+        if reruns.is_capturing:
+            return
         num_layers = len(self._training())
         if len(self._reports) >= num_layers:
             self._count()

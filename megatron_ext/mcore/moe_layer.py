@@ -28,7 +28,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
@@ -41,7 +41,6 @@ from torch import Tensor
 from megatron_ext.balance.forward import Forward
 from megatron_ext.balance.layer_report import LayerReport
 from megatron_ext.balance.load import load_of
-from megatron_ext.balance.placement import Placement
 from megatron_ext.balance.plan import BalancePlan, share_plan
 from megatron_ext.balance.ranges import EXPERTS, LOAD, PLAN, REROUTE, stage
 from megatron_ext.balance.reroute import as_map, assign, reroute, reroute_ids
@@ -72,6 +71,9 @@ from megatron_ext.mcore.recompute import (
 )
 from megatron_ext.mcore.stages import ObservedMoELayer
 from megatron_ext.transport import agree_on_transport
+
+if TYPE_CHECKING:
+    from megatron_ext.balance.placement import Placement
 
 _CAPACITY = "moe_expert_rank_capacity_factor"
 
@@ -147,6 +149,7 @@ class BalancedMoELayer(ObservedMoELayer):
                 torch.device(here),
                 self.planning_group,
             )
+            require_valid(config, dataclasses.replace(balance, transport=self.transport))
             self.layout = dataclasses.replace(self.layout, nvlink_domain=domain_ranks)
         self.token_dispatcher = physical_dispatcher(
             self.dispatcher_class(self.token_dispatcher),

@@ -5,6 +5,7 @@
     DDP's buckets' register_grad_ready         waits for the replicas' part           held_back.py
     PagedStashRunner: a step, and its rerun    takes back what the first run counted  reruns.py
     the step of every torch optimizer          looks at the counts before             failures.py
+    FullCudaGraphWrapper: a step, or a replay  counts again, and looks at the counts  full_graphs.py
     a module put into a Megatron model         looks for layers left out              below
     Megatron's switch of NVTX ranges           is asked by the stages' ranges         ranges.py
     NCCL EP's set-up, of all layers            must be for as many experts            dispatcher.py
@@ -26,6 +27,7 @@ import torch
 from megatron.core import utils
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -57,6 +59,7 @@ def install() -> None:
         replace(DistributedDataParallel, "finish_grad_sync", _counting)
         replace(DistributedDataParallel, "zero_grad_buffer", _looking)
         replace(_ParamAndGradBucketGroup, "register_grad_ready", _waiting)
+        replace(FullCudaGraphWrapper, "__call__", _replaying)
         # Megatron-Core before 0.19 runs no step again.
         if importlib.util.find_spec("megatron.core.transformer.moe.paged_stash") is not None:
             from megatron.core.transformer.moe.paged_stash import PagedStashRunner
@@ -102,7 +105,8 @@ def _counting(finish: Callable[..., None]) -> Callable[..., None]:
     def finish_and_count(ddp: Any, *args: Any, **kwargs: Any) -> None:
         held_back.require_complete()
         finish(ddp, *args, **kwargs)
-        failures.start_count(ddp)
+        if not reruns.is_capturing:  # Else it is counted behind each replay.
+            failures.start_count(ddp)
 
     return finish_and_count
 
@@ -142,6 +146,17 @@ def _taking_back(prepare: Callable[..., None]) -> Callable[..., None]:
         prepare(*args, **kwargs)
 
     return take_back_and_prepare
+
+
+def _replaying(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def run_with_host(*args: Any, **kwargs: Any) -> Any:
+        # Imported here, because few programs capture whole steps.
+        from megatron_ext.mcore import full_graphs
+
+        return full_graphs.run_with_host(run, *args, **kwargs)
+
+    return run_with_host
 
 
 def _look_before_step(*_: Any) -> None:

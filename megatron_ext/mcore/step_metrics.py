@@ -14,6 +14,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
+from megatron_ext.mcore import process_hooks
+from megatron_ext.mcore.graph_limits import hold_whole_steps
 from megatron_ext.telemetry.gather import Place, gather_step
 from megatron_ext.telemetry.names import MAX_KEYS, TIERS, shown
 from megatron_ext.telemetry.recorder import LoadRecorder
@@ -22,7 +24,8 @@ from megatron_ext.telemetry.recorder import LoadRecorder
 class StepMetrics:
     """Counts the loads and replicas of a model's MoE layers, until `close()`.
 
-    Every rank makes a `StepMetrics` after the model, also on pipeline stages without MoE layers.
+    Every rank makes a `StepMetrics` after the model, also on pipeline stages without MoE layers,
+    and before the first step: what a CUDA graph of a whole step captures is counted in its replays.
     Layers that are not balanced are counted, too, so that an unbalanced run can be compared.
 
     Args:
@@ -38,7 +41,9 @@ class StepMetrics:
                 f"model must be a list of the model's chunks on this rank, not a "
                 f"{type(model).__name__}: give [model]"
             )
-        parts = (part for chunk in model for part in chunk.modules())
+        parts = [part for chunk in model for part in chunk.modules()]
+        if any(hold_whole_steps(part.config) for part in parts if hasattr(part, "config")):
+            process_hooks.install()
         layers = [part for part in parts if isinstance(part, MoELayer)]
         group = parallel_state.get_expert_model_parallel_group() if layers else None
         self._recorder = LoadRecorder((), group)

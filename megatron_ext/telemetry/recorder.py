@@ -127,6 +127,24 @@ class LoadRecorder:
         for each, size in zip(self._of_step, mark, strict=True):
             del each[size:]
 
+    def counted_since(self, mark: list[int]) -> tuple[list[int], list[list[Any]]]:
+        """See `CountsReplays`."""
+        return mark, [each[size:] for each, size in zip(self._of_step, mark, strict=True)]
+
+    def count_again(self, counted: tuple[list[int], list[list[Any]]]) -> None:
+        """See `CountsReplays`. Stages have no times in a replay."""
+        from megatron_ext.balance.replays import copies, with_own_values
+
+        (first_report, first_count, _), (reports, counts, events) = counted
+        later = {
+            "report": len(self._reports) - first_report,
+            "count": len(self._counts) - first_count,
+        }
+        self._reports += with_own_values(reports)
+        chosen = copies([chosen for _, chosen in counts])
+        self._counts += zip([layer for layer, _ in counts], chosen, strict=True)
+        self._held.events += [(sign, (kind, index + later[kind])) for sign, (kind, index) in events]
+
     def watch(self, layer: Any) -> None:
         """Count the training forwards of one more layer."""
         if hasattr(layer, "observers"):

@@ -189,6 +189,7 @@ def _fill(targets: list[Tensor], message: Tensor, like: list[Tensor]) -> None:
 COLLECTIVE = TransportKind(
     name=CollectiveTransport.name,
     device_type=None,
+    lists_transfers=True,
     adds_float16=True,
     obstacles=None,
     make=lambda ep_group, device, options: CollectiveTransport(ep_group),

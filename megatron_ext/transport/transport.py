@@ -227,6 +227,8 @@ class TransportKind:
     """Type of the experts' device; None for any type."""
     max_slots: int | None = None
     """Most slots of a rank; None for any number."""
+    lists_transfers: bool = False
+    """Whether the host of each rank lists the transfers of a plan, and so waits for the plan."""
     adds_float16: bool = False
     """Whether the transport adds gradients that are stored in float16."""
     obstacles: Callable[[ProcessGroup, torch.device], list[str]] | None

@@ -15,6 +15,7 @@ replay, or a large number.
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ _UNSET = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty)
 _INDEXED = (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_)
 _ALLOWED = "tensor_parallel/random.py"
 """Megatron compares states of the CPU's generator there, which is the GPU's on a GPU."""
+_SCHEDULES = "pipeline_parallel/schedules.py"
 
 
 class CaptureError(RuntimeError):
@@ -76,6 +78,8 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Operation] = []
+        self._before: dict[int, tuple[Any, Any]] = {}
+        self._made: set[int] = set()
 
     def __enter__(self) -> Any:
         # Methods of tensors on the CPU that read values without an operation.
@@ -104,15 +108,28 @@ class Recorder(TorchDispatchMode):
             _forbid(f"{function}: the host reads a value")
         if torch.Tag.dynamic_output_shape in tags and (packet not in _INDEXED or _has_mask(args)):
             _forbid(f"{function}: a shape depends on values")
+        for storage in _storages((args, kwargs)):
+            if storage.data_ptr() not in self._made | self._before.keys():
+                self._before[storage.data_ptr()] = storage, storage.clone()
         result = function(*args, **(kwargs or {}))
+        self._made |= {each.data_ptr() for each in _storages(result)} - self._before.keys()
         self.operations.append(Operation(function, *map(_detached, (args, kwargs or {}, result))))
         return result
+
+    def undo(self) -> None:
+        """Leave what was there before the block as it was: a capture runs nothing."""
+        for storage, values in self._before.values():
+            storage.copy_(values)
 
     def replay(self) -> None:
         """Run what was recorded, without Python."""
         with torch.no_grad():
             for operation in self.operations:
                 operation.replay()
+
+
+def _storages(tree: Any) -> list[Any]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _forbid(what: str) -> None:
@@ -132,7 +149,9 @@ def _forbidden(method: Any) -> Any:
 def _forbidden_of_host_data(make: Any) -> Any:
     @wraps(make)
     def forbidden(data: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(data, Tensor):
+        # The schedule makes numbers in the host's memory, where there are GPUs, too.
+        is_of_schedule = sys._getframe(1).f_code.co_filename.endswith(_SCHEDULES)
+        if not isinstance(data, Tensor) and not is_of_schedule:
             _forbid(f"torch.{make.__name__}: data of the host")
         return make(data, *args, **kwargs)
 
@@ -288,3 +307,44 @@ def graph_layers(gpt: TinyGPT, num_graphs: int = 1) -> list[Graphed]:
 
 def _hidden_states_alone(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (args or (kwargs["hidden_states"],))[:1], {}
+
+
+class StepGraph:
+    """Stands in for `torch.cuda.CUDAGraph` where Megatron captures a whole step."""
+
+    recorder: Recorder
+
+    def register_generator_state(self, state: Any) -> None: ...
+
+    def replay(self) -> None:
+        self.recorder.replay()
+
+
+@contextmanager
+def _captured(graph: StepGraph, **_: Any) -> Iterator[None]:
+    with Recorder() as graph.recorder:
+        yield
+    graph.recorder.undo()
+
+
+@contextmanager
+def whole_steps() -> Iterator[None]:
+    """Let Megatron's FullCudaGraphWrapper capture steps; none is captured before the block."""
+    from megatron.core import full_cuda_graph
+
+    stages = "training", "validation"
+    with (
+        mock.patch.multiple(
+            torch.cuda, CUDAGraph=StepGraph, graph=_captured, graph_pool_handle=lambda: None
+        ),
+        mock.patch.multiple(
+            full_cuda_graph.FullCudaGraphWrapper,
+            curr_iteration=dict.fromkeys(stages, 0),
+            cuda_graph=dict.fromkeys(stages),
+            result=dict.fromkeys(stages),
+        ),
+        mock.patch.object(
+            full_cuda_graph.StaticBufferLoader, "static_buffers", {each: [] for each in stages}
+        ),
+    ):
+        yield

@@ -549,7 +549,7 @@ PADDED = dict(
         (
             dict(cuda_graph_impl="local"),
             {},
-            "cuda_graph_impl ('local') must be 'none' or 'transformer_engine' with balance.strate",
+            "cuda_graph_impl ('local') must be 'none' or 'transformer_engine' or 'full_iteration'",
         ),
         ({}, dict(strategy="magic"), "unknown strategy 'magic'; known: "),
         ({}, dict(transport="rdma"), "balance.transport ('rdma') is not available here"),
@@ -584,7 +584,7 @@ PADDED = dict(
         (
             dict(cuda_graph_impl="local"),
             dict(strategy="ideal"),
-            "cuda_graph_impl ('local') must be 'none' or 'transformer_engine' with balance.strate",
+            "cuda_graph_impl ('local') must be 'none' or 'transformer_engine' or 'full_iteration'",
         ),
         (
             dict(

@@ -10,6 +10,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,7 +109,7 @@ def test_all_problems_are_in_one_error() -> None:
     assert "unknown strategy 'magic'" in strategy
     assert "balance.nvlink_domain (3) must divide" in domain
     assert graphs.startswith(
-        "cuda_graph_impl ('local') must be 'none' or 'transformer_engine' with"
+        "cuda_graph_impl ('local') must be 'none' or 'transformer_engine' or 'full_iteration'"
     )
     assert graphs.endswith("--cuda-graph-scope attn moe_router moe_preprocess)")
     check(config, BalanceConfig(strategy="none"))
@@ -299,3 +300,56 @@ def test_flags_are_those_of_megatrons_programs() -> None:
             named = re.findall(r"--\S+", problem.rpartition("(")[2].rstrip(")"))
             assert named, rule.field
             assert flags.issuperset(named), rule.field
+
+
+def _whole_steps(**settings: Any) -> Any:
+    """A config as recipes set it: not of this Megatron, which may lack the fields or check more."""
+    fields = dict(
+        num_moe_experts=8,
+        expert_model_parallel_size=2,
+        cuda_graph_impl="full_iteration",
+        cuda_graph_warmup_steps=3,
+        moe_pad_expert_input_to_capacity=False,
+        moe_expert_rank_capacity_factor=1.5,
+        moe_flex_dispatcher_backend="hybridep",
+    )
+    return SimpleNamespace(**fields | settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "balance", "problem"),
+    [
+        ({}, {}, None),
+        ({}, dict(strategy="exact"), None),
+        ({}, dict(strategy="ideal"), None),
+        ({}, dict(objective="time"), None),
+        (dict(cuda_graph_impl="local", cuda_graph_modules="full_iteration"), {}, None),
+        (dict(cuda_graph_impl="local", cuda_graph_scope=["full_iteration"]), {}, None),
+        (dict(moe_expert_rank_capacity_factor=None, expert_model_parallel_size=1), {}, None),
+        (
+            dict(moe_expert_rank_capacity_factor=None, moe_pad_expert_input_to_capacity=True),
+            {},
+            None,
+        ),
+        (
+            dict(moe_expert_rank_capacity_factor=None),
+            {},
+            "moe_expert_rank_capacity_factor (None) must be set with CUDA graphs of whole steps",
+        ),
+        (
+            dict(cuda_graph_impl="local", cuda_graph_modules="full_iteration,attn"),
+            {},
+            "cuda_graph_impl ('local') must be",
+        ),
+        (dict(cuda_graph_warmup_steps=0), {}, "cuda_graph_warmup_steps (0) must be >= 1 with"),
+        ({}, dict(strategy="eplb"), "balance.strategy (eplb) must be quota or exact with"),
+        ({}, dict(strategy="libra"), "balance.strategy (libra) must be quota or exact with"),
+        ({}, dict(check_plans=True), "balance.check_plans (True) must be False with"),
+        ({}, dict(transport="collective"), "balance.transport (collective) must be another with"),
+    ],
+)
+def test_graphs_of_whole_steps_ask_no_host(
+    settings: dict[str, Any], balance: dict[str, Any], problem: str | None
+) -> None:
+    found = validate_for_balancing(_whole_steps(**settings), BalanceConfig(**balance))
+    assert [each[: len(problem or "")] for each in found] == ([problem] if problem else [])

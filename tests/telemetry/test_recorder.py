@@ -206,3 +206,42 @@ def test_layers_may_differ_in_their_experts() -> None:
             [[2, 0], [1, 1]],
         ]
         assert imbalances(step.computed)[0] == pytest.approx([2, 1.5])
+
+
+def _replayed(rank: int, strategy: str) -> None:
+    enable_cpu_platform()
+    from megatron.core import parallel_state
+
+    from megatron_ext.balance import replays
+    from megatron_ext.config import BalanceConfig
+    from megatron_ext.mcore.spec import balance_spec
+    from megatron_ext.telemetry.recorder import LoadRecorder
+    from megatron_ext.trainer.model.build import moe_layers
+    from tests.gpt import build_gpt
+
+    balance = BalanceConfig(strategy=strategy)
+    gpt = build_gpt(ep=2, experts=EXPERTS, spec_transform=lambda spec: balance_spec(spec, balance))
+    layers = moe_layers(gpt.chunks)
+    recorder = LoadRecorder(layers, parallel_state.get_expert_model_parallel_group())
+    gpt.forward_backward(0)
+    with replays.capture() as counted:
+        gpt.forward_backward(1)
+    for _ in range(2):
+        replays.count_again(counted)
+    once = recorder.take_step()
+    gpt.forward_backward(0)
+    for step in (1, 1):
+        gpt.forward_backward(step)
+    expected = recorder.take_step()
+    told = [
+        [(one.layer_number, one.load.tolist(), one.rank_loads_after.tolist()) for one in of.computed]
+        for of in (once, expected)
+    ]
+    assert told[0] == told[1]
+    assert once.own["max_cum_overload"] == expected.own["max_cum_overload"]
+    recorder.close()
+
+
+@pytest.mark.parametrize("strategy", ["none", "quota", "ideal"])
+def test_a_captured_step_is_counted_when_it_is_replayed(strategy: str) -> None:
+    run_ranks(_replayed, 2, strategy)

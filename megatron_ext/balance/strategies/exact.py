@@ -35,4 +35,5 @@ EXACT = Strategy(
     kind=Solves(solve),
     num_slots=lambda asked, mains_per_rank: mains_per_rank,
     reaches=lambda asked: 0.0,
+    plans_on_device=True,
 )

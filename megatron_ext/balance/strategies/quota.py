@@ -37,4 +37,5 @@ QUOTA = Strategy(
     summary="the quota planner: within the tolerance at least cost",
     kind=Solves(solve),
     reaches=lambda asked: asked,
+    plans_on_device=True,
 )

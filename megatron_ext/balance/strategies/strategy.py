@@ -189,6 +189,9 @@ class Strategy:
     """The tolerance that its plans reach wherever a legal plan can, given that asked for; None if
     it promises none."""
 
+    plans_on_device: bool = False
+    """Whether the plan of a load on a GPU is made there, without the host."""
+
     package: str | None = None
     """A package that the strategy imports; the extra of the strategy's name installs it."""
 
