@@ -126,6 +126,9 @@ OPTIONS = {
         "overlap_param_gather",
         brief="distributed optimizer with overlap",
     ),
+    "megatron_fsdp": Option(
+        "Megatron-FSDP (`--use-megatron-fsdp`)", "use_megatron_fsdp", True, brief="Megatron-FSDP"
+    ),
     "precision_aware": Option(
         "precision-aware optimizer (`--use-precision-aware-optimizer`)", twins=True
     ),

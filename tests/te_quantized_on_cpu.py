@@ -14,8 +14,8 @@ added one after the other in float32: a row of a product depends on its values o
 rows beside. Stochastic rounding (NVFP4's gradients) takes `torch.rand`, so no two calls are alike.
 
 Not here, and raising NotImplementedError: delayed scaling, weights that are packed, MXFP8 with
-blocks of 32 x 32, NVFP4 with scales by row or 4over6, amaxes that ranks share, the distributed
-optimizer's casts to MXFP8 (Megatron gathers bfloat16 for it), and the op fuser's fused kernels.
+blocks of 32 x 32, NVFP4 with scales by row or 4over6, amaxes that ranks share, and the op fuser's
+fused kernels.
 
 Legend: a product is D[m, n] = sum over k of B[m, k] A[n, k], with scales for blocks of k.
 """
@@ -634,6 +634,47 @@ def fp8_block_scaling_partial_cast(
 
 
 @torch.no_grad()
+def mxfp8_scaling_compute_partial_amax(
+    shard: Tensor, rowwise: Tensor, columnwise: Tensor, height: int, width: int, start: int
+) -> None:
+    """Write what a shard gives to the amaxes of a weight's blocks, in both directions."""
+    value = _in_its_place(shard, height, width, start)
+    _put(_amax(value, 1, 32), rowwise)
+    _put(_amax(value, 32, 1), columnwise)
+
+
+@torch.no_grad()
+def multi_tensor_compute_scale_inv_e8m0(
+    chunk: int, noop: Tensor, lists: Sequence[Sequence[Tensor]]
+) -> None:
+    """Lists are amaxes, and inverse scales, which are written."""
+    for amax, scale_inv in zip(*lists, strict=True):
+        scale_inv.copy_(_e8m0_of(amax.float(), _LARGEST[torch.float8_e4m3fn]))
+
+
+@torch.no_grad()
+def mxfp8_scaling_partial_cast(
+    shard: Tensor,
+    rowwise: Tensor,
+    columnwise: Tensor,
+    rowwise_scale_inv: Tensor,
+    columnwise_scale_inv: Tensor,
+    height: int,
+    width: int,
+    start: int,
+) -> None:
+    """Write a shard's bytes in both directions."""
+    value = _in_its_place(shard, height, width, start).float()
+    for out, e8m0, tall, wide in (
+        (rowwise, rowwise_scale_inv, 1, 32),
+        (columnwise, columnwise_scale_inv, 32, 1),
+    ):
+        scaled = value * _spread(_power_of(254 - e8m0.int()), tall, wide, value)
+        data = _cast(scaled, torch.float8_e4m3fn).reshape(-1)
+        out.copy_(data[start : start + shard.numel()].view(out.shape))
+
+
+@torch.no_grad()
 def nvfp4_multi_tensor_compute_partial_amax(
     shards: Sequence[Tensor],
     amaxes: Sequence[Tensor],
@@ -723,6 +764,8 @@ QUANTIZED_TWINS: dict[str, Callable[..., Any]] = {
         *(nvfp4_2d_multi_tensor_transpose, fused_multi_row_padding, fused_multi_row_unpadding),
         *(compute_amax, multi_tensor_compute_scale_and_scale_inv),
         *(fp8_block_scaling_compute_partial_amax, fp8_block_scaling_partial_cast),
+        *(mxfp8_scaling_compute_partial_amax, multi_tensor_compute_scale_inv_e8m0),
+        *(mxfp8_scaling_partial_cast,),
         *(nvfp4_multi_tensor_compute_partial_amax, nvfp4_compute_global_scale),
         *(nvfp4_multi_tensor_fused_scale, nvfp4_multi_tensor_2d_partial_cast),
     )

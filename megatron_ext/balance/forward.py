@@ -325,6 +325,8 @@ class Forward:
             # for a mark, so a view has no `grad_added_to_main_grad`, and autograd gets None.
             for view, grad in zip(views, self.mains.slot_grads(self.slot_grads), strict=True):
                 view.main_grad = grad
+                # What linears of Transformer Engine ask beside mains of Megatron-FSDP.
+                view.get_main_grad = lambda grad=grad: grad
         trained = self.mains.by_segment(views, self.slot_grads, num_slots)
         pairs = zip(trained, constants, strict=True)
         return tokens, [one if one is not None else other for one, other in pairs]

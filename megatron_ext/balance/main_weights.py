@@ -220,7 +220,15 @@ def _main_grad(main: Tensor) -> Tensor | None:
 
     A main that was frozen after its buffer was made gets None.
     """
+    if main.requires_grad and is_fsdp(main):
+        # For one microbatch: a product overwrites it, and then Megatron-FSDP takes it.
+        return main.get_main_grad()  # type: ignore[attr-defined]
     return getattr(main, "main_grad", None) if main.requires_grad else None
+
+
+def is_fsdp(main: Any) -> bool:
+    """Whether Megatron-FSDP keeps shards of a main, and gathers it for its layer."""
+    return getattr(main, "__fsdp_param__", False)
 
 
 def _takes_sums(main: Tensor, fused: bool, in_place: bool) -> Tensor | None:
@@ -229,17 +237,30 @@ def _takes_sums(main: Tensor, fused: bool, in_place: bool) -> Tensor | None:
     A `main_grad` narrower than float32 would round each part of a microbatch's gradient at the size
     of all microbatches' sum. So autograd adds both parts first.
     """
-    main_grad = _main_grad(main) if in_place else None
+    # Megatron-FSDP takes unfused gradients from autograd.
+    main_grad = _main_grad(main) if in_place and (fused or not is_fsdp(main)) else None
     return None if main_grad is None or (_rounds(main_grad) and not fused) else main_grad
 
 
 def _grad_dtype(mains: list[Tensor], fused: bool) -> torch.dtype | None:
     """Return the dtype of the gradients of these mains; None if none of the mains gets one."""
     for main in mains:
+        if fused and main.requires_grad and is_fsdp(main):
+            return _fsdp_grad_dtype(main)
         holder = _main_grad(main) if fused else main
         if main.requires_grad and holder is not None:
             return holder.dtype
     return None
+
+
+def _fsdp_grad_dtype(main: Any) -> torch.dtype:
+    """Return the dtype of `get_main_grad()`, which would allocate memory that nobody needs yet."""
+    buffer = main._gbuf
+    # Megatron-Core before 0.19 sends gradients in the dtype that they are kept in.
+    policy = getattr(getattr(main, "_megatron_fsdp_model", None), "mp_policy", None)
+    sent = getattr(policy, "grad_comm_dtype", None) if buffer.is_data_distributed else None
+    dtype: torch.dtype = sent or buffer.dtype
+    return dtype
 
 
 def _rounds(main_grad: Tensor) -> bool:
@@ -363,7 +384,12 @@ class MainWeights:
                 replicas there are touched; the host does not know them.
             ep_rank: This rank.
         """
-        return [_set_aside(each.main_grads(), experts_in_slots, ep_rank) for each in self._segments]
+        return [
+            None
+            if any(map(is_fsdp, each.parameters()))  # The products overwrite `main_grad`.
+            else _set_aside(each.main_grads(), experts_in_slots, ep_rank)
+            for each in self._segments
+        ]
 
     def totals(self, slot_grads: Sequence[Tensor | None], *, in_place: bool) -> Totals:
         """Return what replicas' gradients are added to, where a segment has `slot_grads`.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from megatron.core.distributed import distributed_data_parallel
+from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor, nn
 
@@ -151,14 +152,15 @@ def run_experts(
 
 
 def finish_parameter_gather(module: nn.Module) -> None:
-    """Finish DDP's all-gather of the module's parameters.
+    """Finish the all-gather of the module's parameters, by DDP or Megatron-FSDP.
 
     With `overlap_param_gather`, Megatron's DDP finishes the all-gather of a module's parameters in
-    a forward pre-hook of the module. Replicas read the mains before the experts run, so this
-    function calls the hooks now. The hooks do nothing the second time.
+    a forward pre-hook of the module; so does Megatron-FSDP where it gathers for each module alone.
+    Replicas read the mains before the experts run, so this function calls the hooks now. The hooks
+    do nothing the second time.
     """
     for part in module.modules():
         for hook in part._forward_pre_hooks.values():
-            # Only DDP's hooks, found as in Megatron's CUDA graphs: others may read the inputs.
-            if inspect.getmodule(hook) is distributed_data_parallel:
+            # Only these hooks, found as in Megatron's CUDA graphs: others may read the inputs.
+            if inspect.getmodule(hook) in (distributed_data_parallel, megatron_fsdp):
                 hook(part)

@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, FullyShardedDataParallel
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -59,14 +60,14 @@ def count_and_look(model: Iterable[nn.Module]) -> None:
     All ranks of the model call.
 
     Args:
-        model: The model's chunks on this rank, in Megatron's DistributedDataParallel. Others are
-            left out.
+        model: The model's chunks on this rank, in Megatron's DistributedDataParallel or
+            FullyShardedDataParallel. Others are left out.
 
     Raises:
         RuntimeError: As `look`.
     """
     for chunk in model:
-        if isinstance(chunk, DistributedDataParallel):
+        if isinstance(chunk, DistributedDataParallel | FullyShardedDataParallel):
             start_count(chunk)
             look()
             return
@@ -123,8 +124,16 @@ def _in_use() -> list[Transport | Agreement]:
 
 def _groups(ddp: Any) -> list[ProcessGroup]:
     """The groups of data, tensor and pipeline parallelism: a grid of all ranks of the model."""
-    pipelines = ddp.pp_group if isinstance(ddp.pp_group, list) else [ddp.pp_group]
-    return [group for group in (ddp.dp_cp_group, ddp.tp_group, *pipelines) if group.size() > 1]
+    if hasattr(ddp, "dp_cp_group"):
+        pipelines = ddp.pp_group if isinstance(ddp.pp_group, list) else [ddp.pp_group]
+        groups = [ddp.dp_cp_group, ddp.tp_group, *pipelines]
+    else:  # Megatron-FSDP keeps meshes of the data-parallel groups only.
+        groups = [
+            parallel_state.get_data_parallel_group(with_context_parallel=True),
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_pipeline_model_parallel_group(),
+        ]
+    return [group for group in groups if group.size() > 1]
 
 
 def _raise_on_all(groups: list[ProcessGroup]) -> None:

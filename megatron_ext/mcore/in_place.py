@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.balance.main_weights import MainWeights
+from megatron_ext.balance.main_weights import MainWeights, is_fsdp
 
 
 def check_in_place(experts: nn.Module, device: torch.device, layer: int | None) -> None:
@@ -33,7 +33,8 @@ def check_main_grads(mains: MainWeights) -> None:
     """Check that the mains have the `main_grad` that fused weight gradients are added to."""
     if not mains.fused:
         return
-    if any(main.requires_grad and not hasattr(main, "main_grad") for main in mains.parameters()):
+    trained = (main for main in mains.parameters() if main.requires_grad)
+    if not all(hasattr(main, "main_grad") or is_fsdp(main) for main in trained):
         raise ValueError(
             "gradient_accumulation_fusion (True) adds to `main_grad`, which the experts' weights "
             "do not have: wrap the model in Megatron's DistributedDataParallel before it trains, "
@@ -65,8 +66,6 @@ def _obstacle(parameter: Tensor, device: torch.device) -> str | None:
     """Return why replicas cannot be copied from a parameter's memory, or None."""
     if isinstance(parameter, DTensor):
         return "is a DTensor, of which a rank holds a part (leave out --use-torch-fsdp2)"
-    if getattr(parameter, "__fsdp_param__", False):
-        return "is sharded by Megatron-FSDP (leave out --use-megatron-fsdp)"
     if parameter.device != device:
         return f"is on {parameter.device} and the layer's input on {device}: is it offloaded?"
     held = memory_of(parameter)

@@ -255,7 +255,7 @@ class ShardsDemand(Demand):
 
     def problem(self, config: Any, with_setting: str) -> str | None:
         """Return the problem with shards in `config`, or None."""
-        met = [name for name in (*_DELAYS, *_NOT_BESIDE_SHARDS) if getattr(config, name, None)]
+        met = [name for name in (*DELAYS, *_NOT_BESIDE_SHARDS) if getattr(config, name, None)]
         met += filter(None, [quantization_of(config)])
         granularity = getattr(config, "recompute_granularity", None)
         if granularity == "full" or (granularity and "moe" in (config.recompute_modules or ())):
@@ -302,7 +302,7 @@ _GRAPHS = GraphDemand(
     "set --cuda-graph-impl transformer_engine --cuda-graph-scope attn moe_router moe_preprocess",
 )
 
-_DELAYS = "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"
+DELAYS = "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"
 
 _DELAYED = tuple(
     DelayDemand(
@@ -311,7 +311,7 @@ _DELAYED = tuple(
         "without fusion Megatron itself takes memory that nothing has set for gradients",
         "leave out --no-gradient-accumulation-fusion",
     )
-    for field in _DELAYS
+    for field in DELAYS
 )
 
 _NOT_BESIDE_SHARDS = (

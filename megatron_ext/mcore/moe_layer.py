@@ -41,6 +41,7 @@ from torch import Tensor
 from megatron_ext.balance.forward import Forward
 from megatron_ext.balance.layer_report import LayerReport
 from megatron_ext.balance.load import load_of
+from megatron_ext.balance.main_weights import is_fsdp
 from megatron_ext.balance.plan import BalancePlan, share_plan
 from megatron_ext.balance.ranges import EXPERTS, LOAD, PLAN, REROUTE, stage
 from megatron_ext.balance.reroute import as_map, assign, reroute, reroute_ids
@@ -223,8 +224,13 @@ class BalancedMoELayer(ObservedMoELayer):
             ValueError: The experts' weights are not whole, or not on that device.
         """
         if self.layout.slots > 0:
+            finish_parameter_gather(self.experts)
             check_in_place(self.experts, device, self.layer_number)
         example = self.expert_weights.mains().parameters()[0]
+        if is_fsdp(example):
+            from megatron_ext.mcore.fsdp import check_beside_fsdp
+
+            check_beside_fsdp(self.config, self.balance)
         self.balancer = LayerBalancer(
             layer_number=self.layer_number,
             balance=self.balance,

@@ -1,7 +1,7 @@
 """Installs the changes of balancing to the whole process, beside the layers of a spec.
 
-    DistributedDataParallel.finish_grad_sync   counts failed waits when it is done    failures.py
-    DistributedDataParallel.zero_grad_buffer   looks at the counts before             failures.py
+    finish_grad_sync of DDP and Megatron-FSDP  counts failed waits when it is done    failures.py
+    zero_grad_buffer of DDP and Megatron-FSDP  looks at the counts before             failures.py
     DDP's buckets' register_grad_ready         waits for the replicas' part           held_back.py
     PagedStashRunner: a step, and its rerun    takes back what the first run counted  reruns.py
     the step of every torch optimizer          looks at the counts before             failures.py
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from megatron.core import utils
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -56,8 +57,9 @@ def install() -> None:
         return
     _undo = ExitStack()
     try:
-        replace(DistributedDataParallel, "finish_grad_sync", _counting)
-        replace(DistributedDataParallel, "zero_grad_buffer", _looking)
+        for of_chunk in (DistributedDataParallel, MegatronFSDP):
+            replace(of_chunk, "finish_grad_sync", _counting)
+            replace(of_chunk, "zero_grad_buffer", _looking)
         replace(_ParamAndGradBucketGroup, "register_grad_ready", _waiting)
         replace(FullCudaGraphWrapper, "__call__", _replaying)
         # Megatron-Core before 0.19 runs no step again.

@@ -1,4 +1,4 @@
-"""Expert weights that are sharded, freed or elsewhere are refused by name at the first forward.
+"""Expert weights that are not where they seem are refused by name at the first forward.
 
 Layer 2 (two gloo ranks).
 """
@@ -6,6 +6,8 @@ Layer 2 (two gloo ranks).
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +22,6 @@ def _shard(experts: nn.Module) -> None:
     from torch.distributed.fsdp import fully_shard
 
     fully_shard(experts)
-
-
-def _mark_as_sharded_by_megatron(experts: nn.Module) -> None:
-    for parameter in experts.parameters():
-        parameter.__fsdp_param__ = True  # as MegatronFSDP does
 
 
 def _free(experts: nn.Module) -> None:
@@ -53,7 +50,6 @@ def _first_forward(rank: int, displace: Callable[[nn.Module], None], reason: str
     ("displace", "reason"),
     [
         (_shard, "is a DTensor.*--use-torch-fsdp2"),
-        (_mark_as_sharded_by_megatron, "is sharded by Megatron-FSDP"),
         (_free, r"has 0 of its \d+ bytes of memory"),
         (_offload, "is on meta and the layer's input on cpu"),
     ],
@@ -62,3 +58,23 @@ def test_weights_that_are_not_in_place_are_refused(
     displace: Callable[[nn.Module], None], reason: str
 ) -> None:
     run_ranks(_first_forward, 2, displace, reason)
+
+
+@pytest.mark.parametrize(
+    ("settings", "balance", "named"),
+    [
+        (dict(delay_wgrad_compute=True), {}, "delay_wgrad_compute"),
+        (dict(overlap_moe_expert_parallel_comm=True), {}, "overlap_moe_expert_parallel_comm"),
+        ({}, dict(strategy="libra"), "balance.strategy=libra"),
+        ({}, dict(local_first=True), "balance.local_first"),
+        ({}, dict(objective="time"), "balance.objective=time"),
+    ],
+)
+def test_what_needs_weights_at_other_times_is_refused_beside_megatron_fsdp(
+    settings: dict[str, bool], balance: dict[str, Any], named: str
+) -> None:
+    from megatron_ext.mcore.fsdp import check_beside_fsdp
+
+    check_beside_fsdp(SimpleNamespace(), BalanceConfig())
+    with pytest.raises(ValueError, match=f"^{named}.* must not be set with Megatron-FSDP"):
+        check_beside_fsdp(SimpleNamespace(**settings), BalanceConfig(**balance))
