@@ -23,7 +23,7 @@ _captured: dict[str, replays.Counted] = {}
 
 def run_with_host(run: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
     """Call Megatron's `FullCudaGraphWrapper`, by `run`; do the host's part behind a replay."""
-    stage = "validation" if kwargs["forward_only"] else "training"
+    stage = "validation" if kwargs.get("forward_only") else "training"
     if wrapper.cuda_graph[stage] is not None:
         result = run(wrapper, *args, **kwargs)
     else:
@@ -33,7 +33,8 @@ def run_with_host(run: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: A
         # The call that captures a graph replays it, too.
         with replays.capture() as _captured[stage]:
             result = run(wrapper, *args, **kwargs)
-    replays.count_again(_captured[stage])
+    # What was captured before this hook was there is not counted.
+    replays.count_again(_captured.get(stage, []))
     model = kwargs["model"]
     failures.count_and_look(model if isinstance(model, list) else [model])
     return result

@@ -34,6 +34,7 @@ from tests.ranks import run_ranks
 
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper  # isort: skip
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining  # isort: skip
+from megatron_ext.mcore import process_hooks  # isort: skip
 from megatron_ext.mcore.between_steps import reset_after_abort  # isort: skip
 from megatron_ext.telemetry.recorder import LoadRecorder  # isort: skip
 
@@ -373,6 +374,21 @@ def _capture_at_once(rank: int) -> None:
 
 def test_nothing_that_outlives_a_capture_is_made_in_it() -> None:
     run_ranks(_capture_at_once, 2)
+
+
+def _late(rank: int) -> None:
+    """A step that was captured before anything of this package was there goes on."""
+    with _static(), _captured_behind(1):
+        gpt = _model()
+        process_hooks.uninstall()
+        for step in range(2):
+            gpt.forward_backward(step)
+        process_hooks.install()
+        gpt.forward_backward(2)
+
+
+def test_a_step_that_was_captured_before_is_replayed() -> None:
+    run_ranks(_late, 2)
 
 
 def _capture_messages(rank: int) -> None:

@@ -243,7 +243,7 @@ def test_a_failed_wait_changes_no_weight_on_any_rank() -> None:
 def _refused(rank: int) -> None:
     with sharding():
         balance = BalanceConfig(local_first=True)
-        with pytest.raises(ValueError, match=r"balance\.local_first must not be set with Megatron-F"):
+        with pytest.raises(ValueError, match=r"balance\.local_first must not be set with Megat"):
             balanced_gpt(dict(ep=2) | SHARDED, balance).forward_backward()
 
 

@@ -233,11 +233,11 @@ def _replayed(rank: int, strategy: str) -> None:
     for step in (1, 1):
         gpt.forward_backward(step)
     expected = recorder.take_step()
-    told = [
-        [(one.layer_number, one.load.tolist(), one.rank_loads_after.tolist()) for one in of.computed]
-        for of in (once, expected)
-    ]
-    assert told[0] == told[1]
+    told, expected_told = (
+        [(one.layer_number, one.load.tolist(), one.rank_loads_after.tolist()) for one in computed]
+        for computed in (once.computed, expected.computed)
+    )
+    assert told == expected_told
     assert once.own["max_cum_overload"] == expected.own["max_cum_overload"]
     recorder.close()
 
