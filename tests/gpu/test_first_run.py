@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,38 @@ def test_it_goes_on_after_what_fails(tmp_path: Path) -> None:
     assert "1.235" in text
 
 
+def test_it_ends_in_time_and_goes_on_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_run, "LEAST_S", 0.5)
+    made = [
+        python("measures", WRITES),
+        python("fails", "raise SystemExit(1)"),
+        python("is_slow", "import time; time.sleep(8)"),
+        python("comes_last", ""),
+    ]
+    monkeypatch.setattr(first_run, "parts", lambda gpus: made)
+    asked = ["--gpus", "1", "--out", str(tmp_path), "--go-on"]
+
+    def statuses() -> dict[str, str]:
+        results = json.loads((tmp_path / "first_run.json").read_text())
+        return {one["name"]: one["status"] for one in results["parts"]}
+
+    assert first_run.main([*asked, "--minutes", "0.05"]) == 1
+    assert statuses() == {
+        "measures": "passed",
+        "fails": "failed",
+        "is_slow": "left out",
+        "comes_last": "left out",
+    }
+    made[:3] = [
+        python("measures", "raise SystemExit(1)"),
+        python("fails", ""),
+        python("is_slow", ""),
+    ]
+    assert first_run.main(asked) == 0
+    assert {*statuses().values()} == {"passed"}
+    assert json.loads((tmp_path / "first_run.json").read_text())["parts"][0]["rows"], "kept"
+
+
 def test_what_a_part_leaves_behind_is_ended(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     code = (
@@ -116,7 +148,120 @@ def test_parts_run_as_the_launcher_runs_trainings(
     assert tried == ["1", "8", "32"]
     one, eight = ({part.name for part in parts(gpus) if part.gpus <= gpus} for gpus in (1, 8))
     assert {"parity_ep8", "recipe", "beside_nccl_1_queues", "failing_rank"} <= eight - one
-    assert {"litmus", "planner", "tests", "sanitizers", "transport"} <= one
+    assert {"litmus", "planner", "tests_planner", "tests_transport", "transport"} <= one
+    assert "launches" in eight - one, "a layer is balanced over two GPUs or more"
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_parts_fit_a_machine_that_is_lent(gpus: int) -> None:
+    assert all(part.limit_s <= 600 for part in parts(gpus) if part.gpus == 1)
+    names = [part.name for part in parts(gpus)]
+    assert names[:3] == ["doctor", "tests_planner", "tests_transport"]
+    assert names[-1].startswith("sanitizers")
+
+
+def test_ranks_that_are_streams_have_a_queue_each() -> None:
+    """One queue would hold up a rank's launch behind another rank's kernel, which waits for it."""
+    words = ("tests/gpu/test_transport.py", "tests/perf/transport.py")
+    of_streams = [part for part in parts(1) if {*words} & {*part.command}]
+    assert len(of_streams) == 3
+    assert {part.environment["CUDA_DEVICE_MAX_CONNECTIONS"] for part in of_streams} == {"32"}
+
+
+def test_tests_are_required_for_the_gpus_that_are_there() -> None:
+    for gpus in (1, 2, 8):
+        required = [
+            part.environment.get("MEGATRON_EXT_REQUIRE_GPU")
+            for part in parts(gpus)
+            if part.name.startswith("tests_")
+        ]
+        assert required == [str(gpus)] * 2
+
+
+@on_a_cpu
+@pytest.mark.parametrize(("said", "skipped"), [("0", 2), ("1", 1), ("2", 0)])
+def test_required_gpus_are_not_skipped(said: str, skipped: int, tmp_path: Path) -> None:
+    test = "import pytest\n@pytest.mark.gpu\ndef test_one(): 1 / 0\n"
+    test += "@pytest.mark.gpu(n=2)\ndef test_two(): 1 / 0\n"
+    (tmp_path / "test_gpu.py").write_text(test)
+    command = ["-m", "pytest", "-q", "-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml")]
+    done = subprocess.run(
+        [sys.executable, *command, "-p", "no:cacheprovider", str(tmp_path / "test_gpu.py")],
+        env={**os.environ, "MEGATRON_EXT_REQUIRE_GPU": said},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (f"{skipped} skipped" in done.stdout) == (skipped > 0), done.stdout
+    assert (f"{2 - skipped} failed" in done.stdout) == (skipped < 2), done.stdout
+
+
+class Ordered:
+    """A stream that notes what it waits for."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name, self.notes = name, notes
+
+    def wait_stream(self, other: Ordered) -> None:
+        self.notes.append(f"{self.name} waits for {other.name}")
+
+
+def test_all_ranks_begin_before_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.perf import transport
+
+    notes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Ordered("now", notes))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    streams = [Ordered(f"stream {rank}", notes) for rank in range(2)]
+    transport.on_all(streams, ["rank 0", "rank 1"], lambda rank: notes.append(f"{rank} begins"))
+    assert notes == [
+        *("stream 0 waits for now", "stream 1 waits for now", "rank 0 begins", "rank 1 begins"),
+        *("now waits for stream 0", "now waits for stream 1"),
+    ]
+
+
+BROUGHT = r"""
+import importlib, importlib.abc, re, sys
+from importlib.metadata import packages_distributions
+
+lines = open("tests/gpu/first_run/packages.txt").read().splitlines()
+listed = {re.match(r"[\w.-]+", line)[0] for line in lines if line and line[0] != "#"}
+# What is there already, and what these need.
+listed |= {"torch", "numpy", "pytest", "pluggy", "iniconfig", "setuptools", "megatron-ext"}
+listed |= {"typing_extensions", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec"}
+listed |= {"filelock", "tqdm", "triton", "cuda-bindings", "cuda-pathfinder", "packaging"}
+plain = lambda name: name.lower().replace("_", "-")
+listed = {plain(name) for name in listed}
+owners = packages_distributions()
+
+class Others(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        of_name = owners.get(name.partition(".")[0], [])
+        if of_name and not {plain(each) for each in of_name} & listed:
+            raise ModuleNotFoundError(f"{name} is not brought", name=name)
+
+sys.meta_path.insert(0, Others())
+sys.argv[1:] = []
+for name in MODULES:
+    importlib.import_module(name)
+from megatron_ext.trainer.train import load_config
+load_config(["steps=1"], config_name="quickstart")
+"""
+
+
+def test_the_packages_to_bring_are_all_that_parts_need() -> None:
+    modules = [
+        "pytest_timeout",
+        "tests.conftest",
+        "tests.gpu.test_planner",
+        "tests.gpu.test_transport",
+    ]
+    for part in parts(8):
+        words = [word for word in part.command if word.startswith(("tests.", "tests/perf"))]
+        modules += [word.removesuffix(".py").replace("/", ".") for word in words]
+    code = BROUGHT.replace("MODULES", repr(sorted({*modules, "tests.gpu.first_run.__main__"})))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_it_says_what_it_would_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,7 +288,7 @@ def test_only_the_parts_asked_for_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_the_script_passes_its_arguments_on() -> None:
     text = SCRIPT.read_text()
-    assert 'python -m tests.gpu.first_run "$@"' in text
+    assert 'exec "$python" -m tests.gpu.first_run "$@"' in text
     assert subprocess.run(["bash", "-n", str(SCRIPT)]).returncode == 0
 
 
@@ -161,7 +306,9 @@ def row(variant: str, wrong: int, late: int = 0) -> dict[str, Any]:
 
 def test_the_litmus_must_see_what_is_broken() -> None:
     assert litmus.problems([row("RIGHT", 0), row("BROKEN", 3)]) == []
-    assert "the test is blind" in litmus.problems([row("RIGHT", 0), row("BROKEN", 0)])[0]
+    assert litmus.problems([row("RIGHT", 0), row("READ", 5), row("BROKEN", 0)]) == []
+    assert litmus.blind_ways([row("RIGHT", 0), row("BROKEN", 3)]) == []
+    assert "the test is blind" in litmus.blind_ways([row("RIGHT", 0), row("BROKEN", 0)])[0]
     assert "before its bytes" in litmus.problems([row("RIGHT", 1), row("BROKEN", 3)])[0]
     assert "did not come" in litmus.problems([row("RIGHT", 0, late=1), row("BROKEN", 3)])[0]
 
@@ -171,7 +318,27 @@ def test_the_litmus_goes_over_all_gpus(gpus: int, relay: tuple[int, ...]) -> Non
     made = litmus.variants(gpus, rounds=1_000_000)
     assert {each["devices"] for each in made} == {(0, -1, gpus - 1), relay}
     per_way = [each["rounds"] * litmus.PAIRS for each in made if each["way"] == "relay"]
-    assert sum(per_way) >= 2 * 0.99e6  # right and broken
+    assert sum(per_way) >= 3 * 0.99e6  # right, read and broken
+    assert {each["stores"] for each in made if each["way"] == "plain"} == {"PLAIN"}
+
+
+def test_one_gpu_that_sees_nothing_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"wrong rounds": 0, "late": 0}
+    monkeypatch.setattr(litmus, "run", lambda program, row: found)
+    monkeypatch.setattr(litmus.subprocess, "run", lambda *args, **kwargs: None)
+    for gpus, status in ((1, False), (2, True)):
+        monkeypatch.setattr(sys, "argv", ["litmus", "--gpus", str(gpus)])
+        with pytest.raises(SystemExit) as ended:
+            litmus.main()
+        assert ended.value.code is status
+
+
+def test_nvcc_is_found_where_the_build_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
+    assert litmus.nvcc() == "/opt/cuda/bin/nvcc"
 
 
 def test_losses_may_move_as_far_as_rounding_moves_them() -> None:

@@ -12,6 +12,7 @@ from megatron_ext.balance.reroute import assign, reroute
 from megatron_ext.balance.solve import solve
 from tests import workloads
 from tests.balance.instances import instances, plan_for
+from tests.gpu.sanitizer import SANITIZERS, needs_sanitizer, sanitize
 
 pytestmark = pytest.mark.gpu
 
@@ -233,3 +234,19 @@ def test_replay_of_a_graph_follows_the_load(settings):
         assert_equal_plans(expected, plan)
         on_host = assign(step[0], share_plan(0, load, expected), 4)
         assert torch.equal(on_host.physical, assignment.physical.cpu())
+
+
+ALONE = (
+    "test_plans_equal_the_host[1-0.01-64-256-2-64]",
+    "test_splits_equal_the_host[8-64-1-8]",
+    "test_seals_equal_the_host[8-64-1-8]",
+    "test_a_tail_goes_behind_the_counts",
+    "test_choices_beyond_shares_or_rows_are_left_out",
+)
+"""Kernels of one rank that wait for nobody: planning, shares, seals, counts, reroute."""
+
+
+@needs_sanitizer
+@pytest.mark.parametrize("tool", SANITIZERS)
+def test_sanitizers_find_nothing(tool):
+    sanitize(tool, *(f"{__file__}::{test}" for test in ALONE))

@@ -22,7 +22,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -278,6 +278,19 @@ def _time_gpu(calls: dict[str, Callable[[], None]], rounds: int) -> dict[str, fl
     return {name: statistics.median(each[1:]) for name, each in times.items()}
 
 
+def on_all(streams: Sequence[Any], setups: Sequence[Any], call: Callable[[Any], None]) -> None:
+    """Call for each rank on its stream, all beside each other, between two points of this one."""
+    now = torch.cuda.current_stream()
+    for stream in streams:
+        stream.wait_stream(now)
+    for stream, setup in zip(streams, setups, strict=True):
+        with torch.cuda.stream(stream):
+            call(setup)
+    # Not before all have begun: a rank waits for the others, and these must not wait for its end.
+    for stream in streams:
+        now.wait_stream(stream)
+
+
 def measure_gpu(rounds: int) -> list[dict[str, Any]]:
     """The same lines with virtual ranks on one GPU."""
     from megatron_ext.transport.cuda import CudaTransport
@@ -303,15 +316,7 @@ def measure_gpu(rounds: int) -> list[dict[str, Any]]:
             for rank in range(num_ranks)
         ]
 
-        def on_all(call: Callable[[Setup], None]) -> None:
-            now = torch.cuda.current_stream()
-            for stream, setup in zip(ranks.streams, setups, strict=True):
-                stream.wait_stream(now)
-                with torch.cuda.stream(stream):
-                    call(setup)
-                now.wait_stream(stream)
-
-        return setups, on_all
+        return setups, partial(on_all, ranks.streams, setups)
 
     def row(what: str, ranks: int, moved: int, ms: float, other: str, there: float) -> Any:
         return {
@@ -330,7 +335,7 @@ def measure_gpu(rounds: int) -> list[dict[str, Any]]:
     device = torch.device("cuda", torch.cuda.current_device())
     for num_bytes, slots in ((48 * MIB, 4), (48 * 1024, 4)):
         moved = slots * num_bytes
-        setups, on_all = set_up(3, num_bytes, slots, relay_threshold=1000)
+        setups, together = set_up(3, num_bytes, slots, relay_threshold=1000)
         to_one = [Transfer(0, m, 1, m) for m in range(slots)]
         plan = in_slots(to_one, 3, mains=slots, slots=slots, device=device)
         both = in_slots(
@@ -353,9 +358,9 @@ def measure_gpu(rounds: int) -> list[dict[str, Any]]:
 
         ms = _time_gpu(
             {
-                "push": partial(on_all, lambda setup, plan=plan: setup.push(plan)),
+                "push": partial(together, lambda setup, plan=plan: setup.push(plan)),
                 "copy": copy,
-                "pull_add": partial(on_all, lambda setup, both=both: setup.pull_add(both)),
+                "pull_add": partial(together, lambda setup, both=both: setup.pull_add(both)),
                 "add": add,
             },
             rounds,
@@ -367,8 +372,8 @@ def measure_gpu(rounds: int) -> list[dict[str, Any]]:
     plan = in_slots(to_all, 8, mains=1, slots=1, device=device)
     calls = {}
     for name, threshold in (("direct", 1000), ("relays", 1)):
-        _, on_all = set_up(8, num_bytes, 1, threshold)
-        calls[name] = partial(on_all, lambda setup: setup.push(plan))
+        _, together = set_up(8, num_bytes, 1, threshold)
+        calls[name] = partial(together, lambda setup: setup.push(plan))
     ms = _time_gpu(calls, rounds)
     for name, other in (("direct", "relays"), ("relays", "direct")):
         rows.append(row(f"1 to 7, {name}", 8, 7 * num_bytes, ms[name], other, ms[other]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import signal
@@ -12,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ from tests.gpu.first_run.environment import ROOT
 from tests.gpu.first_run.parts import Part, parts
 
 PASSED, FAILED, TOO_LONG, LEFT_OUT = "passed", "failed", "took too long", "left out"
+NO_TIME = "no time was left"
+
+LEAST_S = 20.0
+"""With less time left, no part begins."""
 
 _LAST_LINES = 30
 """Of a part's output, kept with its result."""
@@ -65,10 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.write("There is no GPU here. On a machine with GPUs this would run:\n\n")
         sys.stdout.write(f"{plan_text(chosen, gpus)}\n")
         return 0
+    before = passed_before(options.out) if options.go_on else []
+    done = {outcome.name for outcome in before}
+    chosen = [part for part in chosen if part.name not in done]
     outcomes: list[Outcome] = []
-    for outcome in run_all(chosen, gpus, options.out):
+    for outcome in run_all(chosen, gpus, options.out, limit_s=60 * options.minutes):
         outcomes.append(outcome)
-        write_results(outcomes, gpus, options.out)
+        write_results([*before, *outcomes], gpus, options.out)
         sys.stdout.write(f"{outcome.name}: {outcome.status} {outcome.why}".rstrip() + "\n")
         sys.stdout.flush()
     sys.stdout.write(f"Written: {options.out / 'first_run.json'}, {options.out / 'first_run.md'}\n")
@@ -100,14 +108,35 @@ def plan_text(chosen: Sequence[Part], gpus: int) -> str:
     return f"{table}\n\nAt most {longest / 60:.0f} minutes."
 
 
-def run_all(chosen: Sequence[Part], gpus: int, out: Path) -> Iterator[Outcome]:
-    """Run parts in their order, whatever becomes of each; yield what did."""
+def run_all(
+    chosen: Sequence[Part], gpus: int, out: Path, *, limit_s: float = math.inf
+) -> Iterator[Outcome]:
+    """Run parts in their order, whatever becomes of each; yield what did.
+
+    After `limit_s` seconds nothing runs any more. A part that is ended by that counts as left out.
+    """
     out.mkdir(parents=True, exist_ok=True)
+    ends = time.monotonic() + limit_s
     for part in chosen:
+        left_s = ends - time.monotonic()
         if part.gpus > gpus:
             yield Outcome(part.name, LEFT_OUT, why=_needs(part))
+        elif left_s < LEAST_S:
+            yield Outcome(part.name, LEFT_OUT, why=NO_TIME)
         else:
-            yield run_part(part, out)
+            outcome = run_part(replace(part, limit_s=min(part.limit_s, left_s)), out)
+            if outcome.status == TOO_LONG and left_s < part.limit_s:
+                outcome = replace(outcome, status=LEFT_OUT, why=NO_TIME)
+            yield outcome
+
+
+def passed_before(out: Path) -> list[Outcome]:
+    """Return the parts that passed in an earlier run with the same results."""
+    file = out / "first_run.json"
+    if not file.is_file():
+        return []
+    outcomes = [Outcome(**one) for one in json.loads(file.read_text())["parts"]]
+    return [outcome for outcome in outcomes if outcome.status == PASSED]
 
 
 def run_part(part: Part, out: Path) -> Outcome:
@@ -129,7 +158,7 @@ def run_part(part: Part, out: Path) -> Outcome:
             ended = PASSED if status == 0 else FAILED
             why = "" if status == 0 else f"status {status}"
         except subprocess.TimeoutExpired:
-            ended, why = TOO_LONG, f"{part.limit_s} s"
+            ended, why = TOO_LONG, f"{part.limit_s:.0f} s"
         finally:
             # Also what a part that ended left behind.
             with suppress(ProcessLookupError):
@@ -192,6 +221,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="say what would run")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="run these only")
     parser.add_argument("--skip", nargs="+", default=[], metavar="PART", help="leave these out")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, metavar="N", help="end after so many"
+    )
+    parser.add_argument(
+        "--go-on", action="store_true", help="leave out what has passed, by the results in --out"
+    )
     parser.add_argument(
         "--out", type=Path, default=ROOT / "runs" / "first_run", help="(default: runs/first_run)"
     )

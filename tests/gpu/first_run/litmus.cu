@@ -1,14 +1,18 @@
 // Whether who sees a flag sees the bytes that bulk stores put before it: the order on which replicas
 // rest (csrc/cuda/push_peers.cu), with the project's own instructions.
 //
-//   litmus FROM RELAY TO BYTES ROUNDS PAIRS RIGHT|BROKEN QUIET|BUSY
+//   litmus FROM RELAY TO BYTES ROUNDS PAIRS RIGHT|READ|BROKEN BULK|PLAIN QUIET|BUSY
 //
 // FROM, RELAY and TO are devices, RELAY -1 for none; they may be one. In each round a writer stores
 // BYTES with the round's number in every word and then a flag; a reader waits for the flag, compares
 // all words by plain loads, and answers. With a relay the bytes pass through its memory by bulk
-// loads and bulk stores. PAIRS of them run at a time, one warp each. BROKEN waits only until the
-// bulk stores have read shared memory: if no round of it differs, the test sees nothing. BUSY copies
-// between FROM and TO meanwhile. Prints how many rounds had a wrong word.
+// loads and bulk stores. PLAIN is the gather's way (csrc/cuda/gather_rows.cu): all lanes store
+// plainly, and lane 0 sets the flag. PAIRS of them run at a time, one warp each.
+//
+// BROKEN sets the flag right behind the bulk stores' commit, or by a relaxed store behind plain
+// ones: if no round of it differs, the test sees nothing. READ waits until the bulk stores have read
+// shared memory, which PTX does not promise to be enough; for information. BUSY copies between FROM
+// and TO meanwhile. Prints how many rounds had a wrong word.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -54,17 +58,46 @@ __device__ bool wait_round(const uint64_t* flag, uint64_t round) {
     return true;
 }
 
-template <bool kBroken>
+enum class Order { kRight, kRead, kBroken };
+
+template <Order kOrder>
 __device__ void end_stores() {
     bulk_commit();
-    if constexpr (kBroken) {
-        bulk_wait_read<0>();
-    } else {
-        bulk_wait();
+    if constexpr (kOrder == Order::kRight) bulk_wait();
+    if constexpr (kOrder == Order::kRead) bulk_wait_read<0>();
+}
+
+__device__ inline void store_relaxed(uint64_t* flag, uint64_t value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(flag)),
+                 "l"(value)
+                 : "memory");
+}
+
+template <Order kOrder>
+__global__ void write_plainly(Hop hop, Sizes sizes, unsigned* late) {
+    const int lane = static_cast<int>(threadIdx.x);
+    const int64_t pair = blockIdx.x;
+    auto* const words = reinterpret_cast<uint32_t*>(hop.bytes + pair * sizes.bytes);
+    for (uint64_t round = 1; round <= sizes.rounds; ++round) {
+        for (int64_t i = lane; i < sizes.bytes / 4; i += kLanes) {
+            words[i] = static_cast<uint32_t>(round);
+        }
+        __syncwarp();
+        bool goes_on = true;
+        if (lane == 0) {
+            if constexpr (kOrder == Order::kRight) {
+                store_release(&hop.told[pair], round);
+            } else {
+                store_relaxed(&hop.told[pair], round);
+            }
+            goes_on = wait_round(&hop.seen[pair], round);
+            if (!goes_on) atomicAdd(late, 1u);
+        }
+        if (!__shfl_sync(0xffffffff, goes_on, 0)) return;
     }
 }
 
-template <bool kBroken>
+template <Order kOrder>
 __global__ void write_rounds(Hop hop, Sizes sizes, unsigned* late) {
     __shared__ alignas(128) uint32_t tile[kTileBytes / sizeof(uint32_t)];
     const int lane = static_cast<int>(threadIdx.x);
@@ -78,16 +111,17 @@ __global__ void write_rounds(Hop hop, Sizes sizes, unsigned* late) {
             for (int64_t at = 0; at < sizes.bytes; at += kTileBytes) {
                 bulk_store(hop.bytes + pair * sizes.bytes + at, tile, sizes.tile(at));
             }
-            end_stores<kBroken>();
+            end_stores<kOrder>();
             store_release(&hop.told[pair], round);
             goes_on = wait_round(&hop.seen[pair], round);
             if (!goes_on) atomicAdd(late, 1u);
+            bulk_wait_read<0>();  // the next round fills the tile
         }
         if (!__shfl_sync(0xffffffff, goes_on, 0)) return;
     }
 }
 
-template <bool kBroken>
+template <Order kOrder>
 __global__ void relay_rounds(Hop from, Hop to, Sizes sizes, unsigned* late) {
     __shared__ alignas(128) char tile[kTileBytes];
     __shared__ uint64_t loaded;
@@ -107,14 +141,16 @@ __global__ void relay_rounds(Hop from, Hop to, Sizes sizes, unsigned* late) {
             barrier_wait(&loaded, used++ % 2);
             bulk_store(to.bytes + pair * sizes.bytes + at, tile, sizes.tile(at));
             bulk_commit();
-            bulk_wait_read<0>();  // the next load takes the tile
+            // The next load takes the tile. The last store has what `end_stores` waits for.
+            if (at + kTileBytes < sizes.bytes) bulk_wait_read<0>();
         }
-        end_stores<kBroken>();
+        end_stores<kOrder>();
         store_release(&to.told[pair], round);
         if (!wait_round(&to.seen[pair], round)) {
             atomicAdd(late, 1u);
             return;
         }
+        bulk_wait_read<0>();
         store_release(&from.seen[pair], round);
     }
 }
@@ -184,8 +220,8 @@ cudaStream_t make_stream(int device) {
     return stream;
 }
 
-template <bool kBroken>
-void run(int from, int relay, int to, Sizes sizes, int pairs, bool busy) {
+template <Order kOrder>
+void run(int from, int relay, int to, Sizes sizes, int pairs, bool plain, bool busy) {
     for (int device : {from, relay, to}) {
         for (int peer : {from, relay, to}) {
             if (device >= 0 && peer >= 0) reach(device, peer);
@@ -205,11 +241,12 @@ void run(int from, int relay, int to, Sizes sizes, int pairs, bool busy) {
     check(cudaGetLastError(), "reader");
     if (relayed) {
         const cudaStream_t relays = make_stream(relay);
-        relay_rounds<kBroken><<<pairs, kLanes, 0, relays>>>(first, last, sizes, late);
+        relay_rounds<kOrder><<<pairs, kLanes, 0, relays>>>(first, last, sizes, late);
         check(cudaGetLastError(), "relay");
     }
     check(cudaSetDevice(from), "device");
-    write_rounds<kBroken><<<pairs, kLanes, 0, writes>>>(first, sizes, late);
+    const auto write = plain ? write_plainly<kOrder> : write_rounds<kOrder>;
+    write<<<pairs, kLanes, 0, writes>>>(first, sizes, late);
     check(cudaGetLastError(), "writer");
     if (busy) {
         char* const source = allocate<char>(from, kBusyBytes);
@@ -230,16 +267,19 @@ void run(int from, int relay, int to, Sizes sizes, int pairs, bool busy) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    if (argc != 9) {
+    if (argc != 10) {
         std::fprintf(stderr,
-                     "litmus FROM RELAY TO BYTES ROUNDS PAIRS RIGHT|BROKEN QUIET|BUSY\n");
+                     "litmus FROM RELAY TO BYTES ROUNDS PAIRS RIGHT|READ|BROKEN BULK|PLAIN "
+                     "QUIET|BUSY\n");
         return 2;
     }
     const int from = std::atoi(argv[1]), relay = std::atoi(argv[2]), to = std::atoi(argv[3]);
     const int pairs = std::atoi(argv[6]);
     const Sizes sizes{std::atoll(argv[4]), std::strtoull(argv[5], nullptr, 10)};
-    const bool broken = std::strcmp(argv[7], "BROKEN") == 0;
-    const bool busy = std::strcmp(argv[8], "BUSY") == 0;
-    (broken ? run<true> : run<false>)(from, relay, to, sizes, pairs, busy);
+    const auto is = [argv](int i, const char* word) { return std::strcmp(argv[i], word) == 0; };
+    const auto run_it = is(7, "RIGHT")  ? run<Order::kRight>
+                        : is(7, "READ") ? run<Order::kRead>
+                                        : run<Order::kBroken>;
+    run_it(from, relay, to, sizes, pairs, is(8, "PLAIN"), is(9, "BUSY"));
     return 0;
 }

@@ -17,6 +17,9 @@ RECIPE_GPUS = 8
 
 JSON_FILE = "{json}"
 
+SANITIZERS = ("memcheck", "racecheck", "initcheck")
+"""Tools of compute-sanitizer."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -29,7 +32,7 @@ class Part:
     command: tuple[str, ...]
     """The word `JSON_FILE` stands for the file that its rows go to, if it writes any."""
 
-    limit_s: int
+    limit_s: float
     """It is ended after so many seconds."""
 
     gpus: int = 1
@@ -44,31 +47,26 @@ class Part:
 
 
 def parts(gpus: int) -> list[Part]:
-    """Return all parts, in their order, for a machine of so many GPUs."""
-    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu")
-    required = {"MEGATRON_EXT_REQUIRE_GPU": "1"} if gpus > 1 else {}
+    """Return all parts for a machine of so many GPUs: first what is worth most.
+
+    Where ranks are streams of one process, each needs a hardware queue: behind another rank's
+    kernel, which waits for it, a launch would never run. Ranks that are processes try all numbers.
+    """
     most = max(size for size in (1, 2, 4, 8) if size <= max(gpus, 1))
     return [
         Part("doctor", "what is there", _python("-m", "megatron_ext", "doctor", "--gpu"), 120),
-        # Ranks that are streams of one process need a queue each; those that are processes try all.
-        Part(
-            "tests",
-            "tests/gpu",
-            _python(*tests, "-k", "not sanitizers"),
-            900,
-            environment=queues(32) | required,
-        ),
-        Part(
-            "sanitizers",
-            "memcheck, racecheck, synccheck",
-            _python(*tests, "-k", "sanitizers"),
-            1200,
-        ),
-        Part(
-            "transport",
-            "pushes, pulls and relays beside plain copies of the same bytes",
-            _python("tests/perf/transport.py", "--gpu", "--json", JSON_FILE),
-            300,
+        *(
+            Part(
+                f"tests_{name}",
+                f"tests/gpu/test_{name}.py",
+                _python(
+                    *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not sanitizers"),
+                    f"tests/gpu/test_{name}.py",
+                ),
+                600,
+                environment=queues(32) | {"MEGATRON_EXT_REQUIRE_GPU": str(gpus)},
+            )
+            for name in ("planner", "transport")
         ),
         Part(
             "planner",
@@ -77,10 +75,11 @@ def parts(gpus: int) -> list[Part]:
             300,
         ),
         Part(
-            "launches",
-            "launches, allocations and waits of the host in a layer",
-            _python("tests/perf/launches.py", "--json", JSON_FILE),
+            "transport",
+            "pushes, pulls and relays beside plain copies of the same bytes",
+            _python("tests/perf/transport.py", "--gpu", "--json", JSON_FILE),
             300,
+            environment=queues(32),
         ),
         Part(
             "litmus",
@@ -89,6 +88,13 @@ def parts(gpus: int) -> list[Part]:
                 *("-m", "tests.gpu.first_run.litmus", "--gpus", str(gpus)), *("--json", JSON_FILE)
             ),
             600,
+        ),
+        Part(
+            "launches",
+            "launches, allocations and waits of the host in a layer",
+            _python("tests/perf/launches.py", "--json", JSON_FILE),
+            300,
+            gpus=2,
         ),
         *(
             Part(
@@ -130,6 +136,20 @@ def parts(gpus: int) -> list[Part]:
             _python("-m", "tests.gpu.first_run.recipe", "--steps", "60", "--json", JSON_FILE),
             1200,
             gpus=RECIPE_GPUS,
+        ),
+        # Last, because they take longest, and can only find what the others do not show.
+        *(
+            Part(
+                f"sanitizers_{name}",
+                f"{', '.join(SANITIZERS)} on tests/gpu/test_{name}.py",
+                _python(
+                    *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "sanitizers"),
+                    f"tests/gpu/test_{name}.py",
+                ),
+                600,
+                environment=queues(32),
+            )
+            for name in ("planner", "transport")
         ),
     ]
 

@@ -3,12 +3,15 @@
     python -m tests.gpu.first_run.planner_times [--json FILE]
 
 A time is the device's, of one replay; a load's is the median of `REPEATS`. Loads are those that
-planners may stumble over (`tests.workloads.hard_loads`).
+planners may stumble over (`tests.workloads.hard_loads`). `warm` replays follow each other. Before a
+`cold` one, as between two layers of a model, a large product runs on all multiprocessors, and more
+is written than the L2 cache holds. Each kernel of a routing has a row of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 from collections.abc import Callable, Iterator
@@ -26,6 +29,9 @@ from tests import workloads
 SIZES = ((8, 64, 2), (32, 256, 2), (64, 256, 1), (64, 256, 2), (72, 288, 2))
 """Ranks, experts, slots."""
 
+COLD_BYTES = 128 << 20
+"""More than the L2 cache of any GPU so far."""
+
 REPEATS = 9
 TOKENS, TOP_K = 8192, 8
 
@@ -35,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the rows")
     options = parser.parse_args()
-    rows = [row for sizes in SIZES for row in measure(*sizes)]
+    rows = [row for sizes in SIZES for row in measure(*sizes)] + kernels(*SIZES[-2])
     for row in rows:
         print(row)
     if options.json:
@@ -58,15 +64,18 @@ def measure(ranks: int, experts: int, slots: int) -> Iterator[dict[str, Any]]:
         shares = share_plan(0, load, of_load)
         reroute(probs, routed, shares, TOP_K, of_load.layout.num_physical)
 
-    for name, call in (("plan", plan), ("plan and routing", route)):
-        replay = capture(call)
+    replays = {"plan": capture(plan), "plan and routing": capture(route)}
+    for name, before in itertools.product(replays, (None, cool_down())):
         times = {}
         for load_name, of_load in loads.items():
             load.copy_(of_load)
-            times[load_name] = statistics.median(time_us(replay) for _ in range(REPEATS))
+            times[load_name] = statistics.median(
+                time_us(replays[name], before) for _ in range(REPEATS)
+            )
         worst = max(times, key=lambda load_name: times[load_name])
         yield {
             "what": name,
+            "caches": "warm" if before is None else "cold",
             "EP": ranks,
             "experts": experts,
             "slots": slots,
@@ -75,6 +84,45 @@ def measure(ranks: int, experts: int, slots: int) -> Iterator[dict[str, Any]]:
             "max us": times[worst],
             "worst load": worst,
         }
+
+
+def kernels(ranks: int, experts: int, slots: int) -> list[dict[str, Any]]:
+    """Return a row for each kernel of one plan and routing, in their order."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    load = next(iter(dict(workloads.hard_loads(ranks, experts)).values())).cuda()
+    routed = workloads.routing_map(TOKENS, experts, TOP_K).cuda()
+    probs = (torch.rand(routed.shape, device="cuda") + 0.1) * routed
+
+    def route() -> None:
+        plan = solve(load, ep_size=ranks, slots=slots)
+        reroute(probs, routed, share_plan(0, load, plan), TOP_K, plan.layout.num_physical)
+
+    route()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        route()
+        torch.cuda.synchronize()
+    found = [event for event in profiled.events() if event.device_type == DeviceType.CUDA]
+    found.sort(key=lambda event: event.time_range.start)
+    of_layer = {"EP": ranks, "experts": experts, "slots": slots}
+    return [
+        {"what": f"kernel {event.name[:60]}", **of_layer, "p50 us": event.time_range.elapsed_us()}
+        for event in found
+    ]
+
+
+def cool_down() -> Callable[[], None]:
+    """Return a call that leaves nothing of the planner in caches of code and data."""
+    written = torch.empty(COLD_BYTES, dtype=torch.uint8, device="cuda")
+    factor = torch.rand(4096, 4096, device="cuda", dtype=torch.bfloat16)
+
+    def call() -> None:
+        factor @ factor
+        written.zero_()
+
+    return call
 
 
 def capture(call: Callable[[], None]) -> Callable[[], None]:
@@ -89,9 +137,11 @@ def capture(call: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def time_us(call: Callable[[], None]) -> float:
-    """Return the device's time of one call, in microseconds."""
+def time_us(call: Callable[[], None], before: Callable[[], None] | None = None) -> float:
+    """Return the device's time of one call, in microseconds; `before` runs in front of it."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if before is not None:
+        before()
     torch.cuda.synchronize()
     start.record()
     call()
