@@ -37,7 +37,7 @@ from tests.te.quantized import EXPERTS, GRADIENTS_OF_BFLOAT16, in_format
 from tests.te.test_experts import EXACT, GATED, HAS_BLOCKS, STEP_TOLERANCE, TE
 from tests.te_quantized_on_cpu import GPU, answer_like
 
-from megatron_ext.mcore.between_steps import check_agreement  # isort: skip
+from megatron_ext.mcore.between_steps import check_agreement, reset_after_abort  # isort: skip
 
 SHARDS: dict[str, Any] = dict(
     use_megatron_fsdp=True,
@@ -234,6 +234,11 @@ def _fail_late(rank: int) -> None:
         assert all(torch.equal(value, before[name]) for name, value in model.parameters().items())
         with pytest.raises(RuntimeError, match=EXPECTED):
             check_agreement(model.chunks)
+        dist.barrier()
+
+        reset_after_abort(model.chunks)
+        model.train_step(1, num_microbatches=2)
+        assert not all(torch.equal(value, before[n]) for n, value in model.parameters().items())
 
 
 def test_a_failed_wait_changes_no_weight_on_any_rank() -> None:
