@@ -123,7 +123,7 @@ def test_what_excludes_balancing_is_said_before_ranks_wait_for_each_other() -> N
     assert refused.returncode == 2, refused.stderr
     line = refused.stderr.splitlines()[-1]
     assert line.startswith(
-        f"{PROGRAM}: error: cuda_graph_impl ('local') must be 'none' or 'transformer_engine' with"
+        f"{PROGRAM}: error: cuda_graph_impl ('local') must be 'none' or 'transformer_engine'"
     )
 
 
