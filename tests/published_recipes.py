@@ -283,10 +283,11 @@ def page(recipes: list[Recipe]) -> str:
     lines += [
         "## They run as they are",
         "",
-        "CPU ranks trained with each setting of these recipes, though not with all settings of a "
-        "recipe at once, and PyTorch code stood in for compiled parts. *By contract*: the tests "
-        "check how these parts are called, and what they get and return; that they do it beside "
-        "balancing, only a GPU can show.",
+        "CPU ranks trained with each setting of these recipes that concerns MoE layers or their "
+        "gradients: not with all settings of a recipe at once, and not with their attention. "
+        "PyTorch code stood in for compiled parts. *By contract*: the tests check how these parts "
+        "are called, and what they get and return; that they do it beside balancing, only a GPU "
+        "can show.",
         "",
         "| GPU | recipe | by contract |",
         "|---|---|---|",

@@ -1,7 +1,7 @@
-"""What CUDA graphs of Megatron may hold of balanced models, and whole steps must not ask the host.
+"""Refuses CUDA graphs of Megatron that hold what a replay cannot repeat.
 
 Graphs of layers end before the plan (`partial_graphs.py`). Graphs of whole steps have the plan in
-them (`full_graphs.py`), and a replay runs no Python.
+them (`full_graphs.py`), so nothing in such a step may ask the host: a replay runs no Python.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def plan_text(chosen: Sequence[Part], gpus: int) -> str:
 def run_all(
     chosen: Sequence[Part], gpus: int, out: Path, *, limit_s: float = math.inf
 ) -> Iterator[Outcome]:
-    """Run parts in their order, whatever becomes of each; yield what did.
+    """Run parts in their order, whatever becomes of each, and yield their outcomes.
 
     After `limit_s` seconds nothing runs any more. A part that is ended by that counts as left out.
     """
@@ -176,7 +176,10 @@ def run_part(part: Part, out: Path) -> Outcome:
 def write_results(outcomes: Sequence[Outcome], gpus: int, out: Path) -> None:
     """Write `first_run.json` and `first_run.md`."""
     results = {"gpus": gpus, "parts": [asdict(outcome) for outcome in outcomes]}
-    (out / "first_run.json").write_text(json.dumps(results, indent=1) + "\n")
+    # Renamed into place: a machine may be taken away meanwhile, and `--go-on` reads the file.
+    written = out / "first_run.json.partial"
+    written.write_text(json.dumps(results, indent=1) + "\n")
+    written.replace(out / "first_run.json")
     overview = [
         (outcome.name, f"{outcome.status} {outcome.why}".rstrip(), f"{outcome.seconds:.0f}")
         for outcome in outcomes
