@@ -9,8 +9,11 @@ the same for all plans. Planning, reroute, replicas and their reduction are the 
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -320,6 +323,28 @@ def _fail(rank: int, where: str) -> None:
 @pytest.mark.parametrize("where", ["wait", "plan"])
 def test_what_fails_in_a_replay_ends_the_step_on_all_ranks(where: str) -> None:
     run_ranks(_fail, 4, where)
+
+
+def _lose(rank: int) -> None:
+    """Rank 1 dies in the middle of a replay; rank 0 says what it then finds."""
+    with _static(), _captured_behind(1):
+        gpt = _model()
+        _trained(gpt, range(2))
+        before = gpt.parameters()
+        if rank == 1:
+            operations = FullCudaGraphWrapper.cuda_graph["training"].recorder.operations
+            operations.insert(len(operations) // 2, SimpleNamespace(replay=partial(os._exit, 9)))
+        started = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"(?i)connection|gloo"):
+            gpt.train_step(2, num_microbatches=MICROBATCHES)
+        assert time.monotonic() - started < 30
+        assert _equal(gpt.parameters(), before)
+        raise RuntimeError("rank 0 ended in time, and no weight has changed")
+
+
+def test_a_peer_that_dies_in_a_replay_ends_the_step() -> None:
+    with pytest.raises(RuntimeError, match="rank 0 ended in time, and no weight has changed"):
+        run_ranks(_lose, 2, timeout_s=60)
 
 
 def _overflow(rank: int) -> tuple[bool, bool]:
