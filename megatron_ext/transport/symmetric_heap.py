@@ -10,6 +10,7 @@ the start of their allocations.
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +23,8 @@ from megatron_ext.transport.one_sided import group_timeout_s
 from megatron_ext.transport.reach import domain_of, gather
 
 _SHARED_NUMBERS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-"""Torch refuses ranks of one machine whose GPUs have the same number unless this is set."""
+"""Torch refuses ranks of one host whose GPUs have the same number unless this is set. Where it is
+set, torch makes no multicast mapping (NVLS) for any user of symmetric memory in the process."""
 
 
 class SymmetricHeap:
@@ -53,9 +55,11 @@ class SymmetricHeap:
         self._group = _domain_group(ep_group, self.peers, device)
         self._handles: list[Any] = []
         _use_backend(backend, device)
-        gpus = gather(str(torch.cuda.get_device_properties(device).uuid), self._group)
-        if len(set(gpus)) == len(gpus):
-            # If every process sees one GPU, all GPUs have number 0. Torch compares numbers only.
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+        found = gather((gpu, (socket.gethostname(), device.index)), self._group)
+        if len({gpu for gpu, _ in found}) == len(found) > len({place for _, place in found}):
+            # Every process sees one GPU, so all GPUs have number 0; torch compares names of hosts
+            # and numbers.
             os.environ.setdefault(_SHARED_NUMBERS, "1")
 
     def share(self, num_bytes: int) -> tuple[Tensor, Tensor]:
@@ -68,10 +72,13 @@ class SymmetricHeap:
         Raises:
             RuntimeError: A rank has no address for a peer's bytes, or the offsets differ.
         """
-        # Imported here, because not every installation of torch has the module.
+        # Imported here, because not every installation of torch has the modules.
+        from torch._C._distributed_c10d import _SymmetricMemory
         from torch.distributed import _symmetric_memory
 
-        mine = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        # Not by torch's `empty`, which takes memory from a pool of the process: where that has a
+        # block that the ranks know already, a rank skips the rendezvous in which others wait.
+        mine = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self.device)
         handle = _symmetric_memory.rendezvous(mine, self._group)
         self._handles.append(handle)  # while it lives, peers' memory stays mapped
         starts = [int(start) for start in handle.buffer_ptrs]

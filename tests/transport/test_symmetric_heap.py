@@ -6,6 +6,7 @@ Layer 2 (4 gloo ranks). Fakes stand for the module and for the GPUs.
 from __future__ import annotations
 
 import os
+import socket
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch.distributed import _symmetric_memory
 
 from megatron_ext.transport.symmetric_heap import _SHARED_NUMBERS, SymmetricHeap
@@ -45,10 +47,17 @@ class Torch:
         self.backend = name
 
 
-def _faked(fake: Torch, gpu: str) -> ExitStack:
+def _faked(fake: Torch, gpu: str, host: str = "one") -> ExitStack:
     held = ExitStack()
+    blocks = SimpleNamespace(
+        empty_strided_p2p=lambda size, _, dtype, device: torch.empty(
+            size, dtype=dtype, device=device
+        )
+    )
+    held.enter_context(mock.patch.object(_distributed_c10d, "_SymmetricMemory", blocks))
     for name, value in (
-        ("empty", lambda size, **options: torch.empty(size, **options)),
+        # Of a pool, whose blocks ranks may know already.
+        ("empty", mock.Mock(side_effect=AssertionError("memory from a pool"))),
         ("rendezvous", fake.rendezvous),
         ("get_backend", lambda device: fake.backend),
         ("set_backend", fake.set_backend),
@@ -58,7 +67,9 @@ def _faked(fake: Torch, gpu: str) -> ExitStack:
     held.enter_context(
         mock.patch.object(torch.cuda, "get_device_properties", return_value=properties)
     )
+    held.enter_context(mock.patch.object(socket, "gethostname", return_value=host))
     held.enter_context(mock.patch.dict(os.environ))
+    os.environ.pop(_SHARED_NUMBERS, None)
     return held
 
 
@@ -80,9 +91,15 @@ def _share(rank: int) -> None:
             SymmetricHeap(world, CPU, backend="cuda")
 
     with _faked(Torch(), "the only GPU"):
-        os.environ.pop(_SHARED_NUMBERS, None)
         SymmetricHeap(world, CPU)
         assert _SHARED_NUMBERS not in os.environ, "ranks that share a GPU are torch's to refuse"
+    # With the variable torch makes no multicast mappings, for whoever asks in this process.
+    with _faked(Torch(), f"GPU-{rank}"):
+        SymmetricHeap(world, torch.device("cpu", rank))
+        assert _SHARED_NUMBERS not in os.environ, "every GPU has a number of its own"
+    with _faked(Torch(), f"GPU-{rank}", host=f"host-{rank}"):
+        SymmetricHeap(world, CPU)
+        assert _SHARED_NUMBERS not in os.environ, "equal numbers, but on other hosts"
 
     # All ranks raise what one has found.
     with _faked(Torch(missing=(1,) if rank == 3 else ()), str(rank)):
