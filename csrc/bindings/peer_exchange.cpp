@@ -57,10 +57,12 @@ unsigned long long capture_id() {
     return status == cudaStreamCaptureStatusActive ? id : 0;
 }
 
-// A stream's work so far. Other streams may wait for it in the same capture only, or outside of all.
+// A stream's work so far. Other streams may wait for it in the same capture only, or outside of
+// all.
 class Mark {
   public:
-    explicit Mark(const CUDAStream& stream) : event_(c10::DeviceType::CUDA), capture_(capture_id()) {
+    explicit Mark(const CUDAStream& stream)
+        : event_(c10::DeviceType::CUDA), capture_(capture_id()) {
         event_.record(stream.unwrap());
     }
     bool is_of_this_capture() const { return capture_ == capture_id(); }
@@ -154,8 +156,8 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         const c10::cuda::CUDAStreamGuard on(push_stream_);
         const Tensor table = kept_on_device(addresses);
         const int64_t bytes = PeerCopies::bytes(problem.num_ranks, problem.num_slots);
-        const PeerCopies copies = PeerCopies::in(
-            memory_of(copies_, bytes), problem.num_ranks, problem.num_slots);
+        const PeerCopies copies =
+            PeerCopies::in(memory_of(copies_, bytes), problem.num_ranks, problem.num_slots);
         const PeerPush task{push.segments,
                             problem,
                             slots.const_data_ptr<int32_t>(),
@@ -177,11 +179,8 @@ class TensorPeerExchange : public torch::CustomClassHolder {
             const CUDAStream stream = c10::cuda::getCurrentCUDAStream();
             check_capture("push", *pushed_);
             pushed_->block(stream);
-            C10_CUDA_CHECK(wait_peers_cuda(self(last_.label),
-                                           last_.segments,
-                                           last_.used,
-                                           last_.num_slots,
-                                           stream));
+            C10_CUDA_CHECK(wait_peers_cuda(
+                self(last_.label), last_.segments, last_.used, last_.num_slots, stream));
             pushed_.reset();
         }
     }
@@ -212,7 +211,10 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         const CopyProblem problem = problem_of(slots, mains_per_rank);
         TORCH_CHECK(totals.size() == mains_per_rank * segments.size() &&
                     asides.size() == totals.size());
-        PeerPull pull{segments_of(segments), {}, {}, problem, slots.const_data_ptr<int32_t>()};
+        PeerPull pull{};
+        pull.segments = segments_of(segments);
+        pull.problem = problem;
+        pull.slots = slots.const_data_ptr<int32_t>();
         for (size_t g = 0; g < segments.size(); ++g) {
             const auto type = slots_.at(segments[g]).scalar_type();
             TORCH_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16,
@@ -248,7 +250,8 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         pull.totals = reinterpret_cast<char* const*>(there);
         pull.asides = reinterpret_cast<const char* const*>(there + totals.size());
         pull.sums = PeerSums::in(memory_of(sums_, PeerSums::bytes(problem)), problem);
-        C10_CUDA_CHECK(pull_add_peers_cuda(self(label_of(label)), pull, pull_blocks_, pull_stream_));
+        C10_CUDA_CHECK(
+            pull_add_peers_cuda(self(label_of(label)), pull, pull_blocks_, pull_stream_));
         used.push_back(std::move(words));
         pulling_ = std::move(used);
         pulled_.emplace(pull_stream_);
@@ -268,8 +271,8 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         }
     }
 
-    // `mine`: this rank's bytes of a table (Exchange.table_bytes), zeroed; `addresses`: of all ranks' tables, int64 [R] on the
-    // device.
+    // `mine`: this rank's bytes of a table (Exchange.table_bytes), zeroed; `addresses`: of all
+    // ranks' tables, int64 [R] on the device.
     void set_table(const Tensor& mine, const Tensor& addresses, int64_t num_words) {
         TORCH_CHECK(addresses.device() == device_ && addresses.scalar_type() == at::kLong);
         table_ = {addresses.numel(), num_words};
@@ -283,11 +286,12 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         check_row(row, device_, table_);
         const c10::cuda::CUDAGuard guard(device_);
         Tensor rows = at::empty({table_.num_ranks, row.numel()}, row.options());
-        const PeerRows given{table_,
-                             reinterpret_cast<char* const*>(tables_.back().const_data_ptr<int64_t>()),
-                             row.const_data_ptr<int64_t>(),
-                             row.numel(),
-                             rows.mutable_data_ptr<int64_t>()};
+        const PeerRows given{
+            table_,
+            reinterpret_cast<char* const*>(tables_.back().const_data_ptr<int64_t>()),
+            row.const_data_ptr<int64_t>(),
+            row.numel(),
+            rows.mutable_data_ptr<int64_t>()};
         C10_CUDA_CHECK(
             gather_rows_cuda(self(label_of(label)), given, c10::cuda::getCurrentCUDAStream()));
         return rows;
@@ -380,11 +384,12 @@ class TensorPeerExchange : public torch::CustomClassHolder {
     }
 
     static void check_capture(const char* what, const Mark& ended) {
-        TORCH_CHECK(ended.is_of_this_capture(),
-                    "a ",
-                    what,
-                    " must end in the capture of a CUDA graph in which it started, or start and end "
-                    "outside of captures: wait for it before the capture begins, and before it ends");
+        TORCH_CHECK(
+            ended.is_of_this_capture(),
+            "a ",
+            what,
+            " must end in the capture of a CUDA graph in which it started, or start and end "
+            "outside of captures: wait for it before the capture begins, and before it ends");
     }
 
     CopyProblem problem_of(const Tensor& slots, int64_t mains_per_rank) const {
@@ -508,15 +513,15 @@ class TensorPeerExchange : public torch::CustomClassHolder {
     std::vector<Tensor> addresses_;  // for each segment, all ranks'
     std::vector<PeerSegment> segments_;
     RowTable table_{};
-    std::vector<Tensor> tables_;              // this rank's, and all ranks' addresses; the last count
+    std::vector<Tensor> tables_;  // this rank's, and all ranks' addresses; the last count
     std::map<Words, Tensor> main_addresses_;  // the same on the device, for each layer
     Tensor copies_;                           // compiled anew by each push
     Push last_{};
-    std::optional<Mark> pushed_;  // until the last push is finished
-    std::optional<Mark> read_;    // reads of the slots so far
-    Tensor sums_;                       // compiled anew by each pull
-    std::vector<Tensor> pulling_;       // used by the pull under way, on another stream than theirs
-    std::optional<Mark> pulled_;  // until the last pull is finished
+    std::optional<Mark> pushed_;   // until the last push is finished
+    std::optional<Mark> read_;     // reads of the slots so far
+    Tensor sums_;                  // compiled anew by each pull
+    std::vector<Tensor> pulling_;  // used by the pull under way, on another stream than theirs
+    std::optional<Mark> pulled_;   // until the last pull is finished
     int64_t num_pushes_ = 0;
     int64_t num_pulls_ = 0;
     std::vector<std::string> labels_;

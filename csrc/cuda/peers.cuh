@@ -34,16 +34,15 @@ __device__ inline void record_failure(const PeerRank& self, const PeerFailure& f
     *const_cast<volatile uint32_t*>(&self.failure->is_set) = 1;
 }
 
-// Polls between two looks at the host's word: a look takes as long as several polls.
+// Polls before each look at whether to go on: most waits end sooner, and a look at the host's word
+// takes as long as several polls.
 constexpr uint32_t kPollsPerLook = 64;
 
-// Whether this rank's waits are to end. Once the host has said so, it stands in device memory, where
-// the next wait finds it at once.
-__device__ inline bool is_over(const PeerRank& self, uint32_t polls) {
+// Whether this rank's waits are to end. Once the host has said so, it stands in device memory, for
+// its other waits.
+__device__ inline bool is_over(const PeerRank& self) {
     auto& failed = *const_cast<volatile uint32_t*>(&self.state->failed);
-    if (polls % kPollsPerLook == 0 && *const_cast<const volatile uint32_t*>(self.aborted) != 0) {
-        failed = 1;
-    }
+    if (failed == 0 && *const_cast<const volatile uint32_t*>(self.aborted) != 0) failed = 1;
     return failed != 0;
 }
 
@@ -60,11 +59,12 @@ __device__ inline bool wait_for(const PeerRank& self,
     if (seen == generation) return true;
     LivedTime waited{now_ns()};
     const auto limit = static_cast<uint64_t>(self.timeout_ns);
-    for (uint32_t polls = 0; seen < generation && waited.at(now_ns()) < limit; ++polls) {
-        if (is_over(self, polls)) return false;
+    for (uint32_t polls = 1; load_relaxed(flag) < generation && waited.at(now_ns()) < limit;
+         ++polls) {
+        if (polls % kPollsPerLook == 0 && is_over(self)) break;
         pause();
-        seen = load_acquire(flag);
     }
+    seen = load_acquire(flag);
     if (seen == generation) return true;
     record_failure(self, {place.rank, place.slot, chunk, generation, seen, self.label, deed, 0});
     return false;

@@ -80,6 +80,16 @@ __device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" 
 // orders plain loads and stores only.
 __device__ inline void fence_bulk() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
+// What the value is, and nothing of what was written before it.
+__device__ inline uint64_t load_relaxed(const uint64_t* flag) {
+    uint64_t value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];"
+                 : "=l"(value)
+                 : "l"(__cvta_generic_to_global(flag))
+                 : "memory");
+    return value;
+}
+
 __device__ inline uint64_t load_acquire(const uint64_t* flag) {
     uint64_t value;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];"
@@ -87,6 +97,13 @@ __device__ inline uint64_t load_acquire(const uint64_t* flag) {
                  : "l"(__cvta_generic_to_global(flag))
                  : "memory");
     return value;
+}
+
+// Behind the same thread's `fence_system`, as good as a release: one fence for many flags.
+__device__ inline void store_relaxed(uint64_t* flag, uint64_t value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(flag)),
+                 "l"(value)
+                 : "memory");
 }
 
 __device__ inline void store_release(uint64_t* flag, uint64_t value) {

@@ -3,16 +3,16 @@
 // 1. Makes this rank's copies: every byte of a source once, to all destinations of the copy.
 // 2. One block is one warp. The first to begin compiles the plan's slots into the copies; then each
 //    takes a chunk of a copy at a time. Its first lane keeps kStages tiles moving: bulk loads write
-//    them, bulk stores copy them to every destination.
+//    kAhead of them, bulk stores copy the others to every destination.
 // 3. A kernel, because flags of other GPUs order it, without the host and in a captured graph.
 // 4. Waits until the copies are compiled, by a flag of its own GPU; until a destination is offered
-//    and, in a relay, until the chunk has arrived here. A chunk's flag is stored, behind a fence
-//    for the whole system, when the bulk stores are complete at the destinations. It is not enough
-//    that they have read shared memory.
+//    and, in a relay, until the chunk has arrived here. A chunk's flags are stored, a lane for each
+//    destination behind one fence for the whole system, when the bulk stores are complete there. It
+//    is not enough that they have read shared memory.
 // 5. Deterministic: bytes are moved, each by one block.
 // 6. A copy reads its source once and writes it to d destinations: 36 MiB to 4 peers at 450 GB/s a
-//    GPU of NVLink take 0.34 ms. With a hand-over of 2 us, 0.9 MB must be in flight: 32 blocks of
-//    32 KiB.
+//    GPU of NVLink take 0.34 ms. With a hand-over of 2 us, 0.9 MB of stores must be under way: a
+//    store keeps its stage until it is written, so 32 blocks of kStages - kAhead tiles are 1.3 MB.
 
 #include "compile_copies.cuh"
 #include "megatron_ext/cuda_api.h"
@@ -22,7 +22,8 @@ namespace megatron_ext {
 namespace {
 
 constexpr int kLanes = 32;
-constexpr int kStages = 4;
+constexpr int kStages = 8;
+constexpr int kAhead = 3;  // loads; they come from memory of the same GPU, and are done sooner
 constexpr int64_t kTileBytes = 8 << 10;
 constexpr int64_t kBulk = 16;  // bytes; a bulk copy has multiples of this
 constexpr unsigned kAll = 0xffffffff;
@@ -31,6 +32,14 @@ struct Tiles {
     alignas(128) char bytes[kStages][kTileBytes];
     uint64_t loaded[kStages];  // barriers
 };
+
+// Shared, and more than a kernel can declare. A block is done with one before it begins with the
+// other.
+union Memory {
+    compiling::Scratch scratch;
+    Tiles tiles;
+};
+extern __shared__ float4 dynamic_memory[];
 
 // A chunk of a copy: `chunk.bytes` at `source` go to this offset of all destinations.
 struct Unit {
@@ -59,7 +68,7 @@ __device__ void stream(const Unit& unit, int64_t bytes, Tiles& tiles, uint32_t& 
         bulk_load(
             tiles.bytes[stage], unit.source + tile * kTileBytes, size(tile), &tiles.loaded[stage]);
     };
-    for (int tile = 0; tile < count && tile < kStages - 1; ++tile) load(tile);
+    for (int tile = 0; tile < count && tile < kAhead; ++tile) load(tile);
     for (int tile = 0; tile < count; ++tile) {
         const uint32_t stage = (used + tile) % kStages;
         barrier_wait(&tiles.loaded[stage], (used + tile) / kStages % 2);
@@ -67,9 +76,9 @@ __device__ void stream(const Unit& unit, int64_t bytes, Tiles& tiles, uint32_t& 
             bulk_store(unit.destination(d) + tile * kTileBytes, tiles.bytes[stage], size(tile));
         }
         bulk_commit();
-        const int next = tile + kStages - 1;
+        const int next = tile + kAhead;
         if (next < count) {
-            bulk_wait_read<1>();  // the tile before this one: `next` takes its stage
+            bulk_wait_read<kStages - kAhead>();  // of those before them one has the stage of `next`
             load(next);
         }
     }
@@ -116,11 +125,7 @@ __device__ void prepare(const PeerRank& self,
 }
 
 __global__ void __launch_bounds__(kLanes) push_kernel(PeerRank self, PeerPush push) {
-    // A block is done with one before it begins with the other.
-    __shared__ union {
-        compiling::Scratch scratch;
-        Tiles tiles;
-    } memory;
+    Memory& memory = *reinterpret_cast<Memory*>(dynamic_memory);
     Tiles& tiles = memory.tiles;
     const int lane = static_cast<int>(threadIdx.x);
     PeerTurn* const turn = &self.state->push;
@@ -184,12 +189,10 @@ __global__ void __launch_bounds__(kLanes) push_kernel(PeerRank self, PeerPush pu
             stream(unit, bulk, tiles, tiles_used);
         }
         __syncwarp();  // All lanes have written what the flags speak of.
-        if (lane == 0) {
-            for (int64_t d = 0; d < unit.num_destinations; ++d) {
-                const PeerPlace place = unit.destinations[d];
-                store_release(unit.segment->done(place.rank, place.slot, unit.chunk.idx),
-                              generation);
-            }
+        if (lane < unit.num_destinations) fence_system();
+        for (int64_t d = lane; d < unit.num_destinations; d += kLanes) {
+            const PeerPlace place = unit.destinations[d];
+            store_relaxed(unit.segment->done(place.rank, place.slot, unit.chunk.idx), generation);
         }
     }
     __syncwarp();
@@ -202,7 +205,10 @@ cudaError_t push_peers_cuda(const PeerRank& self,
                             const PeerPush& push,
                             int num_blocks,
                             cudaStream_t stream) {
-    push_kernel<<<num_blocks, kLanes, 0, stream>>>(self, push);
+    const cudaError_t allowed = cudaFuncSetAttribute(
+        push_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Memory));
+    if (allowed != cudaSuccess) return allowed;
+    push_kernel<<<num_blocks, kLanes, sizeof(Memory), stream>>>(self, push);
     return cudaGetLastError();
 }
 

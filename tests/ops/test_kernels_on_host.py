@@ -133,7 +133,34 @@ BROKEN = {
     "a flag before the writes are complete": {
         "push_peers.cu": (WAIT_FOR_WRITES, "    bulk_wait_read<0>();\n")
     },
-    "a stage filled again before it is read": {"push_peers.cu": ("bulk_wait_read<1>();", "")},
+    "a stage filled again before it is read": {
+        "push_peers.cu": ("bulk_wait_read<kStages - kAhead>();", "")
+    },
+    "a stage filled again before its last store": {
+        "push_peers.cu": (
+            "bulk_wait_read<kStages - kAhead>",
+            "bulk_wait_read<kStages - kAhead + 1>",
+        )
+    },
+    "a chunk's flags without a fence": {
+        "push_peers.cu": ("        if (lane < unit.num_destinations) fence_system();\n", "")
+    },
+    "a chunk's fence before the other lanes have written": {
+        "push_peers.cu": (
+            "        __syncwarp();  // All lanes have written what the flags speak of.\n"
+            "        if (lane < unit.num_destinations) fence_system();\n",
+            "        if (lane < unit.num_destinations) fence_system();\n        __syncwarp();\n",
+        )
+    },
+    "a row's flags without a fence": {
+        "gather_rows.cu": ("    if (peer_of(lane) < table.num_ranks) fence_system();\n", "")
+    },
+    "a flag that is not acquired": {
+        "peers.cuh": (
+            "    seen = load_acquire(flag);\n    if (seen == generation) return true;",
+            "    if (load_relaxed(flag) == generation) return true;",
+        )
+    },
     "a relay that does not wait": {
         "push_peers.cu": ("            ready = wait_for(", "            ready = true || wait_for(")
     },
@@ -146,8 +173,8 @@ BROKEN = {
     },
     "a row's flag before the other lanes have stored": {
         "gather_rows.cu": (
-            "        __syncwarp();  // All lanes have stored what",
-            "        // what",
+            "    __syncwarp();  // All lanes have stored what",
+            "    // what",
         )
     },
     "a row read before it is there": {

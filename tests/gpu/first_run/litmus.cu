@@ -1,16 +1,17 @@
-// Whether who sees a flag sees the bytes that bulk stores put before it: the order on which replicas
-// rest (csrc/cuda/push_peers.cu), with the project's own instructions.
+// Whether who sees a flag sees the bytes that bulk stores put before it: the order on which
+// replicas rest (csrc/cuda/push_peers.cu), with the project's own instructions.
 //
 //   litmus FROM RELAY TO BYTES ROUNDS PAIRS RIGHT|READ|BROKEN BULK|PLAIN QUIET|BUSY
 //
 // FROM, RELAY and TO are devices, RELAY -1 for none; they may be one. In each round a writer stores
-// BYTES with the round's number in every word and then a flag; a reader waits for the flag, compares
-// all words by plain loads, and answers. With a relay the bytes pass through its memory by bulk
-// loads and bulk stores. PLAIN is the gather's way (csrc/cuda/gather_rows.cu): all lanes store
-// plainly, and lane 0 sets the flag. PAIRS of them run at a time, one warp each.
+// BYTES with the round's number in every word and then a flag; a reader waits for the flag,
+// compares all words by plain loads, and answers. With a relay the bytes pass through its memory by
+// bulk loads and bulk stores. PLAIN is the gather's way (csrc/cuda/gather_rows.cu): all lanes store
+// plainly. A lane that need not have stored anything sets the flag, behind a fence of its own.
+// PAIRS of them run at a time, one warp each.
 //
-// BROKEN sets the flag right behind the bulk stores' commit, or by a relaxed store behind plain
-// ones: if no round of it differs, the test sees nothing. READ waits until the bulk stores have read
+// BROKEN sets the flag without a fence, right behind the bulk stores' commit or the plain stores:
+// if no round of it differs, the test sees nothing. READ waits until the bulk stores have read
 // shared memory, which PTX does not promise to be enough; for information. BUSY copies between FROM
 // and TO meanwhile. Prints how many rounds had a wrong word.
 #include <cuda_runtime.h>
@@ -28,6 +29,7 @@ namespace {
 using namespace megatron_ext;
 
 constexpr int kLanes = 32;
+constexpr int kTeller = 1;  // the lane that sets a flag
 constexpr int kTileBytes = 8 << 10;
 constexpr uint64_t kLimitNs = 20'000'000'000;
 constexpr int64_t kBusyBytes = 64 << 20;
@@ -51,11 +53,11 @@ struct Sizes {
 // Wait for a round; false if it does not come.
 __device__ bool wait_round(const uint64_t* flag, uint64_t round) {
     const uint64_t start = now_ns();
-    while (load_acquire(flag) < round) {
+    while (load_relaxed(flag) < round) {
         if (now_ns() - start > kLimitNs) return false;
         pause();
     }
-    return true;
+    return load_acquire(flag) >= round;
 }
 
 enum class Order { kRight, kRead, kBroken };
@@ -67,10 +69,10 @@ __device__ void end_stores() {
     if constexpr (kOrder == Order::kRead) bulk_wait_read<0>();
 }
 
-__device__ inline void store_relaxed(uint64_t* flag, uint64_t value) {
-    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(flag)),
-                 "l"(value)
-                 : "memory");
+template <Order kOrder>
+__device__ void tell(uint64_t* flag, uint64_t round) {
+    if constexpr (kOrder != Order::kBroken) fence_system();
+    store_relaxed(flag, round);
 }
 
 template <Order kOrder>
@@ -84,12 +86,8 @@ __global__ void write_plainly(Hop hop, Sizes sizes, unsigned* late) {
         }
         __syncwarp();
         bool goes_on = true;
+        if (lane == kTeller) tell<kOrder>(&hop.told[pair], round);
         if (lane == 0) {
-            if constexpr (kOrder == Order::kRight) {
-                store_release(&hop.told[pair], round);
-            } else {
-                store_relaxed(&hop.told[pair], round);
-            }
             goes_on = wait_round(&hop.seen[pair], round);
             if (!goes_on) atomicAdd(late, 1u);
         }
@@ -112,7 +110,10 @@ __global__ void write_rounds(Hop hop, Sizes sizes, unsigned* late) {
                 bulk_store(hop.bytes + pair * sizes.bytes + at, tile, sizes.tile(at));
             }
             end_stores<kOrder>();
-            store_release(&hop.told[pair], round);
+        }
+        __syncwarp();
+        if (lane == kTeller) tell<kOrder>(&hop.told[pair], round);
+        if (lane == 0) {
             goes_on = wait_round(&hop.seen[pair], round);
             if (!goes_on) atomicAdd(late, 1u);
             bulk_wait_read<0>();  // the next round fills the tile
@@ -145,7 +146,7 @@ __global__ void relay_rounds(Hop from, Hop to, Sizes sizes, unsigned* late) {
             if (at + kTileBytes < sizes.bytes) bulk_wait_read<0>();
         }
         end_stores<kOrder>();
-        store_release(&to.told[pair], round);
+        tell<kOrder>(&to.told[pair], round);
         if (!wait_round(&to.seen[pair], round)) {
             atomicAdd(late, 1u);
             return;
@@ -158,8 +159,7 @@ __global__ void relay_rounds(Hop from, Hop to, Sizes sizes, unsigned* late) {
 __global__ void read_rounds(Hop hop, Sizes sizes, unsigned long long* wrong, unsigned* late) {
     const int lane = static_cast<int>(threadIdx.x);
     const int64_t pair = blockIdx.x;
-    const uint32_t* const words =
-        reinterpret_cast<const uint32_t*>(hop.bytes + pair * sizes.bytes);
+    const uint32_t* const words = reinterpret_cast<const uint32_t*>(hop.bytes + pair * sizes.bytes);
     for (uint64_t round = 1; round <= sizes.rounds; ++round) {
         bool goes_on = lane != 0 || wait_round(&hop.told[pair], round);
         goes_on = __shfl_sync(0xffffffff, goes_on, 0);

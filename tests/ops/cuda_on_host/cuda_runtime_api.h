@@ -71,7 +71,9 @@ struct Thread {
     dim3 idx;
     int warp = 0;
     int lane = 0;
-    unsigned phase = 0;  // of its warp's exchanges
+    unsigned phase = 0;          // of its warp's exchanges
+    bool is_fenced = false;      // since it last met other threads
+    const void* seen = nullptr;  // a flag that it has looked at, but not acquired
     std::unique_ptr<char[]> stack{new char[kStackBytes]};
 };
 
@@ -113,6 +115,11 @@ inline std::function<void()> at_block_end = [] {};
 
 // Called by a thread.
 inline void wait(State state) {
+    if (state != State::kSpinning) {
+        if (current->seen != nullptr)
+            fail("a thread goes on behind a flag that it has not acquired");
+        current->is_fenced = false;
+    }
     current->state = state;
     if (_setjmp(current->resume) == 0) _longjmp(scheduler, 1);
 }
@@ -294,6 +301,7 @@ void launch(dim3 grid, dim3 block_size, size_t, cudaStream_t stream, Kernel kern
 #define threadIdx (cuda_on_host::current->idx)
 #define blockIdx (cuda_on_host::block->idx)
 #define gridDim (cuda_on_host::block->launch->grid)
+#define blockDim (cuda_on_host::block->launch->block)
 
 inline void __syncthreads() { cuda_on_host::wait(cuda_on_host::State::kAtBlock); }
 inline void __syncwarp() { cuda_on_host::wait(cuda_on_host::State::kAtWarp); }

@@ -5,7 +5,8 @@
 // destination when its thread waits for that. So what is read, overwritten or told to others too
 // early shows as other bytes. What the hardware forbids ends the program: wrong alignment, a block
 // that ends before its copies, a barrier used twice in a phase, a bulk load that no fence orders
-// behind an acquired flag.
+// behind an acquired flag, a relaxed store that no fence orders behind what other threads did, a
+// flag that is looked at and not acquired.
 #pragma once
 
 #include <cstdint>
@@ -158,8 +159,15 @@ inline void bulk_wait() { cuda_on_host::end_stores(0, true); }
 
 inline void fence_bulk() { cuda_on_host::copies[cuda_on_host::block].acquired = false; }
 
+inline uint64_t load_relaxed(const uint64_t* flag) {
+    cuda_on_host::let_others_run();
+    cuda_on_host::current->seen = flag;
+    return *flag;
+}
+
 inline uint64_t load_acquire(const uint64_t* flag) {
     cuda_on_host::let_others_run();
+    if (cuda_on_host::current->seen == flag) cuda_on_host::current->seen = nullptr;
     cuda_on_host::copies[cuda_on_host::block].acquired = true;
     return *flag;
 }
@@ -170,7 +178,12 @@ inline void store_release(uint64_t* flag, uint64_t value) {
     cuda_on_host::let_others_run();
 }
 
-inline void fence_system() {}
+inline void store_relaxed(uint64_t* flag, uint64_t value) {
+    if (!cuda_on_host::current->is_fenced) cuda_on_host::fail("no fence before a relaxed store");
+    store_release(flag, value);
+}
+
+inline void fence_system() { cuda_on_host::current->is_fenced = true; }
 
 // Only who asks makes time pass, so a wait that is too long ends by its time limit.
 inline uint64_t now_ns() { return cuda_on_host::clock_ns += 1000; }
