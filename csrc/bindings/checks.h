@@ -49,6 +49,29 @@ inline void check_row(const Tensor& row, at::Device device, const RowTable& tabl
                       row.device());
 }
 
+// Memory for the rows of all ranks: `into`, on the row's device or pinned, or new memory.
+inline Tensor rows_for(const Tensor& row,
+                       const RowTable& table,
+                       const std::optional<Tensor>& into) {
+    if (!into.has_value()) {
+        return at::empty({table.num_ranks, row.numel()}, row.options());
+    }
+    TORCH_CHECK_VALUE(into->numel() == table.num_ranks * row.numel() &&
+                          into->scalar_type() == at::kLong && into->is_contiguous() &&
+                          (into->device() == row.device() || into->is_pinned()),
+                      "into must be contiguous int64 [",
+                      table.num_ranks * row.numel(),
+                      "] on ",
+                      row.device(),
+                      " or pinned, got ",
+                      into->scalar_type(),
+                      " ",
+                      into->sizes(),
+                      " on ",
+                      into->device());
+    return *into;
+}
+
 inline void check_routing_map(const Tensor& routing_map) {
     TORCH_CHECK_VALUE(routing_map.dim() == 2 && routing_map.scalar_type() == at::kBool,
                       "routing_map must be bool [N, E], got ",
@@ -185,6 +208,14 @@ inline int64_t places_of(const Tensor& load, const Tensor& slots) {
     return load.size(1) / load.size(0) + slots.size(1);
 }
 
+// What sharing a plan returns: split, physical_index, lines, arriving, arrivals.
+using ShareTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// Memory for the sums of `arriving` [R, M + S]; see sum_arriving().
+inline Tensor arrivals_for(const Tensor& arriving) {
+    return at::empty({arriving.size(0) + arriving.size(1)}, arriving.options());
+}
+
 // A load [R, E] as kernels read it, without a copy where they can: its rows may be apart.
 inline Tensor with_whole_rows(const Tensor& load) {
     return load.dim() == 2 && load.stride(1) == 1 ? load : load.contiguous();
@@ -202,7 +233,9 @@ inline SealedPlan sealed_plan(const Tensor& load, const Tensor& quota, const Ten
 }
 
 // A gradient for each of the experts, beside the plan's slots, int32 [R, S].
-inline void check_set_aside(at::TensorList main_grads, const Tensor& slots, at::IntArrayRef experts) {
+inline void check_set_aside(at::TensorList main_grads,
+                            const Tensor& slots,
+                            at::IntArrayRef experts) {
     TORCH_CHECK_VALUE(main_grads.size() == experts.size() && slots.scalar_type() == at::kInt,
                       "set_aside must have an expert for each gradient, and int32 slots, got ",
                       main_grads.size(),
@@ -224,16 +257,16 @@ inline void check_set_aside(at::TensorList main_grads, const Tensor& slots, at::
 
 // Where the seal of a plan goes.
 inline void check_seal(const Tensor& seal, at::Device device) {
-    TORCH_CHECK_VALUE(seal.numel() == 1 && seal.scalar_type() == at::kLong &&
-                          seal.device() == device,
-                      "seal must be one int64 on ",
-                      device,
-                      ", got ",
-                      seal.scalar_type(),
-                      " ",
-                      seal.sizes(),
-                      " on ",
-                      seal.device());
+    TORCH_CHECK_VALUE(
+        seal.numel() == 1 && seal.scalar_type() == at::kLong && seal.device() == device,
+        "seal must be one int64 on ",
+        device,
+        ", got ",
+        seal.scalar_type(),
+        " ",
+        seal.sizes(),
+        " on ",
+        seal.device());
 }
 
 // The last column of what was `gathered` [R, any], contiguous; `difference` [2 + R] is where the

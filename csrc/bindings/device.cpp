@@ -135,11 +135,11 @@ Lines lines_in(const Tensor& memory, int64_t experts, int64_t ranks) {
 }
 
 // What `sealing` says of what is sealed is added here.
-std::tuple<Tensor, Tensor, Tensor, Tensor> share(const Tensor& load,
-                                                 const Tensor& quota,
-                                                 const Tensor& slots,
-                                                 int64_t source_rank,
-                                                 Sealing sealing) {
+ShareTensors share(const Tensor& load,
+                   const Tensor& quota,
+                   const Tensor& slots,
+                   int64_t source_rank,
+                   Sealing sealing) {
     const int64_t ranks = load.size(0);
     const int64_t experts = load.size(1);
     const Tensor loads = with_whole_rows(load);
@@ -150,36 +150,38 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> share(const Tensor& load,
     Tensor ids = at::empty({experts, ranks}, load.options());
     Tensor lines = workspace_of(Lines::bytes(experts, ranks), load);
     Tensor arriving = at::empty({ranks, places_of(load, held)}, load.options());
+    Tensor arrivals = arrivals_for(arriving);
     C10_CUDA_CHECK(share_plan_cuda(
         shared_quotas(loads, quotas),
         source_rank,
         split.mutable_data_ptr<int64_t>(),
         arriving.mutable_data_ptr<int64_t>(),
+        arrivals.mutable_data_ptr<int64_t>(),
         {held.const_data_ptr<int32_t>(), held.size(1), ids.mutable_data_ptr<int64_t>()},
         lines_in(lines, experts, ranks),
         sealing,
         current_stream()));
-    return {split, ids, lines, arriving};
+    return {split, ids, lines, arriving, arrivals};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> share_plan_op(const Tensor& load,
-                                                         const Tensor& quota,
-                                                         const Tensor& slots,
-                                                         int64_t source_rank) {
+ShareTensors share_plan_op(const Tensor& load,
+                           const Tensor& quota,
+                           const Tensor& slots,
+                           int64_t source_rank) {
     check_planned(load, quota, slots, source_rank);
     check_one_device({load, quota, slots});
     const c10::cuda::CUDAGuard guard(load.device());
     return share(load, quota, slots, source_rank, {});
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> share_and_seal_op(const Tensor& load,
-                                                             const Tensor& quota,
-                                                             const Tensor& slots,
-                                                             int64_t source_rank,
-                                                             const Tensor& gathered,
-                                                             int64_t layer,
-                                                             const Tensor& difference,
-                                                             const Tensor& seal) {
+ShareTensors share_and_seal_op(const Tensor& load,
+                               const Tensor& quota,
+                               const Tensor& slots,
+                               int64_t source_rank,
+                               const Tensor& gathered,
+                               int64_t layer,
+                               const Tensor& difference,
+                               const Tensor& seal) {
     check_seal(seal, load.device());
     check_planned(load, quota, slots, source_rank);
     check_one_device({load, quota, slots, gathered});
@@ -307,8 +309,8 @@ std::vector<Tensor> set_aside_op(at::TensorList main_grads,
                              static_cast<int64_t>(copies[first + i].nbytes()),
                              experts[first + i]};
         }
-        C10_CUDA_CHECK(set_aside_cuda(
-            tasks, held.const_data_ptr<int32_t>(), held.numel(), current_stream()));
+        C10_CUDA_CHECK(
+            set_aside_cuda(tasks, held.const_data_ptr<int32_t>(), held.numel(), current_stream()));
     }
     return copies;
 }

@@ -184,14 +184,13 @@ class TensorExchange : public torch::CustomClassHolder {
         keep(std::move(by_rank));
     }
 
-    // Rows [R, W] of all ranks, each with as many words as `row`, int64 [W].
-    Tensor gather(const Tensor& row, const std::string& label) {
+    // Rows [R, W] of all ranks, each with as many words as `row`, int64 [W]; in new memory or
+    // `into`.
+    Tensor gather(const Tensor& row, const std::string& label, const std::optional<Tensor>& into) {
         check_row(row, at::kCPU, table_);
-        Tensor rows = at::empty({table_.num_ranks, row.numel()}, row.options());
-        open().gather(row.const_data_ptr<int64_t>(),
-                      row.numel(),
-                      rows.mutable_data_ptr<int64_t>(),
-                      label);
+        Tensor rows = rows_for(row, table_, into);
+        open().gather(
+            row.const_data_ptr<int64_t>(), row.numel(), rows.mutable_data_ptr<int64_t>(), label);
         return rows;
     }
 

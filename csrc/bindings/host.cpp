@@ -129,10 +129,10 @@ Tensor split_quota_op(const Tensor& load, const Tensor& quota, std::optional<int
 // Lines are for kernels; here `assign` needs none.
 Tensor no_lines(const Tensor& load) { return at::empty({0}, load.options().dtype(at::kByte)); }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> share_plan_op(const Tensor& load,
-                                                         const Tensor& quota,
-                                                         const Tensor& slots,
-                                                         int64_t source_rank) {
+ShareTensors share_plan_op(const Tensor& load,
+                           const Tensor& quota,
+                           const Tensor& slots,
+                           int64_t source_rank) {
     check_planned(load, quota, slots, source_rank);
     Tensor split = split_quota_op(load, quota, source_rank);
     const Tensor held = slots.contiguous();
@@ -153,17 +153,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> share_plan_op(const Tensor& load,
                    held.const_data_ptr<int32_t>() + source_rank * held.size(1),
                    source_rank,
                    arriving.mutable_data_ptr<int64_t>());
-    return {split, ids, no_lines(load), arriving};
+    Tensor arrivals = arrivals_for(arriving);
+    sum_arriving(arriving.size(0),
+                 arriving.size(1),
+                 arriving.const_data_ptr<int64_t>(),
+                 arrivals.mutable_data_ptr<int64_t>());
+    return {split, ids, no_lines(load), arriving, arrivals};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> share_and_seal_op(const Tensor& load,
-                                                             const Tensor& quota,
-                                                             const Tensor& slots,
-                                                             int64_t source_rank,
-                                                             const Tensor& gathered,
-                                                             int64_t layer,
-                                                             const Tensor& difference,
-                                                             const Tensor& seal) {
+ShareTensors share_and_seal_op(const Tensor& load,
+                               const Tensor& quota,
+                               const Tensor& slots,
+                               int64_t source_rank,
+                               const Tensor& gathered,
+                               int64_t layer,
+                               const Tensor& difference,
+                               const Tensor& seal) {
     check_seal(seal, load.device());
     auto shares = share_plan_op(load, quota, slots, source_rank);
     const Tensor loads = with_whole_rows(load);

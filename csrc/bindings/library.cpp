@@ -21,11 +21,11 @@ TORCH_LIBRARY(megatron_ext, m) {
     m.def("split_quota(Tensor load, Tensor quota, int? source_rank) -> Tensor");
     m.def(
         "share_plan(Tensor load, Tensor quota, Tensor slots, int source_rank) -> "
-        "(Tensor split, Tensor physical_index, Tensor lines, Tensor arriving)");
+        "(Tensor split, Tensor physical_index, Tensor lines, Tensor arriving, Tensor arrivals)");
     m.def(
         "share_and_seal(Tensor load, Tensor quota, Tensor slots, int source_rank, "
         "Tensor gathered, int layer, Tensor(a!) difference, Tensor(b!) seal) -> "
-        "(Tensor split, Tensor physical_index, Tensor lines, Tensor arriving)");
+        "(Tensor split, Tensor physical_index, Tensor lines, Tensor arriving, Tensor arrivals)");
     m.def(
         "assign(Tensor routing_map, Tensor source_quota, Tensor physical_index, int top_k, "
         "Tensor? marks=None, Tensor? lines=None) -> (Tensor logical, Tensor physical)");

@@ -78,14 +78,19 @@ class Mark {
 // error of some later call.
 class TensorPeerExchange : public torch::CustomClassHolder {
   public:
-    // A rank with its buffers on `like`'s device. Kernels that push or pull have so many blocks.
+    // A rank with its buffers on `like`'s device, in a domain of `num_peers` ranks from
+    // `first_peer` on. Kernels that push or pull have so many blocks.
     TensorPeerExchange(int64_t rank,
+                       int64_t first_peer,
+                       int64_t num_peers,
                        double timeout_s,
                        const Tensor& like,
                        int64_t relay_threshold,
                        int64_t push_blocks,
                        int64_t pull_blocks)
         : device_(like.device()),
+          first_peer_(first_peer),
+          num_peers_(num_peers),
           timeout_s_(timeout_s),
           relay_threshold_(relay_threshold),
           push_blocks_(static_cast<int>(push_blocks)),
@@ -280,12 +285,13 @@ class TensorPeerExchange : public torch::CustomClassHolder {
         tables_.push_back(addresses);
     }
 
-    // Rows [R, W] of all ranks, each with as many words as `row`, int64 [W], on the current stream.
-    Tensor gather(const Tensor& row, const std::string& label) {
+    // Rows [R, W] of all ranks, each with as many words as `row`, int64 [W], on the current stream;
+    // in new memory or `into`.
+    Tensor gather(const Tensor& row, const std::string& label, const std::optional<Tensor>& into) {
         raise_failure();
         check_row(row, device_, table_);
         const c10::cuda::CUDAGuard guard(device_);
-        Tensor rows = at::empty({table_.num_ranks, row.numel()}, row.options());
+        Tensor rows = rows_for(row, table_, into);
         const PeerRows given{
             table_,
             reinterpret_cast<char* const*>(tables_.back().const_data_ptr<int64_t>()),
@@ -403,8 +409,13 @@ class TensorPeerExchange : public torch::CustomClassHolder {
                     slots.sizes(),
                     " on ",
                     slots.device());
-        const CopyProblem problem{
-            self_.rank, slots.size(0), slots.size(1), mains_per_rank, relay_threshold_};
+        const CopyProblem problem{self_.rank,
+                                  first_peer_,
+                                  num_peers_,
+                                  slots.size(0),
+                                  slots.size(1),
+                                  mains_per_rank,
+                                  relay_threshold_};
         TORCH_CHECK_VALUE(problem.fits(),
                           "transport cuda is for at most ",
                           kMaxPeerRanks,
@@ -501,6 +512,8 @@ class TensorPeerExchange : public torch::CustomClassHolder {
     }
 
     const at::Device device_;
+    const int64_t first_peer_;
+    const int64_t num_peers_;
     const double timeout_s_;
     const int64_t relay_threshold_;
     const int push_blocks_;
@@ -535,7 +548,14 @@ class TensorPeerExchange : public torch::CustomClassHolder {
 TORCH_LIBRARY_FRAGMENT(megatron_ext, m) {
     using megatron_ext::TensorPeerExchange;
     m.class_<TensorPeerExchange>("PeerExchange")
-        .def(torch::init<int64_t, double, const at::Tensor&, int64_t, int64_t, int64_t>())
+        .def(torch::init<int64_t,
+                         int64_t,
+                         int64_t,
+                         double,
+                         const at::Tensor&,
+                         int64_t,
+                         int64_t,
+                         int64_t>())
         .def_static("segment_bytes", &TensorPeerExchange::segment_bytes)
         .def("add_segment", &TensorPeerExchange::add_segment)
         .def("start_push", &TensorPeerExchange::start_push)

@@ -103,4 +103,14 @@ void count_arriving(int64_t num_ranks,
     }
 }
 
+void sum_arriving(int64_t num_ranks, int64_t places, const int64_t* arriving, int64_t* arrivals) {
+    std::fill_n(arrivals, num_ranks + places, int64_t{0});
+    for (int64_t r = 0; r < num_ranks; ++r) {
+        for (int64_t place = 0; place < places; ++place) {
+            arrivals[r] += arriving[r * places + place];
+            arrivals[num_ranks + place] += arriving[r * places + place];
+        }
+    }
+}
+
 }  // namespace megatron_ext

@@ -1,5 +1,5 @@
-// At the start of a push on the device: the plan's slots compiled into this rank's copies, with
-// relays.
+// At the start of a push on the device: the slots of this rank's domain compiled into its copies,
+// with relays.
 //
 // 1. Makes the choices of compile_copies() in megatron_ext/transport/relay.py, which says why, and
 //    keeps this rank's part: what it copies where, and which ranks write its slots. Every rank
@@ -103,13 +103,14 @@ class Compiler {
                         const int32_t* slots,
                         const PeerCopies& out,
                         Scratch& scratch)
-        : rank_(static_cast<int>(problem.rank)),
-          num_ranks_(static_cast<int>(problem.num_ranks)),
+        : first_(static_cast<int>(problem.first_peer)),
+          rank_(static_cast<int>(problem.rank) - first_),
+          num_ranks_(static_cast<int>(problem.num_peers)),
           num_slots_(static_cast<int>(problem.num_slots)),
           num_mains_(static_cast<int>(problem.mains_per_rank)),
           threshold_(problem.relay_threshold),
           num_places_(num_ranks_ * num_slots_),
-          slots_(slots),
+          slots_(slots + first_ * num_slots_),
           out_(out),
           scratch_(scratch) {}
 
@@ -139,7 +140,12 @@ class Compiler {
     __device__ static int lane() { return static_cast<int>(threadIdx.x); }
 
     __device__ PeerPlace place_of(int place) const {
-        return {place / num_slots_, place % num_slots_};
+        return {first_ + place / num_slots_, place % num_slots_};
+    }
+
+    // The expert there, counted from the domain's first; negative for an empty slot.
+    __device__ int expert_in(int place) const {
+        return slots_[place] < 0 ? -1 : slots_[place] - first_ * num_mains_;
     }
 
     __device__ int rank_of_entry(int i) const {
@@ -160,11 +166,12 @@ class Compiler {
         }
         __syncwarp();
         for (int i = lane(); i < num_places_; i += kLanes) {
-            if (slots_[i] >= 0) atomicAdd(&scratch_.num_sends[slots_[i] / num_mains_], 1);
+            const int expert = expert_in(i);
+            if (expert >= 0) atomicAdd(&scratch_.num_sends[expert / num_mains_], 1);
         }
         for (int slot = lane(); slot < num_slots_; slot += kLanes) {
-            const int expert = slots_[rank_ * num_slots_ + slot];
-            out_.used[slot] = {expert < 0 ? -1 : expert / num_mains_, slot};
+            const int expert = expert_in(rank_ * num_slots_ + slot);
+            out_.used[slot] = {expert < 0 ? -1 : first_ + expert / num_mains_, slot};
         }
         __syncwarp();
     }
@@ -188,7 +195,7 @@ class Compiler {
         int count = 1;
         while (count < num_places_) count *= 2;
         for (int i = lane(); i < count; i += kLanes) {
-            const int expert = i < num_places_ ? slots_[i] : -1;
+            const int expert = i < num_places_ ? expert_in(i) : -1;
             scratch_.entries[i] = expert < 0 ? kUnused : entry(expert, i);
         }
         sort(scratch_.entries, count);
@@ -256,19 +263,20 @@ class Compiler {
     // What relay i passes on; called by one lane.
     __device__ void relay(const Expert& expert, int i, int first) {
         const PeerPlace relay = place_of(scratch_.place[i]);
+        const int64_t mine = first_ + rank_;
         int level = scratch_.level[i];
         int count = 0;
         for (;; ++level, ++count) {
             const int at = expert.num_relays + num_chosen_before(expert, i, level);
             if (at >= expert.num_replicas) break;
             const PeerPlace other = place_of(scratch_.place[at]);
-            if (relay.rank == rank_) out_.destinations[first + count] = other;
-            if (other.rank == rank_) out_.used[other.slot].rank = relay.rank;
+            if (relay.rank == mine) out_.destinations[first + count] = other;
+            if (other.rank == mine) out_.used[other.slot].rank = relay.rank;
         }
-        scratch_.planned[relay.rank] = level;
-        if (relay.rank != rank_ || count == 0) return;
+        scratch_.planned[relay.rank - first_] = level;
+        if (relay.rank != mine || count == 0) return;
         const int row = scratch_.num_from_mains + scratch_.num_relayed++;
-        out_.rows[row] = {{expert.home, relay.slot}, expert.main_idx, first, count};
+        out_.rows[row] = {{first_ + expert.home, relay.slot}, expert.main_idx, first, count};
         scratch_.num_destinations += count;
     }
 
@@ -284,7 +292,8 @@ class Compiler {
         return before;
     }
 
-    const int rank_, num_ranks_, num_slots_, num_mains_;
+    // Ranks, places and experts are counted from the domain's first one.
+    const int first_, rank_, num_ranks_, num_slots_, num_mains_;
     const int64_t threshold_;
     const int num_places_;
     const int32_t* const slots_;

@@ -200,8 +200,8 @@ __device__ void zero(char* memory, int64_t bytes) {
     for (int64_t i = whole * kBulk + threadIdx.x; i < bytes; i += kThreads) memory[i] = 0;
 }
 
-// Make the plan's slots into the sums of this rank's mains. Called by all threads of a block: a warp
-// takes every kWarps-th main, and a lane every kLanes-th slot.
+// Make the plan's slots into the sums of this rank's mains. Called by all threads of a block: a
+// warp takes every kWarps-th main, and a lane every kLanes-th slot.
 __device__ void compile_sums(const PeerPull& pull) {
     constexpr int kLanes = 32;
     constexpr int kWarps = kThreads / kLanes;
@@ -209,14 +209,15 @@ __device__ void compile_sums(const PeerPull& pull) {
     const CopyProblem& problem = pull.problem;
     const int lane = static_cast<int>(threadIdx.x) % kLanes;
     const int warp = static_cast<int>(threadIdx.x) / kLanes;
-    const int64_t num_places = problem.num_ranks * problem.num_slots;
+    const int64_t first_place = problem.first_peer * problem.num_slots;
+    const int64_t end_place = first_place + problem.num_peers * problem.num_slots;
     // Calls `found(place, lanes)` for each kLanes slots: whether the lane's has the main's replica,
     // and which lanes' have.
     const auto look = [&](int64_t main_idx, auto found) {
         const int64_t expert = problem.rank * problem.mains_per_rank + main_idx;
-        for (int64_t first = 0; first < num_places; first += kLanes) {
+        for (int64_t first = first_place; first < end_place; first += kLanes) {
             const int64_t place = first + lane;
-            const bool is_there = place < num_places && pull.slots[place] == expert;
+            const bool is_there = place < end_place && pull.slots[place] == expert;
             found(is_there ? place : -1, __ballot_sync(kAll, is_there));
         }
     };

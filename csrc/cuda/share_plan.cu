@@ -1,9 +1,10 @@
 // Stage 2 on the device: what this rank does by a plan.
 //
 // 1. The rank's row [E, R] of the split, the ids of the instances, and both as lines for assign.cu;
-//    what comes to its own instances; the plan's seal.
-// 2. One warp: one expert, or one of the rank's instances. One lane: one instance, or source rank, at
-//    a time (shares.cuh). If there is something to seal, one more block does that (seal_plan.cuh).
+//    what comes to its own instances, and the sums of that; the plan's seal.
+// 2. One warp: one expert, or one of the rank's instances. One lane: one instance, or source rank,
+//    at a time (shares.cuh). The rank's instances are those of one block, which sums over them. If
+//    there is something to seal, one more block does that (seal_plan.cuh).
 // 3. A kernel, because load and plan are on the device and the host must not wait for them. One
 //    kernel, because all of it needs the plan and nothing else.
 // 4. Lanes combine their numbers by prefix sums. Blocks do not meet.
@@ -31,48 +32,71 @@ __device__ int64_t id_of(const PlacedInstances& placed, int64_t e, int64_t t, in
     return -1;
 }
 
-// What comes to the rank's physical expert at `place`, with a warp.
-__device__ void count_arriving(const SharedQuotas& quotas,
+// What comes to the rank's physical expert at `place`, with a warp; returns the sum.
+__device__ int64_t count_place(const SharedQuotas& quotas,
                                const PlacedInstances& placed,
                                int64_t rank,
                                int64_t place,
                                int64_t* arriving) {
     const int64_t mains = quotas.num_experts / quotas.num_ranks;
     const int64_t places = mains + placed.num_slots;
-    if (place >= places) return;
     const int64_t e = place < mains ? rank * mains + place
                                     : placed.slots[rank * placed.num_slots + place - mains];
     if (e < 0 || e >= quotas.num_experts) {
         for (int64_t r = DeviceWarp().lane(); r < quotas.num_ranks; r += DeviceWarp::kLanes) {
             arriving[r * places + place] = 0;
         }
-        return;
+        return 0;
     }
+    int64_t of_lane = 0;
     share_instance(quotas, e, rank, [&](int64_t r, int64_t share) {
         if (r >= 0) arriving[r * places + place] = share;
+        of_lane += share;
     });
+    return of_last_lane(sum_up_to_lane(of_lane));
+}
+
+// What comes to the rank, and its sums, with a block.
+__device__ void count_arriving(const SharedQuotas& quotas,
+                               const PlacedInstances& placed,
+                               int64_t rank,
+                               int64_t* arriving,
+                               int64_t* arrivals) {
+    const int64_t ranks = quotas.num_ranks;
+    const int64_t places = quotas.num_experts / ranks + placed.num_slots;
+    for (int64_t place = threadIdx.x / DeviceWarp::kLanes; place < places; place += kWarps) {
+        const int64_t sum = count_place(quotas, placed, rank, place, arriving);
+        if (DeviceWarp().lane() == 0) arrivals[ranks + place] = sum;
+    }
+    __syncthreads();  // All places are counted.
+    for (int64_t r = threadIdx.x; r < ranks; r += kThreads) {
+        int64_t sum = 0;
+        for (int64_t place = 0; place < places; ++place) sum += arriving[r * places + place];
+        arrivals[r] = sum;
+    }
 }
 
 __global__ void __launch_bounds__(kThreads) share_plan_kernel(SharedQuotas quotas,
                                                               int64_t source_rank,
                                                               int64_t* split,
                                                               int64_t* arriving,
+                                                              int64_t* arrivals,
                                                               PlacedInstances placed,
                                                               Lines lines,
                                                               Sealing sealing) {
     __shared__ SealParts<kThreads> parts;
-    const int64_t num_sealing = sealing.seal != nullptr ? 1 : 0;
-    if (blockIdx.x < num_sealing) {
+    // First those that take longest.
+    int64_t block = blockIdx.x;
+    if (sealing.seal != nullptr && block-- == 0) {
         seal_plan_in_block(sealing, parts);
         return;
     }
-    const int64_t block = blockIdx.x - num_sealing;
-    const int64_t e = block * kWarps + threadIdx.x / DeviceWarp::kLanes;
-    // Whole warps.
-    if (e >= quotas.num_experts) {
-        count_arriving(quotas, placed, source_rank, e - quotas.num_experts, arriving);
+    if (block-- == 0) {
+        count_arriving(quotas, placed, source_rank, arriving, arrivals);
         return;
     }
+    const int64_t e = block * kWarps + threadIdx.x / DeviceWarp::kLanes;
+    if (e >= quotas.num_experts) return;  // whole warps
     const int64_t mains = quotas.num_experts / quotas.num_ranks;
     const int64_t row = e * quotas.num_ranks;
     LineOfExpert line(lines, e, quotas.num_ranks);
@@ -93,15 +117,15 @@ cudaError_t share_plan_cuda(const SharedQuotas& quotas,
                             int64_t source_rank,
                             int64_t* split,
                             int64_t* arriving,
+                            int64_t* arrivals,
                             const PlacedInstances& placed,
                             const Lines& lines,
                             const Sealing& sealing,
                             cudaStream_t stream) {
-    const int64_t places = quotas.num_experts / quotas.num_ranks + placed.num_slots;
-    const int64_t blocks = (quotas.num_experts + places + kWarps - 1) / kWarps;
+    const int64_t blocks = 1 + (quotas.num_experts + kWarps - 1) / kWarps;
     const auto grid = static_cast<unsigned>(blocks + (sealing.seal != nullptr ? 1 : 0));
     share_plan_kernel<<<grid, kThreads, 0, stream>>>(
-        quotas, source_rank, split, arriving, placed, lines, sealing);
+        quotas, source_rank, split, arriving, arrivals, placed, lines, sealing);
     return cudaGetLastError();
 }
 

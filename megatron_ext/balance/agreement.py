@@ -99,8 +99,11 @@ class Agreement:
 
     def send_seal(self, rows: GathersRows | None = None, label: str = "") -> None:
         """Send the seal of this rank's last plan to all ranks; without `rows` by a collective."""
-        gathered = self._gather_seals() if rows is None else rows.gather(self._seal, label)
-        self._seals.start(gathered.view(-1))
+        if rows is None:
+            self._seals.start(self._gather_seals())
+        else:
+            rows.gather(self._seal, label, self._seals.memory)
+            self._seals.note_written()
 
     def compare_sent(self, rows: GathersRows | None = None) -> None:
         """Compare the seals that all ranks have sent; the host waits until they are there.

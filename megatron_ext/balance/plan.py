@@ -199,6 +199,10 @@ class Shares:
     [R, M + S]. None where the plan does not determine them: with expert tensor parallelism, and in
     a recomputed forward."""
 
+    arrivals: Tensor | None = None
+    """Sums of `arriving`, int64 [R + (M + S)]: assignments that come from each rank, and that each
+    of this rank's mains, then slots, takes."""
+
     def fit(self, num_choices: Tensor) -> Shares:
         """Change the shares to what the rank's tokens chose, when the plan is for another load.
 

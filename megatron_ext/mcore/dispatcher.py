@@ -163,14 +163,15 @@ class PlannedDispatcher(MoEAlltoAllTokenDispatcher):
             self.num_out_tokens = leaving.sum()
             self._maybe_update_cuda_sync_point("before_permutation_1")
         self.input_splits = leaving.sum(0)
-        self.output_splits = arriving.sum(1)
+        assert forward.shares.arrivals is not None
+        self.output_splits, tokens_per_expert = forward.shares.arrivals.split(list(arriving.shape))
         self.output_splits_tp = None  # nobody shares this rank's tokens
         self._maybe_update_cuda_sync_point("before_ep_alltoall")
         if self.num_local_experts > 1:
             self.num_global_tokens_per_local_expert = arriving
             if not self.config.moe_permute_fusion:
                 self._maybe_update_cuda_sync_point("before_permutation_2")
-        return arriving.sum(0)
+        return tokens_per_expert
 
     def _maybe_dtoh_and_synchronize(self, point: str, *args: Any) -> Any:
         result = super()._maybe_dtoh_and_synchronize(point, *args)

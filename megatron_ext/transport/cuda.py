@@ -23,9 +23,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_ext.ops import has_cuda_part
 from megatron_ext.transport.gpu_probe import gpu_obstacles, has_no_link
@@ -36,8 +38,10 @@ from megatron_ext.transport.one_sided import (
     UnderWay,
     group_timeout_s,
 )
-from megatron_ext.transport.symmetric_heap import SymmetricHeap
-from megatron_ext.transport.transport import Transfers, TransportKind
+from megatron_ext.transport.transport import Transfers, TransportKind, TransportOptions
+
+if TYPE_CHECKING:
+    from megatron_ext.transport.symmetric_heap import SymmetricHeap
 
 
 class CudaTransport(OneSidedTransport):
@@ -80,6 +84,8 @@ class CudaTransport(OneSidedTransport):
         budget = budget_of((gpu.major, gpu.minor), push_blocks, grad_reduce_share)
         exchange = torch.classes.megatron_ext.PeerExchange(
             heap.rank,
+            heap.peers.start,
+            len(heap.peers),
             timeout_s,
             torch.empty(0, device=heap.device),
             relay_threshold,
@@ -170,17 +176,23 @@ class CudaTransport(OneSidedTransport):
         return self._heap.highest(value)
 
 
+def _make(ep_group: ProcessGroup, device: torch.device, options: TransportOptions) -> CudaTransport:
+    # Only a rank with a GPU needs it.
+    from megatron_ext.transport.symmetric_heap import SymmetricHeap
+
+    timeout_s = options.timeout_s
+    return CudaTransport(
+        SymmetricHeap(ep_group, device, options.domain_ranks, options.symmetric_memory),
+        timeout_s=group_timeout_s(ep_group, device) if timeout_s is None else timeout_s,
+        push_blocks=options.push_blocks,
+        grad_reduce_share=options.grad_reduce_share,
+    )
+
+
 CUDA = TransportKind(
     name=CudaTransport.name,
     device_type="cuda",
     obstacles=gpu_obstacles,
     is_slow=has_no_link,
-    make=lambda ep_group, device, options: CudaTransport(
-        SymmetricHeap(ep_group, device, options.domain_ranks, options.symmetric_memory),
-        timeout_s=group_timeout_s(ep_group, device)
-        if options.timeout_s is None
-        else options.timeout_s,
-        push_blocks=options.push_blocks,
-        grad_reduce_share=options.grad_reduce_share,
-    ),
+    make=_make,
 )

@@ -67,7 +67,7 @@ class OneSidedTransport(ABC):
         """See `Transport.rows`."""
         return self if len(self._peers) == self._num_ranks else None
 
-    def gather(self, row: Tensor, label: str = "") -> Tensor:
+    def gather(self, row: Tensor, label: str = "", into: Tensor | None = None) -> Tensor:
         """Return the rows of all ranks; see `GathersRows`."""
         if row.numel() > self._most_words:
             self._most_words = row.numel()
@@ -75,7 +75,7 @@ class OneSidedTransport(ABC):
                 self._num_ranks, self._most_words
             )
             self._exchange.set_table(*self._share_tables(num_bytes), self._most_words)
-        rows: Tensor = self._exchange.gather(row, label)
+        rows: Tensor = self._exchange.gather(row, label, into)
         return rows
 
     @abstractmethod

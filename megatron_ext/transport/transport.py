@@ -69,15 +69,23 @@ class Transfers:
 
 
 class HostCopy:
-    """Memory of the host with a copy of a tensor's values."""
+    """Memory of the host with a copy of a tensor's values, which kernels can write, too.
+
+    Attributes:
+        memory: The copy, pinned where `device` is a GPU.
+    """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._written = torch.cuda.Event() if device.type == "cuda" else None
-        self._memory = torch.empty(shape, dtype=dtype, pin_memory=self._written is not None)
+        self.memory = torch.empty(shape, dtype=dtype, pin_memory=self._written is not None)
 
     def start(self, source: Tensor) -> None:
         """Start a copy of `source` behind the current stream's work; the host does not wait."""
-        self._memory.copy_(source, non_blocking=True)
+        self.memory.copy_(source, non_blocking=True)
+        self.note_written()
+
+    def note_written(self) -> None:
+        """Let `wait` wait for the current stream's work so far, which writes `memory`."""
         if self._written is not None:
             self._written.record()
 
@@ -85,7 +93,7 @@ class HostCopy:
         """Wait until the values are on the host; return the values."""
         if self._written is not None:
             self._written.synchronize()
-        return self._memory
+        return self.memory
 
 
 class Pending(Protocol):
@@ -98,11 +106,12 @@ class Pending(Protocol):
 class GathersRows(Protocol):
     """Gathers one row per rank of an EP group; all ranks make the same calls in the same order."""
 
-    def gather(self, row: Tensor, label: str = "") -> Tensor:
-        """Return the rows of all ranks, int64 [R, W], in new memory.
+    def gather(self, row: Tensor, label: str = "", into: Tensor | None = None) -> Tensor:
+        """Return the rows of all ranks, int64 [R, W], in new memory or `into`.
 
         A row is int64 [W], with the same W on all ranks, on the device of the slots. The label
-        names the gather in errors.
+        names the gather in errors. `into` is contiguous, int64, of R * W elements, on that device
+        or in pinned memory of the host, where the rows are when the device has come so far.
 
         Raises:
             RuntimeError: A rank was too late. Between GPUs, `raise_failure` or a later call raises

@@ -37,6 +37,7 @@ def test_rows_and_columns_are_exact_and_local_comes_first(instance):
             assert (rank == source_rank).all()
             arriving[:, place] = split[:, expert, source_rank].sum(1)
         assert torch.equal(shares.arriving, arriving)
+        assert torch.equal(shares.arrivals, torch.cat([arriving.sum(1), arriving.sum(0)]))
 
 
 @given(instance=instances(), num_shards=st.integers(1, 4), seed=st.integers(0, 99))

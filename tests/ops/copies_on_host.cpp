@@ -1,10 +1,10 @@
 // Runs what compiles copies in a push on the host (cuda_on_host/), for plans from stdin. Built by
 // test_kernels_on_host.py, which makes the plans and knows what must come out.
 //
-// A plan is a line: R, S, mains a rank, relay threshold, then the expert in each slot. For each
-// rank a line comes back: the number of rows; of each row where it is relayed from (rank and slot),
-// the main, the number of destinations, then their ranks and slots; then rank and slot of each used
-// place.
+// A plan is a line: R, S, mains a rank, relay threshold, ranks of a domain, then the expert in each
+// slot. For each rank a line comes back: the number of rows; of each row where it is relayed from
+// (rank and slot), the main, the number of destinations, then their ranks and slots; then rank and
+// slot of each used place.
 
 #include <cstdio>
 #include <iostream>
@@ -40,10 +40,11 @@ void print(const PeerCopies& copies, int64_t num_slots) {
 int main() {
     CopyProblem problem{};
     while (std::cin >> problem.num_ranks >> problem.num_slots >> problem.mains_per_rank >>
-           problem.relay_threshold) {
+           problem.relay_threshold >> problem.num_peers) {
         std::vector<int32_t> slots(problem.num_ranks * problem.num_slots);
         for (int32_t& expert : slots) std::cin >> expert;
         for (problem.rank = 0; problem.rank < problem.num_ranks; ++problem.rank) {
+            problem.first_peer = problem.rank / problem.num_peers * problem.num_peers;
             // Garbage, and what no kernel may touch behind it.
             const auto bytes = PeerCopies::bytes(problem.num_ranks, problem.num_slots);
             std::vector<int64_t> memory(bytes / 8 + 1, -7);

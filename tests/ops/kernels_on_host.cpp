@@ -151,6 +151,8 @@ void share(const SharedQuotas& quotas,
                    placed.slots + source * placed.num_slots,
                    source,
                    arriving.data());
+    std::vector<int64_t> arrivals(ranks + places);
+    sum_arriving(ranks, places, arriving.data(), arrivals.data());
     const int64_t num_replicas = ranks * placed.num_slots;
     const SealedPlan plan{
         load.data(), experts, experts, quotas.quota, placed.slots, ranks * experts, num_replicas};
@@ -170,7 +172,7 @@ void share(const SharedQuotas& quotas,
 
     for (const bool is_sealed : {true, false}) {
         Guarded<int64_t> split_there(experts * ranks), ids_there(experts * ranks), seal_there(1);
-        Guarded<int64_t> arriving_there(ranks * places);
+        Guarded<int64_t> arriving_there(ranks * places), arrivals_there(ranks + places);
         SomeLines lines(experts, ranks);
         placed.physical_index = ids_there.data();
         SealedPlan plan_there = plan;
@@ -182,6 +184,7 @@ void share(const SharedQuotas& quotas,
                         source,
                         split_there.data(),
                         arriving_there.data(),
+                        arrivals_there.data(),
                         placed,
                         lines.lines(),
                         sealing,
@@ -190,6 +193,7 @@ void share(const SharedQuotas& quotas,
         require(std::equal(row.begin(), row.end(), split.begin()), "the row equals the host's");
         require(ids_there.values() == ids, "the ids equal the host's");
         require(arriving_there.values() == arriving, "what arrives equals the host's");
+        require(arrivals_there.values() == arrivals, "the sums of that equal the host's");
         lines.require_equal(row.data(), ids.data());
         if (!is_sealed) continue;
         require(seal_there.values()[0] == seal, "the seal equals the host's");
@@ -412,7 +416,8 @@ void route() {
                  sizeof(uint16_t));
     require_back(physical, width, logical, experts, top_k, back);
     // Choices of columns that one side does not have are left out, and the rest stays 0.
-    for (const auto [from_width, to_width] : {std::pair{width / 2, experts}, {width, experts / 2}}) {
+    for (const auto [from_width, to_width] :
+         {std::pair{width / 2, experts}, {width, experts / 2}}) {
         std::vector<uint16_t> some_back(problem.num_tokens * to_width);
         for (int64_t i = 0; i < problem.num_tokens * narrow.top_k; ++i) {
             const int64_t n = i / narrow.top_k, column = some_physical[i], expert = some_logical[i];

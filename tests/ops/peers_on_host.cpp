@@ -164,7 +164,8 @@ class Group {
                       lists->slots.data(),
                       copies,
                       addresses_[rank].data()};
-        for (int64_t g = 0; g < num_segments(); ++g) task.segments.each[g].used_bytes = used(g, round);
+        for (int64_t g = 0; g < num_segments(); ++g)
+            task.segments.each[g].used_bytes = used(g, round);
         push_peers_cuda(self, task, static_cast<int>(pick(1, 4)), stream);
         wait_peers_cuda(self, task.segments, copies.used, sizes_.slots, stream);
         // From here on the rank may change its mains.
@@ -198,9 +199,8 @@ class Group {
                       total_addresses_[rank].data(),
                       aside_addresses_[rank].data()};
         std::fill(task.is_bfloat16, task.is_bfloat16 + kMaxPeerSegments, sizes_.is_bfloat16);
-        std::fill(task.is_total_bfloat16,
-                  task.is_total_bfloat16 + kMaxPeerSegments,
-                  sizes_.is_narrow);
+        std::fill(
+            task.is_total_bfloat16, task.is_total_bfloat16 + kMaxPeerSegments, sizes_.is_narrow);
         pull_add_peers_cuda(self_of(rank), task, static_cast<int>(pick(1, 3)), stream);
         run(stream, [=, this] {
             for (const Transfer& each : transfers) {
@@ -306,7 +306,13 @@ class Group {
     }
 
     CopyProblem problem_of(int64_t rank) const {
-        return {rank, sizes_.ranks, sizes_.slots, sizes_.mains, sizes_.relay_threshold};
+        return {rank,
+                domain_of(rank) * sizes_.domain,
+                sizes_.domain,
+                sizes_.ranks,
+                sizes_.slots,
+                sizes_.mains,
+                sizes_.relay_threshold};
     }
 
     int64_t total_bytes() const { return sizes_.is_narrow ? 2 : 4; }
@@ -382,8 +388,8 @@ class Group {
         uint32_t bits;
         std::memcpy(&bits, &value, 4);
         const uint32_t low = bits & 0xffff, high = bits >> 16;
-        const auto rounded =
-            static_cast<uint16_t>(low > 0x8000 || (low == 0x8000 && high % 2 == 1) ? high + 1 : high);
+        const auto rounded = static_cast<uint16_t>(
+            low > 0x8000 || (low == 0x8000 && high % 2 == 1) ? high + 1 : high);
         std::memcpy(to + 2 * i, &rounded, 2);
     }
 
@@ -439,9 +445,8 @@ class Group {
                 }
                 write(expected.data(), i, value, sizes_.is_narrow);
             }
-            require(std::memcmp(total(e, g).data(),
-                                expected.data(),
-                                total_bytes() * sizes_.grads[g]) == 0,
+            require(std::memcmp(
+                        total(e, g).data(), expected.data(), total_bytes() * sizes_.grads[g]) == 0,
                     "a total has the gradients of its replicas, in the order of their ranks");
             total(e, g).fill(kGarbage);
             aside(e, g).fill(kGarbage);
@@ -455,9 +460,9 @@ class Group {
     std::vector<Memory> tables_;  // of each rank
     std::vector<char*> table_addresses_;
     std::vector<std::vector<int64_t>> rows_, gathered_;  // of each rank
-    std::vector<Shared> weights_, grads_;              // of each segment
-    std::vector<Memory> mains_, totals_, asides_;      // [experts, segments]
-    std::vector<Memory> copies_, sums_;                // each rank's, compiled anew by every call
+    std::vector<Shared> weights_, grads_;                // of each segment
+    std::vector<Memory> mains_, totals_, asides_;        // [experts, segments]
+    std::vector<Memory> copies_, sums_;                  // each rank's, compiled anew by every call
     // Each rank's mains, [M, segments], and what belongs to them.
     std::vector<std::vector<const char*>> addresses_, aside_addresses_;
     std::vector<std::vector<char*>> total_addresses_;

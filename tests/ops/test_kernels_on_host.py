@@ -226,11 +226,13 @@ class Plan:
     mains_per_rank: int
     relay_threshold: int
     slots: list[list[int]]
+    domain: int
+    """Ranks that have experts of each other only."""
 
     def given(self) -> str:
         """Return the line that copies_on_host.cpp reads."""
         head = [len(self.slots), len(self.slots[0]), self.mains_per_rank, self.relay_threshold]
-        return " ".join(map(str, [*head, *itertools.chain(*self.slots)]))
+        return " ".join(map(str, [*head, self.domain, *itertools.chain(*self.slots)]))
 
     def expected(self) -> list[str]:
         """Return the lines that it must print."""
@@ -261,19 +263,21 @@ class Plan:
         return lines
 
 
-def random_plan(generator: random.Random, num_ranks: int) -> Plan:
+def random_plan(generator: random.Random, num_ranks: int, num_domains: int = 1) -> Plan:
+    """A plan of domains of so many ranks."""
     mains = generator.choice([1, 2, 3, 8])
     num_slots = generator.choice([0, 1, 2, 3, 16])
     num_hot = generator.choice([1, 2, num_ranks])  # homes of most replicas
     slots = []
-    for rank in range(num_ranks):
+    for domain, rank in itertools.product(range(num_domains), range(num_ranks)):
         homes = num_hot if generator.random() < 0.9 else num_ranks
         foreign = [e for e in range(homes * mains) if e // mains != rank]
         held = generator.sample(foreign, min(len(foreign), generator.randint(0, num_slots)))
+        held = [domain * num_ranks * mains + expert for expert in held]
         held += [-1] * (num_slots - len(held))
         generator.shuffle(held)
         slots.append(held)
-    return Plan(mains, generator.choice([0, 1, 4, 4, 1000]), slots)
+    return Plan(mains, generator.choice([0, 1, 4, 4, 1000]), slots, num_ranks)
 
 
 def plans() -> list[Plan]:
@@ -282,10 +286,16 @@ def plans() -> list[Plan]:
     found = [random_plan(generator, generator.choice(sizes)) for _ in range(50)]
     # One rank sends all its experts to all others, the most there can be.
     everywhere = [[-1] * 3, *[list(range(3)) for _ in range(63)]]
+    apart = [random_plan(generator, generator.choice([1, 2, 4, 8]), 3) for _ in range(15)]
     # As many ranks and slots as there may be.
     large = [[-1] * 15 + [0] for _ in range(512)]
     large[0] = list(range(3, 19))
-    return [*found, *(Plan(4, threshold, everywhere) for threshold in (4, 189)), Plan(3, 4, large)]
+    return [
+        *found,
+        *apart,
+        *(Plan(4, threshold, everywhere, 64) for threshold in (4, 189)),
+        Plan(3, 4, large, 512),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -321,6 +331,16 @@ def test_copies_equal_those_of_the_host(compiling, tmp_path):
 
 
 WRONG_CHOICES = {
+    "slots of another domain": ("slots_(slots + first_ * num_slots_)", "slots_(slots)"),
+    "destinations in another domain": (
+        "return {first_ + place / num_slots_",
+        "return {place / num_slots_",
+    ),
+    "fills from another domain": ("expert < 0 ? -1 : first_ + expert", "expert < 0 ? -1 : expert"),
+    "homes of relays in another domain": (
+        "{{first_ + expert.home, relay.slot}",
+        "{{expert.home, relay.slot}",
+    ),
     "homes in another order": ("others > sends ||", "others < sends ||"),
     "a threshold one too low": (
         "is_relayed = sends > threshold_",
@@ -329,13 +349,13 @@ WRONG_CHOICES = {
     "busy ranks chosen as relays": ("other < planned ||", "other > planned ||"),
     "direct sends not planned": ("sends <= threshold_ ? sends : 0", "0"),
     "a home's own sends not planned": (".planned[expert.home] += expert.num_relays", ".planned[0]"),
-    "relays that pass on not planned": ("scratch_.planned[relay.rank] = level;", ""),
+    "relays that pass on not planned": ("scratch_.planned[relay.rank - first_] = level;", ""),
     "relays of one level in another order": (
         "scratch_.place[j] < scratch_.place[i]",
         "scratch_.place[j] > scratch_.place[i]",
     ),
     "slots that wait for the home and not the relay": (
-        "if (other.rank == rank_) out_.used[other.slot].rank = relay.rank;",
+        "if (other.rank == mine) out_.used[other.slot].rank = relay.rank;",
         "",
     ),
     "relays chosen before all have read": (

@@ -125,10 +125,11 @@ def test_a_tail_goes_behind_the_counts():
     assert counts.tolist() == [*routed.sum(0).tolist(), -(2**62)]
 
 
-def sealed(*tensors):
+def sealed(load, quota, slots):
     """The digest that csrc/include/megatron_ext/seal.h describes, in Python's integers."""
     total = 0
-    words = (word for tensor in tensors for word in tensor.flatten().tolist())
+    pairs = zip(load.flatten().tolist(), quota.flatten().tolist(), strict=True)
+    words = [count ^ taken << 32 for count, taken in pairs] + slots.flatten().tolist()
     for position, word in enumerate(words, 1):
         mixed = (word + position * 0x9E3779B97F4A7C15) % 2**64
         mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64

@@ -50,7 +50,10 @@ def check_rows(side: Side, step: int, num_words: int, label: str = "") -> None:
     """Gather a row of every rank; all call alike."""
     rows = 1000 * step + torch.arange(side.group.size() * num_words).view(-1, num_words)
     assert side.transport.rows is not None
-    assert torch.equal(side.transport.rows.gather(rows[side.rank].clone(), label), rows)
+    into = torch.empty(rows.numel(), dtype=torch.int64) if step % 2 else None
+    gathered = side.transport.rows.gather(rows[side.rank].clone(), label, into)
+    assert torch.equal(gathered.view_as(rows), rows)
+    assert into is None or gathered.data_ptr() == into.data_ptr()
 
 
 def _race(rank: int, num_steps: int, max_delay_us: int) -> int:
@@ -188,6 +191,8 @@ def _lose_a_peer(rank: int, call: str) -> None:
     side = side_of(timeout_s=0.3)
     side.step([Transfer(0, 0, 1, 0), Transfer(2, 0, 0, 0)], 0)
     check_rows(side, 0, 3)
+    with pytest.raises(ValueError, match=r"into must be contiguous int64 \[9\] on cpu.* \[8\]"):
+        side.transport.rows.gather(torch.zeros(3).long(), into=torch.zeros(8).long())
     # Both others need rank 2: one to give, one to take.
     transfers = [Transfer(0, 1, 2, 0), Transfer(2, 0, 1, 1)]
     if rank == 2:

@@ -102,6 +102,11 @@ void count_arriving(int64_t num_ranks,
                     int64_t rank,
                     int64_t* arriving);
 
+// Sum what comes to a rank.
+//   arriving  [R, M + S], as of count_arriving()
+//   arrivals  [R + (M + S)] out: assignments of each source rank, and of each main, then each slot
+void sum_arriving(int64_t num_ranks, int64_t places, const int64_t* arriving, int64_t* arrivals);
+
 // Count the assignments of each expert.
 //   routing_map  [N, E], true where the token goes to the expert
 //   counts       [E] out, every entry written

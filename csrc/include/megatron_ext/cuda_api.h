@@ -109,20 +109,22 @@ struct Lines {
 // What is sealed beside a launch; nothing where `seal` is null.
 struct Sealing {
     SealedPlan plan;
-    Seals before;            // `difference` is memory of the host that the device reaches
-    int64_t* seal;           // [1] out
+    Seals before;   // `difference` is memory of the host that the device reaches
+    int64_t* seal;  // [1] out
 };
 
 // Share every quota, as split_quota() does for one source, number the instances, lay the shares on
-// lines, and count what comes to the rank, as count_arriving() does; seal the plan, as seal_plan()
-// does.
+// lines, and count what comes to the rank, as count_arriving() and sum_arriving() do; seal the plan,
+// as seal_plan() does.
 //   split     [E, R] out
 //   arriving  [R, M + S] out
+//   arrivals  [R + (M + S)] out
 //   lines     out
 cudaError_t share_plan_cuda(const SharedQuotas& quotas,
                             int64_t source_rank,
                             int64_t* split,
                             int64_t* arriving,
+                            int64_t* arrivals,
                             const PlacedInstances& placed,
                             const Lines& lines,
                             const Sealing& sealing,
@@ -205,9 +207,9 @@ cudaError_t push_peers_cuda(const PeerRank& self,
                             int num_blocks,
                             cudaStream_t stream);
 
-// Offer this rank's slot gradients, compile the plan's slots into this rank's sums (`pull.sums`), and
-// add the sums to the totals of mains with replicas. This rank's slots with a replica are zero when
-// the launch has ended, which waits for peers that read them.
+// Offer this rank's slot gradients, compile the plan's slots into this rank's sums (`pull.sums`),
+// and add the sums to the totals of mains with replicas. This rank's slots with a replica are zero
+// when the launch has ended, which waits for peers that read them.
 //   num_blocks  >= 1, of 256 threads and 33 KiB shared memory each; bounds what the launch takes of
 //               the GPU beside a backward pass
 cudaError_t pull_add_peers_cuda(const PeerRank& self,

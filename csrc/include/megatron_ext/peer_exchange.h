@@ -99,9 +99,11 @@ struct PeerCopy {
     int64_t num_destinations;
 };
 
-// What is compiled into the copies of one rank: a plan's slots, and who asks.
+// What is compiled into the copies of one rank: the slots of its domain, and who asks.
 struct CopyProblem {
     int64_t rank;
+    int64_t first_peer;  // the ranks of the domain follow each other; no replica leaves it
+    int64_t num_peers;
     int64_t num_ranks;  // R
     int64_t num_slots;  // S of a rank
     int64_t mains_per_rank;

@@ -3,7 +3,7 @@
 // A seal is the sum of its words, each mixed with its position. So the order of the additions does
 // not matter, and host and device get the same seal. One wrong word always changes it: for a
 // position, the mixing maps different words to different numbers. Several wrong words leave it as
-// it is with a chance of 2^-64.
+// it is with a chance of 2^-64. Mixing takes most of the time, so a load and a quota share a word.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,8 @@ sealed_words(const Word* words, int64_t count, int64_t position, int64_t from, i
     return sum;
 }
 
-// What is sealed of a load and its plan: load [R, E], quota [E, R], slots [R, S], in this order.
+// What is sealed of a load and its plan: the pairs of load [R, E] and quota [E, R], by their places
+// in memory, then slots [R, S].
 struct SealedPlan {
     const int64_t* load;
     int64_t load_stride;  // from a row of the load to the next
@@ -43,20 +44,26 @@ struct SealedPlan {
 
     // The sum of every `step`-th word, from the word `from` of each array on.
     MEGATRON_EXT_HOST_DEVICE uint64_t sum(int64_t from, int64_t step) const {
-        return sealed_load(from, step) + sealed_words(quota, num_pairs, num_pairs, from, step) +
-               sealed_words(slots, num_replicas, 2 * num_pairs, from, step);
+        return sealed_pairs(from, step) + sealed_words(slots, num_replicas, num_pairs, from, step);
     }
 
   private:
-    // As `sealed_words`, of rows that need not follow each other; divides once, not for each word.
-    MEGATRON_EXT_HOST_DEVICE uint64_t sealed_load(int64_t from, int64_t step) const {
+    // Both are counts, below 2^32: each has half of the word to itself.
+    MEGATRON_EXT_HOST_DEVICE static int64_t pair(int64_t load, int64_t quota) {
+        const auto word = static_cast<uint64_t>(quota);
+        return load ^ static_cast<int64_t>(word << 32 | word >> 32);
+    }
+
+    // As `sealed_words`. The rows of the load need not follow each other; divides once, not for
+    // each word.
+    MEGATRON_EXT_HOST_DEVICE uint64_t sealed_pairs(int64_t from, int64_t step) const {
         const int64_t rows = step / num_experts;
         const int64_t columns = step % num_experts;
         int64_t r = from / num_experts;
         int64_t e = from % num_experts;
         uint64_t sum = 0;
         for (int64_t i = from; i < num_pairs; i += step) {
-            sum += sealed_word(i, load[r * load_stride + e]);
+            sum += sealed_word(i, pair(load[r * load_stride + e], quota[i]));
             r += rows;
             e += columns;
             if (e >= num_experts) {
