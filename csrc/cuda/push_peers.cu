@@ -24,6 +24,7 @@ namespace {
 constexpr int kLanes = 32;
 constexpr int kStages = 8;
 constexpr int kAhead = 3;  // loads; they come from memory of the same GPU, and are done sooner
+static_assert(kAhead < kStages);
 constexpr int64_t kTileBytes = 8 << 10;
 constexpr int64_t kBulk = 16;  // bytes; a bulk copy has multiples of this
 constexpr unsigned kAll = 0xffffffff;

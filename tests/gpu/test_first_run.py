@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.gpu.first_run import __main__ as first_run
-from tests.gpu.first_run import failing_rank, litmus, parity, recipe
+from tests.gpu.first_run import failing_rank, litmus, parity, recipe, stages
 from tests.gpu.first_run.environment import (
     QUEUES,
     ROOT,
@@ -298,6 +298,14 @@ def test_the_litmus_compiles(architecture: str, tmp_path: Path) -> None:
     command = [*litmus.compile_command(architecture), "-o", str(tmp_path / "litmus")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_the_push_compiles_with_other_stages(tmp_path: Path) -> None:
+    for numbers in stages.STAGES:
+        assert stages.build(tmp_path, *numbers, "sm_90").is_file()
+    with pytest.raises(subprocess.CalledProcessError):
+        stages.build(tmp_path, 2, 3, "sm_90")  # more are loaded ahead than there are
 
 
 def row(variant: str, wrong: int, late: int = 0) -> dict[str, Any]:

@@ -6,6 +6,7 @@ GPU does with memory that a single thread does not.
 
 import functools
 import itertools
+import json
 import platform
 import random
 import re
@@ -126,6 +127,21 @@ def whole(tmp_path_factory):
 
 def test_replicas_arrive_and_gradients_add_up(whole, tmp_path):
     check_equal(whole, 50, tmp_path)
+
+
+def test_the_sweep_of_stages_times_a_push_that_arrives(whole, tmp_path):
+    """tests/gpu/first_run/stages.cu, which a GPU runs with other stages and blocks."""
+    program = tmp_path / "stages"
+    sweep = tmp_path / "stages.cpp"
+    sweep.write_text((CSRC.parent / "tests" / "gpu" / "first_run" / "stages.cu").read_text())
+    compiled = [path for path in whole if path.stem != "peers_on_host"]
+    objects = [*compiled, compile_here(sweep, whole[0].parent)]
+    subprocess.run(["g++", *map(str, objects), "-o", str(program)], check=True, timeout=300)
+    words = [program, 0, 0, 1_000_000, 3, 5]
+    told = subprocess.run(map(str, words), check=True, capture_output=True, text=True, timeout=300)
+    found = json.loads(told.stdout)
+    assert found.keys() == {"GB/s", "of a copy", "right"}
+    assert found["right"] is True
 
 
 WAIT_FOR_WRITES = "    bulk_wait();\n"

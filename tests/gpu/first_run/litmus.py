@@ -64,12 +64,12 @@ def nvcc() -> str:
     )
 
 
-def compile_command(architecture: str) -> list[str]:
-    """Return how the program is built, but for where it goes."""
+def compile_command(architecture: str, *sources: Path) -> list[str]:
+    """Return how a program of these sources is built, by default the litmus, but for its place."""
     return [
         *(nvcc(), "-std=c++17", "-O2", f"-arch={architecture}", "--Werror=all-warnings"),
         *(f"-I{ROOT / 'csrc' / folder}" for folder in ("include", "cuda")),
-        str(SOURCE),
+        *map(str, sources or (SOURCE,)),
     ]
 
 

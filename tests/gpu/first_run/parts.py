@@ -82,6 +82,15 @@ def parts(gpus: int) -> list[Part]:
             environment=queues(32),
         ),
         Part(
+            "stages",
+            "pushes with other stages and blocks beside a plain copy",
+            _python(
+                *("-m", "tests.gpu.first_run.stages", "--gpus", str(gpus)), *("--json", JSON_FILE)
+            ),
+            300,
+            environment=queues(32),
+        ),
+        Part(
             "litmus",
             "a flag behind bulk stores is seen after them; what is broken on purpose fails",
             _python(
