@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._device
 
 from megatron_ext.cpu_memory import keep_freed_memory
 
@@ -108,6 +109,9 @@ class CpuPlatform:
         setattr(owner, name, value)
 
     def _patch_torch(self) -> None:
+        # `with torch.device(...)` looks for factories once. It must find torch's own, which those
+        # here call.
+        torch.utils._device._device_constructors()
         for name in FACTORIES:
             self._replace(torch, name, _on_cpu(getattr(torch, name)))
         # Module.to and Module.cuda go through `to` and `cuda` of tensors.

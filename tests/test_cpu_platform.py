@@ -83,6 +83,16 @@ def test_refuses_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
     enable_cpu_platform()
 
 
+def test_a_device_that_is_set_is_heeded() -> None:
+    """As transformers does, which fills what a model has on `meta` by itself."""
+    code = (
+        "import torch; from megatron_ext import enable_cpu_platform; enable_cpu_platform()\n"
+        "with torch.device('meta'): made = torch.ones(2), torch.empty(1, device='cuda')\n"
+        "assert [each.device.type for each in made] == ['meta', 'cpu'], made"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def test_cuda_is_the_cpu() -> None:
     with enable_cpu_platform():
         device = torch.cuda.current_device()

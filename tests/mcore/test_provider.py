@@ -5,13 +5,17 @@ Megatron's specs ask for process groups, so this runs on ranks.
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import pickle
+import sys
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_ext.config import BalanceConfig
 from tests.gpt import build_gpt  # first: it enables the CPU platform
@@ -22,8 +26,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # isort: skip
     get_gpt_layer_local_spec,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip
 from megatron.core.transformer import TransformerConfig  # isort: skip
 
+from megatron_ext.mcore.moe_layer import BalancedMoELayer  # isort: skip
 from megatron_ext.mcore.provider import balanced_provider_spec  # isort: skip
 from megatron_ext.mcore.spec import has_moe_layers  # isort: skip
 
@@ -80,6 +86,78 @@ def test_chunks_get_their_own_spec() -> None:
     config = SimpleNamespace(num_moe_experts=4, mtp_num_layers=None)
     balanced_provider_spec(noting, BalanceConfig())(config, vp_stage=1)
     assert stages == [1]
+
+
+@pytest.mark.option("bridge")
+def test_a_function_may_take_nothing() -> None:
+    def stack() -> Any:
+        return layer_spec(SimpleNamespace(num_moe_experts=4))
+
+    config = SimpleNamespace(mtp_num_layers=None)
+    assert "BalancedMoELayer" in repr(balanced_provider_spec(stack, BalanceConfig())(config))
+
+
+@pytest.mark.option("bridge")
+def test_without_a_function_a_hybrid_provider_has_bridges(monkeypatch: pytest.MonkeyPatch) -> None:
+    bridges = ModuleType("megatron.bridge.models.hybrid.hybrid_provider")
+    bridges.get_default_hybrid_stack_spec = layer_spec  # type: ignore[attr-defined]
+    for name in ("", ".models", ".models.hybrid"):
+        monkeypatch.setitem(sys.modules, f"megatron.bridge{name}", ModuleType(f"bridge{name}"))
+    monkeypatch.setitem(sys.modules, bridges.__name__, bridges)
+    config = SimpleNamespace(hybrid_stack_spec=None, num_moe_experts=4, mtp_num_layers=None)
+    assert "BalancedMoELayer" in repr(balanced_provider_spec(None, BalanceConfig())(config))
+
+
+def _specs_of_a_model_config(rank: int) -> None:
+    from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
+
+    model_config = GPTModelConfig(
+        transformer=build_gpt(ep=2).config,
+        transformer_layer_spec=balanced_provider_spec(None, BalanceConfig(slots=1)),
+        vocab_size=32,
+        seq_length=16,
+        position_embedding_type="rope",
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = GPTModelBuilder(model_config).build_model(groups)
+    assert [isinstance(layer.mlp, BalancedMoELayer) for layer in model.decoder.layers] == [True] * 2
+
+
+@pytest.mark.option("bridge")
+def test_megatrons_own_builder_builds_a_balanced_model() -> None:
+    pytest.importorskip("megatron.training.models.gpt", reason="megatron-core 0.19 has it")
+    run_ranks(_specs_of_a_model_config, 2)
+
+
+@pytest.mark.option("bridge")
+def test_a_saved_configuration_knows_nothing_of_balancing() -> None:
+    """What is loaded must be of packages that Megatron and Bridge trust, and this one is not."""
+    container = pytest.importorskip("megatron.training.config.container")
+    from megatron.training.config.instantiate_utils import instantiate
+    from megatron.training.config.yaml_utils import safe_yaml_representers
+
+    provider = {
+        "transformer_layer_spec": balanced_provider_spec(
+            get_gpt_decoder_block_spec, BalanceConfig()
+        ),
+        "hybrid_stack_spec": balanced_provider_spec(None, BalanceConfig()),
+    }
+    with safe_yaml_representers():
+        written = container.ConfigContainerBase._convert_value_to_dict(provider)
+        text = yaml.safe_dump(written)
+    assert "megatron_ext" not in text
+    assert instantiate(yaml.safe_load(text)) == {
+        "transformer_layer_spec": get_gpt_decoder_block_spec,
+        "hybrid_stack_spec": None,
+    }
+
+
+def test_bridge_may_copy_a_provider_and_set_what_it_finds() -> None:
+    """`remove_non_pickleables` of Bridge sets all attributes of what has a `__dict__`."""
+    made = balanced_provider_spec(layer_spec, BalanceConfig())
+    assert not hasattr(made, "__dict__")
+    assert not isinstance(made, FunctionType | MethodType | functools.partial)
+    assert copy.copy(made) == made
 
 
 def test_a_spec_is_no_function() -> None:
