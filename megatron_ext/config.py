@@ -299,8 +299,9 @@ class BalanceConfig(Section):
 
     transport: str = "auto"
     """How weights and gradients reach a peer's slot: `shared_memory` (CPU ranks of one machine),
-    `cuda` (GPUs that reach each other's memory), `collective` (torch.distributed: everywhere), or
-    `auto`, which takes the one whose ranks reach each other, else `collective`, and logs why."""
+    `cuda` (GPUs that reach each other's memory), `deepep` (the same by DeepEP's own primitives),
+    `collective` (torch.distributed: everywhere), or `auto`, which takes `shared_memory` or `cuda`
+    where ranks reach each other, else `collective`, and logs why."""
     local_first: bool = False
     """Compute a rank's own tokens while those of other ranks are on their way to it, then these
     (Libra's two stages; docs/decisions/016). For the dispatcher `alltoall`."""

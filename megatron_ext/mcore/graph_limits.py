@@ -74,7 +74,12 @@ def host_problems(config: Any, balance: BalanceConfig) -> list[str]:
             "plans; the device compares digests of them as always"
         )
     transport = TRANSPORTS.get(balance.transport)
-    if transport is not None and transport.lists_transfers:
+    if transport is not None and not transport.in_graphs:
+        problems.append(
+            f"balance.transport ({transport.name}) must be another with {_WHOLE_STEPS}: nobody has "
+            "captured its calls (set balance.transport=cuda)"
+        )
+    elif transport is not None and transport.lists_transfers:
         problems.append(
             f"balance.transport ({transport.name}) must be another with {_WHOLE_STEPS}: its host "
             "waits for plans (keep the EP group in one NVLink domain, or set balance.nvlink_domain)"

@@ -1,11 +1,12 @@
 """Moves weights and gradients between mains and the slots of other ranks.
 
-A new transport is a file with a `TransportKind` and an entry of `TRANSPORTS`; `auto` prefers later
-entries.
+A new transport is a file with `make` and an entry of `TRANSPORTS`; `auto` prefers later entries. A
+transport's file is imported when it is used.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,8 +18,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_ext.arguments import did_you_mean
-from megatron_ext.transport.collective import COLLECTIVE
-from megatron_ext.transport.cuda import CUDA
 from megatron_ext.transport.reach import (
     first_obstacle,
     gather,
@@ -26,7 +25,7 @@ from megatron_ext.transport.reach import (
     largest_domain,
     reaches_across,
 )
-from megatron_ext.transport.shared_memory import SHARED_MEMORY
+from megatron_ext.transport.transport import SHARED_MEMORY_SLOTS
 from megatron_ext.transport.transport import GathersRows as GathersRows
 from megatron_ext.transport.transport import HostCopy as HostCopy
 from megatron_ext.transport.transport import Pending as Pending
@@ -38,8 +37,48 @@ from megatron_ext.transport.transport import TransportOptions as TransportOption
 
 logger = logging.getLogger(__name__)
 
+
+def _of(module: str, name: str) -> Callable[..., Any]:
+    """Return a function of one of this package's modules, which its first call imports."""
+
+    def call(*args: Any) -> Any:
+        return getattr(importlib.import_module(f"{__name__}.{module}"), name)(*args)
+
+    return call
+
+
+def _on_gpus(name: str, **others: bool) -> TransportKind:
+    return TransportKind(
+        name=name,
+        device_type="cuda",
+        obstacles=_of("gpu_probe", "gpu_obstacles"),
+        is_slow=_of("gpu_probe", "has_no_link"),
+        make=_of(name, "make"),
+        **others,
+    )
+
+
 TRANSPORTS: dict[str, TransportKind] = {
-    kind.name: kind for kind in (COLLECTIVE, SHARED_MEMORY, CUDA)
+    kind.name: kind
+    for kind in (
+        TransportKind(
+            name="collective",
+            device_type=None,
+            lists_transfers=True,
+            adds_float16=True,
+            obstacles=None,
+            make=_of("collective", "make"),
+        ),
+        TransportKind(
+            name="shared_memory",
+            device_type="cpu",
+            max_slots=SHARED_MEMORY_SLOTS,
+            obstacles=_of("shared_memory", "obstacles"),
+            make=_of("shared_memory", "make"),
+        ),
+        _on_gpus("deepep", is_automatic=False, in_graphs=False),
+        _on_gpus("cuda"),
+    )
 }
 """All transports by name. `auto` takes the last one that works on the ranks' devices and links."""
 
@@ -223,5 +262,7 @@ def _kind(name: str, device_type: str) -> TransportKind:
 def _candidates(device_type: str | None) -> list[TransportKind]:
     """Return the transports that `auto` may take for experts on that device, the best first."""
     return [
-        kind for kind in reversed(TRANSPORTS.values()) if kind.device_type in (None, device_type)
+        kind
+        for kind in reversed(TRANSPORTS.values())
+        if kind.device_type in (None, device_type) and kind.is_automatic
     ]

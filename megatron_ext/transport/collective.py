@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, Work
 
-from megatron_ext.transport.transport import Transfer, Transfers, TransportKind
+from megatron_ext.transport.transport import Transfer, Transfers, TransportOptions
 
 _Arrival = Callable[[], None]
 """Copies or adds a message that has arrived."""
@@ -186,11 +186,8 @@ def _fill(targets: list[Tensor], message: Tensor, like: list[Tensor]) -> None:
         target.copy_(piece)
 
 
-COLLECTIVE = TransportKind(
-    name=CollectiveTransport.name,
-    device_type=None,
-    lists_transfers=True,
-    adds_float16=True,
-    obstacles=None,
-    make=lambda ep_group, device, options: CollectiveTransport(ep_group),
-)
+def make(
+    ep_group: ProcessGroup, device: torch.device, options: TransportOptions
+) -> CollectiveTransport:
+    """Return the transport of a rank; see `TransportKind.make`."""
+    return CollectiveTransport(ep_group)

@@ -23,14 +23,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.ops import has_cuda_part
-from megatron_ext.transport.gpu_probe import gpu_obstacles, has_no_link
 from megatron_ext.transport.gpus import budget_of, what_it_lacks
 from megatron_ext.transport.one_sided import (
     RELAY_THRESHOLD,
@@ -38,10 +36,8 @@ from megatron_ext.transport.one_sided import (
     UnderWay,
     group_timeout_s,
 )
-from megatron_ext.transport.transport import Transfers, TransportKind, TransportOptions
-
-if TYPE_CHECKING:
-    from megatron_ext.transport.symmetric_heap import SymmetricHeap
+from megatron_ext.transport.symmetric_heap import SymmetricHeap
+from megatron_ext.transport.transport import Transfers, TransportOptions
 
 
 class CudaTransport(OneSidedTransport):
@@ -177,9 +173,7 @@ class CudaTransport(OneSidedTransport):
 
 
 def _make(ep_group: ProcessGroup, device: torch.device, options: TransportOptions) -> CudaTransport:
-    # Only a rank with a GPU needs it.
-    from megatron_ext.transport.symmetric_heap import SymmetricHeap
-
+    """Return the transport of a rank; see `TransportKind.make`."""
     timeout_s = options.timeout_s
     return CudaTransport(
         SymmetricHeap(ep_group, device, options.domain_ranks, options.symmetric_memory),
@@ -187,12 +181,3 @@ def _make(ep_group: ProcessGroup, device: torch.device, options: TransportOption
         push_blocks=options.push_blocks,
         grad_reduce_share=options.grad_reduce_share,
     )
-
-
-CUDA = TransportKind(
-    name=CudaTransport.name,
-    device_type="cuda",
-    obstacles=gpu_obstacles,
-    is_slow=has_no_link,
-    make=_make,
-)

@@ -27,12 +27,14 @@ from megatron_ext.transport.one_sided import (
 from megatron_ext.transport.reach import domain_of
 from megatron_ext.transport.relay import compile_copies
 from megatron_ext.transport.shared_heap import machine_obstacles, share
-from megatron_ext.transport.transport import Transfer, Transfers, TransportKind
+from megatron_ext.transport.transport import (
+    SHARED_MEMORY_SLOTS,
+    Transfer,
+    Transfers,
+    TransportOptions,
+)
 
-_MAX_SLOTS = 256
-"""Most slots of a rank: the number of slots with flags."""
-
-_FLAGS_BYTES = _MAX_SLOTS * 256
+_FLAGS_BYTES = SHARED_MEMORY_SLOTS * 256
 """Flags of the slots of a rank, 256 bytes each."""
 
 
@@ -184,12 +186,15 @@ class SharedMemoryTransport(OneSidedTransport):
         return int(highest)
 
 
-SHARED_MEMORY = TransportKind(
-    name=SharedMemoryTransport.name,
-    device_type="cpu",
-    max_slots=_MAX_SLOTS,
-    obstacles=lambda ep_group, device: machine_obstacles(ep_group),
-    make=lambda ep_group, device, options: SharedMemoryTransport(
+def obstacles(ep_group: ProcessGroup, device: torch.device) -> list[str]:
+    """Return why this rank does not reach others; see `TransportKind.obstacles`."""
+    return machine_obstacles(ep_group)
+
+
+def make(
+    ep_group: ProcessGroup, device: torch.device, options: TransportOptions
+) -> SharedMemoryTransport:
+    """Return the transport of a rank; see `TransportKind.make`."""
+    return SharedMemoryTransport(
         ep_group, domain_ranks=options.domain_ranks, timeout_s=options.timeout_s
-    ),
-)
+    )

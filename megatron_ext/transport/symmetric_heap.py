@@ -52,7 +52,7 @@ class SymmetricHeap:
         self.num_ranks = dist.get_world_size(ep_group)
         self.peers = domain_of(self.rank, domain_ranks or self.num_ranks)
         self.device = device
-        self._group = _domain_group(ep_group, self.peers, device)
+        self._group = domain_group(ep_group, self.peers, device)
         self._handles: list[Any] = []
         _use_backend(backend, device)
         gpu = str(torch.cuda.get_device_properties(device).uuid)
@@ -123,7 +123,7 @@ class SymmetricHeap:
                 )
 
 
-def _domain_group(ep_group: ProcessGroup, peers: range, device: torch.device) -> ProcessGroup:
+def domain_group(ep_group: ProcessGroup, peers: range, device: torch.device) -> ProcessGroup:
     """Return a group of the domain's ranks, which has made its first collective."""
     group = ep_group
     if len(peers) < dist.get_world_size(ep_group):

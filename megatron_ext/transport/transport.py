@@ -226,6 +226,10 @@ class TransportOptions:
     """Backend of torch's symmetric memory, for `cuda`; by default as torch is set."""
 
 
+SHARED_MEMORY_SLOTS = 256
+"""Most slots of a rank on `shared_memory`: so many have flags."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransportKind:
     """A transport's entry in the registry `TRANSPORTS`."""
@@ -236,6 +240,10 @@ class TransportKind:
     """Type of the experts' device; None for any type."""
     max_slots: int | None = None
     """Most slots of a rank; None for any number."""
+    is_automatic: bool = True
+    """Whether `auto` may take it."""
+    in_graphs: bool = True
+    """Whether a graph of whole steps may hold its calls."""
     lists_transfers: bool = False
     """Whether the host of each rank lists the transfers of a plan, and so waits for the plan."""
     adds_float16: bool = False

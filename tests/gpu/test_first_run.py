@@ -16,8 +16,9 @@ import psutil
 import pytest
 import torch
 
+from megatron_ext.trainer.ranks.launch import launch_ranks
 from tests.gpu.first_run import __main__ as first_run
-from tests.gpu.first_run import failing_rank, litmus, parity, recipe, stages
+from tests.gpu.first_run import failing_rank, links, litmus, parity, recipe, stages
 from tests.gpu.first_run.environment import (
     QUEUES,
     ROOT,
@@ -298,6 +299,18 @@ def test_the_litmus_compiles(architecture: str, tmp_path: Path) -> None:
     command = [*litmus.compile_command(architecture), "-o", str(tmp_path / "litmus")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_transports_are_measured_side_by_side(tmp_path: Path) -> None:
+    file = tmp_path / "links.json"
+    launch_ranks(links.move, 1 << 16, 3, file, ("shared_memory", "deepep"), num_ranks=2)
+    here, missing = json.loads(file.read_text())["rows"]
+    assert here["replicas"] >= here["busiest rank sends"] > 0
+    assert here["push GB/s"] * here["push ms"] == pytest.approx(
+        here["busiest rank sends"] * (1 << 16) / 1e6
+    )
+    assert here["pull ms"] > 0
+    assert missing.keys() == {"transport", "left out"}
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

@@ -249,11 +249,13 @@ def test_a_gpu_without_links_is_reached_over_pcie() -> None:
     with mock.patch.object(torch.cuda, "get_device_properties", return_value=gpu):
         for links, has_none in ((0, True), (2, False), (None, False)):
             with mock.patch.object(gpu_probe, "num_links", return_value=links):
-                assert transport.CUDA.is_slow(torch.device("cuda", 0)) == has_none
+                assert transport.TRANSPORTS["cuda"].is_slow(torch.device("cuda", 0)) == has_none
 
 
 def _agree_slowly(rank: int, slow: list[int]) -> None:
-    kind = dataclasses.replace(transport.SHARED_MEMORY, is_slow=lambda device: rank in slow)
+    kind = dataclasses.replace(
+        transport.TRANSPORTS["shared_memory"], is_slow=lambda device: rank in slow
+    )
     with (
         mock.patch.dict(transport.TRANSPORTS, shared_memory=kind),
         mock.patch.object(transport.logger, "log") as log,

@@ -120,6 +120,15 @@ def parts(gpus: int) -> list[Part]:
             for count in QUEUES
         ),
         Part(
+            "links",
+            "replicas between GPUs by transport cuda, and by DeepEP where it is installed",
+            _python(
+                *("-m", "tests.gpu.first_run.links", "--ranks", str(most), "--json", JSON_FILE)
+            ),
+            240,
+            gpus=2,
+        ),
+        Part(
             "failing_rank",
             "a rank fails in backward: all end soon, and no weight has changed",
             _python("-m", "tests.gpu.first_run.failing_rank", "--ranks", str(most)),
