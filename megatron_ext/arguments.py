@@ -29,6 +29,11 @@ class OneLineParser(argparse.ArgumentParser):
             message,
             flags=re.DOTALL,
         )
+        message = re.sub(
+            r"invalid choice: '(.*)' \(choose from (.*)\)",
+            lambda said: said[0] + did_you_mean(said[1], re.findall(r"[\w-]+", said[2])),
+            message,
+        )
         sys.stderr.write(error_line(self.prog, message))
         raise SystemExit(WRONG_USAGE)
 

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+import megatron_ext
 from megatron_ext.arguments import WRONG_USAGE, OneLineParser, error_line
 from megatron_ext.cli import (
     checkpoint,
@@ -67,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _complain("megatron-ext submit", error, WRONG_USAGE)
     words, overrides = take_overrides(words)
     parser = _parser()
+    if not words:
+        parser.print_help(sys.stderr)
+        return WRONG_USAGE
     arguments = parser.parse_args(words)
     if overrides and not getattr(arguments, "takes_overrides", False):
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
@@ -93,10 +97,19 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example:\n  megatron-ext doctor",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add(commands)
     return parser
+
+
+class _Version(argparse.Action):
+    """Prints the version, which is looked up for nothing else."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        sys.stdout.write(f"megatron-ext {megatron_ext.__version__}\n")
+        parser.exit()
 
 
 def _complain(command_name: str, error: Exception, status: int) -> int:

@@ -10,8 +10,10 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from megatron_ext.arguments import OneLineParser, positive
+from megatron_ext.files.recipes import recipe_names, shipped_recipes
 
 IMBALANCE = 1.5
 """Busiest rank / mean at which a dry run looks at a run, where nothing else is asked for."""
@@ -38,6 +40,8 @@ def main(
         said.error("--json and --imbalance are for --dry-run")
     if options.multirun and (options.dry_run or options.print):
         said.error("--multirun makes runs; --dry-run and --print are about one")
+    if options.config_name is None:
+        _find_recipe(said, options)
     if "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
         sys.stderr.write("loading PyTorch and Megatron ...\n")
     try:
@@ -54,6 +58,17 @@ def main(
             sweep(options)
         else:
             run(options)
+
+
+def _find_recipe(said: OneLineParser, options: argparse.Namespace) -> None:
+    """End with status 2 where a recipe is asked for without its option, or nothing is."""
+    folder = Path(options.config_dir) if options.config_dir else shipped_recipes()
+    names = recipe_names(folder)
+    for word in options.overrides:
+        if word in names:
+            said.error(f"{word} is a recipe: --config-name {word}")
+    if not options.overrides and not options.dry_run:
+        said.error(f"--config-name is missing; recipes: {', '.join(names)}")
 
 
 def of_extra(missing: ModuleNotFoundError) -> str:

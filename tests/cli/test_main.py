@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import megatron_ext
 from megatron_ext.arguments import positive
 from megatron_ext.cli import doctor, main
 from tests.cli.command import run
@@ -46,9 +47,51 @@ def test_as_a_process(texts):
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian"], r"megatron-ext: error: .*invalid choice: 'trian' .*; did you mean train\?\n"),
+        (["data", "biuld"], r"megatron-ext data: error: .*; did you mean build\?\n"),
+        (
+            ["train"],
+            r"megatron-ext train: error: --config-name is missing; recipes: .*quickstart.*",
+        ),
+        (
+            ["train", "quickstart", "steps=1"],
+            r".* quickstart is a recipe: --config-name quickstart\n",
+        ),
+        ([], r"usage: megatron-ext .*COMMAND.*\n.*train a model as a recipe.*"),
+    ],
+)
+def test_a_word_that_is_missing_or_wrong_is_named_at_once(words, said):
+    """A fresh process, which imports nothing heavy for that."""
+    program = (
+        "import sys\nfrom megatron_ext.cli import main\n"
+        "try: status = main(sys.argv[1:])\n"
+        "except SystemExit as stop: status = stop.code\n"
+        "assert 'torch' not in sys.modules\n"
+        "sys.exit(status)"
+    )
+    command = [sys.executable, "-c", program, *words]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert re.fullmatch(said, result.stderr, flags=re.DOTALL), result.stderr
+
+
+def test_the_version_is_said(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"megatron-ext {megatron_ext.__version__}\n"
+
+
+def test_public_names_complete():
+    assert dir(megatron_ext) == sorted(megatron_ext.__all__)
+
+
+@pytest.mark.parametrize(
     ("program", "module", "words"),
     [
-        ("megatron-ext train", "hydra", []),
+        ("megatron-ext train", "hydra", ["steps=1"]),
         ("megatron-ext train", "omegaconf", ["--dry-run"]),
         ("megatron-ext submit", "psutil", ["steps=1"]),
         ("megatron-ext plan", "omegaconf", ["loads.npz"]),
@@ -134,7 +177,6 @@ def test_every_option_says_what_it_is():
 @pytest.mark.parametrize(
     "words",
     [
-        [],
         ["data"],
         ["plant"],
         ["replay", "loads.npz"],
