@@ -497,7 +497,7 @@ def test_a_section_that_is_a_mapping_is_refused() -> None:
 
 def test_data_is_required(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
-        main([])
+        main(["steps=1"])
     assert exit_info.value.code == 2
     assert "error: data.path is missing" in capsys.readouterr().err
 
