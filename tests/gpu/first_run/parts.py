@@ -155,6 +155,7 @@ def parts(gpus: int) -> list[Part]:
             1200,
             gpus=RECIPE_GPUS,
         ),
+        *(_one_gpu_parts() if gpus == 1 else ()),
         # Last, because they take longest, and can only find what the others do not show.
         *(
             Part(
@@ -169,6 +170,40 @@ def parts(gpus: int) -> list[Part]:
             )
             for name in ("planner", "transport")
         ),
+    ]
+
+
+def _one_gpu_parts() -> list[Part]:
+    """Return what several ranks of one GPU can show, which take turns: order, and no times."""
+    return [
+        Part(
+            f"one_gpu_{name}",
+            f"{shows}, with all ranks on one GPU",
+            _python("-m", "tests.gpu.one_gpu", f"tests.gpu.first_run.{module}", *words),
+            480,
+            environment=queues(32),
+        )
+        for name, module, shows, words in (
+            (
+                "parity_ep2",
+                "parity",
+                "50 steps with balancing beside 50 without",
+                ("--ep", "2", "--steps", "50", "--json", JSON_FILE),
+            ),
+            (
+                "parity_ep4",
+                "parity",
+                "50 steps with balancing beside 50 without",
+                ("--ep", "4", "--steps", "50", "--json", JSON_FILE),
+            ),
+            ("failing_rank", "failing_rank", "a rank fails in backward", ("--ranks", "2")),
+            (
+                "beside",
+                "beside",
+                "replicas move beside collectives",
+                ("--ranks", "4", "--seconds", "30", "--json", JSON_FILE),
+            ),
+        )
     ]
 
 
