@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from megatron_ext.trainer.ranks.launch import launch_ranks
+from megatron_ext.trainer.train import load_config
 from tests.gpu.first_run import __main__ as first_run
 from tests.gpu.first_run import failing_rank, links, litmus, parity, recipe, stages
 from tests.gpu.first_run.environment import (
@@ -25,7 +26,7 @@ from tests.gpu.first_run.environment import (
     launcher_environment,
     queues,
 )
-from tests.gpu.first_run.parts import JSON_FILE, Part, parts
+from tests.gpu.first_run.parts import JSON_FILE, ONE_PLAN, WITH_ENGINE, Part, parts
 from tests.trainer import dataset
 
 on_a_cpu = pytest.mark.skipif(
@@ -151,6 +152,23 @@ def test_parts_run_as_the_launcher_runs_trainings(
     assert {"parity_ep8", "recipe", "beside_nccl_1_queues", "failing_rank"} <= eight - one
     assert {"litmus", "planner", "tests_planner", "tests_transport", "transport"} <= one
     assert "launches" in eight - one, "a layer is balanced over two GPUs or more"
+
+
+def test_a_part_is_left_out_without_what_it_needs(tmp_path: Path) -> None:
+    command = (sys.executable, "-c", "")
+    needy = [Part(name, "", command, 60, needs=name) for name in ("no_such_thing", "json", "sh")]
+    outcomes = list(first_run.run_all(needy, 1, tmp_path))
+    assert [each.status for each in outcomes] == ["left out", "passed", "passed"]
+    assert outcomes[0].why == "needs no_such_thing"
+    assert {"planner_ncu", "parity_te_ep2", "one_gpu_beside"} <= {
+        part.name for gpus in (1, 8) for part in parts(gpus)
+    }
+
+
+def test_what_one_part_plans_compiles_and_the_engines_settings_exist() -> None:
+    compile(ONE_PLAN, "planner_ncu", "exec")
+    config = load_config(["balance=quota", *WITH_ENGINE], config_name="quickstart")
+    assert config.model.transformer_impl == "transformer_engine"
 
 
 @pytest.mark.parametrize("gpus", [1, 8])
@@ -357,9 +375,30 @@ def test_one_gpu_that_sees_nothing_is_no_failure(monkeypatch: pytest.MonkeyPatch
 def test_nvcc_is_found_where_the_build_finds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh")
+    nvcc.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
-    assert litmus.nvcc() == "/opt/cuda/bin/nvcc"
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.delenv("CUDACXX", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert litmus.compile_command("sm_90")[0] == str(nvcc)
+
+
+def test_it_refuses_an_nvcc_of_another_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.0, V13.0.88\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDACXX", str(nvcc))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(first_run, "run_all", lambda *args, **options: pytest.fail("it began"))
+    assert first_run.main(["--gpus", "1", "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {nvcc} is of CUDA 13.0 and torch {torch.__version__} of CUDA")
+    assert said.count("\n") == 1
 
 
 def test_losses_may_move_as_far_as_rounding_moves_them() -> None:

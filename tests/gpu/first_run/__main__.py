@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.cli.examine import cuda_mismatch
 from megatron_ext.files.tables import markdown_table
 from tests.gpu.first_run.environment import ROOT
 from tests.gpu.first_run.parts import Part, parts
@@ -50,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run; see tests/gpu/first_run.sh.
 
     Returns:
-        0 if all that ran passed, otherwise 1.
+        0 if all that ran passed, 1 if a part did not, 2 if nothing could run.
     """
     options = _parser().parse_args(arguments)
     gpus = num_gpus() if options.gpus is None else options.gpus
@@ -70,6 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.write("There is no GPU here. On a machine with GPUs this would run:\n\n")
         sys.stdout.write(f"{plan_text(chosen, gpus)}\n")
         return 0
+    if mismatch := cuda_mismatch():
+        sys.stderr.write(f"error: {mismatch}\n")
+        return 2
     before = passed_before(options.out) if options.go_on else []
     done = {outcome.name for outcome in before}
     chosen = [part for part in chosen if part.name not in done]
@@ -121,6 +127,8 @@ def run_all(
         left_s = ends - time.monotonic()
         if part.gpus > gpus:
             yield Outcome(part.name, LEFT_OUT, why=_needs(part))
+        elif part.needs and not is_there(part.needs):
+            yield Outcome(part.name, LEFT_OUT, why=f"needs {part.needs}")
         elif left_s < LEAST_S:
             yield Outcome(part.name, LEFT_OUT, why=NO_TIME)
         else:
@@ -128,6 +136,11 @@ def run_all(
             if outcome.status == TOO_LONG and left_s < part.limit_s:
                 outcome = replace(outcome, status=LEFT_OUT, why=NO_TIME)
             yield outcome
+
+
+def is_there(name: str) -> bool:
+    """Return whether there is such a module or such a command."""
+    return importlib.util.find_spec(name) is not None or shutil.which(name) is not None
 
 
 def passed_before(out: Path) -> list[Outcome]:

@@ -17,6 +17,20 @@ RECIPE_GPUS = 8
 
 JSON_FILE = "{json}"
 
+ONE_PLAN = """
+import torch
+from megatron_ext.balance.solve import solve
+solve(torch.randint(200, (64, 256), device="cuda"), ep_size=64, slots=2)
+torch.cuda.synchronize()
+"""
+
+WITH_ENGINE = (
+    "model.transformer_impl=transformer_engine",
+    "model.experts=grouped_mm",
+    "model.precision=bf16",
+)
+"""Settings with which Transformer Engine's experts are trained, all in one product."""
+
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
 """Tools of compute-sanitizer."""
 
@@ -37,6 +51,9 @@ class Part:
 
     gpus: int = 1
     """It is left out on a machine of fewer."""
+
+    needs: str = ""
+    """A module or a command that it is left out without."""
 
     environment: Mapping[str, str] = field(default_factory=lambda: LAUNCHER)
     """Variables on top of the caller's."""
@@ -73,6 +90,16 @@ def parts(gpus: int) -> list[Part]:
             "time of a plan and of a routing, by replay of a graph",
             _python("-m", "tests.gpu.first_run.planner_times", "--json", JSON_FILE),
             300,
+        ),
+        Part(
+            "planner_ncu",
+            "what Nsight Compute says of one plan",
+            (
+                *("ncu", "--set", "full", "--kernel-name", "regex:solve_quota", "--launch-count"),
+                *("1", *_python("-c", ONE_PLAN)),
+            ),
+            240,
+            needs="ncu",
         ),
         Part(
             "transport",
@@ -147,6 +174,20 @@ def parts(gpus: int) -> list[Part]:
                 gpus=ep * pp,
             )
             for ep, pp in ((2, 1), (4, 1), (8, 1), (2, 2))
+        ),
+        *(
+            Part(
+                f"parity_te_ep{ep}",
+                "50 steps of Transformer Engine's experts, with balancing and without",
+                _python(
+                    *("-m", "tests.gpu.first_run.parity", "--steps", "50", "--ep", str(ep)),
+                    *("--json", JSON_FILE, *WITH_ENGINE),
+                ),
+                480,
+                gpus=ep,
+                needs="transformer_engine",
+            )
+            for ep in (2, 8)
         ),
         Part(
             "recipe",
