@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -27,6 +28,7 @@ from tests.gpu.first_run.environment import (
     queues,
 )
 from tests.gpu.first_run.parts import JSON_FILE, ONE_PLAN, WITH_ENGINE, Part, parts
+from tests.gpu.virtual_ranks import VirtualRanks
 from tests.trainer import dataset
 
 on_a_cpu = pytest.mark.skipif(
@@ -169,6 +171,32 @@ def test_what_one_part_plans_compiles_and_the_engines_settings_exist() -> None:
     compile(ONE_PLAN, "planner_ncu", "exec")
     config = load_config(["balance=quota", *WITH_ENGINE], config_name="quickstart")
     assert config.model.transformer_impl == "transformer_engine"
+
+
+def test_all_virtual_ranks_are_made_before_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank allocates waits for kernels that run, and these may wait for that rank."""
+    streams = iter(range(1, 100))
+    for name, value in {
+        "current_device": lambda: 0,
+        "Stream": lambda: SimpleNamespace(cuda_stream=next(streams)),
+        "stream": lambda stream: nullcontext(),
+        "synchronize": lambda: seen.append("synchronize"),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    seen: list[Any] = []
+    ranks = VirtualRanks(3)
+
+    def make(rank: int) -> int:
+        seen.append(("made", rank))
+        return 10 * rank
+
+    ranks.run(make, lambda made: seen.append(("runs", made)))
+    made = [("made", rank) for rank in range(3)]
+    assert seen[:4] == [*made, "synchronize"]
+    assert sorted(seen[4:-1]) == [("runs", 0), ("runs", 10), ("runs", 20)]
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(cuda_stream=7))
+    with pytest.raises(AssertionError):
+        VirtualRanks(2)
 
 
 @pytest.mark.parametrize("gpus", [1, 8])

@@ -40,6 +40,13 @@ ALIGNED = ((3 * 2**15, 4), (64,))
 
 OPTIONS = TransportOptions()
 
+A_GPU_FOR_ALL = {
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    # No rank's kernel is in this process but its own, so it may load them when it calls them.
+    "CUDA_MODULE_LOADING": "LAZY",
+}
+"""Environment of processes that are ranks of one GPU."""
+
 
 def transport_of(ranks: VirtualRanks, rank: int, **options: Any) -> CudaTransport:
     options = {"timeout_s": 20.0, "push_blocks": BLOCKS, "grad_reduce_share": SHARE, **options}
@@ -66,28 +73,28 @@ def test_random_transfers_back_to_back(
 ) -> None:
     ranks = VirtualRanks(num_ranks)
 
-    def move(rank: int) -> None:
-        side = side_of(ranks, rank, shapes, relay_threshold=relay_threshold, grad_dtype=grad_dtype)
+    options = {"relay_threshold": relay_threshold, "grad_dtype": grad_dtype}
+
+    def move(side: Side) -> None:
         generator = random.Random(5)
         for step in range(10):
             side.step(random_transfers(generator, num_ranks), step)
         side.transport.raise_failure()
 
-    ranks.run(move)
+    ranks.run(lambda rank: side_of(ranks, rank, shapes, **options), move)
 
 
 def test_a_domain_needs_no_memory_of_others() -> None:
     """Two domains of two ranks, each without the addresses of the other."""
     ranks = VirtualRanks(4, domain_ranks=2)
 
-    def move(rank: int) -> None:
-        side = side_of(ranks, rank, ALIGNED, relay_threshold=0)
+    def move(side: Side) -> None:
         generator = random.Random(5)
         for step in range(10):
             side.step(within_domains(random_transfers(generator, 4), 2), step)
         side.transport.raise_failure()
 
-    ranks.run(move)
+    ranks.run(lambda rank: side_of(ranks, rank, ALIGNED, relay_threshold=0), move)
 
 
 def test_steps_wait_for_no_host() -> None:
@@ -257,13 +264,12 @@ def test_rows_gathered_back_to_back(num_ranks: int) -> None:
     # The longest first: a larger table is shared by processes together, which streams are not.
     plan = [(step, random.Random(step).randrange(1, 600) if step else 600) for step in range(40)]
 
-    def gather(rank: int) -> None:
-        side = side_of(ranks, rank)
+    def gather(side: Side) -> None:
         given = [rows_of(ranks, *each) for each in plan]
         moved = random_transfers(random.Random(5), num_ranks)
         found = []
         for step, rows in enumerate(given):
-            found.append(side.transport.gather(rows[rank].clone(), "layer 1"))
+            found.append(side.transport.gather(rows[side.rank].clone(), "layer 1"))
             if step % 8 == 0:
                 side.push(moved, step).wait()
         torch.cuda.current_stream().synchronize()
@@ -271,7 +277,7 @@ def test_rows_gathered_back_to_back(num_ranks: int) -> None:
         for rows, arrived in zip(given, found, strict=True):
             assert torch.equal(arrived, rows)
 
-    ranks.run(gather)
+    ranks.run(lambda rank: side_of(ranks, rank), gather)
 
 
 def test_replays_of_a_graph_gather_what_is_there() -> None:
@@ -403,10 +409,9 @@ def test_an_aborted_step_is_forgotten() -> None:
     ranks = VirtualRanks(2)
     everywhere = [Transfer(0, 0, 1, 0), Transfer(1, 0, 0, 0)]
 
-    def move(rank: int) -> None:
-        side = side_of(ranks, rank, timeout_s=600.0)
+    def move(side: Side) -> None:
         side.step(everywhere, 0)
-        if rank == 0:  # waits for the other, which does not come
+        if side.rank == 0:  # waits for the other, which does not come
             side.push(everywhere, 1).wait()
         start = time.monotonic()
         side.transport.reset()
@@ -414,7 +419,7 @@ def test_an_aborted_step_is_forgotten() -> None:
         for step in range(2, 5):
             side.step(everywhere, step)
 
-    ranks.run(move)
+    ranks.run(lambda rank: side_of(ranks, rank, timeout_s=600.0), move)
 
 
 def test_arguments_are_checked() -> None:
@@ -436,7 +441,7 @@ def test_arguments_are_checked() -> None:
 
 def _move_between_processes(rank: int) -> None:
     # They share the GPU here; in training each rank has its own.
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    os.environ |= A_GPU_FOR_ALL
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     heap = SymmetricHeap(dist.group.WORLD, device)
@@ -458,7 +463,7 @@ def test_processes_reach_each_other(num_ranks: int) -> None:
 
 def _work_goes_on(rank: int) -> None:
     """Rank 0 moves and works, and only then does its peer make the same call."""
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    os.environ |= A_GPU_FOR_ALL
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     heap = SymmetricHeap(dist.group.WORLD, device)

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +20,10 @@ from megatron_ext.transport.reach import domain_of
 # A queue for every stream, so that none waits behind another's kernel. Tests of other numbers of
 # queues give it themselves, and have a process for each rank.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-# Loading a kernel at its first launch can wait for those that run.
+# Loading a kernel at its first launch can wait for those that run, which may be another rank's.
 os.environ["CUDA_MODULE_LOADING"] = "EAGER"
+
+_Made = TypeVar("_Made")
 
 BLOCKS = 4
 """Of every launch; one multiprocessor has room for several."""
@@ -37,18 +40,26 @@ class VirtualRanks:
         self.num_ranks = num_ranks
         self.domain_ranks = domain_ranks or num_ranks
         self.streams = [torch.cuda.Stream() for _ in range(num_ranks)]
+        # Torch has 32, and gives them in turn. Two ranks on one stream would wait for each other.
+        assert len({stream.cuda_stream for stream in self.streams}) == num_ranks
         self.buffers: list[list[Tensor]] = []  # of each `share`, by rank
         self.values = [0] * num_ranks
         self.all_here = threading.Barrier(num_ranks, timeout=60)
         self.lock = threading.Lock()
 
-    def run(self, fn: Callable[[int], None]) -> None:
-        """Run `fn(rank)` for all ranks, each in a thread and on a stream of its own."""
+    def run(self, make: Callable[[int], _Made], fn: Callable[[_Made], None]) -> None:
+        """Run `fn(make(rank))` for all ranks, each in a thread and on a stream of its own.
+
+        All are made before any runs: what a rank allocates waits for what runs on the GPU, which
+        may wait for that rank.
+        """
+        made = [make(rank) for rank in range(self.num_ranks)]
+        torch.cuda.synchronize()
 
         def on_stream(rank: int) -> None:
             try:
                 with torch.cuda.stream(self.streams[rank]):
-                    fn(rank)
+                    fn(made[rank])
             except BaseException:
                 self.all_here.abort()
                 raise

@@ -298,7 +298,7 @@ def measure_gpu(rounds: int) -> list[dict[str, Any]]:
 
     def set_up(num_ranks: int, num_bytes: int, slots: int, relay_threshold: int) -> Any:
         ranks = VirtualRanks(num_ranks)
-        # All blocks of all ranks must fit at a time.
+        # All blocks of all ranks must fit at a time: 3 of a push on a multiprocessor.
         blocks = torch.cuda.get_device_properties(ranks.device).multi_processor_count
         setups = [
             Setup(
@@ -306,7 +306,7 @@ def measure_gpu(rounds: int) -> list[dict[str, Any]]:
                     VirtualHeap(ranks, rank),
                     timeout_s=60.0,
                     relay_threshold=relay_threshold,
-                    push_blocks=blocks if num_ranks <= 3 else blocks // 2,
+                    push_blocks=min(blocks, 3 * blocks // num_ranks),
                     grad_reduce_share=0.5 if num_ranks <= 3 else 0.25,
                 ),
                 num_bytes,

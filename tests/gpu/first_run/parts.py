@@ -17,12 +17,11 @@ RECIPE_GPUS = 8
 
 JSON_FILE = "{json}"
 
-ONE_PLAN = """
-import torch
-from megatron_ext.balance.solve import solve
-solve(torch.randint(200, (64, 256), device="cuda"), ep_size=64, slots=2)
-torch.cuda.synchronize()
-"""
+ONE_PLAN = (
+    "import torch; from megatron_ext.balance.solve import solve; "
+    "solve(torch.randint(200, (64, 256), device='cuda'), ep_size=64, slots=2); "
+    "torch.cuda.synchronize()"
+)
 
 WITH_ENGINE = (
     "model.transformer_impl=transformer_engine",
