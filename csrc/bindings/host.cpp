@@ -59,6 +59,25 @@ std::tuple<Tensor, Tensor> solve_op(const Tensor& load,
     return plan_each(load, problem, {}, [&](auto... pointers) { solver(problem, pointers...); });
 }
 
+std::tuple<Tensor, Tensor> solve_shipped_op(const Tensor& load,
+                                            int64_t num_slots,
+                                            int64_t nvlink_domain,
+                                            int64_t tolerance_ppm,
+                                            int64_t min_quota,
+                                            int64_t search_min_quota) {
+    const QuotaProblem problem =
+        quota_problem(load, num_slots, nvlink_domain, tolerance_ppm, min_quota);
+    TORCH_CHECK_VALUE(search_min_quota >= min_quota,
+                      "search_min_quota (",
+                      search_min_quota,
+                      ") must be >= min_quota (",
+                      min_quota,
+                      ")");
+    return plan_each(load, problem, {}, [&](auto... pointers) {
+        solve_shipped(problem, search_min_quota, pointers...);
+    });
+}
+
 std::tuple<Tensor, Tensor> solve_ladder_op(const Tensor& load,
                                            int64_t num_slots,
                                            int64_t nvlink_domain,
@@ -286,6 +305,7 @@ TORCH_LIBRARY_IMPL(megatron_ext, CPU, m) {
     m.impl("solve_ladder", &megatron_ext::solve_ladder_op);
     m.impl("solve_fastest", &megatron_ext::solve_fastest_op);
     m.impl("solve_paper", &megatron_ext::solve_op<megatron_ext::solve_paper>);
+    m.impl("solve_shipped", &megatron_ext::solve_shipped_op);
     m.impl("lower_bound", &megatron_ext::lower_bound_op);
     m.impl("split_quota", &megatron_ext::split_quota_op);
     m.impl("share_plan", &megatron_ext::share_plan_op);

@@ -17,6 +17,9 @@ TORCH_LIBRARY(megatron_ext, m) {
     m.def(
         "solve_paper(Tensor load, int num_slots, int nvlink_domain, int tolerance_ppm, "
         "int min_quota) -> (Tensor quota, Tensor slots)");
+    m.def(
+        "solve_shipped(Tensor load, int num_slots, int nvlink_domain, int tolerance_ppm, "
+        "int min_quota, int search_min_quota) -> (Tensor quota, Tensor slots)");
     m.def("lower_bound(Tensor load, int num_slots, int nvlink_domain) -> Tensor");
     m.def("split_quota(Tensor load, Tensor quota, int? source_rank) -> Tensor");
     m.def(

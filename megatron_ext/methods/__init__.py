@@ -8,11 +8,13 @@ layers, `mcore/limits.py` with their rules, and the training program with the ho
 
 STRATEGIES = {
     "quota_paper": "megatron_ext.methods.ultraep_paper.quota_paper:QUOTA_PAPER",
+    "quota_shipped": "megatron_ext.methods.ultraep_paper.quota_shipped:QUOTA_SHIPPED",
     "eplb": "megatron_ext.methods.eplb.eplb:EPLB",
     "eplb_exact": "megatron_ext.methods.eplb.eplb:EPLB_EXACT",
     "lplb": "megatron_ext.methods.lplb.lplb:LPLB",
     "llep": "megatron_ext.methods.llep.llep:LLEP",
     "moonep": "megatron_ext.methods.moonep.moonep:MOONEP",
+    "taot": "megatron_ext.methods.taot.taot:TAOT",
     "craft": "megatron_ext.methods.craft.craft:CRAFT",
     "libra": "megatron_ext.methods.libra.libra:LIBRA",
     "libra_paper": "megatron_ext.methods.libra.libra_paper:LIBRA_PAPER",

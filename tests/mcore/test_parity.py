@@ -145,6 +145,7 @@ PLANNERS = (
     dict(tolerance=0.0),
     dict(strategy="exact", slots=0),  # takes as many slots as there are mains
     dict(strategy="quota_paper", tolerance=0.0),
+    dict(strategy="quota_shipped", tolerance=0.0),
     dict(objective="time", link_bandwidth=1e12, assignment_time=1e-6),
     dict(objective="time"),  # with measured costs
     dict(strategy="eplb", history=HistorySettings(interval=1)),
@@ -152,6 +153,7 @@ PLANNERS = (
     dict(strategy="lplb", history=HistorySettings(interval=1)),
     dict(strategy="llep", llep=LlepSettings(alpha=1.0, min_tokens_per_gemm=1)),
     dict(strategy="moonep", slots=0),
+    dict(strategy="taot"),
     dict(strategy="craft", tolerance=0.0, placement="placement.npz"),
     dict(strategy="quota", tolerance=0.0, placement="placement.npz"),  # as a limit of its slots
     dict(strategy="libra", tolerance=0.0),

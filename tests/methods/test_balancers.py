@@ -18,6 +18,8 @@ from megatron_ext.methods.eplb import eplb
 from megatron_ext.methods.llep import llep
 from megatron_ext.methods.lplb import lplb
 from megatron_ext.methods.moonep import moonep
+from megatron_ext.methods.ultraep_paper import quota_paper, quota_shipped
+from tests import workloads
 from tests.balance.instances import instances
 from tests.balance.rules import check_plan
 
@@ -197,6 +199,84 @@ class TestLlep:
         plan = self.solve([6, 6, 4, 0, 0, 0], layout(2, 3))
         assert plan.quota[:3].tolist() == [[0, 6], [6, 0], [4, 0]]
         assert plan.experts_in_slots.tolist() == [[-1], [0]]
+
+
+class TestQuotaShipped:
+    @staticmethod
+    def solve(loads, where, **asked):
+        return quota_shipped.solve(one_source(where.ep_size, *loads), where, PlanSettings(**asked))
+
+    def test_the_first_test_is_of_the_mean_and_the_tolerance(self):
+        """Mean 50; with 0.01 rank 0 keeps 51, with 0.1 it keeps 55."""
+        assert self.solve([100, 0], layout(2, 1)).quota[0].tolist() == [51, 49]
+        assert self.solve([100, 0], layout(2, 1), tolerance=0.1).quota[0].tolist() == [55, 45]
+
+    def test_a_main_keeps_one(self):
+        """Mean 5: rank 0 would give all of e0. It keeps 1 of it, and 6 all together."""
+        loads, where = [5, 5, 0, 0], layout(2, 2)
+        assert self.solve(loads, where, tolerance=0.0).quota.tolist()[:2] == [[1, 4], [5, 0]]
+        published = quota_paper.solve(one_source(2, *loads), where, PlanSettings(tolerance=0.0))
+        assert published.quota.tolist()[:2] == [[0, 5], [5, 0]]
+
+    def test_no_replica_has_less_than_an_equal_part(self):
+        """Three ranks can take some; each expert can give 3.
+
+        Within 5 and 6 rank 0 has to shed 11 and 10, of which an equal part is 4. Within 7 it is 9.
+        """
+        plan = self.solve([4] * 4 + [0] * 12, layout(4, 4, slots=4))
+        assert plan.rank_loads().tolist() == [7, 3, 3, 3]
+        assert plan.experts_in_slots[:, 0].tolist() == [-1, 0, 1, 2]
+
+    def test_the_search_begins_at_the_mean(self):
+        """One slot: rank 1 takes all but 1 of e0, rank 0 keeps 63. The tests end at 51 + 2."""
+        loads, where = [39, 32, 30, 0, 0, 0], layout(2, 3)
+        assert self.solve(loads, where, min_quota=2).rank_loads().tolist() == [63, 38]
+
+    def test_the_search_gives_no_replica_less_than_1024(self):
+        """As above. Scaled by 26, e0 can give 1,013."""
+        loads, where = torch.tensor([39, 32, 30, 0, 0, 0]), layout(2, 3)
+        assert self.solve(loads * 100, where).quota[0].tolist() == [1, 3899]
+        assert self.solve(loads * 26, where).num_replicas() == 0
+        assert self.solve(loads * 26, where, min_quota=2).quota[0].tolist() == [1, 1013]
+
+    def test_the_search_can_miss_what_is_possible(self):
+        """A rank with an excess below the least quota cannot shed, so probes above fail, too.
+
+        Scaled by 27, e0 can give 1,052. Thresholds from 1,675 to 1,703 can be reached, none else.
+        """
+        loads, where = torch.tensor([39, 32, 30, 0, 0, 0]), layout(2, 3)
+        assert self.solve(loads * 27, where).num_replicas() == 0
+
+    def test_each_domain_has_a_mean_of_its_own(self):
+        plan = self.solve([8, 0, 300, 100], layout(4, 1, domain=2))
+        assert plan.rank_loads().tolist() == [5, 3, 202, 198]
+
+    @given(instance=instances(max_ranks=8))
+    @settings(max_examples=300)
+    def test_mains_of_experts_with_a_load_keep_some(self, instance):
+        load, where = instance.load * 1000, instance.layout
+        plan = quota_shipped.solve(load, where, PlanSettings(tolerance=instance.tolerance))
+        check_plan(load, plan)
+        kept = (
+            plan.quota.view(where.ep_size, -1, where.ep_size).diagonal(dim1=0, dim2=2).T.flatten()
+        )
+        assert torch.equal(kept > 0, load.sum(0) > 0)
+
+    def test_replicas_above_what_the_tests_allow_are_of_1024_or_more(self):
+        """What a plan ends above can only come from the search."""
+        sizes = set()
+        for _, load in workloads.hard_loads(8, 64):
+            where = layout(8, 8)
+            plan = quota_shipped.solve(load, where, PlanSettings())
+            mean = -(-int(load.sum()) // 8)
+            first = mean - (-mean // 100)
+            allowed = first - 2 * (-int(home_loads(load).max()) // 100)
+            if int(plan.rank_loads().max()) > allowed:
+                sizes |= set(plan.quota[plan.physical_index() >= 0].tolist()) - set(
+                    plan.quota[torch.arange(64), torch.arange(64) // 8].tolist()
+                )
+        assert sizes
+        assert min(sizes) >= quota_shipped.MIN_QUOTA
 
 
 class TestMoonep:

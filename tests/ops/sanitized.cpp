@@ -100,6 +100,10 @@ void plan_split_assign(std::mt19937_64& random) {
     std::vector<int32_t> slots(ranks * problem.num_slots);
     solve_paper(problem, load.data(), quota.data(), slots.data());
     check_plan(problem, load, quota, slots);
+    const int64_t search_min_quota =
+        std::max(problem.min_quota, one_of<int64_t>(random, {1, 7, 1024}));
+    solve_shipped(problem, search_min_quota, load.data(), quota.data(), slots.data());
+    check_plan(problem, load, quota, slots);
     solve_quota(problem, load.data(), quota.data(), slots.data());
     check_plan(problem, load, quota, slots);
 

@@ -15,7 +15,12 @@ ops.load_library()
 native = torch.ops.megatron_ext
 
 
-SOLVERS = ("solve_quota", "solve_paper")
+SOLVERS = ("solve_quota", "solve_paper", "solve_shipped")
+
+
+def more_of(solver, min_quota):
+    """What that solver takes beside the others' arguments."""
+    return {"search_min_quota": 4 * min_quota} if solver == "solve_shipped" else {}
 
 
 def solve_both(solver, load, layout, tolerance_ppm, min_quota):
@@ -25,9 +30,15 @@ def solve_both(solver, load, layout, tolerance_ppm, min_quota):
         nvlink_domain=layout.nvlink_domain,
         tolerance_ppm=tolerance_ppm,
         min_quota=min_quota,
+        **more_of(solver, min_quota),
     )
     quota, slots = getattr(native, solver)(
-        load, layout.slots, layout.nvlink_domain, tolerance_ppm, min_quota
+        load,
+        layout.slots,
+        layout.nvlink_domain,
+        tolerance_ppm,
+        min_quota,
+        **more_of(solver, min_quota),
     )
     return (quota, slots), expected
 
@@ -269,6 +280,7 @@ def test_what_schemas_say_of_arguments_is_true():
         (native.solve_fastest, (load, 1, 2, [500_000, 0], 1, 3, 2, 1)),
         (native.solve_fastest, (batch, 0, 2, [500_000, 0], 1, 3, 2, 1)),
         (native.solve_paper, (batch, 1, 2, 10_000, 1)),
+        (native.solve_shipped, (batch, 1, 2, 10_000, 1, 1024)),
         (native.lower_bound, (load, 1, 2)),
         (native.lower_bound, (batch, 1, 2)),
         (native.share_plan, (*planned(4, 8, 2), 3)),
@@ -300,7 +312,9 @@ def test_what_schemas_say_of_arguments_is_true():
 def test_solve_rejects(args, message):
     for solver in SOLVERS:
         with pytest.raises(ValueError, match=message):
-            getattr(native, solver)(*args)
+            getattr(native, solver)(*args, **more_of(solver, args[-1]))
+    with pytest.raises(ValueError, match=r"search_min_quota \(1\) must be >= min_quota \(2\)"):
+        native.solve_shipped(worked_example().load, 1, 2, 0, 2, 1)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ Two tables. The first is of smooth loads, which are Zipf-distributed, with all p
 rank / its proven bound. `x bound` is replicas / the proven bound for the busiest rank's load that
 was reached (or allowed, if that is more), `x plain` the same for the plainest bound, the number of
 ranks with excess or of roomy ranks needed. `sends` are replicas that the busiest sender has to
-fill.
+fill, `far` those on another machine than their home, with 8 ranks a machine.
 
 The second is of the loads that planners may stumble over (`tests.workloads.hard_loads`), with the
-quota planner beside the published one: median, 99th percentile and worst of the times of single
-loads, and the name of the worst load.
+quota planner beside UltraEP's, as published and as shipped, and TAOT: median, 99th percentile and
+worst of the times of single loads, and the name of the worst load.
 
 Times are of one load on one core: the planner alone, that is its native op and a few microseconds
 of Python, after a warm-up, strategies in turn load by load. Processor time of the thread, so that
@@ -73,6 +73,7 @@ HARD = [
     ),
     (72, 288, 2),
 ]
+ON_HARD_LOADS = ("quota", "quota_paper", "quota_shipped", "taot")
 HARD_COLUMNS = (
     "EP",
     "experts",
@@ -99,6 +100,7 @@ COLUMNS = (
     "x bound",
     "x plain",
     "sends",
+    "far",
     "p50 us",
     "p99 us",
 )
@@ -125,7 +127,7 @@ def main() -> None:
         grid = HARD[:3] if options.quick else HARD
         seeds = max(num_loads // 2, 1)
         table["hard"] = _print_rows(HARD_COLUMNS, (measure_hard(*sizes, seeds) for sizes in grid))
-        table["hard, all"] = [summarize(table["hard"], name) for name in ("quota", "quota_paper")]
+        table["hard, all"] = [summarize(table["hard"], name) for name in ON_HARD_LOADS]
     if options.json:
         options.json.write_text(json.dumps(table, indent=1))
 
@@ -191,6 +193,7 @@ def measure(
                         "x bound": _ratio(plan, replicas_lower_bound(load, layout, allowed)),
                         "x plain": _ratio(plan, plain_bound(load, allowed)),
                         "sends": int(rank_sends(plan).max()),
+                        "far": far_replicas(plan),
                     }
                 )
     return [
@@ -213,7 +216,7 @@ def measure_hard(ranks: int, experts: int, slots: int, seeds: int) -> list[dict[
     """One row for each planner, over all kinds of hard loads, each from `seeds` seeds."""
     layout = ExpertLayout(num_experts=experts, ep_size=ranks, slots=slots, nvlink_domain=ranks)
     rows = []
-    found: dict[str, list[tuple[float, float, float, str]]] = {"quota": [], "quota_paper": []}
+    found: dict[str, list[tuple[float, float, float, str]]] = {name: [] for name in ON_HARD_LOADS}
     for seed in range(seeds):
         for kind, load in workloads.hard_loads(ranks, experts, seed):
             bound = int(lower_bound(load, layout))
@@ -271,6 +274,14 @@ def _solve(strategy: Strategy, load: Tensor, layout: ExpertLayout) -> tuple[Bala
     start = time.thread_time_ns()
     plan = strategy.planner.solve(load, layout, settings)
     return plan, (time.thread_time_ns() - start) / 1e3
+
+
+def far_replicas(plan: BalancePlan) -> int:
+    """Replicas on another machine of 8 ranks than their home."""
+    held = plan.experts_in_slots
+    machine = torch.arange(len(held))[:, None] // 8
+    home = held // plan.layout.mains_per_rank // 8
+    return int(((held >= 0) & (home != machine)).sum())
 
 
 def plain_bound(load: Tensor, busiest: int) -> int:

@@ -17,7 +17,7 @@ here when it is needed; but work is counted the same, as it decides when a try i
     attempt.py      one try for one threshold
     bound.py        what no plan can beat
     search.py       the threshold, and the plan that is taken
-    paper.py        UltraEP's Algorithm 1 as published
+    paper.py        UltraEP's Algorithm 1 as published, and as its authors ship it
     reroute.py      stage 3
 
 Legend: R ranks, E logical experts, M = E / R mains per rank, S slots per rank, N local tokens;
@@ -27,8 +27,8 @@ and experts are counted from the domain's first.
 """
 
 from tests.reference.bound import lower_bound
-from tests.reference.paper import solve_paper
+from tests.reference.paper import solve_paper, solve_shipped
 from tests.reference.reroute import assign, split_quota
 from tests.reference.search import solve_quota
 
-__all__ = ["assign", "lower_bound", "solve_paper", "solve_quota", "split_quota"]
+__all__ = ["assign", "lower_bound", "solve_paper", "solve_quota", "solve_shipped", "split_quota"]

@@ -65,6 +65,14 @@ void solve_fastest(const QuotaProblem& problem,
 // tests/reference/paper.py bit by bit.
 void solve_paper(const QuotaProblem& problem, const int64_t* load, int64_t* quota, int32_t* slots);
 
+// The same as UltraEP's authors ship it. Its search gives no replica less than `search_min_quota`;
+// problem.min_quota is for its first three tests.
+void solve_shipped(const QuotaProblem& problem,
+                   int64_t search_min_quota,
+                   const int64_t* load,
+                   int64_t* quota,
+                   int32_t* slots);
+
 // Assignments that the busiest rank has at least in every legal plan; load as above.
 int64_t lower_bound(const QuotaProblem& problem, const int64_t* load);
 

@@ -6,8 +6,9 @@
 namespace megatron_ext {
 
 // UltraEP, Algorithm 1 (SolveReplication): the busiest rank first, from its hottest expert on,
-// always to the roomiest host.
-template <class Warp>
+// always to the roomiest host. Its release keeps assignments with every main (kStays), and in some
+// tries gives none of the hosts less than an equal part of what the rank has to shed (kByNeed).
+template <int kStays = 0, bool kByNeed = false, class Warp>
 MEGATRON_EXT_ONCE_IN_CODE bool shed_to_roomiest(Moves<Warp>& moves) {
     const auto& at = moves.at();
     const Domain& domain = moves.domain();
@@ -30,12 +31,13 @@ MEGATRON_EXT_ONCE_IN_CODE bool shed_to_roomiest(Moves<Warp>& moves) {
             if (next.index < 0) return false;
             expert = first + next.index;
             MEGATRON_EXT_ROLLED
-            while (at.room[rank] < 0 && at.kept[expert] > 0 && moves.hosts() > 0) {
+            while (at.room[rank] < 0 && at.kept[expert] > kStays && moves.hosts() > 0) {
                 moves.spend(4 * rounds_of(domain.ranks));
                 const int t = at.host[moves.hosts_below(at.host_room[moves.hosts() - 1])];
                 const int64_t piece =
-                    moves.least(moves.least(-at.room[rank], at.room[t]), at.kept[expert]);
+                    moves.least(moves.least(-at.room[rank], at.room[t]), at.kept[expert] - kStays);
                 if (piece < domain.min_quota) break;
+                if (kByNeed && piece < 1 + (-at.room[rank] - 1) / moves.hosts()) break;
                 moves.add(rank, expert, t, piece);
             }
         }

@@ -1,0 +1,1 @@
+"""TAOT: replicas near their homes, hinted at by optimal transport between ranks."""
