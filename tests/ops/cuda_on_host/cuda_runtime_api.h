@@ -45,7 +45,7 @@ extern char __stop_shared_memory[] __attribute__((weak));
 }
 
 using cudaStream_t = void*;
-enum cudaError_t { cudaSuccess };
+enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
 
 struct dim3 {
     unsigned x = 1, y = 1, z = 1;
@@ -399,10 +399,25 @@ inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaSt
 }
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin };
+
+namespace cuda_on_host {
+inline int most_shared_bytes = 227 << 10;  // of a block
+}
+
+inline cudaError_t cudaGetDevice(int* device) {
+    *device = 0;
+    return cudaSuccess;
+}
+
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+    *value = cuda_on_host::most_shared_bytes;
+    return cudaSuccess;
+}
 
 template <class Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) {
-    return cudaSuccess;
+cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int bytes) {
+    return bytes <= cuda_on_host::most_shared_bytes ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
