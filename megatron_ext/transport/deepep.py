@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.transport.one_sided import group_timeout_s
-from megatron_ext.transport.reach import domain_of
+from megatron_ext.transport.reach import domain_of, gather
 from megatron_ext.transport.symmetric_heap import domain_group
 from megatron_ext.transport.transport import Transfers, TransportOptions
 
@@ -261,8 +261,20 @@ class DeepEPTransport:
 def make(
     ep_group: ProcessGroup, device: torch.device, options: TransportOptions
 ) -> DeepEPTransport:
-    """Return the transport of a rank; see `TransportKind.make`."""
-    _import()  # before ranks do anything together
+    """Return the transport of a rank; see `TransportKind.make`.
+
+    Raises:
+        RuntimeError: A rank has no DeepEP with primitives for redundant experts.
+    """
+    problem = ""
+    try:
+        _import()
+    except RuntimeError as error:
+        problem = str(error)
+    # A rank that has it would wait for one that has not.
+    for rank, other in enumerate(gather(problem, ep_group)):
+        if other:
+            raise RuntimeError(f"rank {rank}: {other}")
     rank, num_ranks = dist.get_rank(ep_group), dist.get_world_size(ep_group)
     peers = domain_of(rank, options.domain_ranks or num_ranks)
     timeout_s = options.timeout_s

@@ -29,10 +29,13 @@ ALIGNED = ((4, 8), (16, 3, 2), (8,))
 """Slots of 128, 384 and 32 bytes."""
 
 
+ABSENT = "absent"
+
+
 @contextmanager
 def installed(package: Any = None) -> Iterator[None]:
     # Only this name: what is imported meanwhile stays.
-    sys.modules["deep_ep"] = package or deep_ep()
+    sys.modules["deep_ep"] = None if package == ABSENT else package or deep_ep()  # type: ignore
     try:
         yield
     finally:
@@ -157,19 +160,26 @@ def test_what_deepep_cannot_do_is_refused() -> None:
     run_ranks(_refuse, 1)
 
 
+def _make_without(rank: int, package: Any, found: str) -> None:
+    """Rank 1 has none, or an old one; all ranks say so."""
+    kind, device = TRANSPORTS["deepep"], torch.device("cuda", 0)
+    with (
+        installed(deep_ep() if rank == 0 else package),
+        pytest.raises(RuntimeError, match=rf"rank 1: .*needs DeepEP 2.5 or later.*{found}"),
+    ):
+        kind.make(dist.group.WORLD, device, TransportOptions())
+
+
 @pytest.mark.parametrize(
-    ("package", "found"),
+    ("version", "found"),
     [
-        (SimpleNamespace(Buffer=object, __version__="1.2.1"), r"version 1\.2\.1 has not"),
+        ("1.2.1", r"version 1\.2\.1 has not; install it, or use balance.transport=cuda"),
         (None, r"cannot be imported \("),
     ],
 )
-def test_an_old_or_missing_deepep_is_named(package: Any, found: str) -> None:
-    with (
-        mock.patch.dict(sys.modules, {"deep_ep": package}),
-        pytest.raises(RuntimeError, match=rf"needs DeepEP 2.5 or later.*{found}.*transport=cuda"),
-    ):
-        TRANSPORTS["deepep"].make(mock.Mock(), torch.device("cuda", 0), TransportOptions())
+def test_an_old_or_missing_deepep_is_named_on_all_ranks(version: str | None, found: str) -> None:
+    old = SimpleNamespace(Buffer=object, __version__=version) if version else ABSENT
+    run_ranks(_make_without, 2, old, found)
 
 
 def test_only_who_asks_gets_it() -> None:
