@@ -8,11 +8,13 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 import pickle
 import sys
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -109,7 +111,8 @@ def test_without_a_function_a_hybrid_provider_has_bridges(monkeypatch: pytest.Mo
 
 
 def _specs_of_a_model_config(rank: int) -> None:
-    from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
+    with mock.patch.object(logging, "basicConfig"):  # Megatron's training sets up the process
+        from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
     model_config = GPTModelConfig(
         transformer=build_gpt(ep=2).config,
