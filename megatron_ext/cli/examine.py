@@ -6,7 +6,9 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,8 @@ def _torch_report(problems: list[str]) -> dict[str, Any]:
         native_library = False
         native_said = str(error)
         problems.append(native_said)
+    if mismatch := cuda_mismatch():
+        problems.append(mismatch)
     has_gpu = torch.cuda.is_available()
     device_type = "cuda" if has_gpu else "cpu"
     cuda_part = native_library and has_cuda_part()
@@ -203,6 +207,8 @@ def examine_gpus() -> dict[str, Any]:
         return {"gpus": [], "problems": []}
     gpus = [_gpu(number) for number in numbers]
     problems = [gpu["lacks"] for gpu in gpus if gpu["lacks"]]
+    if mismatch := cuda_mismatch():
+        problems.append(mismatch)
     report: dict[str, Any] = {
         "gpus": gpus,
         "imex_channels": sorted(each.name for each in _CHANNELS.glob("channel*")),
@@ -225,6 +231,34 @@ def examine_gpus() -> dict[str, Any]:
     except (RuntimeError, OSError) as error:
         problems.append(str(error))
     return report | {"problems": problems}
+
+
+def cuda_mismatch() -> str | None:
+    """Return in one line how the CUDA of nvcc and of torch differ; None if they fit, or one lacks.
+
+    The library has the runtime of nvcc's CUDA in it. A driver that is too old for that runtime,
+    though not for torch's, fails at the first launch.
+    """
+    import torch
+
+    from megatron_ext.ops.build import cuda_compiler
+
+    nvcc = cuda_compiler()
+    if nvcc is None:
+        return None
+    try:
+        told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"{nvcc} does not run: {error}"
+    release = re.search(r"release (\d+)\.\d+", told.stdout)
+    of_torch = str(torch.version.cuda)
+    if release is not None and release[1] == of_torch.split(".")[0]:
+        return None
+    found = release[0].removeprefix("release ") if release else "an unknown version"
+    return (
+        f"{nvcc} is of CUDA {found} and torch {torch.__version__} of CUDA {of_torch}: both must "
+        "have the same major version; name another nvcc in CUDACXX, or install another torch"
+    )
 
 
 def _gpu(number: int) -> dict[str, Any]:

@@ -96,11 +96,11 @@ def _name(sources: Path) -> str:
     for path in sorted(path for path in sources.rglob("*") if path.is_file()):
         text = path.read_bytes()
         digest.update(f"{path.relative_to(sources)}\n{len(text)}\n".encode() + text)
-    device = "cuda" if _nvcc() else "host"
+    device = "cuda" if cuda_compiler() else "host"
     return f"torch-{torch.__version__}-{platform.machine()}-{device}-{digest.hexdigest()[:16]}"
 
 
-def _nvcc() -> str | None:
+def cuda_compiler() -> str | None:
     """Return the compiler for the CUDA part, if there is one and Torch has CUDA."""
     if torch.version.cuda is None:
         return None
@@ -132,7 +132,7 @@ def _build(sources: Path, path: Path) -> None:
     if missing := missing_tool():
         raise RuntimeError(f"the native part cannot be built: {missing}")
     environment = os.environ | {"PATH": _tools_path()}
-    if nvcc := _nvcc():
+    if nvcc := cuda_compiler():
         environment["CUDACXX"] = nvcc
     without = "" if nvcc or torch.version.cuda is None else ", without its CUDA part (no nvcc)"
     sys.stderr.write(

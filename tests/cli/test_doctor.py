@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from packaging.requirements import Requirement
 
-from megatron_ext.cli.examine import PACKAGES
+from megatron_ext.cli.examine import PACKAGES, cuda_mismatch
 from megatron_ext.transport.gpu_driver import Driver
 from tests.cli.command import run
 from tests.transport.test_gpu_probe import Cuda
@@ -78,6 +79,35 @@ def test_doctor_says_what_is_here_and_how_to_get_the_rest(capsys, monkeypatch, t
     assert "not here             Slurm: log in to a machine that has sbatch" in stdout
     # What may be absent is no failure.
     assert status == (1 if "problem: " in stdout else 0)
+
+
+@pytest.mark.parametrize(
+    ("release", "of_torch", "said"),
+    [
+        ("release 13.0, V13.0.88", "13.1", None),
+        ("release 13.0, V13.0.88", None, None),
+        ("release 13.0, V13.0.88", "12.8", "is of CUDA 13.0 and torch 2.99.0 of CUDA 12.8: both"),
+        ("release 12.9, V12.9.1", "13.0", "is of CUDA 12.9 and torch 2.99.0 of CUDA 13.0: both"),
+        ("a compiler", "13.0", "is of CUDA an unknown version and torch"),
+    ],
+)
+def test_doctor_compares_the_cuda_of_nvcc_and_torch(
+    capsys, monkeypatch, tmp_path, release, of_torch, said
+):
+    import torch
+
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, {release}'\n")
+    nvcc.chmod(0o755)
+    fake_gpus(monkeypatch, tmp_path, Cuda(2, fabric=False))
+    monkeypatch.setenv("CUDACXX", str(nvcc))
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    monkeypatch.setattr(torch.version, "cuda", of_torch)
+    _, stdout, _ = run(capsys, "doctor", "--gpu", "--json")
+    problems = json.loads(stdout)["problems"]
+    assert problems == [problem for problem in problems if said and said in problem]
+    assert len(problems) == (said is not None)
+    assert (cuda_mismatch() is None) == (said is None)
 
 
 def test_doctor_says_how_to_get_every_extra():

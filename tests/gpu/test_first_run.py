@@ -336,9 +336,30 @@ def test_one_gpu_that_sees_nothing_is_no_failure(monkeypatch: pytest.MonkeyPatch
 def test_nvcc_is_found_where_the_build_finds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh")
+    nvcc.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
-    assert litmus.nvcc() == "/opt/cuda/bin/nvcc"
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.delenv("CUDACXX", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert litmus.compile_command("sm_90")[0] == str(nvcc)
+
+
+def test_it_refuses_an_nvcc_of_another_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.0, V13.0.88\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDACXX", str(nvcc))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(first_run, "run_all", lambda *args, **options: pytest.fail("it began"))
+    assert first_run.main(["--gpus", "1", "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {nvcc} is of CUDA 13.0 and torch {torch.__version__} of CUDA")
+    assert said.count("\n") == 1
 
 
 def test_losses_may_move_as_far_as_rounding_moves_them() -> None:

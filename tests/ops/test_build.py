@@ -106,7 +106,7 @@ def test_a_library_for_another_torch_is_not_used(tmp_path, monkeypatch):
 
 
 def test_sources_and_tools_name_the_library(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "_nvcc", lambda: None)
+    monkeypatch.setattr(build, "cuda_compiler", lambda: None)
     names = {build._name(ROOT / "csrc")}
     (tmp_path / "a.cpp").write_text("1")
     names.add(build._name(tmp_path))
@@ -114,7 +114,7 @@ def test_sources_and_tools_name_the_library(tmp_path, monkeypatch):
     names.add(build._name(tmp_path))
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     names.add(build._name(tmp_path))
-    monkeypatch.setattr(build, "_nvcc", lambda: "nvcc")
+    monkeypatch.setattr(build, "cuda_compiler", lambda: "nvcc")
     names.add(build._name(tmp_path))
     assert len(names) == 5
 

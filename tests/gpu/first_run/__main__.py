@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.cli.examine import cuda_mismatch
 from megatron_ext.files.tables import markdown_table
 from tests.gpu.first_run.environment import ROOT
 from tests.gpu.first_run.parts import Part, parts
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run; see tests/gpu/first_run.sh.
 
     Returns:
-        0 if all that ran passed, otherwise 1.
+        0 if all that ran passed, 1 if a part did not, 2 if nothing could run.
     """
     options = _parser().parse_args(arguments)
     gpus = num_gpus() if options.gpus is None else options.gpus
@@ -70,6 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.write("There is no GPU here. On a machine with GPUs this would run:\n\n")
         sys.stdout.write(f"{plan_text(chosen, gpus)}\n")
         return 0
+    if mismatch := cuda_mismatch():
+        sys.stderr.write(f"error: {mismatch}\n")
+        return 2
     before = passed_before(options.out) if options.go_on else []
     done = {outcome.name for outcome in before}
     chosen = [part for part in chosen if part.name not in done]

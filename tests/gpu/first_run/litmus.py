@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.ops.build import cuda_compiler
 from tests.gpu.first_run.environment import ROOT
 
 SOURCE = Path(__file__).with_name("litmus.cu")
@@ -57,17 +56,17 @@ def main() -> None:
     sys.exit(bool(found))
 
 
-def nvcc() -> str:
-    """Return CUDA's compiler: in PATH, else below CUDA_HOME, where the build looks, too."""
-    return shutil.which("nvcc") or str(
-        Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
-    )
-
-
 def compile_command(architecture: str) -> list[str]:
     """Return how the program is built, but for where it goes."""
     return [
-        *(nvcc(), "-std=c++17", "-O2", f"-arch={architecture}", "--Werror=all-warnings"),
+        # The build's compiler; a torch without CUDA has none, and PATH may.
+        *(
+            cuda_compiler() or "nvcc",
+            "-std=c++17",
+            "-O2",
+            f"-arch={architecture}",
+            "--Werror=all-warnings",
+        ),
         *(f"-I{ROOT / 'csrc' / folder}" for folder in ("include", "cuda")),
         str(SOURCE),
     ]
