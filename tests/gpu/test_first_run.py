@@ -16,8 +16,10 @@ import psutil
 import pytest
 import torch
 
+from megatron_ext.trainer.train import load_config
 from tests.gpu.first_run import __main__ as first_run
-from tests.gpu.first_run import failing_rank, litmus, parity, recipe
+from tests.gpu.first_run import failing_rank, litmus, parity, planner_profile, recipe
+from tests.gpu.first_run import parts as parts_module
 from tests.gpu.first_run.environment import (
     QUEUES,
     ROOT,
@@ -164,8 +166,65 @@ def test_ranks_that_are_streams_have_a_queue_each() -> None:
     """One queue would hold up a rank's launch behind another rank's kernel, which waits for it."""
     words = ("tests/gpu/test_transport.py", "tests/perf/transport.py")
     of_streams = [part for part in parts(1) if {*words} & {*part.command}]
+    of_streams = [part for part in of_streams if part.name != "one_gpu_reset"]  # of processes
     assert len(of_streams) == 3
     assert {part.environment["CUDA_DEVICE_MAX_CONNECTIONS"] for part in of_streams} == {"32"}
+
+
+def test_ranks_share_a_gpu_where_there_is_one_only() -> None:
+    shared = [part for part in parts(1) if part.name.startswith("one_gpu")]
+    names = [part.name for part in shared]
+    for asked in ("parity_ep2", "parity_ep4", "failing_rank", "reset", "beside", "te_parity_ep2"):
+        assert f"one_gpu_{asked}" in names
+    assert all(part.gpus == 1 for part in shared)
+    for gpus in (2, 8):
+        assert not any(part.name.startswith("one_gpu") for part in parts(gpus))
+    for part in shared:
+        if "parity" in part.name:
+            settings = part.command[part.command.index("--json") + 2 :]
+            assert "model.experts=grouped_mm" in settings
+            config = load_config([*settings, "balance=quota"], config_name="quickstart")
+            assert config.run_dir == f"runs/first_run/{part.name}/quota"
+
+
+def test_parts_need_what_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine and ncu: left out with a reason, and no failure."""
+    monkeypatch.setattr(parts_module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(parts_module.shutil, "which", lambda name: None)
+    without = {part.name: part for gpus in (1, 8) for part in parts(gpus)}
+    of_te = ["one_gpu_te_parity_ep2", "te_parity_ep2", "te_parity_ep8"]
+    chosen = [without[name] for name in [*of_te, "planner_profile"]]
+    outcomes = list(first_run.run_all(chosen, 8, tmp_path))
+    assert {outcome.status for outcome in outcomes} == {"left out"}
+    assert all("Transformer Engine is not installed" in outcome.why for outcome in outcomes[:3])
+    assert outcomes[3].why == "there is no ncu in PATH or below CUDA_HOME"
+    monkeypatch.setattr(parts_module.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(parts_module.shutil, "which", lambda name: name)
+    assert not any(part.lacks for gpus in (1, 8) for part in parts(gpus))
+    assert [part.gpus for part in parts(8) if part.name in of_te] == [2, 8]
+
+
+NCU = """#!/bin/sh
+if [ "$1" = --import ]; then
+    cat <<'END'
+"ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
+"0","solve_quota_kernel","GPU Speed Of Light Throughput","Duration","us","50.1"
+"0","solve_quota_kernel","Rules","","",""
+END
+else
+    while [ "$1" != --export ]; do shift; done
+    touch "$2"
+fi
+"""
+
+
+def test_a_profile_has_a_row_for_each_metric(tmp_path: Path) -> None:
+    program, report = tmp_path / "ncu", tmp_path / "x.json.ncu-rep"
+    program.write_text(NCU)
+    program.chmod(0o755)
+    rows = planner_profile.profile(str(program), report)
+    assert rows == [{"what": "Duration", "value": "50.1", "unit": "us"}]
+    assert report.is_file()
 
 
 def test_tests_are_required_for_the_gpus_that_are_there() -> None:

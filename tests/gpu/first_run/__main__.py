@@ -101,13 +101,13 @@ def plan_text(chosen: Sequence[Part], gpus: int) -> str:
     rows = [
         (
             part.name,
-            f"{part.limit_s} s" if part.gpus <= gpus or gpus == 0 else _needs(part),
+            part.left_out(gpus or part.gpus) or f"{part.limit_s} s",
             part.shows,
             shlex.join(part.command_for(Path(f"{part.name}.json"))[1:]),
         )
         for part in chosen
     ]
-    longest = sum(part.limit_s for part in chosen if part.gpus <= gpus or gpus == 0)
+    longest = sum(part.limit_s for part in chosen if not part.left_out(gpus or part.gpus))
     table = markdown_table(("part", "at most", "shows", "python ..."), rows)
     return f"{table}\n\nAt most {longest / 60:.0f} minutes."
 
@@ -123,8 +123,8 @@ def run_all(
     ends = time.monotonic() + limit_s
     for part in chosen:
         left_s = ends - time.monotonic()
-        if part.gpus > gpus:
-            yield Outcome(part.name, LEFT_OUT, why=_needs(part))
+        if why := part.left_out(gpus):
+            yield Outcome(part.name, LEFT_OUT, why=why)
         elif left_s < LEAST_S:
             yield Outcome(part.name, LEFT_OUT, why=NO_TIME)
         else:
@@ -216,10 +216,6 @@ def _cell(value: Any) -> str:
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _needs(part: Part) -> str:
-    return f"needs {part.gpus} GPUs"
 
 
 def _parser() -> argparse.ArgumentParser:
