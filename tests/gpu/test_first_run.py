@@ -11,6 +11,7 @@ import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -102,6 +103,29 @@ def test_it_ends_in_time_and_goes_on_later(tmp_path: Path, monkeypatch: pytest.M
     assert first_run.main(asked) == 0
     assert {*statuses().values()} == {"passed"}
     assert json.loads((tmp_path / "first_run.json").read_text())["parts"][0]["rows"], "kept"
+
+
+def test_what_takes_all_the_time_comes_last_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_run, "LEAST_S", 0.5)
+    made = [
+        python("hangs", "import time; time.sleep(60)"),
+        python("fails", "raise SystemExit(1)"),
+        python("measures", WRITES),
+        python("is_slow", "import time; time.sleep(4)"),
+    ]
+    monkeypatch.setattr(first_run, "parts", lambda gpus: made)
+    asked = ["--gpus", "1", "--out", str(tmp_path), "--go-on"]
+    first_run.main([*asked, "--minutes", "0.02"])  # cut
+    first_run.main([*asked, "--minutes", "0.05"])
+    found = {one.name: one for one in first_run.outcomes_of(tmp_path)}
+    assert (found["measures"].status, found["fails"].why) == ("passed", "status 1")
+    assert found["is_slow"].why == "no time was left"
+    assert found["hangs"].seconds > 0, "what it did is kept"
+    first_run.main([*asked, "--minutes", "0.02"])
+    assert next(one.name for one in first_run.outcomes_of(tmp_path)) == "measures"
+    assert first_run.main([*asked, "--skip", "hangs", "is_slow"]) == 1
 
 
 def test_what_a_part_leaves_behind_is_ended(tmp_path: Path) -> None:
@@ -277,6 +301,63 @@ def test_all_ranks_begin_before_one_is_waited_for(monkeypatch: pytest.MonkeyPatc
         *("stream 0 waits for now", "stream 1 waits for now", "rank 0 begins", "rank 1 begins"),
         *("now waits for stream 0", "now waits for stream 1"),
     ]
+
+
+class Moves:
+    """Stands for a transport, and for what makes one."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, num_ranks: int) -> None:
+        self.streams = [None] * num_ranks
+
+    def transport(self, rank: int, **options: Any) -> Moves:
+        self.push_blocks = options["push_blocks"]
+        return self
+
+    def warm(self) -> None:
+        pass
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
+        return torch.zeros(1, device=device).expand(shape)
+
+    def push(self, *given: Any) -> Moves:
+        BLOCKS_USED.append(self.push_blocks)
+        return self
+
+    pull_add = push
+
+    def wait(self) -> None:
+        pass
+
+
+BLOCKS_USED: list[int] = []
+
+
+def test_blocks_of_a_push_are_swept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.perf import transport
+
+    def time_once(calls: dict[str, Any], rounds: int) -> dict[str, float]:
+        calls[next(iter(calls))]()
+        swept.append((next(iter(calls)), BLOCKS_USED[-1]))
+        return dict.fromkeys(calls, 1.0)
+
+    swept: list[tuple[str, int]] = []
+    monkeypatch.setattr(transport, "MIB", 1024)
+    monkeypatch.setattr("tests.gpu.virtual_ranks.VirtualRanks", Moves)
+    monkeypatch.setattr(transport, "_time_gpu", time_once)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: mock.Mock(multi_processor_count=132)
+    )
+    monkeypatch.setattr(
+        transport, "on_all", lambda streams, setups, call: [call(setup) for setup in setups]
+    )
+    rows = transport.measure_gpu(1)
+    found = [row for row in rows if row["what"].endswith("blocks")]
+    assert [row["what"] for row in found] == [f"push, {n} blocks" for n in (8, 16, 32, 64, 132)]
+    assert {row["compared with"] for row in found} == {"device copy"}
+    assert ("push", 8) in swept
+    assert [blocks for _, blocks in swept[2:7]] == [8, 16, 32, 64, 132]
 
 
 BROUGHT = r"""

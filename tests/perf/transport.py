@@ -348,11 +348,11 @@ def measure_gpu(rounds: int) -> list[dict[str, Any]]:
 
     # One rank alone calls each kernel first: a first launch may wait for all that runs.
     (alone,), _ = set_up(1, MIB, 1, relay_threshold=1000)
-    nothing = in_slots([], 1, mains=1, slots=1, device=alone.slot_weights[0].device)
+    device = alone.slot_weights[0].device
+    nothing = in_slots([], 1, mains=1, slots=1, device=device)
     alone.push(nothing)
     alone.pull_add(nothing)
     rows = []
-    device = torch.device("cuda", torch.cuda.current_device())
     for num_bytes, slots in ((48 * MIB, 4), (48 * 1024, 4)):
         moved = slots * num_bytes
         setups, together = set_up(3, num_bytes, slots, relay_threshold=1000)

@@ -74,11 +74,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if mismatch := cuda_mismatch():
         sys.stderr.write(f"error: {mismatch}\n")
         return 2
-    before = passed_before(options.out) if options.go_on else []
+    earlier = outcomes_of(options.out) if options.go_on else []
+    before = [outcome for outcome in earlier if outcome.status == PASSED]
+    tried = {one.name: one for one in earlier if one.status != PASSED and one.seconds}
     done = {outcome.name for outcome in before}
     chosen = [part for part in chosen if part.name not in done]
+    # Else what hangs would take the time of all that is behind it, in every command.
+    chosen.sort(key=lambda part: part.name in tried)
     outcomes: list[Outcome] = []
     for outcome in run_all(chosen, gpus, options.out, limit_s=60 * options.minutes):
+        if outcome.why == NO_TIME and not outcome.seconds:
+            outcome = tried.get(outcome.name, outcome)
         outcomes.append(outcome)
         write_results([*before, *outcomes], gpus, options.out)
         sys.stdout.write(f"{outcome.name}: {outcome.status} {outcome.why}".rstrip() + "\n")
@@ -134,13 +140,12 @@ def run_all(
             yield outcome
 
 
-def passed_before(out: Path) -> list[Outcome]:
-    """Return the parts that passed in an earlier run with the same results."""
+def outcomes_of(out: Path) -> list[Outcome]:
+    """Return what became of parts in an earlier run with the same results."""
     file = out / "first_run.json"
     if not file.is_file():
         return []
-    outcomes = [Outcome(**one) for one in json.loads(file.read_text())["parts"]]
-    return [outcome for outcome in outcomes if outcome.status == PASSED]
+    return [Outcome(**one) for one in json.loads(file.read_text())["parts"]]
 
 
 def run_part(part: Part, out: Path) -> Outcome:
@@ -228,7 +233,9 @@ def _parser() -> argparse.ArgumentParser:
         "--minutes", type=float, default=math.inf, metavar="N", help="end after so many"
     )
     parser.add_argument(
-        "--go-on", action="store_true", help="leave out what has passed, by the results in --out"
+        "--go-on",
+        action="store_true",
+        help="by the results in --out: leave out what has passed, and begin with what has not run",
     )
     parser.add_argument(
         "--out", type=Path, default=ROOT / "runs" / "first_run", help="(default: runs/first_run)"
