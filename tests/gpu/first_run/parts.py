@@ -21,6 +21,9 @@ RECIPE_GPUS = 8
 TE = ("model.transformer_impl=transformer_engine", "model.experts=grouped_mm")
 """Settings of a model of Transformer Engine's layers, with its grouped experts."""
 
+KERNELS = "balance.transport=cuda"
+"""Else replicas might go through collectives, and nothing would be shown of the kernels."""
+
 JSON_FILE = "{json}"
 
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
@@ -186,11 +189,11 @@ def _ranks_on_one_gpu() -> list[Part]:
     On several GPUs, parts of the same programs have a GPU for each rank.
     """
     return [
-        _parity("one_gpu_parity_ep2", 2, "model.experts=grouped_mm"),
+        _parity("one_gpu_parity_ep2", 2, KERNELS, "model.experts=grouped_mm"),
         Part(
             "one_gpu_failing_rank",
             "a rank fails in backward: all end soon, and no weight has changed",
-            _python("-m", "tests.gpu.first_run.failing_rank", "--ranks", "2"),
+            _python("-m", "tests.gpu.first_run.failing_rank", "--ranks", "2", KERNELS),
             180,
         ),
         Part(
@@ -212,8 +215,8 @@ def _ranks_on_one_gpu() -> list[Part]:
             ),
             180,
         ),
-        _parity("one_gpu_te_parity_ep2", 2, *TE, lacks=_lacks_te()),
-        _parity("one_gpu_parity_ep4", 4, "model.experts=grouped_mm"),
+        _parity("one_gpu_te_parity_ep2", 2, KERNELS, *TE, lacks=_lacks_te()),
+        _parity("one_gpu_parity_ep4", 4, KERNELS, "model.experts=grouped_mm"),
     ]
 
 
