@@ -115,6 +115,7 @@ def _messages(rank: int, given: Tensor) -> None:
             dist.P2POp(dist.irecv, received, 1 - rank),
         ]
     )
+    assert [len(work._back) for work in works] == [0, 1], "what is sent is not written"
     for work in works:
         work.wait()
     assert torch.equal(received, given - 100 * rank + 100 * (1 - rank))
@@ -148,6 +149,14 @@ def _in_autograd(rank: int) -> None:
 
 def test_what_comes_is_what_gloo_brings() -> None:
     run_ranks(_same_as_gloo, 2)
+
+
+def test_copies_have_no_history() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    copies: dict[int, tuple[Tensor, Tensor]] = {}
+    ((copy,), number) = one_gpu._on_host([[weight * 2], 5], copies, lambda tensor: True)
+    assert (copy.tolist(), copy.requires_grad, number) == ([2.0, 2.0], False, 5)
+    assert len(copies) == 1
 
 
 def test_a_handle_copies_back_when_it_is_waited_for() -> None:

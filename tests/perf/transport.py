@@ -12,7 +12,8 @@ rank 0, percentiles in microseconds, blocks of calls taking turns with those of 
 
 With `--gpu`, ranks are streams of one GPU (tests/gpu/virtual_ranks.py), and times are the device's:
 from the first rank's first kernel to the last rank's last one. All bytes then move within one GPU's
-memory, so what is compared with is a copy within it, not a link.
+memory, so what is compared with is a copy within it, not a link. A push between two ranks has a row
+for each of `PUSH_BLOCKS`.
 """
 
 from __future__ import annotations
