@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import functools
 import gc
+import itertools
 import os
 import pickle
 import signal
@@ -46,6 +48,8 @@ class _Rank:
 
 _kept: dict[int, list[_Rank]] = {}
 
+_calls = itertools.count()
+
 _SAY_WHERE = signal.SIGUSR2
 """Lets a rank write the stacks of its threads to stderr."""
 
@@ -77,31 +81,38 @@ def run_ranks(
     results: dict[int, Any] = {}
     failures: list[tuple[float, int, str]] = []
     try:
-        # A file in a folder of its own: ranks meet without ports.
-        with tempfile.TemporaryDirectory() as folder:
-            for rank in ranks:
-                rank.pipe.send_bytes(pickle.dumps((f"{folder}/store", fn, args)))
-            while len(results) < world_size and not failures:
-                if time.monotonic() > deadline:
-                    late = sorted(set(range(world_size)) - set(results))
-                    for rank in late:
-                        os.kill(ranks[rank].process.pid, _SAY_WHERE)
-                    time.sleep(1.0)
-                    raise TimeoutError(f"ranks {late} still ran after {timeout_s} s")
-                _collect(ranks, results, failures, wait_s=0.2)
-            if failures:
-                # Give the peers a moment to report what they saw: it often explains the first
-                # failure.
-                deadline = time.monotonic() + 1.0
-                while len(results) + len(failures) < world_size and time.monotonic() < deadline:
-                    _collect(ranks, results, failures, wait_s=0.1)
-                texts = [f"--- rank {rank}\n{text}" for _, rank, text in sorted(failures)]
-                raise RuntimeError("\n".join(texts))
+        # A file for each call: ranks meet without ports. The folder stays until all ranks are gone.
+        # A rank leaves its group after its result, and without the file that would not end.
+        store = f"{_stores().name}/{next(_calls)}"
+        for rank in ranks:
+            rank.pipe.send_bytes(pickle.dumps((store, fn, args)))
+        while len(results) < world_size and not failures:
+            if time.monotonic() > deadline:
+                late = sorted(set(range(world_size)) - set(results))
+                for rank in late:
+                    os.kill(ranks[rank].process.pid, _SAY_WHERE)
+                time.sleep(1.0)
+                raise TimeoutError(f"ranks {late} still ran after {timeout_s} s")
+            _collect(ranks, results, failures, wait_s=0.2)
+        if failures:
+            # Give the peers a moment to report what they saw: it often explains the first
+            # failure.
+            deadline = time.monotonic() + 1.0
+            while len(results) + len(failures) < world_size and time.monotonic() < deadline:
+                _collect(ranks, results, failures, wait_s=0.1)
+            texts = [f"--- rank {rank}\n{text}" for _, rank, text in sorted(failures)]
+            raise RuntimeError("\n".join(texts))
     except BaseException:
         _end(ranks)
         raise
     _kept[world_size] = ranks
     return [results[rank] for rank in range(world_size)]
+
+
+@functools.cache
+def _stores() -> tempfile.TemporaryDirectory[str]:
+    """Return the folder of this process's calls."""
+    return tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 
 
 def _collect(

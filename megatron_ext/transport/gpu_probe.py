@@ -23,9 +23,6 @@ from megatron_ext.transport.gpu_driver import Driver, DriverError, SharedPage, n
 from megatron_ext.transport.reach import gather
 from megatron_ext.transport.shared_heap import machine_of_this_process
 
-SHARED_GPU = "MEGATRON_EXT_SHARED_GPU"
-"""For tests: where this variable is set, ranks of one GPU reach each other, too."""
-
 _TOKEN_BYTES = 16
 _FILES_TIMEOUT_S = 10.0
 """Longest wait for the descriptor of a rank that has announced one."""
@@ -123,7 +120,7 @@ def _obstacle(
     assert driver is not None
     if other.token == mine.token:
         return ""
-    if other.gpu == mine.gpu and SHARED_GPU not in os.environ:
+    if other.gpu == mine.gpu:
         return f"they share the GPU {mine.gpu}"
     if (other.fabric is None) != (mine.fabric is None):
         return "only one of their GPUs has handles of the fabric"

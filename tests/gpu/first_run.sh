@@ -2,7 +2,8 @@
 # Everything that a machine with GPUs can show, in one go: tests/gpu/first_run.sh [--gpus N] [--dry-run]
 # [--minutes N] [--go-on] [--only PART ...] [--skip PART ...] [--out DIR]. Results are DIR/first_run.json and
 # DIR/first_run.md (runs/first_run by default). Status 0 if all that ran went well; what fails does not stop the
-# rest. Without GPUs it says what it would do. --minutes ends it after so many; --go-on leaves out what has passed.
+# rest. Without GPUs it says what it would do. --minutes ends it after so many; --go-on leaves out what has passed,
+# and begins with what has not run.
 #
 # Without a network: elsewhere, by the same version of Python, collect the packages into a folder,
 #     python -m pip wheel --no-deps --wheel-dir wheels -r tests/gpu/first_run/packages.txt

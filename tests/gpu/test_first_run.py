@@ -10,8 +10,8 @@ import sys
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -20,15 +20,15 @@ import torch
 from megatron_ext.trainer.ranks.launch import launch_ranks
 from megatron_ext.trainer.train import load_config
 from tests.gpu.first_run import __main__ as first_run
-from tests.gpu.first_run import failing_rank, links, litmus, parity, recipe, stages
+from tests.gpu.first_run import failing_rank, links, litmus, parity, planner_profile, recipe, stages
+from tests.gpu.first_run import parts as parts_module
 from tests.gpu.first_run.environment import (
     QUEUES,
     ROOT,
     launcher_environment,
     queues,
 )
-from tests.gpu.first_run.parts import JSON_FILE, ONE_PLAN, WITH_ENGINE, Part, parts
-from tests.gpu.virtual_ranks import VirtualRanks
+from tests.gpu.first_run.parts import JSON_FILE, Part, parts
 from tests.trainer import dataset
 
 on_a_cpu = pytest.mark.skipif(
@@ -106,6 +106,29 @@ def test_it_ends_in_time_and_goes_on_later(tmp_path: Path, monkeypatch: pytest.M
     assert json.loads((tmp_path / "first_run.json").read_text())["parts"][0]["rows"], "kept"
 
 
+def test_what_takes_all_the_time_comes_last_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_run, "LEAST_S", 0.5)
+    made = [
+        python("hangs", "import time; time.sleep(60)"),
+        python("fails", "raise SystemExit(1)"),
+        python("measures", WRITES),
+        python("is_slow", "import time; time.sleep(4)"),
+    ]
+    monkeypatch.setattr(first_run, "parts", lambda gpus: made)
+    asked = ["--gpus", "1", "--out", str(tmp_path), "--go-on"]
+    first_run.main([*asked, "--minutes", "0.02"])  # cut
+    first_run.main([*asked, "--minutes", "0.05"])
+    found = {one.name: one for one in first_run.outcomes_of(tmp_path)}
+    assert (found["measures"].status, found["fails"].why) == ("passed", "status 1")
+    assert found["is_slow"].why == "no time was left"
+    assert found["hangs"].seconds > 0, "what it did is kept"
+    first_run.main([*asked, "--minutes", "0.02"])
+    assert next(one.name for one in first_run.outcomes_of(tmp_path)) == "measures"
+    assert first_run.main([*asked, "--skip", "hangs", "is_slow"]) == 1
+
+
 def test_what_a_part_leaves_behind_is_ended(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     code = (
@@ -156,49 +179,6 @@ def test_parts_run_as_the_launcher_runs_trainings(
     assert "launches" in eight - one, "a layer is balanced over two GPUs or more"
 
 
-def test_a_part_is_left_out_without_what_it_needs(tmp_path: Path) -> None:
-    command = (sys.executable, "-c", "")
-    needy = [Part(name, "", command, 60, needs=name) for name in ("no_such_thing", "json", "sh")]
-    outcomes = list(first_run.run_all(needy, 1, tmp_path))
-    assert [each.status for each in outcomes] == ["left out", "passed", "passed"]
-    assert outcomes[0].why == "needs no_such_thing"
-    assert {"planner_ncu", "parity_te_ep2", "one_gpu_beside"} <= {
-        part.name for gpus in (1, 8) for part in parts(gpus)
-    }
-
-
-def test_what_one_part_plans_compiles_and_the_engines_settings_exist() -> None:
-    compile(ONE_PLAN, "planner_ncu", "exec")
-    config = load_config(["balance=quota", *WITH_ENGINE], config_name="quickstart")
-    assert config.model.transformer_impl == "transformer_engine"
-
-
-def test_all_virtual_ranks_are_made_before_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank allocates waits for kernels that run, and these may wait for that rank."""
-    streams = iter(range(1, 100))
-    for name, value in {
-        "current_device": lambda: 0,
-        "Stream": lambda: SimpleNamespace(cuda_stream=next(streams)),
-        "stream": lambda stream: nullcontext(),
-        "synchronize": lambda: seen.append("synchronize"),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    seen: list[Any] = []
-    ranks = VirtualRanks(3)
-
-    def make(rank: int) -> int:
-        seen.append(("made", rank))
-        return 10 * rank
-
-    ranks.run(make, lambda made: seen.append(("runs", made)))
-    made = [("made", rank) for rank in range(3)]
-    assert seen[:4] == [*made, "synchronize"]
-    assert sorted(seen[4:-1]) == [("runs", 0), ("runs", 10), ("runs", 20)]
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(cuda_stream=7))
-    with pytest.raises(AssertionError):
-        VirtualRanks(2)
-
-
 @pytest.mark.parametrize("gpus", [1, 8])
 def test_parts_fit_a_machine_that_is_lent(gpus: int) -> None:
     assert all(part.limit_s <= 600 for part in parts(gpus) if part.gpus == 1)
@@ -211,8 +191,67 @@ def test_ranks_that_are_streams_have_a_queue_each() -> None:
     """One queue would hold up a rank's launch behind another rank's kernel, which waits for it."""
     words = ("tests/gpu/test_transport.py", "tests/perf/transport.py")
     of_streams = [part for part in parts(1) if {*words} & {*part.command}]
+    of_streams = [part for part in of_streams if part.name != "one_gpu_reset"]  # of processes
     assert len(of_streams) == 3
     assert {part.environment["CUDA_DEVICE_MAX_CONNECTIONS"] for part in of_streams} == {"32"}
+
+
+def test_ranks_share_a_gpu_where_there_is_one_only() -> None:
+    shared = [part for part in parts(1) if part.name.startswith("one_gpu")]
+    names = [part.name for part in shared]
+    for asked in ("parity_ep2", "parity_ep4", "failing_rank", "reset", "beside", "te_parity_ep2"):
+        assert f"one_gpu_{asked}" in names
+    assert all(part.gpus == 1 for part in shared)
+    for gpus in (2, 8):
+        assert not any(part.name.startswith("one_gpu") for part in parts(gpus))
+    for part in shared:
+        if "parity" in part.name or "failing" in part.name:
+            assert "balance.transport=cuda" in part.command
+        if "parity" in part.name:
+            settings = part.command[part.command.index("--json") + 2 :]
+            assert "model.experts=grouped_mm" in settings
+            config = load_config([*settings, "balance=quota"], config_name="quickstart")
+            assert config.run_dir == f"runs/first_run/{part.name}/quota"
+
+
+def test_parts_need_what_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine and ncu: left out with a reason, and no failure."""
+    monkeypatch.setattr(parts_module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(parts_module.shutil, "which", lambda name: None)
+    without = {part.name: part for gpus in (1, 8) for part in parts(gpus)}
+    of_te = ["one_gpu_te_parity_ep2", "te_parity_ep2", "te_parity_ep8"]
+    chosen = [without[name] for name in [*of_te, "planner_profile"]]
+    outcomes = list(first_run.run_all(chosen, 8, tmp_path))
+    assert {outcome.status for outcome in outcomes} == {"left out"}
+    assert all("Transformer Engine is not installed" in outcome.why for outcome in outcomes[:3])
+    assert outcomes[3].why == "there is no ncu in PATH or below CUDA_HOME"
+    monkeypatch.setattr(parts_module.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(parts_module.shutil, "which", lambda name: name)
+    assert not any(part.lacks for gpus in (1, 8) for part in parts(gpus))
+    assert [part.gpus for part in parts(8) if part.name in of_te] == [2, 8]
+
+
+NCU = """#!/bin/sh
+if [ "$1" = --import ]; then
+    cat <<'END'
+"ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
+"0","solve_quota_kernel","GPU Speed Of Light Throughput","Duration","us","50.1"
+"0","solve_quota_kernel","Rules","","",""
+END
+else
+    while [ "$1" != --export ]; do shift; done
+    touch "$2"
+fi
+"""
+
+
+def test_a_profile_has_a_row_for_each_metric(tmp_path: Path) -> None:
+    program, report = tmp_path / "ncu", tmp_path / "x.json.ncu-rep"
+    program.write_text(NCU)
+    program.chmod(0o755)
+    rows = planner_profile.profile(str(program), report)
+    assert rows == [{"what": "Duration", "value": "50.1", "unit": "us"}]
+    assert report.is_file()
 
 
 def test_tests_are_required_for_the_gpus_that_are_there() -> None:
@@ -267,6 +306,63 @@ def test_all_ranks_begin_before_one_is_waited_for(monkeypatch: pytest.MonkeyPatc
     ]
 
 
+class Moves:
+    """Stands for a transport, and for what makes one."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, num_ranks: int) -> None:
+        self.streams = [None] * num_ranks
+
+    def transport(self, rank: int, **options: Any) -> Moves:
+        self.push_blocks = options["push_blocks"]
+        return self
+
+    def warm(self) -> None:
+        pass
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
+        return torch.zeros(1, device=device).expand(shape)
+
+    def push(self, *given: Any) -> Moves:
+        BLOCKS_USED.append(self.push_blocks)
+        return self
+
+    pull_add = push
+
+    def wait(self) -> None:
+        pass
+
+
+BLOCKS_USED: list[int] = []
+
+
+def test_blocks_of_a_push_are_swept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.perf import transport
+
+    def time_once(calls: dict[str, Any], rounds: int) -> dict[str, float]:
+        calls[next(iter(calls))]()
+        swept.append((next(iter(calls)), BLOCKS_USED[-1]))
+        return dict.fromkeys(calls, 1.0)
+
+    swept: list[tuple[str, int]] = []
+    monkeypatch.setattr(transport, "MIB", 1024)
+    monkeypatch.setattr("tests.gpu.virtual_ranks.VirtualRanks", Moves)
+    monkeypatch.setattr(transport, "_time_gpu", time_once)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: mock.Mock(multi_processor_count=132)
+    )
+    monkeypatch.setattr(
+        transport, "on_all", lambda streams, setups, call: [call(setup) for setup in setups]
+    )
+    rows = transport.measure_gpu(1)
+    found = [row for row in rows if row["what"].endswith("blocks")]
+    assert [row["what"] for row in found] == [f"push, {n} blocks" for n in (8, 16, 32, 64, 132)]
+    assert {row["compared with"] for row in found} == {"device copy"}
+    assert ("push", 8) in swept
+    assert [blocks for _, blocks in swept[2:7]] == [8, 16, 32, 64, 132]
+
+
 BROUGHT = r"""
 import importlib, importlib.abc, re, sys
 from importlib.metadata import packages_distributions
@@ -291,6 +387,7 @@ sys.meta_path.insert(0, Others())
 sys.argv[1:] = []
 for name in MODULES:
     importlib.import_module(name)
+from megatron_ext.trainer.ranks.launch import launch_ranks
 from megatron_ext.trainer.train import load_config
 load_config(["steps=1"], config_name="quickstart")
 """

@@ -7,6 +7,7 @@ hardware's memory order, streams, captured graphs and torch's symmetric memory.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
@@ -27,7 +28,7 @@ from megatron_ext.transport.collective import CollectiveTransport
 from megatron_ext.transport.cuda import CudaTransport
 from megatron_ext.transport.symmetric_heap import SymmetricHeap
 from tests.gpu.sanitizer import SANITIZERS, needs_sanitizer, sanitize
-from tests.gpu.virtual_ranks import BLOCKS, SHARE, VirtualHeap, VirtualRanks
+from tests.gpu.virtual_ranks import BLOCKS, SHARE, VirtualRanks
 from tests.ranks import run_ranks
 from tests.transport.test_domains import within_domains
 from tests.transport.test_transports import LARGE, MAINS, SHAPES, Side, in_slots, random_transfers
@@ -38,19 +39,14 @@ ALIGNED = ((3 * 2**15, 4), (64,))
 """All in bulk copies, the first in several chunks; LARGE has tails and unaligned slots."""
 
 
-OPTIONS = TransportOptions()
+GRAD_DTYPES = (torch.float32, torch.bfloat16)
 
-A_GPU_FOR_ALL = {
-    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-    # No rank's kernel is in this process but its own, so it may load them when it calls them.
-    "CUDA_MODULE_LOADING": "LAZY",
-}
-"""Environment of processes that are ranks of one GPU."""
+OPTIONS = TransportOptions()
 
 
 def transport_of(ranks: VirtualRanks, rank: int, **options: Any) -> CudaTransport:
     options = {"timeout_s": 20.0, "push_blocks": BLOCKS, "grad_reduce_share": SHARE, **options}
-    return CudaTransport(VirtualHeap(ranks, rank), **options)
+    return ranks.transport(rank, **options)
 
 
 def side_of(ranks: VirtualRanks, rank: int, shapes: Any = SHAPES, **options: Any) -> Side:
@@ -60,11 +56,40 @@ def side_of(ranks: VirtualRanks, rank: int, shapes: Any = SHAPES, **options: Any
     return Side(transport, group, shapes, grad_dtype, ranks.device)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _kernels_are_loaded() -> None:
+    """Call each kernel once where nothing waits: the first launch may wait for all that runs."""
+    for shapes, grad_dtype in itertools.product((SHAPES, LARGE, ALIGNED), GRAD_DTYPES):
+        ranks = VirtualRanks(1)
+        side = side_of(ranks, 0, shapes, grad_dtype=grad_dtype)
+
+        def move(side: Side, dtype: torch.dtype = grad_dtype) -> None:
+            for step in range(2):
+                side.step([], step)
+            side.transport.gather(torch.ones(5, dtype=torch.int64, device=side.device), "a layer")
+            _compare(side, dtype)
+
+        ranks.run([side], move)
+
+
+def _compare(side: Side, dtype: torch.dtype) -> None:
+    """Call the kernels of torch that look at what has arrived, of which no transfer is a rank's."""
+    for of_rank in (side.weights[0], side.gradients[0]):
+        for value in of_rank[0]:
+            parts = torch.stack([value + 1, value + 1]).sum(0)
+            for as_dtype in (torch.float32, dtype):
+                narrow = parts.to(torch.float32).to(as_dtype)
+                assert torch.equal(narrow, narrow.clone())
+                assert not narrow.isnan().any()
+                assert narrow.eq(narrow).all()
+                narrow += 8.0
+
+
 def test_the_library_has_the_kernels() -> None:
     assert has_cuda_part()
 
 
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
 @pytest.mark.parametrize("relay_threshold", [0, 1000], ids=["relays", "direct"])
 @pytest.mark.parametrize("shapes", [SHAPES, LARGE, ALIGNED], ids=["small", "odd", "aligned"])
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
@@ -73,7 +98,10 @@ def test_random_transfers_back_to_back(
 ) -> None:
     ranks = VirtualRanks(num_ranks)
 
-    options = {"relay_threshold": relay_threshold, "grad_dtype": grad_dtype}
+    sides = [
+        side_of(ranks, rank, shapes, relay_threshold=relay_threshold, grad_dtype=grad_dtype)
+        for rank in range(num_ranks)
+    ]
 
     def move(side: Side) -> None:
         generator = random.Random(5)
@@ -81,12 +109,14 @@ def test_random_transfers_back_to_back(
             side.step(random_transfers(generator, num_ranks), step)
         side.transport.raise_failure()
 
-    ranks.run(lambda rank: side_of(ranks, rank, shapes, **options), move)
+    ranks.run(sides, move)
 
 
 def test_a_domain_needs_no_memory_of_others() -> None:
     """Two domains of two ranks, each without the addresses of the other."""
     ranks = VirtualRanks(4, domain_ranks=2)
+
+    sides = [side_of(ranks, rank, ALIGNED, relay_threshold=0) for rank in range(4)]
 
     def move(side: Side) -> None:
         generator = random.Random(5)
@@ -94,13 +124,14 @@ def test_a_domain_needs_no_memory_of_others() -> None:
             side.step(within_domains(random_transfers(generator, 4), 2), step)
         side.transport.raise_failure()
 
-    ranks.run(lambda rank: side_of(ranks, rank, ALIGNED, relay_threshold=0), move)
+    ranks.run(sides, move)
 
 
 def test_steps_wait_for_no_host() -> None:
     """Many steps are called for before the first has run; nothing is compared until the end."""
     ranks, steps = VirtualRanks(4), 20
     sides = [side_of(ranks, rank, ALIGNED) for rank in range(4)]
+    ranks.warm()
     generator = random.Random(7)
     plans = [random_transfers(generator, 4) for _ in range(steps)]
     there = [in_slots(plan, 4, device=ranks.device) for plan in plans]
@@ -134,6 +165,7 @@ def test_a_push_of_another_stream_waits_for_the_slots_readers() -> None:
     """As in Megatron's combined schedule: the experts read on a stream that the push is not on."""
     ranks = VirtualRanks(2)
     sides = [side_of(ranks, rank, ALIGNED) for rank in range(2)]
+    ranks.warm()
     plan = [Transfer(0, 0, 1, 0), Transfer(1, 0, 0, 0)]
     there = in_slots(plan, 2, device=ranks.device)
     read: list[list[torch.Tensor]] = []
@@ -164,6 +196,7 @@ def test_replays_of_a_graph_go_on_counting() -> None:
     device, shape = ranks.device, (5000,)
     there = in_slots(plan, 3, mains=2, device=device)
     transports = [transport_of(ranks, rank, relay_threshold=0) for rank in range(3)]
+    ranks.warm()
     slot_weights = [[each.allocate((2, *shape), torch.float32, device)] for each in transports]
     slot_grads = [[each.allocate((2, *shape), torch.float32, device)] for each in transports]
     mains = [[[torch.zeros(shape, device=device) for _ in range(2)]] for _ in transports]
@@ -213,6 +246,7 @@ def test_replays_of_a_graph_follow_the_plan_in_memory(
     num_ranks = 4
     ranks = VirtualRanks(num_ranks)
     sides = [side_of(ranks, rank, relay_threshold=relay_threshold) for rank in range(num_ranks)]
+    ranks.warm()
     there = in_slots([], num_ranks, device=ranks.device)
     mains = [
         [[side.weights[side.rank][m][g] for m in range(MAINS)] for g in range(len(SHAPES))]
@@ -264,6 +298,8 @@ def test_rows_gathered_back_to_back(num_ranks: int) -> None:
     # The longest first: a larger table is shared by processes together, which streams are not.
     plan = [(step, random.Random(step).randrange(1, 600) if step else 600) for step in range(40)]
 
+    sides = [side_of(ranks, rank) for rank in range(num_ranks)]
+
     def gather(side: Side) -> None:
         given = [rows_of(ranks, *each) for each in plan]
         moved = random_transfers(random.Random(5), num_ranks)
@@ -277,12 +313,13 @@ def test_rows_gathered_back_to_back(num_ranks: int) -> None:
         for rows, arrived in zip(given, found, strict=True):
             assert torch.equal(arrived, rows)
 
-    ranks.run(lambda rank: side_of(ranks, rank), gather)
+    ranks.run(sides, gather)
 
 
 def test_replays_of_a_graph_gather_what_is_there() -> None:
     ranks, num_words = VirtualRanks(3), 257
     transports = [transport_of(ranks, rank) for rank in range(3)]
+    ranks.warm()
     mine = [rows_of(ranks, 0, num_words)[rank].clone() for rank in range(3)]
     found: dict[int, torch.Tensor] = {}
 
@@ -314,6 +351,7 @@ def test_replays_of_a_graph_gather_what_is_there() -> None:
 def test_the_row_of_a_late_rank_is_zeros() -> None:
     ranks = VirtualRanks(2)
     transports = [transport_of(ranks, rank, timeout_s=0.2) for rank in range(2)]
+    ranks.warm()
     rows = transports[0].gather(torch.ones(5, dtype=torch.int64, device=ranks.device), "layer 3")
     torch.cuda.synchronize()
     assert rows.tolist() == [[1] * 5, [0] * 5]
@@ -349,6 +387,7 @@ def test_mains_of_bytes_may_be_shorter_than_their_slots(relay_threshold: int) ->
     plan = [Transfer(0, 0, 1, 0), Transfer(0, 0, 2, 1), Transfer(2, 1, 0, 0)]
     there = in_slots(plan, 3, mains=2, device=ranks.device)
     transports = [transport_of(ranks, r, relay_threshold=relay_threshold) for r in range(3)]
+    ranks.warm()
     sizes = (16, 1 << 19)
     slots = [
         [each.allocate((2, size), torch.uint8, ranks.device) for size in sizes]
@@ -390,6 +429,7 @@ def test_a_plan_that_is_too_large_is_refused() -> None:
 def test_a_late_peer_is_named() -> None:
     ranks = VirtualRanks(2)
     transports = [transport_of(ranks, rank, timeout_s=0.2) for rank in range(2)]
+    ranks.warm()
     slot_weights = [[each.allocate((1, 64), torch.float32, ranks.device)] for each in transports]
     main = [[torch.ones(64, device=ranks.device)]]
     plan = in_slots([Transfer(0, 0, 1, 0)], 2, mains=1, slots=1, device=ranks.device)
@@ -409,6 +449,8 @@ def test_an_aborted_step_is_forgotten() -> None:
     ranks = VirtualRanks(2)
     everywhere = [Transfer(0, 0, 1, 0), Transfer(1, 0, 0, 0)]
 
+    sides = [side_of(ranks, rank, timeout_s=600.0) for rank in range(2)]
+
     def move(side: Side) -> None:
         side.step(everywhere, 0)
         if side.rank == 0:  # waits for the other, which does not come
@@ -419,7 +461,7 @@ def test_an_aborted_step_is_forgotten() -> None:
         for step in range(2, 5):
             side.step(everywhere, step)
 
-    ranks.run(lambda rank: side_of(ranks, rank, timeout_s=600.0), move)
+    ranks.run(sides, move)
 
 
 def test_arguments_are_checked() -> None:
@@ -439,31 +481,95 @@ def test_arguments_are_checked() -> None:
         transport.push(plan, [[torch.ones(4, device=ranks.device)]], slot_weights)
 
 
-def _move_between_processes(rank: int) -> None:
+def _move_between_processes(
+    rank: int, shapes: Any, relay_threshold: int, grad_dtype: torch.dtype
+) -> None:
     # They share the GPU here; in training each rank has its own.
-    os.environ |= A_GPU_FOR_ALL
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     heap = SymmetricHeap(dist.group.WORLD, device)
-    transport = CudaTransport(heap, timeout_s=20.0, push_blocks=BLOCKS, grad_reduce_share=SHARE)
-    side = Side(transport, dist.group.WORLD, LARGE, torch.float32, device)
+    transport = CudaTransport(
+        heap,
+        timeout_s=20.0,
+        relay_threshold=relay_threshold,
+        push_blocks=BLOCKS,
+        grad_reduce_share=SHARE,
+    )
+    side = Side(transport, dist.group.WORLD, shapes, grad_dtype, device)
     generator = random.Random(5)
     for step in range(5):
         side.step(random_transfers(generator, dist.get_world_size()), step)
+        row = torch.arange(300, device=device) + 1000 * rank + step
+        found = transport.gather(row, "layer 1")
+        expected = row - 1000 * rank + 1000 * torch.arange(len(found), device=device)[:, None]
+        assert torch.equal(found, expected)
     transport.reset()
     side.step(random_transfers(generator, dist.get_world_size()), 5)
     chosen = make_transport("auto", dist.group.WORLD, device, OPTIONS)
     assert isinstance(chosen, CollectiveTransport), "ranks that share a GPU are not to be expected"
 
 
+@pytest.mark.parametrize(
+    ("shapes", "relay_threshold", "grad_dtype"),
+    [(LARGE, 1000, torch.float32), (ALIGNED, 0, torch.bfloat16)],
+    ids=["odd", "relays"],
+)
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_processes_reach_each_other(num_ranks: int) -> None:
-    run_ranks(_move_between_processes, num_ranks)
+def test_processes_reach_each_other(
+    num_ranks: int, shapes: Any, relay_threshold: int, grad_dtype: torch.dtype
+) -> None:
+    """Cases of virtual ranks once more, without what several ranks in a process may wait for."""
+    run_ranks(_move_between_processes, num_ranks, shapes, relay_threshold, grad_dtype)
+
+
+def _forget_an_aborted_step(rank: int, where: str) -> None:
+    """The last rank leaves a step, its peers where they miss it; then all go on after a reset."""
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    num_ranks = dist.get_world_size()
+    heap = SymmetricHeap(dist.group.WORLD, device)
+    # Longer than the test may take: the reset ends the waits.
+    transport = CudaTransport(heap, timeout_s=600.0, push_blocks=BLOCKS, grad_reduce_share=SHARE)
+    side = Side(transport, dist.group.WORLD, LARGE, torch.float32, device)
+    generator = random.Random(11)
+    everywhere = [Transfer(home, 0, (home + 1) % num_ranks, 0) for home in range(num_ranks)]
+    for attempt in range(2):
+        for step in range(2):
+            side.step(random_transfers(generator, num_ranks), step)
+        leaves = rank == num_ranks - 1
+        if not (leaves and where == "before the push"):
+            under_way = side.push(everywhere, 90 + attempt)
+            if where == "before the reduction":
+                under_way.wait()
+                if not leaves:
+                    totals = [
+                        [torch.zeros(shape, device=device) for _ in range(MAINS)]
+                        for shape in side.shapes
+                    ]
+                    plan = in_slots(everywhere, num_ranks, device=device)
+                    transport.pull_add(plan, side.slot_grads, totals, [None] * len(totals))
+        dist.barrier()
+        start = time.monotonic()
+        transport.reset()
+        torch.cuda.synchronize()
+        assert time.monotonic() - start < 30, "a reset ends waits at once"
+        for segment in side.slot_grads:
+            segment.zero_()
+        for step in range(2):
+            side.step(random_transfers(generator, num_ranks), step)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("where", ["before the push", "during the push", "before the reduction"])
+def test_processes_forget_an_aborted_step(num_ranks: int, where: str) -> None:
+    run_ranks(_forget_an_aborted_step, num_ranks, where)
 
 
 def _work_goes_on(rank: int) -> None:
     """Rank 0 moves and works, and only then does its peer make the same call."""
-    os.environ |= A_GPU_FOR_ALL
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     heap = SymmetricHeap(dist.group.WORLD, device)

@@ -1,35 +1,52 @@
 """Ranks of an EP group as streams of one GPU: their buffers all lie in its memory.
 
-What waits for each other must run at the same time: launches are small, and this is to be imported
-before CUDA starts, because it asks for what lets kernels of one GPU wait for each other.
+What waits for each other must run at the same time: launches are small, no two ranks share a
+hardware queue, and a call that may wait for the whole GPU is made before anything moves. A rank's
+transport is made here, so that its own streams are known. This is to be imported before CUDA
+starts, because it asks for many queues.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from megatron_ext.transport.cuda import CudaTransport
 from megatron_ext.transport.reach import domain_of
 
 # A queue for every stream, so that none waits behind another's kernel. Tests of other numbers of
 # queues give it themselves, and have a process for each rank.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-# Loading a kernel at its first launch can wait for those that run, which may be another rank's.
-os.environ["CUDA_MODULE_LOADING"] = "EAGER"
-
-_Made = TypeVar("_Made")
 
 BLOCKS = 4
 """Of every launch; one multiprocessor has room for several."""
 
 SHARE = 0.03
 """So many of 132 multiprocessors are four blocks, too."""
+
+POOL = 32
+"""Streams of each priority that torch makes, and gives out in turn."""
+
+SPARE_BYTES = 256 << 20
+"""The caching allocator has so much of a rank's stream, from before anything moves."""
+
+Thing = TypeVar("Thing")
+
+
+class Streams(NamedTuple):
+    """Of one rank."""
+
+    main: Any
+    push: Any
+    pull: Any
 
 
 class VirtualRanks:
@@ -39,27 +56,41 @@ class VirtualRanks:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.num_ranks = num_ranks
         self.domain_ranks = domain_ranks or num_ranks
-        self.streams = [torch.cuda.Stream() for _ in range(num_ranks)]
-        # Torch has 32, and gives them in turn. Two ranks on one stream would wait for each other.
-        assert len({stream.cuda_stream for stream in self.streams}) == num_ranks
+        self._chosen = choose(num_ranks, *_pools(), _queues())
+        self.streams = [each.main for each in self._chosen]
         self.buffers: list[list[Tensor]] = []  # of each `share`, by rank
         self.values = [0] * num_ranks
         self.all_here = threading.Barrier(num_ranks, timeout=60)
         self.lock = threading.Lock()
 
-    def run(self, make: Callable[[int], _Made], fn: Callable[[_Made], None]) -> None:
-        """Run `fn(make(rank))` for all ranks, each in a thread and on a stream of its own.
+    def transport(self, rank: int, **options: Any) -> CudaTransport:
+        """Return a rank's transport, whose pushes and pulls are on streams of this rank alone."""
+        urgent, plain = _pools()
+        of_rank = self._chosen[rank]
+        give_next(of_rank.push, urgent, _draw_urgent)
+        give_next(of_rank.pull, plain, torch.cuda.Stream)
+        made = CudaTransport(VirtualHeap(self, rank), **options)
+        # If it took other streams, or more of them, ranks may wait for each other for ever.
+        for used, pool, draw in (
+            (of_rank.push, urgent, _draw_urgent),
+            (of_rank.pull, plain, torch.cuda.Stream),
+        ):
+            assert draw() == pool[(pool.index(used) + 1) % len(pool)]
+        return made
 
-        All are made before any runs: what a rank allocates waits for what runs on the GPU, which
-        may wait for that rank.
+    def run(self, things: Sequence[Thing], fn: Callable[[Thing], None]) -> None:
+        """Run `fn` for each rank's thing, each in a thread and on the rank's stream.
+
+        The things are made by now: with a kernel of another rank under way, what they allocate
+        might wait for it, and it for them.
         """
-        made = [make(rank) for rank in range(self.num_ranks)]
-        torch.cuda.synchronize()
+        assert len(things) == self.num_ranks
+        self.warm()
 
         def on_stream(rank: int) -> None:
             try:
                 with torch.cuda.stream(self.streams[rank]):
-                    fn(made[rank])
+                    fn(things[rank])
             except BaseException:
                 self.all_here.abort()
                 raise
@@ -73,6 +104,132 @@ class VirtualRanks:
             if failure is not None:
                 raise failure
         torch.cuda.synchronize()
+
+    def warm(self) -> None:
+        """Let allocators get what moving needs, while nothing moves: of the device, and pinned."""
+        for of_rank in self._chosen:
+            for stream, spare in zip(of_rank, (SPARE_BYTES, 8 << 20, 8 << 20), strict=True):
+                with torch.cuda.stream(stream):
+                    # Small tensors come from a pool of blocks of 2 MB.
+                    small = [
+                        torch.empty(1 << 20, dtype=torch.uint8, device=self.device)
+                        for _ in range(16)
+                    ]
+                    large = torch.empty(spare, dtype=torch.uint8, device=self.device)
+                    large[:1].zero_()
+                    large[0].item()
+                    del small, large
+        pinned = [
+            torch.empty(1 << shift, dtype=torch.uint8, pin_memory=True) for shift in range(17)
+        ]
+        del pinned
+        torch.cuda.synchronize()
+
+
+def choose(
+    num_ranks: int,
+    urgent: Sequence[Hashable],
+    plain: Sequence[Hashable],
+    queues: dict[Hashable, int],
+) -> list[Streams]:
+    """Return streams for each rank, of which no two ranks' share a queue.
+
+    Streams of one rank may, as all of a training do with `CUDA_DEVICE_MAX_CONNECTIONS=1`.
+
+    Args:
+        num_ranks: Ranks.
+        urgent: Streams of the highest priority, which push.
+        plain: Those of the lowest, for the rest.
+        queues: The queue of each stream.
+
+    Raises:
+        RuntimeError: There are too few queues.
+    """
+    owners: dict[int, int] = {}
+    taken: list[list[Any]] = [[] for _ in range(num_ranks)]
+    for pool in (plain, urgent, plain):
+        for rank in range(num_ranks):
+            used = {stream for streams in taken for stream in streams}
+            left = [
+                stream
+                for stream in pool
+                if stream not in used and owners.get(queues[stream], rank) == rank
+            ]
+            if not left:
+                raise RuntimeError(
+                    f"{num_ranks} ranks in one process need hardware queues of their own, and the "
+                    f"GPU's streams share {len(set(queues.values()))}"
+                )
+            stream = min(left, key=lambda stream: queues[stream] in owners)
+            owners[queues[stream]] = rank
+            taken[rank].append(stream)
+    return [Streams(*each) for each in taken]
+
+
+def give_next(wanted: Any, pool: Sequence[Any], draw: Callable[[], Any]) -> None:
+    """Draw from torch's pool, until it will give out `wanted` next."""
+    before = pool[pool.index(wanted) - 1]
+    for _ in range(len(pool)):
+        if draw() == before:
+            return
+    raise RuntimeError("torch does not give out its streams in turn")
+
+
+def classes_of(
+    streams: Sequence[Hashable], held_up: Callable[[Any, Sequence[Any]], Sequence[Any]]
+) -> dict[Hashable, int]:
+    """Return a number for each stream, the same for those that share a queue.
+
+    `held_up(stream, others)` returns the others whose work waits behind the stream's.
+    """
+    numbers: dict[Hashable, int] = {}
+    left = list(dict.fromkeys(streams))
+    while left:
+        first, *others = left
+        together = [first, *held_up(first, others)]
+        numbers |= dict.fromkeys(together, len(set(numbers.values())))
+        left = [stream for stream in others if stream not in together]
+    return numbers
+
+
+def _draw_urgent() -> Any:
+    return torch.cuda.Stream(priority=torch.cuda.Stream.priority_range()[1])
+
+
+@cache
+def _pools() -> tuple[list[Any], list[Any]]:
+    """Return torch's streams of the highest priority and of the lowest, in its turn."""
+    return [_draw_urgent() for _ in range(POOL)], [torch.cuda.Stream() for _ in range(POOL)]
+
+
+@cache
+def _queues() -> dict[Hashable, int]:
+    """Find out which streams share a queue, by what waits behind a kernel that takes long."""
+    words = torch.zeros(1, device="cuda")
+
+    def held_up(stream: Any, others: Sequence[Any]) -> list[Any]:
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)  # 10 ms and more
+            end = stream.record_event()
+        ends = {}
+        for other in others:
+            with torch.cuda.stream(other):
+                words.zero_()
+                ends[other] = other.record_event()
+        waiting = list(others)
+        while waiting and not end.query():
+            done = [other for other in waiting if ends[other].query()]
+            # Asked again: what ended with the kernel has waited for it.
+            if not end.query():
+                waiting = [other for other in waiting if other not in done]
+            time.sleep(0)
+        torch.cuda.synchronize()
+        return waiting
+
+    urgent, plain = _pools()
+    held_up(plain[0], [*plain, *urgent])  # loads the kernels
+    return classes_of([*urgent, *plain], held_up)
 
 
 class VirtualHeap:

@@ -76,8 +76,8 @@ def test_sizes_are_the_kernels():
     for size in ("kWarps", "kSteps"):
         line = re.compile(rf"^constexpr int {size} = \d+;", re.MULTILINE)
         assert line.findall(kernel) == line.findall(counting) != []
-    (most,) = re.findall(r"kMost = (\d+ << 10);", kernel)
-    assert f"kMostShared = {most};" in counting
+    (declared,) = re.findall(r"kDeclared = (\d+) << 10;", kernel)
+    assert f"kMostShared = {227 - int(declared)} << 10;" in counting, "of Hopper's 227 KB"
     capacities = re.findall(r"fits_shared<(\d+)>\(", kernel)
     assert f"{{{', '.join(reversed(capacities))}}}" in counting
 

@@ -12,7 +12,8 @@ rank 0, percentiles in microseconds, blocks of calls taking turns with those of 
 
 With `--gpu`, ranks are streams of one GPU (tests/gpu/virtual_ranks.py), and times are the device's:
 from the first rank's first kernel to the last rank's last one. All bytes then move within one GPU's
-memory, so what is compared with is a copy within it, not a link.
+memory, so what is compared with is a copy within it, not a link. A push between two ranks has a row
+for each of `PUSH_BLOCKS`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ from tests.ranks import run_ranks  # noqa: E402
 from tests.transport.test_transports import in_slots  # noqa: E402
 
 CPU = torch.device("cpu")
+PUSH_BLOCKS = (8, 16, 32, 64, 132)
+"""Blocks of a push that `--gpu` compares with a plain copy of the same bytes."""
+
 MIB = 2**20
 WORDS = 257
 """Of a row of the gather: counts of 256 experts, and a seal."""
@@ -291,22 +295,35 @@ def on_all(streams: Sequence[Any], setups: Sequence[Any], call: Callable[[Any], 
         now.wait_stream(stream)
 
 
+def _copy_mains(setups: Sequence[Setup]) -> None:
+    """Copy rank 0's mains into rank 1's slots, plainly."""
+    for mains, copies in zip(setups[0].mains, setups[1].slot_weights, strict=True):
+        for main, to in zip(mains, copies, strict=True):
+            to.copy_(main)
+
+
 def measure_gpu(rounds: int) -> list[dict[str, Any]]:
     """The same lines with virtual ranks on one GPU."""
-    from megatron_ext.transport.cuda import CudaTransport
-    from tests.gpu.virtual_ranks import VirtualHeap, VirtualRanks
+    from tests.gpu.virtual_ranks import VirtualRanks
 
-    def set_up(num_ranks: int, num_bytes: int, slots: int, relay_threshold: int) -> Any:
+    def set_up(
+        num_ranks: int,
+        num_bytes: int,
+        slots: int,
+        relay_threshold: int,
+        push_blocks: int | None = None,
+    ) -> Any:
         ranks = VirtualRanks(num_ranks)
-        # All blocks of all ranks must fit at a time: 3 of a push on a multiprocessor.
+        # All blocks of all ranks must fit at a time.
         blocks = torch.cuda.get_device_properties(ranks.device).multi_processor_count
         setups = [
             Setup(
-                CudaTransport(
-                    VirtualHeap(ranks, rank),
+                ranks.transport(
+                    rank,
                     timeout_s=60.0,
                     relay_threshold=relay_threshold,
-                    push_blocks=min(blocks, 3 * blocks // num_ranks),
+                    # 3 of a push on a multiprocessor.
+                    push_blocks=push_blocks or min(blocks, 3 * blocks // num_ranks),
                     grad_reduce_share=0.5 if num_ranks <= 3 else 0.25,
                 ),
                 num_bytes,
@@ -315,7 +332,7 @@ def measure_gpu(rounds: int) -> list[dict[str, Any]]:
             )
             for rank in range(num_ranks)
         ]
-
+        ranks.warm()
         return setups, partial(on_all, ranks.streams, setups)
 
     def row(what: str, ranks: int, moved: int, ms: float, other: str, there: float) -> Any:
@@ -331,8 +348,13 @@ def measure_gpu(rounds: int) -> list[dict[str, Any]]:
             "most sends": None,
         }
 
+    # One rank alone calls each kernel first: a first launch may wait for all that runs.
+    (alone,), _ = set_up(1, MIB, 1, relay_threshold=1000)
+    device = alone.slot_weights[0].device
+    nothing = in_slots([], 1, mains=1, slots=1, device=device)
+    alone.push(nothing)
+    alone.pull_add(nothing)
     rows = []
-    device = torch.device("cuda", torch.cuda.current_device())
     for num_bytes, slots in ((48 * MIB, 4), (48 * 1024, 4)):
         moved = slots * num_bytes
         setups, together = set_up(3, num_bytes, slots, relay_threshold=1000)
@@ -346,11 +368,6 @@ def measure_gpu(rounds: int) -> list[dict[str, Any]]:
             device=device,
         )
 
-        def copy(setups: Any = setups) -> None:
-            for mains, copies in zip(setups[0].mains, setups[1].slot_weights, strict=True):
-                for main, to in zip(mains, copies, strict=True):
-                    to.copy_(main)
-
         def add(setups: Any = setups) -> None:
             for g, totals in enumerate(setups[0].totals):
                 for m, total in enumerate(totals):
@@ -359,7 +376,7 @@ def measure_gpu(rounds: int) -> list[dict[str, Any]]:
         ms = _time_gpu(
             {
                 "push": partial(together, lambda setup, plan=plan: setup.push(plan)),
-                "copy": copy,
+                "copy": partial(_copy_mains, setups),
                 "pull_add": partial(together, lambda setup, both=both: setup.pull_add(both)),
                 "add": add,
             },
@@ -367,6 +384,21 @@ def measure_gpu(rounds: int) -> list[dict[str, Any]]:
         )
         rows.append(row("push", 3, moved, ms["push"], "device copy", ms["copy"]))
         rows.append(row("pull_add", 3, 2 * moved, ms["pull_add"], "fused add", ms["add"]))
+    for blocks in PUSH_BLOCKS:
+        # Two ranks, so that the GPU has room for what waits beside what copies.
+        num_bytes, slots = 48 * MIB, 4
+        setups, together = set_up(2, num_bytes, slots, 1000, push_blocks=blocks)
+        to_one = [Transfer(0, m, 1, m) for m in range(slots)]
+        plan = in_slots(to_one, 2, mains=slots, slots=slots, device=device)
+        ms = _time_gpu(
+            {
+                "push": partial(together, lambda setup, plan=plan: setup.push(plan)),
+                "copy": partial(_copy_mains, setups),
+            },
+            rounds,
+        )
+        what, moved = f"push, {blocks} blocks", slots * num_bytes
+        rows.append(row(what, 2, moved, ms["push"], "device copy", ms["copy"]))
     num_bytes = 12 * MIB
     to_all = [Transfer(0, 0, other, 0) for other in range(1, 8)]
     plan = in_slots(to_all, 8, mains=1, slots=1, device=device)

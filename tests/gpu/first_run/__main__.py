@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -76,11 +74,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if mismatch := cuda_mismatch():
         sys.stderr.write(f"error: {mismatch}\n")
         return 2
-    before = passed_before(options.out) if options.go_on else []
+    earlier = outcomes_of(options.out) if options.go_on else []
+    before = [outcome for outcome in earlier if outcome.status == PASSED]
+    tried = {one.name: one for one in earlier if one.status != PASSED and one.seconds}
     done = {outcome.name for outcome in before}
     chosen = [part for part in chosen if part.name not in done]
+    # Else what hangs would take the time of all that is behind it, in every command.
+    chosen.sort(key=lambda part: part.name in tried)
     outcomes: list[Outcome] = []
     for outcome in run_all(chosen, gpus, options.out, limit_s=60 * options.minutes):
+        if outcome.why == NO_TIME and not outcome.seconds:
+            outcome = tried.get(outcome.name, outcome)
         outcomes.append(outcome)
         write_results([*before, *outcomes], gpus, options.out)
         sys.stdout.write(f"{outcome.name}: {outcome.status} {outcome.why}".rstrip() + "\n")
@@ -103,13 +107,13 @@ def plan_text(chosen: Sequence[Part], gpus: int) -> str:
     rows = [
         (
             part.name,
-            f"{part.limit_s} s" if part.gpus <= gpus or gpus == 0 else _needs(part),
+            part.left_out(gpus or part.gpus) or f"{part.limit_s} s",
             part.shows,
             shlex.join(part.command_for(Path(f"{part.name}.json"))[1:]),
         )
         for part in chosen
     ]
-    longest = sum(part.limit_s for part in chosen if part.gpus <= gpus or gpus == 0)
+    longest = sum(part.limit_s for part in chosen if not part.left_out(gpus or part.gpus))
     table = markdown_table(("part", "at most", "shows", "python ..."), rows)
     return f"{table}\n\nAt most {longest / 60:.0f} minutes."
 
@@ -125,10 +129,8 @@ def run_all(
     ends = time.monotonic() + limit_s
     for part in chosen:
         left_s = ends - time.monotonic()
-        if part.gpus > gpus:
-            yield Outcome(part.name, LEFT_OUT, why=_needs(part))
-        elif part.needs and not is_there(part.needs):
-            yield Outcome(part.name, LEFT_OUT, why=f"needs {part.needs}")
+        if why := part.left_out(gpus):
+            yield Outcome(part.name, LEFT_OUT, why=why)
         elif left_s < LEAST_S:
             yield Outcome(part.name, LEFT_OUT, why=NO_TIME)
         else:
@@ -138,18 +140,12 @@ def run_all(
             yield outcome
 
 
-def is_there(name: str) -> bool:
-    """Return whether there is such a module or such a command."""
-    return importlib.util.find_spec(name) is not None or shutil.which(name) is not None
-
-
-def passed_before(out: Path) -> list[Outcome]:
-    """Return the parts that passed in an earlier run with the same results."""
+def outcomes_of(out: Path) -> list[Outcome]:
+    """Return what became of parts in an earlier run with the same results."""
     file = out / "first_run.json"
     if not file.is_file():
         return []
-    outcomes = [Outcome(**one) for one in json.loads(file.read_text())["parts"]]
-    return [outcome for outcome in outcomes if outcome.status == PASSED]
+    return [Outcome(**one) for one in json.loads(file.read_text())["parts"]]
 
 
 def run_part(part: Part, out: Path) -> Outcome:
@@ -227,10 +223,6 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _needs(part: Part) -> str:
-    return f"needs {part.gpus} GPUs"
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tests/gpu/first_run.sh", description=__doc__)
     parser.add_argument("--gpus", type=int, metavar="N", help="use so many (default: all)")
@@ -241,7 +233,9 @@ def _parser() -> argparse.ArgumentParser:
         "--minutes", type=float, default=math.inf, metavar="N", help="end after so many"
     )
     parser.add_argument(
-        "--go-on", action="store_true", help="leave out what has passed, by the results in --out"
+        "--go-on",
+        action="store_true",
+        help="by the results in --out: leave out what has passed, and begin with what has not run",
     )
     parser.add_argument(
         "--out", type=Path, default=ROOT / "runs" / "first_run", help="(default: runs/first_run)"

@@ -2,9 +2,10 @@
 
     python -m tests.gpu.first_run.beside [--ranks N] [--seconds S] [--json FILE]
 
-All ranks push and pull random replicas, in the memory of one GPU a rank, and compare every value;
-beside it an all-to-all and a reduce-scatter run all the time. Before each step ranks sleep, most of
-them not, some up to a second. What stands still ends with the part's time limit.
+All ranks push and pull random replicas, in the memory of one GPU a rank or of one that they share
+(`one_gpu.py`), and compare every value; beside it an all-to-all and a reduce-scatter run all the
+time. Before each step ranks sleep, most of them not, some up to a second. What stands still ends
+with the part's time limit.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.trainer.ranks.launch import join_ranks, launch_ranks
+from megatron_ext.trainer.ranks.launch import join_ranks
 from megatron_ext.transport import TransportOptions, make_transport
+from tests.gpu.one_gpu import launch
 from tests.transport.test_transports import LARGE, SHAPES, Side, random_transfers
 
 STEPS_BETWEEN_LOOKS = 10
@@ -37,14 +39,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="(default: 60)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the row")
     options = parser.parse_args()
-    launch_ranks(move, options.seconds, options.json, num_ranks=options.ranks)
+    launch(move, options.seconds, options.json, num_ranks=options.ranks)
 
 
 def move(seconds: float, file: Path | None) -> None:
     """Be one rank."""
     with join_ranks():
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+        device = torch.device("cpu")
+        if torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
         sides = [
             Side(
                 make_transport("auto", dist.group.WORLD, device, TransportOptions()),

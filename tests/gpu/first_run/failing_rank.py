@@ -22,9 +22,10 @@ import torch.distributed as dist
 
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.quickstart import build_data
-from megatron_ext.trainer.ranks.launch import join_ranks, launch_ranks
+from megatron_ext.trainer.ranks.launch import join_ranks
 from megatron_ext.trainer.ranks.watchdog import watch_over
 from megatron_ext.trainer.train import check, load_config
+from tests.gpu.one_gpu import launch
 
 STEPS = 3
 """Before the one that fails."""
@@ -61,7 +62,7 @@ def problems(num_ranks: int, overrides: Sequence[str], folder: Path) -> list[str
     build_data(Path(config.data.path))
     check(config, num_ranks=num_ranks)
     try:
-        launch_ranks(train_and_fail, config, folder, num_ranks=num_ranks)
+        launch(train_and_fail, config, folder, num_ranks=num_ranks)
         found = ["the run ended well, though a rank failed"]
     except SystemExit:
         found = []

@@ -25,9 +25,10 @@ from megatron_ext.trainer.quickstart import (
     steps_alike,
     train_in_turn,
 )
-from megatron_ext.trainer.ranks.launch import launch_ranks, quiet_megatron
+from megatron_ext.trainer.ranks.launch import quiet_megatron
 from megatron_ext.trainer.reports.summary import Drift
 from megatron_ext.trainer.train import check, load_config
+from tests.gpu.one_gpu import launch
 
 ROOM = 10.0
 """Both distances are largest values of a few steps: by chance one is several times the other."""
@@ -82,7 +83,7 @@ def measure(ep: int, pp: int, steps: int, overrides: Sequence[str]) -> dict[str,
     build_data(Path(runs["none"].data.path))
     for config in runs.values():
         check(config, num_ranks=ep * pp)
-    launch_ranks(train_in_turn, runs, num_ranks=ep * pp)
+    launch(train_in_turn, runs, num_ranks=ep * pp)
     losses = {
         name: [step["loss"] for step in read_metrics(Path(config.run_dir))]
         for name, config in runs.items()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,20 +18,13 @@ RECIPE = "gpt_8x64e_8_h100_bf16"
 RECIPE_GPUS = 8
 
 
+TE = ("model.transformer_impl=transformer_engine", "model.experts=grouped_mm")
+"""Settings of a model of Transformer Engine's layers, with its grouped experts."""
+
+KERNELS = "balance.transport=cuda"
+"""Else replicas might go through collectives, and nothing would be shown of the kernels."""
+
 JSON_FILE = "{json}"
-
-ONE_PLAN = (
-    "import torch; from megatron_ext.balance.solve import solve; "
-    "solve(torch.randint(200, (64, 256), device='cuda'), ep_size=64, slots=2); "
-    "torch.cuda.synchronize()"
-)
-
-WITH_ENGINE = (
-    "model.transformer_impl=transformer_engine",
-    "model.experts=grouped_mm",
-    "model.precision=bf16",
-)
-"""Settings with which Transformer Engine's experts are trained, all in one product."""
 
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
 """Tools of compute-sanitizer."""
@@ -51,11 +47,15 @@ class Part:
     gpus: int = 1
     """It is left out on a machine of fewer."""
 
-    needs: str = ""
-    """A module or a command that it is left out without."""
+    lacks: str = ""
+    """Why this machine cannot run it; else ""."""
 
     environment: Mapping[str, str] = field(default_factory=lambda: LAUNCHER)
     """Variables on top of the caller's."""
+
+    def left_out(self, gpus: int) -> str:
+        """Return why it does not run on a machine of so many GPUs, or ""."""
+        return f"needs {self.gpus} GPUs" if self.gpus > gpus else self.lacks
 
     def command_for(self, file: Path) -> list[str]:
         """Return the command, with its rows going to `file`."""
@@ -91,14 +91,11 @@ def parts(gpus: int) -> list[Part]:
             300,
         ),
         Part(
-            "planner_ncu",
-            "what Nsight Compute says of one plan",
-            (
-                *("ncu", "--set", "full", "--kernel-name", "regex:solve_quota", "--launch-count"),
-                *("1", *_python("-c", ONE_PLAN)),
-            ),
-            240,
-            needs="ncu",
+            "planner_profile",
+            "where one solve_quota spends its time, by ncu",
+            _python("-m", "tests.gpu.first_run.planner_profile", "--json", JSON_FILE),
+            180,
+            lacks="" if ncu() else "there is no ncu in PATH or below CUDA_HOME",
         ),
         Part(
             "transport",
@@ -124,6 +121,7 @@ def parts(gpus: int) -> list[Part]:
             ),
             600,
         ),
+        *(_ranks_on_one_gpu() if gpus == 1 else []),
         Part(
             "launches",
             "launches, allocations and waits of the host in a layer",
@@ -175,18 +173,9 @@ def parts(gpus: int) -> list[Part]:
             for ep, pp in ((2, 1), (4, 1), (8, 1), (2, 2))
         ),
         *(
-            Part(
-                f"parity_te_ep{ep}",
-                "50 steps of Transformer Engine's experts, with balancing and without",
-                _python(
-                    *("-m", "tests.gpu.first_run.parity", "--steps", "50", "--ep", str(ep)),
-                    *("--json", JSON_FILE, *WITH_ENGINE),
-                ),
-                480,
-                gpus=ep,
-                needs="transformer_engine",
-            )
+            _parity(f"te_parity_ep{ep}", ep, *TE, gpus=ep, lacks=_lacks_te())
             for ep in (2, 8)
+            if gpus != 1
         ),
         Part(
             "recipe",
@@ -195,7 +184,6 @@ def parts(gpus: int) -> list[Part]:
             1200,
             gpus=RECIPE_GPUS,
         ),
-        *(_one_gpu_parts() if gpus == 1 else ()),
         # Last, because they take longest, and can only find what the others do not show.
         *(
             Part(
@@ -213,38 +201,68 @@ def parts(gpus: int) -> list[Part]:
     ]
 
 
-def _one_gpu_parts() -> list[Part]:
-    """Return what several ranks of one GPU can show, which take turns: order, and no times."""
+def _ranks_on_one_gpu() -> list[Part]:
+    """Ranks that are processes and share the GPU: their order is shown, their times mean nothing.
+
+    On several GPUs, parts of the same programs have a GPU for each rank.
+    """
     return [
+        _parity("one_gpu_parity_ep2", 2, KERNELS, "model.experts=grouped_mm"),
         Part(
-            f"one_gpu_{name}",
-            f"{shows}, with all ranks on one GPU",
-            _python("-m", "tests.gpu.one_gpu", f"tests.gpu.first_run.{module}", *words),
-            480,
-            environment=queues(32),
-        )
-        for name, module, shows, words in (
-            (
-                "parity_ep2",
-                "parity",
-                "50 steps with balancing beside 50 without",
-                ("--ep", "2", "--steps", "50", "--json", JSON_FILE),
+            "one_gpu_failing_rank",
+            "a rank fails in backward: all end soon, and no weight has changed",
+            _python("-m", "tests.gpu.first_run.failing_rank", "--ranks", "2", KERNELS),
+            180,
+        ),
+        Part(
+            "one_gpu_reset",
+            "ranks leave a step at different points, and go on after a reset",
+            _python(
+                *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "processes_forget"),
+                "tests/gpu/test_transport.py",
             ),
-            (
-                "parity_ep4",
-                "parity",
-                "50 steps with balancing beside 50 without",
-                ("--ep", "4", "--steps", "50", "--json", JSON_FILE),
+            180,
+            environment=LAUNCHER | {"MEGATRON_EXT_REQUIRE_GPU": "1"},
+        ),
+        Part(
+            "one_gpu_beside",
+            "replicas move beside copies to and from the host",
+            _python(
+                *("-m", "tests.gpu.first_run.beside", "--ranks", "2"),
+                *("--seconds", "30", "--json", JSON_FILE),
             ),
-            ("failing_rank", "failing_rank", "a rank fails in backward", ("--ranks", "2")),
-            (
-                "beside",
-                "beside",
-                "replicas move beside collectives",
-                ("--ranks", "4", "--seconds", "30", "--json", JSON_FILE),
-            ),
-        )
+            180,
+        ),
+        _parity("one_gpu_te_parity_ep2", 2, KERNELS, *TE, lacks=_lacks_te()),
+        _parity("one_gpu_parity_ep4", 4, KERNELS, "model.experts=grouped_mm"),
     ]
+
+
+def _parity(name: str, ep: int, *overrides: str, gpus: int = 1, lacks: str = "") -> Part:
+    """Return a short run of parity, with these settings."""
+    return Part(
+        name,
+        f"50 steps with balancing beside 50 without, EP{ep}, {', '.join(overrides)}",
+        _python(
+            *("-m", "tests.gpu.first_run.parity", "--steps", "50", "--ep", str(ep)),
+            *("--json", JSON_FILE, f"run_dir=runs/first_run/{name}/${{balance.strategy}}"),
+            *overrides,
+        ),
+        300,
+        gpus=gpus,
+        lacks=lacks,
+    )
+
+
+def _lacks_te() -> str:
+    is_here = importlib.util.find_spec("transformer_engine") is not None
+    return "" if is_here else "Transformer Engine is not installed"
+
+
+def ncu() -> str | None:
+    """Return Nsight Compute's program: in PATH, or beside CUDA's compiler."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return shutil.which("ncu") or shutil.which(f"{home}/bin/ncu")
 
 
 def _python(*arguments: str) -> tuple[str, ...]:
