@@ -63,7 +63,9 @@ def _calls(rank: int) -> dict[str, Call]:
 def _same_as_gloo(rank: int) -> None:
     given = torch.arange(12.0).view(4, 3) + 100 * rank
     plain = {name: call(given.clone(), False)[0] for name, call in _calls(rank).items()}
-    before = {name: getattr(dist.ProcessGroup, name, None) for name in one_gpu.MOVES}
+    # Not by `getattr`, which returns functions that would not be bound again.
+    methods = vars(dist.ProcessGroup)
+    before = {name: methods[name] for name in one_gpu.MOVES if name in methods}
     one_gpu.stage_collectives(lambda tensor: True)
     try:
         for name, call in _calls(rank).items():
@@ -86,8 +88,7 @@ def _same_as_gloo(rank: int) -> None:
         _in_autograd(rank)
     finally:
         for name, move in before.items():
-            if move is not None:
-                setattr(dist.ProcessGroup, name, move)
+            setattr(dist.ProcessGroup, name, move)
 
 
 def _coalesced(rank: int, given: Tensor) -> None:
