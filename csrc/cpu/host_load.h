@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "megatron_ext/api.h"
@@ -50,19 +51,20 @@ class HostLoad {
         return std::accumulate(home_load_.begin(), home_load_.end(), int64_t{0});
     }
 
-    Domain domain(int d, bool even) const {
-        const int first = d * ranks_;
-        return {ranks_,
-                mains_,
-                slots_,
-                min_quota_,
-                even,
-                expert_load_.data() + first * mains_,
-                home_load_.data() + first,
-                busiest_first_.data() + first};
+    // Runs `solve(amount)`, where `amount` is of the type in which tries of this load may count.
+    //   min_quota  the most that any try has
+    template <class Solve>
+    void in_amounts(int64_t min_quota, Solve solve) const {
+        const int64_t busiest = *std::max_element(home_load_.begin(), home_load_.end());
+        if (is_narrow(busiest, min_quota)) {
+            solve(int32_t{0});
+        } else {
+            solve(int64_t{0});
+        }
     }
 
-    static void sort_falling(const int64_t* value, int32_t* order, int count) {
+    template <class Amount>
+    static void sort_falling(const Amount* value, int32_t* order, int count) {
         std::iota(order, order + count, 0);
         std::sort(order, order + count, [&](int a, int b) {
             return comes_first(value[a], a, value[b], b);
@@ -74,16 +76,9 @@ class HostLoad {
                 std::vector<int64_t>(num_ranks_ * slots_)};
     }
 
-    int64_t try_bytes() const { return TryMemory::bytes(ranks_, ranks_ * mains_, slots_); }
-
-    TryMemory try_in(char* memory) const {
-        TryMemory placed{};
-        placed.lay_out(memory, ranks_, ranks_ * mains_, slots_);
-        return placed;
-    }
-
     // Take a domain's plan over: that of a try, or, if there is none, no replicas.
-    void take(int d, const TryMemory* plan, Replicas& replicas) const {
+    template <class Amount>
+    void take(int d, const TryMemory<Amount>* plan, Replicas& replicas) const {
         const int64_t first = static_cast<int64_t>(d) * ranks_ * slots_;
         std::fill_n(replicas.expert.begin() + first, ranks_ * slots_, int32_t{-1});
         if (plan == nullptr) return;
@@ -113,6 +108,9 @@ class HostLoad {
     }
 
   private:
+    template <class Amount>
+    friend class HostTries;
+
     const int64_t num_ranks_;  // of all domains
     const int64_t min_quota_;
     const int ranks_;
@@ -121,6 +119,51 @@ class HostLoad {
     std::vector<int64_t> expert_load_;    // [E] all sources together
     std::vector<int64_t> home_load_;      // [R] of a rank's mains
     std::vector<int32_t> busiest_first_;  // [R], counted within the domain
+};
+
+// Memory of tries, one after the other, and the loads that they read, as they count.
+template <class Amount>
+class HostTries {
+  public:
+    // load: of its ranks and experts; has to live as long.
+    explicit HostTries(const HostLoad& load)
+        : load_(load),
+          expert_load_(load.expert_load_.begin(), load.expert_load_.end()),
+          home_load_(load.home_load_.begin(), load.home_load_.end()) {
+        const int experts = load.ranks_ * load.mains_;
+        const int64_t bytes = TryMemory<Amount>::bytes(load.ranks_, experts, load.slots_);
+        memory_.resize(2 * bytes);
+        now_.lay_out(memory_.data(), load.ranks_, experts, load.slots_);
+        kept_.lay_out(memory_.data() + bytes, load.ranks_, experts, load.slots_);
+    }
+    HostTries(const HostTries&) = delete;
+    HostTries& operator=(const HostTries&) = delete;
+
+    Domain<Amount> domain(int d, bool even) const {
+        const int first = d * load_.ranks_;
+        return {load_.ranks_,
+                load_.mains_,
+                load_.slots_,
+                Domain<Amount>::per_slot_of(load_.slots_),
+                static_cast<Amount>(load_.min_quota_),
+                even,
+                expert_load_.data() + first * load_.mains_,
+                home_load_.data() + first,
+                load_.busiest_first_.data() + first};
+    }
+
+    // The next try's memory, with the plan of the last one, and what `keep` put aside.
+    const TryMemory<Amount>& now() const { return now_; }
+    const TryMemory<Amount>& kept() const { return kept_; }
+    void keep() { std::swap(now_, kept_); }
+
+  private:
+    const HostLoad& load_;
+    std::vector<Amount> expert_load_;
+    std::vector<Amount> home_load_;
+    std::vector<char> memory_;
+    TryMemory<Amount> now_{};
+    TryMemory<Amount> kept_{};
 };
 
 }  // namespace megatron_ext

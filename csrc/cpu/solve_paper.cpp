@@ -15,14 +15,11 @@
 namespace megatron_ext {
 namespace {
 
+template <class Amount>
 class PaperPlanner {
   public:
-    PaperPlanner(const QuotaProblem& problem, const int64_t* load)
-        : load_(problem, load),
-          replicas_(load_.no_replicas()),
-          tried_(load_.no_replicas()),
-          memory_(load_.try_bytes()),
-          try_(load_.try_in(memory_.data())) {
+    PaperPlanner(const QuotaProblem& problem, const HostLoad& load)
+        : load_(load), replicas_(load.no_replicas()), tried_(load.no_replicas()), tries_(load) {
         int64_t busiest = 0;
         for (int d = 0; d < load_.num_domains(); ++d) busiest = larger(busiest, domain(d).before());
         PublishedSearch search(target_load(load_.total(), problem.num_ranks, problem.tolerance_ppm),
@@ -37,31 +34,33 @@ class PaperPlanner {
     void write(int64_t* quota, int32_t* slots) const { load_.write(replicas_, quota, slots); }
 
   private:
-    Domain domain(int d) const { return load_.domain(d, /*even=*/false); }
+    Domain<Amount> domain(int d) const { return tries_.domain(d, /*even=*/false); }
 
     // Fills tried_. A domain that fails ends it: the others no longer matter.
-    bool bring_all_to(int64_t threshold) {
+    bool bring_all_to(Amount threshold) {
         for (int d = 0; d < load_.num_domains(); ++d) {
-            const Domain own = domain(d);
-            Moves<HostPlannerWarp> moves(own, {&try_}, {}, INT32_MAX);
-            moves.reset(threshold, /*lists_hosts=*/true);
+            const Domain<Amount> own = domain(d);
+            Moves<HostPlannerWarp<Amount>> moves({&own, &tries_.now()}, INT32_MAX);
+            moves.reset(threshold);
             if (!shed_to_roomiest(moves)) return false;
-            load_.take(d, &try_, tried_);
+            load_.take(d, &tries_.now(), tried_);
         }
         return true;
     }
 
-    const HostLoad load_;
+    const HostLoad& load_;
     Replicas replicas_;  // of the lowest threshold that was reached
     Replicas tried_;
-    std::vector<char> memory_;
-    TryMemory try_;
+    HostTries<Amount> tries_;
 };
 
 }  // namespace
 
 void solve_paper(const QuotaProblem& problem, const int64_t* load, int64_t* quota, int32_t* slots) {
-    PaperPlanner(problem, load).write(quota, slots);
+    const HostLoad sums(problem, load);
+    sums.in_amounts(problem.min_quota, [&](auto amount) {
+        PaperPlanner<decltype(amount)>(problem, sums).write(quota, slots);
+    });
 }
 
 }  // namespace megatron_ext

@@ -17,20 +17,19 @@ namespace megatron_ext {
 namespace {
 
 // Plans one load, with one tolerance after the other.
+template <class Amount>
 class QuotaPlanner {
   public:
-    QuotaPlanner(const QuotaProblem& problem, const int64_t* load)
+    QuotaPlanner(const QuotaProblem& problem, const HostLoad& load)
         : problem_(problem),
-          load_(problem, load),
+          load_(load),
           ranks_(load_.ranks()),
           mains_(load_.mains()),
           slots_(load_.slots()),
           hottest_first_(problem.num_experts),
           bounds_(load_.num_domains(), kUnknown),
           replicas_(load_.no_replicas()),
-          memory_(2 * load_.try_bytes()),
-          best_(load_.try_in(memory_.data())),
-          try_(load_.try_in(memory_.data() + load_.try_bytes())) {}
+          tries_(load) {}
 
     // What the busiest rank has at least in every plan.
     int64_t bound() {
@@ -53,7 +52,7 @@ class QuotaPlanner {
         const int64_t worst = *std::max_element(reached.begin(), reached.end());
         for (int d = 0; d < load_.num_domains(); ++d) {
             if (reached[d] == worst) continue;
-            const Domain own = domain(d);
+            const Domain<Amount> own = domain(d);
             const bool found = own.before() > worst;
             WorkLeft left{work_budget(ranks_, mains_)};
             if (!found || reach(own, worst, left)) take(d, found);
@@ -63,12 +62,10 @@ class QuotaPlanner {
     // Of the last plan; none before the first.
     const Replicas& replicas() const { return replicas_; }
 
-    const HostLoad& load() const { return load_; }
-
   private:
-    Domain domain(int d) const { return load_.domain(d, problem_.tolerance_ppm == 0); }
+    Domain<Amount> domain(int d) const { return tries_.domain(d, problem_.tolerance_ppm == 0); }
 
-    const int32_t* hottest_first(const Domain& domain, int d) {
+    const int32_t* hottest_first(const Domain<Amount>& domain, int d) {
         const int experts = domain.experts();
         int32_t* order = hottest_first_.data() + d * experts;
         HostLoad::sort_falling(domain.expert_load, order, experts);
@@ -77,7 +74,7 @@ class QuotaPlanner {
 
     // The bound of domain d, or `least` if that is more.
     int64_t bound_above(int64_t least, int d) {
-        const Domain own = domain(d);
+        const Domain<Amount> own = domain(d);
         if (slots_ == 0) return larger(least, own.before());
         if (bounds_[d] == kUnknown) {
             if (is_bound_within(own, least)) return least;
@@ -87,8 +84,8 @@ class QuotaPlanner {
     }
 
     int64_t bound_of(int d) {
-        const Domain own = domain(d);
-        const DomainBound<HostWarp> bounds(warp_, own, hottest_first(own, d));
+        const Domain<Amount> own = domain(d);
+        const DomainBound<HostWarp<int64_t>, Amount> bounds(warp_, own, hottest_first(own, d));
         int64_t bound = bounds.by_receivers();
         for (int k = 1; k <= ranks_; ++k) bound = bounds.by_senders(k, bound);
         return bound;
@@ -96,10 +93,10 @@ class QuotaPlanner {
 
     // Whether no bound of the domain is above `threshold`, as far as that can be seen without
     // sorting experts: from the hottest main of each rank.
-    bool is_bound_within(const Domain& domain, int64_t threshold) {
+    bool is_bound_within(const Domain<Amount>& domain, int64_t threshold) {
         const auto hottest = [&](int r) {
-            const int64_t* load = domain.expert_load + r * mains_;
-            return *std::max_element(load, load + mains_);
+            const Amount* load = domain.expert_load + r * mains_;
+            return int64_t{*std::max_element(load, load + mains_)};
         };
         hottest_load_.assign(1, 0);  // of the k busiest ranks together
         int64_t brought = 0;
@@ -126,8 +123,8 @@ class QuotaPlanner {
         return true;
     }
 
-    // Leaves the plan in best_; false if there is none better than no balancing.
-    bool search(const Domain& domain, int64_t start, int64_t* reached) {
+    // Keeps the plan; false if there is none better than no balancing.
+    bool search(const Domain<Amount>& domain, int64_t start, int64_t* reached) {
         *reached = domain.before();
         if (*reached <= start || slots_ == 0) return false;
         WorkLeft left{work_budget(ranks_, mains_)};
@@ -141,7 +138,7 @@ class QuotaPlanner {
             const int64_t threshold = published.threshold();
             const bool is_reached =
                 threshold >= start && run(domain, threshold, Method::kRoomiest, INT32_MAX).reached;
-            if (is_reached) keep();
+            if (is_reached) tries_.keep();
             found = found || is_reached;
             published.narrow(is_reached);
         }
@@ -156,15 +153,15 @@ class QuotaPlanner {
                                left.rounds,
                                restarts_of_probe(method));
                 },
-                [&](int, Method) { keep(); });
+                [&](int, Method) { tries_.keep(); });
             found = found || is_reached;
         }
         *reached = search.reached();
         return found;
     }
 
-    // Leaves a plan for just this threshold in best_; false if none was found.
-    bool reach(const Domain& domain, int64_t threshold, WorkLeft& left) {
+    // Keeps a plan for just this threshold; false if none was found.
+    bool reach(const Domain<Amount>& domain, int64_t threshold, WorkLeft& left) {
         return choose_at_start(
             domain.even,
             left,
@@ -172,39 +169,34 @@ class QuotaPlanner {
                 const int32_t most = std::min(left.rounds, work_at_start(method, ranks_, mains_));
                 return run(domain, threshold, method, most, restarts_at_start(method));
             },
-            [&](Method) { keep(); });
+            [&](Method) { tries_.keep(); });
     }
 
-    Verdict run(const Domain& domain,
+    Verdict run(const Domain<Amount>& domain,
                 int64_t threshold,
                 Method method,
                 int32_t work_limit,
                 int restarts = 0) {
-        Attempt<HostPlannerWarp> attempt(domain, {&try_}, {}, work_limit);
-        return attempt.run(threshold, method, restarts);
+        Attempt<HostPlannerWarp<Amount>> attempt({&domain, &tries_.now()}, work_limit);
+        return attempt.run(static_cast<Amount>(threshold), method, restarts);
     }
 
-    // The plan of the last try is the best so far.
-    void keep() { std::swap(best_, try_); }
-
-    // Take a domain's plan over: best_, or, if none was found, no replicas.
-    void take(int d, bool found) { load_.take(d, found ? &best_ : nullptr, replicas_); }
+    // Take a domain's plan over: what was kept, or, if none was found, no replicas.
+    void take(int d, bool found) { load_.take(d, found ? &tries_.kept() : nullptr, replicas_); }
 
     static constexpr int64_t kUnknown = -1;
 
     QuotaProblem problem_;
-    const HostLoad load_;
+    const HostLoad& load_;
     const int ranks_;  // of a domain
     const int mains_;
     const int slots_;
-    const HostWarp warp_{};
+    const HostWarp<int64_t> warp_{};
     std::vector<int32_t> hottest_first_;  // [E], counted within the domain
     std::vector<int64_t> hottest_load_;
     std::vector<int64_t> bounds_;  // of the domains, or kUnknown
     Replicas replicas_;
-    std::vector<char> memory_;
-    TryMemory best_;
-    TryMemory try_;
+    HostTries<Amount> tries_;
     int64_t target_ = 0;
 };
 
@@ -214,12 +206,12 @@ class LayerClock {
     LayerClock(const QuotaProblem& problem,
                const LayerCosts& costs,
                const int64_t* load,
-               const QuotaPlanner& planner)
+               const HostLoad& sums)
         : problem_(problem),
           costs_(costs),
           load_(load),
           mains_(problem.num_experts / problem.num_ranks),
-          expert_load_(planner.load().expert_load()),
+          expert_load_(sums.expert_load()),
           kept_(problem.num_experts),
           ranks_(problem.num_ranks) {
         for (int64_t r = 0; r < problem.num_ranks; ++r) {
@@ -322,34 +314,16 @@ class LayerClock {
     int64_t most_local_ = 0;
 };
 
-}  // namespace
-
-void solve_quota(const QuotaProblem& problem, const int64_t* load, int64_t* quota, int32_t* slots) {
-    solve_ladder(problem, {{problem.tolerance_ppm}, 1}, load, quota, slots);
-}
-
-void solve_ladder(const QuotaProblem& problem,
+template <class Amount>
+void plan_fastest(const QuotaProblem& problem,
                   const Tolerances& tolerances,
+                  const LayerCosts& costs,
                   const int64_t* load,
+                  const HostLoad& sums,
                   int64_t* quota,
                   int32_t* slots) {
-    QuotaPlanner planner(problem, load);
-    for (int64_t i = 0; i < tolerances.count; ++i) {
-        planner.plan(tolerances.ppm[i]);
-        planner.load().write(planner.replicas(),
-                             quota + i * problem.num_experts * problem.num_ranks,
-                             slots + i * problem.num_ranks * problem.num_slots);
-    }
-}
-
-void solve_fastest(const QuotaProblem& problem,
-                   const Tolerances& tolerances,
-                   const LayerCosts& costs,
-                   const int64_t* load,
-                   int64_t* quota,
-                   int32_t* slots) {
-    QuotaPlanner planner(problem, load);
-    LayerClock clock(problem, costs, load, planner);
+    QuotaPlanner<Amount> planner(problem, sums);
+    LayerClock clock(problem, costs, load, sums);
     Replicas best = planner.replicas();
     int64_t best_time = clock.measure(best).time;
     const auto try_one = [&](int64_t ppm) {
@@ -363,7 +337,7 @@ void solve_fastest(const QuotaProblem& problem,
     };
     const int64_t tightest = tolerances.count - 1;
     const auto target_of = [&](int64_t i) {
-        return target_load(planner.load().total(), problem.num_ranks, tolerances.ppm[i]);
+        return target_load(sums.total(), problem.num_ranks, tolerances.ppm[i]);
     };
     int64_t most_sends = 1;
     const auto is_worth_it = [&](int64_t i) {
@@ -378,11 +352,51 @@ void solve_fastest(const QuotaProblem& problem,
             most_sends = larger(most_sends, tried.sends);
         }
     }
-    planner.load().write(best, quota, slots);
+    sums.write(best, quota, slots);
+}
+
+}  // namespace
+
+void solve_quota(const QuotaProblem& problem, const int64_t* load, int64_t* quota, int32_t* slots) {
+    solve_ladder(problem, {{problem.tolerance_ppm}, 1}, load, quota, slots);
+}
+
+void solve_ladder(const QuotaProblem& problem,
+                  const Tolerances& tolerances,
+                  const int64_t* load,
+                  int64_t* quota,
+                  int32_t* slots) {
+    const HostLoad sums(problem, load);
+    sums.in_amounts(problem.min_quota, [&](auto amount) {
+        QuotaPlanner<decltype(amount)> planner(problem, sums);
+        for (int64_t i = 0; i < tolerances.count; ++i) {
+            planner.plan(tolerances.ppm[i]);
+            sums.write(planner.replicas(),
+                       quota + i * problem.num_experts * problem.num_ranks,
+                       slots + i * problem.num_ranks * problem.num_slots);
+        }
+    });
+}
+
+void solve_fastest(const QuotaProblem& problem,
+                   const Tolerances& tolerances,
+                   const LayerCosts& costs,
+                   const int64_t* load,
+                   int64_t* quota,
+                   int32_t* slots) {
+    const HostLoad sums(problem, load);
+    sums.in_amounts(problem.min_quota, [&](auto amount) {
+        plan_fastest<decltype(amount)>(problem, tolerances, costs, load, sums, quota, slots);
+    });
 }
 
 int64_t lower_bound(const QuotaProblem& problem, const int64_t* load) {
-    return QuotaPlanner(problem, load).bound();
+    const HostLoad sums(problem, load);
+    int64_t bound = 0;
+    sums.in_amounts(problem.min_quota, [&](auto amount) {
+        bound = QuotaPlanner<decltype(amount)>(problem, sums).bound();
+    });
+    return bound;
 }
 
 }  // namespace megatron_ext

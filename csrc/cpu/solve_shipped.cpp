@@ -16,15 +16,15 @@ namespace {
 
 int64_t divided_up(int64_t number, int64_t by) { return number / by + (number % by != 0); }
 
+template <class Amount>
 class ShippedPlanner {
   public:
-    ShippedPlanner(const QuotaProblem& problem, int64_t search_min_quota, const int64_t* load)
+    ShippedPlanner(const QuotaProblem& problem, int64_t search_min_quota, const HostLoad& load)
         : tolerance_ppm_(problem.tolerance_ppm),
           search_min_quota_(search_min_quota),
-          load_(problem, load),
-          replicas_(load_.no_replicas()),
-          memory_(load_.try_bytes()),
-          try_(load_.try_in(memory_.data())) {
+          load_(load),
+          replicas_(load.no_replicas()),
+          tries_(load) {
         for (int d = 0; d < load_.num_domains(); ++d) plan(d);
     }
 
@@ -32,7 +32,7 @@ class ShippedPlanner {
 
   private:
     void plan(int d) {
-        const Domain own = load_.domain(d, /*even=*/false);
+        const Domain<Amount> own = tries_.domain(d, /*even=*/false);
         const int64_t high = own.before();
         int64_t total = 0;
         for (int r = 0; r < own.ranks; ++r) total += own.home_load[r];
@@ -46,13 +46,13 @@ class ShippedPlanner {
             if (reaches<true>(d, own, threshold)) return;
             threshold = high - threshold > step ? threshold + step : high;
         }
-        Domain later = own;
-        later.min_quota = search_min_quota_;
+        Domain<Amount> later = own;
+        later.min_quota = static_cast<Amount>(search_min_quota_);
         if (!reaches<false>(d, later, mean)) search(d, later, mean + 1, high);
     }
 
     // From `low` on; without replicas nothing is above `high`.
-    void search(int d, const Domain& own, int64_t low, int64_t high) {
+    void search(int d, const Domain<Amount>& own, int64_t low, int64_t high) {
         constexpr int kProbes = 4;
         while (low < high) {
             const int64_t range = high - low;
@@ -78,20 +78,19 @@ class ShippedPlanner {
 
     // Whether a try brings every rank down to the threshold; then its plan is the domain's.
     template <bool kByNeed>
-    bool reaches(int d, const Domain& own, int64_t threshold) {
-        Moves<HostPlannerWarp> moves(own, {&try_}, {}, INT32_MAX);
-        moves.reset(threshold, /*lists_hosts=*/true);
+    bool reaches(int d, const Domain<Amount>& own, int64_t threshold) {
+        Moves<HostPlannerWarp<Amount>> moves({&own, &tries_.now()}, INT32_MAX);
+        moves.reset(static_cast<Amount>(threshold));
         if (!shed_to_roomiest</*kStays=*/1, kByNeed>(moves)) return false;
-        load_.take(d, &try_, replicas_);
+        load_.take(d, &tries_.now(), replicas_);
         return true;
     }
 
     const int64_t tolerance_ppm_;
     const int64_t search_min_quota_;
-    const HostLoad load_;
+    const HostLoad& load_;
     Replicas replicas_;
-    std::vector<char> memory_;
-    TryMemory try_;
+    HostTries<Amount> tries_;
 };
 
 }  // namespace
@@ -101,7 +100,10 @@ void solve_shipped(const QuotaProblem& problem,
                    const int64_t* load,
                    int64_t* quota,
                    int32_t* slots) {
-    ShippedPlanner(problem, search_min_quota, load).write(quota, slots);
+    const HostLoad sums(problem, load);
+    sums.in_amounts(larger(problem.min_quota, search_min_quota), [&](auto amount) {
+        ShippedPlanner<decltype(amount)>(problem, search_min_quota, sums).write(quota, slots);
+    });
 }
 
 }  // namespace megatron_ext

@@ -56,7 +56,7 @@ __device__ void overlap_line(
 // each; lanes without an instance have t = -1 and nothing. Called by all lanes, for the same expert.
 template <class Take>
 __device__ void share_expert(const SharedQuotas& quotas, int64_t e, int64_t source, Take take) {
-    const DeviceWarp warp;
+    const DeviceLanes<int64_t> warp;
     const ExpertShares of(quotas, e);
     const int64_t begin =
         warp.sum(static_cast<int>(source), [&](int r) { return of.residual_demand(r); });
@@ -75,7 +75,7 @@ __device__ void share_expert(const SharedQuotas& quotas, int64_t e, int64_t sour
 // above.
 template <class Take>
 __device__ void share_instance(const SharedQuotas& quotas, int64_t e, int64_t target, Take take) {
-    const DeviceWarp warp;
+    const DeviceLanes<int64_t> warp;
     const ExpertShares of(quotas, e);
     // The home rank's instance is the first.
     const int64_t before =

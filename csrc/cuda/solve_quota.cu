@@ -6,16 +6,18 @@
 //    domains than one the kernel is launched again. The other domains need not get below the load
 //    that the worst domain reached, and this load is known only when all blocks are done.
 // 3. A kernel, because the plan is needed on the device without a host sync.
-// 4. Warps share only their verdicts; thread 0 chooses between two barriers of the block. The tries
-//    that a round may ask for run side by side: all methods at the threshold asked for, then the
-//    next steps of UltraEP's binary search, then eight thresholds by two methods.
+// 4. Warps share only their verdicts; all choose alike between two barriers of the block. The tries
+//    that a round may ask for run side by side: all methods at the threshold asked for beside the
+//    first steps of UltraEP's binary search, then its next steps, then eight thresholds by two
+//    methods.
 // 5. Deterministic: integers; which warp ran a try does not matter, and neither does a try that the
 //    host would have skipped, because work is accounted for in the host's order.
 // 6. The slowest try decides the time: dependent reductions over the ranks, which are one
-//    instruction where the load fits 32 bits. Tries lie in shared memory if they fit (at 64 ranks,
-//    256 experts and 2 slots they take 150 KB), else in global memory.
+//    instruction where tries count in 32 bits (is_narrow). Such tries lie in shared memory if they
+//    fit, all others in global memory.
 
 #include <algorithm>
+#include <type_traits>
 
 #include "megatron_ext/cuda_api.h"
 #include "megatron_ext/planner/attempt.h"
@@ -27,8 +29,9 @@ namespace {
 constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * DeviceWarp::kLanes;
 static_assert(2 * ThresholdSearch::kProbes == kWarps, "a round is two tries for each probe");
-static_assert(kMethods <= kWarps, "all methods at once");
-constexpr int kSteps = 4;  // of a binary search in one round: 15 tries
+constexpr int kSteps = 4;        // of a binary search in one round: 15 tries
+constexpr int kStepsBeside = 3;  // of those beside the methods: 7 tries
+static_assert(kMethods + (1 << kStepsBeside) <= kWarps, "methods and steps in one round");
 
 // What a block sums up of all domains before it plans, and what it reached; in global memory.
 struct Sums {
@@ -58,11 +61,15 @@ __host__ __device__ int mains_of(const QuotaProblem& problem) {
     return static_cast<int>(problem.num_experts / problem.num_ranks);
 }
 
-__device__ Domain domain_of(const QuotaProblem& problem, const Sums& sums, int d, bool even) {
+__device__ Domain<int64_t> domain_of(const QuotaProblem& problem,
+                                     const Sums& sums,
+                                     int d,
+                                     bool even) {
     const auto ranks = static_cast<int>(problem.nvlink_domain);
     return {ranks,
             mains_of(problem),
             static_cast<int>(problem.num_slots),
+            Domain<int64_t>::per_slot_of(static_cast<int>(problem.num_slots)),
             problem.min_quota,
             even,
             sums.expert_load + static_cast<int64_t>(d) * ranks * mains_of(problem),
@@ -95,107 +102,202 @@ __device__ __noinline__ void sort_falling(const int64_t* value, int32_t* order, 
 
 extern __shared__ float4 dynamic_memory[];
 
-// The dynamic shared memory from `offset` on, for domains of up to kRanks ranks. Addresses are
-// computed, not kept: as all functions see where they come from, they are those of shared memory,
-// at distances that are known, and it takes no read to get one.
-template <int kRanks>
+// The loads of a domain, and its ranks in order if there is a place for them. By the whole block.
+template <class Amount>
+__device__ void copy_loads(const Domain<int64_t>& domain,
+                           Amount* expert_load,
+                           Amount* home_load,
+                           int32_t* busiest_first) {
+    const auto thread = static_cast<int>(threadIdx.x);
+    MEGATRON_EXT_ROLLED
+    for (int e = thread; e < domain.experts(); e += kThreads) {
+        expert_load[e] = static_cast<Amount>(domain.expert_load[e]);
+    }
+    MEGATRON_EXT_ROLLED
+    for (int r = thread; r < domain.ranks; r += kThreads) {
+        home_load[r] = static_cast<Amount>(domain.home_load[r]);
+        if (busiest_first != nullptr) busiest_first[r] = domain.busiest_first[r];
+    }
+}
+
+// A warp sets a flag, at any time, that others see later. All lanes see the same.
+__device__ void set_flag(bool& flag) { *const_cast<volatile bool*>(&flag) = true; }
+__device__ bool is_set(const bool& flag) {
+    const bool set = *const_cast<const volatile bool*>(&flag);
+    return __ballot_sync(DeviceWarp::kAll, set) != 0;
+}
+
+// Whose plan a block keeps: not a warp's.
+constexpr int kBest = kWarps;
+
+// What the tries of a block read of their domain, but for arrays.
+template <class Amount>
+struct Sizes {
+    int ranks;
+    int mains;
+    int slots;
+    uint32_t per_slot;
+    Amount min_quota;
+    bool even;
+    bool is_stopped;
+};
+
+// A block's loads and tries in shared memory, for so many ranks, experts and slots or fewer. Where
+// they are is known to the compiler, but for the warp: it takes no read to find out.
+template <int kMostRanks, int kMostExperts, int kMostSlots>
 struct SharedMemory {
-    int offset;
+    using Amount = int32_t;
+    static constexpr int kRanks = kMostRanks;
+    static_assert((2 * kMostSlots + 1) * kMostRanks <= 1 << kIndexBits, "ids of offers in a chain");
+    static_assert(kMostExperts <= 1 << kIndexBits, "mains of a rank");
+    static_assert(kMostRanks <= 1 << kRankBits, "keys of ranks");
 
-    __host__ __device__ static int capacity(int) { return kRanks; }
-    __device__ char* bytes() const { return reinterpret_cast<char*>(dynamic_memory) + offset; }
-    __device__ SharedMemory of_try(int64_t where, int) const {
-        return {offset + static_cast<int>(where)};
+    __host__ __device__ static int try_bytes() {
+        return TryMemory<Amount>::bytes(kMostRanks, kMostExperts, kMostSlots);
     }
-    __device__ TryMemory arrays(const Domain& domain) const {
-        TryMemory memory;
-        memory.lay_out(bytes(), kRanks, domain.experts(), domain.slots);
-        return memory;
+    __host__ static int bytes() { return kTries + (kWarps + 1) * try_bytes(); }
+    __host__ static bool fits(const QuotaProblem& problem, int64_t most_bytes) {
+        const int64_t ranks = problem.nvlink_domain;
+        return ranks <= kMostRanks && ranks * mains_of(problem) <= kMostExperts &&
+               problem.num_slots <= kMostSlots && bytes() <= most_bytes;
     }
+
+    // By the whole block, which waits before it tries.
+    __device__ void copy(const Sizes<Amount>& sizes, const Domain<int64_t>& domain) const {
+        if (threadIdx.x == 0) SharedMemory::sizes() = sizes;
+        copy_loads(domain, loads(), loads() + kMostExperts, order());
+        // Of ranks that there are not, collectives read what they ignore: it has to be an index.
+        auto* const own = reinterpret_cast<float4*>(memory(DeviceWarp::warp()));
+        MEGATRON_EXT_ROLLED
+        for (int i = DeviceWarp::lane(); i < TryMemory<Amount>::of_ranks_bytes(kRanks) / 16;
+             i += DeviceWarp::kLanes) {
+            own[i] = float4{};
+        }
+    }
+
+    __device__ Domain<Amount> domain() const {
+        const Sizes<Amount>& sizes = SharedMemory::sizes();
+        return {sizes.ranks,
+                sizes.mains,
+                sizes.slots,
+                sizes.per_slot,
+                sizes.min_quota,
+                sizes.even,
+                loads(),
+                loads() + kMostExperts,
+                order()};
+    }
+    __device__ TryMemory<Amount> of(int warp) const {
+        TryMemory<Amount> placed;
+        placed.lay_out(memory(warp), kMostRanks, kMostExperts, kMostSlots);
+        return placed;
+    }
+    __device__ TryMemory<Amount> arrays() const { return of(DeviceWarp::warp()); }
+
+    __device__ void stop() const { set_flag(sizes().is_stopped); }
+    __device__ bool is_stopped() const { return is_set(sizes().is_stopped); }
+
+  private:
+    static constexpr int kLoads = 32;  // behind the sizes
+    static constexpr int kOrder = kLoads + sizeof(Amount) * (kMostExperts + kMostRanks);
+    static constexpr int kTries = kOrder + sizeof(int32_t) * kMostRanks;
+    static_assert(sizeof(Sizes<Amount>) <= kLoads && kTries % 16 == 0, "where arrays may begin");
+
+    __device__ static Sizes<Amount>& sizes() {
+        return *reinterpret_cast<Sizes<Amount>*>(dynamic_memory);
+    }
+    __device__ static char* memory() { return reinterpret_cast<char*>(dynamic_memory); }
+    __device__ static char* memory(int warp) { return memory() + kTries + warp * try_bytes(); }
+    __device__ static Amount* loads() { return reinterpret_cast<Amount*>(memory() + kLoads); }
+    __device__ static int32_t* order() { return reinterpret_cast<int32_t*>(memory() + kOrder); }
 };
 
-// Global memory, whose addresses would take too many registers: they are kept in shared memory.
+// The same in global memory, for all that does not fit. Addresses would take too many registers:
+// they are kept in shared memory.
 struct GlobalMemory {
+    using Amount = int64_t;
+    static constexpr int kRanks = 0;
     char* start;
-    const TryMemory* placed;  // [kWarps + 1], in shared memory
 
-    __host__ __device__ static int capacity(int ranks) { return ranks; }
-    __device__ char* bytes() const { return start; }
-    __device__ GlobalMemory of_try(int64_t, int idx) const { return {start, placed + idx}; }
-    __device__ const TryMemory& arrays(const Domain&) const { return *placed; }
+    __device__ void copy(const Sizes<Amount>& sizes, const Domain<int64_t>& domain) const {
+        auto* const expert_load = reinterpret_cast<Amount*>(start);
+        auto* const home_load = expert_load + domain.experts();
+        copy_loads(domain, expert_load, home_load, nullptr);
+        const auto thread = static_cast<int>(threadIdx.x);
+        const int64_t loads = sizeof(Amount) * (domain.experts() + domain.ranks);
+        const int64_t each = TryMemory<Amount>::bytes(domain.ranks, domain.experts(), domain.slots);
+        if (thread <= kWarps) {
+            placed().tries[thread].lay_out(start + (loads + 15) / 16 * 16 + thread * each,
+                                           domain.ranks,
+                                           domain.experts(),
+                                           domain.slots);
+        }
+        if (thread == 0) {
+            placed().is_stopped = false;
+            placed().domain = {sizes.ranks,
+                               sizes.mains,
+                               sizes.slots,
+                               sizes.per_slot,
+                               sizes.min_quota,
+                               sizes.even,
+                               expert_load,
+                               home_load,
+                               domain.busiest_first};
+        }
+    }
+
+    __device__ const Domain<Amount>& domain() const { return placed().domain; }
+    __device__ const TryMemory<Amount>& of(int warp) const { return placed().tries[warp]; }
+    __device__ const TryMemory<Amount>& arrays() const { return of(DeviceWarp::warp()); }
+
+    __device__ void stop() const { set_flag(placed().is_stopped); }
+    __device__ bool is_stopped() const { return is_set(placed().is_stopped); }
+
+    struct Placed {
+        bool is_stopped;
+        Domain<Amount> domain;
+        TryMemory<Amount> tries[kWarps + 1];
+    };
+
+  private:
+    __device__ static Placed& placed() { return *reinterpret_cast<Placed*>(dynamic_memory); }
 };
 
-template <class Memory>
-__host__ __device__ int64_t try_bytes(int ranks, int mains, int slots) {
-    return TryMemory::bytes(Memory::capacity(ranks), ranks * mains, slots);
-}
-
-__host__ __device__ int64_t loads_bytes(int ranks, int mains) {
-    return (8 * ranks * (mains + 1) + 15) / 16 * 16;
-}
-
-// The domain's own loads, and the tries with the best plan.
-template <class Memory>
-__host__ __device__ int64_t tries_bytes(const QuotaProblem& problem) {
-    const auto ranks = static_cast<int>(problem.nvlink_domain);
-    const int mains = mains_of(problem);
-    return loads_bytes(ranks, mains) +
-           (kWarps + 1) * try_bytes<Memory>(ranks, mains, static_cast<int>(problem.num_slots));
-}
-
-// Of a block in global memory; kSharedRanks as at the kernel.
-template <int kSharedRanks>
+// Of a block in global memory: what takes most.
 __host__ __device__ int64_t block_bytes(const QuotaProblem& problem) {
-    return sums_bytes(problem) + (kSharedRanks > 0 ? 0 : tries_bytes<GlobalMemory>(problem));
+    const int64_t ranks = problem.nvlink_domain;
+    const int64_t experts = ranks * mains_of(problem);
+    const int64_t each = TryMemory<int64_t>::bytes(
+        static_cast<int>(ranks), static_cast<int>(experts), static_cast<int>(problem.num_slots));
+    return sums_bytes(problem) + (8 * (ranks + experts) + 15) / 16 * 16 + (kWarps + 1) * each;
 }
 
 template <class TheMemory>
-struct PlannerWarp : DeviceWarp {
+struct PlannerWarp : DeviceLanes<typename TheMemory::Amount> {
     using Memory = TheMemory;
+    using Hosts = FlatHosts<typename TheMemory::Amount>;
 };
 
-// What the warps of a block share while they plan.
-struct Shared {
-    int64_t tolerance_ppm;
-    Domain domain;
-    Verdict verdicts[kWarps];
-    int state_of[kWarps];  // which memory a warp works on
-    int best;              // which memory holds the best plan
-    int chosen;            // the warp whose plan it was, or -1
-};
-
-// Warp::Memory: where the tries lie.
+// Warp::Memory: where the tries lie. verdicts: [kWarps], which the warps of a block share.
 template <class Warp>
 class BlockPlanner {
+    using Amount = typename Warp::Amount;
+
   public:
-    __device__ BlockPlanner(Shared& shared,
+    __device__ BlockPlanner(Verdict* verdicts,
                             const QuotaProblem& problem,
-                            Warp warp,
-                            const Domain& domain,
+                            int64_t tolerance_ppm,
+                            const Domain<int64_t>& domain,
                             typename Warp::Memory memory)
-        : shared_(shared), problem_(problem), warp_(warp), domain_(domain), memory_(memory) {
-        auto* const expert_load = reinterpret_cast<int64_t*>(memory.bytes());
-        auto* const home_load = expert_load + domain.experts();
-        MEGATRON_EXT_ROLLED
-        for (int e = thread(); e < domain.experts(); e += kThreads) {
-            expert_load[e] = domain.expert_load[e];
-        }
-        MEGATRON_EXT_ROLLED
-        for (int r = thread(); r < domain.ranks; r += kThreads) {
-            home_load[r] = domain.home_load[r];
-        }
-        if (thread() < kWarps) shared.state_of[thread()] = thread();
-        if (thread() == 0) {
-            shared.best = kWarps;
-            shared.domain = {domain.ranks,
-                             domain.mains,
-                             domain.slots,
-                             problem.min_quota,
-                             domain.even,
-                             expert_load,
-                             home_load,
-                             domain.busiest_first};
-        }
+        : verdicts_(verdicts), tolerance_ppm_(tolerance_ppm), domain_(domain), memory_(memory) {
+        memory.copy({domain.ranks,
+                     domain.mains,
+                     domain.slots,
+                     domain.per_slot,
+                     static_cast<Amount>(problem.min_quota),
+                     domain.even,
+                     /*is_stopped=*/false},
+                    domain);
         __syncthreads();
     }
 
@@ -204,29 +306,35 @@ class BlockPlanner {
         *reached = domain_.before();
         if (*reached <= start || domain_.slots == 0) return false;
         WorkLeft left{work_budget(domain_.ranks, domain_.mains)};
-        if (reach(start, left)) {
+        PublishedSearch published(target, *reached);
+        if (reach(start, left, &published)) {
             *reached = start;
             return true;
         }
         bool found = false;
-        PublishedSearch published(target, *reached);
+        int steps = kStepsBeside;  // that have run
         MEGATRON_EXT_ROLLED
         while (!published.done()) {
-            run_next_steps(published, start);
+            if (steps == 0) {
+                steps = kSteps;
+                run_next_steps(published, start, steps);
+                __syncthreads();
+            }
             // As the verdicts tell, step by step.
             int node = 0;
             int chosen = -1;
             MEGATRON_EXT_ROLLED
-            for (int step = 0; step < kSteps && !published.done(); ++step) {
-                const bool is_reached = shared_.verdicts[node].reached;
-                if (is_reached) chosen = node;
+            for (int step = 0; step < steps && !published.done(); ++step) {
+                const bool is_reached = verdicts_[warp_of_node(node)].reached;
+                if (is_reached) chosen = warp_of_node(node);
                 published.narrow(is_reached);
                 node = 2 * node + (is_reached ? 1 : 2);
             }
             keep(chosen);
             found = found || chosen >= 0;
+            steps = 0;
         }
-        ThresholdSearch search(start, published.reached(), shared_.tolerance_ppm);
+        ThresholdSearch search(start, published.reached(), tolerance_ppm_);
         MEGATRON_EXT_ROLLED
         while (!search.done() && left.rounds > 0) {
             const int probe = warp_idx() / 2;
@@ -238,7 +346,7 @@ class BlockPlanner {
             int chosen = -1;
             found |= search.try_round(
                 left,
-                [&](int p, Method m) { return shared_.verdicts[warp_of_probe(p, m)]; },
+                [&](int p, Method m) { return verdicts_[warp_of_probe(p, m)]; },
                 [&](int p, Method m) { chosen = warp_of_probe(p, m); });
             keep(chosen);
         }
@@ -246,16 +354,19 @@ class BlockPlanner {
         return found;
     }
 
-    // Whether a plan for just this threshold was found. What mostly decides comes first by itself,
-    // where it is quicker than the others: the exact fill; and what mostly is not needed last:
-    // refilling.
-    __device__ __noinline__ bool reach(int64_t threshold, WorkLeft& left) {
+    // Whether a plan for just this threshold was found. The exact fill comes first by itself, as it
+    // mostly decides, and is quicker than the others. Refilling stops when best fit has made it
+    // there. To be called once.
+    //   beside  the first steps of this search run beside the methods; may be null
+    __device__ __noinline__ bool reach(int64_t threshold,
+                                       WorkLeft& left,
+                                       const PublishedSearch* beside) {
         const auto method = static_cast<Method>(warp_idx());
         const auto run_here = [&] {
-            run(threshold,
-                method,
-                work_at_start(method, domain_.ranks, domain_.mains),
-                restarts_at_start(method));
+            return run(threshold,
+                       method,
+                       work_at_start(method, domain_.ranks, domain_.mains),
+                       restarts_at_start(method));
         };
         WorkLeft then = left;  // what the host would have left
         bool decided = false;
@@ -265,13 +376,13 @@ class BlockPlanner {
             decided = then.pays_for(verdict_of(Method::kFill));
         }
         if (!decided) {
-            const bool is_method = warp_idx() < kMethods;
-            if (is_method && method != Method::kFill && method != Method::kRefill) run_here();
-            __syncthreads();
-            if (!then.pays_for(verdict_of(Method::kBestFit))) {
-                if (method == Method::kRefill) run_here();
-                __syncthreads();
+            if (warp_idx() >= kMethods) {
+                if (beside != nullptr) run_next_steps(*beside, threshold, kStepsBeside);
+            } else if (method != Method::kFill) {
+                const Verdict verdict = run_here();
+                if (method == Method::kBestFit && then.pays_for(verdict)) memory_.stop();
             }
+            __syncthreads();
         }
         int chosen = -1;
         const bool reached = choose_at_start(
@@ -283,22 +394,12 @@ class BlockPlanner {
         return reached;
     }
 
-    __device__ TryMemory best() const { return memory_of(shared_.best).arrays(domain_); }
-
   private:
-    // Behind the domain's own loads.
-    __device__ typename Warp::Memory memory_of(int state) const {
-        return memory_.of_try(loads_bytes(domain_.ranks, domain_.mains) +
-                                  state * try_bytes<typename Warp::Memory>(
-                                              domain_.ranks, domain_.mains, domain_.slots),
-                              state);
-    }
-
     __device__ static int thread() { return static_cast<int>(threadIdx.x); }
-    __device__ static int warp_idx() { return thread() / DeviceWarp::kLanes; }
+    __device__ static int warp_idx() { return DeviceWarp::warp(); }
 
     __device__ Verdict verdict_of(Method method) const {
-        return shared_.verdicts[static_cast<int>(method)];
+        return verdicts_[static_cast<int>(method)];
     }
 
     __device__ static Method method_of_probe(int warp) {
@@ -310,61 +411,113 @@ class BlockPlanner {
     }
 
     // The tries of the next steps of UltraEP's search, for all verdicts before a step: step 0 is
-    // warp 0's, and the one after that of warp w is 2w + 1's if it is reached, else 2w + 2's.
-    __device__ void run_next_steps(PublishedSearch published, int64_t start) {
-        if (warp_idx() < (1 << kSteps) - 1) {
-            // Behind the leading one, the bits of w + 1 are the way from step 0 to the warp's.
-            const int way = warp_idx() + 1;
-            MEGATRON_EXT_ROLLED
-            for (int bit = 30 - __clz(way); bit >= 0 && !published.done(); --bit) {
-                published.narrow((way >> bit & 1) == 0);
-            }
-            const int64_t threshold = published.threshold();
-            if (published.done() || threshold < start) {
-                if (thread() % DeviceWarp::kLanes == 0) shared_.verdicts[warp_idx()] = Verdict{};
-            } else {
-                run(threshold, Method::kRoomiest, INT32_MAX, 0);
-            }
+    // node 0, and the one after that of node n is node 2n + 1 if it is reached, else 2n + 2. The
+    // last warps come first: beside the methods, the longest try shares its scheduler with the
+    // method that seldom runs.
+    __device__ static int warp_of_node(int node) { return kWarps - 1 - node; }
+
+    __device__ void run_next_steps(PublishedSearch published, int64_t start, int steps) {
+        // Behind the leading one, the bits of node + 1 are the way from step 0.
+        const int way = kWarps - warp_idx();
+        if (way >= 1 << steps) return;
+        MEGATRON_EXT_ROLLED
+        for (int bit = 30 - __clz(way); bit >= 0 && !published.done(); --bit) {
+            published.narrow((way >> bit & 1) == 0);
         }
-        __syncthreads();
+        const int64_t threshold = published.threshold();
+        if (published.done() || threshold < start) {
+            if (DeviceWarp::lane() == 0) verdicts_[warp_idx()] = Verdict{};
+        } else {
+            run(threshold, Method::kRoomiest, INT32_MAX, 0);
+        }
     }
 
     // By a warp; one place in the code for all tries.
-    __device__ __noinline__ void run(int64_t threshold,
-                                     Method method,
-                                     int32_t work_limit,
-                                     int restarts) {
-        Attempt<Warp> attempt(
-            shared_.domain, memory_of(shared_.state_of[warp_idx()]), warp_, work_limit);
-        const Verdict verdict = attempt.run(threshold, method, restarts);
-        if (thread() % DeviceWarp::kLanes == 0) shared_.verdicts[warp_idx()] = verdict;
+    __device__ __noinline__ Verdict run(int64_t threshold,
+                                        Method method,
+                                        int32_t work_limit,
+                                        int restarts) {
+        // What best fit may show not to be needed.
+        const bool may_stop = method == Method::kRefill || warp_idx() >= kMethods;
+        Attempt<Warp> attempt(memory_, work_limit, may_stop);
+        const Verdict verdict = attempt.run(static_cast<Amount>(threshold), method, restarts);
+        if (DeviceWarp::lane() == 0) verdicts_[warp_idx()] = verdict;
+        return verdict;
     }
 
     // The plan of this warp, if it is one, is the best so far. By the whole block; after it the
     // verdicts may be overwritten.
     __device__ __noinline__ void keep(int warp) {
         __syncthreads();
-        if (thread() == 0 && warp >= 0) {
-            const int kept = shared_.best;
-            shared_.best = shared_.state_of[warp];
-            shared_.state_of[warp] = kept;
+        if (warp < 0) return;
+        const auto& plan = memory_.of(warp);
+        const auto& best = memory_.of(kBest);
+        MEGATRON_EXT_ROLLED
+        for (int i = thread(); i < domain_.ranks * domain_.slots; i += kThreads) {
+            best.expert[i] = plan.expert[i];
+            best.amount[i] = plan.amount[i];
         }
+        MEGATRON_EXT_ROLLED
+        for (int r = thread(); r < domain_.ranks; r += kThreads) best.held[r] = plan.held[r];
         __syncthreads();
     }
 
-    Shared& shared_;
-    const QuotaProblem& problem_;
-    const Warp warp_;
-    const Domain& domain_;
+    Verdict* const verdicts_;
+    const int64_t tolerance_ppm_;
+    const Domain<int64_t>& domain_;
     const typename Warp::Memory memory_;
 };
 
+// Write the domain's best plan; if none was found, that of no balancing.
+template <class Memory>
+__device__ __noinline__ void write_plan(const Domain<int64_t>& domain,
+                                        Memory tries,
+                                        bool found,
+                                        int ranks,
+                                        int64_t* quota,
+                                        int32_t* slots) {
+    const int thread = static_cast<int>(threadIdx.x);
+    const int first_rank = static_cast<int>(blockIdx.x) * domain.ranks;
+    const int first_expert = first_rank * domain.mains;
+    int64_t* rows = quota + static_cast<int64_t>(first_expert) * ranks;
+    const int64_t places = static_cast<int64_t>(domain.experts()) * ranks;
+#pragma unroll 8
+    for (int64_t i = thread; i < places; i += kThreads) rows[i] = 0;
+    MEGATRON_EXT_ROLLED
+    for (int i = thread; i < domain.ranks * domain.slots; i += kThreads) {
+        slots[first_rank * domain.slots + i] = -1;
+    }
+    __syncthreads();
+    MEGATRON_EXT_ROLLED
+    for (int e = thread; e < domain.experts(); e += kThreads) {
+        rows[static_cast<int64_t>(e) * ranks + first_rank + e / domain.mains] =
+            domain.expert_load[e];
+    }
+    __syncthreads();
+    if (!found) return;
+    const auto& best = tries.of(kBest);
+    MEGATRON_EXT_ROLLED
+    for (int r = thread; r < domain.ranks; r += kThreads) {
+        MEGATRON_EXT_ROLLED
+        for (int k = 0; k < best.held[r]; ++k) {
+            const int replica = r * domain.slots + k;
+            const int expert = best.expert[replica];
+            const int64_t amount{best.amount[replica]};
+            int64_t* row = rows + static_cast<int64_t>(expert) * ranks + first_rank;
+            // Replicas of one main are on several ranks. Subtracts: unsigned arithmetic wraps.
+            atomicAdd(reinterpret_cast<unsigned long long*>(row + expert / domain.mains),
+                      static_cast<unsigned long long>(-amount));
+            row[r] = amount;
+            slots[first_rank * domain.slots + replica] = first_expert + expert;
+        }
+    }
+}
+
 // Plan the domain, or plan it once more for `worst` alone, and write its plan.
 template <class Memory>
-__device__ void plan_domain(Shared& shared,
-                            const QuotaProblem& problem,
-                            DeviceWarp warp,
-                            const Domain& domain,
+__device__ void plan_domain(const QuotaProblem& problem,
+                            int64_t tolerance_ppm,
+                            const Domain<int64_t>& domain,
                             const Sums& sums,
                             Memory tries,
                             int64_t target,
@@ -372,8 +525,9 @@ __device__ void plan_domain(Shared& shared,
                             int64_t worst,
                             int64_t* quota,
                             int32_t* slots) {
+    __shared__ Verdict verdicts[kWarps];
     const int thread = static_cast<int>(threadIdx.x);
-    BlockPlanner<PlannerWarp<Memory>> planner(shared, problem, {warp}, domain, tries);
+    BlockPlanner<PlannerWarp<Memory>> planner(verdicts, problem, tolerance_ppm, domain, tries);
     bool found = false;
     if (worst == 0) {
         int64_t reached;
@@ -382,49 +536,38 @@ __device__ void plan_domain(Shared& shared,
         if (thread == 0) *sums.reached = reached;
     } else if (domain.before() > worst) {
         WorkLeft left{work_budget(domain.ranks, domain.mains)};
-        found = planner.reach(worst, left);
+        found = planner.reach(worst, left, nullptr);
         if (!found) return;
     }
-
-    const int ranks = static_cast<int>(problem.num_ranks);
-    const int first_rank = static_cast<int>(blockIdx.x) * domain.ranks;
-    const int first_expert = first_rank * domain.mains;
-    constexpr int kLanes = DeviceWarp::kLanes;
-    MEGATRON_EXT_ROLLED
-    for (int e = thread / kLanes; e < domain.experts(); e += kWarps) {
-        const int home = first_rank + e / domain.mains;
-        int64_t* row = quota + static_cast<int64_t>(first_expert + e) * ranks;
-        MEGATRON_EXT_ROLLED
-        for (int t = thread % kLanes; t < ranks; t += kLanes) {
-            row[t] = t == home ? domain.expert_load[e] : 0;
-        }
-    }
-    MEGATRON_EXT_ROLLED
-    for (int i = thread; i < domain.ranks * domain.slots; i += kThreads) {
-        slots[first_rank * domain.slots + i] = -1;
-    }
-    __syncthreads();
-    if (!found) return;
-    const TryMemory best = planner.best();
-    MEGATRON_EXT_ROLLED
-    for (int r = thread; r < domain.ranks; r += kThreads) {
-        MEGATRON_EXT_ROLLED
-        for (int k = 0; k < best.held[r]; ++k) {
-            const int replica = r * domain.slots + k;
-            const int expert = first_expert + best.expert[replica];
-            const int64_t amount = best.amount[replica];
-            int64_t* row = quota + static_cast<int64_t>(expert) * ranks;
-            // Replicas of one main are on several ranks. Subtracts: unsigned arithmetic wraps.
-            atomicAdd(reinterpret_cast<unsigned long long*>(row + first_rank + best.giver[replica]),
-                      static_cast<unsigned long long>(-amount));
-            row[first_rank + r] = amount;
-            slots[first_rank * domain.slots + replica] = expert;
-        }
-    }
+    write_plan(domain, tries, found, static_cast<int>(problem.num_ranks), quota, slots);
 }
 
-// kSharedRanks: for how many ranks there is shared memory; 0 if the tries lie in global memory.
-template <int kSharedRanks>
+// The bounds of all domains that fall to a warp, or `least` if that is more.
+template <class Warp>
+__device__ __noinline__ int64_t bound_of_warp(Warp warp,
+                                              const QuotaProblem& problem,
+                                              const Sums& sums,
+                                              int num_domains,
+                                              int64_t least,
+                                              bool even) {
+    const int warp_idx = DeviceWarp::warp();
+    int64_t bound = least;
+    MEGATRON_EXT_ROLLED
+    for (int d = 0; d < num_domains; ++d) {
+        const Domain<int64_t> domain = domain_of(problem, sums, d, even);
+        const DomainBound<Warp, int64_t> bounds(
+            warp, domain, sums.hottest_first + d * domain.experts());
+        if (d % kWarps == warp_idx) bound = larger(bound, bounds.by_receivers());
+        MEGATRON_EXT_ROLLED
+        for (int k = 1 + warp_idx; k <= domain.ranks; k += kWarps) {
+            bound = bounds.by_senders(k, bound);
+        }
+    }
+    return bound;
+}
+
+// Memory: where tries lie that count in 32 bits. Others lie in global memory.
+template <class Memory>
 __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem problem,
                                                                   Tolerances tolerances,
                                                                   int64_t first_plan,
@@ -434,23 +577,21 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
                                                                   char* workspace,
                                                                   int64_t* quotas,
                                                                   int32_t* slots) {
-    __shared__ Shared shared;
-    __shared__ Domain domain;
+    __shared__ Domain<int64_t> domain;
     __shared__ int64_t bounds[kWarps];
 
     const int thread = static_cast<int>(threadIdx.x);
-    const int warp_idx = thread / DeviceWarp::kLanes;
+    const int warp_idx = DeviceWarp::warp();
     const int64_t plan_idx = first_plan + blockIdx.y;
     const int64_t tolerance_ppm = tolerances.ppm[plan_idx % tolerances.count];
-    if (thread == 0) shared.tolerance_ppm = tolerance_ppm;
     const int64_t ranks = problem.num_ranks;
     const int64_t experts = problem.num_experts;
     const int num_domains = static_cast<int>(gridDim.x);
     const int own = static_cast<int>(blockIdx.x);
     const int64_t* load = loads + plan_idx / tolerances.count * ranks * load_stride;
     const auto memory_of = [&](int d) {
-        return workspace + (static_cast<int64_t>(blockIdx.y) * num_domains + d) *
-                               block_bytes<kSharedRanks>(problem);
+        return workspace +
+               (static_cast<int64_t>(blockIdx.y) * num_domains + d) * block_bytes(problem);
     };
     char* memory = memory_of(own);
     Sums sums;
@@ -487,10 +628,10 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
         const int first = d * domain_ranks;
         sort_falling(sums.home_load + first, sums.busiest_first + first, domain_ranks);
     }
-    if (thread == 0) domain = domain_of(problem, sums, own, shared.tolerance_ppm == 0);
+    if (thread == 0) domain = domain_of(problem, sums, own, tolerance_ppm == 0);
     __syncthreads();
 
-    const DeviceWarp wide{false};
+    const DeviceLanes<int64_t> wide;
     const int64_t total =
         wide.sum(static_cast<int>(ranks), [&](int r) -> int64_t { return sums.home_load[r]; });
     int64_t worst = 0;
@@ -501,22 +642,16 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
         }
         if (*sums.reached == worst) return;
     }
-    const int64_t target = target_load(total, ranks, shared.tolerance_ppm);
+    const int64_t target = target_load(total, ranks, tolerance_ppm);
     int64_t start = target;
     if (!again) {
-        int64_t bound = target;
-        MEGATRON_EXT_ROLLED
-        for (int d = 0; d < num_domains; ++d) {
-            const Domain each = domain_of(problem, sums, d, shared.tolerance_ppm == 0);
-            const DomainBound<DeviceWarp> of_domain(
-                wide, each, sums.hottest_first + d * domain_experts);
-            if (d % kWarps == warp_idx) bound = larger(bound, of_domain.by_receivers());
-            MEGATRON_EXT_ROLLED
-            for (int k = 1 + warp_idx; k <= domain_ranks; k += kWarps) {
-                bound = of_domain.by_senders(k, bound);
-            }
-        }
-        if (thread % DeviceWarp::kLanes == 0) bounds[warp_idx] = bound;
+        const auto bound = [&](auto warp) {
+            return bound_of_warp(warp, problem, sums, num_domains, target, tolerance_ppm == 0);
+        };
+        // Of a domain's ranks, none of which has more than the total, sums stay in 32 bits then.
+        const int64_t of_warp = total <= INT32_MAX / domain_ranks ? bound(DeviceLanes<int32_t>{})
+                                                                  : bound(DeviceLanes<int64_t>{});
+        if (DeviceWarp::lane() == 0) bounds[warp_idx] = of_warp;
         __syncthreads();
         MEGATRON_EXT_ROLLED
         for (int w = 0; w < kWarps; ++w) start = larger(start, bounds[w]);
@@ -524,25 +659,17 @@ __global__ __launch_bounds__(kThreads, 1) void solve_quota_kernel(QuotaProblem p
 
     int64_t* quota = quotas + plan_idx * experts * ranks;
     int32_t* held = slots + plan_idx * ranks * problem.num_slots;
-    // What is compared is at most the total and one more.
-    const DeviceWarp warp{total < INT32_MAX};
     const auto plan = [&](auto memory) {
-        plan_domain(shared, problem, warp, domain, sums, memory, target, start, worst, quota, held);
+        plan_domain(
+            problem, tolerance_ppm, domain, sums, memory, target, start, worst, quota, held);
     };
-    if constexpr (kSharedRanks > 0) {
-        plan(SharedMemory<kSharedRanks>{0});
-    } else {
-        auto* const placed = reinterpret_cast<TryMemory*>(dynamic_memory);
-        if (thread <= kWarps) {
-            const int64_t bytes = try_bytes<GlobalMemory>(domain.ranks, domain.mains, domain.slots);
-            placed[thread].lay_out(tries + loads_bytes(domain.ranks, domain.mains) + thread * bytes,
-                                   domain.ranks,
-                                   domain.experts(),
-                                   domain.slots);
+    if constexpr (!std::is_same<Memory, GlobalMemory>::value) {
+        if (is_narrow(domain.before(), problem.min_quota)) {
+            plan(Memory{});
+            return;
         }
-        __syncthreads();
-        plan(GlobalMemory{tries, placed});
     }
+    plan(GlobalMemory{tries});
 }
 
 int64_t num_domains(const QuotaProblem& problem) {
@@ -557,15 +684,14 @@ int64_t plans_at_once(const QuotaProblem& problem) {
 
 // What a problem is solved by.
 struct Kernel {
-    decltype(&solve_quota_kernel<0>) function;
-    int64_t shared_bytes;  // dynamic shared memory of a block
-    int64_t block_bytes;   // its global memory
+    decltype(&solve_quota_kernel<GlobalMemory>) function;
+    int shared_bytes;  // dynamic shared memory of a block
 };
 
-// The shared memory that a block can have besides what the kernel declares: 220 of 227 KB on Hopper
-// and on data-center Blackwell, 92 of 99 KB on others. 0 where the GPU does not say.
+// The shared memory that a block can have besides what the kernel declares: 226 of 227 KB on Hopper
+// and on data-center Blackwell, 98 of 99 KB on others. 0 where the GPU does not say.
 int64_t most_shared() {
-    constexpr int64_t kDeclared = 7 << 10;
+    constexpr int64_t kDeclared = 1 << 10;
     int device = 0, bytes = 0;
     if (cudaGetDevice(&device) != cudaSuccess ||
         cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
@@ -575,23 +701,23 @@ int64_t most_shared() {
     return bytes - kDeclared;
 }
 
-template <int kRanks>
-bool fits_shared(const QuotaProblem& problem) {
-    return problem.nvlink_domain <= kRanks &&
-           tries_bytes<SharedMemory<kRanks>>(problem) <= most_shared();
-}
-
-template <int kRanks>
-Kernel in_shared_memory(const QuotaProblem& problem) {
-    return {solve_quota_kernel<kRanks>,
-            tries_bytes<SharedMemory<kRanks>>(problem),
-            block_bytes<kRanks>(problem)};
+// The first memory that the problem fits in.
+template <class Memory, class... Larger>
+Kernel kernel_among(const QuotaProblem& problem) {
+    constexpr int kPlacedBytes = sizeof(GlobalMemory::Placed);
+    if constexpr (sizeof...(Larger) == 0) {
+        return {solve_quota_kernel<Memory>, kPlacedBytes};
+    } else {
+        if (!Memory::fits(problem, most_shared())) return kernel_among<Larger...>(problem);
+        return {solve_quota_kernel<Memory>, std::max(Memory::bytes(), kPlacedBytes)};
+    }
 }
 
 Kernel kernel_for(const QuotaProblem& problem) {
-    if (fits_shared<64>(problem)) return in_shared_memory<64>(problem);
-    if (fits_shared<96>(problem)) return in_shared_memory<96>(problem);
-    return {solve_quota_kernel<0>, (kWarps + 1) * sizeof(TryMemory), block_bytes<0>(problem)};
+    return kernel_among<SharedMemory<32, 1024, 8>,
+                        SharedMemory<64, 512, 4>,
+                        SharedMemory<96, 576, 4>,
+                        GlobalMemory>(problem);
 }
 
 }  // namespace
@@ -600,7 +726,7 @@ int64_t solve_ladder_cuda_bytes(const QuotaProblem& problem,
                                 const Tolerances& tolerances,
                                 int64_t batch) {
     return std::min(batch * tolerances.count, plans_at_once(problem)) * num_domains(problem) *
-           kernel_for(problem).block_bytes;
+           block_bytes(problem);
 }
 
 cudaError_t solve_ladder_cuda(const QuotaProblem& problem,
@@ -616,7 +742,7 @@ cudaError_t solve_ladder_cuda(const QuotaProblem& problem,
     const Kernel chosen = kernel_for(problem);
     const auto kernel = chosen.function;
     const cudaError_t allowed = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(chosen.shared_bytes));
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, chosen.shared_bytes);
     if (allowed != cudaSuccess) return allowed;
     MEGATRON_EXT_ROLLED
     for (int64_t first = 0; first < plans; first += plans_at_once(problem)) {

@@ -73,13 +73,14 @@ def test_plans_equal_the_ops(program):
 def test_sizes_are_the_kernels():
     kernel = (warp_ops.ROOT / "csrc" / "cuda" / "solve_quota.cu").read_text()
     counting = Path(warp_ops.__file__).with_suffix(".cpp").read_text()
-    for size in ("kWarps", "kSteps"):
+    for size in ("kWarps", "kSteps", "kStepsBeside"):
         line = re.compile(rf"^constexpr int {size} = \d+;", re.MULTILINE)
         assert line.findall(kernel) == line.findall(counting) != []
+    memories = re.findall(r"SharedMemory<(\d+, \d+, \d+)>", kernel)
+    listed = ", ".join(f"{{{each}}}" for each in memories)
+    assert f"kSharedMemories[] = {{{listed}}};" in counting
     (declared,) = re.findall(r"kDeclared = (\d+) << 10;", kernel)
     assert f"kMostShared = {227 - int(declared)} << 10;" in counting, "of Hopper's 227 KB"
-    capacities = re.findall(r"fits_shared<(\d+)>\(", kernel)
-    assert f"{{{', '.join(reversed(capacities))}}}" in counting
 
 
 @pytest.fixture(scope="module")
@@ -119,11 +120,11 @@ def test_all_recorded_cases_are_counted(of_recorded):
 def test_a_planner_that_does_more_is_noticed(of_recorded, tmp_path):
     include = tmp_path / "include"
     shutil.copytree(warp_ops.ROOT / "csrc" / "include", include)
-    header = include / "megatron_ext" / "planner" / "domain.h"
-    once = "        update_host(t, room_there);\n"
+    header = include / "megatron_ext" / "planner" / "shed.h"
+    once = "            moves_.spend(8 * rounds_of(moves_.domain().ranks));\n"
     text = header.read_text()
     assert text.count(once) == 1, "the planner has changed: choose another line"
-    header.write_text(text.replace(once, 2 * once))
+    header.write_text(text.replace(once, once + "            moves_.roomiest_host();\n"))
     slower = build(tmp_path, include)
     counted = of_recorded["EP64_E256_S2"]
     again = count(slower, [each.problem for each in counted.values()])

@@ -11,10 +11,9 @@
 // 2. A read waits for the reads before it, as its address or its branch comes from them, unless its
 //    index has been used before: then the address was known, and it overlaps. After a barrier, a
 //    vote or a write all values are read anew. A write waits for nothing but its address.
-// 3. Where an array is has to be found out first, and again after a barrier, a vote, a write or a
-//    call: by a read of local memory where the tries lie in shared memory, with one more where the
-//    place depends on the number of slots; by two where they lie in global memory. A function that
-//    keeps `at` finds out once.
+// 3. Where an array is has to be found out first. In shared memory that hangs on nothing but the
+//    thread's number, which a function asks for once. In global memory it takes a read, again after
+//    a barrier, a vote, a write or a call.
 // 4. A round of a block's warps takes as long as its slowest warp, or as the instructions of the
 //    four warps of a scheduler if that is more.
 //
@@ -30,10 +29,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <iostream>
+#include <limits>
 #include <map>
 #include <numeric>
 #include <sstream>
 #include <string>
+#include <type_traits>
 #include <unordered_map>
 #include <vector>
 
@@ -57,6 +58,7 @@ constexpr int64_t kGeneric = 29 + 5;           // shared memory by an address th
 constexpr int64_t kL1 = 41;                    // global or local memory
 constexpr int64_t kL2 = 263;                   // what another kernel has just written
 constexpr int64_t kOverlapped = 4;             // a read that nothing waits for
+constexpr int64_t kThread = 30;                // the thread's number, and an address from it
 constexpr int64_t kCall = 20;                  // of a function that stays one, and back
 constexpr int64_t kSyncWarp = 8;               // __syncwarp of lanes that are together
 constexpr int64_t kSyncThreads = 22 + 2 * 16;  // of 16 warps
@@ -155,6 +157,10 @@ int id_of(void* address) {
         std::exit(1);
     }
     const std::string name = plain_name(info.dli_sname);
+    // The same of another kernel.
+    for (size_t id = 0; id < functions().size(); ++id) {
+        if (functions()[id].name == name) return found->second = static_cast<int>(id);
+    }
     const std::string last = name.substr(name.rfind(':') + 1);
     bool is_part = true;
     for (const char* each : {"slot_of",
@@ -211,10 +217,9 @@ class Clock {
         }
     }
 
-    // Arrays are asked for; those from `behind` on have a place that depends on the slots.
-    void find_arrays(const void* behind) {
-        behind_ = static_cast<const char*>(behind);
-        if (at_.found == 0) at_.found = at_.unknown + kL1 + (layout.in_shared ? 0 : kGeneric);
+    // Arrays are asked for.
+    void find_arrays() {
+        if (at_.found == 0) at_.found = at_.unknown + kShared + kCompare;
     }
 
     void read(const void* address, int64_t index) {
@@ -239,6 +244,24 @@ class Clock {
         const unsigned place = at_.indices++ % kRemembered;
         at_.index[place] = index;
         at_.known[place] = since;
+    }
+
+    // The thread's number is waited for, if it was not yet.
+    void know_lane() {
+        const int64_t waits = std::max<int64_t>(at_.entered + kThread - at_.now, 0);
+        spend(waits, kLoops, kIssueLoop);
+    }
+
+    // Run what the device does not.
+    template <class Function>
+    void pause(Function function) {
+        const State state = at_;
+        const Spent spent = spent_;
+        const bool wrote = wrote_;
+        function();
+        at_ = state;
+        spent_ = spent;
+        wrote_ = wrote;
     }
 
     // Memory is read anew from now on.
@@ -275,12 +298,40 @@ class Clock {
         if (wrote_) forget();
     }
 
+    // As run_lanes, but all indices at the same time, so many to a lane one behind the other: they
+    // wait for the same reads, and add their instructions.
+    template <class Lane>
+    void run_side_by_side(int count, Lane lane) {
+        const State start = at_;
+        const Spent spent = spent_;
+        State slowest = start;
+        Spent of_slowest = spent_;
+        int64_t more = 0;  // instructions of the others
+        bool wrote = false;
+        for (int first = 0; first < count; first += 32) {
+            at_ = start;
+            spent_ = spent;
+            run_lanes(first, count, lane);
+            wrote = wrote || wrote_;
+            more += at_.issued - start.issued;
+            if (first > 0 && at_.now <= slowest.now) continue;
+            slowest = at_;
+            of_slowest = spent_;
+        }
+        more -= slowest.issued - start.issued;
+        at_ = slowest;
+        spent_ = of_slowest;
+        if (wrote) forget();
+        spend(more, kLoops, more);
+    }
+
     void enter(int function) {
         ++depth_;
         stack_[depth_] = static_cast<int8_t>(function);
         parts_[depth_] = functions()[function].is_part ? stack_[depth_] : parts_[depth_ - 1];
         if (depth_ == 0) return;
         spend(kCall + functions()[function].extra, kCalls, kIssueCall);
+        at_.entered = at_.now;
         lose_arrays();
     }
 
@@ -297,6 +348,7 @@ class Clock {
         int64_t issued = 0;
         int64_t unknown = 0;                 // since when nobody knows where arrays are
         int64_t found = 0;                   // when it is known; 0 if nobody has asked
+        int64_t entered = 0;                 // the function called last
         const void* read[kRemembered] = {};  // since memory has changed
         int64_t index[kRemembered];          // used last
         int64_t known[kRemembered];          // when it was used first
@@ -318,13 +370,13 @@ class Clock {
         const auto* byte = static_cast<const char*>(address);
         if (byte >= layout.tries && byte < layout.end) {
             if (!layout.in_shared) return {at_.found, kL1};
-            const bool is_behind = at_.found > 0 && byte >= behind_;
-            return {at_.found + (is_behind ? kGeneric : 0), kShared};
+            return {at_.entered + kThread, kShared};
         }
+        const bool is_own = layout.in_shared && byte >= layout.loads && byte < layout.tries;
+        if (is_own) return {0, kShared};
         // A domain's: its pointer is in shared memory.
         const bool is_member = functions()[stack_[depth_]].is_member;
-        const bool is_own = layout.in_shared && byte >= layout.loads && byte < layout.tries;
-        return {at_.unknown + kGeneric + (is_member ? kL1 : 0), is_own ? kGeneric : kL1};
+        return {at_.unknown + kGeneric + (is_member ? kL1 : 0), kL1};
     }
 
     int64_t known_since(int64_t index) {
@@ -346,7 +398,6 @@ class Clock {
     bool in_lane_ = false;
     std::vector<Spending> log_;
     std::vector<Spending> slowest_;
-    const char* behind_ = nullptr;
     bool wrote_ = false;
 };
 
@@ -365,7 +416,10 @@ MEGATRON_EXT_HOST_DEVICE void __cyg_profile_func_exit(void*, void*) { counted.le
 #define MEGATRON_EXT_COUNTED
 namespace megatron_ext {
 
+template <class Amount, int kMostRanks>
 struct CountedMemory;
+template <class Amount>
+class FlatHosts;
 
 // In the place of a reference to an entry. Beware of `is_there ? array[i] : 0`, whose type is that
 // of the 0.
@@ -411,15 +465,19 @@ class Array {
     T* first_ = nullptr;
 };
 
-// As DeviceWarp in warp.h, function by function.
+// As DeviceLanes in warp.h, function by function. kMostRanks: for how many ranks there is shared
+// memory, or 0.
+template <class Value, int kMostRanks>
 struct CountingWarp {
-    using Memory = CountedMemory;
-
-    bool narrow = false;
+    using Amount = Value;
+    using Memory = CountedMemory<Value, kMostRanks>;
+    using Hosts = FlatHosts<Value>;
+    static constexpr bool kNarrow = sizeof(Value) == 4;
 
     template <class Function>
     void for_each(int count, Function function) const {
-        begin_synced();
+        sync();
+        counted.spend(kBegin, kLoops, kIssueBegin);
         for (int first = 0; first < count; first += 32) {
             counted.run_lanes(first, count, function);
             counted.spend(kLoop, kLoops, kIssueLoop);
@@ -427,21 +485,128 @@ struct CountingWarp {
         sync();
     }
 
-    template <class Function>
-    Best best(int count, Function key_of) const {
+    template <int kMost = 0, class Function>
+    Best<Value> best(int count, Function key_of) const {
+        Best<Value> best;
+        const auto look = [&](int i) {
+            const Value key = key_of(i);
+            if (key > best.key) best = {i, key};
+        };
+        if constexpr (kFitsWord<kMost>) {
+            counted.know_lane();
+            counted.run_side_by_side(count, look);
+            reduce_words(kMost / 32);
+            return best;
+        }
         counted.spend(kBegin, kLoops, kIssueBegin);
-        Best best;
+        for (int first = 0; first < count; first += 32) {
+            counted.run_lanes(first, count, look);
+            counted.spend(kLoop + kCompare, kLoops, 2 * kIssueLoop);
+        }
+        counted.spend(kCall, kCalls, kIssueCall);
+        counted.spend((kNarrow ? 2 : 3) * kReduce, kReductions, kIssueReduce);
+        return best;
+    }
+
+    template <class Function>
+    Best<Value> best_of_few(int count, Function key_of) const {
+        if constexpr (!kNarrow) return best(count, key_of);
+        counted.spend(kBegin, kLoops, kIssueBegin);
+        Best<Value> best;
         for (int first = 0; first < count; first += 32) {
             counted.run_lanes(first, count, [&](int i) {
-                const int64_t key = key_of(i);
+                const Value key = key_of(i);
                 if (key > best.key) best = {i, key};
             });
             counted.spend(kLoop + kCompare, kLoops, 2 * kIssueLoop);
         }
-        counted.spend(kOverlapped, kReads, kIssueAccess);  // `narrow`
-        counted.spend(kCall, kCalls, kIssueCall);
-        counted.spend((narrow ? 2 : 3) * kReduce, kReductions, kIssueReduce);
+        reduce_words(0);
         return best;
+    }
+
+    template <int kMost = 0, class Function>
+    BestTwo<Value> best_two(int count, Function key_of) const {
+        const Best<Value> first = best<kMost>(count, key_of);
+        const auto others = [&](int i) -> Value { return i == first.index ? 0 : key_of(i); };
+        if constexpr (!kFitsWord<kMost>) return {first, best(count, others)};
+        // Words are still there: a choice and a reduction.
+        reduce_words(1);
+        Best<Value> second;
+        counted.pause([&] { second = host_.best(count, others); });
+        return {first, second};
+    }
+
+    template <int kMost = 0>
+    int lowest_from(int count, Array<Value> values, Value least) const {
+        return best<kMost>(count,
+                           [&](int i) -> Value {
+                               const Value value = values[i];
+                               return value >= least ? kHighest - value : 0;
+                           })
+            .index;
+    }
+
+    template <int kMost = 0>
+    int highest_below(int count, Array<Value> values, Value most) const {
+        const int last = count - 1;
+        const int from_last = best<kMost>(count, [&](int i) -> Value {
+                                  const Value value = values[last - i];
+                                  return value < most ? value : 0;
+                              }).index;
+        return from_last < 0 ? -1 : last - from_last;
+    }
+
+    template <int kMost = 0>
+    Pair closest_pair(
+        int count, Array<Value> values, Value most, Value whole, Array<int64_t>) const {
+        Pair pair;
+        const auto counts = [&](int i) {
+            return values.uncounted()[i] > 0 && values.uncounted()[i] < most;
+        };
+        for (int i = 0; i < count; ++i) pair.values += counts(i);
+        counted.spend(kCall + kThread, kCalls, kIssueCall);
+        if constexpr (kFitsWord<kMost>) {
+            // Own values, their words to memory; then 16 words at once, of which each takes a
+            // difference and a choice for each own value.
+            constexpr int kEach = kMost / 32;
+            counted.spend(read_by_address() + kEach * (2 * kCompare + kVote + kOverlapped),
+                          kVotes,
+                          kEach * (kIssueAccess + 3 * kIssueLoop));
+            counted.spend(2 * kSyncWarp + kOverlapped, kLoops, 8);
+            const int64_t batches = (pair.values + 15) / 16;
+            const int64_t batch = read_by_address() + 3 * kOverlapped + 16 * 2 * kEach;
+            counted.spend(batches * (batch + kLoop), kReads, batches * (4 + 32 * kEach));
+            counted.spend(
+                kEach * 3 * kCompare + 2 * kReduce, kReductions, 2 * kIssueReduce + kEach * 12);
+        } else {
+            const int64_t passes = (count + 31) / 32;
+            const int64_t batch = read_by_address() + 4 * (kOverlapped + 2 * kCompare) + kLoop;
+            const int64_t batches = (count + 3) / 4;
+            counted.spend(passes * (kL1 + batches * batch), kReads, passes * batches * 60);
+            counted.spend(kCall + 5 * kShuffle + 7 * kReduce, kReductions, 8 * kIssueReduce);
+        }
+        counted.spend(kShuffle, kReductions, kIssueLoop);
+        counted.forget();
+        Value least_over = whole;
+        for (int i = 0; i < count; ++i) {
+            const Value higher = values.uncounted()[i];
+            if (!counts(i)) continue;
+            int lower = -1;
+            for (int j = 0; j < count; ++j) {
+                const Value value = values.uncounted()[j];
+                if (value <= 0 || value < whole - higher) continue;
+                if (value > higher || (value == higher && j >= i)) continue;
+                if (lower < 0 || value < values.uncounted()[lower]) lower = j;
+            }
+            if (lower < 0) continue;
+            const Value over = higher - (whole - values.uncounted()[lower]);
+            if (over > least_over || over >= whole) continue;
+            if (over == least_over && higher >= values.uncounted()[pair.higher]) continue;
+            least_over = over;
+            pair.higher = i;
+            pair.lower = lower;
+        }
+        return pair;
     }
 
     template <class Function>
@@ -476,59 +641,22 @@ struct CountingWarp {
         return total;
     }
 
-    template <class Function>
-    int find(int count, Function is_it) const {
-        counted.spend(kBegin, kLoops, kIssueBegin);
-        int found = -1;
-        for (int first = 0; first < count && found < 0; first += 32) {
-            counted.run_lanes(first, count, [&](int i) {
-                if (is_it(i) && found < 0) found = i;
-            });
-            vote();
-        }
-        return found;
-    }
-
-    template <class Function>
-    int count_first(int count, Function is_it) const {
-        counted.spend(kBegin, kLoops, kIssueBegin);
-        int found = 0;
-        for (int first = 0; first < count; first += 32) {
-            int here = 0;
-            counted.run_lanes(first, count, [&](int i) { here += is_it(i); });
-            vote();
-            found += here;
-            if (here < 32) break;
-        }
-        return found;
-    }
-
-    template <class Is, class Before>
-    Place find_and_count(int count, Is is_it, Before comes_before) const {
-        counted.spend(kBegin, kLoops, kIssueBegin);
-        Place place{-1, 0};
-        for (int first = 0; first < count; first += 32) {
-            counted.run_lanes(first, count, [&](int i) {
-                if (is_it(i) && place.found < 0) place.found = i;
-                place.count += comes_before(i);
-            });
-            vote();
-            counted.spend(kOverlapped, kVotes, kIssueLoop);  // the second, right behind the first
-        }
-        return place;
-    }
-
+    // Four reads of a lane in flight, then their votes.
     template <class List, class Function>
     int gather(int count, List list, Function is_it) const {
-        begin_synced();
+        sync();
+        counted.spend(kBegin, kLoops, kIssueBegin);
         int found = 0;
-        for (int first = 0; first < count; first += 32) {
-            bool is_one[32] = {};
-            counted.run_lanes(first, count, [&](int i) { is_one[i - first] = is_it(i); });
-            vote();
-            counted.run_lanes(first, count, [&](int i) {
-                if (is_one[i - first]) list[found++] = i;
+        for (int first = 0; first < count; first += 128) {
+            const int last = std::min(count, first + 128);
+            std::vector<int> those;
+            counted.run_side_by_side(last - first, [&](int i) {
+                if (is_it(first + i)) those.push_back(first + i);
             });
+            counted.spend((last - first + 31) / 32 * kVote + kLoop, kVotes, 4 * 2 * kIssueLoop);
+            counted.forget();
+            for (const int i : those) list.uncounted()[found++] = i;
+            counted.spend(4 * kOverlapped, kWrites, 4 * kIssueAccess);
         }
         sync();
         return found;
@@ -555,92 +683,117 @@ struct CountingWarp {
         return best;
     }
 
-    template <class A, class B, class NewA, class NewB>
-    void move_down(int from, int to, A a, B b, NewA new_a, NewB new_b) const {
-        move(from - to);
-        host_.move_down(from, to, a.uncounted(), b.uncounted(), new_a, new_b);
+    void move_to_front(int place, Array<int32_t> list) const {
+        counted.spend(kCall + kSyncWarp + 2 * kOverlapped, kCalls, 5 * kIssueCall);
+        for (int first = 0; first < place; first += 32) {
+            counted.run_lanes(first, place, [](int) {
+                counted.spend(read_by_address() + kOverlapped, kReads, 2 * kIssueAccess);
+            });
+            counted.spend(kLoop + 2 * kSyncWarp, kLoops, 3 * kIssueLoop);
+        }
+        counted.forget();
+        host_.move_to_front(place, list.uncounted());
     }
 
-    template <class A, class B, class NewA, class NewB>
-    void move_up(int from, int to, A a, B b, NewA new_a, NewB new_b) const {
-        move(to - from);
-        host_.move_up(from, to, a.uncounted(), b.uncounted(), new_a, new_b);
-    }
-
-    template <class A, class B>
-    void sort(int count, A a, B b, A scratch_a, B scratch_b) const {
+    template <int kMost = 0>
+    void sort_rising(int count, Array<Value> keys, Array<int32_t> order) const {
         counted.spend(kCall, kCalls, kIssueCall);
-        // Four steps at once.
+        // Eight steps at once: words, or two comparisons each.
+        const int64_t each = kFitsWord<kMost> ? 3 : 2 * kCompare;
+        const int64_t batch = read_by_address() + 7 * kOverlapped + 8 * each + kLoop;
+        const int64_t batches = (count + 7) / 8;
         for_each(count, [&](int) {
-            const int64_t step = read_by_address() + 7 * kOverlapped + 4 * kCompare + kLoop;
-            counted.spend((count + 3) / 4 * step, kReads, count * 2 * (kIssueAccess + kIssueLoop));
+            counted.spend(read_by_address() + kCompare, kReads, kIssueAccess);
+            counted.spend(batches * batch, kReads, count * (1 + each));
         });
-        for_each(count, [&](int) {
-            counted.spend(read_by_address() + kOverlapped, kReads, kIssueAccess);
-        });
-        host_.sort(
-            count, a.uncounted(), b.uncounted(), scratch_a.uncounted(), scratch_b.uncounted());
+        host_.sort_rising(count, keys.uncounted(), order.uncounted());
     }
 
-    template <class Function>
-    void take_offers(int count,
-                     int takers,
-                     Array<int64_t> now,
-                     Array<int64_t> taken,
-                     Array<int32_t> taken_id,
-                     Array<int64_t> scratch,
-                     Function make_offers) const {
-        std::vector<int64_t> value(taken.uncounted(), taken.uncounted() + takers);
-        std::vector<int32_t> id(taken_id.uncounted(), taken_id.uncounted() + takers);
-        for_each(takers, [&](int t) { scratch[t] = narrow ? taken[t] + taken_id[t] : taken[t]; });
-        for (int pass = 0; pass < (narrow ? 1 : 2); ++pass) {
-            begin_synced();
-            for (int first = 0; first < count; first += 32) {
-                counted.spend(kDivide, kLoops, 2 * kIssueLoop);  // from a replica to its rank
-                // Of the n-th offers of the lanes: how many raise what is at each rank.
-                std::map<std::pair<int, int>, int> raises;
-                counted.run_lanes(first, count, [&](int i) {
-                    int nth = 0;
-                    make_offers(i, [&](int t, int64_t offered, int32_t offered_id) {
-                        ++nth;
-                        if (offered <= now[t]) return;
-                        int& times = raises[{nth, t}];
-                        if (pass > 0) {
-                            times = 1;
-                            return;
-                        }
-                        if (offered < value[t] || (offered == value[t] && offered_id > id[t])) {
-                            times = std::max(times, 1);
-                            return;
-                        }
-                        ++times;
-                        value[t] = offered;
-                        id[t] = offered_id;
-                    });
-                });
-                std::map<int, int> most;
-                for (const auto& [which, times] : raises) {
-                    most[which.first] = std::max(most[which.first], times);
-                }
-                for (const auto& [nth, times] : most) {
-                    // Only the first pass has to know what becomes of it.
-                    const int64_t each = counted.layout.in_shared ? kAtomic : kL2;
-                    counted.spend(pass > 0 ? kOverlapped : times * each, kAtomics, 6 + 6 * times);
-                }
-                counted.forget();
-                counted.spend(kLoop, kLoops, kIssueLoop);
+    template <int kMost = 0, class FirstOffer, class ExchangeOf>
+    bool take_offers(int takers,
+                     FirstOffer first_offer,
+                     int count,
+                     ExchangeOf exchange_of,
+                     Array<Value> value,
+                     Array<int32_t> id,
+                     Array<Value> scratch,
+                     Array<int64_t> words) const {
+        const auto offer_first = [&](int t) {
+            const Offer<Value> first = first_offer(t);
+            words[t] = first.value;
+        };
+        // How many of the lanes' offers go to the index with most of them.
+        const auto at_once = [&](int first, int last) {
+            std::map<int, int> times;
+            int most = 0;
+            for (int i = first; i < std::min(last, count); ++i) {
+                const Exchange<Value> each = exchange_of(i);
+                if (each.forth > 0) most = std::max(most, ++times[each.to]);
+                if (each.back > 0) most = std::max(most, ++times[each.from]);
             }
-            sync();
+            return most;
+        };
+        if constexpr (kFitsWord<kMost>) {
+            counted.know_lane();
+            counted.run_side_by_side(takers, offer_first);
+            counted.spend(2 * kSyncWarp + kMost / 32 * kCompare, kLoops, 4 * kIssueLoop);
+            counted.forget();
+            for (int first = 0; first < count; first += 128) {
+                const int last = std::min(count, first + 128);
+                counted.run_side_by_side(last - first, [&](int i) { exchange_of(first + i); });
+                // One instruction each, which nothing waits for.
+                int most = 0;
+                counted.pause([&] { most = at_once(first, last); });
+                counted.spend(8 * 2 * kOverlapped + most * kOverlapped + kLoop, kAtomics, 8 * 8);
+            }
+            counted.forget();
+            counted.spend(2 * kSyncWarp, kLoops, 4);
+            counted.run_side_by_side(takers, [&](int t) {
+                const int64_t offered = words[t];
+                value[t] = static_cast<Value>(value[t] + 0 * offered);
+                id[t] = id[t];
+                counted.spend(kCompare, kLoops, kIssueLoop);
+            });
+        } else {
+            for (int pass = 0; pass < 2; ++pass) {
+                for_each(takers, offer_first);
+                sync();
+                counted.spend(kBegin, kLoops, kIssueBegin);
+                for (int first = 0; first < count; first += 32) {
+                    counted.run_lanes(first, count, [&](int i) { exchange_of(i); });
+                    int most = 0;
+                    counted.pause([&] { most = at_once(first, first + 32); });
+                    counted.spend(
+                        (pass == 0 ? 1 : 2) * most * kL2 + kLoop, kAtomics, 2 * kIssueAccess);
+                }
+                sync();
+            }
             for_each(takers, [&](int t) {
-                taken[t] = value[t];
-                taken_id[t] = id[t];
+                const int64_t offered = words[t];
+                value[t] = static_cast<Value>(value[t] + 0 * offered);
+                id[t] = id[t];
             });
         }
+        vote();
+        bool changed = false;
+        counted.pause([&] {
+            changed = host_.take_offers(takers,
+                                        first_offer,
+                                        count,
+                                        exchange_of,
+                                        value.uncounted(),
+                                        id.uncounted(),
+                                        scratch.uncounted(),
+                                        words.uncounted());
+        });
+        return changed;
     }
 
     template <class Function>
     void once(Function function) const {
-        begin_synced();
+        sync();
+        counted.know_lane();
+        counted.spend(kCompare, kLoops, kIssueLoop);
         counted.run_lanes(0, 1, [&](int) { function(); });
         sync();
     }
@@ -651,11 +804,6 @@ struct CountingWarp {
         counted.forget();
     }
 
-    static void begin_synced() {
-        sync();
-        counted.spend(kBegin, kLoops, kIssueBegin);
-    }
-
     static void vote() {
         counted.spend(kVote + kLoop, kVotes, 2 * kIssueLoop);
         counted.forget();
@@ -663,24 +811,26 @@ struct CountingWarp {
 
     static void sum_lanes() {
         counted.spend(kCall, kCalls, kIssueCall);
-        counted.spend(5 * kShuffle, kReductions, 5 * 8);
+        if (kNarrow) {
+            counted.spend(kReduce, kReductions, kIssueReduce);
+        } else {
+            counted.spend(5 * kShuffle, kReductions, 5 * 8);
+        }
     }
 
-    static void move(int count) {
-        counted.spend(kCall + kSyncWarp + 2 * kOverlapped, kCalls, 5 * kIssueCall);
-        for (int first = 0; first < count; first += 32) {
-            counted.run_lanes(first, count, [](int) {
-                counted.spend(read_by_address() + kOverlapped, kReads, 2 * kIssueAccess);
-            });
-            counted.spend(kLoop + 2 * kSyncWarp, kLoops, 3 * kIssueLoop);
-        }
-        counted.forget();
+    // Of so many values a lane, each made one word with its index; and taken apart again.
+    static void reduce_words(int words) {
+        counted.spend(words * kCompare + kCompare, kLoops, (words + 1) * kIssueLoop);
+        counted.spend(kReduce, kReductions, kIssueReduce);
     }
 
     // What is given to a function that stays one could lie anywhere.
     static int64_t read_by_address() { return counted.layout.in_shared ? kGeneric : kL1; }
 
-    static inline const HostWarp host_{};
+    template <int kMost>
+    static constexpr bool kFitsWord = kNarrow && kMost > 0 && kMost <= (1 << kRankBits);
+    static constexpr Value kHighest = std::numeric_limits<Value>::max();
+    static inline const HostWarp<Value> host_{};
 };
 
 }  // namespace megatron_ext
@@ -688,11 +838,19 @@ struct CountingWarp {
 #include "megatron_ext/planner/attempt.h"
 #include "megatron_ext/planner/search.h"
 
+template <class Amount, int kMostRanks>
 struct megatron_ext::CountedMemory {
-    const TryMemory* placed;
+    static constexpr int kRanks = kMostRanks;
+    const Domain<Amount>* of;
+    const TryMemory<Amount>* placed;
 
-    MEGATRON_EXT_HOST_DEVICE const TryMemory& arrays(const Domain&) const {
-        counted.find_arrays(placed->kept.uncounted());
+    MEGATRON_EXT_HOST_DEVICE const Domain<Amount>& domain() const { return *of; }
+    MEGATRON_EXT_HOST_DEVICE static bool is_stopped() {
+        counted.spend(kShared + kVote, kVotes, kIssueAccess + kIssueLoop);
+        return false;
+    }
+    MEGATRON_EXT_HOST_DEVICE const TryMemory<Amount>& arrays() const {
+        counted.find_arrays();
         return *placed;
     }
 };
@@ -705,7 +863,9 @@ using namespace megatron_ext;
 constexpr int kWarps = 16;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kSteps = 4;
-constexpr int64_t kMostShared = 220 << 10;
+constexpr int kStepsBeside = 3;
+constexpr int kBest = kWarps;
+constexpr int64_t kLastStep = 1500;  // cycles: of handing over, the longest
 
 const char* const kMethodNames[] = {
     "BestFit", "PairFit", "Rising", "Remainder", "RemainderRising", "Refill", "Roomiest", "Fill"};
@@ -727,8 +887,27 @@ struct Phase {
     Spent spent;          // of the slowest warp of each
 };
 
-// A block that plans one load of one domain: BlockPlanner and solve_quota_kernel.
+// Of a kernel in shared memory.
+struct Most {
+    int ranks;
+    int experts;
+    int slots;
+};
+constexpr Most kSharedMemories[] = {{32, 1024, 8}, {64, 512, 4}, {96, 576, 4}};
+constexpr int64_t kMostShared = 226 << 10;  // Hopper's, without what the kernel declares
+
+// With sizes, loads and ranks in order before the tries.
+int64_t shared_bytes(const Most& most) {
+    return 32 + 4 * (most.experts + 2 * most.ranks) +
+           (kWarps + 1) * TryMemory<int32_t>::bytes(most.ranks, most.experts, most.slots);
+}
+
+// A block that plans one load of one domain: BlockPlanner and solve_quota_kernel. Amount and
+// kMostRanks as of CountingWarp.
+template <class Amount, int kMostRanks>
 class CountedBlock {
+    using Warp = CountingWarp<Amount, kMostRanks>;
+
   public:
     CountedBlock(int ranks,
                  int mains,
@@ -748,49 +927,46 @@ class CountedBlock {
         domain_ = {ranks,
                    mains,
                    slots,
+                   Domain<Amount>::per_slot_of(slots),
                    min_quota,
                    tolerance_ppm == 0,
                    expert_load_.data(),
                    home_load_.data(),
                    busiest_first_.data()};
-        // Shared memory, for as many ranks as there is a kernel for, or else global memory.
-        const int64_t loads = (8 * ranks * (mains + 1) + 15) / 16 * 16;
-        const auto bytes_for = [&](int capacity) {
-            return loads + (kWarps + 1) * TryMemory::bytes(capacity, ranks * mains, slots);
-        };
-        int capacity = ranks;
-        for (const int each : {96, 64}) {
-            if (ranks > each || bytes_for(each) > kMostShared) continue;
-            capacity = each;
-            layout_.in_shared = true;
-        }
-        tries_.resize(bytes_for(capacity));
+        const int capacity = kMostRanks > 0 ? kMostRanks : ranks;
+        // Loads of experts and of ranks, and ranks in order.
+        const int64_t loads = (sizeof(Amount) * ranks * (mains + 1) + 4 * ranks + 15) / 16 * 16;
+        const int64_t each = TryMemory<Amount>::bytes(capacity, ranks * mains, slots);
+        tries_.resize(loads + (kWarps + 1) * each);
+        layout_.in_shared = kMostRanks > 0;
         layout_.loads = tries_.data();
         layout_.tries = tries_.data() + loads;
         layout_.end = tries_.data() + tries_.size();
         for (int w = 0; w <= kWarps; ++w) {
-            memory_[w].lay_out(
-                tries_.data() + loads + w * TryMemory::bytes(capacity, ranks * mains, slots),
-                capacity,
-                ranks * mains,
-                slots);
-            state_of_[w % kWarps] = w % kWarps;
+            memory_[w].lay_out(tries_.data() + loads + w * each, capacity, ranks * mains, slots);
         }
-        best_ = kWarps;
         // The copies of the loads that the tries read.
-        auto* const own = reinterpret_cast<int64_t*>(tries_.data());
+        auto* const own = reinterpret_cast<Amount*>(tries_.data());
         std::copy(load.begin(), load.end(), own);
         std::copy(home_load_.begin(), home_load_.end(), own + load.size());
-        tried_ = domain_;
-        tried_.expert_load = own;
-        tried_.home_load = own + load.size();
+        tried_ = {ranks,
+                  mains,
+                  slots,
+                  domain_.per_slot,
+                  static_cast<Amount>(min_quota),
+                  domain_.even,
+                  own,
+                  own + load.size(),
+                  reinterpret_cast<int32_t*>(own + load.size() + ranks)};
+        std::copy(busiest_first_.begin(),
+                  busiest_first_.end(),
+                  reinterpret_cast<int32_t*>(own + load.size() + ranks));
     }
 
     void plan() {
         counted.layout = {};
         const int64_t start = count_before();
         counted.layout = layout_;
-        warp_.narrow = total_ < INT32_MAX;
         found_ = search(target_, start);
         count_write();
     }
@@ -829,25 +1005,15 @@ class CountedBlock {
             }
         }
         counted.spend(4 * kSyncThreads, kLoops, 8);
-        const CountingWarp wide{false};
+        const CountingWarp<int64_t, 0> wide;
         wide.sum(domain_.ranks, [&](int r) -> int64_t { return domain_.home_load[r]; });
         target_ = target_load(total_, ranks, tolerance_ppm_);
         Phase& before = phases_[0];
         before.cycles = counted.now();
         before.spent.add(counted.spent());
-        // Warp by warp.
-        int64_t start = target_;
-        DomainBound<CountingWarp> bounds(wide, domain_, hottest_first_.data());
-        begin_round();
-        for (int w = 0; w < kWarps; ++w) {
-            counted.restart();
-            int64_t bound = target_;
-            if (w == 0) bound = larger(bound, bounds.by_receivers());
-            for (int k = 1 + w; k <= ranks; k += kWarps) bound = bounds.by_senders(k, bound);
-            start = larger(start, bound);
-            end_warp(w);
-        }
-        end_round(before);
+        const int64_t start = total_ <= INT32_MAX / ranks
+                                  ? count_bounds(CountingWarp<int32_t, 0>{})
+                                  : count_bounds(CountingWarp<int64_t, 0>{});
         // The bounds of 16 warps, and the loads to shared memory.
         counted.restart();
         counted.spend(2 * kSyncThreads + kWarps * (kOverlapped + kLoop) +
@@ -860,27 +1026,53 @@ class CountedBlock {
         return start;
     }
 
+    // Warp by warp.
+    template <class TheWarp>
+    int64_t count_bounds(TheWarp warp) {
+        int64_t start = target_;
+        DomainBound<TheWarp, int64_t> bounds(warp, domain_, hottest_first_.data());
+        begin_round();
+        for (int w = 0; w < kWarps; ++w) {
+            counted.restart();
+            int64_t bound = target_;
+            if (w == 0) bound = larger(bound, bounds.by_receivers());
+            for (int k = 1 + w; k <= domain_.ranks; k += kWarps)
+                bound = bounds.by_senders(k, bound);
+            start = larger(start, bound);
+            end_warp(w);
+        }
+        end_round(phases_[0]);
+        return start;
+    }
+
     bool search(int64_t target, int64_t start) {
         if (domain_.before() <= start || domain_.slots == 0) return false;
         WorkLeft left{work_budget(domain_.ranks, domain_.mains)};
-        if (reach(start, left)) return true;
-        bool found = false;
         PublishedSearch published(target, domain_.before());
+        if (reach(start, left, published)) return true;
+        bool found = false;
+        int steps = kStepsBeside;  // that have run
         while (!published.done()) {
-            run_next_steps(published, start);
+            if (steps == 0) {
+                steps = kSteps;
+                begin_round();
+                run_next_steps(published, start, steps);
+                end_round(phases_[2]);
+            }
             int node = 0;
             int chosen = -1;
             counted.restart();
-            for (int step = 0; step < kSteps && !published.done(); ++step) {
+            for (int step = 0; step < steps && !published.done(); ++step) {
                 counted.spend(kShared + 2 * kLoop, kLoops, 2 * kIssueLoop);
-                const bool is_reached = verdicts_[node].reached;
-                if (is_reached) chosen = node;
+                const bool is_reached = verdicts_[kWarps - 1 - node].reached;
+                if (is_reached) chosen = kWarps - 1 - node;
                 published.narrow(is_reached);
                 node = 2 * node + (is_reached ? 1 : 2);
             }
             keep(chosen);
             end_serial(phases_[2]);
             found = found || chosen >= 0;
+            steps = 0;
         }
         ThresholdSearch search(start, published.reached(), tolerance_ppm_);
         while (!search.done() && left.rounds > 0) {
@@ -910,22 +1102,17 @@ class CountedBlock {
         return found;
     }
 
-    bool reach(int64_t threshold, WorkLeft& left) {
-        const auto run_here = [&](auto is_asked) {
-            begin_round();
-            for (int w = 0; w < kMethods; ++w) {
-                const auto method = static_cast<Method>(w);
-                if (!is_asked(method)) continue;
-                counted.restart();
-                run(w,
-                    threshold,
-                    method,
-                    work_at_start(method, domain_.ranks, domain_.mains),
-                    restarts_at_start(method));
-                tries_run_.back().is_first = true;
-                end_warp(w);
-            }
-            end_round(phases_[1]);
+    bool reach(int64_t threshold, WorkLeft& left, const PublishedSearch& beside) {
+        const auto run_here = [&](Method method) {
+            const int w = static_cast<int>(method);
+            counted.restart();
+            run(w,
+                threshold,
+                method,
+                work_at_start(method, domain_.ranks, domain_.mains),
+                restarts_at_start(method));
+            tries_run_.back().is_first = true;
+            return verdicts_[w];
         };
         const auto verdict_of = [&](Method method) {
             counted.spend(kShared + 3 * kLoop, kLoops, 3 * kIssueLoop);
@@ -934,15 +1121,27 @@ class CountedBlock {
         WorkLeft then = left;  // what the host would have left
         bool decided = false;
         if (domain_.even) {
-            run_here([](Method method) { return method == Method::kFill; });
+            begin_round();
+            run_here(Method::kFill);
+            end_warp(static_cast<int>(Method::kFill));
+            end_round(phases_[1]);
             decided = then.pays_for(verdict_of(Method::kFill));
         }
         if (!decided) {
-            run_here(
-                [](Method method) { return method != Method::kFill && method != Method::kRefill; });
-            if (!then.pays_for(verdict_of(Method::kBestFit))) {
-                run_here([](Method method) { return method == Method::kRefill; });
+            begin_round();
+            stopped_ = INT64_MAX;
+            for (int w = 0; w < kMethods; ++w) {
+                const auto method = static_cast<Method>(w);
+                if (method == Method::kFill || method == Method::kRefill) continue;
+                const Verdict verdict = run_here(method);
+                if (method == Method::kBestFit && then.pays_for(verdict)) stopped_ = counted.now();
+                end_warp(w);
             }
+            run_here(Method::kRefill);
+            end_warp(static_cast<int>(Method::kRefill));
+            run_next_steps(beside, threshold, kStepsBeside);
+            end_round(phases_[1]);
+            stopped_ = INT64_MAX;
         }
         int chosen = -1;
         counted.restart();
@@ -962,45 +1161,59 @@ class CountedBlock {
         return 2 * probe + (method == Method::kRefill ? 0 : 1);
     }
 
-    void run_next_steps(const PublishedSearch& published, int64_t start) {
-        begin_round();
-        for (int w = 0; w < (1 << kSteps) - 1; ++w) {
+    // Within a round.
+    void run_next_steps(const PublishedSearch& published, int64_t start, int steps) {
+        for (int way = 1; way < 1 << steps; ++way) {
+            const int w = kWarps - way;
             counted.restart();
             PublishedSearch own = published;
             int bit = 0;
-            while ((w + 1) >> (bit + 1) != 0) ++bit;
-            for (--bit; bit >= 0 && !own.done(); --bit) own.narrow(((w + 1) >> bit & 1) == 0);
+            while (way >> (bit + 1) != 0) ++bit;
+            for (--bit; bit >= 0 && !own.done(); --bit) own.narrow((way >> bit & 1) == 0);
             verdicts_[w] = {};
             if (!own.done() && own.threshold() >= start) {
                 run(w, own.threshold(), Method::kRoomiest, INT32_MAX, 0);
             }
             end_warp(w);
         }
-        end_round(phases_[2]);
     }
 
     void run(int w, int64_t threshold, Method method, int32_t work_limit, int restarts) {
-        Attempt<CountingWarp> attempt(tried_, {&memory_[state_of_[w]]}, warp_, work_limit);
-        verdicts_[w] = attempt.run(threshold, method, restarts);
+        const bool may_stop = method == Method::kRefill || w >= kMethods;
+        Attempt<Warp> attempt({&tried_, &memory_[w]}, work_limit, may_stop);
+        verdicts_[w] = attempt.run(static_cast<Amount>(threshold), method, restarts);
         most_work_ = std::max<int64_t>(most_work_, verdicts_[w].work);
         tries_run_.push_back(
             {method, verdicts_[w], counted.now(), counted.issued(), counted.rounds(), false});
+        may_stop_ = may_stop;
     }
 
     void keep(int warp) {
-        counted.spend(2 * kSyncThreads + 2 * kShared, kLoops, 12);
-        if (warp >= 0) std::swap(best_, state_of_[warp]);
+        counted.spend(kSyncThreads, kLoops, 6);
+        if (warp < 0) return;
+        const int64_t replicas = (domain_.ranks * domain_.slots + kThreads - 1) / kThreads;
+        counted.spend(replicas * (kShared + 3 * kOverlapped + kLoop) + kShared + kOverlapped,
+                      kReads,
+                      (replicas * 4 + 2) * kIssueAccess);
+        counted.spend(kSyncThreads, kLoops, 6);
+        for (int i = 0; i < domain_.ranks * domain_.slots; ++i) {
+            memory_[kBest].expert.uncounted()[i] = memory_[warp].expert.uncounted()[i];
+            memory_[kBest].amount.uncounted()[i] = memory_[warp].amount.uncounted()[i];
+        }
+        for (int r = 0; r < domain_.ranks; ++r) {
+            memory_[kBest].held.uncounted()[r] = memory_[warp].held.uncounted()[r];
+        }
     }
 
     void count_write() {
         const int64_t ranks = domain_.ranks;
         counted.restart();
-        const int64_t rows = (domain_.experts() + kWarps - 1) / kWarps;
-        const int64_t chunks = (ranks + 31) / 32;
-        counted.spend(rows * (kDivide + kL1 + kLoop + chunks * (kOverlapped + 2 * kLoop)),
-                      kLoops,
-                      rows * (30 + chunks * 16));
-        counted.spend(2 * kSyncThreads, kLoops, 4);
+        // Eight stores at once; then a main each.
+        const int64_t stores = (domain_.experts() * ranks + kThreads - 1) / kThreads;
+        counted.spend((stores + 7) / 8 * (8 * kOverlapped + kLoop), kWrites, stores * 3);
+        const int64_t mains = (domain_.experts() + kThreads - 1) / kThreads;
+        counted.spend(mains * (kL1 + kDivide + kOverlapped + kLoop), kReads, mains * 20);
+        counted.spend(3 * kSyncThreads, kLoops, 6);
         if (found_) {
             const int64_t replica = kShared + 2 * kOverlapped + 3 * kLoop;
             counted.spend(2 * kShared + domain_.slots * replica, kReads, domain_.slots * 30);
@@ -1017,9 +1230,13 @@ class CountedBlock {
     }
 
     void end_warp(int w) {
-        issued_[w % 4] += counted.issued();
-        if (counted.now() <= slowest_cycles_) return;
-        slowest_cycles_ = counted.now();
+        // A try that is stopped takes one more step.
+        const int64_t whole = counted.now();
+        const bool is_stopped = may_stop_ && whole > stopped_;
+        const int64_t cycles = is_stopped ? std::min(whole, stopped_ + kLastStep) : whole;
+        issued_[w % 4] += whole > 0 ? counted.issued() * cycles / whole : 0;
+        if (cycles <= slowest_cycles_) return;
+        slowest_cycles_ = cycles;
         slowest_ = counted.spent();
     }
 
@@ -1045,21 +1262,20 @@ class CountedBlock {
     std::vector<int32_t> hottest_first_;
     int64_t total_;
     int64_t target_ = 0;
-    Domain domain_;  // in global memory
-    Domain tried_;   // what the tries see
+    Domain<int64_t> domain_;  // in global memory
+    Domain<Amount> tried_;    // what the tries see
     std::vector<char> tries_;
     Layout layout_;
-    CountingWarp warp_;
-    TryMemory memory_[kWarps + 1];
+    TryMemory<Amount> memory_[kWarps + 1];
     Verdict verdicts_[kWarps];
-    int state_of_[kWarps];
-    int best_;
     bool found_ = false;
     Phase phases_[5];
     std::vector<Try> tries_run_;
     Spent slowest_;
     int64_t slowest_cycles_ = 0;
     int64_t most_work_ = 0;
+    int64_t stopped_ = INT64_MAX;  // when tries are stopped that may be
+    bool may_stop_ = false;        // the try that ran last
     int64_t issued_[4];
 };
 
@@ -1087,7 +1303,8 @@ void print_spent(const char* name, const Spent& spent) {
     std::printf("}");
 }
 
-void CountedBlock::print() const {
+template <class Amount, int kMostRanks>
+void CountedBlock<Amount, kMostRanks>::print() const {
     std::printf("{\"in_shared\": %s, \"budget\": %d, \"phases\": {",
                 layout_.in_shared ? "true" : "false",
                 work_budget(domain_.ranks, domain_.mains));
@@ -1118,7 +1335,7 @@ void CountedBlock::print() const {
                     (long long)each.issued);
     }
     std::printf("], \"replicas\": [");
-    const TryMemory& best = memory_[best_];
+    const TryMemory<Amount>& best = memory_[kBest];
     bool any = false;
     for (int r = 0; found_ && r < domain_.ranks; ++r) {
         const int held = best.held.uncounted()[r];
@@ -1138,6 +1355,11 @@ void CountedBlock::print() const {
 }  // namespace
 
 int main() {
+    for (const Most& most : kSharedMemories) {
+        if (shared_bytes(most) <= kMostShared) continue;
+        std::fprintf(stderr, "tries of %d ranks do not fit in shared memory\n", most.ranks);
+        return 1;
+    }
     std::string line;
     while (std::getline(std::cin, line)) {
         std::istringstream words(line);
@@ -1150,9 +1372,35 @@ int main() {
             std::fprintf(stderr, "a line is not R E S, tolerance, min_quota and E loads\n");
             return 1;
         }
-        CountedBlock block(ranks, experts / ranks, slots, tolerance_ppm, min_quota, load);
-        block.plan();
-        block.print();
+        const int mains = experts / ranks;
+        const auto plan = [&](auto amount, auto capacity) {
+            CountedBlock<decltype(amount), decltype(capacity)::value> block(
+                ranks, mains, slots, tolerance_ppm, min_quota, load);
+            block.plan();
+            block.print();
+        };
+        int64_t before = 0;  // of the busiest rank
+        for (int r = 0; r < ranks; ++r) {
+            const auto first = load.begin() + r * mains;
+            before = std::max(before, std::accumulate(first, first + mains, int64_t{0}));
+        }
+        using std::integral_constant;
+        if (!is_narrow(before, min_quota)) {
+            plan(int64_t{0}, integral_constant<int, 0>{});
+        } else {
+            const auto fits = [&](const Most& most) {
+                return ranks <= most.ranks && experts <= most.experts && slots <= most.slots;
+            };
+            if (fits(kSharedMemories[0])) {
+                plan(int32_t{0}, integral_constant<int, kSharedMemories[0].ranks>{});
+            } else if (fits(kSharedMemories[1])) {
+                plan(int32_t{0}, integral_constant<int, kSharedMemories[1].ranks>{});
+            } else if (fits(kSharedMemories[2])) {
+                plan(int32_t{0}, integral_constant<int, kSharedMemories[2].ranks>{});
+            } else {
+                plan(int32_t{0}, integral_constant<int, 0>{});
+            }
+        }
         std::fflush(stdout);
     }
 }

@@ -6,7 +6,11 @@
 // write only what belongs to their index. All lanes see what they wrote after the call.
 #pragma once
 
+#include <algorithm>
+#include <climits>
 #include <cstdint>
+#include <limits>
+#include <numeric>
 
 #include "megatron_ext/host_device.h"
 
@@ -22,49 +26,80 @@
 
 namespace megatron_ext {
 
+// On a device, values of 32 bits lie above an index in one word, so that one instruction reduces
+// both. Ranks: keys below 2^(32 - kRankBits). Others, and ids of offers: keys below
+// 2^(32 - kIndexBits).
+constexpr int kRankBits = 7;
+constexpr int kIndexBits = 10;
+
 // The index with the highest key above 0, the lowest of equals; -1 if there is none.
+template <class Key>
 struct Best {
     int index = -1;
-    int64_t key = 0;
+    Key key = 0;
 };
 
-// What `find_and_count` tells.
-struct Place {
-    int found;  // the lowest index that is the one looked for, or -1
-    int count;  // how many come before what is to be placed
+template <class Key>
+struct BestTwo {
+    Best<Key> first;
+    Best<Key> second;
 };
 
-// How many indices it is true for, where those are the first. By one lane.
-template <class Function>
-MEGATRON_EXT_HOST_DEVICE int search_first(int count, Function is_it) {
-    int first = 0;
-    while (count > 0) {
-        const int half = count / 2;
-        if (is_it(first + half)) {
-            first += half + 1;
-            count -= half + 1;
-        } else {
-            count = half;
-        }
-    }
-    return first;
-}
+// What is offered to an index; none is 0.
+template <class Value>
+struct Offer {
+    Value value = 0;
+    int32_t id = 0;
+};
 
-// The 32 lanes in a loop.
+// Two offers, each to the other's index.
+template <class Value>
+struct Exchange {
+    int32_t from = 0;
+    int32_t to = 0;
+    Value forth = 0;  // to `to`
+    Value back = 0;   // to `from`
+};
+
+// What `closest_pair` finds: indices, or -1, and how many values count.
+struct Pair {
+    int higher = -1;
+    int lower = -1;
+    int values = 0;
+};
+
+// The 32 lanes in a loop. Value: the type of keys and of what is compared, int32 or int64.
+template <class Value>
 struct HostWarp {
+    using Amount = Value;
+
     template <class Function>
     void for_each(int count, Function function) const {
         for (int i = 0; i < count; ++i) function(i);
     }
 
-    template <class Function>
-    Best best(int count, Function key_of) const {
-        Best best;
+    // kMost: at most so many indices; 0 if that is not known.
+    template <int kMost = 0, class Function>
+    Best<Value> best(int count, Function key_of) const {
+        Best<Value> best;
         for (int i = 0; i < count; ++i) {
-            const int64_t key = key_of(i);
+            const Value key = key_of(i);
             if (key > best.key) best = {i, key};
         }
         return best;
+    }
+
+    // The same of at most 2^kIndexBits indices, and keys below 2^(32 - kIndexBits) in 32 bits.
+    template <class Function>
+    Best<Value> best_of_few(int count, Function key_of) const {
+        return best(count, key_of);
+    }
+
+    // The best, and the best without that.
+    template <int kMost = 0, class Function>
+    BestTwo<Value> best_two(int count, Function key_of) const {
+        const Best<Value> first = best(count, key_of);
+        return {first, best(count, [&](int i) { return i == first.index ? 0 : key_of(i); })};
     }
 
     template <class Function>
@@ -88,27 +123,6 @@ struct HostWarp {
         return total;
     }
 
-    // The lowest index for which it is true, or -1.
-    template <class Function>
-    int find(int count, Function is_it) const {
-        for (int i = 0; i < count; ++i) {
-            if (is_it(i)) return i;
-        }
-        return -1;
-    }
-
-    // How many it is true for, where those are the first.
-    template <class Function>
-    int count_first(int count, Function is_it) const {
-        return search_first(count, is_it);
-    }
-
-    // Both at once.
-    template <class Is, class Before>
-    Place find_and_count(int count, Is is_it, Before comes_before) const {
-        return {find(count, is_it), count_first(count, comes_before)};
-    }
-
     // The indices that it is true for, rising, to `list`; returns how many.
     template <class List, class Function>
     int gather(int count, List list, Function is_it) const {
@@ -130,66 +144,58 @@ struct HostWarp {
         return best;
     }
 
-    // Move an entry of two arrays from one place to another, down or up; those between make room.
-    // What arrives is new_a and new_b.
-    template <class A, class B>
-    void move_down(int from, int to, A* a, B* b, A new_a, B new_b) const {
-        for (int i = from; i > to; --i) {
-            a[i] = a[i - 1];
-            b[i] = b[i - 1];
-        }
-        a[to] = new_a;
-        b[to] = new_b;
+    // Move the entry at `place` to the front; those before it make room.
+    void move_to_front(int place, int32_t* list) const {
+        std::rotate(list, list + place, list + place + 1);
     }
 
-    template <class A, class B>
-    void move_up(int from, int to, A* a, B* b, A new_a, B new_b) const {
-        for (int i = from; i < to; ++i) {
-            a[i] = a[i + 1];
-            b[i] = b[i + 1];
-        }
-        a[to] = new_a;
-        b[to] = new_b;
+    // To `order`: all indices by rising keys, which are not negative; of equals the lower one
+    // first.
+    template <int kMost = 0>
+    void sort_rising(int count, const Value* keys, int32_t* order) const {
+        std::iota(order, order + count, 0);
+        std::sort(order, order + count, [&](int32_t i, int32_t j) {
+            return keys[i] < keys[j] || (keys[i] == keys[j] && i < j);
+        });
     }
 
-    // Sort two arrays by rising a, then rising b; `scratch` is as large as they are.
-    template <class A, class B>
-    void sort(int count, A* a, B* b, A* /*scratch_a*/, B* /*scratch_b*/) const {
-        for (int i = 1; i < count; ++i) {
-            const A own_a = a[i];
-            const B own_b = b[i];
-            int place = i;
-            for (; place > 0 &&
-                   (a[place - 1] > own_a || (a[place - 1] == own_a && b[place - 1] > own_b));
-                 --place) {
-                a[place] = a[place - 1];
-                b[place] = b[place - 1];
-            }
-            a[place] = own_a;
-            b[place] = own_b;
+    // Take the best offers to each t below `takers`: one is first_offer(t), and two are those of
+    // each i below `count`, exchange_of(i), with the ids 2i (forth) and 2i + 1 (back). Where the
+    // highest is above value[t], it takes its place, and id[t] becomes the lowest id that it came
+    // with. Returns whether there is such a t. `scratch` and `words` are as large as `value`, and
+    // ids below 2^kIndexBits.
+    template <int kMost = 0, class FirstOffer, class ExchangeOf>
+    bool take_offers(int takers,
+                     FirstOffer first_offer,
+                     int count,
+                     ExchangeOf exchange_of,
+                     Value* value,
+                     int32_t* id,
+                     Value* scratch,
+                     int64_t* /*words*/) const {
+        for (int t = 0; t < takers; ++t) {
+            const Offer<Value> first = first_offer(t);
+            const bool is_more = first.value > value[t];
+            scratch[t] = is_more ? first.value : value[t];
+            if (is_more) id[t] = first.id;
         }
-    }
-
-    // Take the best offers: `make_offers(i, offer)` runs for each index below `count` and calls
-    // `offer(t, value, id)` for any t below `takers`, as often as it likes. Then taken[t] and
-    // taken_id[t] are the highest value offered and the lowest id it came with, unless taken[t] was
-    // higher. Offers that are not above now[t] do not count. Before, taken[t] is at least now[t],
-    // and taken_id[t] is above all ids. `scratch` is as large as `takers`.
-    template <class Function>
-    void take_offers(int count,
-                     int /*takers*/,
-                     const int64_t* now,
-                     int64_t* taken,
-                     int32_t* taken_id,
-                     int64_t* /*scratch*/,
-                     Function make_offers) const {
-        const auto offer = [&](int t, int64_t value, int32_t id) {
-            if (value <= now[t] || value < taken[t]) return;
-            if (value == taken[t] && id > taken_id[t]) return;
-            taken[t] = value;
-            taken_id[t] = id;
+        const auto offer = [&](int t, Value offered, int32_t offered_id) {
+            if (offered <= value[t] || offered < scratch[t]) return;
+            if (offered == scratch[t] && offered_id > id[t]) return;
+            scratch[t] = offered;
+            id[t] = offered_id;
         };
-        for (int i = 0; i < count; ++i) make_offers(i, offer);
+        for (int i = 0; i < count; ++i) {
+            const Exchange<Value> each = exchange_of(i);
+            offer(each.to, each.forth, 2 * i);
+            offer(each.from, each.back, 2 * i + 1);
+        }
+        bool changed = false;
+        for (int t = 0; t < takers; ++t) {
+            changed |= scratch[t] > value[t];
+            value[t] = scratch[t];
+        }
+        return changed;
     }
 
     // Run by one lane.
@@ -201,15 +207,20 @@ struct HostWarp {
 
 #ifdef __CUDACC__
 
-// One lane a thread.
 struct DeviceWarp {
-    // Whether all keys and offers are below 2^31: half the work.
-    bool narrow = false;
-
     static constexpr unsigned kAll = 0xffffffffu;
     static constexpr int kLanes = 32;
 
-    __device__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
+    // Of unsigned numbers: that is one instruction.
+    __device__ static int lane() { return static_cast<int>(threadIdx.x % kLanes); }
+    __device__ static int warp() { return static_cast<int>(threadIdx.x / kLanes); }
+};
+
+// One lane a thread. As HostWarp, function by function, and some more. Where an index is a rank's,
+// kMost says how many ranks arrays have place for.
+template <class Value>
+struct DeviceLanes : DeviceWarp {
+    using Amount = Value;
 
     template <class Function>
     __device__ void for_each(int count, Function function) const {
@@ -219,16 +230,218 @@ struct DeviceWarp {
         __syncwarp();
     }
 
-    template <class Function>
-    __device__ Best best(int count, Function key_of) const {
-        const bool narrow = this->narrow;  // read beside the first keys, not behind them
-        Best best;
+    // kMost: arrays have so many entries; keys are asked for all of them.
+    template <int kMost = 0, class Function>
+    __device__ Best<Value> best(int count, Function key_of) const {
+        if constexpr (kFitsWord<kMost>) {
+            uint32_t word = 0;
+#pragma unroll
+            for (int first = 0; first < kMost; first += kLanes) {
+                const uint32_t own = key_word(first + lane(), count, key_of);
+                word = own > word ? own : word;
+            }
+            return best_of_word(__reduce_max_sync(kAll, word));
+        } else {
+            Best<Value> best;
 #pragma unroll 1
-        for (int i = lane(); i < count; i += kLanes) {
-            const int64_t key = key_of(i);
-            if (key > best.key) best = {i, key};
+            for (int i = lane(); i < count; i += kLanes) {
+                const Value key = key_of(i);
+                if (key > best.key) best = {i, key};
+            }
+            return best_of_lanes(best);
         }
-        return best_of_lanes(best, narrow);
+    }
+
+    template <class Function>
+    __device__ Best<Value> best_of_few(int count, Function key_of) const {
+        if constexpr (kNarrow) {
+            constexpr int kLast = (1 << kIndexBits) - 1;
+            uint32_t word = 0;
+#pragma unroll 1
+            for (int i = lane(); i < count; i += kLanes) {
+                const Value key = key_of(i);
+                const uint32_t own = static_cast<uint32_t>(key) << kIndexBits | (kLast - i);
+                word = key > 0 && own > word ? own : word;
+            }
+            word = __reduce_max_sync(kAll, word);
+            if (word == 0) return {};
+            return {kLast - static_cast<int>(word & kLast), static_cast<Value>(word >> kIndexBits)};
+        } else {
+            return best(count, key_of);
+        }
+    }
+
+    template <int kMost = 0, class Function>
+    __device__ BestTwo<Value> best_two(int count, Function key_of) const {
+        if constexpr (kFitsWord<kMost>) {
+            uint32_t word = 0;
+            uint32_t lower = 0;  // the second of this lane
+#pragma unroll
+            for (int first = 0; first < kMost; first += kLanes) {
+                const uint32_t own = key_word(first + lane(), count, key_of);
+                const uint32_t less = own < word ? own : word;
+                lower = less > lower ? less : lower;
+                word = own > word ? own : word;
+            }
+            const uint32_t first = __reduce_max_sync(kAll, word);
+            const uint32_t second = __reduce_max_sync(kAll, word == first ? lower : word);
+            return {best_of_word(first), best_of_word(second)};
+        } else {
+            const Best<Value> first = best(count, key_of);
+            return {first,
+                    best(count, [&](int i) -> Value { return i == first.index ? 0 : key_of(i); })};
+        }
+    }
+
+    // The index of the lowest value that is at least `least`, which is above 0; the first of
+    // equals, -1 if there is none.
+    template <int kMost = 0>
+    __device__ int lowest_from(int count, const Value* values, Value least) const {
+        if constexpr (kFitsWord<kMost>) {
+            uint32_t word = kAll;
+#pragma unroll
+            for (int first = 0; first < kMost; first += kLanes) {
+                const int i = first + lane();
+                const Value value = values[i];
+                const uint32_t own = i < count && value >= least ? word_of(value, i) : kAll;
+                word = own < word ? own : word;
+            }
+            word = __reduce_min_sync(kAll, word);
+            return word == kAll ? -1 : index_of(word);
+        } else {
+            return best(count,
+                        [&](int i) -> Value {
+                            return values[i] >= least ? kHighest - values[i] : 0;
+                        })
+                .index;
+        }
+    }
+
+    // The index of the highest value above 0 and below `most`; the last of equals, -1 if there is
+    // none.
+    template <int kMost = 0>
+    __device__ int highest_below(int count, const Value* values, Value most) const {
+        if constexpr (kFitsWord<kMost>) {
+            uint32_t word = 0;
+#pragma unroll
+            for (int first = 0; first < kMost; first += kLanes) {
+                const int i = first + lane();
+                const Value value = values[i];
+                const bool counts = i < count && value > 0 && value < most;
+                const uint32_t own = counts ? word_of(value, i) : 0;
+                word = own > word ? own : word;
+            }
+            word = __reduce_max_sync(kAll, word);
+            return word == 0 ? -1 : index_of(word);
+        } else {
+            const int last = count - 1;
+            const int from_last = best(count, [&](int i) -> Value {
+                                      return values[last - i] < most ? values[last - i] : 0;
+                                  }).index;
+            return from_last < 0 ? -1 : last - from_last;
+        }
+    }
+
+    // Of values above 0 and below `most`: how many there are, and the pair that is `whole` or more
+    // with the least left over, which is below `whole`. Of such pairs the one whose higher value is
+    // the lowest; the first of equals, for the higher and for the lower one. Each lane looks for
+    // the partners of its own values. `scratch` is as large as `values`, and 16 more.
+    template <int kMost = 0>
+    __device__ __noinline__ Pair
+    closest_pair(int count, const Value* values, Value most, Value whole, int64_t* scratch) const {
+        Value least_over = whole;
+        uint32_t higher = kAll;  // as a word, or its index where there are no words
+        uint32_t partner = 0;
+        Pair pair;
+        if constexpr (kFitsWord<kMost>) {
+            auto* const words = reinterpret_cast<uint32_t*>(scratch);
+            constexpr int kEach = kMost / kLanes;
+            constexpr int kAtOnce = 16;
+            uint32_t own[kEach], bound[kEach], lowest_above[kEach];
+            __syncwarp();
+            pair.values = 0;
+#pragma unroll
+            for (int k = 0; k < kEach; ++k) {
+                const int i = lane() + k * kLanes;
+                const Value value = values[i];
+                const bool counts = i < count && value > 0 && value < most;
+                own[k] = counts ? word_of(value, i) : 0;
+                // The lowest word from a bound on: words below it wrap around.
+                bound[k] = word_of(whole - value > 1 ? whole - value : 1, 0);
+                lowest_above[k] = kAll;
+                const unsigned counting = __ballot_sync(kAll, counts);
+                const unsigned before = counting & ((1u << lane()) - 1);
+                if (counts) words[pair.values + __popc(before)] = own[k];
+                pair.values += __popc(counting);
+            }
+            if (lane() < kAtOnce) words[pair.values + lane()] = 0;
+            __syncwarp();
+#pragma unroll 1
+            for (int first = 0; first < pair.values; first += kAtOnce) {
+#pragma unroll
+                for (int j = 0; j < kAtOnce; ++j) {
+                    const uint32_t word = words[first + j];
+#pragma unroll
+                    for (int k = 0; k < kEach; ++k) {
+                        const uint32_t above = word - bound[k];
+                        lowest_above[k] = above < lowest_above[k] ? above : lowest_above[k];
+                    }
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < kEach; ++k) {
+                const uint32_t lower = lowest_above[k] + bound[k];
+                if (lower < bound[k] || lower >= own[k]) continue;
+                const Value over = value_of(own[k]) - (whole - value_of(lower));
+                if (over < least_over || (over < whole && over == least_over && own[k] < higher)) {
+                    least_over = over;
+                    higher = own[k];
+                    partner = index_of(lower);
+                }
+            }
+            const Value least_of_all = lowest(least_over);
+            const bool is_least = least_over == least_of_all && least_of_all < whole;
+            const uint32_t first = __reduce_min_sync(kAll, is_least ? higher : kAll);
+            if (first == kAll) return pair;
+            pair.higher = index_of(first);
+        } else {
+            Value own_value = kHighest;
+            const auto counts = [&](Value value) { return value > 0 && value < most; };
+            pair.values =
+                static_cast<int>(sum(count, [&](int i) -> int64_t { return counts(values[i]); }));
+#pragma unroll 1
+            for (int i = lane(); i < count; i += kLanes) {
+                const Value own = values[i];
+                if (!counts(own)) continue;
+                Value lower = kHighest;
+                int index = 0;
+#pragma unroll 4  // reads in flight at once
+                for (int j = 0; j < count; ++j) {
+                    const Value value = values[j];
+                    const bool is_before = value < own || (value == own && j < i);
+                    if (is_before && value > 0 && value >= whole - own && value < lower) {
+                        lower = value;
+                        index = j;
+                    }
+                }
+                if (lower == kHighest) continue;
+                const Value over = own - (whole - lower);
+                if (over < least_over || (over < whole && over == least_over && own < own_value)) {
+                    least_over = over;
+                    own_value = own;
+                    higher = i;
+                    partner = index;
+                }
+            }
+            const Value least_of_all = lowest(least_over);
+            if (least_of_all == whole) return pair;
+            const bool is_least = least_over == least_of_all;
+            const Value lowest_value = lowest(is_least ? own_value : kHighest);
+            pair.higher = static_cast<int>(
+                __reduce_min_sync(kAll, is_least && own_value == lowest_value ? higher : kAll));
+        }
+        pair.lower = static_cast<int>(__shfl_sync(kAll, partner, pair.higher % kLanes));
+        return pair;
     }
 
     template <class Function>
@@ -255,56 +468,26 @@ struct DeviceWarp {
         return total;
     }
 
-    template <class Function>
-    __device__ int find(int count, Function is_it) const {
-#pragma unroll 1
-        for (int first = 0; first < count; first += kLanes) {
-            const int i = first + lane();
-            const unsigned found = __ballot_sync(kAll, i < count && is_it(i));
-            if (found != 0) return first + __ffs(static_cast<int>(found)) - 1;
-        }
-        return -1;
-    }
-
-    template <class Function>
-    __device__ int count_first(int count, Function is_it) const {
-        int found = 0;
-#pragma unroll 1
-        for (int first = 0; first < count; first += kLanes) {
-            const int i = first + lane();
-            const int here = __popc(__ballot_sync(kAll, i < count && is_it(i)));
-            found += here;
-            if (here < kLanes) break;
-        }
-        return found;
-    }
-
-    template <class Is, class Before>
-    __device__ Place find_and_count(int count, Is is_it, Before comes_before) const {
-        Place place{-1, 0};
-#pragma unroll 1
-        for (int first = 0; first < count; first += kLanes) {
-            const int i = first + lane();
-            const bool is_there = i < count && is_it(i);
-            const bool is_before = i < count && comes_before(i);
-            const unsigned found = __ballot_sync(kAll, is_there);
-            if (found != 0) place.found = first + __ffs(static_cast<int>(found)) - 1;
-            place.count += __popc(__ballot_sync(kAll, is_before));
-        }
-        return place;
-    }
-
     template <class List, class Function>
     __device__ int gather(int count, List list, Function is_it) const {
+        constexpr int kAtOnce = 4;
         int found = 0;
         __syncwarp();
 #pragma unroll 1
-        for (int first = 0; first < count; first += kLanes) {
-            const int i = first + lane();
-            const unsigned here = __ballot_sync(kAll, i < count && is_it(i));
-            const unsigned before = here & ((1u << lane()) - 1);
-            if ((here >> lane() & 1) != 0) list[found + __popc(before)] = i;
-            found += __popc(here);
+        for (int first = lane(); first - lane() < count; first += kAtOnce * kLanes) {
+            bool is[kAtOnce];
+#pragma unroll  // all reads come before the first vote
+            for (int k = 0; k < kAtOnce; ++k) {
+                const int i = first + k * kLanes;
+                is[k] = i < count && is_it(i);
+            }
+#pragma unroll
+            for (int k = 0; k < kAtOnce; ++k) {
+                const unsigned here = __ballot_sync(kAll, is[k]);
+                const unsigned before = here & ((1u << lane()) - 1);
+                if (is[k]) list[found + __popc(before)] = first + k * kLanes;
+                found += __popc(here);
+            }
         }
         __syncwarp();
         return found;
@@ -313,10 +496,10 @@ struct DeviceWarp {
     template <class Values>
     __device__ int highest_entry(const Values& values, int first, int count) const {
         int best = first;
-        int64_t most = -1;
+        Value most = -1;
 #pragma unroll 4  // reads in flight at once
         for (int i = first; i < first + count; ++i) {
-            const int64_t value = values[i];
+            const Value value = values[i];
             if (value > most) {
                 most = value;
                 best = i;
@@ -325,103 +508,142 @@ struct DeviceWarp {
         return best;
     }
 
-    template <class A, class B>
-    __device__ __noinline__ void move_down(int from, int to, A* a, B* b, A new_a, B new_b) const {
+    __device__ __noinline__ void move_to_front(int place, int32_t* list) const {
+        const int32_t moved = list[place];
         __syncwarp();
 // From the end, so that no entry is written before it was read.
 #pragma unroll 1
-        for (int chunk = from - 1 - (from - 1 - to) % kLanes; chunk >= to; chunk -= kLanes) {
+        for (int chunk = (place - 1) / kLanes * kLanes; chunk >= 0; chunk -= kLanes) {
             const int i = chunk + lane();
-            const A own_a = a[i < from ? i : to];
-            const B own_b = b[i < from ? i : to];
+            const int32_t own = list[i < place ? i : 0];
             __syncwarp();
-            if (i < from) {
-                a[i + 1] = own_a;
-                b[i + 1] = own_b;
-            }
+            if (i < place) list[i + 1] = own;
             __syncwarp();
         }
-        put(a + to, b + to, new_a, new_b);
-    }
-
-    template <class A, class B>
-    __device__ __noinline__ void move_up(int from, int to, A* a, B* b, A new_a, B new_b) const {
+        if (lane() == 0) list[0] = moved;
         __syncwarp();
-#pragma unroll 1
-        for (int chunk = from + 1; chunk <= to; chunk += kLanes) {
-            const int i = chunk + lane();
-            const A own_a = a[i <= to ? i : from];
-            const B own_b = b[i <= to ? i : from];
-            __syncwarp();
-            if (i <= to) {
-                a[i - 1] = own_a;
-                b[i - 1] = own_b;
-            }
-            __syncwarp();
-        }
-        put(a + to, b + to, new_a, new_b);
     }
 
-    template <class A, class B>
-    __device__ __noinline__ void sort(int count, A* a, B* b, A* scratch_a, B* scratch_b) const {
+    template <int kMost = 0>
+    __device__ __noinline__ void sort_rising(int count, const Value* keys, int32_t* order) const {
         for_each(count, [&](int i) {
-            const A own_a = a[i];
-            const B own_b = b[i];
+            const Value own = keys[i];
             int place = 0;
 #pragma unroll 4  // reads in flight at once, so they hang on no comparison
             for (int j = 0; j < count; ++j) {
-                const A other_a = a[j];
-                const B other_b = b[j];
-                place += static_cast<int>(other_a < own_a) |
-                         (static_cast<int>(other_a == own_a) & static_cast<int>(other_b < own_b));
+                const Value other = keys[j];
+                if constexpr (kFitsWord<kMost>) {
+                    place += word_of(other, j) < word_of(own, i);
+                } else {
+                    place += static_cast<int>(other < own) |
+                             (static_cast<int>(other == own) & static_cast<int>(j < i));
+                }
             }
-            scratch_a[place] = own_a;
-            scratch_b[place] = own_b;
-        });
-        for_each(count, [&](int i) {
-            a[i] = scratch_a[i];
-            b[i] = scratch_b[i];
+            order[place] = i;
         });
     }
 
-    template <class Function>
-    __device__ void take_offers(int count,
-                                int takers,
-                                const int64_t* now,
-                                int64_t* taken,
-                                int32_t* taken_id,
-                                int64_t* scratch,
-                                Function make_offers) const {
-        // Narrow: value and inverted id in one word, so that the highest word is the best offer.
-        // Else the highest values come first, and then the lowest ids of those.
-        auto* const words = reinterpret_cast<unsigned long long*>(scratch);
-        const auto word_of = [](int64_t value, int32_t id) {
-            return static_cast<unsigned long long>(value) << 32 | ~static_cast<unsigned>(id);
-        };
-        for_each(takers,
-                 [&](int t) { words[t] = narrow ? word_of(taken[t], taken_id[t]) : taken[t]; });
+    template <int kMost = 0, class FirstOffer, class ExchangeOf>
+    __device__ bool take_offers(int takers,
+                                FirstOffer first_offer,
+                                int count,
+                                ExchangeOf exchange_of,
+                                Value* value,
+                                int32_t* id,
+                                Value* scratch,
+                                int64_t* words64) const {
+        bool changed = false;
+        if constexpr (kFitsWord<kMost>) {
+            // Value and inverted id in one word: the highest word is the best offer. All reads of a
+            // lane come before its first write.
+            auto* const words = reinterpret_cast<uint32_t*>(words64);
+            constexpr uint32_t kIds = (1u << kIndexBits) - 1;
+            const auto word = [](Value value, int32_t id) {
+                return static_cast<uint32_t>(value) << kIndexBits |
+                       (kIds - static_cast<uint32_t>(id));
+            };
+            constexpr int kEach = kMost / kLanes;
+            Offer<Value> first[kEach];
+#pragma unroll
+            for (int k = 0; k < kEach; ++k) first[k] = first_offer(lane() + k * kLanes);
+            __syncwarp();
+#pragma unroll
+            for (int k = 0; k < kEach; ++k) {
+                words[lane() + k * kLanes] = word(first[k].value, first[k].id);
+            }
+            __syncwarp();
+            constexpr int kAtOnce = 4;
 #pragma unroll 1
-        for (int pass = 0; pass < (narrow ? 1 : 2); ++pass) {
-            for_each(count, [&](int i) {
-                make_offers(i, [&](int t, int64_t value, int32_t id) {
-                    if (value <= now[t]) return;
-                    if (pass == 0) {
-                        atomicMax(&words[t], narrow ? word_of(value, id) : value);
-                    } else if (static_cast<unsigned long long>(value) == words[t]) {
-                        atomicMin(&taken_id[t], id);
+            for (int first = lane(); first < count; first += kAtOnce * kLanes) {
+                Exchange<Value> each[kAtOnce];
+#pragma unroll
+                for (int k = 0; k < kAtOnce; ++k) {
+                    const int i = first + k * kLanes;
+                    if (i < count) each[k] = exchange_of(i);
+                }
+#pragma unroll
+                for (int k = 0; k < kAtOnce; ++k) {
+                    const int i = first + k * kLanes;
+                    if (each[k].forth > 0)
+                        atomicMax(&words[each[k].to], word(each[k].forth, 2 * i));
+                    if (each[k].back > 0) {
+                        atomicMax(&words[each[k].from], word(each[k].back, 2 * i + 1));
                     }
+                }
+            }
+            __syncwarp();
+            uint32_t best[kEach];
+            Value now[kEach];
+#pragma unroll
+            for (int k = 0; k < kEach; ++k) {
+                best[k] = words[lane() + k * kLanes];
+                now[k] = value[lane() + k * kLanes];
+            }
+#pragma unroll
+            for (int k = 0; k < kEach; ++k) {
+                const int t = lane() + k * kLanes;
+                const auto offered = static_cast<Value>(best[k] >> kIndexBits);
+                if (t >= takers || offered <= now[k]) continue;
+                value[t] = offered;
+                id[t] = static_cast<int32_t>(kIds - (best[k] & kIds));
+                changed = true;
+            }
+            __syncwarp();
+        } else {
+            // The highest values come first, and then the lowest ids of those.
+            auto* const words = reinterpret_cast<unsigned long long*>(words64);
+            auto* const ids = reinterpret_cast<unsigned long long*>(scratch);
+            constexpr unsigned long long kNone = INT64_MAX;
+            const auto offer_all = [&](auto offer) {
+                for_each(count, [&](int i) {
+                    const Exchange<Value> each = exchange_of(i);
+                    offer(each.to, each.forth, 2 * i);
+                    offer(each.from, each.back, 2 * i + 1);
                 });
+            };
+            for_each(takers, [&](int t) { words[t] = first_offer(t).value; });
+            offer_all([&](int t, Value offered, int) {
+                atomicMax(&words[t], static_cast<unsigned long long>(offered));
             });
             for_each(takers, [&](int t) {
-                if (narrow) {
-                    taken[t] = static_cast<int64_t>(words[t] >> 32);
-                    taken_id[t] = static_cast<int32_t>(~static_cast<unsigned>(words[t]));
-                } else if (static_cast<int64_t>(words[t]) > taken[t]) {
-                    taken[t] = static_cast<int64_t>(words[t]);
-                    taken_id[t] = INT32_MAX;
+                const Offer<Value> first = first_offer(t);
+                const bool is_best = static_cast<unsigned long long>(first.value) == words[t];
+                ids[t] = is_best ? static_cast<unsigned long long>(first.id) : kNone;
+            });
+            offer_all([&](int t, Value offered, int offered_id) {
+                if (offered > 0 && static_cast<unsigned long long>(offered) == words[t]) {
+                    atomicMin(&ids[t], static_cast<unsigned long long>(offered_id));
                 }
             });
+            for_each(takers, [&](int t) {
+                const auto offered = static_cast<Value>(words[t]);
+                if (offered <= value[t]) return;
+                value[t] = offered;
+                id[t] = static_cast<int32_t>(ids[t]);
+                changed = true;
+            });
         }
+        return __ballot_sync(kAll, changed) != 0;
     }
 
     template <class Function>
@@ -432,38 +654,63 @@ struct DeviceWarp {
     }
 
   private:
-    template <class A, class B>
-    __device__ void put(A* a, B* b, A new_a, B new_b) const {
-        if (lane() == 0) {
-            *a = new_a;
-            *b = new_b;
-        }
-        __syncwarp();
+    static constexpr bool kNarrow = sizeof(Value) == 4;
+    static constexpr Value kHighest = std::numeric_limits<Value>::max();
+    static constexpr int kMostRank = (1 << kRankBits) - 1;
+
+    template <int kMost>
+    static constexpr bool kFitsWord = kNarrow && kMost > 0 && kMost <= kMostRank + 1;
+
+    template <class Function>
+    __device__ static uint32_t key_word(int i, int count, Function key_of) {
+        const Value key = key_of(i);
+        return i < count && key > 0 ? word_of(key, kMostRank - i) : 0;
+    }
+    __device__ static Best<Value> best_of_word(uint32_t word) {
+        if (word == 0) return {};
+        return {kMostRank - index_of(word), value_of(word)};
     }
 
-    __device__ __noinline__ static Best best_of_lanes(Best own, bool narrow) {
-        const int64_t key = highest(own.key, narrow);
-        const unsigned none = 0xffffffffu;
-        const unsigned index = own.key == key ? static_cast<unsigned>(own.index) : none;
+    // A value above a rank, in one word.
+    __device__ static uint32_t word_of(Value value, int index) {
+        return static_cast<uint32_t>(value) << kRankBits | static_cast<uint32_t>(index);
+    }
+    __device__ static int index_of(uint32_t word) { return static_cast<int>(word) & kMostRank; }
+    __device__ static Value value_of(uint32_t word) {
+        return static_cast<Value>(word >> kRankBits);
+    }
+
+    __device__ __noinline__ static Best<Value> best_of_lanes(Best<Value> own) {
+        const Value key = highest(own.key);
+        const unsigned index = own.key == key ? static_cast<unsigned>(own.index) : kAll;
         // -1, where there is none, is the highest unsigned number too.
         return {static_cast<int>(__reduce_min_sync(kAll, index)), key};
     }
 
-    __device__ static int64_t highest(int64_t value, bool narrow) {
-        const auto lower = static_cast<unsigned>(value);
-        if (narrow) return __reduce_max_sync(kAll, lower);
-        const auto upper = static_cast<int32_t>(value >> 32);
-        const int32_t most = __reduce_max_sync(kAll, upper);
-        const unsigned rest = __reduce_max_sync(kAll, upper == most ? lower : 0u);
-        return static_cast<int64_t>(most) << 32 | rest;
+    __device__ static Value highest(Value value) {
+        if constexpr (kNarrow) {
+            return __reduce_max_sync(kAll, value);
+        } else {
+            const auto upper = static_cast<int32_t>(value >> 32);
+            const int32_t most = __reduce_max_sync(kAll, upper);
+            const unsigned rest =
+                __reduce_max_sync(kAll, upper == most ? static_cast<unsigned>(value) : 0u);
+            return static_cast<Value>(most) << 32 | rest;
+        }
     }
 
+    __device__ static Value lowest(Value value) { return -highest(-value); }
+
     __device__ __noinline__ static int64_t sum_of_lanes(long long own) {
+        if constexpr (kNarrow) {
+            return __reduce_add_sync(kAll, static_cast<int>(own));
+        } else {
 #pragma unroll 1
-        for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-            own += __shfl_xor_sync(kAll, own, distance);
+            for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+                own += __shfl_xor_sync(kAll, own, distance);
+            }
+            return own;
         }
-        return own;
     }
 };
 

@@ -44,7 +44,7 @@ from megatron_ext.trainer.checkpoints.state import (
     adam_steps,
     fit_to_saved,
     load_state,
-    sharded_state,
+    saved_state,
 )
 from megatron_ext.trainer.checkpoints.writer import CheckpointWriter, describe, gather, tell
 from megatron_ext.trainer.config import TrainConfig
@@ -112,7 +112,7 @@ class Checkpoints:
             "model": model_shape(self._config),
             "layers": transformer_config(self._config).transformer_impl,
         }
-        state, _ = sharded_state(self._chunks, self._optimizer, is_loading=False)
+        state = saved_state(self._chunks, self._optimizer)
         writer = CheckpointWriter(state, self._unfinished(step), in_background=in_background)
         self._writing = run, writer
         if not in_background:

@@ -6,7 +6,7 @@ Nothing here depends on how the state is cut into files.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,14 @@ def sharded_state(
         "generators", generators, (dist.get_world_size(),), (dist.get_rank(),)
     )
     return state, optimizer_settings
+
+
+def saved_state(chunks: list[DistributedDataParallel], optimizer: Any) -> dict[str, Any]:
+    """Return the sharded state to save, also before the first step."""
+    # Megatron asks for state that Adam gets in its first step.
+    has_state = adam_steps(optimizer) > 0
+    with nullcontext() if has_state else _adam_can_load(optimizer, 0):
+        return sharded_state(chunks, optimizer, is_loading=False)[0]
 
 
 def load_state(
@@ -113,7 +121,7 @@ def adam_steps(optimizer: Any) -> int:
     # the number as well, which PyTorch's then leaves as it was.
     steps = [state["step"] for adam in adams for state in adam.state.values() if "step" in state]
     steps += [group["step"] for adam in adams for group in adam.param_groups if "step" in group]
-    return int(steps[0])
+    return int(steps[0]) if steps else 0
 
 
 @contextmanager

@@ -346,6 +346,11 @@ T __reduce_max_sync(unsigned, T value) {
 }
 
 template <class T>
+T __reduce_add_sync(unsigned, T value) {
+    return reduce(value, [](T a, T b) { return a + b; });
+}
+
+template <class T>
 T __reduce_min_sync(unsigned, T value) {
     return reduce(value, [](T a, T b) { return std::min(a, b); });
 }

@@ -378,6 +378,36 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     assert _losses(tmp_path) == _losses(saved_run)
 
 
+def _train_saving_first(rank: int, arguments: list[str]) -> None:
+    """Train, and save a checkpoint before the first step."""
+    from megatron_ext.trainer.loop import Training
+
+    train_step = Training.train_step
+
+    def step(training: Training) -> dict[str, float]:
+        if training.step == 0:
+            training.checkpoints.save(0)
+        return train_step(training)
+
+    Training.train_step = step
+    try:
+        _train(rank, arguments)
+    finally:
+        Training.train_step = train_step
+
+
+def test_a_checkpoint_before_the_first_step(data: Path, tmp_path: Path) -> None:
+    undisturbed, saving, later = (tmp_path / name for name in ("undisturbed", "saving", "later"))
+    run_ranks(_train, 2, [*overrides(data, undisturbed), "steps=3"])
+    run_ranks(_train_saving_first, 2, [*overrides(data, saving), "steps=3"])
+    assert _losses(saving) == _losses(undisturbed)
+    first = Path("checkpoints") / "step_00000000"
+    assert verify(saving / first).problems == []
+    shutil.copytree(saving / first, later / first)
+    run_ranks(_train, 2, [*overrides(data, later), "steps=3"])
+    assert _losses(later) == _losses(undisturbed)
+
+
 def _assert_equal_tensors(first: Path, second: Path) -> None:
     tensors = [entry for entry in read_contents(first).entries if entry.shape is not None]
     assert len(tensors) > 20

@@ -36,24 +36,26 @@ struct Verdict {
 
 template <class Warp>
 class Attempt {
+    using Amount = typename Warp::Amount;
+
   public:
     // work_limit: a try that takes as many rounds has failed.
-    MEGATRON_EXT_HOST_DEVICE Attempt(const Domain& domain,
-                                     typename Warp::Memory memory,
-                                     Warp warp,
-                                     int32_t work_limit)
-        : moves_(domain, memory, warp, work_limit) {}
+    // may_stop: whether the try ends, with any verdict, when the memory says that nobody needs it.
+    MEGATRON_EXT_HOST_DEVICE Attempt(typename Warp::Memory memory,
+                                     int32_t work_limit,
+                                     bool may_stop = false)
+        : moves_(memory, work_limit, may_stop) {}
 
     // The plan is in the memory if the threshold was reached. A rank that no step relieves goes to
     // the front of the order, and the try starts over, up to `restarts` times. Refilling starts
     // over with a detour. With so many ranks that one pass is much work, starting over found
     // nothing more.
-    MEGATRON_EXT_ONCE_IN_CODE Verdict run(int64_t threshold, Method method, int restarts) {
+    MEGATRON_EXT_ONCE_IN_CODE Verdict run(Amount threshold, Method method, int restarts) {
         bool reached = false;
         MEGATRON_EXT_ROLLED
         for (int pass = 0; !reached && pass <= restarts; ++pass) {
             if (pass > 0 && moves_.work() >= kWorkToRestart) break;
-            moves_.reset(threshold, method != Method::kFill);
+            moves_.reset(threshold);
             if (method == Method::kFill || method == Method::kRoomiest) {
                 reached = method == Method::kFill ? fill_exactly(moves_) : shed_to_roomiest(moves_);
                 break;
@@ -78,29 +80,29 @@ class Attempt {
 
     MEGATRON_EXT_ONCE_IN_CODE void set_order(Method method) {
         const auto& at = moves_.at();
-        const Domain& domain = moves_.domain();
+        const auto& domain = moves_.domain();
         const auto& warp = moves_.warp();
         const int ranks = domain.ranks;
         if (method == Method::kBestFit || method == Method::kPairFit) {
             warp.for_each(ranks, [&](int i) { at.order[i] = domain.busiest_first[i]; });
             return;
         }
-        const int64_t room_there = at.room[domain.busiest_first[ranks - 1]];
-        const int64_t most_room = room_there > 0 ? room_there : 1;
+        const Amount room_there = at.room[domain.busiest_first[ranks - 1]];
+        const Amount most_room = room_there > 0 ? room_there : 1;
+        const Amount last = domain.before();  // no key of a rank that has to shed is above it
         warp.for_each(ranks, [&](int i) {
-            const int64_t excess = -at.room[domain.busiest_first[i]];
-            at.step[i] = i;
+            const Amount excess = -at.room[domain.busiest_first[i]];
             if (excess <= 0) {
-                at.wider[i] = moves_.kMost;
+                at.wider[i] = last;
             } else if (method == Method::kRemainder) {
                 at.wider[i] = most_room - excess % most_room;
             } else if (i == 0) {
-                at.wider[i] = -1;
+                at.wider[i] = 0;
             } else {
-                at.wider[i] = method == Method::kRising ? excess : excess % most_room;
+                at.wider[i] = 1 + (method == Method::kRising ? excess : excess % most_room);
             }
         });
-        warp.sort(ranks, at.wider, at.step, at.width, at.order);
+        warp.template sort_rising<Moves<Warp>::kRanks>(ranks, at.wider, at.step);
         warp.for_each(ranks, [&](int i) { at.order[i] = domain.busiest_first[at.step[i]]; });
         moves_.spend(4 * rounds_of(ranks));
     }
@@ -119,9 +121,7 @@ class Attempt {
     }
 
     MEGATRON_EXT_HOST_DEVICE void move_to_front(int place) {
-        const auto& at = moves_.at();
-        const int32_t rank = at.order[place];
-        moves_.warp().move_down(place, 0, at.order, at.order, rank, rank);
+        moves_.warp().move_to_front(place, moves_.at().order);
     }
 
     Moves<Warp> moves_;

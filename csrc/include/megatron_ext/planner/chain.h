@@ -3,7 +3,7 @@
 // ranks. A chain is a widest path, found step by step from the rank that has too much.
 #pragma once
 
-#include "megatron_ext/planner/domain.h"
+#include "megatron_ext/planner/moves.h"
 
 namespace megatron_ext {
 
@@ -11,23 +11,25 @@ constexpr int kChainSteps = 5;  // longer chains found nothing more on any load
 
 template <class Warp>
 class Chain {
+    using Amount = typename Warp::Amount;
+
   public:
     MEGATRON_EXT_HOST_DEVICE explicit Chain(Moves<Warp>& moves) : moves_(moves) {}
 
     // Move up to `whole` off `rank` along the widest chain; nothing if that is not more than
     // `at_least`.
-    MEGATRON_EXT_ONCE_IN_CODE bool move(int rank, int64_t whole, int64_t at_least) {
+    MEGATRON_EXT_ONCE_IN_CODE bool move(int rank, Amount whole, Amount at_least) {
         const auto& at = moves_.at();
         const int ranks = moves_.domain().ranks;
         moves_.warp().for_each(ranks, [&](int v) { at.width[v] = v == rank ? whole : 0; });
         moves_.spend(rounds_of(ranks));
         int last = -1;
-        int64_t carried = at_least;
+        Amount carried = at_least;
         MEGATRON_EXT_ROLLED
         for (int step = 0; step < kChainSteps && carried < whole; ++step) {
             if (!widen()) break;
-            const auto end = moves_.warp().best(
-                ranks, [&](int t) { return moves_.least(at.width[t], at.room[t]); });
+            const auto end = moves_.best_rank(
+                [&](int t) -> Amount { return moves_.least(at.width[t], at.room[t]); });
             if (end.key > carried) {
                 last = end.index;
                 carried = end.key;
@@ -63,49 +65,42 @@ class Chain {
         const auto& warp = moves_.warp();
         const int ranks = moves_.domain().ranks;
         const int slots = moves_.domain().slots;
-        const int64_t least_new = moves_.least_room();
+        const Amount least_new = moves_.least_room();
         // A rank that is not the first choice of a host is not asked any further.
-        const auto new_from = [&](int v) {
-            const int64_t carried = moves_.least(at.width[v], at.kept[at.hottest[v]]);
+        const auto new_from = [&](int v) -> Amount {
+            const Amount carried = moves_.least(at.width[v], at.kept[at.hottest[v]]);
             return carried < least_new ? 0 : carried;
         };
-        const auto first = warp.best(ranks, new_from);
-        const auto second =
-            warp.best(ranks, [&](int v) { return v == first.index ? 0 : new_from(v); });
-        const auto new_for = [&](int t) {
-            if (!moves_.can_take(t)) return Best{};
-            if (first.index < 0 || first.index == t) return Best{};
-            if (moves_.slot_of(t, at.hottest[first.index]) < 0) return first;
-            if (second.index < 0 || second.index == t ||
-                moves_.slot_of(t, at.hottest[second.index]) >= 0) {
-                return Best{};
+        constexpr int kRanks = Moves<Warp>::kRanks;
+        const auto two = warp.template best_two<kRanks>(ranks, new_from);
+        const auto first = two.first;
+        const auto second = two.second;
+        // Of equal offers the lowest id counts, so a new replica only if none that is there lets as
+        // much through.
+        const auto new_for = [&](int t) -> Offer<Amount> {
+            if (!moves_.can_take(t) || first.index < 0 || first.index == t) return {};
+            if (moves_.find_slot(t, at.hottest[first.index]) < 0) {
+                return {first.key, first_new() + first.index};
             }
-            return second;
+            if (second.index < 0 || second.index == t ||
+                moves_.find_slot(t, at.hottest[second.index]) >= 0) {
+                return {};
+            }
+            return {second.key, first_new() + second.index};
         };
-        warp.for_each(ranks, [&](int t) {
-            const auto offer = new_for(t);
-            at.wider[t] = moves_.most(at.width[t], offer.key);
-            if (offer.key > at.width[t]) at.step[t] = first_new() + offer.index;
-        });
         // What each replica lets through, both ways: it grows from its giver to its holder, or its
-        // holder gives back. Of equal offers the first counts, so a new replica only if none that
-        // is there lets as much through.
-        warp.take_offers(ranks * slots,
-                         ranks,
-                         at.width,
-                         at.wider,
-                         at.step,
-                         at.offers,
-                         [&](int i, const auto& offer) {
-                             const int t = i / slots;
-                             if (i - t * slots >= at.held[t]) return;
-                             const int v = at.giver[i];
-                             offer(t, moves_.least(at.width[v], at.kept[at.expert[i]]), 2 * i);
-                             offer(v, moves_.least(at.width[t], at.amount[i]), 2 * i + 1);
-                         });
-        const bool changed =
-            warp.find(ranks, [&](int t) { return at.wider[t] > at.width[t]; }) >= 0;
-        warp.for_each(ranks, [&](int t) { at.width[t] = at.wider[t]; });
+        // holder gives back.
+        const auto by_replica = [&](int i) -> Exchange<Amount> {
+            const int t = moves_.domain().rank_of(i);
+            if (i - t * slots >= at.held[t]) return {};
+            const int v = at.giver[i];
+            return {v,
+                    t,
+                    moves_.least(at.width[v], at.kept[at.expert[i]]),
+                    moves_.least(at.width[t], at.amount[i])};
+        };
+        const bool changed = warp.template take_offers<kRanks>(
+            ranks, new_for, ranks * slots, by_replica, at.width, at.step, at.wider, at.words);
         moves_.spend(6 * rounds_of(ranks) + rounds_of(ranks * slots));
         return changed;
     }
@@ -128,15 +123,15 @@ class Chain {
         }
         const int replica = step / 2;
         const bool shrinks = step % 2 == 1;
-        const int from = shrinks ? replica / moves_.domain().slots : at.giver[replica];
+        const int from = shrinks ? moves_.domain().rank_of(replica) : at.giver[replica];
         return {from, t, at.expert[replica], replica, shrinks};
     }
 
     // What the chain may carry so that every replica on it has at least `min_quota` or nothing.
-    MEGATRON_EXT_ONCE_IN_CODE int64_t whole_replicas_only(const Step* steps,
-                                                          int length,
-                                                          int64_t carried) const {
-        const int64_t min_quota = moves_.domain().min_quota;
+    MEGATRON_EXT_ONCE_IN_CODE Amount whole_replicas_only(const Step* steps,
+                                                         int length,
+                                                         Amount carried) const {
+        const Amount min_quota = moves_.domain().min_quota;
         bool changed = min_quota > 1;
         MEGATRON_EXT_ROLLED
         while (changed && carried > 0) {
@@ -145,7 +140,7 @@ class Chain {
             for (int i = 0; i < length; ++i) {
                 if (steps[i].replica < 0 && carried < min_quota) return 0;
                 if (!steps[i].shrinks) continue;
-                const int64_t amount = moves_.at().amount[steps[i].replica];
+                const Amount amount = moves_.at().amount[steps[i].replica];
                 if (carried < amount && amount - carried < min_quota) {
                     carried = amount - min_quota;
                     changed = true;
@@ -155,7 +150,7 @@ class Chain {
         return carried;
     }
 
-    MEGATRON_EXT_ONCE_IN_CODE void take(const Step* steps, int length, int64_t carried) {
+    MEGATRON_EXT_ONCE_IN_CODE void take(const Step* steps, int length, Amount carried) {
         const auto& at = moves_.at();
         const int rank = steps[length - 1].from;
         moves_.warp().once([&] {
@@ -163,9 +158,10 @@ class Chain {
             for (int i = 0; i < length; ++i) {
                 const Step& step = steps[i];
                 if (step.replica < 0) {
-                    moves_.place_replica(at, step.expert, step.from, step.to, carried);
+                    const Amount kept = at.kept[step.expert] - carried;
+                    moves_.place_replica(at, step.expert, step.from, step.to, carried, kept);
                 } else {
-                    const int64_t more = step.shrinks ? -carried : carried;
+                    const Amount more = step.shrinks ? -carried : carried;
                     at.amount[step.replica] += more;
                     at.kept[step.expert] -= more;
                 }
@@ -174,17 +170,19 @@ class Chain {
             MEGATRON_EXT_ROLLED
             for (int i = 0; i < length; ++i) {
                 if (steps[i].shrinks) moves_.drop_if_empty(steps[i].from, steps[i].expert);
-                at.hottest[steps[i].to] = moves_.keeps_most(steps[i].to);
             }
-            at.hottest[rank] = moves_.keeps_most(rank);
             at.room[rank] += carried;
             at.room[steps[0].to] -= carried;
+            MEGATRON_EXT_ROLLED
+            for (int i = 0; i < length; ++i) moves_.update_host(steps[i].to);
+            moves_.update_host(rank);
         });
         MEGATRON_EXT_ROLLED
-        for (int i = 0; i < length; ++i) {
-            moves_.update_host(steps[i].to, at.room[steps[i].to]);
+        for (int i = 0; i <= length; ++i) {
+            const int changed = i < length ? steps[i].to : rank;
+            const int hottest = moves_.find_hottest(changed);
+            moves_.warp().once([&] { at.hottest[changed] = hottest; });
         }
-        moves_.update_host(rank, at.room[rank]);
         moves_.spend(2 * length * rounds_of(moves_.domain().ranks));
     }
 

@@ -3,23 +3,24 @@
 // rank's load and no slot changes, but the host sends instead of the sender.
 #pragma once
 
-#include "megatron_ext/planner/domain.h"
+#include "megatron_ext/planner/moves.h"
 
 namespace megatron_ext {
 
 template <class Warp>
 class HandOver {
+    using Amount = typename Warp::Amount;
+
   public:
     MEGATRON_EXT_HOST_DEVICE explicit HandOver(Moves<Warp>& moves) : moves_(moves) {}
 
     // Spare the busiest sender of each round, until no host can take anything off the sender.
     MEGATRON_EXT_ONCE_IN_CODE void run() {
         const auto& at = moves_.at();
-        const int ranks = moves_.domain().ranks;
         MEGATRON_EXT_ROLLED
-        while (!moves_.is_spent()) {
-            const int sender = moves_.warp().best(ranks, [&](int r) { return at.sends[r]; }).index;
-            moves_.spend(rounds_of(ranks));
+        while (!moves_.is_spent() && !moves_.is_stopped()) {
+            const int sender = moves_.best_rank([&](int r) -> Amount { return at.sends[r]; }).index;
+            moves_.spend(rounds_of(moves_.domain().ranks));
             if (sender < 0 || !spare(sender)) return;
         }
     }
@@ -32,26 +33,28 @@ class HandOver {
         const auto& warp = moves_.warp();
         const int slots = moves_.domain().slots;
         const int count = warp.gather(ranks * slots, at.given, [&](int i) {
-            const int t = i / slots;
+            const int t = moves_.domain().rank_of(i);
             return i - t * slots < at.held[t] && at.giver[i] == sender;
         });
-        // What a host can send more without being the busiest; 0 for others.
-        warp.for_each(ranks, [&](int r) { at.step[r] = 0; });
-        warp.for_each(count, [&](int i) {
-            const int r = at.given[i] / slots;
-            at.step[r] = at.sends[sender] - 1 - at.sends[r];
-        });
+        const Amount fewer = at.sends[sender] - 1;
+        // One host after the other: by how much more it can send without being the busiest.
+        Best<Amount> last{-1, Moves<Warp>::kMost};
         MEGATRON_EXT_ROLLED
         while (!moves_.is_spent()) {
-            const int via = warp.best(ranks, [&](int r) { return at.step[r]; }).index;
-            if (via < 0) return false;
+            const auto next = warp.best_of_few(count, [&](int g) -> Amount {
+                const int r = moves_.domain().rank_of(at.given[g]);
+                const Amount key = fewer - at.sends[r];
+                return key < last.key || (key == last.key && r > last.index) ? key : 0;
+            });
+            if (next.index < 0) return false;
+            const int via = moves_.domain().rank_of(at.given[next.index]);
+            last = {via, next.key};
             const int replica = smallest_for(sender, via, count);
-            moves_.spend(3 * rounds_of(ranks) + rounds_of(ranks * moves_.domain().slots));
+            moves_.spend(3 * rounds_of(ranks) + rounds_of(ranks * slots));
             if (replica >= 0) {
                 hand_over(sender, via, replica);
                 return true;
             }
-            warp.once([&] { at.step[via] = 0; });
         }
         return false;
     }
@@ -59,15 +62,14 @@ class HandOver {
     // The smallest of the sender's `count` replicas that `via` can take over, or -1.
     MEGATRON_EXT_HOST_DEVICE int smallest_for(int sender, int via, int count) const {
         const auto& at = moves_.at();
-        const int slots = moves_.domain().slots;
-        const int64_t most = moves_.domain().home_load[sender] + 1;  // more than any of them
-        const auto smallest = moves_.warp().best(count, [&](int g) -> int64_t {
+        const Amount most = moves_.domain().home_load[sender] + 1;  // more than any of them
+        const auto smallest = moves_.warp().best_of_few(count, [&](int g) -> Amount {
             const int i = at.given[g];
-            const int t = i / slots;
+            const int t = moves_.domain().rank_of(i);
             if (t == via) return 0;
-            const int64_t amount = at.amount[i];
+            const Amount amount = at.amount[i];
             if (slot_that_grows(sender, via, at.expert[i], amount) < 0) return 0;
-            const int main = moves_.main_for(via, t);
+            const int main = moves_.find_main_for(via, t);
             return main < 0 || at.kept[main] < amount ? 0 : most - amount;
         });
         return smallest.index < 0 ? -1 : at.given[smallest.index];
@@ -79,14 +81,14 @@ class HandOver {
         moves_.warp().once([&] {
             // Reads come first: see `place_replica`.
             const int expert = at.expert[replica];
-            const int64_t amount = at.amount[replica];
-            const int main = moves_.main_for(via, replica / slots);
+            const Amount amount = at.amount[replica];
+            const int main = moves_.main_for(via, moves_.domain().rank_of(replica));
             const int grown = via * slots + slot_that_grows(sender, via, expert, amount);
             const int returned = at.expert[grown];
-            const int64_t of_grown = at.amount[grown] + amount;
-            const int64_t of_main = at.kept[main] - amount;
-            const int64_t of_expert = at.kept[expert] + amount;
-            const int64_t of_returned = at.kept[returned] - amount;
+            const Amount of_grown = at.amount[grown] + amount;
+            const Amount of_main = at.kept[main] - amount;
+            const Amount of_expert = at.kept[expert] + amount;
+            const Amount of_returned = at.kept[returned] - amount;
             const int32_t fewer = at.sends[sender] - 1;
             const int32_t more = at.sends[via] + 1;
             at.amount[grown] = of_grown;
@@ -100,16 +102,20 @@ class HandOver {
             at.giver[replica] = via;
             at.sends[sender] = fewer;
             at.sends[via] = more;
-            at.hottest[sender] = moves_.keeps_most(sender);
-            at.hottest[via] = moves_.keeps_most(via);
+        });
+        const int of_sender = moves_.find_hottest(sender);
+        const int of_via = moves_.find_hottest(via);
+        moves_.warp().once([&] {
+            at.hottest[sender] = of_sender;
+            at.hottest[via] = of_via;
         });
     }
 
     // A slot of rank `via` whose replica can take `amount` that `expert` of the sender gets back.
-    MEGATRON_EXT_ONCE_IN_CODE int slot_that_grows(int sender,
-                                                  int via,
-                                                  int expert,
-                                                  int64_t amount) const {
+    MEGATRON_EXT_HOST_DEVICE int slot_that_grows(int sender,
+                                                 int via,
+                                                 int expert,
+                                                 Amount amount) const {
         const auto& at = moves_.at();
         const int first = via * moves_.domain().slots;
         MEGATRON_EXT_ROLLED

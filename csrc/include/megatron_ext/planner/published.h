@@ -1,7 +1,7 @@
 // Two published planners, as tries of their own, so that a plan is never worse than theirs.
 #pragma once
 
-#include "megatron_ext/planner/domain.h"
+#include "megatron_ext/planner/moves.h"
 
 namespace megatron_ext {
 
@@ -10,31 +10,34 @@ namespace megatron_ext {
 // tries gives none of the hosts less than an equal part of what the rank has to shed (kByNeed).
 template <int kStays = 0, bool kByNeed = false, class Warp>
 MEGATRON_EXT_ONCE_IN_CODE bool shed_to_roomiest(Moves<Warp>& moves) {
+    using Amount = typename Warp::Amount;
     const auto& at = moves.at();
-    const Domain& domain = moves.domain();
+    const auto& domain = moves.domain();
     MEGATRON_EXT_ROLLED
     for (int i = 0; i < domain.ranks; ++i) {
         const int rank = domain.busiest_first[i];
         if (at.room[rank] >= 0) return true;
+        if (moves.is_stopped()) return false;
         int expert = -1;
         MEGATRON_EXT_ROLLED
         for (int m = 0; m < domain.mains && at.room[rank] < 0; ++m) {
             // The next by falling load.
             const int last = expert;
             const int first = rank * domain.mains;
-            const auto next = moves.warp().best(domain.mains, [&](int i) -> int64_t {
+            const auto next = moves.best_main([&](int i) -> Amount {
                 const int e = first + i;
-                const int64_t below =
+                const Amount below =
                     last < 0 ? 1 : domain.expert_load[last] - domain.expert_load[e];
                 return below > 0 || (below == 0 && e > last) ? domain.expert_load[e] : 0;
             });
             if (next.index < 0) return false;
             expert = first + next.index;
             MEGATRON_EXT_ROLLED
-            while (at.room[rank] < 0 && at.kept[expert] > kStays && moves.hosts() > 0) {
+            while (at.room[rank] < 0 && at.kept[expert] > kStays) {
+                const int t = moves.roomiest_host();
+                if (t < 0) return false;
                 moves.spend(4 * rounds_of(domain.ranks));
-                const int t = at.host[moves.hosts_below(at.host_room[moves.hosts() - 1])];
-                const int64_t piece =
+                const Amount piece =
                     moves.least(moves.least(-at.room[rank], at.room[t]), at.kept[expert] - kStays);
                 if (piece < domain.min_quota) break;
                 if (kByNeed && piece < 1 + (-at.room[rank] - 1) / moves.hosts()) break;
@@ -49,18 +52,18 @@ MEGATRON_EXT_ONCE_IN_CODE bool shed_to_roomiest(Moves<Warp>& moves) {
 // MoonEP's exact fill: the busiest rank gives the roomiest one all that it lacks.
 template <class Warp>
 MEGATRON_EXT_ONCE_IN_CODE bool fill_exactly(Moves<Warp>& moves) {
+    using Amount = typename Warp::Amount;
     const auto& at = moves.at();
-    const Domain& domain = moves.domain();
+    const auto& domain = moves.domain();
     MEGATRON_EXT_ROLLED
     while (true) {
         const int rank = moves.busiest().index;
         if (rank < 0) return true;
-        const int t = moves.warp()
-                          .best(domain.ranks,
-                                [&](int t) -> int64_t {
-                                    const bool is_free = at.held[t] == 0 && domain.slots > 0;
-                                    return is_free ? at.room[t] : int64_t{0};
-                                })
+        const int t = moves
+                          .best_rank([&](int t) -> Amount {
+                              const bool is_free = at.held[t] == 0 && domain.slots > 0;
+                              return is_free ? at.room[t] : Amount{0};
+                          })
                           .index;
         if (t < 0) return false;
         MEGATRON_EXT_ROLLED
@@ -68,7 +71,7 @@ MEGATRON_EXT_ONCE_IN_CODE bool fill_exactly(Moves<Warp>& moves) {
             moves.spend(5 * rounds_of(domain.ranks));
             if (!moves.can_take(t)) return false;
             const int hot = moves.main_for(rank, t);
-            const int64_t piece = hot < 0 ? 0 : moves.least(at.room[t], at.kept[hot]);
+            const Amount piece = hot < 0 ? 0 : moves.least(at.room[t], at.kept[hot]);
             if (piece < domain.min_quota) return false;
             moves.add(rank, hot, t, piece);
         }

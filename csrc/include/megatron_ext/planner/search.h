@@ -46,12 +46,13 @@ MEGATRON_EXT_HOST_DEVICE inline bool comes_first(int64_t a, int i, int64_t b, in
 }
 
 // Bounds of the busiest rank's load of a domain, for all plans; docs/method.md has the proofs.
-template <class Warp>
+// Warp::Amount has to hold what a domain's ranks have together, Amount what an expert has.
+template <class Warp, class Amount>
 class DomainBound {
   public:
     // hottest_first: [D * M] experts by falling load.
     MEGATRON_EXT_HOST_DEVICE DomainBound(Warp warp,
-                                         const Domain& domain,
+                                         const Domain<Amount>& domain,
                                          Array<const int32_t> hottest_first)
         : warp_(warp), domain_(domain), hottest_first_(hottest_first) {}
 
@@ -120,7 +121,7 @@ class DomainBound {
 
   private:
     const Warp warp_;
-    const Domain& domain_;
+    const Domain<Amount>& domain_;
     const Array<const int32_t> hottest_first_;
 };
 

@@ -6,12 +6,14 @@
 #pragma once
 
 #include "megatron_ext/planner/chain.h"
-#include "megatron_ext/planner/domain.h"
+#include "megatron_ext/planner/moves.h"
 
 namespace megatron_ext {
 
 template <class Warp>
 class Shedding {
+    using Amount = typename Warp::Amount;
+
   public:
     MEGATRON_EXT_HOST_DEVICE Shedding(Moves<Warp>& moves, bool pairs)
         : moves_(moves), chain_(moves), pairs_(pairs) {}
@@ -19,87 +21,64 @@ class Shedding {
     // Bring `rank` down to what it may keep; false if nothing relieves it, or the work is spent.
     MEGATRON_EXT_ONCE_IN_CODE bool relieve(int rank) {
         const auto& at = moves_.at();
+        Amount whole = -at.room[rank];
+        Best<Amount> hot = moves_.hottest(rank);
         MEGATRON_EXT_ROLLED
-        while (at.room[rank] < 0) {
+        while (whole > 0) {
             if (moves_.is_spent()) return false;
             moves_.spend(8 * rounds_of(moves_.domain().ranks));
-            const int64_t whole = -at.room[rank];
-            const int hot = at.hottest[rank];
-            const int64_t kept = at.kept[hot];
             // A replica that must carry more than the excess may: nobody is hurt by room.
-            const int64_t needed = moves_.most(whole, moves_.domain().min_quota);
-            if (kept >= needed) {
-                const int smaller = moves_.hosts_below(needed);
-                const int tightest = moves_.host_for(hot, smaller, 1);
-                if (tightest >= 0) {
-                    moves_.add(rank, hot, tightest, needed);
-                    continue;
+            const Amount needed = moves_.most(whole, moves_.domain().min_quota);
+            int host = -1;
+            Amount piece = needed;
+            if (hot.key >= needed) {
+                host = moves_.tightest_host(hot.index, needed);
+                if (host < 0 && pairs_) {
+                    const Pair pair = moves_.tightest_pair(hot.index, needed, whole);
+                    moves_.spend(6 * rounds_of(pair.values));
+                    host = pair.higher;
+                    if (host >= 0) piece = at.room[host];
                 }
-                const int larger = pairs_ ? larger_of_tightest_pair(hot, whole, smaller) : -1;
-                if (larger >= 0) {
-                    moves_.add(rank, hot, larger, at.room[larger]);
+            }
+            if (host < 0) {
+                // The largest piece, unless a chain carries more.
+                host = host_of_largest_piece(hot, whole);
+                piece = host < 0 ? 0 : moves_.least(moves_.least(hot.key, at.room[host]), whole);
+                const bool is_moved = piece < whole && moves_.roomiest().key > piece &&
+                                      chain_.move(rank, whole, piece);
+                if (is_moved || host < 0) {
+                    if (!is_moved && !swap(rank, whole)) return false;
+                    whole = -at.room[rank];
+                    hot = moves_.hottest(rank);
                     continue;
                 }
             }
-            if (!piecewise(rank, hot, whole)) return false;
+            hot = moves_.add_here(rank, hot.index, host, piece);
+            whole -= piece;
         }
         return true;
     }
 
   private:
-    // No host takes `whole`: the largest piece, or more by a chain.
-    MEGATRON_EXT_HOST_DEVICE bool piecewise(int rank, int hot, int64_t whole) {
-        const auto& at = moves_.at();
-        const int host = host_of_largest_piece(hot, whole);
-        const int64_t piece =
-            host < 0 ? 0 : moves_.least(moves_.least(at.kept[hot], at.room[host]), whole);
-        if (piece < whole && moves_.roomiest().key > piece && chain_.move(rank, whole, piece)) {
-            return true;
-        }
-        if (host < 0) return swap(rank, whole);
-        moves_.add(rank, hot, host, piece);
-        return true;
-    }
-
-    // The roomiest host, or the tightest that takes all of `expert`; -1 if none takes min_quota.
-    MEGATRON_EXT_HOST_DEVICE int host_of_largest_piece(int expert, int64_t whole) const {
-        const int64_t most = moves_.least(moves_.at().kept[expert], whole);
+    // The roomiest host, or the tightest that takes all of an expert; -1 if none takes min_quota.
+    MEGATRON_EXT_ONCE_IN_CODE int host_of_largest_piece(Best<Amount> expert, Amount whole) const {
+        const Amount most = moves_.least(expert.key, whole);
         if (most < moves_.least_room()) return -1;
-        const int place = moves_.hosts_below(most);
-        const int tightest = moves_.host_for(expert, place, 1);
-        return tightest >= 0 ? tightest : moves_.host_for(expert, place - 1, -1);
-    }
-
-    // Two of the first `hosts` hosts that take `whole` of `expert` together, with the least room
-    // left over: the roomier one. -1 if there are none. The hosts behind them hold `expert`.
-    MEGATRON_EXT_ONCE_IN_CODE int larger_of_tightest_pair(int expert, int64_t whole, int hosts) {
-        const auto& at = moves_.at();
-        moves_.spend(6 * rounds_of(hosts));
-        // The tightest partner of each comes from the hosts that are no roomier than it.
-        const auto closest = moves_.warp().best(hosts, [&](int larger) -> int64_t {
-            const int64_t room = at.host_room[larger];
-            int partner =
-                search_first(larger, [&](int i) { return at.host_room[i] < whole - room; });
-            MEGATRON_EXT_ROLLED
-            while (partner < larger && moves_.slot_of(at.host[partner], expert) >= 0) ++partner;
-            if (partner >= larger || moves_.slot_of(at.host[larger], expert) >= 0) return 0;
-            const int64_t left_over = room - (whole - at.host_room[partner]);
-            return whole - left_over;
-        });
-        return closest.index < 0 ? -1 : at.host[closest.index];
+        const int tightest = moves_.tightest_host(expert.index, most);
+        return tightest >= 0 ? tightest : moves_.roomiest_host_below(expert.index, most);
     }
 
     // Move less than `min_quota`: a replica on a rank with room takes that much more than one of
     // that rank's experts, on `rank`, gives back.
-    MEGATRON_EXT_ONCE_IN_CODE bool swap(int rank, int64_t whole) {
+    MEGATRON_EXT_ONCE_IN_CODE bool swap(int rank, Amount whole) {
         const auto& at = moves_.at();
-        const int64_t min_quota = moves_.domain().min_quota;
+        const Amount min_quota = moves_.domain().min_quota;
         if (min_quota == 1) return false;
-        const auto host = moves_.warp().best(moves_.domain().ranks, [&](int t) -> int64_t {
+        const auto host = moves_.warp().best(moves_.domain().ranks, [&](int t) -> Amount {
             if (at.room[t] <= 0 || t == rank || !moves_.can_take(t) || !moves_.can_take(rank)) {
                 return 0;
             }
-            const int64_t piece = moves_.least(at.room[t], whole);
+            const Amount piece = moves_.least(at.room[t], whole);
             const int there = moves_.main_for(rank, t);
             const int back = moves_.main_for(t, rank);
             if (there < 0 || at.kept[there] - piece < min_quota) return 0;

@@ -1,0 +1,231 @@
+// The hosts of a try: the ranks that have a free slot and room for the smallest replica. Two ways
+// to find the tightest and the roomiest one, with equal results:
+//   SortedHosts  a list by room, for one thread: to find is little work, to change a rank is more
+//   FlatHosts    an entry a rank, for lanes side by side: all are looked at, nothing is moved
+// Where hosts are equally roomy, the lower rank is the tighter one. Functions get the Moves that
+// they belong to; where they get an expert, only hosts without a replica of it count.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "megatron_ext/planner/domain.h"
+
+namespace megatron_ext {
+
+template <class Amount>
+class SortedHosts {
+    using Memory = TryMemory<Amount>;
+
+  public:
+    // All ranks are to be looked at. `rising`: room rises in the order `busiest_first`.
+    template <class Moves>
+    void list(const Moves& moves, bool rising) {
+        const Memory& at = moves.at();
+        count_ = 0;
+        for (int i = 0; i < moves.domain().ranks; ++i) {
+            const int t = moves.domain().busiest_first[i];
+            const Amount room = moves.room_of_host(at.room[t], at.held[t]);
+            if (room == 0) continue;
+            const int place = rising ? count_ : place_of(at, room, t);
+            open(at, place, count_++);
+            put(at, place, room, t);
+        }
+    }
+
+    // Rank t has room for `room` now, as a host, or 0 if it is none.
+    void update(const Memory& at, int t, Amount room) {
+        const int32_t* const found = std::find(at.host, at.host + count_, t);
+        const int from = static_cast<int>(found - at.host);
+        const bool is_listed = from < count_;
+        if (room == 0) {
+            if (is_listed) close(at, from, --count_);
+            return;
+        }
+        int to = place_of(at, room, t);
+        if (!is_listed) {
+            open(at, to, count_++);
+        } else if (from < to) {
+            close(at, from, --to);
+        } else {
+            open(at, to, from);
+        }
+        put(at, to, room, t);
+    }
+
+    template <class Moves>
+    int count(const Moves&) const {
+        return count_;
+    }
+
+    // The tightest with at least `amount`, or -1.
+    template <class Moves>
+    int tightest(const Moves& moves, int expert, Amount amount) const {
+        const Memory& at = moves.at();
+        for (int i = place_of(at, amount, -1); i < count_; ++i) {
+            if (moves.find_slot(at.host[i], expert) < 0) return at.host[i];
+        }
+        return -1;
+    }
+
+    // The roomiest with less than `most`, or -1.
+    template <class Moves>
+    int roomiest_below(const Moves& moves, int expert, Amount most) const {
+        const Memory& at = moves.at();
+        for (int i = place_of(at, most, -1) - 1; i >= 0; --i) {
+            if (moves.find_slot(at.host[i], expert) < 0) return at.host[i];
+        }
+        return -1;
+    }
+
+    // The lowest rank of those with most room, or -1.
+    template <class Moves>
+    int roomiest(const Moves& moves) const {
+        const Memory& at = moves.at();
+        return count_ == 0 ? -1 : at.host[place_of(at, at.host_room[count_ - 1], -1)];
+    }
+
+    // Of those with less than `most`: two with `whole` together and least, but less than `whole`,
+    // left over. Of several pairs the one whose roomier host is the tightest; -1 if there are none.
+    // And how many have less than `most`.
+    template <class Moves>
+    Pair tightest_pair(const Moves& moves, int expert, Amount most, Amount whole) const {
+        const Memory& at = moves.at();
+        const auto may = [&](int i) { return moves.find_slot(at.host[i], expert) < 0; };
+        Pair best;
+        best.values = place_of(at, most, -1);
+        Amount least_over = whole;
+        int first = best.values;  // that has enough room with the one looked at, or more
+        for (int larger = 0; larger < best.values; ++larger) {
+            const Amount room = at.host_room[larger];
+            while (first > 0 && at.host_room[first - 1] >= whole - room) --first;
+            if (first >= larger) continue;
+            if (room - (whole - at.host_room[first]) >= least_over || !may(larger)) continue;
+            int smaller = first;
+            while (smaller < larger && !may(smaller)) ++smaller;
+            if (smaller == larger) continue;
+            const Amount over = room - (whole - at.host_room[smaller]);
+            if (over >= least_over) continue;
+            least_over = over;
+            best.higher = at.host[larger];
+            best.lower = at.host[smaller];
+        }
+        return best;
+    }
+
+  private:
+    // How many come before a rank with this room.
+    int place_of(const Memory& at, Amount room, int rank) const {
+        int first = 0;
+        int count = count_;
+        while (count > 0) {
+            const int half = count / 2;
+            const int i = first + half;
+            const bool is_before =
+                at.host_room[i] < room || (at.host_room[i] == room && at.host[i] < rank);
+            first = is_before ? i + 1 : first;
+            count = is_before ? count - half - 1 : half;
+        }
+        return first;
+    }
+
+    static void put(const Memory& at, int place, Amount room, int t) {
+        at.host_room[place] = room;
+        at.host[place] = t;
+    }
+
+    // Entries from `place` to before `end` make room for one, or fill the place of one.
+    static void open(const Memory& at, int place, int end) {
+        for (int i = end; i > place; --i) put(at, i, at.host_room[i - 1], at.host[i - 1]);
+    }
+
+    static void close(const Memory& at, int place, int last) {
+        for (int i = place; i < last; ++i) put(at, i, at.host_room[i + 1], at.host[i + 1]);
+    }
+
+    int count_ = 0;
+};
+
+// As SortedHosts, function by function.
+template <class Amount>
+class FlatHosts {
+  public:
+    template <class Moves>
+    MEGATRON_EXT_HOST_DEVICE void list(const Moves& moves, bool /*rising*/) {
+        const auto& at = moves.at();
+        moves.warp().for_each(moves.domain().ranks, [&](int t) {
+            at.host_room[t] = moves.room_of_host(at.room[t], at.held[t]);
+        });
+    }
+
+    // By one lane.
+    MEGATRON_EXT_HOST_DEVICE void update(const TryMemory<Amount>& at, int t, Amount room) {
+        at.host_room[t] = room;
+    }
+
+    template <class Moves>
+    MEGATRON_EXT_HOST_DEVICE int count(const Moves& moves) const {
+        const auto& at = moves.at();
+        return static_cast<int>(moves.warp().sum(
+            moves.domain().ranks, [&](int t) -> int64_t { return at.host_room[t] > 0; }));
+    }
+
+    template <class Moves>
+    MEGATRON_EXT_HOST_DEVICE int tightest(const Moves& moves, int expert, Amount amount) const {
+        const int ranks = moves.domain().ranks;
+        const int t =
+            moves.warp().template lowest_from<Moves::kRanks>(ranks, moves.at().host_room, amount);
+        if (t < 0 || moves.find_slot(t, expert) < 0) return t;
+        list_others(moves, expert);
+        return moves.warp().template lowest_from<Moves::kRanks>(ranks, moves.at().wider, amount);
+    }
+
+    template <class Moves>
+    MEGATRON_EXT_HOST_DEVICE int roomiest_below(const Moves& moves, int expert, Amount most) const {
+        const int ranks = moves.domain().ranks;
+        const int t =
+            moves.warp().template highest_below<Moves::kRanks>(ranks, moves.at().host_room, most);
+        if (t < 0 || moves.find_slot(t, expert) < 0) return t;
+        list_others(moves, expert);
+        return moves.warp().template highest_below<Moves::kRanks>(ranks, moves.at().wider, most);
+    }
+
+    template <class Moves>
+    MEGATRON_EXT_HOST_DEVICE int roomiest(const Moves& moves) const {
+        const auto& at = moves.at();
+        return moves.best_rank([&](int t) -> Amount { return at.host_room[t]; }).index;
+    }
+
+    template <class Moves>
+    MEGATRON_EXT_HOST_DEVICE Pair
+    tightest_pair(const Moves& moves, int expert, Amount most, Amount whole) const {
+        const auto& at = moves.at();
+        const auto find_in = [&](const auto& rooms) {
+            return moves.warp().template closest_pair<Moves::kRanks>(
+                moves.domain().ranks, rooms, most, whole, at.words);
+        };
+        Pair pair = find_in(at.host_room);
+        if (pair.higher < 0 ||
+            (moves.slot_of(pair.higher, expert) < 0 && moves.slot_of(pair.lower, expert) < 0)) {
+            return pair;
+        }
+        list_others(moves, expert);
+        const Pair other = find_in(at.wider);
+        pair.higher = other.higher;
+        pair.lower = other.lower;
+        return pair;
+    }
+
+  private:
+    // To `wider`: what `host_room` has, but for ranks that hold the expert.
+    template <class Moves>
+    MEGATRON_EXT_ONCE_IN_CODE void list_others(const Moves& moves, int expert) const {
+        const auto& at = moves.at();
+        moves.warp().for_each(moves.domain().ranks, [&](int t) {
+            const Amount room = at.host_room[t];
+            at.wider[t] = moves.find_slot(t, expert) < 0 ? room : 0;
+        });
+    }
+};
+
+}  // namespace megatron_ext
