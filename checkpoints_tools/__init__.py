@@ -1,19 +1,23 @@
 """Tools for Megatron checkpoints: look inside, check, move experts; without GPU or processes.
 
+compare.py   two of them, up to the order of experts
 contents.py  keys and shapes, without loading weights
 folder.py    a checkpoint as files: whole, unchanged, whose
 pickles.py   pickles read without running what is in them
 relayout.py  experts under other numbers, so on other ranks
 """
 
+from checkpoints_tools.compare import Comparison, compare
 from checkpoints_tools.contents import CheckpointContents, Entry, find_problems, read_contents
 from checkpoints_tools.folder import Verdict, verify
 from checkpoints_tools.relayout import relayout
 
 __all__ = [
     "CheckpointContents",
+    "Comparison",
     "Entry",
     "Verdict",
+    "compare",
     "find_problems",
     "read_contents",
     "relayout",

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _ROUTER_FILE = "routers_after_relayout.distcp"
-_PARTS = re.compile(
+PARTS = re.compile(
     r"(?P<before>^|.*\.)decoder\.layers\.(?:(?P<layer>\d+)\.)?mlp\."
     r"(?:router\.(?P<router>weight|bias|expert_bias)"
     r"|experts\.experts\.(?:(?P<expert>\d+)\.)?linear_fc\d\.(?:weight|bias))$"
@@ -97,7 +97,7 @@ def _find_changes(
     import dataclasses
 
     for index in metadata.storage_data:
-        match = _PARTS.fullmatch(index.fqn)
+        match = PARTS.fullmatch(index.fqn)
         if match is None:
             continue
         size = metadata.state_dict_metadata[index.fqn].size

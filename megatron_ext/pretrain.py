@@ -4,7 +4,7 @@
 
 The script is run as it is, with the rest of its command line. Each setting of `BalanceConfig` is an
 argument here: `tolerance` is `--moe-balance-tolerance`. Without `--moe-balance-slots`, or with 0,
-the layers stay Megatron's own.
+the layers stay Megatron's own. `--moe-balance-run-dir` writes the steps for `megatron-ext report`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from megatron_ext.config import BalanceConfig, ConfigError, Section
 
 PROGRAM = "python -m megatron_ext.pretrain"
 PREFIX = "--moe-balance-"
+_RUN_DIR = f"{PREFIX}run-dir"
 
 
 def balance_parser() -> argparse.ArgumentParser:
@@ -43,6 +44,12 @@ def balance_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_settings(parser, BalanceConfig())
+    parser.add_argument(
+        _RUN_DIR,
+        dest="run_dir",
+        metavar="X",
+        help="Folder for the steps, which megatron-ext report reads. Default: none",
+    )
     return parser
 
 
@@ -69,11 +76,12 @@ def _flag(setting: str) -> str:
     return PREFIX + re.sub(r"[._]", "-", setting.removeprefix("balance."))
 
 
-def read_balance(words: list[str]) -> tuple[BalanceConfig | None, list[str]]:
+def read_balance(words: list[str]) -> tuple[BalanceConfig | None, str | None, list[str]]:
     """Take the settings of balancing out of a command line.
 
     Returns:
-        The settings, or None if the layers are to stay Megatron's own; and the other words.
+        The settings, or None if the layers are to stay Megatron's own; the folder for steps; and
+        the other words.
 
     Raises:
         ValueError: A setting is unknown or out of range, or there are settings without slots.
@@ -86,14 +94,20 @@ def read_balance(words: list[str]) -> tuple[BalanceConfig | None, list[str]]:
             flag = word.partition("=")[0]
             raise ValueError(f"unknown argument {flag}{did_you_mean(flag, known)}")
     balance = _with_values(BalanceConfig(), vars(given))
-    if "balance.slots" in vars(given):
-        return (balance if balance.slots else None), others
-    if vars(given):
+    run_dir = vars(given).get("run_dir")
+    if balance.slots and "balance.slots" in vars(given):
+        return balance, run_dir, others
+    if run_dir is not None:
+        raise ValueError(
+            f"{_RUN_DIR} needs {PREFIX}slots; {PREFIX}strategy none writes the steps of a run "
+            "without balancing"
+        )
+    if vars(given) and "balance.slots" not in vars(given):
         raise ValueError(
             f"{_flag(next(iter(vars(given))))} needs {PREFIX}slots: without slots the layers stay "
             "Megatron's own"
         )
-    return None, others
+    return None, None, others
 
 
 def _with_values(section: Any, given: Mapping[str, str | bool]) -> Any:
@@ -127,14 +141,14 @@ def main() -> None:
     try:
         if not script.is_file():
             raise ValueError(f"SCRIPT ({words[0]}) must be a file, and come first")
-        balance, others = read_balance(words[1:])
+        balance, run_dir, others = read_balance(words[1:])
     except ValueError as error:
         raise SystemExit(_refuse([str(error)])) from None
     # Here: it imports PyTorch.
     from megatron_ext.trainer.pretrain import run
 
     try:
-        run(script, others, balance)
+        run(script, others, balance, run_dir)
     except ConfigError as error:  # From building the script's model.
         raise SystemExit(_refuse(error.problems)) from None
 

@@ -97,8 +97,9 @@ def test_the_arguments_of_megatrons_programs_need_no_command() -> None:
 import sys
 sys.modules["omegaconf"] = None  # What `import` finds absent.
 from megatron_ext.pretrain import read_balance
-balance, others = read_balance(["--moe-balance-slots=3", "--moe-balance-tolerance", "0.5", "--lr"])
-assert (balance.slots, balance.tolerance, others) == (3, 0.5, ["--lr"])
+words = ["--moe-balance-slots=3", "--moe-balance-tolerance", "0.5", "--lr"]
+balance, run_dir, others = read_balance(words)
+assert (balance.slots, balance.tolerance, run_dir, others) == (3, 0.5, None, ["--lr"])
 import megatron_ext.trainer.pretrain
 """)
     )

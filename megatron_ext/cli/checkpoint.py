@@ -26,7 +26,8 @@ def add(commands: Any) -> None:
         checkpoint,
         "verify",
         run_verify,
-        "compare a checkpoint's files with their checksums, and look for foreign pickles",
+        "compare a checkpoint's files with their checksums, and look for foreign pickles; or with "
+        "another checkpoint's tensors",
         "megatron-ext checkpoint verify runs/train",
     )
     relayout = options.add_command(
@@ -40,6 +41,12 @@ def add(commands: Any) -> None:
         command.add_argument(
             "path", metavar="DIR", help="a checkpoint, or a folder of them (newest)"
         )
+    verify.add_argument(
+        "other",
+        nargs="?",
+        metavar="OTHER",
+        help="another one, which has to hold the same up to the order of experts",
+    )
     relayout.add_argument(
         "layout", type=Path, metavar="LAYOUT.npz", help="made by `place sem_moe` or `place eplb`"
     )
@@ -84,12 +91,32 @@ def _contents_lines(report: dict[str, Any]) -> Iterator[str]:
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Show what is wrong with a checkpoint's files; fail if anything is."""
-    from checkpoints_tools import verify
+    from checkpoints_tools import compare, verify
 
     verdict = verify(arguments.path)
     report = asdict(verdict) | {"folder": str(verdict.folder)}
-    show(arguments, report, _verdict_lines)
-    return FAILED if verdict.problems else DONE
+    if arguments.other is None or verdict.problems:
+        show(arguments, report, _verdict_lines)
+        return FAILED if verdict.problems else DONE
+    other = verify(arguments.other)
+    if other.problems:
+        show(arguments, asdict(other) | {"folder": str(other.folder)}, _verdict_lines)
+        return FAILED
+    comparison = compare(verdict.folder, other.folder)
+    report |= asdict(comparison) | {"other": str(other.folder)}
+    show(arguments, report, _comparison_lines)
+    return FAILED if comparison.differences else DONE
+
+
+def _comparison_lines(report: dict[str, Any]) -> Iterator[str]:
+    yield from report["differences"]
+    where = f"{report['folder']} and {report['other']}"
+    if report["differences"]:
+        yield f"{where}: {len(report['differences'])} differences"
+        return
+    layers = ", ".join(map(str, report["moved_layers"]))
+    order = f"; experts have another order in layers {layers}" if layers else ""
+    yield f"{where}: the same {report['num_tensors']} tensors{order}"
 
 
 def _verdict_lines(report: dict[str, Any]) -> Iterator[str]:

@@ -1,11 +1,15 @@
 """Computes the metrics of each step, for the logs of any program that trains with Megatron.
 
-The program writes the metrics to its own W&B, TensorBoard or files.
+The program writes the metrics to its own W&B, TensorBoard or files; a run directory for
+`megatron-ext report` is written here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +18,15 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
+from megatron_ext.files.run_dir import LAYERS_FILE, METRICS_FILE
 from megatron_ext.mcore import process_hooks
 from megatron_ext.mcore.graph_limits import hold_whole_steps
 from megatron_ext.telemetry.gather import Place, gather_step
 from megatron_ext.telemetry.names import MAX_KEYS, TIERS, shown
 from megatron_ext.telemetry.recorder import LoadRecorder
+from megatron_ext.telemetry.step_lines import StepLines, read_lines
+
+logger = logging.getLogger(__name__)
 
 
 class StepMetrics:
@@ -30,12 +38,14 @@ class StepMetrics:
 
     Args:
         model: The model's chunks on this rank, wrapped or not.
+        run_dir: Where rank 0 writes the steps, for `megatron-ext report`; None for nowhere. Lines
+            of later steps that are there, as of a run that was killed, are dropped.
 
     Raises:
         TypeError: `model` is one module.
     """
 
-    def __init__(self, model: Iterable[nn.Module]) -> None:
+    def __init__(self, model: Iterable[nn.Module], *, run_dir: str | Path | None = None) -> None:
         if isinstance(model, nn.Module):
             raise TypeError(
                 f"model must be a list of the model's chunks on this rank, not a "
@@ -49,6 +59,7 @@ class StepMetrics:
         self._recorder = LoadRecorder((), group)
         self._last_layer = 0
         self._place: Place | None = None
+        self._run_dir = None if run_dir is None else _RunDir(Path(run_dir))
         for layer in layers:
             self.watch(layer)
 
@@ -57,7 +68,14 @@ class StepMetrics:
         self._last_layer = max(self._last_layer, layer.layer_number or 0)
         self._recorder.watch(layer)
 
-    def take(self, *, tier: str = "brief") -> dict[str, float]:
+    def take(
+        self,
+        *,
+        tier: str = "brief",
+        step: int | None = None,
+        loss: float | None = None,
+        tokens: int | None = None,
+    ) -> dict[str, float]:
         """Return the metrics of the steps since the last call, by name; all ranks call together.
 
         The metrics cover all ranks, layers and pipeline stages, and are equal on every rank. Call
@@ -66,6 +84,9 @@ class StepMetrics:
         Args:
             tier: `brief`, or `detailed` with metrics of each layer as well. If the layers need more
                 than `MAX_KEYS` names, those with the largest imbalance before are returned.
+            step: The step's number in `run_dir`; None for the next one.
+            loss: The step's loss, for `run_dir`.
+            tokens: Tokens of the step on all ranks, for the throughput in `run_dir`.
 
         Returns:
             Numbers as `balance/imbalance_after` or `balance/imbalance_after_layer_3`, and under
@@ -86,12 +107,79 @@ class StepMetrics:
         if not self._place.num_layers:
             return {}
         gathered = gather_step(loads.computed, self._place, loads.own)
+        metrics = gathered.metrics()
+        if self._run_dir is not None and metrics and dist.get_rank() == 0:
+            with_experts = gathered.layers(with_experts=True)
+            self._run_dir.write(step, metrics, with_experts, loss=loss, tokens=tokens)
         layers = gathered.layers(with_experts=False)
-        return shown(gathered.metrics(), layers, tier=tier, max_keys=MAX_KEYS)
+        return shown(metrics, layers, tier=tier, max_keys=MAX_KEYS)
 
     def close(self) -> None:
-        """Stop counting."""
+        """Stop counting, and close the files in `run_dir`."""
         self._recorder.close()
+        if self._run_dir is not None:
+            self._run_dir.close()
+
+
+class _RunDir:
+    """Writes the steps of a program with logs of its own.
+
+    A folder that cannot be written is warned of once, as no file may stop a training.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: tuple[StepLines, StepLines] | None = None
+        self._is_open = False
+        self._step = 0
+        self._written = time.perf_counter()
+
+    def write(
+        self,
+        step: int | None,
+        metrics: Mapping[str, float],
+        layers: Mapping[str, Any],
+        *,
+        loss: float | None,
+        tokens: int | None,
+    ) -> None:
+        """Write a step; its time is that since the step before."""
+        now = time.perf_counter()
+        seconds, self._written = now - self._written, now
+        line: dict[str, Any] = {}
+        if loss is not None:
+            line["loss"] = float(loss)
+        if self._is_open:
+            line["step_ms"] = 1000 * seconds
+            if tokens is not None:
+                line["tokens_per_s"] = tokens / seconds
+        else:
+            self._open(step)
+        self._step = self._step + 1 if step is None else step
+        if self._files is not None:
+            self._files[0].write({"step": self._step, **line, **metrics})
+            self._files[1].write({"step": self._step, **layers})
+
+    def _open(self, step: int | None) -> None:
+        """Open the files, for lines from this step on, or behind those that are there."""
+        self._is_open = True
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if step is None:
+                lines = read_lines(self._folder / METRICS_FILE)
+                self._step = max((line["step"] for line in lines), default=0)
+            start_step = self._step if step is None else step - 1
+            self._files = (
+                StepLines(self._folder / METRICS_FILE, start_step=start_step),
+                StepLines(self._folder / LAYERS_FILE, start_step=start_step),
+            )
+        except (OSError, ValueError) as error:
+            logger.warning("warning: steps are not written to %s: %s", self._folder, error)
+
+    def close(self) -> None:
+        """Write what a full disk has kept back, and close the files."""
+        for file in self._files or ():
+            file.close()
 
 
 def place_of_rank(num_layers: int) -> Place:

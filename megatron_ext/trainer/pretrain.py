@@ -37,10 +37,13 @@ CONSOLE = (
 The console's numbers are means over the iterations since its last line."""
 
 
-def run(script: Path, words: list[str], balance: BalanceConfig | None) -> None:
+def run(
+    script: Path, words: list[str], balance: BalanceConfig | None, run_dir: str | None = None
+) -> None:
     """Run a program, as Megatron-LM's `pretrain_gpt.py`, as its own `__main__`.
 
-    `words` are its command line. Without `balance` the layers stay Megatron's own.
+    `words` are its command line. Without `balance` the layers stay Megatron's own. Into `run_dir`
+    go the steps, for `megatron-ext report`.
     """
     # As Python does for a script; a checkout of Megatron-LM has its `megatron` there.
     sys.path.insert(0, str(script.resolve().parent))
@@ -60,7 +63,7 @@ def run(script: Path, words: list[str], balance: BalanceConfig | None) -> None:
         from megatron_ext.mcore.models import balance_models
         from megatron_ext.mcore.step_metrics import StepMetrics
 
-        steps = StepMetrics(())
+        steps = StepMetrics((), run_dir=run_dir)
         if importlib.util.find_spec("megatron.training") is not None:
             _report_by_megatron(steps)
         balance_models(balance, steps.watch)
@@ -129,12 +132,13 @@ def _with_metrics(report: Callable[..., Any], steps: StepMetrics) -> Callable[..
     @functools.wraps(report)
     def reporting(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(report).bind(*args, **kwargs).arguments
-        metrics = steps.take(tier="detailed" if given.get("per_layer_logging") else "brief")
-        if not metrics:
-            _warn_of_no_layers()
         iteration, writer, wandb = (
             given.get(name) for name in ("iteration", "writer", "wandb_writer")
         )
+        tier = "detailed" if given.get("per_layer_logging") else "brief"
+        metrics = steps.take(tier=tier, step=iteration)
+        if not metrics:
+            _warn_of_no_layers()
         if writer is not None:
             for name, value in metrics.items():
                 writer.add_scalar(name, value, iteration)

@@ -176,7 +176,7 @@ def test_command_is_understood(words, capsys):
     elif words[:2] == ["megatron-ext", "train"]:
         check_training(words[2:])
     elif "megatron_ext.pretrain" in words:
-        balance, rest = read_balance(words[words.index("megatron_ext.pretrain") + 1 :])
+        balance, _, rest = read_balance(words[words.index("megatron_ext.pretrain") + 1 :])
         assert balance is not None
         assert not [word for word in rest if word.startswith("--")]
     elif words[0] == "launch/train.sh":

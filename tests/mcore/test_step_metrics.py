@@ -5,6 +5,8 @@ Layer 2 (2 gloo ranks): no launcher, no trainer, no run directory.
 
 from __future__ import annotations
 
+import logging
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch.distributed as dist
 
 import megatron_ext
 from megatron_ext.config import BalanceConfig
+from megatron_ext.trainer.reports.read import column, read_runs
 from tests.boards import tensorboard_events
 from tests.gpt import build_gpt  # first: it enables the CPU platform
 from tests.ranks import run_ranks
@@ -114,3 +117,46 @@ def test_a_model_that_is_no_list_and_a_tier_that_is_none_are_refused() -> None:
         megatron_ext.StepMetrics(torch.nn.Identity())
     with pytest.raises(ValueError, match=r"tier \('all'\) must be one of brief, detailed"):
         megatron_ext.StepMetrics(()).take(tier="all")
+
+
+def _write_run(rank: int, folder: Path, numbers: list[int | None]) -> list[str]:
+    """Train a step for each number, and write it; returns what the logger says."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_ext").addHandler(handler)
+    gpt = build_gpt(ep=2, num_layers=LAYERS, experts=EXPERTS)
+    steps = megatron_ext.StepMetrics(gpt.chunks, run_dir=folder)
+    steps.take(loss=0.0)  # Nothing was trained.
+    for number in numbers:
+        gpt.forward_backward(1, num_microbatches=MICROBATCHES)
+        steps.take(step=number, loss=1.5, tokens=64)
+    steps.close()
+    logging.getLogger("megatron_ext").removeHandler(handler)
+    return said
+
+
+def test_a_loop_of_ones_own_writes_a_run_directory(tmp_path: Path) -> None:
+    assert run_ranks(_write_run, 2, tmp_path, [None, None, None]) == [[], []]
+    (run,) = read_runs([tmp_path]).values()
+    assert [step["step"] for step in run.metrics] == [1, 2, 3]
+    assert column(run.metrics, "loss") == [1.5] * 3
+    assert min(column(run.metrics, "imbalance_before")) > 1
+    for name in ("step_ms", "tokens_per_s"):
+        first, *others = column(run.metrics, name)
+        assert math.isnan(first)
+        assert min(others) > 0
+    assert run.layers is not None
+    # Once more: behind the steps that are there, or instead of those of a killed run.
+    run_ranks(_write_run, 2, tmp_path, [None])
+    run_ranks(_write_run, 2, tmp_path, [3, 4])
+    (run,) = read_runs([tmp_path]).values()
+    assert [step["step"] for step in run.metrics] == [1, 2, 3, 4]
+
+
+def test_a_run_directory_that_cannot_be_written_is_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ours, others = run_ranks(_write_run, 2, tmp_path / "file" / "run", [None, None])
+    assert len(ours) == 1
+    assert "steps are not written to" in ours[0]
+    assert others == []

@@ -23,6 +23,7 @@ import torch
 from megatron_ext.balance.metrics import home_loads, imbalance
 from megatron_ext.config import BalanceConfig, ConfigError, Section
 from megatron_ext.pretrain import PROGRAM, balance_parser, main, read_balance
+from megatron_ext.trainer.reports.read import column, read_runs
 from tests.boards import written_for_tensorboard, written_for_wandb
 from tests.gpt import GPTModel, build_gpt, get_gpt_decoder_block_spec  # enables the CPU platform
 from tests.mcore.parity import balancing_models
@@ -78,7 +79,8 @@ def test_a_program_learns_the_same_balanced(tmp_path: Path) -> None:
     plain = launch(COMMAND_LINE)
     to_wandb = f"--wandb-project x --wandb-exp-name y --wandb-save-dir {tmp_path}"
     to_boards = f"{to_wandb} --tensorboard-dir {tmp_path / 'board'} --moe-per-layer-logging"
-    balanced = launch("--moe-balance-slots=2", COMMAND_LINE, "--moe-balance-tolerance 0", to_boards)
+    ours = f"--moe-balance-tolerance 0 --moe-balance-run-dir {tmp_path / 'run'}"
+    balanced = launch("--moe-balance-slots=2", COMMAND_LINE, ours, to_boards)
     assert plain.returncode == 0, plain.stderr
     assert balanced.returncode == 0, balanced.stderr
     for name in ("lm loss", "mtp_1 loss", "lm loss value"):
@@ -99,6 +101,10 @@ def test_a_program_learns_the_same_balanced(tmp_path: Path) -> None:
         assert [first, (first + second) / 2, *later] == pytest.approx(said, rel=1e-6)
         in_wandb = written_for_wandb(tmp_path, name)
         assert in_wandb == pytest.approx([first, second, *later], rel=1e-6)
+    (run,) = read_runs([tmp_path / "run"]).values()
+    assert [step["step"] for step in run.metrics] == [1, 2, 3, 4]
+    assert column(run.metrics, "imbalance_after") == [1.0] * 4
+    assert all(milliseconds > 0 for milliseconds in column(run.metrics, "step_ms")[1:])
     for layer in (0, 1, 2):  # the last is of multi-token prediction
         name = f"moe/avg_overload_factor_routed_layer_{layer}"
         on_board = written_for_tensorboard(tmp_path / "board", name)
@@ -159,7 +165,7 @@ def settings_of(section: Section, names: list[str]) -> list[str]:
 
 def test_every_setting_is_an_argument_with_its_help() -> None:
     actions = balance_parser()._actions
-    assert [each.dest for each in actions] == settings_of(BalanceConfig(), [])
+    assert [each.dest for each in actions] == [*settings_of(BalanceConfig(), []), "run_dir"]
     assert all(len(str(each.help)) > 20 for each in actions)
     assert balance_parser().format_help()
 
@@ -169,13 +175,14 @@ def test_settings_are_taken_out_of_a_command_line() -> None:
     ours = ["--moe-balance-check-plans", "--moe-balance-llep-alpha=2.5", "--help", "--x=--y"]
     with pytest.raises(ValueError, match="unknown argument --moe-balance-no"):
         read_balance(words)
-    balance, others = read_balance(words[:-1] + ours)
+    balance, run_dir, others = read_balance([*words[:-1], *ours, "--moe-balance-run-dir=runs/a"])
     expected = BalanceConfig(slots=3, check_plans=True)
     expected.llep.alpha = 2.5
     assert balance == expected
+    assert run_dir == "runs/a"
     assert others == ["--num-layers", "2", "--lr", "-1", "--help", "--x=--y"]
-    assert read_balance(["--lr", "1"]) == (None, ["--lr", "1"])
-    assert read_balance(["--moe-balance-slots=0", "--moe-balance-tolerance=1"]) == (None, [])
+    assert read_balance(["--lr", "1"]) == (None, None, ["--lr", "1"])
+    assert read_balance(["--moe-balance-slots=0", "--moe-balance-tolerance=1"]) == (None, None, [])
 
 
 @pytest.mark.parametrize(
@@ -185,6 +192,7 @@ def test_settings_are_taken_out_of_a_command_line() -> None:
         ("x.py --moe-balance-slots -1", "--moe-balance-slots (-1) must be >= 0"),
         ("x.py --moe-balance-slots x", "--moe-balance-slots ('x') must be a whole number >= 0"),
         ("x.py --moe-balance-tolerance 1", "--moe-balance-tolerance needs --moe-balance-slots: "),
+        ("x.py --moe-balance-run-dir x", "--moe-balance-run-dir needs --moe-balance-slots; "),
         ("x.py --moe-balance-objective=x", "--moe-balance-objective: invalid choice: 'x'"),
         ("y.py", "SCRIPT (y.py) must be a file, and come first"),
     ],
