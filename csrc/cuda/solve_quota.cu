@@ -169,7 +169,7 @@ struct SharedMemory {
         // Of ranks that there are not, collectives read what they ignore: it has to be an index.
         auto* const own = reinterpret_cast<float4*>(memory(DeviceWarp::warp()));
         MEGATRON_EXT_ROLLED
-        for (int i = DeviceWarp::lane(); i < TryMemory<Amount>::of_ranks_bytes(kRanks) / 16;
+        for (int i = DeviceWarp::lane(); i < TryMemory<Amount>::bytes(kRanks, 0, 0) / 16;
              i += DeviceWarp::kLanes) {
             own[i] = float4{};
         }

@@ -98,19 +98,13 @@ struct TryMemory {
         put(order, memory, offset, d);
         put(host, memory, offset, d);
         put(step, memory, offset, d);
-        offset = of_ranks_bytes(d);
+        offset = (offset + 15) / 16 * 16;
         put(amount, memory, offset, d * slots);
         put(kept, memory, offset, experts);
         put(expert, memory, offset, d * slots);
         put(giver, memory, offset, d * slots);
         put(given, memory, offset, d * slots);
         return (offset + 15) / 16 * 16;
-    }
-
-    // Of the arrays of one number of ranks, which come first.
-    MEGATRON_EXT_HOST_DEVICE static int of_ranks_bytes(int ranks) {
-        const int bytes = 8 * (ranks + 8) + ranks * (4 * static_cast<int>(sizeof(Amount)) + 6 * 4);
-        return (bytes + 15) / 16 * 16;
     }
 
   private:
