@@ -181,14 +181,8 @@ def _read_step(folder: Path, metadata: Any) -> int | None:
     """Return the step from our `run.json`, or from the common state of Megatron's own training."""
     if (folder / RUN_FILE).is_file():
         return int(read_run(folder)["step"])
-
-    import torch
-    from megatron.core.safe_globals import SAFE_GLOBALS
-
     try:
-        with torch.serialization.safe_globals(SAFE_GLOBALS):
-            common = _read_common(folder, metadata)
-        return int(common["iteration"])
+        return int(_read_common(folder, metadata)["iteration"])
     # There is none, or it holds more than can be read without trust.
     except (OSError, ValueError, LookupError, TypeError):
         return None

@@ -1,7 +1,9 @@
 """Pickles read without running what is in them.
 
 A pickle may name any function and have it called. Here it may name only the classes that a
-checkpoint needs; another one is refused by its name before anything is made of it.
+checkpoint needs; another one is refused by its name before anything is made of it. What is stored
+beside tensors may name, too, what Megatron itself writes and loads: the arguments of a run, numpy's
+random generator, and other plain values.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def read_table(file: Path) -> Any:
 
 
 def read_object(stream: BinaryIO) -> Any:
-    """Read what `torch.save` wrote, if it is made of tensors and plain values.
+    """Read what `torch.save` wrote, if it is made of tensors and what Megatron writes.
 
     Raises:
         ForeignClassError: It names other classes.
@@ -84,9 +86,29 @@ def read_object(stream: BinaryIO) -> Any:
     try:
         return torch.load(stream, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
-        raise ForeignClassError(_foreign_classes(stream)) from None
+        stream.seek(0)
     except Exception as error:
         raise ValueError(f"is cut off or damaged ({_one_line(error)})") from error
+    with torch.serialization.safe_globals(_of_megatron()):
+        try:
+            return torch.load(stream, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            raise ForeignClassError(_foreign_classes(stream)) from None
+        except Exception as error:
+            raise ValueError(f"is cut off or damaged ({_one_line(error)})") from error
+
+
+def _of_megatron() -> list[Any]:
+    """Return what Megatron's own checkpoints name beside tensors, by Megatron's own list."""
+    # Imported for checkpoints that need it: it takes seconds.
+    from megatron.core.safe_globals import SAFE_GLOBALS
+
+    older = [
+        (one, f"numpy.core.multiarray.{one.__name__}")  # Its name in NumPy 1.
+        for one in SAFE_GLOBALS
+        if one.__name__ == "_reconstruct"
+    ]
+    return [*SAFE_GLOBALS, *older]
 
 
 def _foreign_classes(stream: BinaryIO) -> str:

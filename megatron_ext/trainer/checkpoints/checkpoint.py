@@ -14,7 +14,6 @@ import json
 import logging
 import shutil
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,13 +39,14 @@ from megatron_ext.trainer.checkpoints.choice import (
     model_differences,
     model_shape,
 )
+from megatron_ext.trainer.checkpoints.megatron_lm import start_from
 from megatron_ext.trainer.checkpoints.state import (
     adam_steps,
     fit_to_saved,
     load_state,
     saved_state,
 )
-from megatron_ext.trainer.checkpoints.writer import CheckpointWriter, describe, gather, tell
+from megatron_ext.trainer.checkpoints.writer import CheckpointWriter, describe, of_all, tell
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.model.settings import transformer_config
 from megatron_ext.trainer.ranks.launch import NO_RESTART
@@ -81,11 +81,31 @@ class Checkpoints:
         checkpoint = self._choose()
         if checkpoint is None:
             return 0
+        if not (checkpoint / RUN_FILE).exists():
+            return self._start_from(checkpoint)
         run = read_run(checkpoint)
         read = partial(self._read, checkpoint, run.get("layers", "local"))
         load_state(self._chunks, self._optimizer, run, read)
         logger.info("continuing from %s", checkpoint)
         return int(run["step"])
+
+    def _start_from(self, checkpoint: Path) -> int:
+        """Load a checkpoint of another Megatron program; return its iteration."""
+        try:
+            step, no_adam = start_from(self._chunks, self._optimizer, checkpoint)
+        except ValueError as error:
+            _refuse(str(error))
+        if step >= self._config.steps:
+            _refuse(f"steps ({self._config.steps}) must be > {step}, where {checkpoint} begins")
+        left = f"Adam's state ({no_adam}), " if no_adam else ""
+        logger.info(
+            "starting from %s, iteration %d; not taken: %slearning rate, random generators, "
+            "position in the data",
+            checkpoint,
+            step,
+            left,
+        )
+        return step
 
     def _read(self, checkpoint: Path, layers: str, wanted: dict[str, Any]) -> dict[str, Any]:
         """Fill a sharded state from a checkpoint of layers of this `transformer_impl`."""
@@ -168,12 +188,12 @@ class Checkpoints:
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         if self._config.checkpoint.verify:
             names = sorted(read_checksums(checkpoint) or {})
-            if changes := _of_all(find_changes(checkpoint, names[rank::num_ranks])):
+            if changes := of_all(find_changes(checkpoint, names[rank::num_ranks])):
                 return changes, []
         if self._config.checkpoint.trust:
             return [], []
         damaged, foreign = look_through_objects(checkpoint, rank, num_ranks)
-        return _of_all(damaged), _of_all(foreign)
+        return of_all(damaged), of_all(foreign)
 
     def _candidate(self, damaged: dict[Path, str]) -> tuple[Path | None, dict[Path, str]]:
         """Return rank 0's choice by files' names and sizes, and the damaged ones before it."""
@@ -238,11 +258,6 @@ class Checkpoints:
 
 def _name(step: int) -> str:
     return f"step_{step:08d}"
-
-
-def _of_all(found: list[str]) -> list[str]:
-    everything: list[str] = tell(list(chain.from_iterable(gather(found))))
-    return everything
 
 
 def _refuse(problem: str) -> NoReturn:

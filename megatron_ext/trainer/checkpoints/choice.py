@@ -16,6 +16,9 @@ from checkpoints_tools.folder import (
 )
 from megatron_ext.trainer.config import ModelConfig, TrainConfig
 
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+"""Beside the checkpoints of Megatron-LM and Megatron-Bridge: the iteration of the newest."""
+
 _FREE_MODEL_FIELDS = ("experts", "transformer_impl", "precision", "aux_loss")
 """Fields of the section `model` that may change between saving and loading."""
 
@@ -32,9 +35,9 @@ def find_checkpoint(config: TrainConfig, damaged: dict[Path, str]) -> Path | Non
     own = list_checkpoints(Path(config.run_dir))
     if not own and config.checkpoint.load is None:
         return None
-    load = Path(config.checkpoint.load or "")
+    load = _of_tracker(Path(config.checkpoint.load or ""))
     for folder in reversed(own) if own else [load]:
-        if folder not in damaged and (problem := _damage(folder)):
+        if folder not in damaged and (problem := _damage(folder, of_run=bool(own))):
             damaged[folder] = problem
         if folder not in damaged:
             if not config.checkpoint.trust and (
@@ -65,6 +68,8 @@ def distrust(checkpoint: Path, problem: str) -> str:
 
 def model_differences(config: TrainConfig, checkpoint: Path) -> list[str]:
     """Return the differences between the checkpoint's model and the run's, one line each."""
+    if not (checkpoint / RUN_FILE).exists():  # Ranks compare it with the model they made.
+        return []
     # A checkpoint from before a setting existed has what is its default now.
     saved = asdict(ModelConfig()) | read_run(checkpoint).get("model", {})
     return [
@@ -80,11 +85,28 @@ def model_shape(config: TrainConfig) -> dict[str, Any]:
     return {name: value for name, value in fields if name not in _FREE_MODEL_FIELDS}
 
 
-def _damage(folder: Path) -> str | None:
+def _of_tracker(load: Path) -> Path:
+    """Return the checkpoint that the tracker file of a folder names; without one, the folder."""
+    try:
+        newest = (load / TRACKER_FILE).read_text().strip()
+    except (OSError, ValueError):
+        return load
+    if newest == "release":
+        return load / newest
+    if not (newest.isascii() and newest.isdigit()):
+        raise ValueError(
+            f"checkpoint.load ({load}): {TRACKER_FILE} must hold an iteration, not {newest[:40]!r}"
+        )
+    return load / f"iter_{int(newest):07d}"
+
+
+def _damage(folder: Path, *, of_run: bool) -> str | None:
     try:
         names = [path.name for path in folder.iterdir()]
     except OSError as error:
         return f"the folder cannot be read: {error.strerror}"
-    if RUN_FILE not in names:
+    if of_run and RUN_FILE not in names:
         return f"{RUN_FILE} is missing"
+    if any(name.startswith("mp_rank_") for name in names):
+        return "it is in Megatron's older format torch, not torch_dist"
     return next(iter(find_damage(folder)), None)

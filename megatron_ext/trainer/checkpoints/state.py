@@ -18,12 +18,20 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-_METADATA = {
+METADATA = {
     # Optimizer state by parameter, not by data-parallel shard: readable under other parallel sizes.
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
+
+
+def model_state(chunks: list[DistributedDataParallel], metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return the model's sharded state, by chunk, as a checkpoint with this metadata stores it."""
+    return {
+        model_key(index, chunks): chunk.module.sharded_state_dict(metadata=metadata)
+        for index, chunk in enumerate(chunks)
+    }
 
 
 def sharded_state(
@@ -35,11 +43,8 @@ def sharded_state(
     `run.json`. Megatron orders them by parallel sizes, so a checkpoint that held them would only
     load under equal sizes.
     """
-    metadata = dict(_METADATA)  # Megatron adds its process groups, which may be others next time.
-    state: dict[str, Any] = {
-        _model_key(index, chunks): chunk.module.sharded_state_dict(metadata=metadata)
-        for index, chunk in enumerate(chunks)
-    }
+    metadata = dict(METADATA)  # Megatron adds its process groups, which may be others next time.
+    state = model_state(chunks, metadata)
     state["optimizer"], optimizer_settings = extract_sharded_base(
         optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
     )
@@ -58,7 +63,7 @@ def saved_state(chunks: list[DistributedDataParallel], optimizer: Any) -> dict[s
     """Return the sharded state to save, also before the first step."""
     # Megatron asks for state that Adam gets in its first step.
     has_state = adam_steps(optimizer) > 0
-    with nullcontext() if has_state else _adam_can_load(optimizer, 0):
+    with nullcontext() if has_state else adam_can_load(optimizer, 0):
         return sharded_state(chunks, optimizer, is_loading=False)[0]
 
 
@@ -74,13 +79,13 @@ def load_state(
     keep their seeds. `read` fills a sharded state from the checkpoint's files.
     """
     # Skipped steps are not the optimizer's; a checkpoint without this number has none of them.
-    with _adam_can_load(optimizer, run.get("optimizer_steps", run["step"])):
+    with adam_can_load(optimizer, run.get("optimizer_steps", run["step"])):
         wanted, optimizer_settings = sharded_state(chunks, optimizer, is_loading=True)
         if run["num_ranks"] != dist.get_world_size():
             del wanted["generators"]
         state = read(wanted)
         for index, chunk in enumerate(chunks):
-            chunk.module.load_state_dict(state[_model_key(index, chunks)])
+            chunk.module.load_state_dict(state[model_key(index, chunks)])
         optimizer.load_state_dict(merge(optimizer_settings, state["optimizer"]))
     if "generators" in state:
         generators = state["generators"]
@@ -125,7 +130,7 @@ def adam_steps(optimizer: Any) -> int:
 
 
 @contextmanager
-def _adam_can_load(optimizer: Any, step: int) -> Iterator[None]:
+def adam_can_load(optimizer: Any, step: int) -> Iterator[None]:
     """Tell Adam how many steps were made, and help Megatron load into PyTorch's Adam.
 
     Megatron takes PyTorch's Adam where Transformer Engine and Apex are not installed. Two faults
@@ -166,5 +171,6 @@ def _set_state_but_step(
     type(part)._set_main_param_and_optimizer_states(part, model_param, tensors | kept)
 
 
-def _model_key(index: int, chunks: list[DistributedDataParallel]) -> str:
+def model_key(index: int, chunks: list[DistributedDataParallel]) -> str:
+    """Return the name of a rank's model chunk in a state, which is Megatron's."""
     return f"model{index}" if len(chunks) > 1 else "model"

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -187,6 +188,12 @@ def tell(value: Any) -> Any:
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]
+
+
+def of_all(found: list[str]) -> list[str]:
+    """Return what all ranks have found, by rank, on all ranks. All ranks call it."""
+    everything: list[str] = tell(list(chain.from_iterable(gather(found))))
+    return everything
 
 
 def describe(error: BaseException, path: Path) -> str:
