@@ -5,6 +5,7 @@ contents.py  keys and shapes, without loading weights
 folder.py    a checkpoint as files: whole, unchanged, whose
 pickles.py   pickles read without running what is in them
 relayout.py  experts under other numbers, so on other ranks
+tensors.py   its tensors, whole or in part
 """
 
 from checkpoints_tools.compare import Comparison, compare

@@ -75,6 +75,12 @@ install() { # install ARGUMENTS: by pip
 # Torch comes first with what builds: the library is built against the one that is there.
 stage "2/3 torch, up to 3 GB" install torch scikit-build-core cmake ninja
 # All extras but `te`, which needs CUDA to be built; what others need beside these is in `dev`.
-stage "3/3 other packages and the native part" install --no-build-isolation --editable '.[train,dev,dashboards,docs,wandb]'
+# The extra `hf` is empty but for Python 3.12, which Megatron-Bridge needs. Bridge itself would bring
+# all that its training wants.
+install_rest() {
+    install --no-build-isolation --editable '.[train,dev,dashboards,docs,hf,wandb]'
+    [[ $version != 3.12 ]] || install --no-deps megatron-bridge==0.6.2
+}
+stage "3/3 other packages and the native part" install_rest
 echo "$stamp" >"$venv/setup-stamp"
 echo "Ready. To use it: source $venv/bin/activate"

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from megatron_ext.config import BalanceConfig
     from megatron_ext.cpu_platform import enable_cpu_platform
     from megatron_ext.mcore.between_steps import reset_after_abort
+    from megatron_ext.mcore.bridge_callback import BridgeCallback
     from megatron_ext.mcore.check import check
     from megatron_ext.mcore.provider import balanced_provider_spec
     from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "BalanceConfig": "megatron_ext.config",
     "BalancePlan": "megatron_ext.balance.plan",
+    "BridgeCallback": "megatron_ext.mcore.bridge_callback",
     "LayerCosts": "megatron_ext.balance.costs",
     "StepMetrics": "megatron_ext.mcore.step_metrics",
     "balance_spec": "megatron_ext.mcore.spec",
@@ -51,6 +53,7 @@ _HOMES = {
 __all__ = [
     "BalanceConfig",
     "BalancePlan",
+    "BridgeCallback",
     "LayerCosts",
     "StepMetrics",
     "balance_spec",

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.cli import options
+from megatron_ext.cli import hugging_face, options
 from megatron_ext.cli.output import DONE, FAILED, columns, show
 
 
@@ -51,6 +51,7 @@ def add(commands: Any) -> None:
         "layout", type=Path, metavar="LAYOUT.npz", help="made by `place sem_moe` or `place eplb`"
     )
     options.add_out(relayout, "DIR", "folder to make", required=True)
+    hugging_face.add(checkpoint)
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:

@@ -135,7 +135,7 @@ def test_there_are_commands():
 def test_every_command_of_the_package_is_shown():
     shown = {words[1] for words in ALL_COMMANDS if words[0] == "megatron-ext"}
     files = {path.stem for path in (ROOT / "megatron_ext" / "cli").glob("*.py")}
-    helpers = {"__init__", "options", "output", "examine", "run_state", "slurm"}
+    helpers = {"__init__", "options", "output", "examine", "hugging_face", "run_state", "slurm"}
     assert files - shown == helpers
 
 
@@ -243,7 +243,7 @@ def check_options(words: list[str], capsys) -> None:
     subcommand = []
     for word in words:
         # Words of commands come first; `data build` has two, `doctor` one.
-        if not re.fullmatch(r"[a-z_]+", word) or len(subcommand) == 2:
+        if not re.fullmatch(r"[a-z_]+(-hf)?", word) or len(subcommand) == 2:
             break
         subcommand.append(word)
     with pytest.raises(SystemExit) as stop:

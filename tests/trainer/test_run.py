@@ -27,14 +27,14 @@ from tests.ranks import run_ranks
 from tests.trainer.dataset import overrides
 
 
-def _train(rank: int, arguments: list[str]) -> None:
+def _train(rank: int, arguments: list[str], **recipe: str) -> None:
     enable_cpu_platform()
     from megatron.core import parallel_state
 
     from megatron_ext.trainer.loop import Training
 
     parallel_state.destroy_model_parallel()
-    Training(load_config(arguments)).run()
+    Training(load_config(arguments, **recipe)).run()
 
 
 def _losses(run_dir: Path) -> list[float]:

@@ -47,7 +47,7 @@ def fake_rank(config: TrainConfig, *, rank: int, num_ranks: int) -> Iterator[Non
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:
         start_parallelism(config, with_gloo=False)
-        with _OnMeta():
+        with OnMeta():
             yield
     finally:
         parallel_state.destroy_model_parallel()
@@ -55,7 +55,7 @@ def fake_rank(config: TrainConfig, *, rank: int, num_ranks: int) -> Iterator[Non
         sys.excepthook = said
 
 
-class _OnMeta(TorchFunctionMode):
+class OnMeta(TorchFunctionMode):
     """Creates tensors on the meta device in place of every other device."""
 
     # The CPU platform wraps them. A tensor of given values is one that somebody reads: it stays on

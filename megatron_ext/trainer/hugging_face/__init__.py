@@ -1,0 +1,1 @@
+"""Models of Hugging Face: from their folders to checkpoints of this project, and back."""

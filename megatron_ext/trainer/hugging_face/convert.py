@@ -1,0 +1,257 @@
+"""Hugging Face models to checkpoints and back, tensor by tensor: no model is whole in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from checkpoints_tools.folder import (
+    COMMON_FILE,
+    TABLE_FILE,
+    Hasher,
+    hash_file,
+    newest_of,
+    sync,
+    write_checksums,
+)
+from checkpoints_tools.tensors import Tensors
+from megatron_ext.files.arrays import check_folders
+from megatron_ext.trainer.hugging_face.files import HubTensors, HubWriter
+from megatron_ext.trainer.hugging_face.model import described, names_in, sizes_of
+from megatron_ext.trainer.hugging_face.settings import recipe_text
+
+OnBytes = Callable[[int], object]
+"""Called with the number of bytes that were written since the last call."""
+
+CHECKPOINT = Path("checkpoints", "step_00000000")
+RECIPE = "recipe.yaml"
+"""What an import makes, in the folder it makes."""
+
+_DATA_FILE = "__0_0.distcp"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Conversion:
+    """A conversion that is checked, and not written yet.
+
+    Attributes:
+        out: The folder that `write` makes.
+        settings: The sections `model` and `megatron` of a run that trains the model.
+        num_tensors: Tensors of Hugging Face's that are converted.
+        left_out: Names of the tensors in the folder that the model does not have.
+        num_bytes: Of the tensors that `write` writes.
+        write: Writes under another name, and renames when all is on the disk. So a process that is
+            killed leaves nothing at `out`; the next one for the same `out` removes what it has left
+            beside it. Raises OSError or ValueError, and leaves nothing, if it cannot.
+    """
+
+    out: Path
+    settings: dict[str, Any]
+    num_tensors: int
+    left_out: list[str]
+    num_bytes: int
+    write: Callable[[OnBytes], None]
+
+    def free_bytes(self) -> int:
+        """Return the room that the disk has where the folder will be."""
+        above = next(folder for folder in self.out.absolute().parents if folder.is_dir())
+        return shutil.disk_usage(above).free
+
+
+@contextmanager
+def importing(source: Path, out: Path) -> Iterator[Conversion]:
+    """Check that the checkpoint of a Hugging Face model can be written, and the recipe for it.
+
+    This process is the one rank of a process group meanwhile.
+
+    Args:
+        source: A folder with `config.json` and `*.safetensors`.
+        out: Folder to make, with `recipe.yaml` and a checkpoint, which has no optimizer.
+
+    Raises:
+        FileNotFoundError, FileExistsError: A folder or file is not there, or `out` is.
+        ModuleNotFoundError: Bridge is not installed.
+        ValueError: The trainer cannot make the model, or a tensor is missing or damaged.
+    """
+    _check_new(out)
+    with HubTensors(source) as tensors, described(source, tensors.precision) as model:
+        tasks = model.tasks(tensors.names)
+
+        def write(folder: Path, on_bytes: OnBytes) -> None:
+            checkpoint = folder / CHECKPOINT
+            checkpoint.mkdir(parents=True)
+            with _CheckpointFile(checkpoint) as file:
+                for task in tasks:
+                    on_bytes(file.add(model.pieces(task.param_name, model.imported(task, tensors))))
+                file.finish()
+            text = recipe_text(
+                model.settings,
+                checkpoint=str((out / CHECKPOINT).absolute()),
+                run_dir=str(out / "run"),
+                source=source.name,
+            )
+            (folder / RECIPE).write_text(text)
+
+        used = {name for task in tasks for name in names_in(task)}
+        yield _conversion(
+            write,
+            out=out,
+            settings=model.settings,
+            num_tensors=len(used),
+            left_out=sorted(tensors.names - used),
+            num_bytes=sum(model.num_bytes(task.param_name) for task in tasks),
+        )
+
+
+@contextmanager
+def exporting(path: Path, like: Path, out: Path) -> Iterator[Conversion]:
+    """Check that the model of a checkpoint can be written as a Hugging Face folder.
+
+    This process is the one rank of a process group meanwhile.
+
+    Args:
+        path: A checkpoint, a folder of checkpoints, or a run directory. From a folder the newest
+            checkpoint is taken.
+        like: A Hugging Face folder of the same model, as the one that was imported: its
+            configuration and tokenizer are copied, and its tensors' names are taken.
+        out: Folder to make.
+
+    Raises:
+        FileNotFoundError, FileExistsError, ModuleNotFoundError: See `importing`.
+        ValueError: The checkpoint is of another model, or damaged.
+    """
+    _check_new(out)
+    saved = Tensors(newest_of(path))
+    with HubTensors(like) as tensors, described(like, _precision(saved)) as model:
+        tasks = model.tasks(tensors.names)
+        model.check_saved(saved)
+
+        def write(folder: Path, on_bytes: OnBytes) -> None:
+            writer = HubWriter(folder, like)
+            filled = (
+                dataclasses.replace(task, param_weight=model.saved(task.param_name, saved))
+                for task in tasks
+            )
+            for name, tensor in model.exported(filled):
+                on_bytes(writer.add(name, tensor))
+            writer.finish()
+
+        used = {name for task in tasks for name in names_in(task)}
+        yield _conversion(
+            write,
+            out=out,
+            settings=model.settings,
+            num_tensors=len(used),
+            left_out=sorted(tensors.names - used),
+            num_bytes=sum(model.num_bytes(task.param_name) for task in tasks),
+        )
+
+
+def _conversion(fill: Callable[[Path, OnBytes], None], **given: Any) -> Conversion:
+    """Return a conversion that checks the room, fills a folder, and gives the folder its name."""
+
+    def write(on_bytes: OnBytes) -> None:
+        out, needed = conversion.out, conversion.num_bytes
+        if (free := conversion.free_bytes()) < needed:
+            raise OSError(
+                f"{out} cannot be written: {free:,} bytes free, the tensors need {needed:,}"
+            )
+        partial = out.with_name(f".{out.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir(parents=True)
+            fill(partial, on_bytes)
+            partial.rename(out)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        sync(out.parent)
+
+    conversion = Conversion(write=write, **given)
+    return conversion
+
+
+def _check_new(out: Path) -> None:
+    if out.exists():
+        raise FileExistsError(f"{out} exists already")
+    check_folders(out)
+
+
+def _precision(saved: Tensors) -> str:
+    """Return `model.precision` of a run that saved a checkpoint."""
+    key = "embedding.word_embeddings.weight"
+    if key not in saved.keys:
+        raise ValueError(f"{saved.folder} holds no model of Megatron's: it has no {key}")
+    return "fp32" if saved.dtype(key) == "float32" else "bf16"
+
+
+class _CheckpointFile:
+    """A checkpoint's one file of tensors, written piece by piece, and what stands beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._hasher = Hasher()
+        self._tensors: dict[str, TensorStorageMetadata] = {}
+        self._places: dict[MetadataIndex, _StorageInfo] = {}
+
+    def __enter__(self) -> _CheckpointFile:
+        self._file = (self._folder / _DATA_FILE).open("wb")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def add(self, pieces: Iterable[ShardedTensor]) -> int:
+        """Write pieces of tensors, and return the bytes of their values."""
+        num_bytes = 0
+        for piece in pieces:
+            offset, sizes = torch.Size(piece.global_offset), torch.Size(sizes_of(piece))
+            whole = self._tensors.setdefault(
+                piece.key,
+                TensorStorageMetadata(
+                    TensorProperties(dtype=piece.data.dtype), torch.Size(piece.global_shape), []
+                ),
+            )
+            whole.chunks.append(ChunkStorageMetadata(offset, sizes))
+            # A view would be saved with all that it is a view of.
+            buffer = io.BytesIO()
+            torch.save(piece.data.reshape(sizes).clone(), buffer)
+            data = buffer.getbuffer()
+            self._places[MetadataIndex(piece.key, offset)] = _StorageInfo(
+                _DATA_FILE, self._file.tell(), data.nbytes
+            )
+            self._file.write(data)
+            self._hasher.add(data)
+            num_bytes += piece.data.nbytes
+        return num_bytes
+
+    def finish(self) -> None:
+        """Write everything else of a checkpoint of step 0, and have it all on the disk."""
+        self._file.close()
+        table = Metadata(dict(self._tensors), storage_data=self._places)
+        (self._folder / TABLE_FILE).write_bytes(pickle.dumps(table))
+        torch.save({"iteration": 0}, self._folder / COMMON_FILE)
+        save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
+        small = [path for path in self._folder.iterdir() if path.name != _DATA_FILE]
+        checksums = {path.name: hash_file(path) for path in small}
+        write_checksums(self._folder, checksums | {_DATA_FILE: self._hasher.checksum()})
+        for path in (*self._folder.iterdir(), self._folder):
+            sync(path)

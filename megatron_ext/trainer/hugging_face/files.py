@@ -1,0 +1,153 @@
+"""The tensors of a Hugging Face folder: `*.safetensors`, with an index where there are several."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from checkpoints_tools.folder import sync
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+SHARD_BYTES = 2 << 30
+"""Most bytes of tensors in a file that is written; until it is, they are in memory."""
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json")
+
+
+class HubTensors(Mapping[str, Tensor]):
+    """The tensors of a folder by name, read when they are asked for.
+
+    Used as a context: it keeps one file open. All files are looked at when it is made.
+
+    Attributes:
+        names: Of all its tensors.
+        precision: That of a run which trains them, as in `ModelConfig`: `fp32` or `bf16`.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: A file is damaged, or is not what the index says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: tuple[str, Any] | None = None
+        self._exits = ExitStack()
+        files = _files(folder)
+        self._file_of: dict[str, str] = {}
+        dtypes = Counter[str]()
+        for file in sorted(set(files.values()) if files else [_SINGLE]):
+            reader = self._reader(file)
+            names = reader.keys()
+            self._file_of |= dict.fromkeys(names, file)
+            dtypes.update(reader.get_slice(name).get_dtype() for name in names)
+        for name, file in files.items():
+            if self._file_of.get(name) != file:
+                raise ValueError(f"{folder / file} lacks the tensor {name} that {_INDEX} names")
+        self.names = set(self._file_of)
+        self.precision = "fp32" if dtypes.most_common(1) == [("F32", dtypes["F32"])] else "bf16"
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._reader(self._file_of[name]).get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def __enter__(self) -> HubTensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exits.close()
+
+    def _reader(self, file: str) -> Any:
+        if self._open is None or self._open[0] != file:
+            self._exits.close()
+            path = self._folder / file
+            try:
+                self._open = file, self._exits.enter_context(safe_open(path, "pt"))
+            except FileNotFoundError:
+                raise FileNotFoundError(f"{path} is missing") from None
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{path} is cut off or damaged ({error})") from None
+        return self._open[1]
+
+
+class HubWriter:
+    """Writes a model's folder tensor by tensor, beside the other files of the folder `like`."""
+
+    def __init__(self, folder: Path, like: Path) -> None:
+        self._folder = folder
+        self._part: dict[str, Tensor] = {}
+        self._part_bytes = 0
+        self._parts: list[list[str]] = []
+        self._total_bytes = 0
+        others = [path for path in like.iterdir() if path.is_file()]
+        for path in others:
+            if not path.name.startswith(".") and not any(map(path.match, _WEIGHTS)):
+                shutil.copyfile(path, folder / path.name)
+
+    def add(self, name: str, tensor: Tensor) -> int:
+        """Take the next tensor, and return its bytes."""
+        if self._part and self._part_bytes + tensor.nbytes > SHARD_BYTES:
+            self._write()
+        self._part[name] = tensor.contiguous()
+        self._part_bytes += tensor.nbytes
+        return tensor.nbytes
+
+    def finish(self) -> None:
+        """Write what is left, and the index, and have it all on the disk."""
+        self._write()
+        count = len(self._parts)
+        files = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+        files = files if count > 1 else [_SINGLE]
+        for number, file in enumerate(files):
+            self._unfinished(number).rename(self._folder / file)
+        if count > 1:
+            index = {
+                "metadata": {"total_size": self._total_bytes},
+                "weight_map": {
+                    name: file
+                    for part, file in zip(self._parts, files, strict=True)
+                    for name in part
+                },
+            }
+            (self._folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        for path in (*self._folder.iterdir(), self._folder):
+            sync(path)
+
+    def _write(self) -> None:
+        save_file(self._part, self._unfinished(len(self._parts)), {"format": "pt"})
+        self._parts.append(list(self._part))
+        self._total_bytes += self._part_bytes
+        self._part, self._part_bytes = {}, 0
+
+    def _unfinished(self, number: int) -> Path:
+        return self._folder / f"part-{number}.safetensors"
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor by the index; empty without one."""
+    path = folder / _INDEX
+    if not path.exists():
+        return {}
+    try:
+        files: dict[str, str] = json.loads(path.read_text())["weight_map"]
+        for file in files.values():
+            if Path(file).name != file:
+                raise ValueError(f"{file} is not the name of a file")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    return files

@@ -1,0 +1,224 @@
+"""Models of Hugging Face become checkpoints, train balanced, and become Hugging Face's again.
+
+The commands run in processes of their own (`conversions.py`), with Bridge and transformers; ranks
+are kept processes, which have neither. Layer 2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.trainer.train import load_config
+from tests.copies import ROOT
+from tests.ranks import run_ranks
+from tests.trainer.test_run import _losses, _train
+
+pytest.importorskip("transformers", reason="Megatron-Bridge needs Python 3.12")
+pytest.importorskip("safetensors")
+
+FAMILIES = ("qwen3_moe", "deepseek_v3", "deepseek_v3_yarn", "kimi_k2", "glm4_moe", "mixtral")
+"""Those whose logits are compared; transformers has no prediction of a second token."""
+
+
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all families, converted and converted back."""
+    folder = tmp_path_factory.mktemp("hugging_face")
+    _in_a_process(Path(__file__).with_name("conversions.py"), folder)
+    return folder
+
+
+def _in_a_process(*words: Any, python: str | Path = sys.executable) -> str:
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [str(word) for word in (python, *words)]
+    done = subprocess.run(command, text=True, capture_output=True, env=environment, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_moe_bf16", "deepseek_v3_mtp"])
+def test_a_round_trip_changes_no_bit(family: str, converted: Path) -> None:
+    imported, exported = json.loads((converted / "said.json").read_text())[family]
+    assert (imported["status"], imported["stderr"]) == (0, "")
+    assert (exported["status"], exported["stderr"]) == (0, "")
+    there, back = (_tensors(converted / family / each) for each in ("hub", "exported"))
+    # Copies of the embedding and of the output layer, which are the model's own.
+    copies = {"model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"}
+    left_out = copies if family.endswith("mtp") else set()
+    assert there.keys() - back.keys() == left_out
+    assert all(name in exported["stdout"] for name in left_out)
+    assert back.keys() <= there.keys()
+    for name, tensor in back.items():
+        assert tensor.dtype == there[name].dtype
+        assert torch.equal(tensor, there[name]), name
+    files = {path.name for path in (converted / family / "exported").iterdir()}
+    assert ("model.safetensors" in files) == (family != "qwen3_moe_bf16")  # Which has an index.
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= files
+
+
+def test_a_model_that_the_trainer_cannot_make_is_refused(converted: Path) -> None:
+    (imported,) = json.loads((converted / "said.json").read_text())["gpt_oss"]
+    assert imported["status"] == 2
+    (line,) = imported["stderr"].splitlines()
+    assert "gpt_oss/hub: the trainer cannot make this model: position_embedding_type (yarn)" in line
+    assert not (converted / "gpt_oss" / "imported").exists()
+
+
+WRONG = {
+    "a cut shard": r"/hub/model-00001-of-00002\.safetensors is cut off or damaged .*",
+    "a lost shard": r"/hub/model-00002-of-00002\.safetensors is missing",
+    "a missing tensor": r"/hub lacks the tensor model\.norm\.weight",
+    "an index that leads outside": r"/hub/.*index\.json is damaged: \.\./elsewhere.*",
+    "a damaged configuration": r"/hub/config\.json is cut off or damaged \(.*\)",
+    "no configuration": r"/hub is no Hugging Face model: it has no config\.json",
+    "a family that nobody knows": r"/hub/config\.json: .* model type `new` .*",
+    "another size": r"/hub: .*experts\.0\.gate_proj.* give \[64, 64\], .* is \[96, 64\]",
+    "another vocabulary": r"/hub: model\.embed_tokens.* give \[300, 64\], .* is \[700, 64\]",
+    "tied embeddings": r"/hub: the trainer cannot make this model: share_embeddings_.*",
+    "a full disk": r"/imported cannot be written: 100,000 bytes free, the tensors need 346,880",
+    "a disk that fills up": r"\[Errno 28\] No space left on device",
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_one_line_and_leaves_nothing(case: str, converted: Path) -> None:
+    said = json.loads((converted / "said.json").read_text())[case]
+    assert said["status"] != 0
+    assert said["left"] == ["hub"]
+    line = said["stderr"].replace(str(converted / case), "")
+    assert re.fullmatch(rf"megatron-ext checkpoint import-hf: error: {WRONG[case]}\n", line)
+
+
+def test_a_dry_run_and_a_refused_export_write_nothing(converted: Path) -> None:
+    said = json.loads((converted / "said.json").read_text())
+    assert said["dry run"]["status"] == 0
+    assert "model.num_experts=8\n" in said["dry run"]["stdout"]
+    assert "are free: enough\n" in said["dry run"]["stdout"]
+    assert said["of another model"]["status"] == 2
+    assert "step_00000000 is not of the model of" in said["of another model"]["stderr"]
+    assert said["dry run"]["left"] == said["of another model"]["left"] == []
+
+
+def test_bridge_exports_a_balanced_model_and_reads_its_settings(converted: Path) -> None:
+    said = json.loads((converted / "said.json").read_text())["bridge"]
+    assert "BalancedMoELayer" in said["layers"]
+    assert said["same"]
+    assert "megatron_ext" not in said["settings"]
+    assert said["read"][0] == "get_gpt_decoder_block_spec"
+
+
+def _settings(family: Path, num_ranks: int) -> list[str]:
+    return [
+        f"parallel.num_ranks={num_ranks}",
+        f"parallel.ep_size={num_ranks}",
+        f"run_dir={family / 'run'}",
+        "balance.slots=2",
+        "balance.tolerance=0",
+        "data.sequence_length=64",
+        "data.micro_batch_size=2",
+        "data.global_batch_size=8",
+        "model.experts=sequential",
+    ]
+
+
+def _logits(rank: int, family: Path, num_ranks: int, *more: str) -> tuple[torch.Tensor, float]:
+    """Return the logits of the trainer's model, and the replicas of a layer."""
+    from megatron.core import parallel_state
+
+    from megatron_ext import StepMetrics
+    from megatron_ext.trainer.checkpoints.checkpoint import Checkpoints
+    from megatron_ext.trainer.model import build
+
+    # Outside of Megatron's schedule, a backward of that loss would leave a scale in the process.
+    settings = [*_settings(family, num_ranks), "data.path=none", "model.aux_loss=0", *more]
+    config = load_config(settings, str(family / "imported"), "recipe", needs_data=False)
+    parallel_state.destroy_model_parallel()
+    build.start_parallelism(config)
+    chunks = build.build_model(config, config.model.vocab_size)
+    metrics = StepMetrics(chunks)
+    Checkpoints(config, chunks, build.build_optimizer(config, chunks)).load_newest()
+    tokens, _ = torch.load(family / "logits.pt")
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1]).triu(1).bool()
+    logits = chunks[0](tokens, positions, mask)
+    logits.mean().backward()
+    said = metrics.take()
+    return logits.detach()[..., : config.model.vocab_size], said.get("balance/replicas", 0.0)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family: str, num_ranks: int, converted: Path) -> None:
+    _, expected = torch.load(converted / family / "logits.pt")
+    for logits, replicas in run_ranks(_logits, num_ranks, converted / family, num_ranks):
+        assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+        assert (replicas > 0) == (num_ranks > 1)
+
+
+TRANSFORMERS = """
+import sys, torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+with torch.no_grad():
+    torch.save(model(torch.load(sys.argv[2])[0]).logits, sys.argv[3])
+"""
+
+
+def test_trained_and_exported(converted: Path, data: Path, tmp_path: Path) -> None:
+    """What transformers computes from the exported folder is what was trained."""
+    family, out = converted / "qwen3_moe", tmp_path / "exported"
+    recipe = family / "imported" / "recipe.yaml"
+    assert "precision: fp32" in recipe.read_text()
+    training = ["steps=4", "checkpoint.every=4", "optimizer.warmup_steps=1", f"data.path={data}"]
+    settings = [*_settings(family, 2), *training, f"run_dir={tmp_path / 'run'}"]
+    run_ranks(_train_recipe, 2, settings, family / "imported", timeout_s=300)
+    losses = _losses(tmp_path / "run")
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    words = ["checkpoint", "export-hf", tmp_path / "run", "--like", family / "hub", "--out", out]
+    _in_a_process("-m", "megatron_ext", *words)
+    _in_a_process("-c", TRANSFORMERS, out, family / "logits.pt", tmp_path / "logits.pt")
+    theirs = torch.load(tmp_path / "logits.pt")
+    load = f"checkpoint.load={tmp_path / 'run' / 'checkpoints' / 'step_00000004'}"
+    for logits, _ in run_ranks(_logits, 2, family, 2, load):
+        assert (logits - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    before, after = _tensors(family / "hub"), _tensors(out)
+    assert before.keys() == after.keys()
+    assert not any(torch.equal(before[name], after[name]) for name in before if "proj" in name)
+
+
+def _train_recipe(rank: int, settings: list[str], folder: Path) -> None:
+    _train(rank, settings, config_dir=str(folder), config_name="recipe")
+
+
+def test_python_3_11_trains_what_3_12_imported(converted: Path, data: Path, tmp_path: Path) -> None:
+    python = ROOT / ".venv" / "bin" / "python"
+    if not python.exists() or sys.version_info[:2] != (3, 12):
+        pytest.skip("there is no environment of Python 3.11 beside this one")
+    family = converted / "mixtral"
+    words = ["-m", "megatron_ext", "train", "--config-dir", family / "imported"]
+    words += ["--config-name", "recipe", *_settings(family, 2), f"data.path={data}", "steps=2"]
+    _in_a_process(*words, f"run_dir={tmp_path / 'run'}", python=python)
+    assert len(_losses(tmp_path / "run")) == 2
