@@ -14,6 +14,8 @@ python=${PYTHON:-$(launch/find_python.sh)} ||
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') ||
     fail "PYTHON=$python does not run"
 [[ $version == 3.1[1-9] ]] || fail "PYTHON=$python is Python $version; 3.11 or later is needed"
+# In an active environment `python3` is the environment's: the one that it was made of is the same inside and outside.
+python=$("$python" -c 'import os, sys; print(os.path.realpath(sys._base_executable))')
 venv=${VENV:-.venv}
 
 # What the environment is made of: when none of it changed since the last setup, there is nothing to do.

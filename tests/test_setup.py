@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 PYTHON = """#!/bin/sh
 case "$*" in
     *sys.version_info*) echo 3.11 ;;
+    *sys._base_executable*) echo HOME_OF_ALL ;;
     "-m venv"*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
     "-m pip"*)
         echo "a page of pip: $*"
@@ -27,14 +29,14 @@ def set_up(tmp_path):
     for folder in ("csrc", "megatron_ext", "checkpoints_tools"):
         (clone / folder).mkdir()
     (clone / "pyproject.toml").touch()
-    python.write_text(PYTHON)
+    python.write_text(PYTHON.replace("HOME_OF_ALL", str(python)))
     python.chmod(0o755)
 
-    def run(fails=""):
+    def run(fails="", by="python"):
         done = subprocess.run(
             [clone / "launch" / "setup.sh"],
             cwd=tmp_path,
-            env=os.environ | {"PYTHON": str(python), "VENV": ".venv", "FAILS": fails},
+            env=os.environ | {"PYTHON": str(tmp_path / by), "VENV": ".venv", "FAILS": fails},
             capture_output=True,
             text=True,
         )
@@ -52,6 +54,18 @@ def test_stages_and_no_pages(set_up):
     assert all(line.endswith(" s") for line in stages)
     assert last.endswith("source .venv/bin/activate")
     assert set_up() == (0, "", "")
+
+
+def test_nothing_is_done_again_from_inside_the_environment(set_up):
+    assert set_up()[0] == 0
+    assert set_up(by="clone/.venv/bin/python") == (0, "", "")
+
+
+def test_the_interpreter_of_an_environment_is_the_one_that_made_it():
+    told = "import os, sys; print(os.path.realpath(sys._base_executable))"
+    assert told in (ROOT / "launch" / "setup.sh").read_text()
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()).parent == Path(sys.base_prefix).resolve() / "bin"
 
 
 def test_pages_where_a_stage_fails(set_up):
