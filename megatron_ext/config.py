@@ -148,8 +148,14 @@ class _Rule:
         is_number = isinstance(value, int | float) and self.has_type(value)
         is_finite = is_number and (isinstance(value, int) or math.isfinite(value))
         is_out_of_range = is_finite and not self.choices
-        words = (self._range(),) if is_out_of_range else (self._kind(), self._range())
-        return f"{self.label} ({value!r}) must be {' '.join(filter(None, words))}"
+        return (
+            f"{self.label} ({value!r}) must be {self._range() if is_out_of_range else self.allowed}"
+        )
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values in words: type, and range or choices."""
+        return " ".join(filter(None, (self._kind(), self._range())))
 
     def _has_items(self, value: dict[Any, Any] | list[Any]) -> bool:
         """Whether it holds values of the type that the annotation names; a mapping, by names."""
@@ -213,6 +219,11 @@ def _rules(section: Any) -> tuple[_Rule, ...]:
     )
 
 
+def allowed_values(section: Any) -> dict[str, str]:
+    """Return, for each field of a section, the type and the range or choices that it allows."""
+    return {rule.name: rule.allowed for rule in _rules(section)}
+
+
 class ConfigError(ValueError):
     """Everything that is wrong with a configuration, one line a problem: setting, value, rule."""
 
@@ -267,7 +278,7 @@ class BalanceConfig(Section):
     NAME: ClassVar[str] = "balance"
 
     strategy: str = "quota"
-    """Name of the balancer, in `megatron_ext.balance.strategies`. `none` leaves Megatron's
+    """Name of the balancer; `megatron-ext plan --list` lists the names. `none` leaves Megatron's
     own layer in place, and so does `sem_moe`, which needs `data.affinity` or `data.rebatch`."""
     slots: int = setting(2, least=0)
     """Replicas a rank can hold at a time (S). Each rank pays S x (weights + gradients) of one
@@ -284,15 +295,16 @@ class BalanceConfig(Section):
     none."""
 
     objective: str = setting("tolerance", choices=OBJECTIVES)
-    """`tolerance`: within `tolerance` at least cost. `time`: every load gets the tolerance at which
-    the modelled time of the layer is least, by the two costs below."""
+    """`tolerance`: plans stay within `tolerance` and cost as little as possible. `time`: for every
+    load, the planner takes the tolerance at which the layer's modelled time is least, by the costs
+    `link_bandwidth` and `assignment_time`."""
     # OmegaConf takes a whole number for a float only where int is named, too.
     link_bandwidth: float | int | str = setting("auto", choices=("auto",))
-    """Bytes per second that a rank sends to its peers. For objective `time`. `auto` is measured
-    when the run begins, on its own ranks (`mcore/measure.py`)."""
+    """Bytes per second that a rank sends to its peers, for objective `time`. With `auto`, the run
+    measures it on its own ranks when it begins (`mcore/measure.py`)."""
     assignment_time: float | int | str = setting("auto", choices=("auto",))
-    """Seconds of expert computation, forward, per assignment. For objective `time`. `auto` as
-    above."""
+    """Seconds that an expert's forward takes for an assignment, for objective `time`. With `auto`,
+    the run measures it, too."""
 
     min_quota: int = setting(1, least=1)
     """Fewest assignments a replica must take over to be worth its transfer."""
@@ -303,16 +315,16 @@ class BalanceConfig(Section):
     `collective` (torch.distributed: everywhere), or `auto`, which takes `shared_memory` or `cuda`
     where ranks reach each other, else `collective`, and logs why."""
     local_first: bool = False
-    """Compute a rank's own tokens while those of other ranks are on their way to it, then these
-    (Libra's two stages; docs/decisions/016). For the dispatcher `alltoall`."""
+    """A rank computes its own tokens while the tokens of other ranks are on their way, and those
+    afterwards (Libra's two stages; docs/decisions/016). Needs the dispatcher `alltoall`."""
 
     grad_reduce_share: float | int | str = setting("auto", above=0, most=0.5, choices=("auto",))
-    """Share of a GPU's multiprocessors that adding replica gradients may use beside the backward
-    pass, from above 0 to 0.5: on all of them, it could keep out what its peers wait for. `auto` is
-    by the GPU's architecture (`transport/gpus.py`). On a CPU one thread adds."""
+    """Share of a GPU's multiprocessors that may add replica gradients beside the backward pass. A
+    larger share could keep out work that the peers wait for. `auto` goes by the GPU's architecture
+    (`transport/gpus.py`). On a CPU one thread adds."""
     push_blocks: int | str = setting("auto", least=1, choices=("auto",))
-    """Warps of a GPU that copy weights to peers, each a block of its own. `auto` is by the GPU's
-    architecture (`transport/gpus.py`). On a CPU one thread copies."""
+    """Thread blocks of a GPU, of one warp each, that copy weights to peers. `auto` goes by the
+    GPU's architecture (`transport/gpus.py`). On a CPU one thread copies."""
 
     max_in_flight: int | str = setting("auto", least=1, choices=("auto",))
     """Most forwards of a layer that may wait for their backward; one more is an error. `auto` sets
@@ -323,21 +335,21 @@ class BalanceConfig(Section):
     neighbours in the EP group as reach each other's memory, which all ranks try at start. With
     transport `collective` it is the whole EP group."""
     symmetric_memory: str = setting("auto", choices=("auto", "cuda", "nccl"))
-    """Backend of torch's symmetric memory, which transport `cuda` gets its memory from: `cuda`
-    (handles of the driver, over several machines those of the fabric), `nccl` (windows of the
-    communicator), or `auto`, which leaves it as torch is set."""
+    """Backend of torch's symmetric memory, in which transport `cuda` keeps slots: `cuda` (handles
+    of the driver, or of the fabric over several machines), `nccl` (windows of the communicator), or
+    `auto`, which leaves torch's own choice."""
     timeout_s: float | int | str = setting("auto", above=0, choices=("auto",))
     """Seconds that a rank waits for another to move its part of a replica. `auto` is the time limit
     of the EP group's collectives; in `megatron-ext train` it is the run's `timeout_s`."""
 
     log_every: int | str = setting("auto", least=0, choices=("auto",))
-    """Microbatches between two lines that one rank of a pipeline stage writes on what balancing
-    did; 0 writes none, nor the one at start. `auto` is 100; in `megatron-ext train`, which has its
+    """Microbatches between two lines about balancing in the log of one rank of each pipeline stage;
+    0 writes no line, also none at the start. `auto` is 100; in `megatron-ext train`, which has its
     own metrics, it is 0."""
     check_plans: bool = False
-    """Compare plan digests over the EP group in every microbatch, before anything follows the plan
-    (slow). Without it, ranks that plan differently are found before tokens travel with dispatcher
-    `alltoall` and no expert tensor parallelism, otherwise one layer later."""
+    """Compare digests of plans over the EP group in every microbatch, before anything follows the
+    plan (slow). If it is off, ranks with different plans are found before tokens travel with
+    dispatcher `alltoall` and no expert tensor parallelism, and one layer later otherwise."""
 
     # Here, so that settings can be read and compared without the strategies.
     history: HistorySettings = field(default_factory=HistorySettings)

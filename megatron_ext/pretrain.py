@@ -31,6 +31,7 @@ from megatron_ext.config import BalanceConfig, ConfigError, Section
 PROGRAM = "python -m megatron_ext.pretrain"
 PREFIX = "--moe-balance-"
 _RUN_DIR = f"{PREFIX}run-dir"
+_WITHOUT_SLOTS = "Without this argument the layers stay Megatron's own."
 
 
 def balance_parser() -> argparse.ArgumentParser:
@@ -61,8 +62,9 @@ def _add_settings(parser: argparse.ArgumentParser, section: Section) -> None:
         if isinstance(value, Section):
             _add_settings(parser, value)
             continue
-        words = f"{docs[each.name]} Default: {value!r}".replace("%", "%%").replace("`", "")
         name = f"{section.NAME}.{each.name}"
+        default = _WITHOUT_SLOTS if name == "balance.slots" else f"Default: {value!r}"
+        words = f"{docs[each.name]} {default}".replace("%", "%%").replace("`", "")
         if hints[each.name] is bool:
             how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         else:

@@ -25,6 +25,9 @@ PICTURES = ROOT / "docs" / "pictures"
 CHAIN = (6, 7, 0, 5, 11, 10, 0, 9)
 """Assignments of each of 8 experts, two a rank: ranks 0 and 2 have too many, ranks 1 and 3 room."""
 
+EXAMPLE = ((6, 1, 1, 0), (4, 2, 1, 1))
+"""The load of README's example and of the walkthrough: choices of each rank, by expert."""
+
 # Of C. Okabe and K. Ito: told apart by all readers.
 COLOURS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7")
 INK, PAPER, MUTED = "#1d2129", "#ffffff", "#5d6673"
@@ -136,6 +139,67 @@ def _panel(
     return "\n".join(parts)
 
 
+def balanced_svg() -> str:
+    """Draw what each rank computes of the example's load, without balancing and with it."""
+    load = torch.tensor(EXAMPLE)
+    ranks, experts = load.shape
+    mains, totals = experts // ranks, load.sum(0).tolist()
+    plan = solve(load, ep_size=ranks, slots=1, tolerance=0.0)
+    home = [[(e, totals[e]) for e in range(r * mains, (r + 1) * mains)] for r in range(ranks)]
+    planned = [
+        [(e, int(plan.quota[e, r])) for e in range(experts) if plan.quota[e, r]]
+        for r in range(ranks)
+    ]
+    planned = [sorted(held, key=lambda one: one[0] // mains != r) for r, held in enumerate(planned)]
+    busiest = [max(sum(count for _, count in held) for held in way) for way in (home, planned)]
+    titles = (
+        f"Without balancing: all ranks wait for rank 0, which computes {busiest[0]} choices",
+        f"With balancing: rank 1 computes {dict(planned[1])[0]} choices for expert 0, with a copy",
+    )
+    parts = [
+        _rows(30 + 150 * place, title, held, mains, most)
+        for place, (title, held, most) in enumerate(
+            zip(titles, (home, planned), busiest, strict=True)
+        )
+    ]
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 312" role="img"'
+        f' font-family="sans-serif" font-size="14" fill="{INK}">\n'
+        f'<rect width="720" height="312" rx="8" fill="{PAPER}"/>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
+
+
+def _rows(
+    top: int, title: str, held: Sequence[Sequence[tuple[int, int]]], mains: int, most: int
+) -> str:
+    """A bar for each rank, under a title, and a line where the busiest rank ends."""
+    left, unit, height = 90, 44, 36
+    parts = [f'<text x="20" y="{top}" font-weight="600">{title}</text>']
+    for rank, of_rank in enumerate(held):
+        x, y = float(left), top + 18 + rank * (height + 10)
+        parts.append(f'<text x="20" y="{y + 23}">rank {rank}</text>')
+        for expert, count in of_rank:
+            is_copy = expert // mains != rank
+            dashed = ' stroke-dasharray="5 3"' if is_copy else ""
+            name = f"copy of e{expert}: {count}" if is_copy else f"e{expert}: {count}"
+            parts.append(
+                f'<rect x="{x:g}" y="{y}" width="{unit * count}" height="{height}" '
+                f'fill="{COLOURS[expert]}" stroke="{INK}"{dashed}/>'
+                f'<text x="{x + unit * count / 2:g}" y="{y + 23}" text-anchor="middle" '
+                f'font-size="13">{name}</text>'
+            )
+            x += unit * count
+    end, low = left + unit * most, top + 18 + len(held) * (height + 10)
+    parts.append(
+        f'<path d="M{end} {top + 10}V{low}" stroke="{INK}" stroke-width="1.5" '
+        f'stroke-dasharray="2 3" fill="none"/>'
+        f'<text x="{end + 8}" y="{low - 3}" fill="{MUTED}" font-size="13">{most}</text>'
+    )
+    return "\n".join(parts)
+
+
 def _command(*words: str | Path, at: Path) -> None:
     subprocess.run([sys.executable, "-m", *words], cwd=at, check=True)
 
@@ -170,6 +234,7 @@ def main() -> None:
     """Make all pictures."""
     PICTURES.mkdir(exist_ok=True)
     (PICTURES / "chain.svg").write_text(chain_svg())
+    (PICTURES / "balanced.svg").write_text(balanced_svg())
     whatif_png(PICTURES / "whatif.png")
     quickstart_png(PICTURES / "quickstart.png")
 

@@ -67,13 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ModuleNotFoundError as error:
             return _complain("megatron-ext submit", error, WRONG_USAGE)
     words, overrides = take_overrides(words)
-    parser = _parser()
+    said = parser()
     if not words:
-        parser.print_help(sys.stderr)
+        said.print_help(sys.stderr)
         return WRONG_USAGE
-    arguments = parser.parse_args(words)
+    arguments = said.parse_args(words)
     if overrides and not getattr(arguments, "takes_overrides", False):
-        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+        said.error(f"unrecognized arguments: {' '.join(overrides)}")
     arguments.overrides = overrides
     # Megatron and torch speak, when they are imported, of features that the CLI does not use.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)(\.|$)")
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; each sets `run` and `command_name`."""
     parser = OneLineParser(  # The parsers of all commands are then of this class, too.
         prog="megatron-ext",

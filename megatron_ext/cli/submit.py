@@ -46,7 +46,7 @@ def run(words: list[str]) -> int:
     from megatron_ext.cli import slurm
     from megatron_ext.config import ConfigError
 
-    options = _parser().parse_intermixed_args(words)
+    options = parser().parse_intermixed_args(words)
     try:
         variants, config = _trainings(options)
         if slurm.is_here() and options.partition:
@@ -89,10 +89,12 @@ def _queue_and_follow(options: argparse.Namespace, script: str) -> int:
         return INTERRUPTED
 
 
-def _parser() -> OneLineParser:
+def parser() -> OneLineParser:
+    """Return the parser of the command line."""
     parser = OneLineParser(
         prog=_PROGRAM,
-        description=f"{_SUMMARY.capitalize()}. Needs the run directory on all machines.",
+        description="Train as a job of Slurm, and follow its log. All machines must see the run "
+        "directory.",
         epilog="example:\n  megatron-ext submit --config-name gpt_8x64e_8_h100_bf16 --nodes 2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,6 +41,11 @@ def main(
         said.error("--json and --imbalance are for --dry-run")
     if options.multirun and (options.dry_run or options.print):
         said.error("--multirun makes runs; --dry-run and --print are about one")
+    if options.settings:
+        from megatron_ext.trainer.settings_list import settings_text
+
+        sys.stdout.write(settings_text(shutil.get_terminal_size().columns))
+        return
     if options.config_name is None:
         _find_recipe(said, options)
     if "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
@@ -98,6 +104,11 @@ def parser() -> OneLineParser:
         type=positive,
         metavar="N",
         help="ranks to start here; by default as many as the model needs, or one per GPU",
+    )
+    parser.add_argument(
+        "--settings",
+        action="store_true",
+        help="list all settings with their types, defaults and meanings, and stop",
     )
     parser.add_argument(
         "--print", action="store_true", help="print the composed settings, check them and stop"

@@ -29,7 +29,8 @@ class ModelConfig(Section):
     hidden_size: int = setting(256, least=1)
     """Width of the residual stream (H)."""
     num_attention_heads: int = setting(4, least=1)
-    """Attention heads; must divide `hidden_size`, unless `megatron` sets the width of a head."""
+    """Attention heads. Their number must divide `hidden_size`, unless `megatron.kv_channels` sets
+    the width of a head."""
     rotary_base: int = setting(10_000, least=1)
     """Base of the rotary position embedding."""
     rotary_percent: float = setting(1.0, above=0, most=1)
@@ -82,7 +83,7 @@ class ModelConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class ParallelConfig(Section):
-    """How the model is spread over ranks. What the sizes leave of the ranks is data parallelism."""
+    """How the model is spread over ranks. Ranks beyond these sizes are data-parallel."""
 
     NAME: ClassVar[str] = "parallel"
 
@@ -150,7 +151,7 @@ class DataConfig(Section):
     """File of `megatron-ext place`: in MoE layers, the tokens of a sequence go to the
     tensor-parallel ranks that probably have the tokens' experts, if the model starts with its
     experts placed by the same file. Needs `parallel.tp_size` and `parallel.ep_size` to be the same,
-    above 1. Empty leaves tokens where the sequence puts them. What is learned is the same."""
+    above 1. Empty leaves tokens where the sequence puts them. Training results stay the same."""
 
     weights: dict[str, float] = field(default_factory=dict)
     """Share of each domain; empty is in proportion to the domains' sizes."""
@@ -159,8 +160,8 @@ class DataConfig(Section):
     validation_fraction: float = setting(0.02, least=0, below=1)
     """Part of every domain that is kept for evaluation."""
     reverse_samples: bool = False
-    """Give the samples of a microbatch in reverse order. The step stays the same but for the order
-    in which sums are rounded: the yardstick for how far two runs differ by rounding alone."""
+    """Give the samples of a microbatch in reverse order. Only the rounding of sums changes, so such
+    a run shows how far two runs differ by rounding alone."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -174,7 +175,7 @@ class OptimizerConfig(Section):
     min_lr: float = setting(1e-4, least=0)
     """Learning rate of the last step."""
     warmup_steps: int = setting(10, least=0)
-    """Steps from learning rate 0 to `lr`; a run with fewer steps gets there in its last but one."""
+    """Steps from learning rate 0 to `lr`; a shorter run reaches `lr` in its last step but one."""
     decay: str = setting("cosine", choices=("constant", "linear", "cosine"))
     """Shape of the way to `min_lr`: `constant`, `linear` or `cosine`."""
 
@@ -214,7 +215,7 @@ class LoggingConfig(Section):
     `trace_steps` steps: the first samples of one rank, at most its own. `megatron-ext place`
     reads them. Costs 2 bytes a choice in memory until the file is written; 0 records none."""
     heatmap_every: int = setting(100, least=1)
-    """Steps from one line of `layers.jsonl` with the loads of single experts to the next."""
+    """Steps between two lines of `layers.jsonl` that hold the loads of single experts."""
 
     tier: str = setting("brief", choices=("brief", "detailed"))
     """What W&B and TensorBoard get: `brief` describes each step, `detailed` also each layer."""
@@ -233,7 +234,7 @@ class LoggingConfig(Section):
     wandb_tags: list[str] = field(default_factory=list)
     """Tags of the W&B run, besides its strategy."""
     tensorboard: bool = False
-    """Write the same for TensorBoard, to `tensorboard/` in the run directory."""
+    """Write the same metrics for TensorBoard, to `tensorboard/` in the run directory."""
 
     def relation_problems(self) -> list[str]:
         """See `Section.relation_problems`."""
@@ -264,9 +265,9 @@ class ProfileConfig(Section):
     """Steps that are recorded; 0 records none."""
     # The first steps of a start allocate memory and load code.
     first: int = setting(6, least=1)
-    """The first of them."""
+    """First step that is recorded."""
     ranks: list[int] = field(default_factory=list)
-    """The ranks that record, as [0,8]; empty is all."""
+    """Ranks that record, as [0,8]; empty is all ranks."""
 
     def relation_problems(self) -> list[str]:
         """See `Section.relation_problems`."""
@@ -311,9 +312,9 @@ class HardwareConfig(Section):
     NAME: ClassVar[str] = "hardware"
 
     summary: str = ""
-    """What it is, in a line; empty is any machine."""
+    """One line about the machine; empty is any machine."""
     constants: dict[str, Any] = field(default_factory=dict)
-    """Its numbers with their sources, as `megatron-ext simulate` reads them."""
+    """Numbers of the machine with their sources, as `megatron-ext simulate` reads them."""
 
     @property
     def domain_ranks(self) -> int | None:
@@ -340,8 +341,8 @@ class TrainConfig(Section):
     recipe: str = ""
     """Name of the recipe that the settings began with; it is filled in."""
     at_most: dict[str, int] = field(default_factory=dict)
-    """Limits of numbers, by the names of their settings: where a recipe has more, the limit is
-    taken, but not where the command line sets a number. `size=tiny` has such limits."""
+    """Upper limits of numbers, by the names of their settings. A larger number of a recipe is cut
+    to the limit, a number on the command line is not. `size=tiny` sets such limits."""
     run_dir: str = "runs/train"
     """Directory of the run's files: config, metrics, checkpoints."""
     steps: int = setting(100, least=1)
@@ -358,10 +359,10 @@ class TrainConfig(Section):
     """Seconds that a rank waits for another before the run ends and names the rank that hangs.
     Must be longer than all that a rank does alone, as writing its part of a checkpoint."""
     restarts: int = setting(0, least=0)
-    """How often a run whose ranks died starts again by itself, from its newest whole checkpoint.
-    Not after a signal, or for what it would meet again: settings, numbers that are not finite, a
-    checkpoint that is refused. For several machines, `launch/train.sh` hands it on as
-    `--max-restarts`."""
+    """How often a run whose ranks died starts again by itself, from its newest whole checkpoint. It
+    does not after a signal, nor after an error that it would meet again: wrong settings, numbers
+    that are not finite, a refused checkpoint. For several machines, `launch/train.sh` passes it on
+    as `--max-restarts`."""
 
     eval_every: int = setting(0, least=0)
     """Steps between two evaluations; 0 makes none."""

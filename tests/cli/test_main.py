@@ -161,7 +161,7 @@ def test_help_has_an_example(capsys, words):
 def test_every_option_says_what_it_is():
     from argparse import _SubParsersAction
 
-    from megatron_ext.cli import _parser
+    from megatron_ext.cli import parser
 
     def silent(parser):
         for action in parser._actions:
@@ -171,7 +171,7 @@ def test_every_option_says_what_it_is():
             elif not action.help:
                 yield f"{parser.prog} {action.dest}"
 
-    assert list(silent(_parser())) == []
+    assert list(silent(parser())) == []
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_wrong_usage(capsys, words):
 
 def _typed_options():
     """Every option of every command that does not take any word, with a word that it refuses."""
-    from megatron_ext.cli import _parser
+    from megatron_ext.cli import parser as commands
     from megatron_ext.trainer.command import parser as train_parser
 
     def below(parser):
@@ -208,7 +208,7 @@ def _typed_options():
                 found += [one for each in action.choices.values() for one in below(each)]
         return found
 
-    for parser in [*below(_parser()), train_parser()]:
+    for parser in [*below(commands()), train_parser()]:
         for action in parser._actions:
             option = action.option_strings[:1]
             if not option or isinstance(action, argparse._SubParsersAction):
@@ -234,6 +234,17 @@ def test_what_is_no_number_from_1_on(capsys, ranks):
     status, _, err = run(capsys, "synth", "zipf", "--ranks", ranks, "--experts", 8, "--out", "x")
     assert status == 2
     assert err.endswith(f"argument --ranks: '{ranks}' must be a whole number >= 1\n")
+
+
+def test_train_lists_all_settings_without_a_recipe(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    status, out, err = run(capsys, "train", "--settings")
+    assert (status, err) == (0, "")
+    assert "\n  balance.slots=2  (a whole number >= 0)\n      Replicas" in out
+    assert "\n  data.path (has no default)" in out
+    assert "\n  optimizer.decay=cosine  (one of constant, linear, cosine)\n" in out
+    of_meanings = [line for line in out.splitlines() if line.startswith("      ")]
+    assert max(map(len, of_meanings)) <= 70
 
 
 def test_train_gets_every_word(monkeypatch, capsys):

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import html
 import importlib.util
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import megatron_ext
+from megatron_ext import cli
+from megatron_ext.config import Section
+from megatron_ext.trainer.config import MISSING, TrainConfig
+from megatron_ext.trainer.settings_list import sections
 from tests import browser
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +76,76 @@ def test_every_public_name_is_described(site: Path) -> None:
         assert len(described) > 300, name
 
 
+def test_every_setting_is_on_its_page_with_its_default_and_a_meaning(site: Path) -> None:
+    page = html.unescape((site / "settings.html").read_text())
+    rows = re.findall(r"<tr>\s*<td><code>([\w.]+)</code>(.*?)</tr>", page, re.S)
+    listed = {name: re.sub(r"<[^>]*>", " ", row) for name, row in rows}
+    assert len(rows) == len(listed)
+
+    def walk(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+        for each in dataclasses.fields(values):
+            value, full = getattr(values, each.name), f"{name}.{each.name}".lstrip(".")
+            yield from walk(value, full) if dataclasses.is_dataclass(value) else [(full, value)]
+
+    wanted = dict(walk(TrainConfig()))
+    assert listed.keys() == wanted.keys()
+    for name, row in listed.items():
+        default, _, _ = row.strip().partition("\n")
+        if wanted[name] == MISSING:
+            assert default.strip() == "(no default)"
+        else:  # As on the command line.
+            read = OverridesParser.create().parse_override(f"{name}={default.strip()}").value()
+            assert read == wanted[name], name
+        assert len(row.split()) > 4, name
+
+
+def test_a_setting_without_a_meaning_is_no_setting() -> None:
+    @dataclasses.dataclass(kw_only=True)
+    class Silent(Section):
+        NAME: ClassVar[str] = "silent"
+        number: int = 3
+
+    with pytest.raises(KeyError, match="number"):
+        list(sections(Silent))
+
+
+def test_every_command_is_on_its_page_with_a_line_and_its_options(site: Path) -> None:
+    page = html.unescape((site / "commands.html").read_text())
+    helped = {
+        heading: block
+        for heading, block in re.findall(r'<h2 id="[^"]*">(.*?)<a.*?<code>(.*?)</code>', page, re.S)
+    }
+    lines = dict(re.findall(r"<td><a[^>]*><code>(.*?)</code></a></td>\s*<td>(.*?)</td>", page))
+    assert lines.keys() == helped.keys()
+    named = re.findall(r"^    (\w+)", cli.parser().format_help(), re.M)
+    assert len(named) > 10
+    for name in named:
+        of_command = [each for each in helped if f"{each} ".startswith(f"megatron-ext {name} ")]
+        assert of_command, name
+        assert all(len(lines[each]) > 10 for each in of_command)
+    for name, option in (
+        ("megatron-ext train", "--config-name"),
+        ("megatron-ext submit", "--sbatch"),
+        ("megatron-ext data build", "--tokenizer"),
+        ("python -m megatron_ext.pretrain", "--moe-balance-slots"),
+    ):
+        assert f"  {option}" in re.sub(r"<[^>]*>", "", helped[name])
+
+
+def test_balance_config_shows_settings_and_nothing_else(site: Path) -> None:
+    page = (site / "api.html").read_text()
+    shown = re.findall(r'<h4 id="megatron_ext.BalanceConfig.(\w+)"', page)
+    assert shown == [each.name for each in dataclasses.fields(megatron_ext.BalanceConfig)]
+    assert shown[:3] == ["strategy", "slots", "tolerance"]
+
+
+def test_slots_of_known_models_cost_what_a_dry_run_counts() -> None:
+    models = load("models.py")
+    (written,) = models.BLOCK.findall(models.PAGE.read_text())
+    assert written == models.table()
+    assert written.count("\n") >= 12
+
+
 def test_it_asks_nothing_of_others(site: Path) -> None:
     for page in site.rglob("*.html"):
         tags = re.findall(r"<(?:script|img|link|iframe)[^>]*>", page.read_text())
@@ -104,6 +182,29 @@ def test_the_chain_is_as_planned() -> None:
     assert loads == [12, 12, 12, 12]
     assert moves[0].host == moves[1].home
     assert len({move.home for move in moves}) == len(moves)
+
+
+def test_the_first_picture_is_as_planned() -> None:
+    """The picture is that of today's planner, and shows README's numbers."""
+    pictures = load("pictures.py")
+    drawn = (ROOT / "docs" / "pictures" / "balanced.svg").read_text()
+    assert pictures.balanced_svg() == drawn
+    named = re.findall(r">(copy of )?e(\d): (\d+)<", drawn)
+    assert [(expert, count) for _, expert, count in named] == [
+        *(("0", "10"), ("1", "3"), ("2", "2"), ("3", "1")),
+        *(("0", "5"), ("1", "3"), ("2", "2"), ("3", "1"), ("0", "5")),
+    ]
+    assert "16 choices" in (ROOT / "README.md").read_text()
+
+
+@browser.needs_chromium
+def test_diagrams_fit_the_column(site: Path) -> None:
+    """The first page's, and the help of commands, which is as wide as `reference.WIDTH`."""
+    with browser.opened(site / "index.html", width=1400) as page:
+        (diagram,) = page.locator("pre", has_text="FORWARD").all()
+        assert diagram.evaluate("it => it.firstChild.scrollWidth <= it.clientWidth")
+        longest = max(map(len, diagram.inner_text().splitlines()))
+    assert longest <= load("reference.py").WIDTH
 
 
 @browser.needs_chromium

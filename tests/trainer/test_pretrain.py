@@ -133,6 +133,14 @@ def test_what_excludes_balancing_is_said_before_ranks_wait_for_each_other() -> N
     )
 
 
+def test_help_names_no_default_of_what_switches_balancing_on() -> None:
+    said = " ".join(balance_parser().format_help().split())
+    slots, _ = said.split("--moe-balance-slots X ")[1].split("--moe-balance-tolerance", 1)
+    assert "Default" not in slots
+    assert slots.strip().endswith("Without this argument the layers stay Megatron's own.")
+    assert read_balance(["x.py"])[0] is None
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_excludes_balancing_is_said_by_one_rank_in_the_words_of_its_flags(
     rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -1,0 +1,81 @@
+"""Lists all settings of a training run with their types, defaults and meanings.
+
+For `megatron-ext train --settings`, and for the page of settings on the site.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import Field, fields
+from typing import Any, NamedTuple, cast
+
+from megatron_ext.arguments import field_docs
+from megatron_ext.config import Section, allowed_values
+from megatron_ext.trainer.config import MISSING, TrainConfig
+
+
+class Setting(NamedTuple):
+    """One setting."""
+
+    name: str
+    """As on the command line: `data.path`."""
+    allowed: str
+    """Its type, with its range or its choices, in words."""
+    default: str
+    """As on the command line; empty if the setting must be given."""
+    meaning: str
+    """What it is, with its unit."""
+
+
+def sections(kind: type[Section] = TrainConfig) -> Iterator[tuple[type[Section], list[Setting]]]:
+    """Walk a section and the sections in it: each with its own settings, in their order.
+
+    Raises:
+        KeyError: A setting has no text below it.
+    """
+    docs, words = field_docs(kind), allowed_values(kind)
+    own: list[Setting] = []
+    inside: list[Any] = []
+    for each in fields(cast("Any", kind)):
+        made: Any = each.default_factory
+        if isinstance(made, type) and issubclass(made, Section):
+            inside.append(made)
+            continue
+        name = f"{kind.NAME}.{each.name}".lstrip(".")
+        own.append(Setting(name, words[each.name], _default(each), docs[each.name]))
+    yield kind, own
+    for section in inside:
+        yield from sections(section)
+
+
+def settings_text(width: int) -> str:
+    """Return the list for a terminal of so many columns."""
+    lines = []
+    for kind, own in sections():
+        lines += [*textwrap.wrap(f"{kind.NAME or 'The run'}: {about(kind)}", width), ""]
+        for setting in own:
+            given = f"={setting.default}" if setting.default else " (has no default)"
+            lines.append(f"  {setting.name}{given}  ({setting.allowed})")
+            indent = " " * 6
+            lines += textwrap.wrap(
+                setting.meaning, width, initial_indent=indent, subsequent_indent=indent
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def about(kind: type[Section]) -> str:
+    """Return a section's docstring as one line."""
+    return " ".join((kind.__doc__ or "").split())
+
+
+def _default(each: Field[Any]) -> str:
+    value = each.default if each.default_factory is NO_DEFAULT else each.default_factory()
+    if value == MISSING:
+        return ""
+    # As Hydra reads it.
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value) or "''"
