@@ -286,8 +286,8 @@ def page(recipes: list[Recipe]) -> str:
         "CPU ranks trained with each setting of these recipes that concerns MoE layers or their "
         "gradients: not with all settings of a recipe at once, and not with their attention. "
         "PyTorch code stood in for compiled parts. *By contract*: the tests check how these parts "
-        "are called, and what they get and return; that they do it beside balancing, only a GPU "
-        "can show.",
+        "are called, and what they get and return. Only a GPU can show that they do so beside "
+        "balancing.",
         "",
         "| GPU | recipe | by contract |",
         "|---|---|---|",

@@ -20,7 +20,10 @@ def add(commands: Any) -> None:
         "megatron-ext dashboards --project megatron_ext --dry-run",
     )
     dashboards.add_argument(
-        "--project", required=True, metavar="P", help="of the runs (logging.wandb_project)"
+        "--project",
+        required=True,
+        metavar="P",
+        help="W&B project of the runs (logging.wandb_project)",
     )
     dashboards.add_argument(
         "--entity", metavar="E", help="user or team of the project; by default the login's own"

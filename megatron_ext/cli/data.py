@@ -21,7 +21,7 @@ _MOST_NAMED = 5
 
 def add(commands: Any) -> None:
     """Add the command and those below it."""
-    data = options.add_group(commands, "data", "text and datasets")
+    data = options.add_group(commands, "data", "build datasets from text, and look at them")
     build = options.add_command(
         data,
         "build",
@@ -44,7 +44,9 @@ def add(commands: Any) -> None:
         help="a Hugging Face tokenizer.json (default: one token per byte)",
     )
     build.add_argument(
-        "--eod", metavar="TOKEN", help="the tokenizer's token that ends a document, if unusual"
+        "--eod",
+        metavar="TOKEN",
+        help="the tokenizer's token that ends a document, if its name is unusual",
     )
     build.add_argument(
         "--strict", action="store_true", help="fail on a file that is not text, instead of skipping"

@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
     doctor.add_argument(
         "--gpu",
         action="store_true",
-        help="say how the GPUs of this machine reach each other, and what balancing makes of it",
+        help="say how the GPUs of this machine reach each other, and which transport fits them",
     )
 
 

@@ -25,12 +25,14 @@ def add(commands: Any) -> None:
         commands,
         "logs",
         run,
-        "show what the ranks of a run have said, in the order of time",
+        "show the output of all ranks of a run, in the order of time",
         "megatron-ext logs runs/train --follow",
     )
     logs.add_argument("run_dir", type=Path, metavar="RUN", help="the run directory")
     logs.add_argument("--rank", type=int, metavar="N", help="only this rank")
-    logs.add_argument("--follow", action="store_true", help="go on with new lines, until Ctrl-C")
+    logs.add_argument(
+        "--follow", action="store_true", help="show new lines as they come, until Ctrl-C"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -67,11 +67,15 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
         help="a run's folder `trace` (logging.trace_steps), an .npz file of loads, or a folder of "
         "Megatron's --moe-routing-trace-path",
     )
-    group = parser.add_argument_group("for a folder of Megatron's")
+    group = parser.add_argument_group("for a trace of Megatron's own")
     for option, metavar, text in (
-        ("--ep-size", "R", "ranks of an EP group, of that run or to find out about"),
+        ("--ep-size", "R", "ranks of an EP group, as in that run, or another size to ask about"),
         ("--pp-size", "P", "pipeline stages of that run (1)"),
-        ("--experts", "E", "experts of a layer (the model's, or the highest that was chosen)"),
+        (
+            "--experts",
+            "E",
+            "experts of a layer (those of the model, or the highest that was chosen)",
+        ),
     ):
         group.add_argument(option, type=positive, metavar=metavar, help=text)
 
@@ -125,8 +129,8 @@ def add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
         "--gpus",
         type=positive,
         metavar="N",
-        help="ranks of the whole training, a multiple of EP x PP; what exceeds that is data "
-        "parallelism (EP x PP)",
+        help="ranks of the whole training, a multiple of EP x PP; further ranks are data-parallel "
+        "(EP x PP)",
     )
     parser.add_argument(
         "--set",
@@ -134,7 +138,7 @@ def add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
         action="extend",
         default=[],
         metavar="NAME=VALUE",
-        help="other sizes of the model: of a recipe its settings, else the fields of such a file",
+        help="changes of the model: settings of its recipe, or fields of its file",
     )
 
 

@@ -14,7 +14,9 @@ from megatron_ext.cli.output import columns, progress, show, table
 
 def add(commands: Any) -> None:
     """Add the command and those below it."""
-    place = options.add_group(commands, "place", "what to put where before a run, from a trace")
+    place = options.add_group(
+        commands, "place", "place replicas or experts before a run, from the record of another"
+    )
     craft = options.add_command(
         place,
         "craft",
@@ -35,13 +37,13 @@ def add(commands: Any) -> None:
         "--budget",
         type=int,
         metavar="N",
-        help="most replicas of a rank over all layers (where one more gains less than the average "
-        "one)",
+        help="most replicas of a rank over all layers (default: as many as gain more than the "
+        "average replica)",
     )
     craft.add_argument(
         "--even",
         action="store_true",
-        help="equally many replicas on every rank over all layers, for memory's sake",
+        help="put equally many replicas on every rank over all layers, so that memory is even",
     )
     _add_file(craft, "PLACEMENT.npz")
     eplb = options.add_command(
@@ -54,7 +56,7 @@ def add(commands: Any) -> None:
     )
     options.add_trace(eplb)
     for option, metavar, what in (
-        ("--groups", "G", "groups of experts that stay on one node, where nodes divide them"),
+        ("--groups", "G", "groups of experts that stay on one node each, if G is a multiple of N"),
         ("--nodes", "N", "nodes of an EP group"),
     ):
         eplb.add_argument(
@@ -82,13 +84,13 @@ def add(commands: Any) -> None:
         "--evaluate",
         type=Path,
         metavar="ROUTES",
-        help="choices to measure with, instead of those that were learned from",
+        help="choices to measure the placement with (default: those it is made from)",
     )
     sem_moe.add_argument(
         "--global-batch",
         type=positive,
         metavar="N",
-        help="samples of a batch to measure with, a multiple of R (8 R)",
+        help="samples of a batch in that measurement, a multiple of R (8 R)",
     )
     _add_file(sem_moe, "SEMANTICS.npz")
 

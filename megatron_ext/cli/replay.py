@@ -24,7 +24,8 @@ def add(commands: Any) -> None:
         "--strategies",
         required=True,
         metavar="A,B,...",
-        help="the planners, of `megatron-ext plan --list`; NAME:time plans for objective time",
+        help="planners by their names in `megatron-ext plan --list`; NAME:time plans for objective "
+        "time",
     )
     options.add_plan_settings(replay)
     options.add_costs(replay, "NAME:time; --expert-bytes also alone, to see the bytes that move")

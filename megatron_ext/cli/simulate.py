@@ -16,12 +16,12 @@ def add(commands: Any) -> None:
         commands,
         "simulate",
         run,
-        "predict what strategies would make of a trace on other hardware",
+        "predict the step times of strategies for a trace, on other hardware",
         "megatron-ext simulate loads.npz --model qwen3_235b --hardware rack_64 --gpus 256 \\\n"
         "    --strategies quota,eplb --set num_microbatches=4\n\n"
-        "Without balancing and with ideal routing are always there to compare with.\n"
-        "balance.link_bandwidth=X and balance.assignment_time=X replace rates of the hardware by\n"
-        "what a run measured.",
+        "The command always adds two rows to compare with: without balancing, and with ideal\n"
+        "routing. balance.link_bandwidth=X and balance.assignment_time=X replace rates of the\n"
+        "hardware by rates that a run measured.",
     )
     options.add_trace(simulate)
     options.add_model(simulate, required=True)
@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
         "--strategies",
         required=True,
         metavar="A,B,...",
-        help="the planners to simulate; NAME:time plans for objective time",
+        help="planners to simulate; NAME:time plans for objective time",
     )
     options.add_plan_settings(simulate)
     options.add_out(

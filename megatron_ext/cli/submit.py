@@ -106,28 +106,37 @@ def parser() -> OneLineParser:
         "--gpus-per-node",
         type=_gpus,
         metavar="[TYPE:]N",
-        help="GPUs of each (those of a server of the recipe's hardware, or 8)",
+        help="GPUs of each machine (as many as a server of the recipe's hardware has, or 8)",
     )
-    add("--cpu-ranks", type=positive, metavar="N", help="ranks of each without GPUs, instead")
-    add("--task-per-rank", action="store_true", help="a task a rank, instead of one a machine")
-    add("--partition", metavar="NAME", help="where the job runs, if not in the default partition")
-    add("--account", metavar="NAME", help="who is charged")
+    add("--cpu-ranks", type=positive, metavar="N", help="ranks of each machine, if it has no GPUs")
+    add("--task-per-rank", action="store_true", help="start a task for each rank, not each machine")
+    add("--partition", metavar="NAME", help="partition of the job, if not the default one")
+    add("--account", metavar="NAME", help="account that is charged for the job")
     add("--time", metavar="LIMIT", help="how long the job may run, as sbatch reads it")
-    add("--notice", type=positive, metavar="S", help="seconds before that to save and queue again")
+    add(
+        "--notice",
+        type=positive,
+        metavar="S",
+        help="seconds before that limit at which the ranks save and the job queues again",
+    )
     add(
         "--variants",
         type=lambda text: text.split(","),
         metavar="NAME,...",
-        help="options of the group `balance`, e.g. none,quota,ideal: a job of an array each",
+        help="options of the group `balance`, e.g. none,quota,ideal: an array with a job for each",
     )
-    add("--container", metavar="IMAGE", help="an image of launch/Containerfile; needs pyxis")
-    add("--container-mounts", metavar="FROM:TO,...", help="what it sees beside this folder")
+    add(
+        "--container",
+        metavar="IMAGE",
+        help="run in this image of launch/Containerfile; needs pyxis",
+    )
+    add("--container-mounts", metavar="FROM:TO,...", help="further folders that the container sees")
     add(
         "--logs",
         type=Path,
         default=Path("runs/slurm"),
         metavar="DIR",
-        help="where jobs write (%(default)s)",
+        help="folder for the logs of jobs (%(default)s)",
     )
     add(
         "--sbatch",
@@ -135,8 +144,9 @@ def parser() -> OneLineParser:
         type=_sbatch_option,
         default=[],
         metavar="--NAME[=VALUE]",
-        help="any option of sbatch, as in --sbatch=--qos=high, instead of what the job would say "
-        "of the same (--gres of --gpus-per-node, --oversubscribe of --exclusive); may be repeated",
+        help="any option of sbatch, as in --sbatch=--qos=high; it overrides the job's own option "
+        "of that name (--gres also --gpus-per-node, --oversubscribe also --exclusive); may be "
+        "repeated",
     )
     add("--dry-run", action="store_true", help="show the script and stop; needs no Slurm")
     add("--detach", action="store_true", help="do not follow the log")

@@ -22,7 +22,7 @@ def add(commands: Any) -> None:
         "megatron-ext synth zipf --ranks 64 --experts 256 --imbalance 2 --out loads.npz\n"
         "  megatron-ext synth --list",
     )
-    synth.add_argument("kind", nargs="?", metavar="KIND", help="what is uneven: one of --list")
+    synth.add_argument("kind", nargs="?", metavar="KIND", help="kind of load: one of --list")
     synth.add_argument(
         "--list", action="store_true", help="list the kinds, their settings and defaults"
     )
@@ -36,16 +36,18 @@ def add(commands: Any) -> None:
     degree.add_argument(
         "--imbalance", type=float, metavar="X", help="busiest rank / mean that is wanted"
     )
-    degree.add_argument("--exponent", type=float, metavar="A", help="of the law of popularity")
+    degree.add_argument(
+        "--exponent", type=float, metavar="A", help="exponent of the law of popularity"
+    )
     synth.add_argument(
-        "--share", type=float, metavar="X", help="of ranks that are cold, of experts that are dead"
+        "--share", type=float, metavar="X", help="share of cold ranks, or of dead experts"
     )
     synth.add_argument(
         "--without-chance",
         dest="by_chance",
         action="store_false",
         default=None,
-        help="equally popular experts get equal loads, up to rounding",
+        help="give equally popular experts equal loads, up to rounding",
     )
     options.add_out(
         synth,

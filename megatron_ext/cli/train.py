@@ -26,7 +26,7 @@ LEFT_OUT = (
 
 def add(commands: Any) -> None:
     """List the command; its words go to `run` unread."""
-    commands.add_parser("train", help="train a model as a recipe and Hydra overrides say")
+    commands.add_parser("train", help="train a model from a recipe and settings")
 
 
 def run(words: list[str]) -> int:
@@ -182,7 +182,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     also = f", and {params['mtp']:,} that predict further tokens" if params["mtp"] else ""
     vocabulary = report["vocabulary"]
     yield (
-        f"Parameters: {params['total']:,}, of which a token meets {params['active']:,}{also}. "
+        f"Parameters: {params['total']:,}, {params['active']:,} active for a token{also}. "
         f"Vocabulary: {vocabulary['size']:,} ({vocabulary['from']})."
     )
     yield (

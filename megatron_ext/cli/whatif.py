@@ -16,10 +16,10 @@ def add(commands: Any) -> None:
         commands,
         "whatif",
         run,
-        "say from a trace what balancing would bring, before anything is installed for it",
+        "estimate from a routing trace what balancing would gain",
         "megatron-ext whatif routing --ep-size 8 --model qwen3_30b --hardware server_8_h100 \\\n"
         "    --out whatif.html\n\n"
-        "Without a model and a machine it says how even ranks would be, and no times.",
+        "Without a model and a machine, the answer has imbalances but no times.",
     )
     options.add_trace(whatif)
     options.add_model(whatif, required=False)

@@ -95,7 +95,7 @@ def parser() -> OneLineParser:
     parser.add_argument(
         "--config-dir",
         "-cd",
-        help="folder of recipes of your own; those of the package are found anyway",
+        help="folder of your own recipes; the recipes of the package are found, too",
         metavar="DIR",
     )
     parser.add_argument("--config-name", "-cn", help="the recipe to start from", metavar="NAME")
@@ -116,21 +116,22 @@ def parser() -> OneLineParser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the settings, all that is wrong, and what the run would need; data need not be "
-        "there",
+        help="print the settings, all their problems, and what the run would need; works without "
+        "data",
     )
-    parser.add_argument("--json", action="store_true", help="of --dry-run: one JSON object")
+    parser.add_argument("--json", action="store_true", help="with --dry-run: print one JSON object")
     parser.add_argument(
         "--imbalance",
         type=float,
         metavar="X",
-        help=f"of --dry-run: busiest rank / mean without balancing ({IMBALANCE})",
+        help=f"with --dry-run: busiest rank / mean without balancing ({IMBALANCE})",
     )
     parser.add_argument(
         "-m",
         "--multirun",
         action="store_true",
-        help="a run for each combination of values such as balance.slots=1,2, and a page of all",
+        help="make a run for each combination of values such as balance.slots=1,2, and a page of "
+        "all runs",
     )
     parser.add_argument("overrides", nargs="*", help="settings, as section.name=value")
     return parser

@@ -192,7 +192,8 @@ def write_report(runs: dict[str, TrainConfig], folder: Path) -> str:
         f"Losses of the first {COMPARED_STEPS} steps, the largest difference to those of none:\n"
         f"  quota: {drifts['quota'].text()}\n"
         f"  none with its sums in another order: {drifts[YARDSTICK].text()}\n"
-        "Rounding alone turns choices between experts that a token likes equally; when is chance.\n"
+        "Where two experts score equally, rounding decides, so runs start to differ at a random "
+        "step.\n"
         f"Written: {folder / 'summary.json'}, {folder / FILE}\n"
     )
 

@@ -59,7 +59,7 @@ def test_as_a_process(texts):
             ["train", "quickstart", "steps=1"],
             r".* quickstart is a recipe: --config-name quickstart\n",
         ),
-        ([], r"usage: megatron-ext .*COMMAND.*\n.*train a model as a recipe.*"),
+        ([], r"usage: megatron-ext .*COMMAND.*\n.*train a model from a recipe.*"),
     ],
 )
 def test_a_word_that_is_missing_or_wrong_is_named_at_once(words, said):
@@ -161,17 +161,19 @@ def test_help_has_an_example(capsys, words):
 def test_every_option_says_what_it_is():
     from argparse import _SubParsersAction
 
-    from megatron_ext.cli import parser
+    from megatron_ext.cli import parser, submit
+    from megatron_ext.trainer.command import parser as training_parser
 
     def silent(parser):
         for action in parser._actions:
             if isinstance(action, _SubParsersAction):
                 for below in action.choices.values():
                     yield from silent(below)
-            elif not action.help:
+            elif not action.help or re.match("(of|that|there|before) ", action.help):
                 yield f"{parser.prog} {action.dest}"
 
-    assert list(silent(parser())) == []
+    for each in (parser(), submit.parser(), training_parser()):
+        assert list(silent(each)) == []
 
 
 @pytest.mark.parametrize(
