@@ -1,6 +1,7 @@
 """`dashboards`: what W&B would be sent, compared with what runs write. No server is asked."""
 
 import json
+import re
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,8 +12,15 @@ import wandb_workspaces.workspaces as ws
 from wandb_workspaces.workspaces.internal import View
 
 from megatron_ext.cli import dashboards as command
-from megatron_ext.telemetry.names import MEGATRON_NAMES, METRICS, SECTIONS, section_of
+from megatron_ext.telemetry.names import (
+    LAYER_METRICS,
+    MEGATRON_NAMES,
+    METRICS,
+    SECTIONS,
+    section_of,
+)
 from megatron_ext.trainer.sinks import dashboards, pictures
+from megatron_ext.trainer.sinks.panels import COUNT_OF_LAYERS
 from tests.cli.command import run
 
 
@@ -44,6 +52,17 @@ def test_panels_show_what_runs_write(no_login, capsys):
     histograms = {pictures.RANKS_BEFORE, pictures.RANKS_AFTER, pictures.EXPERTS}
     shown = {name for names in values_of(bank, "metrics") for name in names}
     assert shown == written | histograms
+    said = {
+        section["name"]
+        for section in bank
+        for each in values_of(section, "value")
+        if each == COUNT_OF_LAYERS
+    }
+    assert said == {"balance by layer", "moe"}
+    patterns = list(values_of(bank, "metricRegex"))
+    assert len(patterns) == len(LAYER_METRICS)
+    names = {f"balance/{name}_layer_3" for name in LAYER_METRICS} | written
+    assert {name for of in patterns for name in names if re.search(of, name)} == names - written
     (media,) = values_of(bank, "mediaKeys")
     assert media == [pictures.RANKS_MAP, pictures.EXPERTS_MAP]
     curves = [each for each in values_of(bank, "config") if "metrics" in each]
@@ -64,8 +83,11 @@ def test_what_is_sent_is_what_is_read_back(no_login):
     assert [section.name for section in again.sections] == [
         section.name for section in workspace.sections
     ]
-    titles = [[panel.title for panel in section.panels] for section in again.sections]
-    assert titles == [[panel.title for panel in section.panels] for section in workspace.sections]
+    titles, sent = (
+        [getattr(panel, "title", None) for section in of.sections for panel in section.panels]
+        for of in (again, workspace)
+    )
+    assert titles == sent
     assert (again.entity, again.project, again.settings.x_axis) == ("e", "p", "train/step")
 
 

@@ -13,7 +13,7 @@ import wandb_workspaces.reports.v2 as wr
 import wandb_workspaces.workspaces as ws
 
 from megatron_ext.telemetry.names import LAYER_METRICS, MEGATRON_NAMES
-from megatron_ext.trainer.sinks.panels import STEP, names_of, panels_by_section
+from megatron_ext.trainer.sinks.panels import COUNT_OF_LAYERS, STEP, names_of, panels_by_section
 from megatron_ext.trainer.sinks.pictures import (
     EXPERTS,
     EXPERTS_MAP,
@@ -85,10 +85,14 @@ def workspace(entity: str, project: str) -> ws.Workspace:
         for name in (RANKS_BEFORE, RANKS_AFTER, EXPERTS)
     ]
     sections["balance by layer"] = [
-        wr.LinePlot(title=name.replace("_", " "), x=STEP, metric_regex=rf"balance/{name}_layer_\d+")
+        wr.LinePlot(
+            title=name.replace("_", " "), x=STEP, metric_regex=rf"^balance/{name}_layer_\d+$"
+        )
         for name in LAYER_METRICS
     ]
-    sections["moe"] = [
+    for section in ("balance by layer", "moe"):
+        sections.setdefault(section, []).insert(0, wr.MarkdownPanel(markdown=COUNT_OF_LAYERS))
+    sections["moe"] += [
         _curves(f"{name}, {what}", [name + suffix])
         for name in sorted({each.removesuffix("_routed") for each in MEGATRON_NAMES.values()})
         for suffix, what in (("", "as computed"), ("_routed", "as routed"))
@@ -185,7 +189,8 @@ def outline(made: Mapping[str, Any]) -> list[str]:
     """Return the sections or headings that `serialised` holds, with their panels, as lines."""
     lines = [f"workspace {WORKSPACE!r}"]
     for section in made["workspace"]["spec"]["section"]["panelBankConfig"]["sections"]:
-        titles = [panel["config"]["chartTitle"] for panel in section["panels"]]
+        configs = [panel["config"] for panel in section["panels"]]
+        titles = [config["chartTitle"] for config in configs if "chartTitle" in config]
         lines.append(f"  {section['name']}: {'; '.join(titles)}")
     lines.append(f"report {REPORT!r}")
     lines += [f"  {question.asks} {'; '.join(question.panels)}" for question in QUESTIONS]

@@ -9,6 +9,13 @@ from megatron_ext.telemetry.names import SECTIONS, section_of
 STEP = "train/step"
 """The axis of all curves."""
 
+COUNT_OF_LAYERS = (
+    "Names in `balance/` count layers from 1, as Megatron's `layer_number` does. Megatron's own "
+    "names in `moe/` count them from 0: `balance/imbalance_after_layer_1` and "
+    "`moe/avg_overload_factor_layer_0` are one number."
+)
+"""Said on the dashboards, as one run has both."""
+
 PANELS: Mapping[str, tuple[str, ...]] = {
     "Loss": ("loss", "eval_loss"),
     "Gradient norm": ("grad_norm",),

@@ -26,7 +26,7 @@ _COLOURS, _TOP = "cividis", 3.0
 """Matplotlib's name of the colours, and the load over the mean at which they end."""
 
 _MOST_LABELS = 12
-"""Layers with a number beside them; with more layers, every second, third and so on."""
+"""Layers, ranks or experts with a number beside them; of more, every second, third and so on."""
 
 
 def has_pictures(layers: Mapping[str, Any]) -> bool:
@@ -87,6 +87,7 @@ def _frame(
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(1.5 + 4.5 * len(names), 4.5), layout="constrained")
     canvas = FigureCanvasAgg(figure)
@@ -96,6 +97,7 @@ def _frame(
         plot.set_title(name.partition("/")[2].replace("_", " "))
         plot.set_xlabel("expert" if name == EXPERTS else "rank")
         plot.set_xlim(-0.5, num_columns - 0.5)
+        plot.xaxis.set_major_locator(MaxNLocator(_MOST_LABELS, integer=True))
         plot.set_ylim(len(numbers) - 0.5, -0.5)
         plot.set_yticks(labelled, [str(numbers[place]) for place in labelled])
     plots[0].set_ylabel("layer")

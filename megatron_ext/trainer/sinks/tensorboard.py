@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from megatron_ext.files.json_files import json_text
 from megatron_ext.telemetry.names import shown
 from megatron_ext.trainer.config import LoggingConfig, TrainConfig
 from megatron_ext.trainer.sinks import pictures
-from megatron_ext.trainer.sinks.panels import panels_by_section
+from megatron_ext.trainer.sinks.panels import COUNT_OF_LAYERS, panels_by_section
 from megatron_ext.trainer.sinks.sink import Sink
 
 FOLDER = "tensorboard"
@@ -32,11 +33,16 @@ class TensorBoardSink(Sink):
         folder = str(Path(config.run_dir) / FOLDER)
         self._writer = SummaryWriter(folder, purge_step=start_step + 1, flush_secs=_FLUSH_S)
         layout = {
-            section: {title: ["Multiline", names] for title, names in panels.items()}
+            # TensorBoard takes names as patterns, which would match longer names, too.
+            section: {
+                title: ["Multiline", [f"^{re.escape(name)}$" for name in names]]
+                for title, names in panels.items()
+            }
             for section, panels in panels_by_section()
         }
         self._writer.add_custom_scalars(layout)
         self._writer.add_text("run", f"```json\n{json_text(facts, indent=2)}\n```", start_step)
+        self._writer.add_text("layers", COUNT_OF_LAYERS, start_step)
 
     @staticmethod
     def is_wanted(logging: LoggingConfig) -> bool:

@@ -107,8 +107,18 @@ def test_tensorboard_says_what_the_metrics_say(written: Path) -> None:
     (tensor,) = events.Tensors("custom_scalars__config__")[:1]
     layout = Layout.FromString(tensor.tensor_proto.string_val[0])
     assert [category.title for category in layout.category] == list(panels.SECTIONS)
-    shown = [tag for each in layout.category for chart in each.chart for tag in chart.multiline.tag]
-    assert set(shown) == {f"{panels.section_of(name)}/{name}" for name in METRICS}
+    patterns = {
+        tag for each in layout.category for chart in each.chart for tag in chart.multiline.tag
+    }
+    names = {f"{panels.section_of(name)}/{name}" for name in METRICS}
+    written_names = names | set(events.Tags()["scalars"])
+    assert "balance/imbalance_before_layer_3" in written_names
+    # Each draws one metric, and no other metric whose name is longer.
+    assert sorted(name for of in patterns for name in written_names if re.search(of, name)) == (
+        sorted(names)
+    )
+    (said,) = events.Tensors("layers/text_summary")[:1]
+    assert b"count layers from 1" in said.tensor_proto.string_val[0]
 
 
 def rows_of(record: Any) -> dict[str, Any]:
@@ -212,6 +222,23 @@ def test_pictures_show_the_loads() -> None:
     names = ("rank_loads_before", "rank_loads_after", "expert_loads")
     nothing = pictures.relative_loads({name: [[0, 0]] for name in names})
     assert all(of_layers.tolist() == [[0, 0]] for of_layers in nothing.values())
+
+
+@pytest.mark.parametrize("columns", [2, 3, 4, 8, 64, 256])
+def test_pictures_have_whole_ticks(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    drawn: list[Any] = []
+    draw = FigureCanvasAgg.draw
+    monkeypatch.setattr(
+        FigureCanvasAgg, "draw", lambda self: (drawn.append(self.figure), draw(self))
+    )
+    pictures._frame.__wrapped__((pictures.RANKS_BEFORE, pictures.RANKS_AFTER), (2, 3, 4), columns)
+    for plot in drawn[0].axes[:2]:
+        ticks = [text.get_text() for text in plot.get_xticklabels()]
+        assert ticks
+        assert all(tick.isdecimal() for tick in ticks if tick and not tick.startswith("\u2212"))
+        assert all(float(tick).is_integer() for tick in plot.get_xticks())
 
 
 def test_runs_of_one_process_are_runs_of_their_own(tmp_path: Path) -> None:
