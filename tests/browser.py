@@ -70,6 +70,30 @@ def opened(
             raise AssertionError(f"{address}: {'; '.join(complaints)}")
 
 
+def cut_off(page: Page) -> list[str]:
+    """Return what a reader does not see at the window's width: text of charts, and what scrolls."""
+    return page.evaluate(_CUT_OFF)
+
+
+_CUT_OFF = """() => {
+  const found = [];
+  for (const one of document.querySelectorAll("html, body, body *")) {
+    const isPage = one === document.documentElement;
+    const scrolls = isPage || getComputedStyle(one).overflowX !== "visible";
+    if (scrolls && one.scrollWidth > one.clientWidth + 1)
+      found.push(`${one.tagName}: ${one.scrollWidth} wide in ${one.clientWidth}`);
+  }
+  for (const text of document.querySelectorAll("figure svg text")) {
+    const figure = text.closest("figure");
+    const [inside, frame] = [text, figure].map((each) => each.getBoundingClientRect());
+    const beyond = Math.max(frame.left - inside.left, inside.right - frame.right);
+    if (beyond > 1 || inside.bottom > frame.bottom + 1)
+      found.push(`${figure.ariaLabel}: ${text.textContent}`);
+  }
+  return found;
+}"""
+
+
 @contextlib.contextmanager
 def _chromium() -> Iterator[Browser]:
     with sync_playwright() as playwright:

@@ -13,7 +13,7 @@ def write_run(
     folder: Path,
     *,
     strategy: str,
-    steps: int = 12,
+    steps: int = 40,
     layers: int = 3,
     ranks: int = 4,
     slots: int = 2,
@@ -107,7 +107,9 @@ def _layers(
     if strategy not in ("none", "ideal"):
         hot = np.argsort(before[-1])
         for receiver in hot[: ranks // 2]:
-            held[receiver, 0] = 4 * hot[-1 - random.integers(ranks // 4)] + random.integers(4)
+            held[receiver, 0] = 4 * hot[-1 - random.integers(max(1, ranks // 4))] + random.integers(
+                4
+            )
     return {
         "step": step,
         "layer": list(range(1, layers + 1)),

@@ -37,6 +37,22 @@ def test_a_page_from_disk_and_served(tmp_path: Path) -> None:
         assert page.title() == "true"
 
 
+def test_what_is_cut_off_is_noticed(tmp_path: Path) -> None:
+    """Inside of a box that scrolls, beyond the window, and text beyond its chart."""
+    wide = "<i style='display:block;width:1300px'>wide</i>"
+    text = (
+        "<figure aria-label=chart style='width:200px'><svg overflow=visible><text x=190>long</text>"
+    )
+    for body, found in (
+        ("<p>fine</p>", []),
+        (f"<div style='overflow-x:auto;width:900px'>{wide}</div>", ["DIV: 1300 wide in 900"]),
+        (wide, ["HTML: 1308 wide in 1200"]),
+        (f"{text}</svg></figure>", ["chart: long"]),
+    ):
+        with browser.opened(_file(tmp_path, body)) as page:
+            assert browser.cut_off(page) == found
+
+
 def test_faults_are_noticed(tmp_path: Path) -> None:
     for fault, body in FAULTS.items():
         with pytest.raises(AssertionError, match=fault), browser.opened(_file(tmp_path, body)):

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Show the runs' numbers side by side, and write the page."""
     from megatron_ext.trainer.reports.read import read_runs
     from megatron_ext.trainer.reports.run_page import FILE, write_run_page
-    from megatron_ext.trainer.reports.summary import summarize
+    from megatron_ext.trainer.reports.summary import summarize_runs
     from megatron_ext.trainer.reports.verdict import verdict
 
     out: Path | None = arguments.out
@@ -50,11 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
     runs = read_runs(arguments.runs)
     if out is not None:
         write_run_page(runs, out)
-    summaries = {name: summarize(run.metrics) for name, run in runs.items()}
+    against = list(runs)[:1] if len(runs) > 1 else []
+    summaries = summarize_runs({name: run.metrics for name, run in runs.items()}, against)
     said, unknown = verdict(runs, summaries)
     report = {
         "runs": summaries,
-        "against": list(runs)[:1] if len(runs) > 1 else [],
+        "against": against,
         "verdict": said,
         "unknown": unknown,
         "page": None if out is None else str(out),
@@ -63,11 +64,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
-    from megatron_ext.trainer.reports.summary import steps_line, table
+    from megatron_ext.trainer.reports.summary import notes, table
 
     yield from report["verdict"]
-    yield table(report["runs"], report["against"])
-    yield steps_line({name: len(run["losses"]) for name, run in report["runs"].items()})
+    yield table(report["runs"])
+    yield from notes(report["runs"])
     yield from report["unknown"]
     if report["page"] is not None:
         yield f"Written: {report['page']}"

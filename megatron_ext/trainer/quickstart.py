@@ -39,7 +39,7 @@ from megatron_ext.trainer.ranks.launch import join_ranks, launch_ranks, quiet_me
 from megatron_ext.trainer.ranks.watchdog import watch_over
 from megatron_ext.trainer.reports.read import read_runs
 from megatron_ext.trainer.reports.run_page import FILE, write_run_page
-from megatron_ext.trainer.reports.summary import Drift, summarize, table
+from megatron_ext.trainer.reports.summary import Drift, summarize, summarize_runs, table
 from megatron_ext.trainer.sinks.wandb import keep_comparison
 from megatron_ext.trainer.train import load_config
 from megatron_ext.trainer.validate import validate
@@ -175,7 +175,7 @@ def write_report(runs: dict[str, TrainConfig], folder: Path) -> str:
     """
     metrics = {name: read_metrics(Path(config.run_dir)) for name, config in runs.items()}
     yardstick = summarize(metrics.pop(YARDSTICK))
-    summaries = {name: summarize(lines) for name, lines in metrics.items()}
+    summaries = summarize_runs(metrics, against=("none", "ideal"))
     none, quota = summaries["none"], summaries["quota"]
     drifts = {
         name: Drift.of(
@@ -188,7 +188,7 @@ def write_report(runs: dict[str, TrainConfig], folder: Path) -> str:
     (folder / "summary.json").write_text(json_text(summaries, indent=2) + "\n")
     write_run_page(read_runs([folder / name for name in metrics]), folder / FILE)
     return (
-        f"\n{table(summaries, against=('none', 'ideal'))}\n\n"
+        f"\n{table(summaries)}\n\n"
         f"Losses of the first {COMPARED_STEPS} steps, the largest difference to those of none:\n"
         f"  quota: {drifts['quota'].text()}\n"
         f"  none with its sums in another order: {drifts[YARDSTICK].text()}\n"

@@ -11,7 +11,7 @@ from tests.cli.command import run
 
 @pytest.fixture
 def runs(tmp_path):
-    """Two runs of ten steps, of which the second is twice as fast."""
+    """Two runs of 30 steps, of which the second is twice as fast."""
     for name, step_ms, slots in (("none", 200.0, 0), ("quota", 100.0, 2)):
         folder = tmp_path / name
         folder.mkdir()
@@ -25,11 +25,11 @@ def runs(tmp_path):
                 "step_ms": step_ms,
                 "tokens_per_s": 1e6 / step_ms,
             }
-            for step in range(1, 11)
+            for step in range(1, 31)
         ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (folder / "config.yaml").write_text(
-            f"steps: 10\nrun_dir: {folder}\nbalance:\n  slots: {slots}\n  tolerance: 0.01\n"
+            f"steps: 30\nrun_dir: {folder}\nbalance:\n  slots: {slots}\n  tolerance: 0.01\n"
         )
     return tmp_path
 
@@ -40,13 +40,13 @@ def test_runs_are_compared_to_the_first(runs, capsys):
     assert status == 0
     row = next(line for line in out.split("\n") if line.startswith("| quota"))
     cells = [cell.strip() for cell in row.split("|")[1:-1]]
-    assert cells == ["quota", "1.50", "1.01", "100", "10000", "2.00", "0.1000", "2.0"]
+    assert cells == ["quota", "1.50", "1.01", "100", "10000", "2.00 (2.00-2.00)", "0.0333", "2.0"]
     text = re.sub(r">\s+<", "><", page.read_text())
     assert all(f"<td>{cell}</td>" in text for cell in cells)
     # What differs, and only that.
     assert "<td>balance.slots</td><td>0</td><td>2</td>" in text
     assert not re.search("<td>(balance.tolerance|run_dir|steps)</td>", text)
-    first = "quota trains 2.00 x as fast as none."
+    first = "Run quota trains 2.00 x as fast as run none (95 % interval 2.00 to 2.00)."
     assert f'<p class="verdict">{first}</p>' in text
     assert out.startswith(first)
 
@@ -57,9 +57,14 @@ def test_steps_are_said_where_runs_differ_in_them(runs, capsys):
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:4]))
     page = runs / "page.html"
     _, out, _ = run(capsys, "report", runs / "none", runs / "quota", "--out", page)
-    said = "Steps: none 10, quota 4. Times are medians after the first 5."
-    assert said in out.splitlines()
-    assert f"<p>{said}</p>" in page.read_text()
+    said = [
+        "Steps: none: 30; quota: 4.",
+        "Times are medians after the first 5 steps.",
+        "Times of quota are those of first steps, which are slow.",
+    ]
+    assert set(said) <= set(out.splitlines())
+    assert f"<p>{' '.join(said)} vs none: ratio" in page.read_text()
+    assert "as fast as" not in out
 
 
 def test_a_run_that_diverged_is_valid_json(runs, capsys):
@@ -67,7 +72,7 @@ def test_a_run_that_diverged_is_valid_json(runs, capsys):
         raise AssertionError(constant)
 
     file = runs / "none" / "metrics.jsonl"
-    file.write_text(file.read_text().replace('"loss": 0.1,', '"loss": NaN,'))
+    file.write_text(file.read_text().replace(f'"loss": {1 / 30},', '"loss": NaN,'))
     status, out, _ = run(capsys, "report", runs / "none", "--json")
     assert status == 0
     report = json.loads(out, parse_constant=refuse)["runs"]["none"]
@@ -124,10 +129,10 @@ WHOLE = '{"step": 1, "loss": 2.5, "step_ms": 100.0, "tokens_per_s": 50}\n'
 @pytest.mark.parametrize(
     ("files", "known", "missing"),
     [
-        ({"metrics.jsonl": '{"step": 1'}, "none trains 5,000", "no step is finished yet"),
+        ({"metrics.jsonl": '{"step": 1'}, "Run none trains 5,000", "no step is finished yet"),
         (
             {"config.yaml": "steps: 3\n"},
-            "none trains 5,000 tokens/s.",
+            "Run none trains 5,000 tokens/s (95 %",
             "metrics.jsonl is not there",
         ),
         ({"metrics.jsonl": WHOLE}, "2.5000", "1 of 1 steps have no number 'imbalance_after'"),

@@ -15,6 +15,9 @@ import numpy as np
 COLUMNS = ("imbalance_before", "imbalance_after", "imbalance_after_max", "replicas")
 """The columns that a page shows; each has a number a layer."""
 
+ALIKE = 0.005
+"""Imbalances that differ by less are shown as the same number."""
+
 _RANK_LOADS = ("rank_loads_before", "rank_loads_after")
 
 _KEPT_STEPS = 20
@@ -44,13 +47,19 @@ class Layers:
     layer, microbatch, before and after (loads of R ranks), and replicas (expert, home, rank)."""
 
     def worst_layer(self) -> tuple[int, float] | None:
-        """The layer with the largest mean imbalance after balancing; None if that is not known."""
+        """The layer with the largest mean imbalance after balancing, and that mean.
+
+        None if it is not known, or if all layers are alike.
+        """
         after = self.columns["imbalance_after"]
-        known = ~np.isnan(after).all(axis=1)
+        known = ~np.isnan(after)
         if not known.any():
             return None
-        means = np.where(known, np.nansum(after, 1) / np.maximum((~np.isnan(after)).sum(1), 1), 0)
-        return self.numbers[int(np.argmax(means))], float(means.max())
+        means = np.nansum(after, 1) / np.maximum(known.sum(1), 1)
+        worst = int(np.argmax(means))
+        if means[worst] - means[known.any(1)].min() < ALIKE:
+            return None
+        return self.numbers[worst], float(means[worst])
 
 
 class LayerLines:

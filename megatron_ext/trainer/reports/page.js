@@ -7,6 +7,7 @@
 const COLORS = ["#e69f00", "#0090d0", "#009e73", "#cc79a7", "#d55e00", "#7a7fd1"];
 const DASHES = ["solid", "dash", "dot", "dashdot"];
 const SCALE = "Cividis";
+const COLORBAR = { thickness: 10, outlinewidth: 0 };
 const preferences = ["(prefers-color-scheme: dark)", "(max-width: 40rem)"].map((query) => matchMedia(query));
 const state = { hidden: new Set() }; // What the reader chose: it stays when the page is drawn again.
 let charts = [];
@@ -57,7 +58,30 @@ function plot(host, { traces, layout = {}, height = 300 }) {
     hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink") }, namelength: -1 },
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
   };
-  Plotly.react(host, traces, { ...theme, ...layout, ...axes }, { displayModeBar: false, responsive: true });
+  const isNew = !host.data;
+  Plotly.react(host, traces, { ...theme, ...layout, ...axes }, { displayModeBar: false, responsive: true }).then(() => {
+    if (isNew) host.on("plotly_relayout", () => wholeTicks(host));
+    wholeTicks(host);
+  });
+}
+
+// Ticks of axes marked as `whole`, such as ranks and steps. Plotly's own have halves where few
+// numbers are in sight: there each number has a tick.
+function wholeTicks(host) {
+  const changes = {};
+  for (const [name, { whole, range, tickmode }] of Object.entries(host.layout).filter(([name]) => /^[xy]axis/.test(name))) {
+    if (!whole || !range) continue; // While the window changes its size, Plotly knows no range.
+    const few = Math.abs(range[1] - range[0]) < 10;
+    if (few && tickmode !== "linear") Object.assign(changes, { [`${name}.tickmode`]: "linear", [`${name}.tick0`]: 0, [`${name}.dtick`]: 1 });
+    if (!few && tickmode === "linear") changes[`${name}.tickmode`] = "auto";
+  }
+  if (Object.keys(changes).length) Plotly.relayout(host, changes);
+}
+
+// Colours that mean the same on every page: from `least` to twice the mean.
+function fixedColours(least) {
+  const ticks = [0, 1, 2, 3].map((place) => least + (place * (2 - least)) / 4);
+  return { zmin: least, zmax: 2, colorscale: SCALE, colorbar: { ...COLORBAR, tickvals: [...ticks, 2], ticktext: [...ticks, "≥ 2"] } };
 }
 
 const redraw = () => charts.forEach((one) => one.draw());
@@ -143,7 +167,15 @@ function show(data) {
   scrollTo(0, top);
 }
 
+// On narrow screens a row of a wide table is a list, in which each cell names its column.
+function nameCells(table) {
+  const [head, ...rows] = table.rows;
+  table.classList.toggle("many", head.cells.length > 3);
+  for (const row of rows) [...row.cells].forEach((cell, place) => { cell.dataset.column = head.cells[place].textContent; });
+}
+
 addEventListener("DOMContentLoaded", () => {
+  document.querySelectorAll("table").forEach(nameCells);
   show(JSON.parse(document.getElementById("data").textContent));
   preferences.forEach((preference) => preference.addEventListener("change", redraw));
 });

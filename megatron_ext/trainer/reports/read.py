@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,10 @@ _FILES = (METRICS_FILE, CONFIG_FILE, LAYERS_FILE, ABOUT_FILE)
 
 _MOST_SETTINGS = 2000
 """Settings that a configuration may have: many times those of any run."""
+
+_SETTING = r"\+*[\w./@]+="
+_BETWEEN_SETTINGS = rf",(?={_SETTING})"
+"""In the name of a sweep's run, such as `balance.slots=1,profile.ranks=[0,1]`."""
 
 _CUT = reprlib.Repr()
 _CUT.maxlevel, _CUT.maxlist, _CUT.maxstring, _CUT.maxother = 3, 30, 200, 200
@@ -59,16 +64,37 @@ class Run:
 def read_runs(folders: Sequence[Path]) -> dict[str, Run]:
     """Read runs, by the names of their folders, or by their paths if names repeat.
 
+    The runs of a sweep have short names: "slots 1" for the folder `balance.slots=1`.
+
     Raises:
         FileNotFoundError: A folder holds nothing of a run.
         ValueError: A folder is given twice, or a file cannot be read; the message names it.
     """
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ValueError(f"a run is there twice in {', '.join(map(str, folders))}")
-    names = [folder.resolve().name for folder in folders]
+    names = _short_names([folder.resolve().name for folder in folders])
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
     return {name: _read_run(folder) for name, folder in zip(names, folders, strict=True)}
+
+
+def _short_names(names: Sequence[str]) -> Sequence[str]:
+    """Name runs by settings without sections, if all names are settings and stay different.
+
+    >>> _short_names(["balance.slots=1,model.dtype=bf16", "balance.slots=2,model.dtype=bf16"])
+    ['slots 1, dtype bf16', 'slots 2, dtype bf16']
+    >>> _short_names(["none", "balance.slots=1"])
+    ['none', 'balance.slots=1']
+    """
+    settings = [
+        [setting.partition("=") for setting in re.split(_BETWEEN_SETTINGS, name)] for name in names
+    ]
+    keys = {key for of_name in settings for key, _, _ in of_name}
+    short = {key: key.lstrip("+").rpartition(".")[2] for key in keys}
+    named = [", ".join(f"{short[key]} {value}" for key, _, value in each) for each in settings]
+    is_of_sweep = all(re.match(_SETTING, name) for name in names)
+    is_unique = len(set(short.values())) == len(keys) and len(set(named)) == len(names)
+    return named if is_of_sweep and is_unique else names
 
 
 def run_files(folder: Path) -> list[Path]:

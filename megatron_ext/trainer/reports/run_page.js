@@ -2,7 +2,7 @@
 
 const LOAD = "busiest rank / mean";
 const CURVES = [
-  ["tokens_per_s", "Throughput", "tokens per second", "%"],
+  ["tokens_per_s", "Throughput", "tokens per second", " %"],
   ["imbalance_after", "Imbalance as computed", LOAD, ""],
   ["loss", "Loss", "mean over the step's tokens", ""],
 ];
@@ -10,7 +10,7 @@ const CURVES = [
 function draw(data, main) {
   const runs = data.runs.map((run, number) => ({ ...run, number }));
   legend(main, runs.map((run) => run.name));
-  overSteps(main, runs, data.warmup);
+  overSteps(main, runs, data);
   const withLayers = runs.filter((run) => run.layers);
   if (withLayers.length) layers(main, withLayers);
   if (withLayers.some((run) => run.layers.worst.length)) worst(main, withLayers.filter((run) => run.layers.worst.length));
@@ -20,38 +20,47 @@ function draw(data, main) {
 
 const shown = (runs) => runs.filter((run) => !state.hidden.has(run.name));
 
-function overSteps(main, runs, warmup) {
+function overSteps(main, runs, { warmup, bands }) {
   const base = plain(runs[0].name);
-  const text = runs.length > 1 ? `Below each, what differs from ${runs[0].name}: curves that look alike above may not be alike.` : "";
+  const text = runs.length > 1 ? `Below each, what differs from run ${runs[0].name}: curves that look alike above may not be alike.` : "";
   const part = section(main, "Over the steps", text);
+  const across = ["step", "tokens"].filter((key) => runs.every((run) => run.curves[key].some((value) => value != null)));
+  choice(part.appendChild(element("div", { class: "controls" })), "over", "Over", across.map((key) => [key, key === "step" ? "steps" : "tokens"]), redraw);
   const row = part.appendChild(element("div", { class: "row" }));
   for (const [key, title, unit, sign] of CURVES) {
-    chart(row, title, unit, () => {
-      const traces = shown(runs).map((run) => curve(run.curves, key, run));
+    const isSpeed = key === "tokens_per_s";
+    const note = isSpeed && bands ? `${unit} after the first ${warmup} steps: median of the steps around, and a band with half of them` : unit;
+    chart(row, title, note, () => {
+      const traces = shown(runs).flatMap((run) => curve(run.curves, key, run));
       const alone = runs.length === 1 && key === "imbalance_after";
       if (alone) {
         traces[0].name = "as computed";
-        traces.unshift({ ...curve(runs[0].curves, "imbalance_before", runs[0]), name: "if experts stay at home", line: { color: css("--muted"), width: 2, dash: "dot" } });
+        traces.unshift({ ...curve(runs[0].curves, "imbalance_before", runs[0])[0], name: "if experts stay at home", line: { color: css("--muted"), width: 2, dash: "dot" } });
       }
-      const layout = { xaxis: { title: { text: "step" }, anchor: "y" }, yaxis: { domain: [0, 1] }, showlegend: alone };
+      const layout = { xaxis: { title: { text: state.over }, anchor: "y", whole: state.over === "step" }, yaxis: { domain: [0, 1] }, showlegend: alone };
       if (runs.length > 1) {
         const others = shown(runs).filter((run) => run.against);
-        traces.push({ x: runs[0].curves.step, y: runs[0].curves.step.map(() => 0), line: { ...line(0), width: 1 }, mode: "lines", hoverinfo: "skip", yaxis: "y2" });
-        traces.push(...others.map((run) => ({ ...curve(run.against, key, run), yaxis: "y2" })));
+        const along = runs[0].curves[state.over];
+        traces.push({ x: along, y: along.map(() => 0), line: { ...line(0), width: 1 }, mode: "lines", hoverinfo: "skip", yaxis: "y2" });
+        traces.push(...others.flatMap((run) => curve(run.against, key, run, "y2")));
         layout.yaxis.domain = [0.46, 1];
         layout.yaxis2 = { domain: [0, 0.34], ticksuffix: sign, zeroline: false, exponentformat: "power" };
         layout.xaxis.anchor = "y2";
-        const after = key === "tokens_per_s" ? `, after the first ${warmup} steps` : "";
-        layout.annotations = [{ text: `minus ${base}${after}`, xref: "paper", yref: "paper", x: 0, y: 0.35, xanchor: "left", yanchor: "bottom", showarrow: false, font: { color: css("--muted") } }];
+        layout.annotations = [{ text: `minus ${base}`, xref: "paper", yref: "paper", x: 0, y: 0.35, xanchor: "left", yanchor: "bottom", showarrow: false, font: { color: css("--muted") } }];
       }
       return { traces, layout, height: runs.length > 1 ? 380 : 280 };
     });
   }
 }
 
-function curve(curves, key, run) {
-  const mode = curves.step.length > 1 ? "lines" : "markers";
-  return { x: curves.step, y: curves[key], name: plain(run.name), mode, line: line(run.number), connectgaps: false };
+// Traces of a run's curve; behind it the band, if it has one.
+function curve(curves, key, run, yaxis = "y") {
+  const x = curves[state.over];
+  const mode = x.length > 1 ? "lines" : "markers";
+  const main = { x, y: curves[key], name: plain(run.name), mode, line: line(run.number), connectgaps: false, yaxis };
+  if (!current.bands || !curves[`${key}_low`]) return [main];
+  const edge = (end, more) => ({ x, y: curves[`${key}_${end}`], mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false, yaxis, ...more });
+  return [edge("low", {}), edge("high", { fill: "tonexty", fillcolor: `${line(run.number).color}2e` }), main];
 }
 
 function chosenRun(runs) {
@@ -67,12 +76,12 @@ function layers(main, runs) {
   const known = Object.keys(names).filter((name) => name in chosenRun(runs).layers.columns);
   if (known.length) {
     choice(controls, "quantity", "Imbalance", known.map((name) => [name, names[name]]), redraw);
-    choice(controls, "scale", "Colours", [["own", "from least to most here"], ["same", "the same before and after"]], redraw);
+    choice(controls, "scale", "Colours", [["fixed", "from 1 to 2, on every page"], ["own", "from 1 to the most here"]], redraw);
     const each = chosenRun(runs).layers.steps_each;
     chart(part, "Imbalance by layer and step", `${LOAD}${each > 1 ? `, means of ${each} steps` : ""}`, () => {
       const of = chosenRun(runs).layers;
-      const most = greatest(state.scale === "own" ? of.columns[state.quantity] : known.map((name) => of.columns[name]));
-      const trace = heat(of.steps, of.layers, of.columns[state.quantity], most, "step %{x:.0f}, layer %{y}: %{z:.3f}");
+      const trace = heat(of.steps, of.layers, of.columns[state.quantity], 1, "step %{x:.0f}, layer %{y}: %{z:.3f}");
+      if (state.scale === "own") Object.assign(trace, { zmax: greatest(trace.z), colorbar: COLORBAR });
       return { traces: [trace], layout: heatLayout(of.layers, "step"), height: tall(of.layers.length) };
     });
   }
@@ -84,10 +93,9 @@ function layers(main, runs) {
   for (const [key, title] of [["before", "Ranks if experts stay at home"], ["after", "Ranks as computed"]]) {
     chart(row, title, "load / mean of the layer's ranks, of a step", () => {
       const of = chosenRun(runs).layers;
-      const most = greatest(of.ranks.before);
       const loads = of.ranks[key][state.rank_step];
-      const trace = heat(loads[0].map((_, rank) => rank), of.layers, loads, most, "rank %{x}, layer %{y}: %{z:.2f}");
-      return { traces: [{ ...trace, zmin: 0 }], layout: heatLayout(of.layers, "rank"), height: tall(of.layers.length) };
+      const trace = heat(loads[0].map((_, rank) => rank), of.layers, loads, 0, "rank %{x}, layer %{y}: %{z:.2f}");
+      return { traces: [trace], layout: heatLayout(of.layers, "rank"), height: tall(of.layers.length) };
     });
   }
 }
@@ -95,13 +103,13 @@ function layers(main, runs) {
 const greatest = (nested) => nested.reduce((most, each) => (Array.isArray(each) ? Math.max(most, greatest(each)) : Math.max(most, each ?? 1)), 1);
 const tall = (rows) => Math.max(190, Math.min(560, 90 + 26 * rows, 120 + 7 * rows + 200));
 
-function heat(x, y, z, most, said) {
-  return { type: "heatmap", x, y, z, zmin: 1, zmax: most, colorscale: SCALE, hoverongaps: false, hovertemplate: `${said}<extra></extra>`, colorbar: { thickness: 10, outlinewidth: 0 } };
+function heat(x, y, z, least, said) {
+  return { type: "heatmap", x, y, z, ...fixedColours(least), hoverongaps: false, hovertemplate: `${said}<extra></extra>` };
 }
 
 function heatLayout(numbers, across) {
-  const ticks = numbers.length <= 16 ? { tickvals: numbers } : {};
-  return { hovermode: "closest", xaxis: { title: { text: across }, showgrid: false }, yaxis: { title: { text: "layer" }, autorange: "reversed", showgrid: false, ...ticks } };
+  const ticks = numbers.length <= 16 ? { tickvals: numbers } : { whole: true };
+  return { hovermode: "closest", xaxis: { title: { text: across }, showgrid: false, whole: true }, yaxis: { title: { text: "layer" }, autorange: "reversed", showgrid: false, ...ticks } };
 }
 
 function worst(main, runs) {
@@ -115,7 +123,7 @@ function worst(main, runs) {
   const one = run.layers.worst[state.worst_place];
   const mean = one.before.reduce((sum, load) => sum + load, 0) / one.before.length;
   const over = (loads) => digits(Math.max(...loads) / (mean || 1));
-  const note = `${say(one)}: ${over(one.before)} x the mean before, ${over(one.after)} x after, ${one.replicas.length} replicas`;
+  const note = `${say(one)}: ${over(one.before)} x the mean before, ${over(one.after)} x after, ${one.replicas.length} replica${one.replicas.length === 1 ? "" : "s"}`;
   chart(part, "Ranks before and after, and the replicas between", note, () => worstFigure(one, mean));
 }
 
@@ -137,7 +145,7 @@ function worstFigure(one, mean) {
   const title = (text) => ({ title: { text }, rangemode: "tozero", range: [0, most * 1.08] });
   const layout = {
     hovermode: "closest", bargap: 0.25, annotations: arrows, shapes: [level("y"), level("y3")],
-    xaxis: { title: { text: "rank; the dotted line is an equal share" }, anchor: "y3", showgrid: false, ...(ranks.length <= 16 ? { tickvals: ranks } : {}) },
+    xaxis: { title: { text: "rank; the dotted line is an equal share" }, anchor: "y3", showgrid: false, whole: true },
     yaxis: { domain: [0.66, 1], ...title("before") },
     yaxis2: { domain: [0.36, 0.64], range: [0, 1], visible: false, fixedrange: true },
     yaxis3: { domain: [0, 0.34], ...title("after") },
@@ -146,21 +154,19 @@ function worstFigure(one, mean) {
 }
 
 function costs(main, runs) {
-  const part = section(main, "What balancing costs", "Parts of a step's time, means. Ranks wait for what is exposed; what is hidden happens behind other work.");
-  const parts = [
-    ["planning", "planning (exposed)", COLORS[0], ""],
-    ["weights_exposed", "weights of replicas, exposed", COLORS[1], ""],
-    ["weights_hidden", "weights of replicas, hidden", COLORS[1], "/"],
-    ["gradients_exposed", "their gradients, exposed", COLORS[3], ""],
-    ["gradients_hidden", "their gradients, hidden", COLORS[3], "/"],
-  ];
-  chart(part, "Share of a step", "percent of its time", () => {
-    const of = shown(runs);
-    const traces = parts.filter(([key]) => of.some((run) => key in run.costs)).map(([key, name, color, shape]) => ({
-      type: "bar", orientation: "h", name, x: of.map((run) => 100 * (run.costs[key] ?? 0)), y: of.map((run) => plain(run.name)),
-      marker: { color, pattern: { shape, fillmode: "overlay", fgcolor: css("--card"), size: 6, solidity: 0.4 } }, hovertemplate: `${name}: %{x:.2f} %<extra></extra>`,
-    }));
-    const layout = { barmode: "stack", hovermode: "closest", showlegend: true, xaxis: { ticksuffix: " %", rangemode: "tozero" }, yaxis: { type: "category", autorange: "reversed" }, bargap: 0.4 };
-    return { traces, layout, height: 130 + 44 * of.length + (narrow() ? 90 : 0) };
-  });
+  const part = section(main, "What ranks wait for", "Means over the steps. Only what ranks wait for makes a step longer; what runs behind other work does not.");
+  const row = part.appendChild(element("div", { class: "row" }));
+  const waited = [["planning", "planning", COLORS[0]], ["weights_exposed", "weights of replicas", COLORS[1]], ["gradients_exposed", "gradients of replicas", COLORS[3]]];
+  const behind = [["weights_hidden", "weights of replicas", COLORS[1]], ["gradients_hidden", "gradients of replicas", COLORS[3]]];
+  for (const [title, parts] of [["Ranks wait", waited], ["Behind other work", behind]]) {
+    chart(row, title, "percent of a step", () => {
+      const of = shown(runs);
+      const traces = parts.filter(([key]) => of.some((run) => key in run.costs)).map(([key, name, color]) => ({
+        type: "bar", orientation: "h", name, x: of.map((run) => 100 * (run.costs[key] ?? 0)), y: of.map((run) => plain(run.name)),
+        marker: { color }, hovertemplate: `${name}: %{x:.2f} %<extra></extra>`,
+      }));
+      const layout = { barmode: "stack", hovermode: "closest", showlegend: true, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, traceorder: "normal" }, xaxis: { ticksuffix: " %", rangemode: "tozero" }, yaxis: { type: "category", autorange: "reversed" }, bargap: 0.4 };
+      return { traces, layout, height: 130 + 44 * of.length + (narrow() ? 60 : 0) };
+    });
+  }
 }

@@ -1,22 +1,25 @@
 """Compares runs of one model: as a table, and as a summary for programs.
 
 Times and throughput are medians over the steps after `WARMUP_STEPS`, so that a moment in which the
-machine did something else does not count; imbalances and replicas are means over all steps.
+machine did something else does not count (of a shorter run, over all its steps); imbalances and
+replicas are means over all steps.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from megatron_ext.files.tables import markdown_table
+from megatron_ext.files.tables import Cells, markdown_table
 from megatron_ext.trainer.reports.read import Metrics, Run, column, number
-
-WARMUP_STEPS = 5
-"""First steps, which allocate memory and load code: they do not count in timings."""
+from megatron_ext.trainer.reports.speed import (
+    MIN_STEPS,
+    WARMUP_STEPS,
+    speed_ratio,
+)
 
 _PARTS = {"weights": "materialize", "gradients": "reduce"}
 """The parts that move, and how their metrics begin."""
@@ -40,6 +43,26 @@ def summarize(metrics: Metrics) -> dict[str, Any]:
         "replicas": _known(fmean, column(metrics, "replicas")),
         "losses": losses,
     }
+
+
+def summarize_runs(
+    metrics: Mapping[str, Metrics], against: Sequence[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """Return `summarize` of each run, and in `vs` how fast it is beside each run in `against`.
+
+    Returns:
+        By run. `vs` is by the other run's name: None if too few steps are timed in both, else
+        `value`, `low` and `high`, the ratio of tokens/s and its interval.
+    """
+    return {
+        name: summarize(steps) | {"vs": {other: _vs(steps, metrics[other]) for other in against}}
+        for name, steps in metrics.items()
+    }
+
+
+def _vs(metrics: Metrics, others: Metrics) -> dict[str, float] | None:
+    ratio = speed_ratio(metrics, others)
+    return None if ratio is None else asdict(ratio)
 
 
 def _known(average: Callable[[list[float]], float], values: Sequence[float]) -> float:
@@ -87,15 +110,14 @@ def differing_settings(runs: Mapping[str, Run]) -> dict[str, dict[str, str]]:
     return differ
 
 
-def table(summaries: Mapping[str, Mapping[str, Any]], against: Sequence[str]) -> str:
-    """Return the runs as a Markdown table; `vs x` is the ratio of tokens/s to run x."""
-    return markdown_table(*cells(summaries, against))
+def table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the runs of `summarize_runs` as a Markdown table."""
+    return markdown_table(*cells(summaries))
 
 
-def cells(
-    summaries: Mapping[str, Mapping[str, Any]], against: Sequence[str]
-) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def cells(summaries: Mapping[str, Mapping[str, Any]]) -> Cells:
     """Return header and rows of `table`; what is not known is an empty cell."""
+    against = next(iter(summaries.values()))["vs"]
     header = (
         *("run", "imbalance before", "after", "step ms", "tokens/s"),
         *(f"vs {other}" for other in against),
@@ -108,10 +130,7 @@ def cells(
             _cell(run["imbalance_after"], ".2f"),
             _cell(run["step_ms"], ".0f"),
             _cell(run["tokens_per_s"], ".0f"),
-            *(
-                _cell(run["tokens_per_s"] / (summaries[other]["tokens_per_s"] or math.nan), ".2f")
-                for other in against
-            ),
+            *("" if other == name else _vs_cell(run["vs"][other]) for other in against),
             _cell(run["final_loss"], ".4f"),
             _cell(run["replicas"], ".1f"),
         )
@@ -124,24 +143,41 @@ def _cell(value: float, form: str) -> str:
     return "" if math.isnan(value) else f"{value:{form}}"
 
 
-def steps_line(steps: Mapping[str, int]) -> str:
-    """Return a line with each run's number of steps; its final loss is the last step's.
+def _vs_cell(ratio: Mapping[str, float] | None) -> str:
+    return "" if ratio is None else "{value:.2f} ({low:.2f}-{high:.2f})".format(**ratio)
 
-    >>> steps_line({"none": 6, "quota": 40})
-    'Steps: none 6, quota 40. Times are medians after the first 5.'
-    """
-    each = ", ".join(f"{name} {number}" for name, number in steps.items())
-    return f"Steps: {each}. Times are medians after the first {WARMUP_STEPS}."
+
+def notes(summaries: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return what the table does not say: each run's steps, and what its times are."""
+    steps = {name: len(run["losses"]) for name, run in summaries.items()}
+    each = [f"{name}: {count}" for name, count in steps.items()]
+    counts = set(steps.values())
+    said = [f"Steps: {'; '.join(each) if len(counts) > 1 else counts.pop()}."]
+    short = [name for name, count in steps.items() if count <= WARMUP_STEPS]
+    if len(short) < len(steps):
+        said.append(f"Times are medians after the first {WARMUP_STEPS} steps.")
+    if short:
+        said.append(f"Times of {'; '.join(short)} are those of first steps, which are slow.")
+    if against := next(iter(summaries.values()))["vs"]:
+        said.append(
+            f"{', '.join(f'vs {name}' for name in against)}: ratio of tokens/s in the steps that "
+            f"both have, with its 95 % interval (bootstrap of the steps); empty below {MIN_STEPS} "
+            "such steps."
+        )
+    return said
 
 
 def cost_shares(run: Run) -> dict[str, float]:
-    """Return parts of a step's time, means over the steps after the first; empty if not known.
+    """Return parts of a step's time, means over the steps after the first.
 
     Returns:
         `planning`, and of weights and gradients that move `weights_exposed`, `weights_hidden` and
-        so on: exposed is what a rank waits for, hidden what happens behind other work.
+        so on: exposed is what a rank waits for, hidden what happens behind other work. Empty if not
+        known, or if fewer than `MIN_STEPS` steps are timed.
     """
-    timed = run.metrics[WARMUP_STEPS:] or run.metrics
+    timed = run.metrics[WARMUP_STEPS:]
+    if len(timed) < MIN_STEPS:
+        return {}
     shares: dict[str, list[float]] = {}
     for step in timed:
         of_step = number(step.get("step_ms")) or math.nan

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_ext.trainer.reports.layers import ALIKE
 from megatron_ext.trainer.reports.read import Run
-from megatron_ext.trainer.reports.summary import WARMUP_STEPS, cost_shares
+from megatron_ext.trainer.reports.speed import (
+    MIN_STEPS,
+    WARMUP_STEPS,
+    Interval,
+    speed,
+    speed_ratio,
+)
+from megatron_ext.trainer.reports.summary import cost_shares
 
 LIMIT = "ideal"
 """The strategy that forces even routing: no balancing is faster."""
@@ -23,45 +31,97 @@ def verdict(
     """
     first, *others = runs
     limit = next((name for name in others if runs[name].strategy == LIMIT), None)
-    rated = [name for name in others if name != limit and _speed(summaries, name)]
-    best = max(rated, key=lambda name: _speed(summaries, name), default=first)
+    rated = [name for name in others if name != limit]
+    ratios = {
+        name: ratio
+        for name in rated
+        if (ratio := speed_ratio(runs[name].metrics, runs[first].metrics)) is not None
+    }
+    best = max(ratios, key=lambda name: ratios[name].value, default=next(iter(rated), first))
     of_run = [*_imbalance(best, runs[best], summaries[best]), *_costs(best, runs[best])]
-    compared = _throughput(summaries, first, best, limit)
-    said = of_run + compared if best == first else compared + of_run
-    return said or ["Nothing can be said yet"], _unknown(runs, summaries, best, limit)
-
-
-def _speed(summaries: Mapping[str, Mapping[str, Any]], name: str) -> float:
-    speed = summaries[name]["tokens_per_s"]
-    return 0.0 if math.isnan(speed) else speed
-
-
-def _throughput(
-    summaries: Mapping[str, Mapping[str, Any]], first: str, best: str, limit: str | None
-) -> list[str]:
-    speed, base = _speed(summaries, best), _speed(summaries, first)
-    if not speed:
-        return []
-    if best == first:
-        said = f"{best} trains {speed:,.0f} tokens/s"
+    if ratios:
+        said = [_compared(runs, first, best, ratios, limit), *of_run]
     else:
-        rank = "" if len(summaries) - (limit is not None) <= 2 else ", the fastest run here,"
-        ratio = f"{speed / base:.2f} x as fast as {first}" if base else f"{speed:,.0f} tokens/s"
-        said = f"{best}{rank} trains {ratio}"
-    of_limit = _speed(summaries, limit) if limit is not None else 0.0
-    if of_limit:
-        said += f", at {speed / of_limit:.2f} of the limit ({limit})"
-    return [f"{said}."]
+        said = [*of_run, *_alone(best, runs, limit)]
+    return said or ["Nothing can be said yet"], _unknown(runs, best, limit, bool(ratios))
+
+
+def _compared(
+    runs: Mapping[str, Run],
+    first: str,
+    best: str,
+    ratios: Mapping[str, Interval],
+    limit: str | None,
+) -> str:
+    """Return how fast the fastest run is beside the first, and which others are as fast."""
+    ratio = ratios[best]
+    alike = [
+        name
+        for name in ratios
+        if name != best and not _is_clear(speed_ratio(runs[best].metrics, runs[name].metrics))
+    ]
+    fastest = ", the fastest here," if len(ratios) > 1 and not alike else ""
+    said = (
+        f"run {best}{fastest} trains {ratio.value:.2f} x as fast as run {first} ({_range(ratio)})"
+    )
+    if ratio.is_clear:
+        said = said[0].upper() + said[1:]
+    else:
+        said = f"No difference in speed beyond noise: {said}"
+    if limit is not None and ratio.is_clear:
+        said += _of_limit(runs, best, limit)
+    if alike:
+        said += f"; no difference beyond noise to {_named(alike)}"
+    return f"{said}."
+
+
+def _is_clear(ratio: Interval | None) -> bool:
+    return ratio is not None and ratio.is_clear
+
+
+def _range(of: Interval, form: str = ".2f") -> str:
+    return f"95 % interval {of.low:{form}} to {of.high:{form}}"
+
+
+def _of_limit(runs: Mapping[str, Run], best: str, limit: str) -> str:
+    ratio = speed_ratio(runs[best].metrics, runs[limit].metrics)
+    if ratio is None:
+        return ""
+    return f", at {ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f}) of the limit, run {limit}"
+
+
+def _named(names: Sequence[str]) -> str:
+    """Name at most three runs.
+
+    >>> _named(["a", "b"]), _named(["a", "b", "c", "d"])
+    ('run a, run b', '4 other runs')
+    """
+    return (
+        ", ".join(f"run {name}" for name in names) if len(names) < 4 else f"{len(names)} other runs"
+    )
+
+
+def _alone(name: str, runs: Mapping[str, Run], limit: str | None) -> list[str]:
+    """Return how fast a run is that is compared with no run, except the limit."""
+    of = speed(runs[name].metrics)
+    if of is None:
+        return []
+    said = f"Run {name} trains {of.value:,.0f} tokens/s ({_range(of, ',.0f')})"
+    return [f"{said}{'' if limit is None else _of_limit(runs, name, limit)}."]
 
 
 def _imbalance(name: str, run: Run, summary: Mapping[str, Any]) -> list[str]:
     before, after = summary["imbalance_before"], summary["imbalance_after"]
     if math.isnan(before) or math.isnan(after):
         return []
-    if before - after < 0.005:
-        said = f"The busiest rank of {name} has {after:.2f} x the mean load: nothing balances it"
+    if before - after < ALIKE:
+        said = (
+            f"The busiest rank of run {name} has {after:.2f} x the mean load: nothing balances it"
+        )
     else:
-        said = f"{name} lowers the busiest rank's load from {before:.2f} to {after:.2f} x the mean"
+        said = (
+            f"Run {name} lowers the busiest rank's load from {before:.2f} to {after:.2f} x the mean"
+        )
     worst = run.layers.worst_layer() if run.layers is not None else None
     if worst is not None:
         said += f"; layer {worst[0]} is the worst with {worst[1]:.2f}"
@@ -69,40 +129,36 @@ def _imbalance(name: str, run: Run, summary: Mapping[str, Any]) -> list[str]:
 
 
 def _costs(name: str, run: Run) -> list[str]:
+    """Return what ranks wait for; what is hidden costs no time, and is not added to it."""
     shares = cost_shares(run)
     if not shares:
         return []
-    exposed = sum(share for part, share in shares.items() if not part.endswith("_hidden"))
+    hidden = sum(share for part, share in shares.items() if part.endswith("_hidden"))
+    waited = sum(shares.values()) - hidden
     return [
-        f"Balancing costs {sum(shares.values()):.1%} of a step of {name}, "
-        f"of which {exposed:.1%} is exposed: ranks wait for it."
+        f"Ranks of run {name} wait {100 * waited:.1f} % of a step for balancing; another "
+        f"{100 * hidden:.1f} % runs behind other work."
     ]
 
 
-def _unknown(
-    runs: Mapping[str, Run],
-    summaries: Mapping[str, Mapping[str, Any]],
-    best: str,
-    limit: str | None,
-) -> list[str]:
-    unknown = []
-    if len(runs) == 1:
-        unknown.append("how much faster it is than without balancing (no other run is beside it)")
-    if limit is None and runs[best].strategy != LIMIT:
-        unknown.append("how far it is from the limit (no run with ideal routing is beside it)")
-    if not cost_shares(runs[best]):
-        unknown.append(f"what balancing costs of a step (the metrics of {best} do not say)")
-    if runs[best].layers is None:
-        unknown.append(f"which layer is the worst (the steps of {best} do not name layers)")
-    said = [f"Not known: {'; '.join(unknown)}."] if unknown else []
-    short = [name for name, run in runs.items() if 0 < len(run.metrics) <= WARMUP_STEPS]
-    if short:
-        said.append(
-            f"Only the first steps, which are slow, are there of {', '.join(short)}: "
-            "throughput means little."
-        )
+def _unknown(runs: Mapping[str, Run], best: str, limit: str | None, is_compared: bool) -> list[str]:
+    run, said = runs[best], []
+    enough = f"{MIN_STEPS} steps after the first {WARMUP_STEPS}"
+    if len(runs) == 1 and speed(run.metrics) is None:
+        said.append(f"How fast run {best} trains is said from {enough} on.")
+    elif len(runs) > 1 and not is_compared:
+        said.append(f"Which run is the fastest is said when two runs share {enough}.")
+    if len(runs) == 1 and run.strategy != LIMIT:
+        other = "quota" if run.strategy == "none" else "none"
+        said.append(f"Add a run with balance={other} to see what balancing brings.")
+    if limit is None and run.strategy != LIMIT:
+        said.append(f"Add a run with balance={LIMIT} to see how far from the limit this is.")
+    if not cost_shares(run) and len(run.metrics) >= MIN_STEPS + WARMUP_STEPS:
+        said.append(f"The metrics of run {best} do not say what ranks wait for.")
+    if run.layers is None:
+        said.append(f"The steps of run {best} do not name layers.")
     having: dict[str, list[str]] = {}
-    for name, run in runs.items():
-        for missing in run.missing:
+    for name, each in runs.items():
+        for missing in each.missing:
             having.setdefault(missing, []).append(name)
     return said + [f"{', '.join(names)}: {missing}." for missing, names in having.items()]

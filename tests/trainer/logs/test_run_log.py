@@ -25,7 +25,7 @@ import pytest
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.logs.run_log import RunLog, read_metrics
 from megatron_ext.trainer.reports.read import column, read_runs
-from megatron_ext.trainer.reports.summary import summarize, table
+from megatron_ext.trainer.reports.summary import summarize_runs, table
 
 SHOWN = {"imbalance_before": 1.5, "imbalance_after": 1.0, "step_ms": 9.0, "tokens_per_s": 5.0}
 
@@ -140,7 +140,7 @@ def test_no_number_is_null_and_comes_back_as_nan(tmp_path: Path) -> None:
     assert "Infinity" not in text
     run = read_runs([tmp_path / "run"])["run"]
     assert [str(loss) for loss in column(run.metrics, "loss")] == ["nan", "2.0"]
-    assert "2.0000" in table({"run": summarize(run.metrics)}, against=())
+    assert "2.0000" in table(summarize_runs({"run": run.metrics}))
 
 
 def test_a_run_says_where_and_with_what_it_trains(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,16 +11,17 @@ import pytest
 
 from megatron_ext.trainer.reports.layers import LayerLines, Layers
 from megatron_ext.trainer.reports.read import Run
-from megatron_ext.trainer.reports.summary import cost_shares, summarize
+from megatron_ext.trainer.reports.speed import speed, speed_ratio
+from megatron_ext.trainer.reports.summary import cost_shares, summarize, summarize_runs
 from megatron_ext.trainer.reports.verdict import verdict
 
 
-def _run(strategy: str, after: float, tokens_per_s: list[float], layers: Layers | None) -> Run:
-    """Seven steps; what takes time in the first five is unlike the rest."""
+def _run(strategy: str, after: float, tokens_per_s: Sequence[float], layers: Layers | None) -> Run:
+    """Steps of which the first five take another time than the rest."""
     metrics = [
         {
             "step": step,
-            "loss": 10.0 - step,
+            "loss": 100.0 - step,
             "imbalance_before": 2.0,
             "imbalance_after": after,
             "replicas": 3.0 + step % 2,
@@ -30,9 +33,16 @@ def _run(strategy: str, after: float, tokens_per_s: list[float], layers: Layers 
             "reduce_ms": 3.0,
             "reduce_exposed_ms": 3.0 if step > 5 else 0.0,
         }
-        for step in range(1, 9)
+        for step in range(1, len(tokens_per_s) + 6)
     ]
     return Run(metrics, layers, {"balance.strategy": strategy}, {}, [])
+
+
+def _noisy(speed: float, *, seed: int, steps: int = 40) -> list[float]:
+    """Tokens per second with the noise of a busy machine: some steps take twice as long."""
+    random = np.random.default_rng(seed)
+    slow = random.choice([1.0, 0.5], p=[0.8, 0.2], size=steps)
+    return (speed * slow * random.normal(1, 0.05, steps)).tolist()
 
 
 def _layers() -> Layers:
@@ -66,9 +76,9 @@ def _layers() -> Layers:
 @pytest.fixture
 def runs() -> dict[str, Run]:
     return {
-        "none": _run("none", 2.0, [100.0, 120.0, 800.0], None),
-        "quota": _run("quota", 1.25, [150.0, 180.0, 160.0], _layers()),
-        "ideal": _run("ideal", 1.0, [200.0, 190.0, 800.0], None),
+        "none": _run("none", 2.0, [100.0, 120.0, 800.0] * 8, None),
+        "quota": _run("quota", 1.25, [150.0, 160.0, 800.0] * 8, _layers()),
+        "ideal": _run("ideal", 1.0, [190.0, 200.0, 800.0] * 8, None),
     }
 
 
@@ -83,41 +93,141 @@ def test_times_are_medians_after_the_first_steps_and_the_rest_means(runs: dict[s
         "imbalance_after": 2.0,
         "step_ms": 100.0,
         "tokens_per_s": 120.0,
-        "final_loss": 2.0,
-        "replicas": 3.5,
+        "final_loss": 71.0,
     }
     assert {name: found[name] for name in expected} == expected
+    assert found["replicas"] == pytest.approx(3.5, abs=0.02)
     assert summarize(runs["quota"].metrics)["imbalance_after"] == 1.25
     one_slow = [*runs["none"].metrics[:-1], {**runs["none"].metrics[-1], "step_ms": 700.0}]
     assert summarize(one_slow)["step_ms"] == 100.0
 
 
 def test_costs_are_split_into_what_is_waited_for_and_what_is_hidden(runs: dict[str, Run]) -> None:
-    assert cost_shares(runs["quota"]) == {
+    expected = {
         "planning": 0.01,
         "weights_exposed": 0.02,
         "weights_hidden": 0.04,
         "gradients_exposed": 0.03,
         "gradients_hidden": 0.0,
     }
+    assert cost_shares(runs["quota"]) == pytest.approx(expected)
 
 
 def test_a_comparison_names_the_limit_and_the_worst_layer(runs: dict[str, Run]) -> None:
     said, unknown = _said(runs)
+    # Every third step is fast in all runs. Steps are drawn for all alike: no ratio changes by that.
     assert said == [
-        "quota trains 1.33 x as fast as none, at 0.80 of the limit (ideal).",
-        "quota lowers the busiest rank's load from 2.00 to 1.25 x the mean; layer 3 is the worst "
-        "with 1.25.",
-        "Balancing costs 10.0% of a step of quota, of which 6.0% is exposed: ranks wait for it.",
+        "Run quota trains 1.33 x as fast as run none (95 % interval 1.33 to 1.33), at 0.80 "
+        "(0.80 to 0.80) of the limit, run ideal.",
+        "Run quota lowers the busiest rank's load from 2.00 to 1.25 x the mean; layer 3 is the "
+        "worst with 1.25.",
+        "Ranks of run quota wait 6.0 % of a step for balancing; another 4.0 % runs behind other "
+        "work.",
     ]
     assert unknown == []
 
 
 def test_what_balances_nothing_is_not_praised(runs: dict[str, Run]) -> None:
     said, unknown = _said({"none": runs["none"]})
-    assert said[0] == "The busiest rank of none has 2.00 x the mean load: nothing balances it."
-    assert said[-1] == "none trains 120 tokens/s."
-    assert "no run with ideal routing is beside it" in unknown[0]
+    assert said[0] == "The busiest rank of run none has 2.00 x the mean load: nothing balances it."
+    assert said[-1].startswith("Run none trains 120 tokens/s (95 % interval ")
+    assert unknown[:2] == [
+        "Add a run with balance=quota to see what balancing brings.",
+        "Add a run with balance=ideal to see how far from the limit this is.",
+    ]
+
+
+def test_noise_is_not_stated_as_a_difference() -> None:
+    """Of runs as fast as each other at most about one in twenty is said to be faster."""
+    pairs = [(_noisy(100, seed=seed), _noisy(100, seed=100 + seed)) for seed in range(40)]
+    found = []
+    for pair in pairs:
+        runs = [_run("quota", 1.0, speeds, None) for speeds in pair]
+        ratio = speed_ratio(runs[0].metrics, runs[1].metrics)
+        assert ratio is not None
+        assert ratio.low <= ratio.value <= ratio.high
+        found.append(ratio.is_clear)
+    assert sum(found) <= 4
+    alike = next(pair for pair, is_clear in zip(pairs, found, strict=True) if not is_clear)
+    said, _ = _said(
+        {
+            "none": _run("none", 1.0, alike[0], None),
+            "quota": _run("quota", 1.0, alike[1], None),
+            "ideal": _run("ideal", 1.0, _noisy(200, seed=0), None),
+        }
+    )
+    assert re.fullmatch(
+        r"No difference in speed beyond noise: run quota trains \d\.\d\d x as fast as run none "
+        r"\(95 % interval 0\.\d\d to 1\.\d\d\)\.",
+        said[0],
+    )
+
+
+def test_a_difference_beyond_noise_is_found_with_its_interval() -> None:
+    for seed in range(20):
+        runs = [
+            _run("quota", 1.0, _noisy(speed, seed=seed + number), None)
+            for number, speed in ((0, 150), (100, 100))
+        ]
+        ratio = speed_ratio(runs[0].metrics, runs[1].metrics)
+        assert ratio is not None
+        assert ratio.is_clear
+        assert ratio == speed_ratio(runs[0].metrics, runs[1].metrics)
+        assert 1.3 < ratio.low < ratio.high < 1.7
+
+
+def test_neighbouring_steps_do_not_count_as_independent() -> None:
+    """What slows a machine for some steps makes the interval wider."""
+    random = np.random.default_rng(0)
+    by_stretch = np.repeat(random.normal(1, 0.2, 40), 10)
+    spread = []
+    for values in (by_stretch, random.permutation(by_stretch)):
+        of = speed(_run("quota", 1.0, values.tolist(), None).metrics)
+        assert of is not None
+        spread.append(of.high - of.low)
+    assert spread[0] > 1.5 * spread[1]
+
+
+def test_few_steps_say_nothing_about_speed() -> None:
+    """Less than 20 after the first five: neither a headline, nor a cell, nor shares of a step."""
+    runs = {
+        name: _run(name, after, [speed] * 19, None)
+        for name, after, speed in (("none", 2.0, 100.0), ("quota", 1.0, 230.0))
+    }
+    said, unknown = _said(runs)
+    assert said == ["Run quota lowers the busiest rank's load from 2.00 to 1.00 x the mean."]
+    assert "Which run is the fastest is said when two runs share 20 steps after the first 5." in (
+        unknown
+    )
+    summaries = summarize_runs({name: run.metrics for name, run in runs.items()}, ["none"])
+    assert summaries["quota"]["vs"] == {"none": None}
+    assert cost_shares(runs["quota"]) == {}
+    one_more = {name: _run(name, 1.0, [100.0] * 20, None) for name in runs}
+    assert "95 % interval" in _said(one_more)[0][0]
+
+
+def test_the_fastest_of_many_is_named_with_its_equals() -> None:
+    first = _run("none", 1.0, _noisy(100, seed=0), None)
+    runs = {
+        "first": first,
+        "a": _run("quota", 1.0, _noisy(150, seed=1), None),
+        "b": _run("quota", 1.0, _noisy(151, seed=2), None),
+        "slow": _run("quota", 1.0, _noisy(110, seed=3), None),
+    }
+    (said, *_), _ = _said(runs)
+    assert re.search(r"; no difference beyond noise to run [ab]\.$", said)
+    assert "the fastest here" not in said
+    (said, *_), _ = _said({name: runs[name] for name in ("first", "a", "slow")})
+    assert said.startswith("Run a, the fastest here, trains 1.")
+
+
+def test_of_equal_layers_none_is_the_worst() -> None:
+    lines = LayerLines()
+    for step in range(1, 4):
+        lines.add({"step": step, "layer": [1, 2], "imbalance_after": [1.008, 1.006 + 0.001 * step]})
+    layers = lines.layers()
+    assert layers is not None
+    assert layers.worst_layer() is None
 
 
 def test_ranks_and_microbatches_are_those_of_the_lines() -> None:

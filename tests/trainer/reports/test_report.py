@@ -10,7 +10,7 @@ import torch
 
 from megatron_ext.files.loads import Loads, write_loads
 from megatron_ext.trainer import quickstart
-from megatron_ext.trainer.reports.summary import WARMUP_STEPS, Drift, summarize, table
+from megatron_ext.trainer.reports.summary import WARMUP_STEPS, Drift, summarize_runs, table
 from megatron_ext.trainer.train import load_config
 from tests.trainer.dataset import overrides
 
@@ -26,21 +26,21 @@ def _metrics(step_ms: float) -> list[dict[str, float]]:
             "step_ms": 1e6 if step <= WARMUP_STEPS else step_ms,
             "tokens_per_s": 1e6 / step_ms,
         }
-        for step in range(1, 11)
+        for step in range(1, 31)
     ]
 
 
 def test_summary_and_table() -> None:
-    summaries = {
-        name: summarize(_metrics(step_ms))
-        for name, step_ms in (("none", 200.0), ("quota", 125.0), ("ideal", 100.0))
-    }
+    runs = {"none": 200.0, "quota": 125.0, "ideal": 100.0}
+    metrics = {name: _metrics(step_ms) for name, step_ms in runs.items()}
+    summaries = summarize_runs(metrics, against=("none", "ideal"))
     assert summaries["quota"]["step_ms"] == 125.0
     assert summaries["quota"]["imbalance_after"] == pytest.approx(1.05)
-    assert summaries["quota"]["final_loss"] == 0.1
-    lines = table(summaries, against=("none", "ideal")).split("\n")
+    assert summaries["quota"]["final_loss"] == 1 / 30
+    lines = table(summaries).split("\n")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert rows[3] == ["quota", "1.50", "1.05", "125", "8000", "1.60", "0.80", "0.1000", "2.0"]
+    ratios = ["1.60 (1.60-1.60)", "0.80 (0.80-0.80)"]
+    assert rows[3] == ["quota", "1.50", "1.05", "125", "8000", *ratios, "0.0333", "2.0"]
     assert len({len(line) for line in lines}) == 1
 
 
@@ -96,6 +96,6 @@ def test_quickstart_writes_its_files(
         assert drift == {"steps_alike": 3, "while_alike": pytest.approx(0, abs=1e-6), "after": None}
     assert summary["ideal"]["imbalance_after"] == 1.0
     page = (tmp_path / "report.html").read_text("utf-8")
-    assert "as fast as none, at" in page
+    assert "Which run is the fastest is said when two runs share 20 steps" in page
     assert "<td>ideal</td>" in page
     assert (tmp_path / "quota" / "config.yaml").is_file()
