@@ -66,10 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
     from megatron_ext.files.tables import markdown_table
-    from megatron_ext.lab.replay import BY_LAYER, tables
+    from megatron_ext.lab.replay import BY_LAYER, never_acted, tables
 
     yield report["title"]
     for title, cells in tables(report).items():
         if title != BY_LAYER:
             yield ""
             yield markdown_table(*cells)
+    yield from never_acted(report)

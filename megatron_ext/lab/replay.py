@@ -27,6 +27,7 @@ from megatron_ext.balance.metrics import (
 )
 from megatron_ext.balance.plan import stack_plans
 from megatron_ext.balance.strategies import PlanSettings, get_strategy
+from megatron_ext.balance.strategies.none import NONE
 from megatron_ext.files.loads import Loads
 from megatron_ext.files.tables import Cells, fill, html_table, markdown_table
 from megatron_ext.lab.planning import (
@@ -180,10 +181,10 @@ def make_report(
         `strategies`: for each strategy the slots it planned for, its numbers (see `_summarize`),
         and in `layers` the numbers of each layer; `before`: the imbalance without balancing;
         `title`, `settings` and the sizes of the trace; `missing_history`, what `missing_history`
-        says of these loads. If `expert_bytes` is given, the report has
-        it too, and each strategy has `slot_bytes`, the weights that a rank's slots hold, and two
-        means over the loads: `moved_bytes`, the weights of all replicas, and `sent_bytes`, the
-        weights that the busiest sender sends.
+        says of these loads; `never_acted`, the strategies without a replica for any load. If
+        `expert_bytes` is given, the report has it too, and each strategy has `slot_bytes`, the
+        weights that a rank's slots hold, and two means over the loads: `moved_bytes`, the weights
+        of all replicas, and `sent_bytes`, the weights that the busiest sender sends.
     """
     layers = np.array(loads.layers())
     before = {"imbalance": imbalances(home_loads(loads.load)).numpy()}
@@ -213,6 +214,11 @@ def make_report(
         **({} if expert_bytes is None else {"expert_bytes": expert_bytes}),
         "settings": asked.planning.to_json(),
         "missing_history": missing_history(loads, replayed, asked.planning),
+        "never_acted": [
+            name
+            for name, of in strategies.items()
+            if name != NONE.name and not of["replicas_worst"]
+        ],
         "before": _summarize(before),
         "strategies": strategies,
     }
@@ -279,8 +285,7 @@ def write_report(folder: Path, report: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "replay.json").write_text(json.dumps(report, indent=2) + "\n")
     parts = ["# Replay", f"{report['title']}."]
-    if missing := report["missing_history"]:
-        parts.append(f"{missing}.")
+    parts += notes(report)
     for title, cells in tables(report).items():
         if title != ALL_LAYERS:
             parts.append(f"## {title}")
@@ -320,13 +325,16 @@ def _verdict(report: Mapping[str, Any]) -> list[str]:
     strategies, before = report["strategies"], report["before"]["imbalance_mean"]
     best = min(strategies, key=lambda name: strategies[name]["imbalance_mean"])
     of = strategies[best]
-    among = f"none of {len(strategies)} strategies leaves less; " if len(strategies) > 1 else ""
-    said = [
-        f"{best} leaves the busiest rank {of['imbalance_mean']:.3f} x the mean load; {among}"
-        f"without balancing it has {before:.3f} x.",
-        f"{best} makes {of['replicas_mean']:.1f} replicas for a load and plans it in "
-        f"{of['solve_us_p50']:.0f} us (median, on this machine).",
-    ]
+    if not of["replicas_worst"]:
+        said = [f"No strategy made a replica: the busiest rank has {before:.3f} x the mean load."]
+    else:
+        among = ", no other strategy less" if len(strategies) > 1 else ""
+        said = [
+            f"{best} leaves the busiest rank {of['imbalance_mean']:.3f} x the mean load{among}; "
+            f"without balancing it has {before:.3f} x.",
+            f"{best} makes {of['replicas_mean']:.1f} replicas for a load and plans it in "
+            f"{of['solve_us_p50']:.0f} us (median, on this machine).",
+        ]
     cheapest = min(
         (name for name in strategies if strategies[name]["imbalance_mean"] < (1 + before) / 2),
         key=lambda name: strategies[name]["replicas_mean"],
@@ -338,6 +346,21 @@ def _verdict(report: Mapping[str, Any]) -> list[str]:
             f"Of those that take away at least half of the excess, {cheapest} makes the fewest "
             f"replicas: {fewer['replicas_mean']:.1f}, at {fewer['imbalance_mean']:.3f} x the mean."
         )
-    if missing := report["missing_history"]:
-        said.append(f"{missing}.")
-    return said
+    return said + notes(report)
+
+
+def notes(report: Mapping[str, Any]) -> list[str]:
+    """Return sentences about strategies whose numbers may mislead."""
+    said = [f"{missing}."] if (missing := report["missing_history"]) else []
+    return said + never_acted(report)
+
+
+def never_acted(report: Mapping[str, Any]) -> list[str]:
+    """Return a sentence that names strategies without a replica for any load, if there are any."""
+    if not (idle := report["never_acted"]):
+        return []
+    return [
+        f"Never acted, so the same as without balancing: {', '.join(idle)}. Possible reasons: no "
+        "history yet, even loads, no slots, or loads below the least replica "
+        "(balance.min_quota, balance.llep.min_tokens_per_gemm)."
+    ]

@@ -20,7 +20,7 @@ function draw(data, main) {
     chart(even, "Imbalance by layer", "mean of the layer's loads", () => {
       const of = shown();
       const cells = of.map((one) => layers.map((layer) => one.layers[layer]));
-      const trace = { type: "heatmap", x: layers.map((layer) => `layer ${layer}`), y: of.map((one) => plain(one.name)), z: cells, zmin: 1, zmax: Math.max(1.01, ...cells.flat()), colorscale: SCALE, hovertemplate: "%{y}, %{x}: %{z:.3f}<extra></extra>", colorbar: { thickness: 10, outlinewidth: 0 } };
+      const trace = { type: "heatmap", x: layers.map((layer) => `layer ${layer}`), y: of.map((one) => plain(one.name)), z: cells, ...fixedColours(1), hovertemplate: "%{y}, %{x}: %{z:.3f}<extra></extra>" };
       return { traces: [trace], layout: { hovermode: "closest", xaxis: { type: "category", showgrid: false }, yaxis: { type: "category", autorange: "reversed", showgrid: false } }, height: 110 + 34 * of.length };
     });
   }

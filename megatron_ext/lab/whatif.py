@@ -29,6 +29,9 @@ SLOTS = (1, 2, 4, 8)
 """Slots to try."""
 GOOD_ENOUGH = 0.01
 """Part of the best step, or of the best imbalance, that fewer slots may miss."""
+MODEL_ERROR = 0.1
+"""How far modelled step times of the quickstart were off at most, on a machine with measured rates
+(`docs/results.md`, section 6): the range of a speed-up."""
 MOST_LOADS = 1024
 """Loads that are planned; of more, some microbatches that are spread evenly over the trace."""
 _LOADS_OF_BREAK_EVEN = 64
@@ -215,7 +218,7 @@ def verdict(report: Mapping[str, Any]) -> str:
             f"The busiest rank computes {even}: the experts would take {after / before:.2f} of "
             "their time, at best. --model and --hardware say what that makes of a step."
         )
-    gain = f"{report['speed_up']:.2f} x as fast"
+    gain = f"{report['speed_up']:.2f} x as fast ({_range_of_gain(report['speed_up'])})"
     if _loses(report):
         return (
             f"Balancing would not pay here: a step would be {gain}. The busiest rank computes "
@@ -226,6 +229,11 @@ def verdict(report: Mapping[str, Any]) -> str:
         f"{report['share_of_ideal']:.2f} of what even routing would bring. The busiest rank "
         f"computes {even}."
     )
+
+
+def _range_of_gain(speed_up: float) -> str:
+    low, high = speed_up * (1 - MODEL_ERROR), speed_up * (1 + MODEL_ERROR)
+    return f"{low:.2f} to {high:.2f} if the model is {100 * MODEL_ERROR:.0f} % off"
 
 
 def _loses(report: Mapping[str, Any]) -> bool:
@@ -252,7 +260,10 @@ def answers(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     if report["speed_up"] is not None:
         rows[:0] = [
-            ("speed-up of a step", f"{report['speed_up']:.3f} x"),
+            (
+                "speed-up of a step",
+                f"{report['speed_up']:.2f} x ({_range_of_gain(report['speed_up'])})",
+            ),
             ("share of even routing's speed", f"{report['share_of_ideal']:.3f}"),
         ]
         rows += [
@@ -322,11 +333,15 @@ def of_what(report: Mapping[str, Any]) -> str:
     return "; ".join(part for part in parts if part)
 
 
-LEGEND = (
-    "Imbalance: busiest rank / mean. Of ideal: share of the speed of forced even routing. Slots: "
-    "memory of a rank's slots, weights and gradients."
-)
-"""Explains the columns of the tables."""
+def legend(report: Mapping[str, Any]) -> str:
+    """Explain the columns of the tables."""
+    said = "Imbalance: busiest rank / mean."
+    if report["speed_up"] is None:
+        return said
+    return (
+        f"{said} Of ideal: share of the speed of forced even routing. Slots: memory of a rank's "
+        "slots, weights and gradients. Times are modelled, not measured."
+    )
 
 
 def text(report: Mapping[str, Any]) -> list[str]:
@@ -341,8 +356,7 @@ def text(report: Mapping[str, Any]) -> list[str]:
         "",
         markdown_table(*layer_cells(report)),
         "",
-        f"Of {of_what(report)}. {LEGEND}",
-        *(["Times are modelled, not measured."] if report["speed_up"] is not None else []),
+        f"Of {of_what(report)}. {legend(report)}",
     ]
 
 
@@ -358,7 +372,7 @@ def page(report: Mapping[str, Any]) -> str:
         Page(
             title=title,
             top=f"<h1>{title}</h1>"
-            + sentences([report["verdict"], f"Of {of_what(report)}. {LEGEND}"], [])
+            + sentences([report["verdict"], f"Of {of_what(report)}. {legend(report)}"], [])
             + wide(html_table(("question", "answer"), answers(report))),
             data={key: report[key] for key in ("slots", "layers", "tried")},
             bottom="".join(below),

@@ -66,6 +66,31 @@ def test_strategies_without_a_past_are_named(loads, capsys):
     assert run(capsys, "replay", loads, "--strategies", "quota,eplb_exact")[2] == ""
 
 
+def test_strategies_that_never_acted_are_named(loads, capsys, tmp_path):
+    """And no sentence takes a strategy's name `none` for a number of strategies."""
+    words = ["--strategies", "none,quota,llep,exact", "balance.llep.min_tokens_per_gemm=1000000"]
+    status, out, _ = run(capsys, "replay", loads, *words, "--out", tmp_path / "out")
+    assert status == 0
+    said = "Never acted, so the same as without balancing: llep. "
+    assert said in out
+    page = (tmp_path / "out" / "replay.html").read_text()
+    assert said in page
+    assert said in (tmp_path / "out" / "replay.md").read_text()
+    (first,) = re.findall('<p class="verdict">(.*?)</p>', page)
+    assert re.fullmatch(
+        r"exact leaves the busiest rank \d\.\d{3} x the mean load, no other strategy less; without "
+        r"balancing it has \d\.\d{3} x\.",
+        first,
+    )
+    few = json.loads(run(capsys, "replay", loads, "--strategies", "none,quota", "--json")[1])
+    assert few["never_acted"] == []
+    words = ["--strategies", "none,llep", "balance.llep.min_tokens_per_gemm=1000000"]
+    run(capsys, "replay", loads, *words, "--out", tmp_path / "idle")
+    assert "No strategy made a replica: the busiest rank has 1.5" in (
+        (tmp_path / "idle" / "replay.html").read_text()
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -44,6 +44,16 @@ def test_strategies_side_by_side(folder: Path) -> None:
         assert "llep" not in names
 
 
+def test_pages_fit_screens(folder: Path) -> None:
+    for width, dark in ((1400, True), (420, False)):
+        with browser.opened(folder / "replay.html", width=width, dark=dark) as page:
+            page.wait_for_selector("body[data-drawn]")
+            assert browser.cut_off(page) == []
+            chart = 'figure[aria-label="Imbalance by layer"] .js-plotly-plot'
+            bounds = page.eval_on_selector(chart, "host => [host.data[0].zmin, host.data[0].zmax]")
+            assert bounds == [1, 2]
+
+
 def test_a_strategy_that_had_nothing_to_place_by_is_named(tmp_path: Path) -> None:
     loads = read_loads(Path(__file__).parents[2] / "recipes" / "traces" / "late_ep8.npz")
     asked = Asked(planning=PlanSettings(), slots=2, nvlink_domain=None)

@@ -64,6 +64,13 @@ def test_numbers_are_the_simulations() -> None:
     assert second["imbalance_before"] > 1.3 > 1.02 > second["imbalance"]
     assert second["speed_up"] > 1.1 > first["speed_up"]
     assert dict(answers(report))["layers that gain"] == "1 of 2: 2"
+    gain = report["speed_up"]
+    said = f"{gain:.2f} x {{}}({0.9 * gain:.2f} to {1.1 * gain:.2f} if the model is 10 % off)"
+    assert said.format("as fast ") in report["verdict"]
+    assert dict(answers(report))["speed-up of a step"] == said.format("")
+    # Columns that are absent are not explained.
+    assert "Of ideal" in page(report)
+    assert "Of ideal" not in page(what_if(loads, ASKED))
 
 
 def test_no_token_is_beyond_the_capacity() -> None:
@@ -175,6 +182,14 @@ def _look_at(file) -> None:
         shown.wait_for_selector("body[data-drawn]")
         bars = shown.locator("figure .bars .point")
         before = bars.count()
+        assert browser.cut_off(shown) == []
+        # Bars of both charts start at 1 and compare.
+        assert (
+            shown.evaluate(
+                "charts.map(({ host }) => [host.data[0].base, host.layout.yaxis.range[0]])"
+            )
+            == [[1, 1]] * 2
+        )
         assert before == 2 + 3  # One layer before and after; three numbers of slots.
         shown.locator("#show-0").press("Enter")
         shown.wait_for_function("document.querySelectorAll('figure .bars .point').length < 5")
