@@ -85,6 +85,7 @@ def _metrics(
         "replicas": 0.0 if strategy in ("none", "ideal") else 5.0,
         "step_ms": step_ms,
         "tokens_per_s": 4e6 / step_ms,
+        "tflops_per_gpu": 9e4 / step_ms,
     }
     if strategy not in ("none", "ideal"):
         shares = {"plan": 0.003, "materialize": 0.012, "reduce": 0.006}

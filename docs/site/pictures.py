@@ -217,7 +217,7 @@ def quickstart_png(file: Path) -> None:
     """The page of the quickstart, of fewer steps than it has."""
     with tempfile.TemporaryDirectory() as folder:
         at = Path(folder)
-        _command("megatron_ext.trainer.quickstart", "steps=16", at=at)
+        _command("megatron_ext.trainer.quickstart", "steps=40", at=at)
         page = at / "runs" / "quickstart" / "report.html"
         _screenshot(page, file, width=1200, height=1000)
 

@@ -17,8 +17,9 @@ function draw(data, main) {
     return { traces: shown(traces), layout: even("layer", most) };
   });
   chart(row, "By slots", "replicas that a rank can hold", () => {
-    const traces = [bars(data.tried, "slots", "imbalance", after, 1)];
-    return { traces: shown(traces), layout: even("slots a rank", most) };
+    const without = { ...bars(data.tried.slice(0, 1), "slots", "imbalance_before", BEFORE, 0), x: [0] };
+    const traces = [without, bars(data.tried, "slots", "imbalance", after, 1)];
+    return { traces: shown(traces), layout: { ...even("slots a rank", most), barmode: "overlay" } };
   });
 }
 

@@ -190,7 +190,7 @@ def _look_at(file) -> None:
             )
             == [[1, 1]] * 2
         )
-        assert before == 2 + 3  # One layer before and after; three numbers of slots.
+        assert before == 2 + 4  # One layer before and after; no slots, and three numbers of them.
         shown.locator("#show-0").press("Enter")
-        shown.wait_for_function("document.querySelectorAll('figure .bars .point').length < 5")
-        assert bars.count() == before - 1
+        shown.wait_for_function("document.querySelectorAll('figure .bars .point').length < 6")
+        assert bars.count() == before - 2

@@ -75,14 +75,11 @@ def part(package: str, name: str) -> str:
 
 def sentences(verdict: Sequence[str], unknown: Sequence[str]) -> str:
     """Return the first sentences of a page as HTML: the verdict, the rest, and what is unknown."""
-    first, *more = verdict
-    return "".join(
-        (
-            f'<p class="verdict">{html.escape(first)}</p>',
-            *(f'<p class="more">{html.escape(one)}</p>' for one in more),
-            *(f'<p class="unknown">{html.escape(one)}</p>' for one in unknown),
-        )
-    )
+    kinds = ["verdict", *["more"] * (len(verdict) - 1), *["unknown"] * len(unknown)]
+    said = zip(kinds, [*verdict, *unknown], strict=True)
+    # No line begins with a percent sign.
+    text = "".join(f'<p class="{kind}">{html.escape(one)}</p>' for kind, one in said)
+    return text.replace(" %", "&nbsp;%")
 
 
 def wide(table: str) -> str:

@@ -24,7 +24,8 @@ function overSteps(main, runs, { warmup, bands }) {
   const base = plain(runs[0].name);
   const text = runs.length > 1 ? `Below each, what differs from run ${runs[0].name}: curves that look alike above may not be alike.` : "";
   const part = section(main, "Over the steps", text);
-  const across = ["step", "tokens"].filter((key) => runs.every((run) => run.curves[key].some((value) => value != null)));
+  const knowTokens = runs.every((run) => run.curves.tokens.some((value) => value != null));
+  const across = knowTokens ? ["step", "tokens"] : ["step"];
   choice(part.appendChild(element("div", { class: "controls" })), "over", "Over", across.map((key) => [key, key === "step" ? "steps" : "tokens"]), redraw);
   const row = part.appendChild(element("div", { class: "row" }));
   for (const [key, title, unit, sign] of CURVES) {

@@ -47,7 +47,7 @@ def run_page(runs: Mapping[str, Run]) -> Page:
     against = list(runs)[:1] if len(runs) > 1 else []
     summaries = summarize_runs({name: run.metrics for name, run in runs.items()}, against)
     said, unknown = verdict(runs, summaries)
-    title = ", ".join(runs)
+    title = "; ".join(runs)
     first = next(iter(runs.values()))
     return Page(
         title=title,

@@ -29,8 +29,8 @@ def summarize(metrics: Metrics) -> dict[str, Any]:
     """Return the numbers of a run; NaN where no step knows one.
 
     Returns:
-        `imbalance_before`, `imbalance_after`, `step_ms`, `tokens_per_s`, `final_loss`, `replicas`
-        (per layer and microbatch) and `losses` (of every step).
+        `imbalance_before`, `imbalance_after`, `step_ms`, `tokens_per_s`, `tflops_per_gpu`,
+        `final_loss`, `replicas` (per layer and microbatch) and `losses` (of every step).
     """
     timed = metrics[WARMUP_STEPS:] or metrics
     losses = column(metrics, "loss")
@@ -39,6 +39,7 @@ def summarize(metrics: Metrics) -> dict[str, Any]:
         "imbalance_after": _known(fmean, column(metrics, "imbalance_after")),
         "step_ms": _known(median, column(timed, "step_ms")),
         "tokens_per_s": _known(median, column(timed, "tokens_per_s")),
+        "tflops_per_gpu": _known(median, column(timed, "tflops_per_gpu")),
         "final_loss": losses[-1] if losses else math.nan,
         "replicas": _known(fmean, column(metrics, "replicas")),
         "losses": losses,
@@ -118,8 +119,11 @@ def table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
 def cells(summaries: Mapping[str, Mapping[str, Any]]) -> Cells:
     """Return header and rows of `table`; what is not known is an empty cell."""
     against = next(iter(summaries.values()))["vs"]
+    # Programs with logs of their own do not count operations.
+    counted = [run for run in summaries.values() if not math.isnan(run["tflops_per_gpu"])]
+    flops = ("TFLOP/s a rank",) if counted else ()
     header = (
-        *("run", "imbalance before", "after", "step ms", "tokens/s"),
+        *("run", "imbalance before", "after", "step ms", "tokens/s", *flops),
         *(f"vs {other}" for other in against),
         *("final loss", "replicas per layer"),
     )
@@ -130,6 +134,7 @@ def cells(summaries: Mapping[str, Mapping[str, Any]]) -> Cells:
             _cell(run["imbalance_after"], ".2f"),
             _cell(run["step_ms"], ".0f"),
             _cell(run["tokens_per_s"], ".0f"),
+            *(_cell(run["tflops_per_gpu"], ".3g") for _ in flops),
             *("" if other == name else _vs_cell(run["vs"][other]) for other in against),
             _cell(run["final_loss"], ".4f"),
             _cell(run["replicas"], ".1f"),

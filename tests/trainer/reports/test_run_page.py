@@ -41,13 +41,13 @@ def _traces(page: Page, title: str) -> list[dict]:
 def test_a_reader_toggles_runs_and_moves_the_slider(folders: list[Path], tmp_path: Path) -> None:
     write_run_page(read_runs(folders), tmp_path / "page.html")
     with browser.opened(tmp_path / "page.html") as page:
-        assert page.inner_text(".verdict") == (
+        assert page.text_content(".verdict").replace("\xa0", " ") == (
             "Run quota trains 1.26 x as fast as run none (95 % interval 1.26 to 1.26), at 0.97 "
             "(0.97 to 0.97) of the limit, run ideal."
         )
         assert (
             "Ranks of run quota wait 0.4 % of a step for balancing; another 1.7 % runs behind "
-            "other work." in page.inner_text("#top")
+            "other work." in page.inner_text("#top").replace("\xa0", " ")
         )
         # A curve of each run, and what differs from the first.
         assert [one["name"] for one in _traces(page, "Loss")] == [
@@ -126,6 +126,11 @@ def test_few_steps_and_ranks_have_whole_ticks_also_after_zooming(tmp_path: Path)
     with browser.opened(tmp_path / "page.html") as page:
         page.wait_for_selector("body[data-drawn]")
         assert _fractions(page) == []
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "config.yaml").write_text("steps: 3\n")
+    write_run_page(read_runs([tmp_path / "new"]), tmp_path / "page.html")
+    with browser.opened(tmp_path / "page.html") as page:  # Of no step yet.
+        page.wait_for_selector("body[data-drawn]")
     write_run_page(read_runs([write_run(tmp_path / "long", strategy="quota")]), tmp_path / "a.html")
     with browser.opened(tmp_path / "a.html") as page:
         page.wait_for_selector("body[data-drawn]")
@@ -203,9 +208,11 @@ def test_curves_of_long_runs_have_points_of_their_steps(tmp_path: Path) -> None:
 
 def test_runs_of_a_sweep_have_short_names(swept: list[Path]) -> None:
     page = run_page(read_runs(swept))
-    assert page.title.startswith("slots 1, tolerance 0.01, slots 1, tolerance 0.05, slots 2, ")
+    assert page.title.startswith("slots 1, tolerance 0.01; slots 1, tolerance 0.05; slots 2, ")
     assert "balance.slots=" not in page.top + page.bottom
-    assert "<td>slots 4, tolerance 0.05</td>" in page.top.replace("\n", "").replace("  ", "")
+    table = page.top.replace("\n", "").replace("  ", "")
+    assert "<td>slots 4, tolerance 0.05</td>" in table
+    assert "<td>448</td>" in table  # TFLOP/s a rank, median.
 
 
 def test_what_is_equal_of_machines_is_folded_and_commits_are_short(folders: list[Path]) -> None:
@@ -234,7 +241,7 @@ def test_strange_names_are_text(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(page_html(run_page(with_script)), "utf-8")
     with browser.opened(tmp_path / "page.html") as page:
         page.wait_for_selector(".main-svg")
-        assert page.title() == f"{STRANGE}, {name}"
+        assert page.title() == f"{STRANGE}; {name}"
         assert page.inner_text("#show-0") == STRANGE
         assert page.locator("img, b").count() == 0
         labels = page.eval_on_selector_all(
