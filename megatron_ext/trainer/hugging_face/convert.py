@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import pickle
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -231,17 +230,22 @@ class _CheckpointFile:
                 ),
             )
             whole.chunks.append(ChunkStorageMetadata(offset, sizes))
+            begin = self._file.tell()
             # A view would be saved with all that it is a view of.
-            buffer = io.BytesIO()
-            torch.save(piece.data.reshape(sizes).clone(), buffer)
-            data = buffer.getbuffer()
+            torch.save(piece.data.reshape(sizes).clone(), self)
             self._places[MetadataIndex(piece.key, offset)] = _StorageInfo(
-                _DATA_FILE, self._file.tell(), data.nbytes
+                _DATA_FILE, begin, self._file.tell() - begin
             )
-            self._file.write(data)
-            self._hasher.add(data)
             num_bytes += piece.data.nbytes
         return num_bytes
+
+    def write(self, data: memoryview | bytes) -> int:
+        """Take what `torch.save` writes."""
+        self._hasher.add(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        """See `write`."""
 
     def finish(self) -> None:
         """Write everything else of a checkpoint of step 0, and have it all on the disk."""
