@@ -80,8 +80,8 @@ stage "2/3 torch, up to 3 GB" install torch scikit-build-core cmake ninja
 # The extra `hf` is empty but for Python 3.12, which Megatron-Bridge needs. Bridge itself would bring
 # all that its training wants.
 install_rest() {
-    install --no-build-isolation --editable '.[train,dev,dashboards,docs,hf,wandb]'
-    [[ $version != 3.12 ]] || install --no-deps megatron-bridge==0.6.2
+    install --no-build-isolation --editable '.[train,dev,dashboards,docs,hf,wandb]' &&
+        { [[ $version != 3.12 ]] || install --no-deps megatron-bridge==0.6.2; }
 }
 stage "3/3 other packages and the native part" install_rest
 echo "$stamp" >"$venv/setup-stamp"

@@ -13,12 +13,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.trainer.hugging_face.bridge import INSTALL
+
 # What to look for where megatron-ext is on the path only, and says no requirements.
 _ESSENTIAL = ("torch", "megatron-core")
 _SHARED_MEMORY = Path("/dev/shm")  # What CPU ranks of one machine share.
 _CHANNELS = Path("/dev/nvidia-caps-imex-channels")
 
 PACKAGES = {
+    "transformers": f"{INSTALL} (for Hugging Face models, with Python 3.12)",
     "hydra-core": "pip install 'megatron-ext[train]' (for `megatron-ext train` and other commands)",
     "transformer-engine": "pip install --no-build-isolation 'megatron-ext[te]' (with a GPU)",
     "tensorboard": "pip install 'megatron-ext[tensorboard]'",

@@ -22,9 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-_INSTALL = (
-    "pip install 'megatron-ext[train,hf]' and then pip install --no-deps megatron-bridge==0.6.2"
-)
+INSTALL = "pip install 'megatron-ext[hf]', then pip install --no-deps megatron-bridge==0.6.2"
 
 _OF_MEGATRON = (
     "megatron.core.distributed",
@@ -68,7 +66,7 @@ def import_bridge() -> Any:
         try:
             importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            raise ModuleNotFoundError(f"Hugging Face models need {package}: {_INSTALL}") from None
+            raise ModuleNotFoundError(f"Hugging Face models need {package}: {INSTALL}") from None
     # Megatron looks for Transformer Engine when it is imported, and must not find a stand-in.
     for module in _OF_MEGATRON:
         importlib.import_module(module)

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -232,7 +232,7 @@ class _CheckpointFile:
             whole.chunks.append(ChunkStorageMetadata(offset, sizes))
             begin = self._file.tell()
             # A view would be saved with all that it is a view of.
-            torch.save(piece.data.reshape(sizes).clone(), self)
+            torch.save(piece.data.reshape(sizes).clone(), cast("IO[bytes]", self))
             self._places[MetadataIndex(piece.key, offset)] = _StorageInfo(
                 _DATA_FILE, begin, self._file.tell() - begin
             )
