@@ -7,13 +7,14 @@ seconds, and neither `--help` nor reading a manifest must wait for it: it comes 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.data.manifest import Manifest
+from megatron_ext.data.manifest import Domain, Manifest
 
 _FIRST_TOKENS = 1 << 16
 """Tokens of a domain that are looked at before a run starts, in less than a millisecond: a dataset
@@ -48,24 +49,75 @@ def open_domain(manifest: Manifest, name: str) -> Any:
         raise ValueError(f"domain {name}: {prefix}.bin is empty")
     dataset = _open(prefix, name)
     by_manifest = manifest.domains[name].tokens
-    by_index = int(dataset.sequence_lengths.sum(dtype=np.int64))
+    by_index = _num_tokens(dataset.index)
     on_disk = num_bytes // np.dtype(dataset.index.dtype).itemsize
     if not by_manifest == by_index == on_disk:
+        of_manifest = f"by the manifest {by_manifest}, " if by_manifest != by_index else ""
         raise ValueError(
-            f"domain {name}: {prefix} was changed or cut off: tokens by the manifest "
-            f"{by_manifest}, by the .idx {by_index}, in the .bin {on_disk}"
+            f"domain {name}: {prefix} was changed or cut off: tokens {of_manifest}"
+            f"by the .idx {by_index}, in the .bin {on_disk}"
         )
     read_tokens(dataset, 0, min(on_disk, _FIRST_TOKENS), manifest.vocab_size)
     return dataset
 
 
+def manifest_of(prefixes: Sequence[str], *, tokenizer: str, vocab_size: int) -> Manifest:
+    """Describe Megatron datasets that were made elsewhere, each a domain named by its files.
+
+    Args:
+        prefixes: Paths without `.bin` and `.idx`, as Megatron's `--data-path` has them.
+        tokenizer: Path of their `tokenizer.json`, or empty.
+        vocab_size: Number of their token ids.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: A prefix is given twice, or its `.idx` cannot be read.
+    """
+    for prefix in prefixes:
+        if list(prefixes).count(prefix) > 1:
+            raise ValueError(f"{prefix} is given twice")
+        for ending in (".idx", ".bin"):
+            if not Path(prefix + ending).is_file():
+                raise FileNotFoundError(f"{prefix}{ending} does not exist")
+    names = [Path(prefix).name for prefix in prefixes]
+    if len(set(names)) < len(names):
+        names = list(prefixes)
+    domains = {}
+    for name, prefix in zip(names, prefixes, strict=True):
+        index = _open_index(prefix, name)
+        domains[name] = Domain(
+            prefix=str(Path(prefix).absolute()),
+            documents=len(index.document_indices) - 1,
+            tokens=_num_tokens(index),
+            text_bytes=None,
+        )
+    return Manifest(
+        folder=Path(),
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        eod=None,
+        eod_token=None,
+        domains=domains,
+    )
+
+
+def _num_tokens(index: Any) -> int:
+    return int(index.sequence_lengths.sum(dtype=np.int64))
+
+
 def _open(prefix: str, name: str) -> Any:
-    from megatron.core.datasets.indexed_dataset import IndexedDataset, _IndexReader
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    # The index by itself first: a dataset that fails over its index fails again in `__del__`.
+    _open_index(prefix, name)
+    return IndexedDataset(prefix)
+
+
+def _open_index(prefix: str, name: str) -> Any:
+    from megatron.core.datasets.indexed_dataset import _IndexReader
 
     try:
-        # The index by itself first: a dataset that fails over its index fails again in `__del__`.
-        _IndexReader(f"{prefix}.idx", False)
-        return IndexedDataset(prefix)
+        return _IndexReader(f"{prefix}.idx", False)
     except (AssertionError, IndexError, OverflowError, ValueError, struct.error) as error:
         said = " ".join(str(error).split()) or "its counts differ"
         raise ValueError(
@@ -90,6 +142,6 @@ def read_tokens(dataset: Any, start: int, count: int, vocab_size: int) -> NDArra
         place = int(np.argmax(is_foreign))
         raise ValueError(
             f"{dataset.path_prefix}.bin: token {tokens[place]} at position {start + place} must be "
-            f"from 0 to {vocab_size - 1}, the vocabulary of the manifest"
+            f"from 0 to {vocab_size - 1}, the vocabulary of the data"
         )
     return tokens

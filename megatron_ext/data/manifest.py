@@ -36,21 +36,24 @@ class Domain:
     documents: int
     tokens: int
     """With one eod per document."""
-    text_bytes: int
-    """Size of the text before tokenizing, UTF-8."""
+    text_bytes: int | None
+    """Size of the text before tokenizing, UTF-8; None of a dataset made elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a dataset folder holds. Written by `build_dataset`, read by training."""
+    """What a dataset holds. `build_dataset` writes it into a folder, and training reads it.
+
+    For datasets made elsewhere, `indexed.py` makes a manifest that no file holds.
+    """
 
     folder: Path
     tokenizer: str
     vocab_size: int
     """Number of token ids, eod included."""
-    eod: int
-    """Id of the token that ends each document."""
-    eod_token: str
+    eod: int | None
+    """Id of the token that ends each document; None of datasets made elsewhere."""
+    eod_token: str | None
     """The same token as the tokenizer writes it."""
     domains: dict[str, Domain]
 

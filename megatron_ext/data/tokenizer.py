@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,25 +62,7 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: Path, eod_token: str | None = None) -> None:
-        try:
-            import tokenizers
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"reading {path} needs the `tokenizers` library: pip install 'megatron-ext[train]'"
-            ) from error
-        if not path.is_file():
-            raise FileNotFoundError(f"tokenizer file {path} does not exist")
-        try:
-            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
-        # The library raises a bare Exception for every fault of the file.
-        except Exception as error:
-            raise ValueError(f"{path} is not a Hugging Face tokenizer.json: {error}") from error
-        # Settings stored in the file which would cut or fill up documents.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        if not vocabulary:
-            raise ValueError(f"{path} is a tokenizer without a vocabulary")
+        self._tokenizer, vocabulary = _read(path)
         candidates = COMMON_EOD_TOKENS if eod_token is None else (eod_token,)
         self.eod_token = next((token for token in candidates if token in vocabulary), "")
         if not self.eod_token:
@@ -88,13 +71,51 @@ class HuggingFaceTokenizer:
                 "name one it has with --eod"
             )
         self.eod = vocabulary[self.eod_token]
-        # Ids may have gaps, so the number of tokens is not enough.
-        self.vocab_size = max(vocabulary.values()) + 1
+        self.vocab_size = _vocab_size(vocabulary)
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Return the token ids of each text, int64, without the tokenizer's special tokens."""
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+
+@cache
+def vocab_size_of(path: Path) -> int:
+    """Return the number of token ids of a `tokenizer.json`.
+
+    Raises:
+        ModuleNotFoundError, FileNotFoundError, ValueError: As of `HuggingFaceTokenizer`.
+    """
+    return _vocab_size(_read(path)[1])
+
+
+def _read(path: Path) -> tuple[Any, dict[str, int]]:
+    """Return a tokenizer of the library that neither cuts nor fills up, and its ids by token."""
+    try:
+        import tokenizers
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"reading {path} needs the `tokenizers` library: pip install 'megatron-ext[train]'"
+        ) from error
+    if not path.is_file():
+        raise FileNotFoundError(f"tokenizer file {path} does not exist")
+    try:
+        tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
+    # The library raises a bare Exception for every fault of the file.
+    except Exception as error:
+        raise ValueError(f"{path} is not a Hugging Face tokenizer.json: {error}") from error
+    # Settings stored in the file which would cut or fill up documents.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        raise ValueError(f"{path} is a tokenizer without a vocabulary")
+    return tokenizer, vocabulary
+
+
+def _vocab_size(vocabulary: dict[str, int]) -> int:
+    # Ids may have gaps, so the number of tokens is not enough.
+    return max(vocabulary.values()) + 1
 
 
 def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_parallel: int) -> int:

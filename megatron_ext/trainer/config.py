@@ -135,7 +135,11 @@ class DataConfig(Section):
     NAME: ClassVar[str] = "data"
 
     path: str = MISSING
-    """Folder made by `megatron-ext data build`."""
+    """Folder made by `megatron-ext data build`; or, as Megatron's `--data-path` in quotes, prefixes
+    of Megatron's datasets (`.bin` and `.idx`), each with a weight in front or all without."""
+    tokenizer: str = ""
+    """Hugging Face's `tokenizer.json` of prefixes in `path`: says how many tokens there are. If
+    empty, `model.vocab_size` does. A folder of `data build` has its own."""
     sequence_length: int = setting(256, least=1)
     """Tokens of a sample."""
     micro_batch_size: int = setting(4, least=1)
@@ -154,7 +158,7 @@ class DataConfig(Section):
     above 1. Empty leaves tokens where the sequence puts them. Training results stay the same."""
 
     weights: dict[str, float] = field(default_factory=dict)
-    """Share of each domain; empty is in proportion to the domains' sizes."""
+    """Share of each domain of a folder; empty is in proportion to the domains' sizes."""
     mix_by: str = setting("microbatch", choices=("microbatch", "sample"))
     """Draw a domain for each `microbatch` or for each `sample`."""
     validation_fraction: float = setting(0.02, least=0, below=1)

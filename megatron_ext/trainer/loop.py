@@ -23,7 +23,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_ext.balance.strategies import get_strategy
-from megatron_ext.data.manifest import Manifest
 from megatron_ext.data.mixing import MixedDataset, microbatches
 from megatron_ext.files.run_dir import LAYERS_FILE, TRACE_FOLDER
 from megatron_ext.mcore.between_steps import check_agreement
@@ -40,6 +39,7 @@ from megatron_ext.telemetry.step_lines import read_lines
 from megatron_ext.telemetry.trace import TraceWriter
 from megatron_ext.trainer.checkpoints.checkpoint import Checkpoints
 from megatron_ext.trainer.config import TrainConfig
+from megatron_ext.trainer.data import open_data
 from megatron_ext.trainer.finite import StepGuard
 from megatron_ext.trainer.logs.progress import TrainingProgress
 from megatron_ext.trainer.logs.run_log import RunLog, read_metrics
@@ -63,7 +63,7 @@ class Training:
         self.config = config
         heartbeat.note("build")
         build.start_parallelism(config)
-        manifest = Manifest.load(config.data.path)
+        manifest = open_data(config)
         self.chunks = build.build_model(config, manifest.vocab_size)
         self.optimizer = build.build_optimizer(config, self.chunks)
         self.guard = StepGuard(config, self.chunks, self.optimizer)

@@ -42,7 +42,7 @@ from megatron_ext.trainer.reports.run_page import FILE, write_run_page
 from megatron_ext.trainer.reports.summary import Drift, summarize, summarize_runs, table
 from megatron_ext.trainer.sinks.wandb import keep_comparison
 from megatron_ext.trainer.train import load_config
-from megatron_ext.trainer.validate import validate
+from megatron_ext.trainer.validate import has_data, validate
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,8 @@ def main(overrides: Sequence[str] | None = None) -> None:
                 ["balance=none", "data.reverse_samples=true", *overrides], config_name="quickstart"
             )
             folder = give_each_a_folder(runs)
-            build_data(Path(runs["none"].data.path))
+            if not has_data(runs["none"]):
+                build_data(Path(runs["none"].data.path))
             num_ranks = runs["none"].parallel.ep_size
             if steps := runs["none"].profile.steps:
                 raise ConfigError(

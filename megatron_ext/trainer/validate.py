@@ -20,7 +20,6 @@ from megatron_ext.balance.planner import LayerPlanner, plan_layout
 from megatron_ext.balance.strategies import STRATEGIES, PlanSettings
 from megatron_ext.balance.strategies.strategy import StaysMegatron
 from megatron_ext.config import ConfigError, field_problems
-from megatron_ext.data.manifest import Manifest
 from megatron_ext.files.arrays import check_free
 from megatron_ext.files.placement import read_placement
 from megatron_ext.files.recipes import nearest_recipe, recipe_names, shipped_recipes
@@ -29,6 +28,7 @@ from megatron_ext.files.yaml_files import read_yaml
 from megatron_ext.telemetry.step_lines import read_lines
 from megatron_ext.trainer.checkpoints.choice import find_checkpoint, model_differences
 from megatron_ext.trainer.config import TrainConfig
+from megatron_ext.trainer.data import open_data
 
 
 def validate(config: TrainConfig, *, num_ranks: int, needs_data: bool = True) -> None:
@@ -333,8 +333,9 @@ def _check_hooks(config: TrainConfig) -> list[str]:
 
     settings = overridable_settings(config) | transformer_settings(config) | config.megatron
     try:
-        vocab_size = Manifest.load(config.data.path).vocab_size
-    except (FileNotFoundError, ValueError):  # If the run needs it, `_check_data` reports it.
+        vocab_size = open_data(config).vocab_size
+    # If the run needs it, `_check_data` reports it.
+    except (FileNotFoundError, ValueError, ModuleNotFoundError):
         vocab_size = None
     return [
         f"{setting} ({path}): {_one_line(problem)}"
@@ -346,8 +347,8 @@ def _check_hooks(config: TrainConfig) -> list[str]:
 def has_data(config: TrainConfig) -> bool:
     """Whether there is a dataset where the run looks for it."""
     try:
-        Manifest.load(config.data.path)
-    except (FileNotFoundError, ValueError) as error:
+        open_data(config)
+    except (FileNotFoundError, ValueError, ModuleNotFoundError) as error:
         return not isinstance(error, FileNotFoundError)  # Else there is one, which is wrong.
     return True
 
@@ -356,7 +357,7 @@ def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:
     from megatron_ext.trainer.model.build import dataset
 
     try:
-        manifest = Manifest.load(config.data.path)
+        manifest = open_data(config)
         if values_fit:
             if 0 < config.model.vocab_size < manifest.vocab_size:
                 return [
@@ -366,7 +367,7 @@ def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:
             dataset(config, manifest, "train")
             if config.eval_every:
                 dataset(config, manifest, "validation")
-    except (FileNotFoundError, ValueError) as error:
+    except (FileNotFoundError, ValueError, ModuleNotFoundError) as error:
         problem = _one_line(error)
         known = problem.startswith("data.")
         return [problem if known else f"data.path ({config.data.path}): {problem}"]

@@ -39,7 +39,7 @@ from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.distributed import DistributedDataParallel
 
 from checkpoints_tools.contents import is_of_optimizer
-from checkpoints_tools.folder import TABLE_FILE, stored_bytes
+from checkpoints_tools.folder import COMMON_FILE, TABLE_FILE, stored_bytes
 from checkpoints_tools.pickles import read_object, read_table
 from megatron_ext.data.tokenizer import padded_vocab_size
 from megatron_ext.trainer.checkpoints.state import (
@@ -85,6 +85,7 @@ def start_from(
         iteration = 0 if is_release else int(common["iteration"])
         metadata = dict(common.get("content_metadata") or {})
     except (
+        AttributeError,  # Of Megatron-Core 0.16, when the file of common values is missing.
         CheckpointingException,
         pickle.UnpicklingError,
         OSError,
@@ -93,6 +94,8 @@ def start_from(
         ValueError,
     ) as error:
         said = " ".join(str(error).split())
+        if not (checkpoint / COMMON_FILE).exists():
+            said = f"it has no {COMMON_FILE}, which this version of Megatron-Core asks for"
         raise ValueError(f"checkpoint {checkpoint} does not say its iteration: {said}") from None
     saved = load_sharded_metadata(str(checkpoint))
     model = model_state(chunks, metadata)

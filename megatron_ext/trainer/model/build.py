@@ -35,6 +35,7 @@ from megatron_ext.data.tokenizer import padded_vocab_size
 from megatron_ext.mcore.spec import balance_spec, grouped_mm_spec, name_stages
 from megatron_ext.methods.run_hook import Reader, run_hooks
 from megatron_ext.trainer.config import TrainConfig
+from megatron_ext.trainer.data import data_weights
 from megatron_ext.trainer.model.local_layers import latent_attention_spec, sequence_parallel_spec
 from megatron_ext.trainer.model.settings import (
     assumes_transformer_engine,
@@ -61,7 +62,7 @@ def dataset(config: TrainConfig, manifest: Manifest, split: str) -> MixedDataset
         sequence_length=data.sequence_length,
         micro_batch_size=data.micro_batch_size,
         seed=config.seed,
-        weights=data.weights,
+        weights=data_weights(data, manifest),
         mix_by=data.mix_by,
         validation_fraction=data.validation_fraction,
     )

@@ -9,9 +9,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext.data.manifest import Manifest
 from megatron_ext.data.tokenizer import padded_vocab_size
 from megatron_ext.trainer.config import TrainConfig
+from megatron_ext.trainer.data import open_data
 from megatron_ext.trainer.model.settings import recipe_of, transformer_config, unquantized
 
 REPLICA_BYTES: dict[str, float] = {
@@ -188,7 +188,7 @@ def shape_of(config: TrainConfig, name: str) -> ModelShape:
         expert_hidden_size=model.expert_hidden_size,
         shared_expert_hidden_size=model.shared_expert_hidden_size,
         is_gated=model.activation == "swiglu" or bool(config.megatron.get("gated_linear_unit")),
-        vocab_size=model.vocab_size or _vocab_size(data.path),
+        vocab_size=model.vocab_size or _vocab_size(config),
         sequence_length=data.sequence_length,
         precision=recipe_of(config) or model.precision,
         pp_size=parallel.pp_size,
@@ -215,10 +215,8 @@ def _attention(config: TrainConfig) -> tuple[int, int]:
     return hidden * (2 * width + key_values), width
 
 
-def _vocab_size(data_path: Any) -> int:
+def _vocab_size(config: TrainConfig) -> int:
     try:
-        return padded_vocab_size(
-            Manifest.load(data_path).vocab_size, divisible_by=128, tensor_parallel=1
-        )
-    except (FileNotFoundError, ValueError):
+        return padded_vocab_size(open_data(config).vocab_size, divisible_by=128, tensor_parallel=1)
+    except (FileNotFoundError, ValueError, ModuleNotFoundError):
         return 0

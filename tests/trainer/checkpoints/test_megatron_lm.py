@@ -15,6 +15,8 @@ import random
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,10 +34,13 @@ from megatron_ext.trainer.logs.run_log import read_metrics
 from megatron_ext.trainer.ranks.launch import NO_RESTART
 from megatron_ext.trainer.train import load_config
 from megatron_ext.trainer.validate import validate
+from tests.docs.test_readme import ROOT, commands
 from tests.ranks import run_ranks
 from tests.trainer.checkpoints.test_checkpoint import Said
 from tests.trainer.checkpoints.test_strangers import Payload
 from tests.trainer.dataset import overrides
+from tests.trainer.test_data import write_datasets, write_tokenizer
+from tests.trainer.test_pretrain import COMMAND_LINE, launch, needs_training_loop
 from tests.trainer.test_run import _train as train_one
 
 STEPS, SAVED = 5, 3
@@ -46,7 +51,9 @@ def _words(data: Path, run_dir: Path) -> list[str]:
     return [*overrides(data, run_dir), *schedule, f"steps={STEPS}", "model.activation=swiglu"]
 
 
-def _train_stock(rank: int, words: list[str], folder: str, kind: str | None) -> list[float]:
+def _train_stock(
+    rank: int, words: list[str], folder: str, kind: str | None, recipe: str | None = None
+) -> list[float]:
     """Train Megatron's own model, save it after `SAVED` steps; return the losses of all steps."""
     enable_cpu_platform()
     from megatron.core import parallel_state
@@ -60,15 +67,16 @@ def _train_stock(rank: int, words: list[str], folder: str, kind: str | None) -> 
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.module import Float16Module
 
-    from megatron_ext.data.manifest import Manifest
     from megatron_ext.data.mixing import microbatches
+    from megatron_ext.trainer.data import open_data
     from megatron_ext.trainer.loop import _forward_step
     from megatron_ext.trainer.model import build
     from megatron_ext.trainer.model.settings import transformer_config
 
     parallel_state.destroy_model_parallel()
-    config = load_config(words)
+    config = load_config(words, config_name=recipe)
     build.start_parallelism(config)
     settings = transformer_config(config)
     model = GPTModel(
@@ -80,7 +88,11 @@ def _train_stock(rank: int, words: list[str], folder: str, kind: str | None) -> 
         share_embeddings_and_output_weights=False,
     )
     settings.finalize_model_grads_func = finalize_model_grads
-    spread = DistributedDataParallelConfig(use_distributed_optimizer=kind is not None)
+    spread = DistributedDataParallelConfig(
+        use_distributed_optimizer=kind is not None, grad_reduce_in_fp32=settings.bf16
+    )
+    if settings.bf16:
+        model = Float16Module(settings, model)
     chunk = DistributedDataParallel(settings, spread, model)
     adam = OptimizerConfig(
         optimizer="adam",
@@ -88,6 +100,8 @@ def _train_stock(rank: int, words: list[str], folder: str, kind: str | None) -> 
         weight_decay=config.optimizer.weight_decay,
         adam_beta2=config.optimizer.beta2,
         use_distributed_optimizer=kind is not None,
+        bf16=settings.bf16,
+        params_dtype=settings.params_dtype,
     )
     optimizer = get_megatron_optimizer(adam, [chunk])
     schedule = OptimizerParamScheduler(
@@ -103,7 +117,7 @@ def _train_stock(rank: int, words: list[str], folder: str, kind: str | None) -> 
         wd_incr_steps=STEPS,
         wd_incr_style="constant",
     )
-    data = build.dataset(config, Manifest.load(config.data.path), "train")
+    data = build.dataset(config, open_data(config), "train")
     size = parallel_state.get_data_parallel_world_size()
     batches = microbatches(
         data, consumed_samples=0, data_parallel_rank=rank, data_parallel_size=size
@@ -175,7 +189,13 @@ def _save(chunk: Any, optimizer: Any, schedule: Any, folder: Path, kind: str | N
     (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
 
 
-KINDS = ("dp_reshardable", "fully_reshardable", None)
+KINDS = {
+    "dp_reshardable": [],
+    "fully_reshardable": [],
+    None: ["parallel.distributed_optimizer=false"],
+    "bf16": ["model.precision=bf16", "balance.strategy=none"],
+}
+"""Settings of a stock run by how its optimizer's state is cut; of bfloat16, as in Megatron-LM."""
 
 
 @pytest.fixture(scope="module")
@@ -186,10 +206,9 @@ def stock(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
     def make(kind: str | None = "dp_reshardable") -> tuple[Path, list[float]]:
         if kind not in made:
             folder = tmp_path_factory.mktemp("stock")
-            words = _words(data, folder)
-            if kind is None:
-                words.append("parallel.distributed_optimizer=false")
-            losses, _ = run_ranks(_train_stock, 2, words, str(folder / "saved"), kind)
+            words = [*_words(data, folder), *KINDS[kind]]
+            cut = "dp_reshardable" if kind == "bf16" else kind
+            losses, _ = run_ranks(_train_stock, 2, words, str(folder / "saved"), cut)
             made[kind] = folder / "saved", losses
         return made[kind]
 
@@ -231,9 +250,7 @@ def test_a_balanced_run_goes_on_as_the_stock_run_does(
     kind: str | None, stock: Callable[..., Any], data: Path, tmp_path: Path
 ) -> None:
     folder, expected = stock(kind)
-    words = [*_words(data, tmp_path), f"checkpoint.load={folder}"]
-    if kind is None:
-        words.append("parallel.distributed_optimizer=false")
+    words = [*_words(data, tmp_path), f"checkpoint.load={folder}", *KINDS[kind]]
     ((said, status),) = run_ranks(_train, 2, [words])[0]
     assert said == (
         f"starting from {folder}/iter_0000003, iteration 3; not taken: learning rate, random "
@@ -297,6 +314,12 @@ def test_a_model_that_differs_is_refused_in_one_line(
         "has not",
         "steps=3": r"steps \(3\) must be > 3, where .*",
     }
+    if (folder / "common.pt").exists():  # As Megatron-Core writes it that has no such file.
+        newer = tmp_path / "newer"
+        shutil.copytree(folder, newer)
+        (newer / "common.pt").unlink()
+        (newer / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+        refusals[f"checkpoint.load={newer}"] = "it has no common.pt, which .*"
     common = [*_words(data, tmp_path / "run"), f"checkpoint.load={folder}"]
     many = [
         [word for word in common if not refusal.startswith(word.split("=")[0] + "=")] + [refusal]
@@ -305,7 +328,7 @@ def test_a_model_that_differs_is_refused_in_one_line(
     outcomes, others = run_ranks(_train, 2, many)
     assert others == [("", NO_RESTART)] * len(refusals)
     for (said, status), refusal in zip(outcomes, refusals.values(), strict=True):
-        assert re.fullmatch(rf"error: (checkpoint .*: .*)?{refusal}", said), said
+        assert re.fullmatch(rf"error: (checkpoint .*)?{refusal}", said), said
         assert status == NO_RESTART
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -364,3 +387,53 @@ def test_verify_knows_what_megatron_writes(stock: Callable[..., Any], tmp_path: 
     torch.save({"args": argparse.Namespace(x=Payload(tmp_path / "trace"))}, crafted / "common.pt")
     assert verify(crafted).problems == ["common.pt names posix.mkdir, which no checkpoint needs"]
     assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stock run of the recipe's model, and on datasets by Megatron's own builder."""
+    monkeypatch.chdir(tmp_path)
+    checking, training = commands(ROOT / "docs/guides/start-from-megatron-lm.md")
+    (tmp_path / "data").mkdir()
+    write_datasets(tmp_path / "data", {"code_text_document": 3, "docs_text_document": 60})
+    write_tokenizer(tmp_path / "data" / "tokenizer.json")
+    words = [
+        word.replace("data/", f"{tmp_path}/data/")
+        for word in training[4:]
+        if not word.startswith(("run_dir=", "checkpoint.load="))
+    ]
+    arguments = ([*words, "balance=none"], str(tmp_path / "checkpoints"), "dp_reshardable")
+    run_ranks(_train_stock, 2, *arguments, training[3])
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    for command in (checking, training):
+        program = [sys.executable, "-m", "megatron_ext", *command[1:]]
+        done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert "starting from checkpoints/iter_0000003, iteration 3; not taken: learning" in done.stderr
+    steps = [line["step"] for line in read_metrics(tmp_path / "runs/from_megatron")]
+    assert steps == list(range(SAVED + 1, 21))
+
+
+@needs_training_loop
+@pytest.mark.slow
+def test_a_checkpoint_of_megatrons_own_program(tmp_path: Path, data: Path) -> None:
+    """With all that its training loop writes: arguments, generators, the state of its checks."""
+    words = COMMAND_LINE.replace("--mtp-num-layers 1", "--untie-embeddings-and-output-weights")
+    saving = f"--use-distributed-optimizer --save {tmp_path / 'saved'} --save-interval 2"
+    done = launch(words, saving)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "saved" / "iter_0000004"
+    known = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        assert verify(folder).problems == []
+    finally:
+        torch.serialization.add_safe_globals(known)
+    write_datasets(tmp_path, {"text_document": 3})
+    given = [word for word in overrides(data, tmp_path / "run") if "data.path" not in word]
+    settings = ["hidden_size=32", "num_experts=8", "expert_hidden_size=64", "vocab_size=127"]
+    run = [*given, *(f"model.{each}" for each in settings), "model.activation=swiglu"]
+    run += ["+megatron.normalization=RMSNorm", f"data.path={tmp_path}/text_document"]
+    ((said, status),) = run_ranks(_train, 2, [[*run, f"checkpoint.load={tmp_path / 'saved'}"]])[0]
+    assert re.match(rf"starting from {folder}, iteration 4; not taken: learning rate", said)
+    assert status == 0
