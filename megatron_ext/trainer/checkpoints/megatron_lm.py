@@ -138,7 +138,7 @@ def _load_adam(
             state = _filled(checkpoint, state)
             there = [entry["param"] for entry in _entries(state)] if in_buffers else []
             same = all(_are_same(*pair) for pair in zip(there, mains, strict=True))
-            problems = of_all([] if same else ["its parameters lie in another order"])
+            problems = of_all([] if same else ["another order"])
         if not problems:
             # Megatron writes into views of the weights, where these are float32.
             with torch.no_grad():
@@ -148,8 +148,9 @@ def _load_adam(
             part.optimizer.state.clear()
             for group in part.optimizer.param_groups:
                 group.pop("step", None)
-    layout = ", saved in the layout of its ranks (Megatron's dp_reshardable)" if in_buffers else ""
-    return f"{problems[0]}{layout}"
+    if in_buffers:
+        return f"saved in the layout of other ranks or experts, {_BUFFERS}"
+    return problems[0]
 
 
 def _detach_buffers(state: dict[str, Any]) -> list[torch.Tensor]:
