@@ -3,6 +3,7 @@
 compare.py   two of them, up to the order of experts
 contents.py  keys and shapes, without loading weights
 folder.py    a checkpoint as files: whole, unchanged, whose
+norms.py     norms of the experts
 pickles.py   pickles read without running what is in them
 relayout.py  experts under other numbers, so on other ranks
 tensors.py   its tensors, whole or in part
@@ -11,15 +12,19 @@ tensors.py   its tensors, whole or in part
 from checkpoints_tools.compare import Comparison, compare
 from checkpoints_tools.contents import CheckpointContents, Entry, find_problems, read_contents
 from checkpoints_tools.folder import Verdict, verify
-from checkpoints_tools.relayout import relayout
+from checkpoints_tools.norms import expert_norms
+from checkpoints_tools.relayout import Relayout, prepare_relayout, relayout
 
 __all__ = [
     "CheckpointContents",
     "Comparison",
     "Entry",
+    "Relayout",
     "Verdict",
     "compare",
+    "expert_norms",
     "find_problems",
+    "prepare_relayout",
     "read_contents",
     "relayout",
     "verify",

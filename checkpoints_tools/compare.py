@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from checkpoints_tools.contents import is_of_optimizer, read_metadata
 from checkpoints_tools.folder import newest_of, stored_bytes
@@ -72,9 +72,12 @@ class _Tensors:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._metadata = read_metadata(folder)
-        entries = self._metadata.state_dict_metadata.items()
+        metadata = read_metadata(folder)
+        entries = metadata.state_dict_metadata.items()
         self._entries = {key: entry for key, entry in entries if hasattr(entry, "chunks")}
+        self._pieces: dict[str, list[tuple[Any, Any]]] = {}
+        for index, stored in metadata.storage_data.items():
+            self._pieces.setdefault(index.fqn, []).append((index, stored))
         self.keys = set(self._entries)
 
     def shape(self, key: str) -> list[int]:
@@ -89,16 +92,15 @@ class _Tensors:
 
         entry = self._entries[key]
         whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-        for index, stored in self._metadata.storage_data.items():
-            if index.fqn == key:
-                piece = read_object(stored_bytes(self.folder, stored))
-                offset = index.offset or (0,) * piece.dim()
-                whole[
-                    tuple(
-                        slice(start, start + size)
-                        for start, size in zip(offset, piece.shape, strict=True)
-                    )
-                ] = piece
+        missing = whole.numel()
+        for index, stored in self._pieces.get(key, ()):
+            piece = read_object(stored_bytes(self.folder, stored))
+            offset = index.offset or (0,) * piece.dim()
+            places = zip(offset, piece.shape, strict=True)
+            whole[tuple(slice(start, start + size) for start, size in places)] = piece
+            missing -= piece.numel()
+        if missing:
+            raise ValueError(f"{self.folder}: {key} is not stored whole")
         return whole
 
 

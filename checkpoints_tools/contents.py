@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,15 @@ from checkpoints_tools.pickles import read_object, read_table
 _TEMPORARY = re.compile(r"(?<![a-z])(slots?|replicas?)(?![a-z])", re.IGNORECASE)
 _ROUTER_WEIGHT = re.compile(r"\.router\.weight$")
 _EXPERT_WEIGHT = re.compile(r"\.experts\.experts\.(?:(?P<expert>\d+)\.)?linear_fc\d\.weight$")
+_LAYER = re.compile(r"(.*\.)?decoder\.layers\.(?:(?P<layer>\d+)\.)?")
+_EMBEDDING = "embedding.word_embeddings.weight"
+_ARGUMENTS = {
+    "num_ranks": "world_size",
+    "tp_size": "tensor_model_parallel_size",
+    "pp_size": "pipeline_model_parallel_size",
+    "ep_size": "expert_model_parallel_size",
+}
+"""What Megatron-LM calls the sizes in `saved_on`."""
 _OPTIMIZER = re.compile(r"(^|\.)optimizer\.")
 
 
@@ -64,6 +74,8 @@ class CheckpointContents:
         num_experts: Logical experts of an MoE layer; None if the model has none.
         num_parameters: Elements of the model's tensors, without the optimizer's.
         entries: Sorted by key.
+        saved_on: The ranks that saved it, as far as the checkpoint says: `num_ranks`, `tp_size`,
+            `pp_size`, `ep_size`.
     """
 
     folder: Path
@@ -71,6 +83,46 @@ class CheckpointContents:
     num_experts: int | None
     num_parameters: int
     entries: list[Entry]
+    saved_on: dict[str, int] = field(default_factory=dict)
+
+    def model_shape(self) -> dict[str, int]:
+        """Return sizes of the model, as far as its tensors say.
+
+        They are `num_layers`, `num_moe_layers`, `hidden_size`, `expert_hidden_size` (F), and
+        `vocab_size`, with Megatron's padding.
+        """
+        shapes = {e.key: e.shape for e in self._of_model()}
+        layers: set[int] = set()
+        moe_layers: set[int] = set()
+        shape = {}
+        for key, sizes in shapes.items():
+            if (match := _LAYER.match(key)) is None:
+                continue
+            own = match["layer"] is not None
+            numbers = {int(match["layer"])} if own else set(range(sizes[0]))
+            layers |= numbers
+            if _ROUTER_WEIGHT.search(key):
+                moe_layers |= numbers
+                shape["hidden_size"] = sizes[-1]
+            elif _EXPERT_WEIGHT.search(key) and "linear_fc2" in key:
+                shape["expert_hidden_size"] = sizes[-1]
+        if (embedding := shapes.get(_EMBEDDING)) is not None:
+            shape |= {"vocab_size": embedding[0], "hidden_size": embedding[-1]}
+        return {"num_layers": len(layers), "num_moe_layers": len(moe_layers), **shape}
+
+    def dtypes(self) -> list[str]:
+        """Return the dtypes of the model's tensors; with most elements first."""
+        elements = Counter[str]()
+        for entry in self._of_model():
+            elements[entry.dtype or ""] += math.prod(entry.shape)
+        return [dtype for dtype, _ in elements.most_common()]
+
+    def has_optimizer(self) -> bool:
+        """Whether it holds tensors of an optimizer's state."""
+        return any(e.shape is not None and is_of_optimizer(e.key) for e in self.entries)
+
+    def _of_model(self) -> list[Any]:
+        return [e for e in self.entries if e.shape is not None and not is_of_optimizer(e.key)]
 
 
 def read_contents(path: str | Path) -> CheckpointContents:
@@ -88,9 +140,11 @@ def read_contents(path: str | Path) -> CheckpointContents:
     metadata = read_metadata(folder)
     entries = _read_entries(metadata)
     routers = [e for e in entries if _ROUTER_WEIGHT.search(e.key) and e.shape]
+    step, saved_on = _read_origin(folder, metadata)
     return CheckpointContents(
         folder=folder,
-        step=_read_step(folder, metadata),
+        step=step,
+        saved_on=saved_on,
         num_experts=max((e.shape[-2] for e in routers if e.shape), default=None),
         num_parameters=sum(
             math.prod(e.shape)
@@ -177,15 +231,21 @@ def _read_entries(metadata: Any) -> list[Entry]:
     return [entries[key] for key in sorted(entries)]
 
 
-def _read_step(folder: Path, metadata: Any) -> int | None:
-    """Return the step from our `run.json`, or from the common state of Megatron's own training."""
+def _read_origin(folder: Path, metadata: Any) -> tuple[int | None, dict[str, int]]:
+    """Return step and `saved_on`: of our `run.json`, or the common state of Megatron's training."""
     if (folder / RUN_FILE).is_file():
-        return int(read_run(folder)["step"])
+        run = read_run(folder)
+        saved_on = {"num_ranks": run.get("num_ranks"), **run.get("parallel", {})}
+        return run["step"], {name: size for name, size in saved_on.items() if size is not None}
     try:
-        return int(_read_common(folder, metadata)["iteration"])
+        common = _read_common(folder, metadata)
+        step = int(common["iteration"])
     # There is none, or it holds more than can be read without trust.
     except (OSError, ValueError, LookupError, TypeError):
-        return None
+        return None, {}
+    arguments = getattr(common.get("args"), "__dict__", {})
+    sizes = {name: arguments.get(theirs) for name, theirs in _ARGUMENTS.items()}
+    return step, {name: size for name, size in sizes.items() if isinstance(size, int)}
 
 
 def _read_common(folder: Path, metadata: Any) -> dict[str, Any]:

@@ -10,17 +10,24 @@ of routers are written anew.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import itertools
+import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from checkpoints_tools.contents import is_of_optimizer, read_metadata
 from checkpoints_tools.folder import (
     CHECKSUMS_FILE,
     TABLE_FILE,
+    Checksum,
+    Hasher,
     hash_file,
     newest_of,
     read_checksums,
@@ -33,7 +40,8 @@ from checkpoints_tools.pickles import read_object
 if TYPE_CHECKING:
     import numpy as np
 
-_ROUTER_FILE = "routers_after_relayout.distcp"
+_THREADS = 4
+_PIECE_BYTES = 16 << 20
 PARTS = re.compile(
     r"(?P<before>^|.*\.)decoder\.layers\.(?:(?P<layer>\d+)\.)?mlp\."
     r"(?:router\.(?P<router>weight|bias|expert_bias)"
@@ -41,8 +49,125 @@ PARTS = re.compile(
 )
 
 
+class _Change(NamedTuple):
+    """A stored piece that changes.
+
+    A piece of an expert's weight belongs to another expert afterwards. A piece of a router stays,
+    with its rows in another order along an axis.
+    """
+
+    index: Any
+    new_index: Any
+    rows: tuple[int, list[int]] | None
+    """Of a router: the axis, and its rows in their new order."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Relayout:
+    """A checkpoint whose experts get other numbers; checked, and not written yet.
+
+    Attributes:
+        folder: The checkpoint that is read.
+        out: The folder that `write` makes.
+        num_tensors: Tensors that change, the optimizer's included; one per layer and expert or
+            router.
+        num_bytes: Size of the checkpoint that `write` makes, but for a few bytes a tensor.
+    """
+
+    folder: Path
+    out: Path
+    num_tensors: int
+    num_bytes: int
+    _copied: list[str]
+    _table: Any
+    _changes: list[_Change]
+
+    def write(self, on_bytes: Callable[[int], object] = lambda num_bytes: None) -> None:
+        """Write the checkpoint under another name, and rename it when it is on the disk.
+
+        So a process that is killed leaves nothing at `out`; the next one for the same `out` removes
+        what it has left beside it.
+
+        Args:
+            on_bytes: Called with the number of bytes that were copied since the last call; by
+                several threads.
+
+        Raises:
+            OSError: The disk has no room for it, or it cannot be written; nothing is left.
+        """
+        partial = self.out.with_name(f".{self.out.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            self._check_room()
+            partial.mkdir(parents=True)
+            self._fill(partial, on_bytes)
+            partial.rename(self.out)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        sync(self.out.parent)
+
+    def free_bytes(self) -> int:
+        """Return the room that the disk has where the checkpoint will be."""
+        above = next(folder for folder in self.out.absolute().parents if folder.is_dir())
+        return shutil.disk_usage(above).free
+
+    def _check_room(self) -> None:
+        if (free := self.free_bytes()) < self.num_bytes:
+            raise OSError(
+                f"{self.out} cannot be written: {free:,} bytes free, the checkpoint needs "
+                f"{self.num_bytes:,}"
+            )
+
+    def _fill(self, partial: Path, on_bytes: Callable[[int], object]) -> None:
+        # Of copied files those that they had, so that earlier damage is still noticed.
+        recorded = read_checksums(self.folder) or {}
+
+        def copied(name: str) -> Checksum:
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            found = _copy(self.folder / name, partial / name, on_bytes)
+            return recorded.get(name, found)
+
+        # One file goes to the disk while the next one is copied.
+        with ThreadPoolExecutor(_THREADS) as threads:
+            checksums = dict(zip(self._copied, threads.map(copied, self._copied), strict=True))
+        table = copy.copy(self._table)
+        table.storage_data = dict(self._table.storage_data)
+        # Of an earlier relayout there is one, which the table may still name.
+        names = (f"routers_after_relayout{number or ''}.distcp" for number in itertools.count())
+        routers = next(name for name in names if name not in checksums)
+        with (partial / routers).open("wb") as file:
+            for change in self._changes:
+                stored = self._table.storage_data[change.index]
+                if change.rows is not None:
+                    stored = _write_rows(self.folder, stored, change.rows, file)
+                table.storage_data[change.new_index] = stored
+        (partial / TABLE_FILE).write_bytes(pickle.dumps(table))
+        checksums |= {name: hash_file(partial / name) for name in (routers, TABLE_FILE)}
+        write_checksums(partial, checksums)
+        for path in (*sorted(partial.rglob("*")), partial):
+            sync(path)
+
+
 def relayout(path: str | Path, expert: Mapping[int, np.ndarray], out: str | Path) -> int:
-    """Write a checkpoint whose experts have other numbers.
+    """Write a checkpoint whose experts have other numbers; see `prepare_relayout`.
+
+    Returns:
+        Number of changed tensors, as `Relayout.num_tensors`.
+
+    Raises:
+        FileNotFoundError, FileExistsError, ValueError: See `prepare_relayout`.
+        OSError: See `Relayout.write`.
+    """
+    prepared = prepare_relayout(path, expert, out)
+    prepared.write()
+    return prepared.num_tensors
+
+
+def prepare_relayout(
+    path: str | Path, expert: Mapping[int, np.ndarray], out: str | Path
+) -> Relayout:
+    """Check that experts of a checkpoint can get other numbers; write nothing.
 
     Args:
         path: A checkpoint, a folder of checkpoints, or a run directory. From a folder the newest
@@ -50,9 +175,6 @@ def relayout(path: str | Path, expert: Mapping[int, np.ndarray], out: str | Path
         expert: By layer, counted from 1: which expert, int64 [E], is to become expert 0, 1, ...
             Layers without an entry stay as they are.
         out: Folder to make.
-
-    Returns:
-        Number of changed tensors, the optimizer's included; one per layer and expert or router.
 
     Raises:
         FileNotFoundError: There is no checkpoint.
@@ -63,49 +185,66 @@ def relayout(path: str | Path, expert: Mapping[int, np.ndarray], out: str | Path
     folder, out = newest_of(Path(path)), Path(out)
     if out.exists():
         raise FileExistsError(f"{out} exists already")
-    metadata = read_metadata(folder)
+    table = read_metadata(folder)
     layouts = {number: order.tolist() for number, order in expert.items()}
-    changes = list(_find_changes(folder, metadata, layouts))
-    _check_complete(folder, metadata, changes, layouts)
+    changes = list(_find_changes(folder, table, layouts))
+    _check_complete(folder, table, changes, layouts)
+    copied = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    copied = [name for name in copied if name not in (TABLE_FILE, CHECKSUMS_FILE)]
+    routers = [change.index for change in changes if change.rows is not None]
+    return Relayout(
+        folder=folder,
+        out=out,
+        num_tensors=len(changes),
+        num_bytes=sum((folder / name).stat().st_size for name in (*copied, TABLE_FILE))
+        + sum(table.storage_data[index].length for index in routers),
+        _copied=copied,
+        _table=table,
+        _changes=changes,
+    )
 
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(folder, partial, ignore=shutil.ignore_patterns(TABLE_FILE, CHECKSUMS_FILE))
-    changed = copy.copy(metadata)
-    changed.storage_data = dict(metadata.storage_data)
-    with (partial / _ROUTER_FILE).open("wb") as file:
-        for index, new_index, rows in changes:
-            stored = metadata.storage_data[index]
-            if rows is not None:
-                stored = _write_rows(folder, stored, rows, file)
-            changed.storage_data[new_index] = stored
-    (partial / TABLE_FILE).write_bytes(pickle.dumps(changed))
-    _renew_checksums(folder, partial)
-    partial.rename(out)
-    sync(out.parent)
-    return len(changes)
+
+def _copy(source: Path, target: Path, on_bytes: Callable[[int], object]) -> Checksum:
+    """Copy a file to the disk, and return its checksum."""
+    hasher, buffer = Hasher(), memoryview(bytearray(_PIECE_BYTES))
+    with (
+        source.open("rb", buffering=0) as read,
+        source.open("rb", buffering=0) as read_again,
+        target.open("wb", buffering=0) as written,
+    ):
+        while length := _copy_piece(read.fileno(), written.fileno()):
+            while length > 0 and (hashed := read_again.readinto(buffer[:length])):
+                hasher.add(buffer[:hashed])
+                length -= hashed
+                on_bytes(hashed)
+        os.fsync(written.fileno())
+    return hasher.checksum()
+
+
+def _copy_piece(source: int, target: int) -> int:
+    """Copy the next bytes inside the system, and return their number; 0 at the end."""
+    try:
+        return os.copy_file_range(source, target, _PIECE_BYTES)
+    except OSError:  # Not every pair of file systems can; what else is wrong, this says again.
+        return os.sendfile(target, source, None, _PIECE_BYTES)
 
 
 def _find_changes(
     folder: Path, metadata: Any, layouts: Mapping[int, list[int]]
-) -> Iterator[tuple[Any, Any, tuple[int, list[int]] | None]]:
-    """Return for each stored piece that changes: its index, its new index, the order of its rows.
-
-    A piece of an expert's weight belongs to another expert afterwards. A piece of a router stays,
-    with its rows in another order along an axis.
-    """
-    import dataclasses
-
+) -> Iterator[_Change]:
+    """Yield the stored pieces that change."""
+    pieces = {
+        (key, chunk.offsets): chunk.sizes
+        for key, entry in metadata.state_dict_metadata.items()
+        if PARTS.fullmatch(key)
+        for chunk in entry.chunks
+    }
     for index in metadata.storage_data:
         match = PARTS.fullmatch(index.fqn)
         if match is None:
             continue
         size = metadata.state_dict_metadata[index.fqn].size
-        (piece,) = [
-            chunk.sizes
-            for chunk in metadata.state_dict_metadata[index.fqn].chunks
-            if chunk.offsets == index.offset
-        ]
+        piece = pieces[index.fqn, index.offset]
         offset = list(index.offset)
         # Without a number in the name, layers are the first axis, and experts the next.
         in_name = match["layer"] is not None
@@ -129,7 +268,7 @@ def _find_changes(
                 f"and expert by expert"
             )
         if is_router:
-            yield index, index, (axis, order)
+            yield _Change(index, index, (axis, order))
             continue
         old = int(match["expert"]) if match["expert"] is not None else offset[axis]
         new = order.index(old)
@@ -138,32 +277,15 @@ def _find_changes(
             fqn = fqn[: match.start("expert")] + str(new) + fqn[match.end("expert") :]
         else:
             offset[axis] = new
-        yield index, dataclasses.replace(index, fqn=fqn, offset=type(index.offset)(offset)), None
-
-
-def _renew_checksums(folder: Path, made: Path) -> None:
-    """Write checksums: of copied files those they had, so that earlier damage is still noticed."""
-    recorded = read_checksums(folder) or {}
-    renewed = {_ROUTER_FILE, TABLE_FILE}
-    files = [path for path in sorted(made.iterdir()) if path.is_file()]
-    write_checksums(
-        made,
-        {
-            path.name: recorded[path.name]
-            if path.name in recorded and path.name not in renewed
-            else hash_file(path)
-            for path in files
-        },
-    )
-    for path in (*files, made / CHECKSUMS_FILE, made):
-        sync(path)
+        new_index = dataclasses.replace(index, fqn=fqn, offset=type(index.offset)(offset))
+        yield _Change(index, new_index, None)
 
 
 def _check_complete(
-    folder: Path, metadata: Any, changes: list[Any], layouts: Mapping[int, list[int]]
+    folder: Path, metadata: Any, changes: list[_Change], layouts: Mapping[int, list[int]]
 ) -> None:
     """Check that every layer's router was found, and its optimizer state if there is any."""
-    routers = [index for index, _, rows in changes if rows is not None]
+    routers = [change.index for change in changes if change.rows is not None]
     weights = [index for index in routers if index.fqn.endswith("router.weight")]
     of_model = [index for index in weights if not is_of_optimizer(index.fqn)]
     if len(of_model) != len(layouts):
@@ -184,8 +306,6 @@ def _check_complete(
 
 def _write_rows(folder: Path, stored: Any, rows: tuple[int, list[int]], file: Any) -> Any:
     """Append a stored tensor with its rows in another order; return its new location."""
-    import dataclasses
-
     import torch
 
     if getattr(stored, "transform_descriptors", None):
@@ -195,5 +315,5 @@ def _write_rows(folder: Path, stored: Any, rows: tuple[int, list[int]], file: An
     start = file.tell()
     torch.save(tensor.index_select(axis, torch.tensor(order)), file)
     return dataclasses.replace(
-        stored, relative_path=_ROUTER_FILE, offset=start, length=file.tell() - start
+        stored, relative_path=Path(file.name).name, offset=start, length=file.tell() - start
     )

@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.cli import hugging_face, options
-from megatron_ext.cli.output import DONE, FAILED, columns, show
+from megatron_ext.cli.output import DONE, FAILED, columns, progress, show
 
 
 def add(commands: Any) -> None:
     """Add the command and those below it."""
     checkpoint = options.add_group(commands, "checkpoint", "Megatron checkpoints")
-    inspect = options.add_command(
+    shows = options.add_command(
         checkpoint,
-        "inspect",
-        run_inspect,
-        "list a checkpoint's keys and check that it holds logical experts only",
-        "megatron-ext checkpoint inspect runs/quickstart/checkpoints",
+        "show",
+        run_show,
+        "show what a checkpoint holds: keys, shape of the model, how it was saved; and check that "
+        "it holds logical experts only",
+        "megatron-ext checkpoint show runs/quickstart/checkpoints",
     )
     verify = options.add_command(
         checkpoint,
@@ -37,10 +38,15 @@ def add(commands: Any) -> None:
         "give a checkpoint's experts the ranks that `place` found for them; it computes the same",
         "megatron-ext checkpoint relayout runs/train semantics.npz --out start/step_100",
     )
-    for command in (inspect, verify, relayout):
+    for command in (shows, verify, relayout):
         command.add_argument(
             "path", metavar="DIR", help="a checkpoint, or a folder of them (newest)"
         )
+    shows.add_argument(
+        "--norms",
+        action="store_true",
+        help="read all experts, too, and show their norms (of each expert with --json)",
+    )
     verify.add_argument(
         "other",
         nargs="?",
@@ -51,18 +57,39 @@ def add(commands: Any) -> None:
         "layout", type=Path, metavar="LAYOUT.npz", help="made by `place sem_moe` or `place eplb`"
     )
     options.add_out(relayout, "DIR", "folder to make", required=True)
+    relayout.add_argument(
+        "--dry-run", action="store_true", help="check everything, and write nothing"
+    )
     hugging_face.add(checkpoint)
 
 
-def run_inspect(arguments: argparse.Namespace) -> int:
+def run_show(arguments: argparse.Namespace) -> int:
     """Show what a checkpoint holds; fail if stock Megatron could not load it."""
-    from checkpoints_tools import find_problems, read_contents
+    from checkpoints_tools import expert_norms, find_problems, read_contents
 
     contents = read_contents(arguments.path)
     problems = find_problems(contents)
-    report = asdict(contents) | {"folder": str(contents.folder), "problems": problems}
+    report = asdict(contents) | {
+        "folder": str(contents.folder),
+        "model_shape": contents.model_shape(),
+        "dtypes": contents.dtypes(),
+        "has_optimizer": contents.has_optimizer(),
+        "problems": problems,
+    }
+    if arguments.norms:
+        report["expert_norms"] = expert_norms(contents.folder)
     show(arguments, report, _contents_lines)
     return FAILED if problems else DONE
+
+
+_SIZES = {"num_ranks": "ranks", "ep_size": "EP", "tp_size": "TP", "pp_size": "PP"}
+_SHAPE = {
+    "num_layers": "layers",
+    "num_moe_layers": "with experts",
+    "hidden_size": "hidden",
+    "expert_hidden_size": "in an expert",
+    "vocab_size": "vocabulary",
+}
 
 
 def _contents_lines(report: dict[str, Any]) -> Iterator[str]:
@@ -79,15 +106,36 @@ def _contents_lines(report: dict[str, Any]) -> Iterator[str]:
         ],
     )
     yield ""
+    if "expert_norms" in report:
+        yield from _norm_lines(report["expert_norms"])
     yield f"checkpoint   {report['folder']}"
     yield f"step         {'unknown' if report['step'] is None else report['step']}"
-    yield f"parameters   {report['num_parameters']:,}"
+    yield f"saved on     {_named(report['saved_on'], _SIZES)}"
+    yield f"model        {_named(report['model_shape'], _SHAPE)}"
+    yield f"parameters   {report['num_parameters']:,}, {', '.join(report['dtypes'])}"
     yield f"experts      {'none' if report['num_experts'] is None else report['num_experts']}"
+    yield f"optimizer    {'its state is there' if report['has_optimizer'] else 'no state'}"
     if report["problems"]:
         yield "unfit for stock Megatron:"
         yield from (f"  {problem}" for problem in report["problems"])
     else:
         yield "holds        logical experts only"
+
+
+def _named(sizes: dict[str, int], names: dict[str, str]) -> str:
+    said = [f"{name} {sizes[each]:,}" for each, name in names.items() if each in sizes]
+    return ", ".join(said) or "unknown"
+
+
+def _norm_lines(norms: dict[int, list[float]]) -> Iterator[str]:
+    """Yield the norms of a layer's experts: the mean, and which expert has least and most."""
+    rows = []
+    for layer, of_experts in norms.items():
+        least, most = (of_experts.index(wanted(of_experts)) for wanted in (min, max))
+        ends = (f"{of_experts[expert]:.4g} (expert {expert})" for expert in (least, most))
+        rows.append((str(layer), f"{sum(of_experts) / len(of_experts):.4g}", *ends))
+    yield columns(("norms in layer", "mean", "least", "most"), rows)
+    yield ""
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
@@ -132,14 +180,32 @@ def _verdict_lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def run_relayout(arguments: argparse.Namespace) -> int:
-    """Write the checkpoint with its experts under other numbers."""
-    from checkpoints_tools import relayout
+    """Write the checkpoint with its experts under other numbers, or say what would be written."""
+    from checkpoints_tools import prepare_relayout
     from megatron_ext.files.arrays import check_folders
     from megatron_ext.files.relayout import read_layout
 
     check_folders(arguments.out)
     layout = read_layout(arguments.layout)
-    moved = relayout(arguments.path, layout, arguments.out)
-    report = {"path": str(arguments.out), "layers": list(layout), "tensors": moved}
-    lines = f"checkpoint  {arguments.out}", f"moved       {moved} tensors in {len(layout)} layers"
-    return show(arguments, report, lambda _: lines)
+    prepared = prepare_relayout(arguments.path, layout, arguments.out)
+    if not arguments.dry_run:
+        with progress("Copying", prepared.num_bytes, in_bytes=True) as on_bytes:
+            prepared.write(on_bytes)
+    report = {
+        "path": str(arguments.out),
+        "layers": list(layout),
+        "tensors": prepared.num_tensors,
+        "bytes": prepared.num_bytes,
+        "free_bytes": prepared.free_bytes(),
+        "written": not arguments.dry_run,
+    }
+    return show(arguments, report, _relayout_lines)
+
+
+def _relayout_lines(report: dict[str, Any]) -> Iterator[str]:
+    yield f"checkpoint  {report['path']}"
+    moved = "moved      " if report["written"] else "would move "
+    yield f"{moved} {report['tensors']} tensors in {len(report['layers'])} layers"
+    if not report["written"]:
+        room = "enough" if report["free_bytes"] >= report["bytes"] else "NOT enough"
+        yield f"needs       {report['bytes']:,} bytes, {report['free_bytes']:,} are free: {room}"

@@ -3,15 +3,24 @@
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from checkpoints_tools import CheckpointContents, Entry, find_problems, read_contents
+from checkpoints_tools import (
+    CheckpointContents,
+    Entry,
+    expert_norms,
+    find_problems,
+    read_contents,
+)
 from tests.ranks import run_ranks
 
 
-def _save(rank: int, folders: list[str]) -> int:
+def _save(rank: int, folders: list[str]) -> dict[str, tuple[int, float]]:
+    """Save a model in each style; return size and squared norm of each parameter."""
     from megatron.core import dist_checkpointing
 
     from tests.gpt import build_gpt
@@ -28,16 +37,16 @@ def _save(rank: int, folders: list[str]) -> int:
             state["optimizer"] = gpt.optimizer.sharded_state_dict(model)
         os.makedirs(folder)
         dist_checkpointing.save(state, folder)
-    return sum(p.numel() for _, p in gpt.named_parameters())
+    return {name: (p.numel(), float(p.square().sum())) for name, p in gpt.named_parameters()}
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder with two checkpoints of one model, and the model's number of parameters."""
+    """A folder with two checkpoints of one model, and what `_save` says of its parameters."""
     folder = tmp_path_factory.mktemp("checkpoints")
     folders = [str(folder / "step_9"), str(folder / "step_12")]
-    (num_parameters,) = run_ranks(_save, 1, folders)
-    return folder, num_parameters
+    (parameters,) = run_ranks(_save, 1, folders)
+    return folder, parameters
 
 
 @pytest.mark.parametrize("content", [b"", b"x", b"\x80\x04ctorch\nSize\nK\x01R."])
@@ -50,12 +59,12 @@ def test_a_damaged_table_of_contents(tmp_path, content):
 
 @pytest.mark.parametrize("name", ["step_9", "step_12"])
 def test_a_checkpoint_of_megatron(saved, name):
-    folder, num_parameters = saved
+    folder, parameters = saved
     contents = read_contents(folder / name)
     assert contents.folder == folder / name
     assert contents.step == 12
     assert contents.num_experts == 6
-    assert contents.num_parameters == num_parameters
+    assert contents.num_parameters == sum(size for size, _ in parameters.values())
     assert find_problems(contents) == []
 
 
@@ -70,6 +79,36 @@ def test_entries(saved):
     extra = entries["decoder.layers.mlp.experts.experts.linear_fc1._extra_state"]
     assert (extra.shape, extra.dtype) == (None, None)
     assert list(entries) == sorted(entries)
+
+
+@pytest.mark.parametrize("name", ["step_9", "step_12"])
+def test_shape_of_the_model(saved, name):
+    contents = read_contents(saved[0] / name)
+    shape = contents.model_shape()
+    assert shape.pop("vocab_size") > 1
+    assert shape == {
+        "num_layers": 2,
+        "num_moe_layers": 2,
+        "hidden_size": 16,
+        "expert_hidden_size": 32,
+    }
+    assert contents.dtypes() == ["float32"]
+    assert contents.has_optimizer() == (name == "step_9")
+
+
+def test_norms_of_experts(saved):
+    """Of both ways to store experts, against the weights themselves."""
+    folder, parameters = saved
+    expected = {1: [0.0] * 6, 2: [0.0] * 6}
+    for name, (_, square) in parameters.items():
+        if match := re.search(r"layers\.(\d)\.mlp\.experts\.(\d)\.linear", name):
+            expected[int(match[1]) + 1][int(match[2])] += square
+    for style in ("step_9", "step_12"):
+        norms = expert_norms(folder / style)
+        assert norms.keys() == expected.keys()
+        for layer, of_layer in norms.items():
+            assert of_layer == pytest.approx(np.sqrt(expected[layer]), rel=1e-5)
+            assert min(of_layer) > 0
 
 
 def test_the_newest_of_a_folder(saved, tmp_path):

@@ -1,12 +1,15 @@
 """A checkpoint with experts moved, loaded by Megatron (one gloo rank), against what was saved."""
 
+import multiprocessing
 import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
 
-from checkpoints_tools import find_problems, read_contents, relayout
+from checkpoints_tools import compare, find_problems, prepare_relayout, read_contents, relayout
+from checkpoints_tools.folder import hash_file, verify
 from tests.ranks import run_ranks
 
 ORDER = {1: np.array([4, 0, 5, 2, 1, 3]), 2: np.array([1, 0, 2, 3, 5, 4])}
@@ -110,3 +113,79 @@ def test_nothing_is_replaced(saved, tmp_path):
     shutil.rmtree(tmp_path)
     with pytest.raises(FileNotFoundError, match="absent is not a folder"):
         relayout(saved[0] / "absent", ORDER, tmp_path)
+
+
+def _files(folder):
+    return {path.name: hash_file(path) for path in folder.iterdir()}
+
+
+def _write_and_die(prepared, place):
+    """Write, and be killed at a place: after so many pieces of copied bytes, or before a rename."""
+    places = iter(range(1000))
+
+    def die_here(*_):
+        if next(places) == place:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    prepared.write.__globals__["sync"] = die_here
+    prepared.write(die_here)
+
+
+def test_a_killed_relayout_leaves_no_result_and_the_source_as_it_was(saved, tmp_path):
+    source, out = tmp_path / "source", tmp_path / "moved"
+    shutil.copytree(saved[0] / "together", source)
+    before = _files(source)
+    fork = multiprocessing.get_context("fork")
+    died = 0
+    while not out.exists():  # The last one dies behind the rename.
+        prepared = prepare_relayout(source, ORDER, out)
+        killed = fork.Process(target=_write_and_die, args=(prepared, died))
+        killed.start()
+        killed.join()
+        assert killed.exitcode == -signal.SIGKILL
+        assert _files(source) == before
+        died += 1
+    assert died > 2 * len(before)
+    assert verify(out).problems == []
+    relayout(source, ORDER, tmp_path / "whole")
+    assert compare(out, tmp_path / "whole").moved_layers == []
+    shutil.rmtree(out)
+    assert relayout(source, ORDER, out) == 2 * (1 + 2 * 6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["moved", "source", "whole"]
+    assert verify(out).problems == []
+
+
+def test_a_full_disk_is_said_before_anything_is_written(saved, tmp_path, monkeypatch):
+    prepared = prepare_relayout(saved[0] / "together", ORDER, tmp_path / "deep" / "moved")
+    size = sum(path.stat().st_size for path in (saved[0] / "together").iterdir())
+    assert size <= prepared.num_bytes < 1.5 * size
+    free = shutil.disk_usage(tmp_path)._replace(free=prepared.num_bytes - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    with pytest.raises(OSError, match=rf"moved cannot be written: {free.free:,} bytes free, .*"):
+        prepared.write()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_copy_leaves_nothing(saved, tmp_path):
+    def fail(num_bytes):
+        raise OSError("no more room")
+
+    with pytest.raises(OSError, match="no more room"):
+        prepare_relayout(saved[0] / "together", ORDER, tmp_path / "moved").write(fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_bytes_are_counted(saved, tmp_path):
+    prepared, copied = prepare_relayout(saved[0] / "together", ORDER, tmp_path / "moved"), []
+    assert list(tmp_path.iterdir()) == []
+    prepared.write(copied.append)
+    assert 0.5 * prepared.num_bytes < sum(copied) <= prepared.num_bytes
+
+
+def test_layers_of_an_earlier_relayout_stay_as_they_are(saved, tmp_path):
+    """Their routers are in that one's file."""
+    relayout(saved[0] / "together", ORDER, tmp_path / "once")
+    relayout(tmp_path / "once", {2: ORDER[2]}, tmp_path / "twice")
+    assert verify(tmp_path / "twice").problems == []
+    found = compare(tmp_path / "once", tmp_path / "twice")
+    assert (found.differences, found.moved_layers) == ([], [2])

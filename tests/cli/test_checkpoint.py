@@ -10,8 +10,8 @@ from checkpoints_tools import CheckpointContents, Entry
 from tests.cli.command import run
 
 
-def test_checkpoint_inspect(tmp_path, capsys, monkeypatch):
-    status, stdout, stderr = run(capsys, "checkpoint", "inspect", tmp_path)
+def test_checkpoint_show(tmp_path, capsys, monkeypatch):
+    status, stdout, stderr = run(capsys, "checkpoint", "show", tmp_path)
     assert (status, stdout) == (2, "")
     assert "no Megatron checkpoint in" in stderr
 
@@ -24,52 +24,81 @@ def test_checkpoint_inspect(tmp_path, capsys, monkeypatch):
         entries=[Entry(key=weight, shape=(2, 4, 8, 4), dtype="float32", num_shards=8)],
     )
     monkeypatch.setattr("checkpoints_tools.read_contents", lambda path: contents)
-    status, stdout, _ = run(capsys, "checkpoint", "inspect", "x")
+    status, stdout, _ = run(capsys, "checkpoint", "show", "x")
     assert status == 0
     assert f"{weight}  2x4x8x4  float32       8" in stdout
     assert "parameters   1,234" in stdout
     assert "logical experts only" in stdout
-    status, stdout, _ = run(capsys, "checkpoint", "inspect", "x", "--json")
+    status, stdout, _ = run(capsys, "checkpoint", "show", "x", "--json")
     report = json.loads(stdout)
     assert (report["step"], report["num_experts"], report["problems"]) == (7, 4, [])
     assert report["entries"][0]["shape"] == [2, 4, 8, 4]
 
     contents.entries[0] = Entry(key=weight, shape=(2, 6, 8, 4), dtype="float32", num_shards=12)
-    status, stdout, _ = run(capsys, "checkpoint", "inspect", "x")
+    status, stdout, _ = run(capsys, "checkpoint", "show", "x")
     assert status == 1
     assert "holds 6 experts, the router 4" in stdout
 
 
-def test_checkpoint_relayout(routes, capsys, monkeypatch):
-    """What is asked of the tool, which has tests of its own."""
+class _Prepared:
+    """Stands for a checked relayout of 12 tensors; remembers what was asked of it."""
+
+    num_tensors, num_bytes = 12, 3000
+
+    def __init__(self, layouts):
+        self.layouts, self.written = layouts, []
+
+    def free_bytes(self):
+        return 2000
+
+    def write(self, on_bytes):
+        on_bytes(self.num_bytes)
+        self.written.append(True)
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """The relayouts that were asked for."""
     import checkpoints_tools
 
     asked = []
-    monkeypatch.setattr(
-        checkpoints_tools, "relayout", lambda path, layouts, out: asked.append(layouts) or 12
-    )
+
+    def prepare(path, layouts, out):
+        asked.append(_Prepared(layouts))
+        return asked[-1]
+
+    monkeypatch.setattr(checkpoints_tools, "prepare_relayout", prepare)
+    return asked
+
+
+def test_checkpoint_relayout(routes, capsys, prepared):
+    """What is asked of the tool, which has tests of its own."""
     semantics = routes.parent / "semantics.npz"
     assert run(capsys, "place", "sem_moe", routes, "--ranks", 4, "--out", semantics)[0] == 0
-    status, stdout, _ = run(capsys, "checkpoint", "relayout", "runs/a", semantics, "--out", "b")
+    words = ["checkpoint", "relayout", "runs/a", semantics, "--out", "b"]
+    status, stdout, _ = run(capsys, *words)
     assert status == 0
-    assert "12 tensors in 3 layers" in stdout
-    assert list(asked[0]) == [1, 2, 3]
-    assert [sorted(order.tolist()) for order in asked[0].values()] == [list(range(16))] * 3
+    assert "moved       12 tensors in 3 layers" in stdout
+    (asked,) = prepared
+    assert asked.written
+    assert list(asked.layouts) == [1, 2, 3]
+    assert [sorted(order.tolist()) for order in asked.layouts.values()] == [list(range(16))] * 3
+    status, stdout, _ = run(capsys, *words, "--dry-run")
+    assert status == 0
+    assert "would move  12 tensors in 3 layers" in stdout
+    assert "needs       3,000 bytes, 2,000 are free: NOT enough" in stdout
+    assert not prepared[-1].written
 
 
-def test_checkpoint_relayout_by_loads(tmp_path, capsys, monkeypatch):
+def test_checkpoint_relayout_by_loads(tmp_path, capsys, prepared):
     """A layout is all that is needed; layers keep their numbers."""
-    import checkpoints_tools
     from megatron_ext.files.relayout import write_layout
 
-    asked = []
-    monkeypatch.setattr(
-        checkpoints_tools, "relayout", lambda path, layouts, out: asked.append(layouts) or 1
-    )
     write_layout(tmp_path / "layout.npz", {3: np.array([2, 0, 1])})
     words = ["checkpoint", "relayout", "runs/a", tmp_path / "layout.npz", "--out", "b"]
     assert run(capsys, *words)[0] == 0
-    assert {layer: order.tolist() for layer, order in asked[0].items()} == {3: [2, 0, 1]}
+    layouts = prepared[0].layouts
+    assert {layer: order.tolist() for layer, order in layouts.items()} == {3: [2, 0, 1]}
 
 
 @pytest.mark.parametrize(

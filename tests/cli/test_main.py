@@ -96,7 +96,7 @@ def test_public_names_complete():
         ("megatron-ext submit", "psutil", ["steps=1"]),
         ("megatron-ext plan", "omegaconf", ["loads.npz"]),
         ("megatron-ext report", "prettytable", ["runs"]),
-        ("megatron-ext checkpoint inspect", "xxhash", ["runs"]),
+        ("megatron-ext checkpoint show", "xxhash", ["runs"]),
     ],
 )
 def test_what_the_plug_in_does_without_is_named_with_its_extra(program, module, words):
@@ -138,7 +138,7 @@ def test_doctor_examines_the_plug_in_alone():
         ["data", "build"],
         ["data", "corpus"],
         ["data", "info"],
-        ["checkpoint", "inspect"],
+        ["checkpoint", "show"],
         ["checkpoint", "relayout"],
         ["doctor"],
         ["place", "craft"],

@@ -129,6 +129,10 @@ class Checkpoints:
             "optimizer_steps": adam_steps(self._optimizer),
             "consumed_samples": step * self._config.data.global_batch_size,
             "num_ranks": dist.get_world_size(),
+            "parallel": {
+                name: getattr(self._config.parallel, name)
+                for name in ("tp_size", "pp_size", "ep_size")
+            },
             "model": model_shape(self._config),
             "layers": transformer_config(self._config).transformer_impl,
         }

@@ -94,7 +94,7 @@ def test_a_crafted_checkpoint_runs_nothing(
     files = [path for path in folder.iterdir() if path.name != CHECKSUMS_FILE]
     write_checksums(folder, {path.name: hash_file(path) for path in files})
 
-    run_command(capsys, "checkpoint", "inspect", folder)
+    run_command(capsys, "checkpoint", "show", folder)
     status, found, _ = run_command(capsys, "checkpoint", "verify", folder)
     assert (status, found.count("\n")) == (1, 1)
     assert re.fullmatch(f"{folder}: {said}\n", found)

@@ -1,0 +1,58 @@
+"""Norms of the experts of a Megatron checkpoint, read piece by piece."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from checkpoints_tools.contents import is_of_optimizer, read_metadata
+from checkpoints_tools.folder import newest_of, stored_bytes
+from checkpoints_tools.pickles import read_object
+from checkpoints_tools.relayout import PARTS
+
+
+def expert_norms(
+    path: str | Path, on_bytes: Callable[[int], object] = lambda num_bytes: None
+) -> dict[int, list[float]]:
+    """Return the Frobenius norm of each expert: all its weights and biases, without the optimizer.
+
+    Args:
+        path: A checkpoint, a folder of checkpoints, or a run directory. From a folder the newest
+            checkpoint is taken.
+        on_bytes: Called with the number of bytes that were read since the last call.
+
+    Returns:
+        By layer, counted from 1, the norm of expert 0, 1, ...
+
+    Raises:
+        FileNotFoundError: There is no checkpoint.
+        ValueError: The checkpoint is not complete or not of this kind.
+    """
+    folder = newest_of(Path(path))
+    squares: dict[int, dict[int, float]] = {}
+    for index, stored in read_metadata(folder).storage_data.items():
+        match = PARTS.fullmatch(index.fqn)
+        if match is None or match["router"] is not None or is_of_optimizer(index.fqn):
+            continue
+        piece = read_object(stored_bytes(folder, stored))
+        offset = list(index.offset or (0,) * piece.dim())
+        # Layers and experts that the name does not say are the first axes.
+        if match["layer"] is not None:
+            piece, offset = piece[None], [int(match["layer"]), *offset]
+        if match["expert"] is not None:
+            piece, offset = piece[:, None], [offset[0], int(match["expert"]), *offset[1:]]
+        for layer, experts in enumerate(piece, offset[0] + 1):
+            of_layer = squares.setdefault(layer, {})
+            for expert, weights in enumerate(experts, offset[1]):
+                of_layer[expert] = of_layer.get(expert, 0.0) + _sum_of_squares(weights)
+        on_bytes(stored.length)
+    return {
+        layer: [math.sqrt(of_layer[expert]) for expert in sorted(of_layer)]
+        for layer, of_layer in sorted(squares.items())
+    }
+
+
+def _sum_of_squares(weights: Any) -> float:
+    return float(weights.double().square().sum())
