@@ -348,7 +348,11 @@ class TrainConfig(Section):
     """Upper limits of numbers, by the names of their settings. A larger number of a recipe is cut
     to the limit, a number on the command line is not. `size=tiny` sets such limits."""
     run_dir: str = "runs/train"
-    """Directory of the run's files: config, metrics, checkpoints."""
+    """Directory of the run's files: config, metrics, checkpoints. A run that has checkpoints there
+    goes on from the newest."""
+    overwrite: bool = False
+    """Begin anew where `run_dir` holds steps and no checkpoint: its files go to `earlier_1` in it.
+    Without this, such a run is refused."""
     steps: int = setting(100, least=1)
     """Optimizer steps of the whole run."""
     seed: int = setting(1234, least=0, most=2**32 - 1)

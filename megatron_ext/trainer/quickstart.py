@@ -85,6 +85,7 @@ def main(overrides: Sequence[str] | None = None) -> None:
                 )
             for config in runs.values():
                 config.logging.trace_steps = COMPARED_STEPS  # Choices are compared as well.
+                config.overwrite = True  # Its runs never go on from others.
                 validate(config, num_ranks=num_ranks)
                 held.enter_context(hold_run_dir(config))
         except ConfigError as error:

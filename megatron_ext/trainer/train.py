@@ -37,6 +37,7 @@ from megatron_ext.config import BalanceConfig, ConfigError, Section
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.files.recipes import recipe_names, shipped_recipes
 from megatron_ext.ops import load_library
+from megatron_ext.trainer.checkpoints.choice import finished_step
 from megatron_ext.trainer.config import DataConfig, TrainConfig
 from megatron_ext.trainer.logs.rank_logs import keep_output
 from megatron_ext.trainer.logs.run_log import hold_run_dir
@@ -99,6 +100,10 @@ def train(config: TrainConfig, *, num_ranks: int | None = None) -> None:
         here = _num_gpus() or max(2, len(os.sched_getaffinity(0)))
         num_ranks = here if config.parallel.num_ranks > here else None
     num_ranks = check(config, num_ranks=num_ranks)
+    if (done := finished_step(config)) is not None:
+        if int(os.environ.get("RANK", 0)) == 0:
+            logger.info("%s: nothing to do: step %d of %d", config.run_dir, done, config.steps)
+        return
     _check_machine(config, num_ranks=None if is_rank else num_ranks)
     # Rank 0 holds it for all ranks of torchrun.
     with hold_run_dir(config) if int(os.environ.get("RANK", 0)) == 0 else nullcontext():

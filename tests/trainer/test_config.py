@@ -609,3 +609,63 @@ def test_a_run_of_few_steps_needs_no_shorter_warm_up(data: Path) -> None:
         scheduler.step(increment=1)
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-4])
+
+
+def _earlier_run(run_dir: Path, *, steps: int) -> None:
+    run_dir.mkdir()
+    lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, steps + 1)]
+    (run_dir / "metrics.jsonl").write_text("".join(lines))
+    (run_dir / "report.html").write_text("old")
+    (run_dir / "notes.txt").write_text("the user's")
+
+
+def test_steps_without_a_checkpoint_are_not_begun_anew_in_silence(
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run_dir = tmp_path / "first"
+    _earlier_run(run_dir, steps=4)
+    before = {path: path.read_bytes() for path in run_dir.iterdir()}
+    with pytest.raises(SystemExit) as exit_info:
+        main(overrides(data, run_dir))
+    assert exit_info.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        f"error: run_dir ({run_dir}) holds 4 steps and no checkpoint to go on from: name another, "
+        "or begin anew with overwrite=true, which moves its files aside"
+    )
+    assert {path: path.read_bytes() for path in run_dir.iterdir()} == before
+
+    monkeypatch.setattr("megatron_ext.trainer.train.launch_ranks", lambda *_, **__: None)
+    main([*overrides(data, run_dir), "overwrite=true"])
+    aside = run_dir / "earlier_1"
+    assert (aside / "metrics.jsonl").read_text().count("\n") == 4
+    assert sorted(path.name for path in aside.iterdir()) == ["metrics.jsonl", "report.html"]
+    assert sorted(path.name for path in run_dir.iterdir()) == [".lock", "earlier_1", "notes.txt"]
+    main([*overrides(data, run_dir), "overwrite=true"])  # Now there is nothing to lose.
+    assert not (run_dir / "earlier_2").exists()
+
+
+@pytest.mark.parametrize("counted", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_a_run_that_is_started_again_for_its_ranks_goes_on(
+    counted: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _earlier_run(tmp_path / "first", steps=4)
+    monkeypatch.setenv(counted, "1")
+    validate(load_config(overrides(data, tmp_path / "first")), num_ranks=2)
+    monkeypatch.setenv(counted, "0")
+    with pytest.raises(ConfigError, match="holds 4 steps and no checkpoint"):
+        validate(load_config(overrides(data, tmp_path / "first")), num_ranks=2)
+
+
+@pytest.mark.parametrize("settings", [[], ["steps=3"]])
+def test_a_run_that_is_complete_says_so_and_starts_no_ranks(
+    settings: list[str], data: Path, saved_run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "megatron_ext")
+    words = [*overrides(data, saved_run), *settings]
+    main(words)
+    steps = settings[0].removeprefix("steps=") if settings else "8"
+    assert caplog.messages[-1] == f"{saved_run}: nothing to do: step 8 of {steps}"

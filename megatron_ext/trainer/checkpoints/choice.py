@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,15 @@ from checkpoints_tools.folder import (
     list_checkpoints,
     read_run,
 )
+from megatron_ext.files.run_dir import METRICS_FILE
+from megatron_ext.telemetry.step_lines import read_lines
 from megatron_ext.trainer.config import ModelConfig, TrainConfig
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 """Beside the checkpoints of Megatron-LM and Megatron-Bridge: the iteration of the newest."""
 
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+"""What torchrun and Slurm count starts of the same run with."""
 _FREE_MODEL_FIELDS = ("experts", "transformer_impl", "precision", "aux_loss")
 """Fields of the section `model` that may change between saving and loading."""
 
@@ -56,6 +61,29 @@ def find_checkpoint(config: TrainConfig, damaged: dict[Path, str]) -> Path | Non
         f"none of the checkpoints of {config.run_dir} is whole, the newest: {own[-1]}: "
         f"{damaged[own[-1]]}; without that folder the run would begin anew"
     )
+
+
+def lost_steps(config: TrainConfig) -> int:
+    """Return how many steps in the run's directory would be lost, for want of a checkpoint.
+
+    0 where the launcher starts a run again whose ranks have died: it goes on as it can.
+    """
+    if any(int(os.environ.get(name, 0)) for name in _RESTARTS) or list_checkpoints(
+        Path(config.run_dir)
+    ):
+        return 0
+    return sum(1 for _ in read_lines(Path(config.run_dir) / METRICS_FILE))
+
+
+def finished_step(config: TrainConfig) -> int | None:
+    """Return the step of the checkpoint that the run starts from, if it is the last or later.
+
+    Raises:
+        ValueError: See `find_checkpoint`.
+    """
+    checkpoint = find_checkpoint(config, {})
+    step = 0 if checkpoint is None else int(read_run(checkpoint)["step"])
+    return step if step >= config.steps else None
 
 
 def distrust(checkpoint: Path, problem: str) -> str:

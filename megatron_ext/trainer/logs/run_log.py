@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import logging
 import os
 import platform
@@ -18,16 +19,33 @@ from omegaconf import OmegaConf
 from megatron_ext.config import COST_UNITS, ConfigError
 from megatron_ext.files.json_files import json_text
 from megatron_ext.files.locks import FolderInUseError, held
-from megatron_ext.files.run_dir import ABOUT_FILE, CONFIG_FILE, LAYERS_FILE, METRICS_FILE
+from megatron_ext.files.run_dir import (
+    ABOUT_FILE,
+    CONFIG_FILE,
+    LAYERS_FILE,
+    METRICS_FILE,
+    TRACE_FOLDER,
+)
 from megatron_ext.files.tables import ranges
 from megatron_ext.files.whole import write_whole
+from megatron_ext.telemetry.profile import PROFILE_FILE
+from megatron_ext.telemetry.routes import ROUTES_FOLDER
 from megatron_ext.telemetry.step_lines import StepLines, read_lines
+from megatron_ext.trainer.checkpoints.choice import lost_steps
 from megatron_ext.trainer.config import TrainConfig
+from megatron_ext.trainer.logs.rank_logs import LOGS_FOLDER
+from megatron_ext.trainer.reports.run_page import FILE as REPORT_FILE
 from megatron_ext.trainer.sinks import SINKS
 from megatron_ext.trainer.sinks.sink import Sink
+from megatron_ext.trainer.sinks.tensorboard import FOLDER as TENSORBOARD_FOLDER
 
 logger = logging.getLogger(__name__)
 
+_FILES = (
+    *(METRICS_FILE, LAYERS_FILE, CONFIG_FILE, ABOUT_FILE, TRACE_FOLDER, ROUTES_FOLDER, LOGS_FOLDER),
+    *(PROFILE_FILE, REPORT_FILE, TENSORBOARD_FOLDER, "wandb", "wandb_id"),
+)
+"""What a run writes into its directory, but for checkpoints and what is anew in every start."""
 _PACKAGES = ("megatron-ext", "megatron-core", "torch", "transformer-engine")
 """Packages whose versions are written down."""
 
@@ -102,15 +120,30 @@ class RunLog:
 def hold_run_dir(config: TrainConfig) -> Iterator[None]:
     """Keep other runs out of the run's directory until the block, or this process, ends.
 
+    With `overwrite`, files of an earlier run without checkpoints are moved aside.
+
     Raises:
         ConfigError: Another run is in it, or it cannot be written.
     """
     with ExitStack() as stack:
         try:
             stack.enter_context(held(Path(config.run_dir)))
+            if config.overwrite and lost_steps(config):
+                _move_aside(Path(config.run_dir))
         except (FolderInUseError, OSError) as error:
             raise ConfigError([f"run_dir ({config.run_dir}): {error}"]) from None
         yield
+
+
+def _move_aside(run_dir: Path) -> None:
+    """Move what an earlier run wrote into a new folder; what else is there stays."""
+    places = (run_dir / f"earlier_{number}" for number in itertools.count(1))
+    aside = next(place for place in places if not place.exists())
+    aside.mkdir()
+    for name in _FILES:
+        if (run_dir / name).exists():
+            (run_dir / name).rename(aside / name)
+    logger.info("%s: files of the earlier run are now in %s", run_dir, aside)
 
 
 def _warn_of_gaps(run_dir: Path, start_step: int) -> None:
