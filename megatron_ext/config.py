@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, ClassVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, cast, get_args, get_origin, get_type_hints
 
 OBJECTIVES = ("tolerance", "time")
 """What a planner aims at: see `BalanceConfig.objective`."""
@@ -28,6 +28,20 @@ class Section:
 
     NAME: ClassVar[str]
     """Name of the section, as in front of its settings on the command line."""
+
+    def __new__(cls, *args: Any, **values: Any) -> Self:
+        """Make a section, whose fields are then set.
+
+        Raises:
+            TypeError: There is no setting of a name.
+        """
+        known = [each.name for each in fields(cast("Any", cls))]
+        for name in values.keys() - set(known):
+            from megatron_ext.arguments import did_you_mean
+
+            label = f"{cls.NAME}.{name}".lstrip(".")
+            raise TypeError(f"{label}: there is no setting of this name{did_you_mean(name, known)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Check the types of all values; their ranges are checked with the whole run's.

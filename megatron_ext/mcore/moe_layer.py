@@ -25,16 +25,20 @@ checkpoints hold logical experts only.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -559,8 +563,40 @@ class BalancedMoELayer(ObservedMoELayer):
             self.balancer.forget_step()
 
 
-class JoiningTransformerLayer(TransformerLayer):
-    """Megatron's transformer layer, at whose input backward waits for the replicas' gradients.
+class PassingTransformerLayer(TransformerLayer):
+    """Megatron's transformer layer that gives its process groups to any MoE layer.
+
+    Megatron-Core 0.16 gives them to classes that it knows, and warns of others on every rank.
+    """
+
+    def __init__(
+        self, config: Any, submodules: Any, layer_number: int = 1, *args: Any, **kwargs: Any
+    ) -> None:
+        given = submodules
+        if self.is_needed_for(submodules.mlp):
+            known = inspect.signature(TransformerLayer).bind(
+                config, submodules, layer_number, *args, **kwargs
+            )
+            groups = {"pg_collection": known.arguments.get("pg_collection")}
+            # Megatron builds all that has these three attributes, and looks only into a ModuleSpec.
+            mlp = SimpleNamespace(
+                module=submodules.mlp.module,
+                params={**(submodules.mlp.params or {}), **groups},
+                submodules=submodules.mlp.submodules,
+            )
+            submodules = dataclasses.replace(submodules, mlp=mlp)
+        super().__init__(config, submodules, layer_number, *args, **kwargs)
+        self.submodules_config = given
+
+    @staticmethod
+    def is_needed_for(mlp: Any) -> bool:
+        """Whether Megatron looks into this part of a spec for a class that it knows."""
+        # From 0.17 on, it calls the part with its groups, whatever the class.
+        return isinstance(mlp, ModuleSpec) and not hasattr(MLP, "as_mlp_submodule")
+
+
+class JoiningTransformerLayer(PassingTransformerLayer):
+    """A transformer layer at whose input backward waits for the replicas' gradients.
 
     So the reduction runs beside the backward of router and attention.
     """

@@ -12,7 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.config import BalanceConfig
-from megatron_ext.mcore.moe_layer import JoiningTransformerLayer
+from megatron_ext.mcore.moe_layer import PassingTransformerLayer
 from megatron_ext.mcore.spec import balance_spec
 
 
@@ -37,8 +37,8 @@ class ProviderSpec:
         spec = balance_spec(spec_function(*[config][: len(takes)], **stage), self.balance)
         # Megatron makes the spec of multi-token prediction from a `TransformerLayer` only. With
         # that class, backward waits for the reduction inside the MoE layer.
-        is_joining = isinstance(spec, ModuleSpec) and spec.module is JoiningTransformerLayer
-        if is_joining and config.mtp_num_layers:
+        is_ours = isinstance(spec, ModuleSpec) and issubclass(spec.module, PassingTransformerLayer)
+        if is_ours and config.mtp_num_layers:
             spec = dataclasses.replace(spec, module=TransformerLayer)
         return spec
 

@@ -27,7 +27,11 @@ from megatron_ext.mcore import process_hooks
 from megatron_ext.mcore.experts import EXPERT_KINDS
 from megatron_ext.mcore.grouped_experts import GroupedExperts
 from megatron_ext.mcore.limits import require_balance_config
-from megatron_ext.mcore.moe_layer import BalancedMoELayer, JoiningTransformerLayer
+from megatron_ext.mcore.moe_layer import (
+    BalancedMoELayer,
+    JoiningTransformerLayer,
+    PassingTransformerLayer,
+)
 from megatron_ext.mcore.stages import NamedMoELayer, ObservedMoELayer
 
 
@@ -35,7 +39,8 @@ def balance_spec(spec: Any, balance: BalanceConfig) -> Any:
     """Return `spec` with its MoE layers balanced.
 
     Megatron's transformer layers around them become `JoiningTransformerLayer`s. A transformer layer
-    of another class stays as it is; backward then waits for the reduction inside the MoE layer.
+    of another class stays as it is; backward then waits for the reduction inside the MoE layer, and
+    Megatron-Core 0.16 warns of an "Unknown MLP type".
 
     The first call also changes the whole process (`process_hooks.py` has all changes, and
     docs/guides/whom-a-run-trusts.md lists what else balancing touches):
@@ -81,13 +86,26 @@ def with_balanced_layers(spec: Any, balance: BalanceConfig) -> Any:
     params = {"balance": balance, **layer_class.shared_by_layers(balance)}
     spec = _replace_module(spec, MoELayer, layer_class, params, _required(spec, "MoE layer"))
     if not issubclass(layer_class, BalancedMoELayer):
-        return spec
+        return _with_groups_passed(spec, layer_class)
     return replace_parts(
         spec,
         lambda part: (
             _module_of(part) is TransformerLayer and _module_of(part.submodules.mlp) is layer_class
         ),
         lambda layer: dataclasses.replace(layer, module=JoiningTransformerLayer),
+    )
+
+
+def _with_groups_passed(spec: Any, layer_class: type) -> Any:
+    """Return `spec` with transformer layers that pass their groups on, where Megatron would not."""
+    return replace_parts(
+        spec,
+        lambda part: (
+            _module_of(part) is TransformerLayer
+            and PassingTransformerLayer.is_needed_for(part.submodules.mlp)
+            and part.submodules.mlp.module is layer_class
+        ),
+        lambda layer: dataclasses.replace(layer, module=PassingTransformerLayer),
     )
 
 
@@ -136,7 +154,7 @@ def name_stages(spec: Any) -> Any:
     Megatron's own comes back as it was.
     """
     process_hooks.show_stages_in_nvtx()
-    return _replace_module(spec, MoELayer, NamedMoELayer)
+    return _with_groups_passed(_replace_module(spec, MoELayer, NamedMoELayer), NamedMoELayer)
 
 
 def grouped_mm_spec(spec: Any) -> Any:

@@ -7,6 +7,7 @@ compared with Megatron's own layer in float64; counts and bytes are compared exa
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -29,6 +30,8 @@ from tests.ranks import run_ranks
 
 from megatron_ext.mcore import limits  # isort: skip
 from megatron_ext.mcore.limits import validate_for_balancing  # isort: skip
+from megatron_ext.mcore.spec import balance_spec, name_stages  # isort: skip
+from megatron_ext.mcore.stages import NamedStages  # isort: skip
 
 HIDDEN = 16
 TOLERANCE = 1e-12
@@ -662,3 +665,29 @@ def _bfloat16(rank: int) -> None:
 
 def test_bfloat16_is_as_exact_as_unbalanced_bfloat16() -> None:
     run_ranks(_bfloat16, 2)
+
+
+def _build_and_listen(rank: int, strategy: str) -> list[str]:
+    """Build a model; return what Megatron logs, after a look at its layers' process groups."""
+    heard: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    spec = name_stages if strategy == "named" else partial(balance_spec, balance=BALANCE[strategy])
+    gpt = build_gpt(ep=2, num_layers=2, spec_transform=spec)
+    logging.getLogger().removeHandler(handler)
+    layers = gpt.chunks[0].module.decoder.layers
+    assert all(isinstance(layer.mlp, NamedStages) for layer in layers)
+    groups = {layer.pg_collection.ep for layer in layers} | {layer.mlp.ep_group for layer in layers}
+    assert len(groups) == 1
+    gpt.train_step(0)
+    return heard
+
+
+BALANCE = {name: BalanceConfig(strategy=name, slots=1) for name in ("quota", "ideal")}
+
+
+@pytest.mark.parametrize("strategy", [*BALANCE, "named"])
+def test_megatron_does_not_warn_of_layers_that_it_does_not_know(strategy: str) -> None:
+    for heard in run_ranks(_build_and_listen, 2, strategy):
+        assert [line for line in heard if "Unknown MLP" in line] == []

@@ -456,6 +456,16 @@ def test_values_of_another_type_are_refused_where_they_are_given(
         assert problem.startswith(rule)
 
 
+def test_a_setting_that_is_nearly_one_is_named_where_it_is_given() -> None:
+    with pytest.raises(TypeError) as error:
+        BalanceConfig(slot=2)  # type: ignore[call-arg]
+    assert str(error.value) == "balance.slot: there is no setting of this name; did you mean slots?"
+    with pytest.raises(TypeError, match=r"^balance\.llep\.alfa: .*; did you mean alpha\?$"):
+        LlepSettings(alfa=1.5)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="positional"):
+        BalanceConfig("quota")  # type: ignore[misc]
+
+
 def test_values_of_another_type_that_are_set_later_are_refused_before_ranks_start() -> None:
     config = TrainConfig()
     config.parallel.ep_size = "2"  # type: ignore[assignment]
