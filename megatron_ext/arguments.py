@@ -6,14 +6,20 @@ import argparse
 import ast
 import difflib
 import inspect
+import os
 import re
 import sys
 import textwrap
 from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
 from typing import Any, NoReturn
 
 WRONG_USAGE = 2
 """The exit status where a command was called wrongly."""
+
+_MOST_ENTRIES = 10_000
+"""Entries of a folder among which a near name is looked for."""
 
 _KINDS = {"int": "a whole number", "float": "a number"}
 
@@ -59,6 +65,31 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(str(name), list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def near_path(path: str | Path) -> str:
+    """Return a hint, as `did_you_mean`, for a path that does not exist.
+
+    It is about the first part that is not there; empty where the folder above cannot be read.
+    """
+    path = Path(path)
+    missing = next((part for part in [*reversed(path.parents), path] if not part.exists()), None)
+    if missing is None:
+        return ""
+    try:
+        known = [entry.name for entry in islice(os.scandir(missing.parent), _MOST_ENTRIES)]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(missing.name, known, n=1)
+    return f"; did you mean {missing.with_name(near[0])}?" if near else ""
+
+
+def existing_path(text: str) -> Path:
+    """Read the path of something to read, for argparse."""
+    path = Path(text)
+    if not path.exists():
+        raise argparse.ArgumentTypeError(f"{text} does not exist{near_path(path)}")
+    return path
 
 
 def error_line(command: str, message: str) -> str:

@@ -121,6 +121,11 @@ def field_problems(section: Any, values: Any, names: Collection[str] | None = No
     ]
 
 
+def wrong_value(section: Any, name: str, value: Any) -> str:
+    """Return what to say about a value that a setting of a section class cannot have."""
+    return next(rule.problem(value) for rule in _rules(section) if rule.name == name)
+
+
 _HOLDS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 
 

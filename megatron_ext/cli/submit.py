@@ -172,10 +172,9 @@ def _trainings(options: argparse.Namespace) -> tuple[list[list[str]], TrainConfi
 
     Runs that would share a directory get one each, inside it. All settings are checked.
     """
-    from megatron_ext.trainer.ranks.launch import quiet_megatron
-    from megatron_ext.trainer.train import check, load_config
+    from megatron_ext.trainer.compose import load_config
+    from megatron_ext.trainer.train import check
 
-    quiet_megatron()
     recipe = [options.config_dir, options.config_name]
     names = options.variants or []
     jobs = [[*options.overrides, f"balance={name}"] for name in names] or [options.overrides]

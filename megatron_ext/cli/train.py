@@ -49,14 +49,15 @@ def dry_run(options: argparse.Namespace) -> None:
     from omegaconf import OmegaConf
 
     from megatron_ext.config import ConfigError
-    from megatron_ext.lab.forecast import forecast_costs, forecast_replication, forecast_transport
-    from megatron_ext.lab.hardware import recipe_hardware
-    from megatron_ext.trainer.train import load_without_data
+    from megatron_ext.trainer.compose import load_without_data
 
     config, num_ranks = load_without_data(
         options.overrides, options.config_dir, options.config_name, num_ranks=options.ranks
     )
     imbalance = _imbalance(options.imbalance, config.parallel.ep_size)
+    from megatron_ext.lab.forecast import forecast_costs, forecast_replication, forecast_transport
+    from megatron_ext.lab.hardware import recipe_hardware
+
     vocab_size, vocab_from = _vocabulary(config)
     try:
         hardware = recipe_hardware(config)

@@ -32,7 +32,7 @@ def read_shape(name_or_file: str, overrides: Sequence[str]) -> ModelShape:
     if len(begun) != 1 or name in recipe_names(recipes):
         begun = [find_file(name, recipes, "model").stem]
 
-    from megatron_ext.trainer.train import load_config
+    from megatron_ext.trainer.compose import load_config
 
     try:
         config = load_config(overrides, config_name=begun[0], needs_data=False)

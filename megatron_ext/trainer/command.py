@@ -7,7 +7,6 @@ takes long is imported before the words are understood.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -48,22 +47,30 @@ def main(
         return
     if options.config_name is None:
         _find_recipe(said, options)
-    if "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
-        sys.stderr.write("loading PyTorch and Megatron ...\n")
     try:
-        from megatron_ext.trainer.train import run, said_in_lines
+        from megatron_ext.trainer.compose import load_config, said_in_lines, say_loading
+        from megatron_ext.trainer.early import check_early
+
+        with said_in_lines():
+            if options.dry_run and dry_run is not None:
+                dry_run(options)
+                return
+            config = None
+            if not options.multirun:
+                config = load_config(options.overrides, options.config_dir, options.config_name)
+                if not options.print:
+                    check_early(config)
+            say_loading()
+            if config is None:
+                from megatron_ext.trainer.sweep import sweep
+
+                sweep(options)
+            else:
+                from megatron_ext.trainer.train import run
+
+                run(config, options)
     except ModuleNotFoundError as missing:
         said.error(of_extra(missing))
-
-    with said_in_lines():
-        if options.dry_run and dry_run is not None:
-            dry_run(options)
-        elif options.multirun:
-            from megatron_ext.trainer.sweep import sweep
-
-            sweep(options)
-        else:
-            run(options)
 
 
 def _find_recipe(said: OneLineParser, options: argparse.Namespace) -> None:

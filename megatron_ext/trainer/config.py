@@ -17,6 +17,28 @@ from megatron_ext.telemetry.names import MAX_KEYS
 MISSING: Any = "???"
 """OmegaConf's mark of a value that the user has to give."""
 
+MEGATRON_NAMES = {
+    "num_layers": "model.num_layers",
+    "hidden_size": "model.hidden_size",
+    "num_attention_heads": "model.num_attention_heads",
+    "ffn_hidden_size": "model.dense_hidden_size",
+    "num_moe_experts": "model.num_experts",
+    "moe_grouped_gemm": "model.experts=grouped_mm",
+    "moe_ffn_hidden_size": "model.expert_hidden_size",
+    "moe_shared_expert_intermediate_size": "model.shared_expert_hidden_size",
+    "moe_router_topk": "model.topk",
+    "moe_aux_loss_coeff": "model.aux_loss",
+    "transformer_impl": "model.transformer_impl",
+    "params_dtype": "model.precision",
+    "bf16": "model.precision=bf16",
+    "moe_token_dispatcher_type": "parallel.dispatcher",
+    "expert_model_parallel_size": "parallel.ep_size",
+    "tensor_model_parallel_size": "parallel.tp_size",
+    "pipeline_model_parallel_size": "parallel.pp_size",
+    "virtual_pipeline_model_parallel_size": "parallel.vpp_size",
+}
+"""The settings that decide fields of Megatron's TransformerConfig, by the fields' names."""
+
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig(Section):

@@ -32,6 +32,7 @@ from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.files.json_files import json_text
 from megatron_ext.files.loads import read_loads
 from megatron_ext.files.run_dir import TRACE_FOLDER
+from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.logs.progress import TrainingProgress
 from megatron_ext.trainer.logs.run_log import RunLog, hold_run_dir, read_metrics
@@ -41,7 +42,6 @@ from megatron_ext.trainer.reports.read import read_runs
 from megatron_ext.trainer.reports.run_page import FILE, write_run_page
 from megatron_ext.trainer.reports.summary import Drift, summarize, summarize_runs, table
 from megatron_ext.trainer.sinks.wandb import keep_comparison
-from megatron_ext.trainer.train import load_config
 from megatron_ext.trainer.validate import has_data, validate
 
 logger = logging.getLogger(__name__)

@@ -21,10 +21,11 @@ from omegaconf import DictConfig
 
 from megatron_ext.config import ConfigError
 from megatron_ext.files.recipes import shipped_recipes
+from megatron_ext.trainer.compose import SCHEMA, load_config
 from megatron_ext.trainer.reports.read import read_runs, run_files
 from megatron_ext.trainer.reports.run_page import FILE, write_run_page
 from megatron_ext.trainer.sinks.wandb import keep_comparison
-from megatron_ext.trainer.train import SCHEMA, check, load_config, train
+from megatron_ext.trainer.train import check, train
 
 logger = logging.getLogger(__name__)
 

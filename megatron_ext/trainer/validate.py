@@ -27,7 +27,7 @@ from megatron_ext.files.run_dir import CONFIG_FILE, LAYERS_FILE, METRICS_FILE
 from megatron_ext.files.yaml_files import read_yaml
 from megatron_ext.telemetry.step_lines import read_lines
 from megatron_ext.trainer.checkpoints.choice import find_checkpoint, lost_steps, model_differences
-from megatron_ext.trainer.config import TrainConfig
+from megatron_ext.trainer.config import MEGATRON_NAMES, TrainConfig
 from megatron_ext.trainer.data import open_data
 
 
@@ -193,10 +193,6 @@ def _check_domain(config: TrainConfig) -> list[str]:
     ]
 
 
-_INSTEAD = {"moe_grouped_gemm": "; model.experts=grouped_mm computes experts in groups"}
-"""What to set instead of a field of Megatron's whose name does not tell it."""
-
-
 def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -> list[str]:
     """Check the section `megatron` and the balancing, and let Megatron check its settings."""
     from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -223,9 +219,10 @@ def _check_megatron(config: TrainConfig, *, values_fit: bool, sizes_fit: bool) -
                 f"{did_you_mean(name, known)}"
             )
         elif name in settings:
+            here = f"; here it is {MEGATRON_NAMES[name]}" if name in MEGATRON_NAMES else ""
             problems.append(
                 f"megatron.{name} ({value}) cannot be set there: "
-                f"it is {settings[name]!r} by the other sections{_INSTEAD.get(name, '')}"
+                f"it is {settings[name]!r} by the other sections{here}"
             )
         elif not _has_type(value, hints[name]) and not (value is None is known[name].default):
             wanted = re.sub(r"[a-z_.]+\.|<class '(\w+)'>", r"\1", str(hints[name]))

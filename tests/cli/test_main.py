@@ -64,6 +64,34 @@ def test_as_a_process(texts):
 )
 def test_a_word_that_is_missing_or_wrong_is_named_at_once(words, said):
     """A fresh process, which imports nothing heavy for that."""
+    result = _without_torch(*words)
+    assert re.fullmatch(said, result.stderr, flags=re.DOTALL), result.stderr
+
+
+QUICKSTART = ["--config-name", "quickstart"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["steps=0"], "error: steps (0) must be >= 1"),
+        (["balance.slots=-1"], "error: balance.slots (-1) must be >= 0"),
+        (["balance.strategy=quotaa"], "; did you mean quota?"),
+        (["megatron.moe_aux_loss_coeff=0.1"], "; here it is model.aux_loss"),
+        (["data.path=recipes/trace"], "; did you mean recipes/traces?"),
+        (["balance.placement=recipes/trace/a.npz"], "; did you mean recipes/traces?"),
+        (["checkpoint.load=absent"], "checkpoint.load (absent): absent does not exist"),
+        (["--dry-run", "steps=many"], "error: steps ('many') must be a whole number >= 1"),
+    ],
+)
+def test_wrong_settings_are_said_before_torch_is_imported(words, said):
+    result = _without_torch("train", *QUICKSTART, *words)
+    assert said in result.stderr
+    assert result.stderr.count("\n") == result.stderr.count("error: ")
+
+
+def _without_torch(*words):
+    """Run a command that ends with status 2 in a fresh process, which must not import torch."""
     program = (
         "import sys\nfrom megatron_ext.cli import main\n"
         "try: status = main(sys.argv[1:])\n"
@@ -71,10 +99,10 @@ def test_a_word_that_is_missing_or_wrong_is_named_at_once(words, said):
         "assert 'torch' not in sys.modules\n"
         "sys.exit(status)"
     )
-    command = [sys.executable, "-c", program, *words]
+    command = [sys.executable, "-c", program, *map(str, words)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert re.fullmatch(said, result.stderr, flags=re.DOTALL), result.stderr
+    assert (result.returncode, result.stdout) == (2, ""), result.stderr
+    return result
 
 
 def test_the_version_is_said(capsys):

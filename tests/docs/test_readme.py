@@ -24,10 +24,10 @@ from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.files.loads import read_loads
 from megatron_ext.pretrain import read_balance
 from megatron_ext.trainer.command import parser as training_parser
+from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.logs.run_log import read_metrics
 from megatron_ext.trainer.sweep import combinations
-from megatron_ext.trainer.train import load_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

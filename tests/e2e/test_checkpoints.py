@@ -155,7 +155,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     data: Path, saved_by: Callable[[list[str]], Path], tmp_path: Path
 ) -> None:
     from megatron_ext.config import ConfigError
-    from megatron_ext.trainer.train import load_config
+    from megatron_ext.trainer.compose import load_config
     from megatron_ext.trainer.validate import validate
 
     start = f"checkpoint.load={saved_by([*SETTINGS, *QUOTA])}/checkpoints/step_00000002"

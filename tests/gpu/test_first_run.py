@@ -17,8 +17,8 @@ import psutil
 import pytest
 import torch
 
+from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.ranks.launch import launch_ranks
-from megatron_ext.trainer.train import load_config
 from tests.gpu.first_run import __main__ as first_run
 from tests.gpu.first_run import failing_rank, links, litmus, parity, planner_profile, recipe, stages
 from tests.gpu.first_run import parts as parts_module
@@ -388,7 +388,7 @@ sys.argv[1:] = []
 for name in MODULES:
     importlib.import_module(name)
 from megatron_ext.trainer.ranks.launch import launch_ranks
-from megatron_ext.trainer.train import load_config
+from megatron_ext.trainer.compose import load_config
 load_config(["steps=1"], config_name="quickstart")
 """
 

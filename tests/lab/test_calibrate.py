@@ -9,7 +9,7 @@ import torch
 
 from megatron_ext.cli import main
 from megatron_ext.lab.hardware import constants, read_hardware
-from megatron_ext.trainer.train import load_config
+from megatron_ext.trainer.compose import load_config
 from tests.perf import calibrate
 from tests.perf.calibrate import StepBlocks, _uneven_loads, calibration_run
 from tests.ranks import run_ranks

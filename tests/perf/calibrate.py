@@ -39,10 +39,10 @@ from torch import Tensor, nn  # noqa: E402
 from megatron_ext.cpu_platform import enable_cpu_platform  # noqa: E402
 from megatron_ext.lab.hardware import Hardware, constants  # noqa: E402
 from megatron_ext.mcore.measure import slowest_s  # noqa: E402
+from megatron_ext.trainer.compose import load_config  # noqa: E402
 from megatron_ext.trainer.config import TrainConfig  # noqa: E402
 from megatron_ext.trainer.model.shape import shape_of  # noqa: E402
 from megatron_ext.trainer.ranks.launch import join_ranks, launch_ranks, quiet_megatron  # noqa: E402
-from megatron_ext.trainer.train import load_config  # noqa: E402
 from megatron_ext.transport.one_sided import RELAY_THRESHOLD  # noqa: E402
 from tests.perf.planner import describe_machine  # noqa: E402
 

@@ -40,9 +40,9 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from megatron_ext.config import BalanceConfig  # noqa: E402
+from megatron_ext.trainer.compose import load_config  # noqa: E402
 from megatron_ext.trainer.quickstart import build_data  # noqa: E402
 from megatron_ext.trainer.ranks.launch import join_ranks, launch_ranks  # noqa: E402
-from megatron_ext.trainer.train import load_config  # noqa: E402
 from tests.mcore import inside  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 

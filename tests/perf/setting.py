@@ -25,9 +25,9 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron_ext.cpu_platform import enable_cpu_platform  # noqa: E402
+from megatron_ext.trainer.compose import load_config  # noqa: E402
 from megatron_ext.trainer.quickstart import build_data  # noqa: E402
 from megatron_ext.trainer.ranks.launch import join_ranks, launch_ranks, quiet_megatron  # noqa: E402
-from megatron_ext.trainer.train import load_config  # noqa: E402
 from tests.perf.planner import describe_machine  # noqa: E402
 
 WARMUP = 5

@@ -45,8 +45,8 @@ def _train(
     enable_cpu_platform()
     from megatron.core import parallel_state
 
+    from megatron_ext.trainer.compose import load_config
     from megatron_ext.trainer.loop import Training
-    from megatron_ext.trainer.train import load_config
 
     parallel_state.destroy_model_parallel()
     training = Training(load_config(words))

@@ -19,8 +19,8 @@ from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.files.run_dir import LAYERS_FILE
 from megatron_ext.telemetry.names import METRICS, SECTIONS, shown
 from megatron_ext.telemetry.step_lines import read_lines
+from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.logs.run_log import read_metrics
-from megatron_ext.trainer.train import load_config
 from tests.mcore import inside
 from tests.ranks import run_ranks
 from tests.reference.bound import lower_bound

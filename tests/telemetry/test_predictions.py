@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.cpu_platform import enable_cpu_platform
-from megatron_ext.trainer.train import load_config
+from megatron_ext.trainer.compose import load_config
 from tests.ranks import run_ranks
 from tests.trainer.dataset import build, overrides
 

@@ -22,7 +22,7 @@ from megatron_ext.files.loads import read_loads
 from megatron_ext.files.routes import Routes, read_routes, write_routes
 from megatron_ext.telemetry import step_files
 from megatron_ext.telemetry.routes import RouteRecorder
-from megatron_ext.trainer.train import load_config
+from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.validate import validate
 from tests.ranks import run_ranks
 from tests.trainer.dataset import overrides

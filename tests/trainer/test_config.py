@@ -18,8 +18,9 @@ from megatron_ext import BalanceConfig
 from megatron_ext.config import ConfigError, LlepSettings, Section
 from megatron_ext.files.recipes import shipped_recipes
 from megatron_ext.trainer.command import main
+from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.config import DataConfig, LoggingConfig, TrainConfig
-from megatron_ext.trainer.train import check, load_config, train
+from megatron_ext.trainer.train import check, train
 from megatron_ext.trainer.validate import validate
 from tests.trainer.dataset import overrides
 
@@ -81,7 +82,11 @@ WRONG = {
     ),
     "strategy and transport": (
         ["balance.strategy=magic", "balance.transport=nvlink"],
-        ["'magic'", "balance.transport ('nvlink') is not available here"],
+        ["'magic'"],
+    ),
+    "transport": (
+        ["balance.transport=nvlink"],
+        ["balance.transport ('nvlink') is not available here"],
     ),
     "craft without a placement": (
         ["balance.strategy=craft"],
@@ -148,7 +153,7 @@ WRONG = {
         ["+megatron.moe_grouped_gemm=true"],
         [
             "megatron.moe_grouped_gemm (True) cannot be set there: it is False by the other "
-            "sections; model.experts=grouped_mm computes experts in groups"
+            "sections; here it is model.experts=grouped_mm"
         ],
     ),
     "the same without balancing": (
@@ -168,12 +173,41 @@ WRONG = {
         ["balance.slots (300) must be <= 256: transport shared_memory has flags for no more"],
     ),
     "near names": (
-        ["balance.strategy=quotaa", "balance.transport=colective"],
-        ["; did you mean quota?", "; did you mean collective?"],
+        ["balance.strategy=quotaa"],
+        ["unknown strategy 'quotaa'; known: craft, ", "; did you mean quota?"],
+    ),
+    "a transport that is nearly one": (
+        ["balance.transport=colective"],
+        ["; did you mean collective?"],
     ),
     "unknown Megatron key": (
         ["+megatron.moe_router_topkk=1"],
         ["megatron.moe_router_topkk", "has no setting of this name; did you mean"],
+    ),
+    "a setting of Megatron's without a plus": (
+        ["megatron.kv_channels=64"],
+        ["megatron.kv_channels: settings of Megatron are added with a plus: +megatron.kv_channels"],
+    ),
+    "Megatron's name of a setting": (
+        ["megatron.moe_aux_loss_coeff=0.1", "megatron.num_layers=2"],
+        [
+            "megatron.moe_aux_loss_coeff: settings of Megatron are added with a plus; here it is "
+            "model.aux_loss"
+        ],
+    ),
+    "a value of no whole number": (["steps="], ["steps ('') must be a whole number >= 1"]),
+    "a value that is nothing": (["model.topk=null"], ["model.topk (None) must be a whole number"]),
+    "a plus too many": (
+        ["+balance.slots=2"],
+        ["balance.slots is a setting: write balance.slots=..., without a plus"],
+    ),
+    "a section that is nearly one": (
+        ["balanc.slots=1"],
+        ["balanc.slots: there is no section balanc; did you mean balance?"],
+    ),
+    "a recipe without its option": (
+        ["quickstat"],
+        ["quickstat: a setting is written name=value; did you mean --config-name quickstart?"],
     ),
     "Megatron key of another section": (
         ["+megatron.num_layers=3"],
@@ -185,8 +219,11 @@ WRONG = {
     ),
     "missing data": (["data.path=/nowhere"], ["data.path (/nowhere)"]),
     "unknown domain": (["++data.weights.poems=1"], ["data.weights names poems"]),
-    "unknown key": (["balance.slot=1"], ["balance.slot", "Key 'slot' not in 'BalanceConfig'"]),
-    "wrong type": (["model.topk=two"], ["model.topk=two"]),
+    "unknown key": (
+        ["balance.slo=1"],
+        ["balance.slo: there is no setting of this name; did you mean slots?"],
+    ),
+    "wrong type": (["model.topk=two"], ["model.topk ('two') must be a whole number >= 1"]),
     "unknown recipe": (
         ["--config-name", "quickstar"],
         [
@@ -197,15 +234,15 @@ WRONG = {
     ),
     "unknown option of a group": (
         ["--config-name", "quickstart", "balance=quotaa"],
-        ["balance/quotaa'; there are ideal, libra, none, quota; did you mean quota?"],
+        ["balance=quotaa: the group balance has ideal, libra, none, quota; did you mean quota?"],
     ),
     "an option without a recipe": (
         ["balance=none"],
-        ["a group has options in a recipe only (--config-name)"],
+        ["balance=none: a group has options in a recipe only (--config-name)"],
     ),
     "several values": (
         ["balance.slots=1,2"],
-        ["'balance.slots=1,2': a run has one value of each setting; -m makes a run for each value"],
+        ["balance.slots=1,2: a run has one value of each setting; -m makes a run for each value"],
     ),
     "a domain without a plus": (
         ["data.weights={letters:1}"],
@@ -213,7 +250,7 @@ WRONG = {
     ),
     "a setting that is nearly one": (
         ["balance.slot=1"],
-        ["Key 'slot' not in 'BalanceConfig'; did you mean slots?"],
+        ["balance.slot: there is no setting of this name; did you mean slots?"],
     ),
     "a setting that is added": (
         ["+optimizer.weight_decy=1", "+foo=2", "+balance.llep.alfa=2"],
@@ -223,7 +260,10 @@ WRONG = {
             "balance.llep.alfa: there is no setting of this name; did you mean alpha?",
         ],
     ),
-    "a word that does not parse": (["steps=${a"], ["steps=${a: mismatched input"]),
+    "a word that does not parse": (
+        ["steps=${a"],
+        ["steps=${a: no value can be read here (mismatched input"],
+    ),
     "a seed that no generator takes": (
         ["seed=99999999999999999999"],
         ["seed (99999999999999999999) must be from 0 to 4294967295"],
@@ -263,7 +303,7 @@ WRONG = {
     ),
     "a setting of balance by itself": (
         ["strategy=none"],
-        ["Key 'strategy' not in 'TrainConfig'", "it is balance.strategy"],
+        ["strategy: there is no setting of this name; it is balance.strategy"],
     ),
     "everything at once": (
         ["steps=0", "model.precision=fp7", "balance.strategy=magic", "data.path=/nowhere"],
@@ -679,3 +719,13 @@ def test_a_run_that_is_complete_says_so_and_starts_no_ranks(
     main(words)
     steps = settings[0].removeprefix("steps=") if settings else "8"
     assert caplog.messages[-1] == f"{saved_run}: nothing to do: step 8 of {steps}"
+
+
+def test_megatrons_names_are_those_of_fields_that_the_sections_decide() -> None:
+    from megatron_ext.trainer.config import MEGATRON_NAMES
+    from megatron_ext.trainer.model.settings import transformer_settings
+
+    assert MEGATRON_NAMES.keys() <= transformer_settings(TrainConfig()).keys()
+    for setting in MEGATRON_NAMES.values():
+        section, _, name = setting.partition("=")[0].partition(".")
+        assert hasattr(getattr(TrainConfig(), section), name)

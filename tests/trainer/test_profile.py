@@ -19,8 +19,8 @@ from megatron_ext.files.run_dir import LAYERS_FILE
 from megatron_ext.telemetry.profile import PROFILE_FILE, StepProfile, merge_traces
 from megatron_ext.telemetry.step_lines import read_lines
 from megatron_ext.trainer import quickstart
+from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.logs.run_log import read_metrics
-from megatron_ext.trainer.train import load_config
 from megatron_ext.trainer.validate import validate
 from tests.boards import tensorboard_events, wandb_records, written_for_wandb
 from tests.ranks import run_ranks

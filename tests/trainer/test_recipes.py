@@ -15,7 +15,8 @@ import yaml
 
 from megatron_ext.config import ConfigError
 from megatron_ext.files.recipes import ranks_of, recipe_names, shipped_recipes
-from megatron_ext.trainer.train import load_config, train
+from megatron_ext.trainer.compose import load_config
+from megatron_ext.trainer.train import train
 from megatron_ext.trainer.validate import validate
 from tests.ranks import run_ranks
 

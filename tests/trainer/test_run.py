@@ -21,8 +21,8 @@ from megatron_ext.files.loads import TRACE_FIELDS, read_loads
 from megatron_ext.files.routes import read_routes
 from megatron_ext.methods.sem_moe.semantics import Semantics, write_semantics
 from megatron_ext.telemetry.names import METRICS
+from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.logs.run_log import read_metrics
-from megatron_ext.trainer.train import load_config
 from tests.ranks import run_ranks
 from tests.trainer.dataset import overrides
 

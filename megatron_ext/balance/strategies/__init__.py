@@ -13,9 +13,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_ext.arguments import did_you_mean
-from megatron_ext.balance.strategies.exact import EXACT
-from megatron_ext.balance.strategies.none import NONE
-from megatron_ext.balance.strategies.quota import QUOTA
 from megatron_ext.balance.strategies.strategy import Planner, Solves, Strategy
 from megatron_ext.balance.strategies.strategy import PlanSettings as PlanSettings
 from megatron_ext.config import OBJECTIVES, BalanceConfig
@@ -26,12 +23,12 @@ _METHODS = "megatron_ext.methods"
 class _Registry(Mapping[str, Strategy]):
     """Every balancer by its name, in the order of listing.
 
-    A balancer that is given as `module:constant` is imported when it is asked for. The table of
+    A balancer is given as `module:constant`, and imported when it is asked for. The table of
     `methods/` is imported when a name is asked for that is not our own.
     """
 
-    def __init__(self, *own: tuple[str, Strategy | str]) -> None:
-        self._own = dict(own)
+    def __init__(self, *own: tuple[str, str]) -> None:
+        self._own: dict[str, Strategy | str] = dict(own)
         self._entries: dict[str, Strategy | str] = {}
 
     def _all(self) -> dict[str, Strategy | str]:
@@ -89,10 +86,10 @@ def of_methods(table: str, balance: BalanceConfig) -> dict[str, Any]:
 
 
 STRATEGIES: Mapping[str, Strategy] = _Registry(
-    (NONE.name, NONE),
-    (QUOTA.name, QUOTA),
-    (EXACT.name, EXACT),
-    ("ideal", "megatron_ext.balance.strategies.ideal:IDEAL"),
+    ("none", f"{__name__}.none:NONE"),
+    ("quota", f"{__name__}.quota:QUOTA"),
+    ("exact", f"{__name__}.exact:EXACT"),
+    ("ideal", f"{__name__}.ideal:IDEAL"),
 )
 
 
@@ -106,13 +103,8 @@ def get_strategy(name: str) -> Strategy:
     """
     if not isinstance(name, str):
         raise TypeError(f"strategy ({name!r}) must be the name of one")
-    if name not in STRATEGIES:
-        if name in OBJECTIVES:
-            raise ValueError(f"{name!r} is no strategy but an objective: balance.objective={name}")
-        known = ", ".join(sorted(STRATEGIES))
-        raise ValueError(
-            f"unknown strategy {name!r}; known: {known}{did_you_mean(name, STRATEGIES)}"
-        )
+    if problem := unknown_strategy(name):
+        raise ValueError(problem)
     strategy = STRATEGIES[name]
     if strategy.package is not None and importlib.util.find_spec(strategy.package) is None:
         raise ModuleNotFoundError(
@@ -120,6 +112,16 @@ def get_strategy(name: str) -> Strategy:
             f"pip install 'megatron-ext[{name}]'"
         )
     return strategy
+
+
+def unknown_strategy(name: str) -> str | None:
+    """Return what to say if there is no balancer of that name; else None. Imports none."""
+    if name in STRATEGIES:
+        return None
+    if name in OBJECTIVES:
+        return f"{name!r} is no strategy but an objective: balance.objective={name}"
+    known = ", ".join(sorted(STRATEGIES))
+    return f"unknown strategy {name!r}; known: {known}{did_you_mean(name, STRATEGIES)}"
 
 
 def get_planner(name: str, *, for_time: bool = False) -> Planner:

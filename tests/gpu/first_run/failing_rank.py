@@ -20,11 +20,12 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.quickstart import build_data
 from megatron_ext.trainer.ranks.launch import join_ranks
 from megatron_ext.trainer.ranks.watchdog import watch_over
-from megatron_ext.trainer.train import check, load_config
+from megatron_ext.trainer.train import check
 from tests.gpu.one_gpu import launch
 
 STEPS = 3

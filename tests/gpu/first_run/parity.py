@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.logs.run_log import read_metrics
 from megatron_ext.trainer.quickstart import (
     YARDSTICK,
@@ -27,7 +28,7 @@ from megatron_ext.trainer.quickstart import (
 )
 from megatron_ext.trainer.ranks.launch import quiet_megatron
 from megatron_ext.trainer.reports.summary import Drift
-from megatron_ext.trainer.train import check, load_config
+from megatron_ext.trainer.train import check
 from tests.gpu.one_gpu import launch
 
 ROOM = 10.0

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.logs.run_log import read_metrics
 from megatron_ext.trainer.quickstart import build_data
 from megatron_ext.trainer.ranks.launch import quiet_megatron
 from megatron_ext.trainer.reports.summary import summarize
-from megatron_ext.trainer.train import load_config, train
+from megatron_ext.trainer.train import train
 from tests.gpu.first_run.parts import RECIPE
 
 STRATEGIES = ("none", "quota", "ideal")

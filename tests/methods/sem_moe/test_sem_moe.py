@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ext.config import BalanceConfig, ConfigError
 from megatron_ext.methods.sem_moe.semantics import Semantics, write_semantics
-from megatron_ext.trainer.train import load_config
+from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.validate import validate
 from tests.trainer.dataset import build, overrides
 

@@ -26,9 +26,9 @@ import torch.distributed.checkpoint as dcp
 from checkpoints_tools import read_contents, verify
 from checkpoints_tools.folder import find_damage
 from megatron_ext.config import ConfigError
+from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.logs.run_log import read_metrics
 from megatron_ext.trainer.ranks.launch import NO_RESTART
-from megatron_ext.trainer.train import load_config
 from megatron_ext.trainer.validate import validate
 from tests.cli.command import run as run_command
 from tests.processes import left_in_shared_memory, unused_shared_files
@@ -428,7 +428,7 @@ enable_cpu_platform()
 import torch.distributed as dist
 from megatron_ext.trainer.checkpoints import writer
 from megatron_ext.trainer.loop import Training
-from megatron_ext.trainer.train import load_config
+from megatron_ext.trainer.compose import load_config
 store, stop_at, *arguments = sys.argv[1:]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
 write_file = writer._write_file

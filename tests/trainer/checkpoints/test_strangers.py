@@ -25,8 +25,8 @@ from checkpoints_tools.folder import CHECKSUMS_FILE, hash_file, write_checksums
 from checkpoints_tools.pickles import ForeignClassError, read_table
 from megatron_ext.config import ConfigError
 from megatron_ext.files.relayout import write_layout
+from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.ranks.launch import NO_RESTART
-from megatron_ext.trainer.train import load_config
 from megatron_ext.trainer.validate import validate
 from tests.cli.command import run as run_command
 from tests.ranks import run_ranks

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_ext.cpu_platform import enable_cpu_platform
 from megatron_ext.data.manifest import Manifest
-from megatron_ext.trainer.train import load_config
+from megatron_ext.trainer.compose import load_config
 from tests.mcore import inside
 from tests.ranks import run_ranks
 from tests.trainer.dataset import overrides

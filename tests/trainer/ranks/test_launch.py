@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.config import TrainConfig
 from megatron_ext.trainer.logs.rank_logs import rank_log
 from megatron_ext.trainer.ranks import launch
 from megatron_ext.trainer.ranks.launch import NO_RESTART, join_ranks, launch_ranks
-from megatron_ext.trainer.train import load_config
 from tests.processes import running
 from tests.ranks import run_ranks
 from tests.steps import repeatable_steps

@@ -26,11 +26,11 @@ from torch.distributed.elastic.rendezvous import (
 
 from megatron_ext.config import ConfigError
 from megatron_ext.telemetry.heartbeat import STATUS_FOLDER, Pulse, own_status
+from megatron_ext.trainer.compose import load_config, said_in_lines
 from megatron_ext.trainer.ranks import addresses, launch, rendezvous, shared_folder
 from megatron_ext.trainer.ranks.agent import _Agent, main
 from megatron_ext.trainer.ranks.launch import NO_RESTART
 from megatron_ext.trainer.ranks.rendezvous import NAME, BoundRendezvous, create_handler
-from megatron_ext.trainer.train import load_config, said_in_lines
 from tests.processes import listening, running
 from tests.ranks import run_ranks
 from tests.trainer.ranks.test_rendezvous import SECRET, free_port

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from megatron_ext.cpu_platform import enable_cpu_platform
+from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.logs.run_log import read_metrics
 from megatron_ext.trainer.ranks.signals import STOP_SIGNALS, StopRequest
-from megatron_ext.trainer.train import load_config
 from tests.processes import Program, listening, pending, running
 from tests.ranks import run_ranks
 from tests.steps import repeatable_steps

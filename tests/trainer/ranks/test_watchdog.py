@@ -27,9 +27,9 @@ from megatron_ext.telemetry.heartbeat import (
     own_status,
     read_statuses,
 )
+from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.logs.run_log import read_metrics
 from megatron_ext.trainer.ranks.watchdog import GAVE_UP, HANGING, ended, judge, told, watch_over
-from megatron_ext.trainer.train import load_config
 from tests.ranks import run_ranks
 from tests.trainer.dataset import overrides
 

@@ -10,8 +10,8 @@ import torch
 
 from megatron_ext.files.loads import Loads, write_loads
 from megatron_ext.trainer import quickstart
+from megatron_ext.trainer.compose import load_config
 from megatron_ext.trainer.reports.summary import WARMUP_STEPS, Drift, summarize_runs, table
-from megatron_ext.trainer.train import load_config
 from tests.trainer.dataset import overrides
 
 

@@ -1,0 +1,295 @@
+"""Composes a run's settings from a recipe and overrides, and says what is wrong with them.
+
+Nothing here imports torch: a wrong word is said before that takes its seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_ext.arguments import WRONG_USAGE, did_you_mean
+from megatron_ext.config import BalanceConfig, ConfigError, Section, wrong_value
+from megatron_ext.files.recipes import recipe_names, shipped_recipes
+from megatron_ext.trainer.config import MEGATRON_NAMES, DataConfig, TrainConfig
+
+SCHEMA = "train"
+"""Name under which recipes put `TrainConfig` first in their `defaults`."""
+
+ConfigStore.instance().store(SCHEMA, TrainConfig)
+
+
+def say_loading() -> None:
+    """Say, once in a run, why nothing else is said for some seconds."""
+    if "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write("loading PyTorch and Megatron ...\n")
+
+
+@contextmanager
+def said_in_lines() -> Iterator[None]:
+    """Write a line for each problem of the settings, and end with status 2."""
+    try:
+        yield
+    except ConfigError as error:
+        if int(os.environ.get("LOCAL_RANK", 0)) != 0:
+            # torchrun ends a machine's ranks when one fails: only the one that speaks may.
+            raise SystemExit(0) from None
+        # A setting may be wrong on one machine only, as a path that is not mounted there.
+        where = f"{socket.gethostname()}: " if int(os.environ.get("RANK", 0)) != 0 else ""
+        sys.stderr.write("".join(f"error: {where}{problem}\n" for problem in error.problems))
+        raise SystemExit(WRONG_USAGE) from None
+
+
+def load_without_data(
+    overrides: Sequence[str],
+    config_dir: str | None,
+    config_name: str | None,
+    *,
+    num_ranks: int | None,
+) -> tuple[TrainConfig, int]:
+    """Compose and check a run whose data need not be there, and find everything that is wrong.
+
+    Arguments are those of `load_config` and `check`.
+
+    Returns:
+        The run, and its ranks.
+
+    Raises:
+        ConfigError: With all problems. An override that cannot be read does not hide others.
+    """
+
+    def load(some: Sequence[str]) -> TrainConfig:
+        return load_config(some, config_dir, config_name, needs_data=False)
+
+    from megatron_ext.trainer.early import early_problems
+
+    problems: list[str] = []
+    fine = list(overrides)
+    try:
+        load(fine)
+    except ConfigError as error:
+        for override in overrides:
+            try:
+                load([override])
+            except ConfigError as of_one:
+                problems += of_one.problems
+                fine.remove(override)
+        if not problems or not fine:
+            raise ConfigError(problems or error.problems) from None
+    try:
+        config = load(fine)
+        problems += early_problems(config, needs_data=False)
+        if not problems:
+            say_loading()
+            from megatron_ext.trainer.train import check
+
+            num_ranks = check(config, num_ranks=num_ranks, needs_data=False)
+    except ConfigError as error:
+        problems += error.problems
+    if problems or num_ranks is None:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return config, num_ranks
+
+
+def load_config(
+    overrides: Sequence[str] = (),
+    config_dir: str | None = None,
+    config_name: str | None = None,
+    *,
+    needs_data: bool = True,
+) -> TrainConfig:
+    """Compose a run's settings from a recipe and overrides.
+
+    Args:
+        overrides: Overrides in Hydra's grammar, e.g. `["steps=10", "+megatron.kv_channels=64"]`.
+        config_dir: Folder of recipes and groups before those that come with the package.
+        config_name: The recipe; by default the bare defaults of `TrainConfig`.
+        needs_data: Whether `data.path` has to be given.
+
+    Raises:
+        ConfigError: A recipe or key does not exist, or a value has the wrong type.
+    """
+    if twice := _given_twice(overrides):
+        raise ConfigError(twice)
+    folder = Path(config_dir).absolute() if config_dir else shipped_recipes()
+    if not folder.is_dir():
+        raise ConfigError([f"--config-dir ({config_dir}) is not a folder"])
+    config_name = config_name or SCHEMA
+    if config_name != SCHEMA:
+        _check_recipe(config_name, folder)
+    Plugins.instance().register(_ShippedRecipes)
+    try:
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            composed = compose(config_name, list(overrides))
+        _limit(composed, overrides)
+        if config_name != SCHEMA and not composed.recipe:
+            composed.recipe = config_name
+        if unknown := _unknown_settings(composed):
+            raise ConfigError(unknown)
+        problems: list[str] = []
+        of_balance: list[str] = []
+        # What is missing, or a section `balance` that cannot be made, hides no other problem.
+        defaults = OmegaConf.structured(TrainConfig(data=DataConfig(path="")))
+        for name in sorted(OmegaConf.missing_keys(composed)):
+            OmegaConf.update(composed, name, OmegaConf.select(defaults, name))
+            if needs_data or name != "data.path":
+                problems.append(f"{name} is missing: it has no default")
+        try:
+            OmegaConf.to_object(composed.balance)
+        except ConfigError as error:
+            of_balance = error.problems
+            composed.balance = defaults.balance
+        config = OmegaConf.to_object(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([hydra_problem(error)]) from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # A section's, about its own values.
+        raise ConfigError([str(error)]) from None
+    if not isinstance(config, TrainConfig):
+        raise ConfigError([f"{config_name}.yaml must have {SCHEMA} first in its defaults"])
+    if problems or of_balance:
+        raise ConfigError(problems + config.problems() + of_balance)
+    return config
+
+
+def _check_recipe(name: str, folder: Path) -> None:
+    """Check that there is a recipe, in a folder or in the package; the error lists them."""
+    found = {each: recipe_names(each) for each in (folder, shipped_recipes())}
+    known = [each for names in found.values() for each in names]
+    if name.removesuffix(".yaml") in known:
+        return
+    there = "; ".join(f"{each} has {', '.join(names) or 'none'}" for each, names in found.items())
+    raise ConfigError(
+        [f"--config-name ({name}): no such recipe: {there}{did_you_mean(name, known)}"]
+    )
+
+
+def _given_twice(overrides: Sequence[str]) -> list[str]:
+    """Return the groups of which two overrides choose different options, a problem each."""
+    chosen: dict[str, list[str]] = {}
+    for each in dict.fromkeys(overrides):
+        name = each.lstrip("+").split("=")[0]
+        if (shipped_recipes() / name).is_dir():
+            chosen.setdefault(name, []).append(each)
+    return [f"{name} is given twice: {', '.join(two)}" for name, two in chosen.items() if two[1:]]
+
+
+class _ShippedRecipes(SearchPathPlugin):
+    """Lets Hydra look for recipes and groups in the package, after the folder of --config-dir."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """See `SearchPathPlugin`."""
+        search_path.append("megatron_ext", f"file://{shipped_recipes()}")
+
+
+def _limit(composed: DictConfig, overrides: Sequence[str]) -> None:
+    """Take the limits of `at_most` where a recipe has more, but what the command line sets."""
+    asked = {each.lstrip("+").split("=")[0] for each in overrides}
+    for name, most in composed.at_most.items():
+        value = OmegaConf.select(composed, name)
+        if name not in asked and isinstance(value, int | float) and value > most:
+            OmegaConf.update(composed, name, most)
+    composed.at_most = {}
+
+
+def _unknown_settings(composed: DictConfig) -> list[str]:
+    """Return the settings from `+section.name=value` that no section has, with near names."""
+    problems = []
+    for name, kind in _sections_of(TrainConfig).items():
+        known = kind.__dataclass_fields__
+        section = OmegaConf.select(composed, name) if name else composed
+        for key in map(str, section if isinstance(section, DictConfig) else ()):
+            if key not in known:
+                label = f"{name}.{key}".lstrip(".")
+                near = did_you_mean(key, known)
+                problems.append(f"{label}: there is no setting of this name{near}")
+    return problems
+
+
+def _sections_of(section: Any, name: str = "") -> dict[str, Any]:
+    """Return the classes of a section and of those inside, by their names."""
+    found = {name: section}
+    for each in dataclasses.fields(section):
+        kind: Any = each.default_factory
+        if isinstance(kind, type) and issubclass(kind, Section):
+            found |= _sections_of(kind, f"{name}.{each.name}".lstrip("."))
+    return found
+
+
+def hydra_problem(error: Exception) -> str:
+    """Return in one line what a setting must be, for an error of Hydra or OmegaConf."""
+    said = str(error)
+    if found := re.match(r"Could not override '(\S+)'\.(?: No match in the defaults list)?", said):
+        word = re.search(r" use \+(.+)$", said.splitlines()[-1])
+        return _unknown_setting(found[1], word[1] if word else found[1])
+    found = re.match(r"Error merging override ([\w.]+)=(.*)", said)
+    if found and (problem := _wrong_value(found[1], found[2])):
+        return problem
+    if found := re.match(r"Ambiguous value for argument '(.*)'", said):
+        return f"{found[1]}: a run has one value of each setting; -m makes a run for each value"
+    if found := re.match(r"Could not append to config. An item is already at '(\S+)'", said):
+        return f"{found[1]} is a setting: write {found[1]}=..., without a plus"
+    if found := re.search(r"Could not find '(.*)/(\w+)'", said):
+        options = getattr(error, "options", None) or []
+        known = f"{', '.join(options)}{did_you_mean(found[2], options)}"
+        return f"{found[1]}={found[2]}: the group {found[1]} has {known}"
+    if (word := getattr(error, "override", None)) is not None:
+        if "=" not in word and not word.startswith("~"):
+            near = did_you_mean(word, recipe_names(shipped_recipes()))
+            near = near.replace("mean ", "mean --config-name ")
+            return f"{word}: a setting is written name=value{near}"
+        return f"{word}: no value can be read here ({_first_line(said)}); quotes make it text"
+    parts = [_first_line(str(part)) for part in (error, error.__cause__) if part]
+    return ": ".join(dict.fromkeys(parts))
+
+
+def _first_line(text: str) -> str:
+    return text.split("\n")[0].rstrip(".")
+
+
+def _unknown_setting(name: str, word: str) -> str:
+    """Say what to write instead of a setting that there is not, or that is added with a plus."""
+    if (shipped_recipes() / name).is_dir():
+        return f"{word}: a group has options in a recipe only (--config-name)"
+    section, _, key = name.rpartition(".")
+    if name == "data.weights" or section == "data.weights":
+        return f"{word}: a domain is named with a plus, as in +data.weights.code=1"
+    if section == "megatron":
+        here = f"; here it is {MEGATRON_NAMES[key]}" if key in MEGATRON_NAMES else ""
+        plus = "" if here else f": +{word}"
+        return f"{name}: settings of Megatron are added with a plus{plus}{here}"
+    sections = _sections_of(TrainConfig)
+    owner = sections.get(section)
+    if owner is None:
+        near = did_you_mean(section, [each for each in sections if each])
+        return f"{name}: there is no section {section}{near}"
+    if not section and key in BalanceConfig.__dataclass_fields__:
+        return f"{name}: there is no setting of this name; it is balance.{key}"
+    known = [each.name for each in dataclasses.fields(owner)]
+    return f"{name}: there is no setting of this name{did_you_mean(key, known)}"
+
+
+def _wrong_value(name: str, value: str) -> str | None:
+    """Say what a setting must be that got a value of another type; None for no setting."""
+    section, _, key = name.rpartition(".")
+    owner = _sections_of(TrainConfig).get(section)
+    if owner is None or key not in owner.__dataclass_fields__:
+        return None
+    return wrong_value(owner, key, None if value == "null" else value)
