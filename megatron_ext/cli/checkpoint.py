@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+from megatron_ext.arguments import existing_path
 from megatron_ext.cli import hugging_face, options
 from megatron_ext.cli.output import DONE, FAILED, columns, progress, show
 
@@ -40,7 +40,10 @@ def add(commands: Any) -> None:
     )
     for command in (shows, verify, relayout):
         command.add_argument(
-            "path", metavar="DIR", help="a checkpoint, or a folder of them (newest)"
+            "path",
+            type=existing_path,
+            metavar="DIR",
+            help="a checkpoint, or a folder of them (newest)",
         )
     shows.add_argument(
         "--norms",
@@ -49,12 +52,16 @@ def add(commands: Any) -> None:
     )
     verify.add_argument(
         "other",
+        type=existing_path,
         nargs="?",
         metavar="OTHER",
         help="another one, which has to hold the same up to the order of experts",
     )
     relayout.add_argument(
-        "layout", type=Path, metavar="LAYOUT.npz", help="made by `place sem_moe` or `place eplb`"
+        "layout",
+        type=existing_path,
+        metavar="LAYOUT.npz",
+        help="made by `place sem_moe` or `place eplb`",
     )
     options.add_out(relayout, "DIR", "folder to make", required=True)
     relayout.add_argument(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.arguments import positive
+from megatron_ext.arguments import existing_path, positive
 from megatron_ext.cli import options
 from megatron_ext.cli.output import columns, mib, progress, show, warn
 
@@ -39,7 +38,7 @@ def add(commands: Any) -> None:
     _add_folder_to_make(build)
     build.add_argument(
         "--tokenizer",
-        type=Path,
+        type=existing_path,
         metavar="FILE",
         help="a Hugging Face tokenizer.json (default: one token per byte)",
     )
@@ -74,7 +73,9 @@ def add(commands: Any) -> None:
         "show what a dataset holds, and check that it is complete",
         "megatron-ext data info runs/data",
     )
-    info.add_argument("path", metavar="DIR", help="a dataset made by `data build`")
+    info.add_argument(
+        "path", type=existing_path, metavar="DIR", help="a dataset made by `data build`"
+    )
 
 
 def _add_folder_to_make(parser: argparse.ArgumentParser) -> None:

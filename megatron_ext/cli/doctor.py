@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from megatron_ext.arguments import existing_path
 from megatron_ext.cli import options
 from megatron_ext.cli.output import DONE, FAILED, columns, mib, show
 
@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
     )
     doctor.add_argument(
         "--run",
-        type=Path,
+        type=existing_path,
         metavar="DIR",
         dest="run_dir",
         help="say what the ranks of the training in this run directory do",

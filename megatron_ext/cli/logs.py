@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.arguments import existing_path
 from megatron_ext.cli import options
 from megatron_ext.cli.output import DONE, show
 
@@ -28,7 +29,7 @@ def add(commands: Any) -> None:
         "show the output of all ranks of a run, in the order of time",
         "megatron-ext logs runs/train --follow",
     )
-    logs.add_argument("run_dir", type=Path, metavar="RUN", help="the run directory")
+    logs.add_argument("run_dir", type=existing_path, metavar="RUN", help="the run directory")
     logs.add_argument("--rank", type=int, metavar="N", help="only this rank")
     logs.add_argument(
         "--follow", action="store_true", help="show new lines as they come, until Ctrl-C"

@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.arguments import did_you_mean, positive
+from megatron_ext.arguments import did_you_mean, existing_path, positive
 from megatron_ext.cli.output import warn
 from megatron_ext.config import COST_UNITS, BalanceConfig
 
@@ -62,7 +62,7 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     """Add the loads to read."""
     parser.add_argument(
         "trace",
-        type=Path,
+        type=loads_path,
         metavar="TRACE",
         help="a run's folder `trace` (logging.trace_steps), an .npz file of loads, or a folder of "
         "Megatron's --moe-routing-trace-path",
@@ -78,6 +78,39 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
         ),
     ):
         group.add_argument(option, type=positive, metavar=metavar, help=text)
+
+
+def loads_path(text: str) -> Path:
+    """Read the path of loads, for argparse: a folder, or a file that begins as those with arrays.
+
+    So another file is refused before what reads the whole is imported.
+    """
+    from megatron_ext.files.arrays import check_archive
+
+    path = existing_path(text)
+    if path.is_file():
+        try:
+            check_archive(path)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        except OSError:  # Who reads it says why.
+            pass
+    return path
+
+
+def strategies(arguments: argparse.Namespace) -> list[str]:
+    """Return the names of `--strategies`.
+
+    Raises:
+        ValueError: There is no strategy of a name.
+    """
+    from megatron_ext.balance.strategies import unknown_strategy
+
+    names: list[str] = arguments.strategies.split(",")
+    for name in names:
+        if problem := unknown_strategy(name.partition(":")[0]):
+            raise ValueError(problem)
+    return names
 
 
 def read_trace(arguments: argparse.Namespace, num_experts: int | None = None) -> Loads:
@@ -204,6 +237,8 @@ def balance_config(arguments: argparse.Namespace) -> BalanceConfig:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    from megatron_ext.balance.strategies import unknown_strategy
+
     options = {
         name: value
         for name in (field.name for field in fields(BalanceConfig))
@@ -227,6 +262,8 @@ def balance_config(arguments: argparse.Namespace) -> BalanceConfig:
         said = str(error).splitlines()[0]
         raise ValueError(f"balance.{name}: {said}{near}".replace("balance.:", "balance:")) from None
     assert isinstance(balance, BalanceConfig)
+    if problem := unknown_strategy(balance.strategy):
+        raise ValueError(problem)
     return balance
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from megatron_ext.arguments import positive
+from megatron_ext.arguments import existing_path, positive
 from megatron_ext.cli import options
 from megatron_ext.cli.output import columns, progress, show, table
 
@@ -73,7 +72,7 @@ def add(commands: Any) -> None:
     )
     sem_moe.add_argument(
         "routes",
-        type=Path,
+        type=existing_path,
         metavar="ROUTES",
         help="a run's folder of routes (logging.route_samples), or a file: tokens' choices by id",
     )
@@ -82,7 +81,7 @@ def add(commands: Any) -> None:
     )
     sem_moe.add_argument(
         "--evaluate",
-        type=Path,
+        type=existing_path,
         metavar="ROUTES",
         help="choices to measure the placement with (default: those it is made from)",
     )
@@ -103,11 +102,12 @@ def _add_file(parser: argparse.ArgumentParser, metavar: str) -> None:
 
 def run_craft(arguments: argparse.Namespace) -> int:
     """Place replicas, write them, and show what each layer gains."""
+    options.check_out(arguments)
+    balance = options.balance_config(arguments)
     from megatron_ext.files.placement import write_placement
     from megatron_ext.methods.craft.place import place, replica_counts
 
-    options.check_out(arguments)
-    asked = options.asked(options.balance_config(arguments))
+    asked = options.asked(balance)
     loads = options.read_trace(arguments)
     options.warn_of_empty_slots(loads, asked)
     layout = asked.layout("craft", loads)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from megatron_ext.cli import options
@@ -23,7 +22,7 @@ def add(commands: Any) -> None:
     )
     plan.add_argument(
         "loads",
-        type=Path,
+        type=options.loads_path,
         nargs="?",
         metavar="LOADS.npz",
         help="loads, int64 [B, R, E], or the folder of a trace",
@@ -45,9 +44,6 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, write the plans if asked to, and show their numbers; or list the strategies."""
-    from megatron_ext.files.loads import read_loads, write_plans
-    from megatron_ext.lab.planning import make_planners, measure, plan_loads, summarize
-
     if arguments.list:
         return show(arguments, _strategies(), _strategy_lines)
     if arguments.loads is None:
@@ -56,6 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--split adds to the file of --out, which is not given")
     options.check_out(arguments)
     balance = options.balance_config(arguments)
+    from megatron_ext.files.loads import read_loads, write_plans
+    from megatron_ext.lab.planning import make_planners, measure, plan_loads, summarize
+
     costs = options.layer_costs(
         arguments, balance, for_time=balance.plans_for_time, switch="--objective time"
     )

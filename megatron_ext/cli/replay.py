@@ -40,11 +40,11 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan the trace with every strategy, and show their numbers side by side."""
+    strategies = options.strategies(arguments)
+    balance = options.balance_config(arguments)
     from megatron_ext.lab.planning import read_name
     from megatron_ext.lab.replay import FILES, make_report, replay, write_report
 
-    strategies = arguments.strategies.split(",")
-    balance = options.balance_config(arguments)
     costs = options.layer_costs(
         arguments,
         balance,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.arguments import existing_path
 from megatron_ext.cli import options
 from megatron_ext.cli.output import show
 
@@ -22,7 +23,7 @@ def add(commands: Any) -> None:
     )
     report.add_argument(
         "runs",
-        type=Path,
+        type=existing_path,
         nargs="+",
         metavar="RUN",
         help="run directories; all are compared to the first",

@@ -43,16 +43,18 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate the trace with every strategy, and show what a step would take."""
-    from megatron_ext.lab import simulate as lab
     from megatron_ext.lab.hardware import read_hardware
+
+    strategies = options.strategies(arguments)
+    balance = options.balance_config(arguments)
+    machine = read_hardware(arguments.hardware)
+    from megatron_ext.lab import simulate as lab
     from megatron_ext.lab.shape import read_shape
 
-    strategies = arguments.strategies.split(",")
-    balance = options.balance_config(arguments)
     asked = options.asked(balance)
     options.check_out(arguments, *lab.FILES)
     shape = read_shape(arguments.model, arguments.set)
-    hardware = lab.as_measured(read_hardware(arguments.hardware), shape, balance)
+    hardware = lab.as_measured(machine, shape, balance)
     setting = lab.Setting(**vars(asked), shape=shape, hardware=hardware, num_gpus=arguments.gpus)
     loads = options.read_trace(arguments, shape.num_experts)
     options.warn_of_empty_slots(loads, asked, strategies)
@@ -77,4 +79,5 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield layer_table(report)
     yield ""
     yield f"Constants of {report['hardware']['name']} and their sources: --json, or --out DIR."
-    yield "Left out: " + "; ".join(report["left_out"]) + "."
+    yield "Left out:"
+    yield from (f"- {what}" for what in report["left_out"])

@@ -41,7 +41,7 @@ def run(words: list[str]) -> int:
 
 
 def dry_run(options: argparse.Namespace) -> None:
-    """Print the settings, and what the run would need.
+    """Print what the run would need, and as JSON the settings, too.
 
     Raises:
         ConfigError: With all that is wrong.
@@ -55,7 +55,12 @@ def dry_run(options: argparse.Namespace) -> None:
         options.overrides, options.config_dir, options.config_name, num_ranks=options.ranks
     )
     imbalance = _imbalance(options.imbalance, config.parallel.ep_size)
-    from megatron_ext.lab.forecast import forecast_costs, forecast_replication, forecast_transport
+    from megatron_ext.lab.forecast import (
+        forecast_costs,
+        forecast_replication,
+        forecast_step,
+        forecast_transport,
+    )
     from megatron_ext.lab.hardware import recipe_hardware
 
     vocab_size, vocab_from = _vocabulary(config)
@@ -66,20 +71,30 @@ def dry_run(options: argparse.Namespace) -> None:
         raise ConfigError([str(error)]) from None
 
     from megatron_ext.trainer.model.dry_run import dry_run as count
-    from megatron_ext.trainer.model.dry_run import recommended_buffers
+    from megatron_ext.trainer.model.dry_run import recommended_buffers, what_fits
     from megatron_ext.trainer.model.settings import assumes_transformer_engine
 
     counted = count(config, num_ranks=num_ranks, vocab_size=vocab_size, imbalances=(1.0, imbalance))
     replicating = next((stage for stage in counted.stages if stage.expert_params), None)
-    replication = costs = None
+    replication = costs = step = fits = None
     if hardware is not None and replicating is not None:
         costs = forecast_costs(config, replicating, hardware)
         try:
             replication = forecast_replication(
                 config, replicating, tokens=counted.tokens, imbalance=imbalance, hardware=hardware
             )
+            step = forecast_step(config, counted, imbalance=imbalance, hardware=hardware)
         except ValueError as error:
             raise ConfigError([f"--imbalance ({imbalance}): {error}"]) from None
+    most = max(stage.static + stage.activations[imbalance] for stage in counted.stages)
+    if hardware is not None and most > hardware.memory_bytes:
+        fits = what_fits(
+            config,
+            num_ranks=num_ranks,
+            vocab_size=vocab_size,
+            imbalance=imbalance,
+            memory_bytes=hardware.memory_bytes,
+        )
     report = {
         "config": OmegaConf.to_container(OmegaConf.structured(config)),
         "ranks": num_ranks,
@@ -98,6 +113,7 @@ def dry_run(options: argparse.Namespace) -> None:
             imbalance,
             choices=counted.tokens * config.model.topk,
         ),
+        "fits_with": fits and {"overrides": fits[0], "bytes": fits[1]},
         "memory_bytes": None if hardware is None else hardware.memory_bytes,
         "machine": None if hardware is None else hardware.summary,
         "layers": "transformer_engine" if assumes_transformer_engine(config) else "local",
@@ -111,6 +127,7 @@ def dry_run(options: argparse.Namespace) -> None:
             "assignment_time": costs and costs.assignment_time,
         },
         "replication": None if replication is None else dataclasses.asdict(replication),
+        "step": step and dataclasses.asdict(step) | {"speed_up": step.speed_up},
     }
     show(options, report, _lines)
 
@@ -176,10 +193,7 @@ def _buffers(
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
-    from omegaconf import OmegaConf
-
     params, imbalance = report["params"], report["imbalance"]
-    yield OmegaConf.to_yaml(OmegaConf.create(report["config"]))
     also = f", and {params['mtp']:,} that predict further tokens" if params["mtp"] else ""
     vocabulary = report["vocabulary"]
     yield (
@@ -198,6 +212,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield columns(_HEADER, [_row(stage) for stage in report["stages"]])
     yield ""
+    yield LEGEND
     if report["memory_bytes"] is not None:
         most = max(stage["memory"]["uneven"] for stage in report["stages"])
         share = most / report["memory_bytes"]
@@ -206,6 +221,8 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
             f"Busiest rank: {most / _GB:.1f} GB of {report['memory_bytes'] / _GB:.0f} GB "
             f"({report['machine']}): {verdict}. Left out: {LEFT_OUT}."
         )
+        if share > 1:
+            yield _advice(report["fits_with"])
     if (buffers := report["buffers"]) is not None:
         yield (
             f"With HybridEP's buffers of fixed size, plans need moe_expert_rank_capacity_factor "
@@ -232,8 +249,39 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     )
     if (moved := report["replication"]) is None:
         yield "Replication: none."
-        return
-    yield (
+    else:
+        yield _replication_line(moved)
+    if (step := report["step"]) is None:
+        yield "Time of a step: the simulator has no model of this run."
+    else:
+        yield _step_line(step, report)
+
+
+def _advice(fits: dict[str, Any] | None) -> str:
+    """Say what to change where a run does not fit."""
+    if fits is None:
+        return (
+            "Neither parallel.recompute=full nor larger EP groups of these ranks would be enough: "
+            "more ranks, more pipeline stages or a smaller data.micro_batch_size may be."
+        )
+    return f"It fits with {' '.join(fits['overrides'])}: {fits['bytes'] / _GB:.1f} GB."
+
+
+def _step_line(step: dict[str, Any], report: dict[str, Any]) -> str:
+    """Say what a step takes, and what balancing brings."""
+    said = f"A step takes {step['step_ms']:.0f} ms by the simulator's model (not measured)"
+    if report["config"]["balance"]["strategy"] == "none":
+        return f"{said}; {step['share_of_ideal']:.2f} of the speed of even routing."
+    return (
+        f"{said} at an imbalance of {report['imbalance']:g}, {step['speed_up']:.2f} x as fast as "
+        f"without balancing ({step['without_ms']:.0f} ms), {step['share_of_ideal']:.2f} of the "
+        "speed of even routing."
+    )
+
+
+def _replication_line(moved: dict[str, Any]) -> str:
+    """Say what replicas move in a layer."""
+    return (
         f"Replication in a layer and microbatch, by the simulator's model: imbalance "
         f"{moved['imbalance_before']:.2f} -> {moved['imbalance_after']:.2f} by "
         f"{moved['replicas']:.1f} replicas; the busiest rank moves "
@@ -251,9 +299,15 @@ def _by_gpu(value: Any) -> str:
     return ", ".join(f"{each} (compute capability {gpu})" for gpu, each in value.items())
 
 
+LEGEND = (
+    "slots, slot grads: weights and gradients of replicas; activations: kept for backward; all: "
+    "the rank's memory;\nat even loads, and uneven: on the busiest rank."
+)
+"""Explains the columns of the table of stages."""
+
 _HEADER = (
-    *("stage", "layers", "parameters", "weights", "gradients", "optimizer", "slots", "their grads"),
-    *("activations", "uneven", "all", "uneven"),
+    *("stage", "layers", "parameters", "weights", "gradients", "optimizer", "slots", "slot grads"),
+    *("activations", "uneven", "all", "all uneven"),
 )
 
 

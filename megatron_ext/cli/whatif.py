@@ -32,18 +32,20 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Try numbers of slots on the trace, and show what they would bring."""
-    from megatron_ext.lab import whatif
     from megatron_ext.lab.hardware import read_hardware
-    from megatron_ext.lab.shape import read_shape
-    from megatron_ext.lab.simulate import Setting
 
     if (arguments.model is None) != (arguments.hardware is None):
         raise ValueError("--model and --hardware are given together, or neither")
     options.check_out(arguments)
-    asked = options.asked(options.balance_config(arguments))
+    balance = options.balance_config(arguments)
+    hardware = None if arguments.hardware is None else read_hardware(arguments.hardware)
+    from megatron_ext.lab import whatif
+    from megatron_ext.lab.shape import read_shape
+    from megatron_ext.lab.simulate import Setting
+
+    asked = options.asked(balance)
     num_experts = None
-    if arguments.model is not None:
-        hardware = read_hardware(arguments.hardware)
+    if hardware is not None:
         shape = read_shape(arguments.model, arguments.set)
         num_experts = shape.num_experts
         asked = Setting(**vars(asked), shape=shape, hardware=hardware, num_gpus=arguments.gpus)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_ext.arguments import near_path
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -92,16 +94,9 @@ def read_arrays(
         FileNotFoundError: There is no such file.
         ValueError: The file is no .npz file, is damaged, or lacks a required array.
     """
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist")
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is {'a folder' if path.is_dir() else 'no file'}")
+    check_archive(path)
     arrays = {}
     with path.open("rb") as file:
-        # NumPy would take anything else for pickled objects, and advise to load them.
-        if not file.read(len(_ARRAY)).startswith((_ARCHIVE, _ARRAY)):
-            raise ValueError(f"{path} is no .npz file: write it with numpy.savez")
-        file.seek(0)
         try:
             archive = np.load(file, allow_pickle=False)
         except _DAMAGES as error:
@@ -115,6 +110,23 @@ def read_arrays(
                 has = ", ".join(sorted(archive.files)) or "none"
                 raise ValueError(f"{path} has no array {name!r}; it has {has}")
     return arrays
+
+
+def check_archive(path: Path) -> None:
+    """Check that a file is there and begins as .npz files do.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It begins in another way.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist{near_path(path)}")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is {'a folder' if path.is_dir() else 'no file'}")
+    with path.open("rb") as file:
+        # NumPy would take anything else for pickled objects, and advise to load them.
+        if not file.read(len(_ARRAY)).startswith((_ARCHIVE, _ARRAY)):
+            raise ValueError(f"{path} is no .npz file: write it with numpy.savez")
 
 
 def _read_array(path: Path, archive: np.lib.npyio.NpzFile, name: str) -> np.ndarray:

@@ -6,23 +6,27 @@ Loads are drawn at a given imbalance and planned as the run would plan them; the
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from megatron_ext.balance.costs import LayerCosts
 from megatron_ext.balance.metrics import home_loads, imbalances
 from megatron_ext.balance.solve import solve
-from megatron_ext.balance.strategies import get_strategy
+from megatron_ext.balance.strategies import PlanSettings, get_strategy
+from megatron_ext.files.loads import Loads
 from megatron_ext.lab.hardware import Hardware
-from megatron_ext.lab.simulate import timed_sends
+from megatron_ext.lab.simulate import NONE, Setting, as_measured, simulate, timed_sends
 from megatron_ext.lab.synthetic import generate, make_spec
 from megatron_ext.trainer.config import TrainConfig
+from megatron_ext.trainer.model.shape import shape_of
 from megatron_ext.transport import Choice, TransportKind, choose_transport
 
 if TYPE_CHECKING:
-    from megatron_ext.trainer.model.dry_run import Stage
+    from megatron_ext.trainer.model.dry_run import DryRun, Stage
 
 _LOADS = 8
 
@@ -60,20 +64,11 @@ def forecast_replication(
     Raises:
         ValueError: No load of so many experts and ranks has this imbalance.
     """
-    model, balance, ep_size = config.model, config.balance, config.parallel.ep_size
+    balance, ep_size = config.balance, config.parallel.ep_size
     strategy = get_strategy(balance.strategy)
     if strategy.kind is not strategy.planner or ep_size == 1 or balance.placement:
         return None
-    spec = make_spec(
-        "zipf",
-        ranks=ep_size,
-        experts=model.num_experts,
-        tokens=tokens,
-        top_k=model.topk,
-        batch=_LOADS,
-        imbalance=imbalance,
-    )
-    load = generate("zipf", spec).load
+    load = _loads(config, tokens=tokens, imbalance=imbalance)
     costs = forecast_costs(config, stage, hardware)
     plan = solve(
         load,
@@ -100,6 +95,75 @@ def forecast_replication(
         experts_ms=1e3 * costs.assignment_time * float(after.amax(-1).double().mean()),
         experts_before_ms=1e3 * costs.assignment_time * float(before.amax(-1).double().mean()),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepForecast:
+    """What a step would take, by the simulator's model."""
+
+    step_ms: float
+    without_ms: float
+    """The same without balancing."""
+    share_of_ideal: float
+    """Of the speed of forced even routing."""
+
+    @property
+    def speed_up(self) -> float:
+        """How many times as fast as without balancing."""
+        return self.without_ms / self.step_ms
+
+
+def forecast_step(
+    config: TrainConfig, dry_run: DryRun, *, imbalance: float, hardware: Hardware
+) -> StepForecast | None:
+    """Simulate a step at this imbalance; return None where the simulator has no model of the run.
+
+    That is with tensor parallelism, with replicas that were placed before, for one EP rank, and for
+    strategies that neither plan nor leave Megatron's layers.
+
+    Raises:
+        ValueError: No load of so many experts and ranks has this imbalance.
+    """
+    balance, parallel = config.balance, config.parallel
+    kind = get_strategy(balance.strategy)
+    plans = kind.kind is kind.planner
+    if parallel.tp_size > 1 or parallel.ep_size == 1 or balance.placement:
+        return None
+    if not plans and balance.strategy != NONE:
+        return None
+    shape = dataclasses.replace(
+        shape_of(config, config.recipe), num_microbatches=dry_run.num_microbatches
+    )
+    setting = Setting(
+        planning=PlanSettings.of(balance, None, None),
+        slots=balance.slots,
+        nvlink_domain=forecast_transport(config, hardware).domain_ranks,
+        shape=shape,
+        hardware=as_measured(hardware, shape, balance),
+        num_gpus=dry_run.num_ranks,
+    )
+    name = f"{balance.strategy}:time" if balance.plans_for_time else balance.strategy
+    loads = Loads(_loads(config, tokens=dry_run.tokens, imbalance=imbalance))
+    of = simulate(loads, [name] if plans else [], setting)["strategies"]
+    return StepForecast(
+        step_ms=of[name]["step_ms"],
+        without_ms=of[NONE]["step_ms"],
+        share_of_ideal=of[name]["share_of_ideal"],
+    )
+
+
+def _loads(config: TrainConfig, *, tokens: int, imbalance: float) -> Tensor:
+    """Return a few loads of this imbalance: int64 [B, R, E]."""
+    spec = make_spec(
+        "zipf",
+        ranks=config.parallel.ep_size,
+        experts=config.model.num_experts,
+        tokens=tokens,
+        top_k=config.model.topk,
+        batch=_LOADS,
+        imbalance=imbalance,
+    )
+    return generate("zipf", spec).load
 
 
 def forecast_costs(config: TrainConfig, stage: Stage, hardware: Hardware) -> LayerCosts:

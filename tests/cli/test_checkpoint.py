@@ -24,18 +24,18 @@ def test_checkpoint_show(tmp_path, capsys, monkeypatch):
         entries=[Entry(key=weight, shape=(2, 4, 8, 4), dtype="float32", num_shards=8)],
     )
     monkeypatch.setattr("checkpoints_tools.read_contents", lambda path: contents)
-    status, stdout, _ = run(capsys, "checkpoint", "show", "x")
+    status, stdout, _ = run(capsys, "checkpoint", "show", tmp_path)
     assert status == 0
     assert f"{weight}  2x4x8x4  float32       8" in stdout
     assert "parameters   1,234" in stdout
     assert "logical experts only" in stdout
-    status, stdout, _ = run(capsys, "checkpoint", "show", "x", "--json")
+    status, stdout, _ = run(capsys, "checkpoint", "show", tmp_path, "--json")
     report = json.loads(stdout)
     assert (report["step"], report["num_experts"], report["problems"]) == (7, 4, [])
     assert report["entries"][0]["shape"] == [2, 4, 8, 4]
 
     contents.entries[0] = Entry(key=weight, shape=(2, 6, 8, 4), dtype="float32", num_shards=12)
-    status, stdout, _ = run(capsys, "checkpoint", "show", "x")
+    status, stdout, _ = run(capsys, "checkpoint", "show", tmp_path)
     assert status == 1
     assert "holds 6 experts, the router 4" in stdout
 
@@ -75,7 +75,7 @@ def test_checkpoint_relayout(routes, capsys, prepared):
     """What is asked of the tool, which has tests of its own."""
     semantics = routes.parent / "semantics.npz"
     assert run(capsys, "place", "sem_moe", routes, "--ranks", 4, "--out", semantics)[0] == 0
-    words = ["checkpoint", "relayout", "runs/a", semantics, "--out", "b"]
+    words = ["checkpoint", "relayout", semantics.parent, semantics, "--out", "b"]
     status, stdout, _ = run(capsys, *words)
     assert status == 0
     assert "moved       12 tensors in 3 layers" in stdout
@@ -95,7 +95,7 @@ def test_checkpoint_relayout_by_loads(tmp_path, capsys, prepared):
     from megatron_ext.files.relayout import write_layout
 
     write_layout(tmp_path / "layout.npz", {3: np.array([2, 0, 1])})
-    words = ["checkpoint", "relayout", "runs/a", tmp_path / "layout.npz", "--out", "b"]
+    words = ["checkpoint", "relayout", tmp_path, tmp_path / "layout.npz", "--out", "b"]
     assert run(capsys, *words)[0] == 0
     layouts = prepared[0].layouts
     assert {layer: order.tolist() for layer, order in layouts.items()} == {3: [2, 0, 1]}
@@ -103,13 +103,15 @@ def test_checkpoint_relayout_by_loads(tmp_path, capsys, prepared):
 
 @pytest.mark.parametrize(
     ("semantics", "message"),
-    [("routes.npz", "no array 'expert'"), ("semantics.npz", "is not a folder")],
+    [("routes.npz", "no array 'expert'"), ("semantics.npz", "no Megatron checkpoint in ")],
 )
 def test_relayout_of_wrong_files(routes, capsys, semantics, message):
     made = ["place", "sem_moe", routes, "--ranks", 4, "--out", routes.parent / "semantics.npz"]
     assert run(capsys, *made)[0] == 0
     out = routes.parent / "out"
-    words = ["checkpoint", "relayout", "absent", routes.parent / semantics, "--out", out]
+    (routes.parent / "empty").mkdir()
+    words = ["checkpoint", "relayout", routes.parent / "empty", routes.parent / semantics]
+    words += ["--out", out]
     status, stdout, stderr = run(capsys, *words)
     assert (status, stdout) == (2, "")
     assert stderr.startswith("megatron-ext checkpoint relayout: error: ")

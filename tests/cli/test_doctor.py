@@ -193,5 +193,5 @@ def test_doctor_without_a_gpu_says_so_in_one_line(capsys, monkeypatch):
     assert (status, stdout[:6], stdout.count("\n"), stderr) == (0, "no GPU", 1, "")
     status, stdout, _ = run(capsys, "doctor", "--gpu", "--json")
     assert (status, json.loads(stdout)) == (0, {"gpus": [], "problems": []})
-    status, _, stderr = run(capsys, "doctor", "--gpu", "--run", "runs/none")
+    status, _, stderr = run(capsys, "doctor", "--gpu", "--run", "recipes")
     assert (status, "--run" in stderr, "--gpu" in stderr) == (2, True, True)

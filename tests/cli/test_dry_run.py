@@ -80,6 +80,11 @@ def test_every_recipe_says_what_it_would_need(recipe: str) -> None:
         assert moved["imbalance_after"] < moved["imbalance_before"]
         assert moved["experts_ms"] < moved["experts_before_ms"]
         assert report["auto"]["push_blocks"] == {"9.x": 32, "10.x": 64}
+        if parallel["tp_size"] == 1:
+            step = report["step"]
+            assert step["speed_up"] == pytest.approx(step["without_ms"] / step["step_ms"])
+            assert step["speed_up"] > 1
+            assert 0.9 < step["share_of_ideal"] <= 1
         assert 0 < report["auto"]["assignment_time"] < 1e-5 < report["auto"]["link_bandwidth"]
     if recipe in PUBLISHED:
         dense, experts, share = PUBLISHED[recipe]
@@ -91,6 +96,8 @@ def test_text_is_for_people_and_wrong_words_are_said_at_once() -> None:
     status, out, said = _dry_run("--config-name", "quickstart", "data.path=nowhere")
     assert (status, "Parameters: 12,885,760" in out) == (0, True), said
     assert "transport shared_memory" in out
+    assert "slots, slot grads: weights and gradients of replicas" in out
+    assert "num_layers:" not in out  # The settings are for --print.
     assert "only with a machine, as in hardware=server_8_h100" in out
 
     wrong = ["model.layers=1", "balance.slots=-1", "steps=many", "optimizer.beta1=1.5"]
@@ -123,5 +130,29 @@ def test_the_least_buffers_of_fixed_size_are_recommended() -> None:
     assert buffers["saved_bytes"] > 0
     status, out, said = _dry_run("--config-name", recipe)
     assert f"plans need moe_expert_rank_capacity_factor {buffers['factor']:g}: " in out
+    step = report["step"]
+    assert (
+        f"A step takes {step['step_ms']:.0f} ms by the simulator's model (not measured) at an "
+        f"imbalance of 1.5, {step['speed_up']:.2f} x as fast as without balancing"
+    ) in out
     status, out, said = _dry_run("--config-name", recipe, "balance.strategy=eplb")
     assert "moe_expert_rank_capacity_factor" not in out
+
+
+def test_what_does_not_fit_comes_with_what_would() -> None:
+    words = ["--config-name", "qwen3_30b_8_h200_bf16", "hardware=server_8_h100"]
+    status, out, said = _dry_run(*words, "model.num_layers=32", "--json")
+    assert status == 0, said
+    report = json.loads(out)
+    assert max(stage["memory"]["uneven"] for stage in report["stages"]) > report["memory_bytes"]
+    assert report["fits_with"]["overrides"] == ["parallel.recompute=full"]
+    assert report["fits_with"]["bytes"] < report["memory_bytes"]
+    status, out, _ = _dry_run(*words)
+    assert "does NOT fit" in out
+    assert "Neither parallel.recompute=full nor larger EP groups" in out
+    again = [*words, "model.num_layers=32", "parallel.recompute=full", "--json"]
+    fitting = json.loads(_dry_run(*again)[1])
+    assert fitting["fits_with"] is None
+    assert report["fits_with"]["bytes"] == max(
+        stage["memory"]["uneven"] for stage in fitting["stages"]
+    )

@@ -90,6 +90,32 @@ def test_wrong_settings_are_said_before_torch_is_imported(words, said):
     assert result.stderr.count("\n") == result.stderr.count("error: ")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["whatif", "README.md"], "argument TRACE: README.md is no .npz file: write it with "),
+        (["plan", "recipes/traces/late_ep9.npz"], "; did you mean recipes/traces/late_ep8.npz?"),
+        (["place", "eplb", "recipes/trace/x", "--out", "y"], "; did you mean recipes/traces?"),
+        (["report", "recipess"], "recipess does not exist; did you mean recipes?"),
+        (["logs", "recipess"], "recipess does not exist; did you mean recipes?"),
+        (["doctor", "--run", "recipess"], "recipess does not exist; did you mean recipes?"),
+        (["data", "info", "recipess"], "recipess does not exist; did you mean recipes?"),
+        (["checkpoint", "show", "recipess"], "recipess does not exist; did you mean recipes?"),
+        (["replay", "recipes/traces", "--strategies", "quota,eplbb"], "; did you mean eplb?"),
+        (["plan", "recipes/traces", "balance.slot=1"], "; did you mean slots?"),
+        (["plan", "recipes/traces", "--strategy", "quotaa"], "; did you mean quota?"),
+        (
+            ["whatif", "recipes/traces", "--model", "traced", "--hardware", "rack_6"],
+            "; did you mean rack_64?",
+        ),
+    ],
+)
+def test_wrong_files_and_names_are_said_before_torch_is_imported(words, said):
+    result = _without_torch(*words)
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 def _without_torch(*words):
     """Run a command that ends with status 2 in a fresh process, which must not import torch."""
     program = (
@@ -122,9 +148,9 @@ def test_public_names_complete():
         ("megatron-ext train", "hydra", ["steps=1"]),
         ("megatron-ext train", "omegaconf", ["--dry-run"]),
         ("megatron-ext submit", "psutil", ["steps=1"]),
-        ("megatron-ext plan", "omegaconf", ["loads.npz"]),
-        ("megatron-ext report", "prettytable", ["runs"]),
-        ("megatron-ext checkpoint show", "xxhash", ["runs"]),
+        ("megatron-ext plan", "omegaconf", ["recipes/traces"]),
+        ("megatron-ext report", "prettytable", ["recipes"]),
+        ("megatron-ext checkpoint show", "xxhash", ["recipes"]),
     ],
 )
 def test_what_the_plug_in_does_without_is_named_with_its_extra(program, module, words):

@@ -101,7 +101,8 @@ def test_names_that_repeat_become_paths(runs, capsys):
 def test_wrong_runs_are_refused_before_anything_is_written(runs, capsys):
     page = runs / "page.html"
     for folders, message in (
-        ([runs / "absent"], f"{runs / 'absent'} is no run directory: it has no metrics.jsonl"),
+        ([runs / "absent"], f"{runs / 'absent'} does not exist"),
+        ([runs], f"{runs} is no run directory: it has no metrics.jsonl; there are runs in it"),
         ([runs / "none", runs / "none"], "a run is there twice"),
     ):
         status, out, err = run(capsys, "report", *folders, "--out", page)

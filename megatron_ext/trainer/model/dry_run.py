@@ -25,7 +25,7 @@ from torch import nn
 
 from megatron_ext.balance.planner import plan_layout
 from megatron_ext.balance.strategies import get_strategy
-from megatron_ext.config import BalanceConfig
+from megatron_ext.config import BalanceConfig, ConfigError
 from megatron_ext.mcore.balancer import layout_of
 from megatron_ext.mcore.capacity import ROWS_OF_OP_FUSER, RankCapacity, promised_tolerance
 from megatron_ext.mcore.experts import expert_weights
@@ -44,7 +44,7 @@ from megatron_ext.trainer.model.settings import (
     unquantized,
 )
 from megatron_ext.trainer.model.shape import REPLICA_BYTES
-from megatron_ext.trainer.validate import expert_shards
+from megatron_ext.trainer.validate import expert_shards, validate
 
 _MOMENT_BYTES = 8
 """Bytes of a parameter's two moments of Adam."""
@@ -216,6 +216,41 @@ def dry_run(
         active=params.dense + params.experts * model.topk // model.num_experts,
         stages=stages,
     )
+
+
+def what_fits(
+    config: TrainConfig, *, num_ranks: int, vocab_size: int, imbalance: float, memory_bytes: float
+) -> tuple[list[str], int] | None:
+    """Look for settings with which a run that does not fit would fit into a rank's memory.
+
+    Tried are full recompute, more EP ranks, and both. Arguments are those of `dry_run`.
+
+    Returns:
+        The overrides, and the bytes of the busiest rank with them; None if none of these fits.
+    """
+    now = config.parallel
+    wider = [now.ep_size << power for power in (1, 2, 3)]
+    tries = [("full", now.ep_size)]
+    tries += [(each, size) for each in dict.fromkeys([now.recompute, "full"]) for size in wider]
+    for recompute, ep_size in tries:
+        parallel = dataclasses.replace(config.parallel, recompute=recompute, ep_size=ep_size)
+        other = dataclasses.replace(config, parallel=parallel)
+        try:
+            validate(other, num_ranks=num_ranks, needs_data=False)
+        except ConfigError:
+            continue
+        counted = dry_run(
+            other, num_ranks=num_ranks, vocab_size=vocab_size, imbalances=(min(imbalance, ep_size),)
+        )
+        most = max(stage.static + max(stage.activations.values()) for stage in counted.stages)
+        if most <= memory_bytes:
+            changed = {"recompute": recompute, "ep_size": ep_size}
+            return [
+                f"parallel.{name}={value}"
+                for name, value in changed.items()
+                if value != getattr(config.parallel, name)
+            ], most
+    return None
 
 
 def _count(
