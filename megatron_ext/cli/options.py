@@ -114,7 +114,7 @@ def strategies(arguments: argparse.Namespace) -> list[str]:
 
 
 def read_trace(arguments: argparse.Namespace, num_experts: int | None = None) -> Loads:
-    """Read what `add_trace` was given.
+    """Read what `add_trace` was given, for a model of `num_experts` if there is one.
 
     Raises:
         FileNotFoundError, ValueError: See `read_loads` and `read_routing_trace`; or an option does
@@ -141,6 +141,14 @@ def read_trace(arguments: argparse.Namespace, num_experts: int | None = None) ->
     ):
         if given not in (None, size):
             raise ValueError(f"{option} ({given}) must be that of {path} ({size})")
+    if num_experts not in (None, loads.load.shape[2]):
+        from megatron_ext.lab.shape import is_recipe
+
+        name = "model.num_experts" if is_recipe(arguments.model) else "num_experts"
+        raise ValueError(
+            f"the loads have {loads.load.shape[2]} experts, the model {arguments.model} has "
+            f"{num_experts}: --set {name}={loads.load.shape[2]}"
+        )
     return loads
 
 

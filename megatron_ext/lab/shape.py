@@ -11,6 +11,15 @@ from megatron_ext.files.yaml_files import find_file, read_into, read_yaml
 from megatron_ext.trainer.model.shape import ModelShape, shape_of
 
 
+def is_recipe(name_or_file: str) -> bool:
+    """Whether a model is given as a recipe, whose sizes are settings such as `model.num_experts`.
+
+    Else it is a file with the fields of `ModelShape`.
+    """
+    path = Path(name_or_file)
+    return not path.is_file() or path.resolve().parent == shipped_recipes().resolve()
+
+
 def read_shape(name_or_file: str, overrides: Sequence[str]) -> ModelShape:
     """Read the shape of a recipe, or a shape from its file.
 
@@ -25,7 +34,7 @@ def read_shape(name_or_file: str, overrides: Sequence[str]) -> ModelShape:
         ValueError: A field is missing, unknown or out of range; the message names it.
     """
     path, recipes = Path(name_or_file), shipped_recipes()
-    if path.is_file() and path.resolve().parent != recipes.resolve():
+    if not is_recipe(name_or_file):
         return read_into(ModelShape, {"name": path.stem} | read_yaml(path), path, overrides)
     name = path.stem if path.is_file() else name_or_file
     begun = [each for each in recipe_names(recipes) if each.startswith(f"{name}_")]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +52,8 @@ class StepProfile:
             return
         self._has_begun = True
         if self._profile is None and dist.get_rank() in self._parts:
+            # Else the profiler writes lines of its own; 6 is above all levels.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")
             self._profile = profile(activities=supported_activities())
             self._profile.start()
         with record_function(f"step {number}"):

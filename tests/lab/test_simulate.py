@@ -550,6 +550,12 @@ def test_command_writes_what_it_says(files, capsys):
     assert "Left out:" in shown
 
 
+def test_command_names_the_size_that_would_fit(files, capsys):
+    assert main(words(files, "--set", "num_experts=8")) == 2
+    assert "has 8: --set num_experts=4\n" in capsys.readouterr().err
+    assert main(words(files, "--set", "num_experts=4")) == 0
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -163,6 +163,10 @@ def test_command(tmp_path, capsys) -> None:
     for further, said in (
         (["--ep-size", 2], "--ep-size (2) must be that of"),
         (["--model", "quickstart"], "--model and --hardware are given together, or neither"),
+        (
+            ["--model", "quickstart", "--hardware", "rack_64"],
+            "the loads have 8 experts, the model quickstart has 16: --set model.num_experts=8",
+        ),
         (["--out", tmp_path / "page.html"], "exists already: replace it with --overwrite"),
     ):
         status, stdout, stderr = run(capsys, *words, *further)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -222,3 +224,20 @@ def test_what_cannot_be_profiled_is_said_before_ranks_start(
         validate(load_config([*overrides(data, tmp_path), *given]), num_ranks=2)
     (problem,) = error.value.problems
     assert problem.startswith(said), problem
+
+
+def test_the_profiler_writes_no_lines_of_its_own(tmp_path: Path) -> None:
+    """A fresh process: the profiler looks at its level once."""
+    program = (
+        "import sys, torch.distributed as dist\n"
+        "from pathlib import Path\n"
+        "from megatron_ext.telemetry.profile import StepProfile\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "profile = StepProfile(Path(sys.argv[1]), first=1, steps=1, ranks=())\n"
+        "with profile.step(1): pass\n"
+        "print(profile.write({}))"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout == f"{tmp_path / PROFILE_FILE}\n"
+    assert "profiler_st" not in result.stderr
