@@ -18,7 +18,8 @@ candidates=(python3 python3.12 python3.11 python3.13 python3.14)
 for candidate in "${candidates[@]}" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$wanted"*/bin/python; do
     # A pyenv shim is found in PATH also for versions that are not selected: then it does not run.
     if works "$candidate" "$wanted"; then
-        "$candidate" -c 'import sys; print(sys.executable)'
+        # In an active environment, as .venv is after `source`, the interpreter that it was made with.
+        "$candidate" -c 'import os, sys; print(os.path.realpath(sys._base_executable))'
         exit 0
     fi
 done

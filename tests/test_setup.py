@@ -79,3 +79,21 @@ def test_pages_where_a_stage_fails(set_up):
         assert fails in page
         assert last.startswith(f"launch/setup.sh: {stage}")
     assert set_up()[0] == 0  # Nothing said that it was done.
+
+
+def test_an_active_environment_is_set_up_with_the_same_interpreter(tmp_path):
+    """Else the stamp would be another one, and all would be set up again."""
+    script = ROOT / "launch" / "find_python.sh"
+    base = Path(sys._base_executable).parent
+    path = f"{base}:/usr/bin:/bin"
+
+    def found(path):
+        words = ["bash", script]
+        done = subprocess.run(
+            words, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    outside = found(path)
+    subprocess.run([outside, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    assert found(f"{tmp_path}/venv/bin:{path}") == outside

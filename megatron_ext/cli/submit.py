@@ -173,7 +173,7 @@ def _trainings(options: argparse.Namespace) -> tuple[list[list[str]], TrainConfi
     Runs that would share a directory get one each, inside it. All settings are checked.
     """
     from megatron_ext.trainer.compose import load_config
-    from megatron_ext.trainer.train import check
+    from megatron_ext.trainer.early import check_early
 
     recipe = [options.config_dir, options.config_name]
     names = options.variants or []
@@ -185,6 +185,10 @@ def _trainings(options: argparse.Namespace) -> tuple[list[list[str]], TrainConfi
             for job, run_dir, name in zip(jobs, run_dirs, names, strict=True)
         ]
     configs = [load_config(job, *recipe) for job in jobs]
+    for config in configs:
+        check_early(config)
+    from megatron_ext.trainer.train import check
+
     for config in configs:
         check(config, num_ranks=options.nodes * _ranks_per_node(options, config))
     if options.notice and not configs[0].checkpoint.every:
