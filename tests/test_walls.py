@@ -38,7 +38,7 @@ BREAKS = [
     ("hooks", "trainer/logs/progress.py", "import megatron_ext.methods.llep.llep"),
     ("checkpoints", "../checkpoints_tools/contents.py", "import megatron_ext.config"),
     ("files", "lab/hardware.py", "import megatron_ext.lab.simulate"),
-    ("files", "balance/strategies/exact.py", "import megatron_ext.balance.strategies"),
+    ("files", "balance/strategies/strategy.py", "import megatron_ext.balance.strategies"),
 ]
 ALSO_NOTICED = {
     ("tensors", "balance/load.py"): {"megatron"},

@@ -8,6 +8,11 @@ from megatron_ext.arguments import near_path
 from megatron_ext.balance.strategies import unknown_strategy
 from megatron_ext.config import ConfigError
 from megatron_ext.data.manifest import Manifest
+from megatron_ext.files.arrays import check_free
+from megatron_ext.files.run_dir import CONFIG_FILE, LAYERS_FILE, METRICS_FILE
+from megatron_ext.files.yaml_files import read_yaml
+from megatron_ext.telemetry.step_lines import read_lines
+from megatron_ext.trainer.checkpoints.choice import lost_steps
 from megatron_ext.trainer.config import TrainConfig
 
 
@@ -22,7 +27,7 @@ def check_early(config: TrainConfig) -> None:
 
 
 def early_problems(config: TrainConfig, *, needs_data: bool = True) -> list[str]:
-    """Return what is wrong with values, names of strategies and files that are not there.
+    """Return what is wrong with values, names of strategies, missing files and the run's folder.
 
     Without `needs_data`, the data need not be there.
     """
@@ -36,6 +41,8 @@ def early_problems(config: TrainConfig, *, needs_data: bool = True) -> list[str]
     for name, path in files.items():
         if path and isinstance(path, str) and not Path(path).exists():
             problems.append(f"{name} ({path}): {path} does not exist{near_path(path)}")
+    if isinstance(config.run_dir, str):
+        problems += run_dir_problems(config, begins=needs_data)
     if needs_data and isinstance(config.data.path, str):
         try:
             Manifest.load(config.data.path)
@@ -43,3 +50,32 @@ def early_problems(config: TrainConfig, *, needs_data: bool = True) -> list[str]
             near = near_path(config.data.path) if isinstance(error, FileNotFoundError) else ""
             problems.append(f"data.path ({config.data.path}): {' '.join(str(error).split())}{near}")
     return problems
+
+
+def run_dir_problems(config: TrainConfig, *, begins: bool) -> list[str]:
+    """Return whether the run's folder cannot be written, or metrics in it cannot be continued.
+
+    A run that begins must not lose the steps of an earlier one.
+    """
+    run_dir = Path(config.run_dir)
+    try:
+        check_free(run_dir / METRICS_FILE, overwrite=True)
+        for file in METRICS_FILE, LAYERS_FILE:
+            list(read_lines(run_dir / file))
+        earlier = run_dir / CONFIG_FILE
+        recipe = read_yaml(earlier).get("recipe") if earlier.is_file() else None
+        lost = lost_steps(config) if begins and not config.overwrite else 0
+    except (OSError, ValueError) as error:
+        return [f"run_dir ({config.run_dir}): {' '.join(str(error).split())}"]
+    if recipe and config.recipe and recipe != config.recipe:
+        return [
+            f"run_dir ({config.run_dir}) is of a run of recipe {recipe}, not {config.recipe}: name "
+            "another, or remove it"
+        ]
+    if lost:
+        steps = f"{lost} step{'s' * (lost > 1)}"
+        return [
+            f"run_dir ({config.run_dir}) holds {steps} and no checkpoint to go on from: name "
+            "another, or begin anew with overwrite=true, which moves its files aside"
+        ]
+    return []

@@ -20,15 +20,12 @@ from megatron_ext.balance.planner import LayerPlanner, plan_layout
 from megatron_ext.balance.strategies import STRATEGIES, PlanSettings
 from megatron_ext.balance.strategies.strategy import StaysMegatron
 from megatron_ext.config import ConfigError, field_problems
-from megatron_ext.files.arrays import check_free
 from megatron_ext.files.placement import read_placement
 from megatron_ext.files.recipes import nearest_recipe, recipe_names, shipped_recipes
-from megatron_ext.files.run_dir import CONFIG_FILE, LAYERS_FILE, METRICS_FILE
-from megatron_ext.files.yaml_files import read_yaml
-from megatron_ext.telemetry.step_lines import read_lines
-from megatron_ext.trainer.checkpoints.choice import find_checkpoint, lost_steps, model_differences
+from megatron_ext.trainer.checkpoints.choice import find_checkpoint, model_differences
 from megatron_ext.trainer.config import MEGATRON_NAMES, TrainConfig
 from megatron_ext.trainer.data import open_data
+from megatron_ext.trainer.early import run_dir_problems
 
 
 def validate(config: TrainConfig, *, num_ranks: int, needs_data: bool = True) -> None:
@@ -57,7 +54,7 @@ def validate(config: TrainConfig, *, num_ranks: int, needs_data: bool = True) ->
     problems += _check_engine(config) if needs_data else []
     if needs_data or has_data(config):
         problems += _check_data(config, values_fit=values_fit)
-    problems += _check_run_dir(config, begins=needs_data)
+    problems += run_dir_problems(config, begins=needs_data)
     if not problems:
         problems = _check_checkpoint(config)
     if problems:
@@ -368,34 +365,6 @@ def _check_data(config: TrainConfig, *, values_fit: bool) -> list[str]:
         problem = _one_line(error)
         known = problem.startswith("data.")
         return [problem if known else f"data.path ({config.data.path}): {problem}"]
-    return []
-
-
-def _check_run_dir(config: TrainConfig, *, begins: bool) -> list[str]:
-    """Check that the run's folder can be written, and that metrics in it can be continued.
-
-    A run that begins must not lose the steps of an earlier one.
-    """
-    run_dir = Path(config.run_dir)
-    try:
-        check_free(run_dir / METRICS_FILE, overwrite=True)
-        for file in METRICS_FILE, LAYERS_FILE:
-            list(read_lines(run_dir / file))
-        earlier = run_dir / CONFIG_FILE
-        recipe = read_yaml(earlier).get("recipe") if earlier.is_file() else None
-        lost = lost_steps(config) if begins and not config.overwrite else 0
-    except (OSError, ValueError) as error:
-        return [f"run_dir ({config.run_dir}): {_one_line(error)}"]
-    if recipe and config.recipe and recipe != config.recipe:
-        return [
-            f"run_dir ({config.run_dir}) is of a run of recipe {recipe}, not {config.recipe}: name "
-            "another, or remove it"
-        ]
-    if lost:
-        return [
-            f"run_dir ({config.run_dir}) holds {lost} steps and no checkpoint to go on from: name "
-            "another, or begin anew with overwrite=true, which moves its files aside"
-        ]
     return []
 
 

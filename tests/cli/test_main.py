@@ -116,6 +116,12 @@ def test_wrong_files_and_names_are_said_before_torch_is_imported(words, said):
     assert result.stderr.count("\n") == 1
 
 
+def test_steps_that_would_be_lost_are_said_before_torch_is_imported(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    result = _without_torch("train", *QUICKSTART, f"run_dir={tmp_path}")
+    assert f"error: run_dir ({tmp_path}) holds 1 step and no checkpoint" in result.stderr
+
+
 def _without_torch(*words):
     """Run a command that ends with status 2 in a fresh process, which must not import torch."""
     program = (
